@@ -1,0 +1,109 @@
+"""Counting the bytes that a process sends.
+
+Two witnesses that know nothing of each other: `sent` sees every operation of `torch.distributed` as
+it is called, with its tensors, and is exact; `wire_bytes` reads the operating system's own counter
+of the loopback interface, which knows what really travelled, headers and all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# How an operator of torch.distributed is called by the people who use it.
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "recv_any_source_": "recv",
+}
+
+
+@dataclass
+class Sent:
+    """What one process sent: point-to-point in bytes and messages, collectives by name."""
+
+    bytes: int = 0  # in point-to-point sends
+    messages: int = 0  # point-to-point sends
+    calls: Counter[str] = field(default_factory=Counter)  # collective -> times called
+    payload: Counter[str] = field(default_factory=Counter)  # collective -> bytes handed to it
+
+    @property
+    def collectives(self) -> dict[str, tuple[int, int]]:
+        """Collective -> (times called, bytes of the tensors that this rank handed to it)."""
+        return {name: (self.calls[name], self.payload[name]) for name in sorted(self.calls)}
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, sent: Sent):
+        super().__init__()
+        self.sent = sent
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._note(func.__name__.split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, operator: str, args: tuple[Any, ...]) -> None:
+        name = _NAMES.get(operator, operator.strip("_"))
+        if name == "recv":
+            return
+        # For collectives with an output and an input, the schema puts the output first.
+        inputs = args[1] if _has_output_first(operator) else args[0]
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if name == "send":
+            self.sent.bytes += size
+            self.sent.messages += 1
+        else:
+            self.sent.calls[name] += 1
+            self.sent.payload[name] += size
+
+
+def _has_output_first(operator: str) -> bool:
+    families = ("allgather", "reduce_scatter", "alltoall", "gather", "scatter")
+    return operator.lstrip("_").startswith(families)
+
+
+@contextmanager
+def sent() -> Iterator[Sent]:
+    """Count what this process sends inside the `with` block.
+
+    Sees what passes through `torch.distributed`, DDP's own reducer included; not what a collective
+    does inside a backend: for that compare with `wire_bytes`.
+
+        with count.sent() as sent:
+            dist.send(x, 1)
+        sent.bytes, sent.messages, sent.collectives
+    """
+    result = Sent()
+    with _Counting(result):
+        yield result
+
+
+def wire_bytes(interface: str = "lo") -> int | None:
+    """Bytes transmitted so far on a network interface, by every process of this machine.
+
+    None where the operating system keeps no such file (it is Linux's). Source: proc(5), net/dev.
+    """
+    table = Path("/proc/net/dev")
+    if not table.exists():
+        return None
+    for line in table.read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])  # the ninth column: transmitted bytes
+    return None

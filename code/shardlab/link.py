@@ -1,0 +1,247 @@
+"""An emulated slow link between the ranks of one machine.
+
+Ranks on one machine talk through its memory, which hides what a network costs. `slow` gives a
+process group that moves real data with real collectives, and holds back the completion of each
+operation until a wire of the given latency and bandwidth would have finished it. Nothing else is
+slowed down, so compute goes on while the wire is busy, as it does beside a real network card.
+
+Every rank owns one wire in each direction, and its messages follow one another on it. A message of
+n bytes takes latency + n / bandwidth (Hockney 1994); a collective takes what its ring does,
+whatever algorithm moves the data underneath (Thakur et al. 2005, section 4): see `ring_seconds`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+_numbers = itertools.count()
+
+
+def slow(
+    latency: float, bandwidth: float, group: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
+    """A group with the ranks of `group` whose messages take as long as on a slow wire.
+
+    latency: seconds per message, 0 or more. bandwidth: bytes per second and direction, above 0.
+    Every rank of `group` has to call this, in the same order as other collectives. The result works
+    wherever a process group does: functions of torch.distributed, torch's DDP, this course's code.
+    """
+    if not latency >= 0:
+        raise ValueError(f"latency={latency}: allowed are seconds, 0 or more")
+    if not bandwidth > 0:
+        raise ValueError(f"bandwidth={bandwidth}: allowed are bytes per second above 0")
+    carrier = group or dist.group.WORLD
+    assert carrier is not None
+
+    def create(_store: Any, rank: int, size: int, _timeout: Any) -> dist.ProcessGroup:
+        return SlowGroup(rank, size, carrier, latency, bandwidth)
+
+    name = f"slow{next(_numbers)}"
+    dist.Backend.register_backend(name, create, devices=["cpu", "cuda"])
+    return dist.new_group(dist.get_process_group_ranks(carrier), backend=name)
+
+
+def ring_seconds(operation: str, size: int, ranks: int, latency: float, bandwidth: float) -> float:
+    """Seconds that a collective takes on rings of such wires.
+
+    size: bytes of the whole tensor: what all_reduce and broadcast are given, what all_gather ends
+    with, what reduce_scatter and all_to_all start from.
+    """
+    hops = {
+        "all_reduce": 2 * (ranks - 1),
+        "all_gather": ranks - 1,
+        "reduce_scatter": ranks - 1,
+        "all_to_all": ranks - 1,
+    }
+    if operation in hops:
+        return hops[operation] * (latency + size / ranks / bandwidth)
+    if operation in ("broadcast", "reduce"):  # a binomial tree
+        return math.ceil(math.log2(ranks)) * (latency + size / bandwidth) if ranks > 1 else 0.0
+    if operation == "barrier":
+        return math.ceil(math.log2(ranks)) * latency if ranks > 1 else 0.0
+    raise ValueError(
+        f"operation={operation!r}: allowed are {', '.join(hops)}, broadcast, reduce, barrier"
+    )
+
+
+class _Held(dist._Work):
+    """An operation that is over when its data has moved and its wire would be done."""
+
+    def __init__(self, group: SlowGroup, work: dist.Work, due: Callable[[], float], result: Any):
+        super().__init__()
+        self._group = group
+        self._work = work
+        self._due = due  # asked once the data is there
+        self._result = result
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, *_: Any) -> bool:
+        """Wait for the data, then for the wire."""
+        self._work.wait()
+        left = self._due() - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work.is_completed() and self._due() <= time.monotonic()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the result, for callers such as torch's DDP."""
+        if self._future is None:
+            devices = sorted({t.device for t in tree_leaves(self._result) if t.is_cuda}, key=str)
+            self._future = torch.futures.Future(devices=devices or None)
+            self._group.complete_later(self, self._future, self._result)
+        return self._future
+
+
+class SlowGroup(dist.ProcessGroup):
+    """The process group that `slow` returns; `carrier` moves the data."""
+
+    def __init__(
+        self, rank: int, size: int, carrier: dist.ProcessGroup, latency: float, bandwidth: float
+    ):
+        super().__init__(rank, size)
+        self.carrier = carrier
+        self.latency = latency
+        self.bandwidth = bandwidth
+        self._outgoing_free = 0.0  # when this rank's wire out will be idle, time.monotonic()
+        self._incoming_free = 0.0
+        self._finisher: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[tuple[_Held, Any, Any]] = queue.SimpleQueue()
+
+    def getBackendName(self) -> str:
+        """Its name in torch's messages."""
+        return "slow"
+
+    def complete_later(self, work: _Held, future: torch.futures.Future[Any], result: Any) -> None:
+        """Fill `future` when `work` is over; one thread does so for all, in order, as wires do."""
+        if self._finisher is None:
+            self._finisher = threading.Thread(target=self._finish, daemon=True)
+            self._finisher.start()
+        self._queue.put((work, future, result))
+
+    def _finish(self) -> None:
+        while True:
+            work, future, result = self._queue.get()
+            try:
+                work.wait()
+                future.set_result(result)
+            except Exception as error:
+                future.set_exception(error)
+
+    # Collectives. Each begins at once on the carrier; the wire is busy for the ring's time.
+
+    def _collective(self, operation: str, work: dist.Work, tensors: Any, result: Any) -> _Held:
+        size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors))
+        seconds = ring_seconds(operation, size, self.size(), self.latency, self.bandwidth)
+        begin = max(time.monotonic(), self._outgoing_free)
+        end = self._outgoing_free = self._incoming_free = begin + seconds
+        return _Held(self, work, lambda: end, result)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> _Held:
+        """All-reduce in place."""
+        opts = opts if opts is not None else dist.AllreduceOptions()
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        return self._collective(
+            "all_reduce", self.carrier.allreduce(tensors, opts), tensors, tensors
+        )
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any) -> _Held:
+        """All-reduce of several tensors as one."""
+        work = self.carrier.allreduce_coalesced(tensors, opts)
+        return self._collective("all_reduce", work, tensors, tensors)
+
+    def broadcast(self, tensors: Any, opts: Any) -> _Held:
+        """Broadcast in place."""
+        work = self.carrier.broadcast(tensors, opts)
+        return self._collective("broadcast", work, tensors, tensors)
+
+    def reduce(self, tensors: Any, opts: Any) -> _Held:
+        """Reduce to one rank."""
+        return self._collective("reduce", self.carrier.reduce(tensors, opts), tensors, tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Held:
+        """All-gather into lists."""
+        opts = opts if opts is not None else dist.AllgatherOptions()
+        work = self.carrier.allgather(outputs, inputs, opts)
+        return self._collective("all_gather", work, outputs, outputs)
+
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> _Held:
+        opts = opts if opts is not None else dist.AllgatherOptions()
+        work = self.carrier._allgather_base(output, input, opts)
+        return self._collective("all_gather", work, output, [output])
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> _Held:
+        """Reduce-scatter from lists."""
+        work = self.carrier.reduce_scatter(outputs, inputs, opts)
+        return self._collective("reduce_scatter", work, inputs, outputs)
+
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> _Held:
+        work = self.carrier._reduce_scatter_base(output, input, opts)
+        return self._collective("reduce_scatter", work, input, [output])
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> _Held:
+        """All-to-all from lists."""
+        work = self.carrier.alltoall(outputs, inputs, opts)
+        return self._collective("all_to_all", work, inputs, outputs)
+
+    def alltoall_base(self, output: Any, input: Any, osplit: Any, isplit: Any, opts: Any) -> _Held:
+        """All-to-all of one tensor."""
+        work = self.carrier.alltoall_base(output, input, osplit, isplit, opts)
+        return self._collective("all_to_all", work, input, [output])
+
+    def barrier(self, opts: Any = None) -> _Held:
+        """Barrier."""
+        opts = opts if opts is not None else dist.BarrierOptions()
+        return self._collective("barrier", self.carrier.barrier(opts), [], [])
+
+    # Point-to-point. A note of when the message left goes ahead of it, so that the receiver can
+    # tell when it would have arrived, however long it has been waiting.
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Held:
+        """Send one tensor to rank `peer`."""
+        (tensor,) = tensors
+        begin = max(time.monotonic(), self._outgoing_free)
+        end = self._outgoing_free = begin + tensor.numel() * tensor.element_size() / self.bandwidth
+        note = torch.tensor([begin], dtype=torch.float64)
+        with _disable_current_modes():  # the note is the emulation's: nobody shall count it
+            noted = self.carrier.send([note], peer, tag)
+
+        def due() -> float:
+            noted.wait()  # gloo drops a message whose handle is dropped: this keeps it
+            return end
+
+        return _Held(self, self.carrier.send(tensors, peer, tag), due, tensors)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Held:
+        """Receive one tensor from rank `peer`."""
+        (tensor,) = tensors
+        seconds = tensor.numel() * tensor.element_size() / self.bandwidth
+        note = torch.empty(1, dtype=torch.float64)
+        with _disable_current_modes():
+            noted = self.carrier.recv([note], peer, tag)
+        arrival: list[float] = []
+
+        def due() -> float:
+            if not arrival:
+                noted.wait()
+                sent = note.item() + self.latency + seconds
+                arrival.append(max(sent, self._incoming_free + seconds))
+                self._incoming_free = arrival[0]
+            return arrival[0]
+
+        return _Held(self, self.carrier.recv(tensors, peer, tag), due, tensors)

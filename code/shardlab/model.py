@@ -1,0 +1,203 @@
+"""A plain GPT that knows nothing of parallelism.
+
+Pre-norm blocks, rotary positions, grouped-query attention, GELU or SwiGLU, tied or untied
+embeddings: enough for the shapes of GPT-2, GPT-3 and Llama 3. Everything parallel in this
+course is applied to this model from outside.
+
+    model = GPT(PRESETS["micro"])
+    loss(model(tokens_BS), targets_BS).backward()
+
+Shapes in names: B batch, S sequence, H hidden, A attention heads, K key-value heads, D size of a
+head, F width of the feed-forward network, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model. Symbols in brackets are those of the course's notation page."""
+
+    vocab: int = 256  # [V] entries; 256 serves bytes
+    seq: int = 128  # [s] longest sequence, in tokens
+    layers: int = 4  # [L]
+    heads: int = 4  # [a]
+    hidden: int = 128  # [h]
+    kv_heads: int | None = None  # key-value heads; None: one for each head
+    ffn: int | None = None  # width of the feed-forward network; None: four times hidden
+    mlp: str = "gelu"  # or "swiglu"
+    norm: str = "layer"  # or "rms"
+    bias: bool = True  # in linear layers and LayerNorm
+    tied: bool = True  # the output layer is the embedding, transposed
+    dropout: float = 0.0
+    rotary_base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "seq", "layers", "heads", "hidden", "key_value_heads", "ffn_width"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name}={value}: allowed are whole numbers above 0")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden={self.hidden}: allowed are multiples of {2 * self.heads}")
+        if self.heads % self.key_value_heads:
+            raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of {self.heads}")
+        if self.mlp not in ("gelu", "swiglu") or self.norm not in ("layer", "rms"):
+            given = f"mlp={self.mlp!r}, norm={self.norm!r}"
+            raise ValueError(f"{given}: allowed are 'gelu', 'swiglu'; 'layer', 'rms'")
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values: as many as of queries, unless these share them."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the feed-forward network [F]."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+
+# Dubey et al. 2024 (arXiv 2407.21783), Table 3; the 8192 tokens of its pre-training.
+_LLAMA = Config(128_256, 8192, 32, 32, 4096, 8, 14_336, "swiglu", "rms", False, False, 0.0, 5e5)
+
+PRESETS: dict[str, Config] = {
+    # For lessons: bytes as tokens.
+    "nano": Config(seq=64, layers=2, heads=2, hidden=64),
+    "micro": Config(seq=128, layers=4, heads=4, hidden=128),
+    "mini": Config(seq=128, layers=10, heads=8, hidden=256),
+    # Radford et al. 2019, Table 2; Brown et al. 2020 (arXiv 2005.14165), Table 2.1; both learned
+    # their positions.
+    "gpt-2": Config(vocab=50_257, seq=1024, layers=12, heads=12, hidden=768),
+    "gpt-3-175b": Config(vocab=50_257, seq=2048, layers=96, heads=96, hidden=12_288),
+    "llama-3-8b": _LLAMA,
+    "llama-3-70b": replace(_LLAMA, layers=80, heads=64, hidden=8192, ffn=28_672),
+    "llama-3-405b": replace(_LLAMA, layers=126, heads=128, hidden=16_384, ffn=53_248),
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped keys and values."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        wide, narrow = config.hidden, config.key_value_heads * config.head_size  # A*D, K*D
+        self.query = nn.Linear(wide, wide, config.bias)
+        self.key = nn.Linear(wide, narrow, config.bias)
+        self.value = nn.Linear(wide, narrow, config.bias)
+        self.out = nn.Linear(wide, wide, config.bias)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        # The number of heads follows from the widths, so that a layer cut by heads stays right.
+        q_BASD, k_BKSD, v_BKSD = (
+            linear(x_BSH).unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        q_BASD, k_BKSD = (rotate(x, self.config.rotary_base) for x in (q_BASD, k_BKSD))
+        dropout = self.config.dropout if self.training else 0.0
+        grouped = q_BASD.shape[1] != k_BKSD.shape[1]
+        y_BASD = F.scaled_dot_product_attention(
+            q_BASD, k_BKSD, v_BKSD, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+        return self.out(y_BASD.transpose(1, 2).flatten(-2))  # [B, S, A*D] @ [A*D, H]
+
+
+def rotate(x_BASD: Tensor, base: float) -> Tensor:
+    """Rotary positions: turn each pair of features by an angle that grows with the position.
+
+    Su et al. 2021 (arXiv 2104.09864), section 3.2; pairs are (i, i + D/2), as in Llama's code.
+    """
+    sequence, size = x_BASD.shape[-2:]
+    steps_D = torch.arange(0, size, 2, device=x_BASD.device, dtype=torch.float32) / size
+    positions_S = torch.arange(sequence, device=x_BASD.device, dtype=torch.float32)
+    angles_SD = torch.outer(positions_S, base**-steps_D)  # [S, D/2]
+    cos_SD, sin_SD = angles_SD.cos().to(x_BASD.dtype), angles_SD.sin().to(x_BASD.dtype)
+    a, b = x_BASD.chunk(2, dim=-1)  # each [B, A, S, D/2]
+    return torch.cat((a * cos_SD - b * sin_SD, a * sin_SD + b * cos_SD), dim=-1)
+
+
+class FeedForward(nn.Module):
+    """Two matrices with GELU between them, or three with SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        shape = config.hidden, config.ffn_width, config.bias
+        self.up = nn.Linear(*shape)
+        self.gate = nn.Linear(*shape) if config.mlp == "swiglu" else None
+        self.down = nn.Linear(config.ffn_width, config.hidden, config.bias)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        y_BSF = self.up(x_BSH)  # [B, S, H] @ [H, F]
+        y_BSF = F.gelu(y_BSF) if self.gate is None else F.silu(self.gate(x_BSH)) * y_BSF
+        return self.down(y_BSF)  # [B, S, F] @ [F, H]
+
+
+class Block(nn.Module):
+    """One layer: attention and a feed-forward network, each behind a norm and beside a shortcut."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.ffn_norm = _norm(config)
+        self.ffn = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        x_BSH = x_BSH + self.dropout(self.attention(self.attention_norm(x_BSH)))
+        return x_BSH + self.dropout(self.ffn(self.ffn_norm(x_BSH)))
+
+
+def _norm(config: Config) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.hidden, eps=1e-5)
+    return nn.LayerNorm(config.hidden, bias=config.bias)
+
+
+class GPT(nn.Module):
+    """Tokens in, logits out."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = _norm(config)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        for name, parameter in self.named_parameters():  # as GPT-2 does
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] token numbers to [B, S, V] logits."""
+        x_BSH = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSH = block(x_BSH)
+        return self.head(self.norm(x_BSH))  # [B, S, H] @ [H, V]
+
+
+def loss(logits_BSV: Tensor, targets_BS: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy over all tokens; reduction "mean" or "sum"."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction=reduction)
+
+
+def parameter_count(config: Config) -> int:
+    """Parameters of a model of this shape; tied ones count once. Built without taking memory."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).parameters())

@@ -1,0 +1,235 @@
+"""What one rank does, from its first instruction to its last.
+
+A rank joins the process group, calls the function, reports back, and then waits to be dismissed: no
+rank leaves while a neighbour may still need its sockets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Collectives that are logged, call by call, so that a failure can say where the ranks parted ways.
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "gather", "scatter", "barrier"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *("all_to_all", "all_to_all_single"),
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+)
+
+# What gloo and nccl say in a rank whose *neighbour* failed, or called something else.
+VICTIM_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out")
+
+_inside: Job | None = None  # set in a rank, None everywhere else
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of one run is told."""
+
+    world_size: int
+    backend: str
+    device: str  # "cpu" or "cuda"
+    timeout: float  # seconds that the whole run may take
+    directory: str  # the run's own folder: rendezvous file, outputs, stacks
+    parent: int  # process id of the caller
+    rng_state: torch.Tensor = field(repr=False)  # the caller's, so that every rank starts from it
+
+    def file(self, kind: str, rank: int | None = None) -> Path:
+        """A file in the run's folder: the run's own, or that of one rank."""
+        return Path(self.directory, kind if rank is None else f"{kind}.{rank}")
+
+
+@dataclass
+class Report:
+    """What a rank sends to the caller when it is done, one way or the other."""
+
+    kind: str  # "returned" | "raised"
+    when: float  # time.monotonic(), which all processes of a machine share
+    value: bytes = b""
+    error: str = ""  # "ValueError: boom"
+    frames: list[tuple[str, int, str, str]] = field(default_factory=list)  # file, line, name, text
+    victim: bool = False  # a neighbour's failure seen from here
+
+
+def serve(rank: int, job: Job, call: Any, status: Connection, lifeline: int) -> None:
+    """Be rank `rank` of `job`: run `call()`, report, wait for dismissal. Never returns.
+
+    `lifeline` is the reading end of a pipe whose writing end the caller holds: it reads as closed
+    when the caller dismisses its ranks, and also when the caller dies.
+    """
+    global _inside
+    _settle_in(rank, job, lifeline)
+    _inside = job
+    try:
+        _join(rank, job)
+        report = _returned(call())
+    except BaseException as error:  # whatever it is, the caller has to hear of it
+        report = _raised(error)
+    _flush()
+    status.send(report)
+    os.read(lifeline, 1)  # blocks until the caller closes its end
+    os._exit(0)  # not sys.exit: gloo's threads abort a process that ends in the ordinary way
+
+
+def _settle_in(rank: int, job: Job, lifeline: int) -> None:
+    """Own session, own output, own signals; die when the caller dies."""
+    os.setsid()  # the terminal's Ctrl-C goes to the caller alone, which stops its ranks
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != job.parent:
+        os._exit(1)
+    threading.Thread(target=_leave_with_caller, args=(lifeline,), daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    output = os.open(job.file("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    # In a notebook, sys.stdout belongs to the kernel and must not be used from here.
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), "utf-8", write_through=True)
+    sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), "utf-8", write_through=True)
+    stacks = open(job.file("stack", rank), "w")
+    faulthandler.enable(stacks, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    torch.set_rng_state(job.rng_state)
+    # torch 2.13 renames collectives; the old names are the ones that every supported torch knows.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    _print_instead_of_display()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",  # loopback alone
+        NCCL_SOCKET_IFNAME="lo",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )
+
+
+def _leave_with_caller(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    # Dismissed, or orphaned: either way there is nobody left to work for.
+    os._exit(0)
+
+
+def _join(rank: int, job: Job) -> None:
+    if job.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    store = dist.FileStore(str(job.file("store")), job.world_size)
+    # The caller's clock decides: gloo's own must not go off first, in a rank that only waited.
+    limit = timedelta(seconds=2 * job.timeout + 30)
+    dist.init_process_group(
+        job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
+    )
+    dist.barrier()
+    _log_collectives(job.file("calls", rank))
+
+
+def _log_collectives(path: Path) -> None:
+    """Append a line to `path` at each collective that this rank enters: name, sizes, place."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def logged(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            sizes = next((_sizes(value) for value in args if _sizes(value)), "")
+            group = kwargs.get("group") or next(
+                (value for value in args if isinstance(value, dist.ProcessGroup)), None
+            )
+            ranks = "all" if group is None else str(dist.get_process_group_ranks(group))
+            place = f"{frame.f_code.co_filename}\t{frame.f_lineno}\t{frame.f_code.co_name}"
+            os.write(log, f"{ranks}\t{name}\t{sizes}\t{place}\n".encode())
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        if hasattr(dist, name):
+            setattr(dist, name, logged(name, getattr(dist, name)))
+
+
+def _sizes(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+        return f"{len(value)} x {_sizes(value[0])}"
+    return ""
+
+
+def _returned(value: Any) -> Report:
+    buffer = io.BytesIO()
+    try:
+        import cloudpickle
+
+        torch.save(value, buffer, pickle_module=cloudpickle)
+    except Exception as error:
+        what = f"{type(value).__module__}.{type(value).__qualname__}"
+        message = f"its result, a {what}, cannot be sent to the caller: {_describe(error)}"
+        return Report("raised", time.monotonic(), error=message)
+    return Report("returned", time.monotonic(), buffer.getvalue())
+
+
+def _raised(error: BaseException) -> Report:
+    summary = traceback.extract_tb(error.__traceback__)
+    frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in summary]
+    text = _describe(error)
+    victim = isinstance(error, RuntimeError) and any(w in text.lower() for w in VICTIM_WORDS)
+    return Report("raised", time.monotonic(), error=text, frames=frames, victim=victim)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"sys.exit({'' if error.code is None else repr(error.code)})"
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _print_instead_of_display() -> None:
+    """A forked notebook kernel must not answer the notebook: show its text, as a script would."""
+    kernel = sys.modules.get("IPython")
+    shell = kernel.get_ipython() if kernel else None
+    if shell is not None:
+
+        def publish(data: dict[str, Any], *_: Any, **__: Any) -> None:
+            print(data.get("text/plain", ""))
+
+        shell.display_pub.publish = publish
+
+
+def fresh(directory: str, rank: int, status: int, lifeline: int) -> None:
+    """Entry of a rank that starts as a fresh process (see `start.fresh`)."""
+    job, payload, paths = torch.load(Path(directory, "job"), weights_only=False)
+    sys.path[:] = paths
+    import pickle
+
+    def call() -> Any:
+        fn, args = pickle.loads(payload)
+        return fn(*args)
+
+    serve(rank, job, call, Connection(status, readable=False), lifeline)

@@ -1,0 +1,250 @@
+"""What lessons show: source code, tables and pictures.
+
+Each function serves the built page, JupyterLab and a plain script from the same cell: it returns an
+object that knows its HTML and its plain text. Pictures take their ink from the page, so that one
+file serves light and dark.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import inspect
+import io
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# One colour per rank, the same on every page: Okabe and Ito's palette, which colour-blind readers
+# can tell apart, in an order that keeps neighbours far apart in lightness too.
+RANK_COLORS = [
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#8C8C8C",
+]
+# Text and lines are drawn in this colour, and the finished SVG says `currentColor` in its place.
+INK = "#010203"
+_FOLD = 45  # lines of code that a screen holds; longer pieces are folded
+
+
+class Shown:
+    """HTML for a page or a notebook, text for everything else."""
+
+    def __init__(self, html: str, text: str):
+        self.html = html
+        self.text = text
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/html": self.html, "text/plain": self.text}
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def in_notebook() -> bool:
+    """Whether the caller is a notebook, which displays the last value of a cell by itself."""
+    kernel = sys.modules.get("IPython")
+    return bool(kernel and kernel.get_ipython())
+
+
+def _shown(html: str, text: str, note: str | None = None) -> Shown:
+    if not in_notebook():
+        print(text if note is None else note)
+    return Shown(html, text)
+
+
+def source(*objects: Any, fold: int = _FOLD) -> Shown:
+    """Show the source of functions, classes or modules, with a link to its file and line.
+
+    Pieces longer than `fold` lines are folded. A script prints one line for each instead.
+    """
+    if not objects:
+        raise ValueError("source() needs at least one function, class or module to show")
+    pages, texts, notes = [], [], []
+    for thing in map(inspect.unwrap, objects):
+        try:
+            lines, start = inspect.getsourcelines(thing)
+        except TypeError:
+            raise ValueError(
+                f"{thing!r} has no source: allowed are functions, classes and modules"
+            ) from None
+        code = inspect.cleandoc("\n" + "".join(lines)) if lines[0][:1].isspace() else "".join(lines)
+        path = Path(inspect.getsourcefile(thing) or "").resolve()
+        name = getattr(thing, "__qualname__", getattr(thing, "__name__", "source"))
+        start = max(start, 1)
+        pages.append(_source_html(code, path, start, name, len(lines) > fold))
+        texts.append(f"# {_below_root(path)}, line {start}\n{code.rstrip()}")
+        notes.append(f"source: {_below_root(path)}:{start} {name}")
+    return _shown("\n".join(pages), "\n\n".join(texts), "\n".join(notes))
+
+
+def _below_root(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+def _source_html(code: str, path: Path, start: int, name: str, folded: bool) -> str:
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    below = _below_root(path)
+    caption = f"{below.removeprefix('code/')}, line {start}"
+    if path.is_relative_to(ROOT):
+        # Works as it stands in JupyterLab; the book's extension points it at its own copy.
+        caption = f'<a class="source-link" href="../{below}#L{start}">{caption}</a>'
+    body = highlight(code, PythonLexer(), HtmlFormatter(cssclass="highlight", wrapcode=True))
+    head = f"<code>{html.escape(name)}</code> in {caption}"
+    if not folded:
+        return f'<div class="shown-source"><p class="source-caption">{head}</p>{body}</div>'
+    count = code.count("\n")
+    return (
+        f'<details class="shown-source"><summary>{head} ({count} lines)</summary>{body}</details>'
+    )
+
+
+def table(
+    rows: Iterable[Sequence[Any] | Mapping[str, Any]],
+    head: Sequence[str] | None = None,
+    caption: str = "",
+) -> Shown:
+    """Show `rows` under `head`; numbers stand to the right. Units belong in the head.
+
+    Rows are sequences, or mappings whose keys are the head. Cells are shown as they are, so format
+    numbers before: f"{seconds:.3f}".
+    """
+    from tabulate import tabulate
+
+    listed = list(rows)
+    if head is None:
+        if not listed or not isinstance(listed[0], Mapping):
+            raise ValueError("table() needs head=[…] unless its rows are mappings")
+        head = list(listed[0])
+    cells = [
+        [str(v) for v in (row.values() if isinstance(row, Mapping) else row)] for row in listed
+    ]
+    for row in cells:
+        if len(row) != len(head):
+            raise ValueError(
+                f"table(): a row has {len(row)} cells, its head has {len(head)}: {row}"
+            )
+    right = [bool(cells) and all(_numeric(row[i]) for row in cells) for i in range(len(head))]
+    align = ["right" if r else "left" for r in right]
+    text = tabulate(cells, head, tablefmt="simple", colalign=align, disable_numparse=True)
+
+    def row_html(tag: str, values: Iterable[str]) -> str:
+        scope = ' scope="col"' if tag == "th" else ""
+        return "".join(
+            f'<{tag}{scope} class="text-{side}">{html.escape(value)}</{tag}>'
+            for value, side in zip(values, align, strict=True)
+        )
+
+    body = "".join(f"<tr>{row_html('td', row)}</tr>" for row in cells)
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    page = (
+        f'<div class="shown-table"><table class="table">{title}'
+        f"<thead><tr>{row_html('th', head)}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+    return _shown(page, f"{caption}\n{text}" if caption else text)
+
+
+def _numeric(cell: str) -> bool:
+    return bool(
+        re.fullmatch(r"[-+−]?[\d.,_ ]*\d[\d.,]*(e[-+]?\d+)?( ?[%×xA-Za-z/µ]{0,5})|[-–]?", cell)
+    )
+
+
+@lru_cache(1)
+def style() -> None:
+    """Set matplotlib up for the course's pictures: real text, no background, the page's ink."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update(
+        {
+            "svg.fonttype": "none",  # text stays text: searchable, and in the page's own font
+            "font.family": "sans-serif",
+            "font.size": 11,
+            "figure.facecolor": "none",
+            "axes.facecolor": "none",
+            "savefig.facecolor": "none",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.prop_cycle": matplotlib.cycler(color=RANK_COLORS),
+            **dict.fromkeys(
+                ["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"],
+                INK,
+            ),
+            "legend.frameon": False,
+        }
+    )
+
+
+def _svg_text(figure: Figure, name: str, alt: str) -> str:
+    """The figure as SVG: the same bytes for the same figure, ink as `currentColor`."""
+    import matplotlib
+
+    if not alt.strip():
+        raise ValueError(
+            "alt='': describe the picture in a sentence, for readers who cannot see it"
+        )
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        unnamed = {"Date": None, "Creator": None}  # nothing that changes from run to run
+        figure.savefig(buffer, format="svg", metadata=unnamed, bbox_inches="tight", pad_inches=0.05)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = text.replace(INK, "currentColor")
+    text = re.sub(r"font-family: [^;\"]*", "font-family: inherit", text)
+    # matplotlib's style sheet would reach the whole page; on the picture itself it says the same.
+    text = re.sub(r"<style.*?</style>\s*", "", text, flags=re.DOTALL)
+    # Several pictures share a page: keep only the ids that something refers to, and mark them.
+    mark = hashlib.sha256(name.encode()).hexdigest()[:6]
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
+    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{m[1]}-{mark}"' if m[1] in used else "", text)
+    text = re.sub(r'(url\(#|href="#)([^)"]+)', rf"\g<1>\g<2>-{mark}", text)
+    label = html.escape(alt, quote=True)
+    head = f'<svg role="img" aria-label="{label}" stroke-linejoin="round" stroke-linecap="butt"'
+    return text.replace("<svg", head, 1)
+
+
+def svg(figure: Figure, path: str | Path, alt: str) -> Path:
+    """Write `figure` to `path` as an SVG that serves light and dark, described by `alt`."""
+    path = Path(path)
+    text = _svg_text(figure, path.stem, alt)
+    # As a file of its own the picture has no page to take its ink and font from. `:root` is the
+    # picture then, and is not when the picture stands inside a page.
+    rule = (
+        "svg:root{color:#1f2328;font-family:sans-serif}"
+        "@media(prefers-color-scheme:dark){svg:root{color:#e6edf3}}"
+    )
+    text = re.sub(r"(<svg[^>]*>)", rf"\1<style>{rule}</style>", text, count=1)
+    path.write_text(text, "utf-8")
+    _close(figure)
+    return path
+
+
+def figure(figure: Figure, alt: str, name: str) -> Shown:
+    """Show `figure` in the page; `alt` says what it shows, `name` makes its ids unique."""
+    page = f'<figure class="shown-figure">{_svg_text(figure, name, alt)}</figure>'
+    _close(figure)
+    return _shown(page, f"[picture: {alt}]")
+
+
+def _close(figure: Figure) -> None:
+    import matplotlib.pyplot as plt
+
+    plt.close(figure)

@@ -1,0 +1,114 @@
+"""Text to train on, without a download: the sources of Python's own standard library.
+
+Every Python installation has them, they are real text, and for a given version of Python they are
+the same bytes everywhere. One byte is one token, so the vocabulary has 256 entries. A file of your
+own or a data set of the Hugging Face hub by name works too.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+STDLIB = "stdlib"
+VOCAB = 256
+
+
+@lru_cache(maxsize=4)
+def corpus(source: str | Path = STDLIB, limit: int = 4_000_000) -> torch.Tensor:
+    """The first `limit` bytes of `source` as a uint8 tensor of shape [tokens].
+
+    source: "stdlib"; a path to a text file; or "hf:NAME" for a Hugging Face data set with a column
+    `text` (needs the package `datasets`, and a network on first use).
+    """
+    if limit < 1:
+        raise ValueError(f"limit={limit}: allowed is a number of bytes above 0")
+    name = str(source)
+    if name == STDLIB:
+        data = _stdlib(limit)
+    elif name.startswith("hf:"):
+        data = _hugging_face(name[3:], limit)
+    elif Path(name).is_file():
+        with open(name, "rb") as file:
+            data = file.read(limit)
+    else:
+        raise ValueError(
+            f"source={name!r}: allowed are {STDLIB!r}, the path of a text file, and 'hf:NAME'"
+        )
+    if not data:
+        raise ValueError(f"source={name!r} is empty")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _stdlib(limit: int) -> bytes:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    data = bytearray()
+    # Top-level modules alone: distributions leave out test suites and packages, hardly ever these.
+    for path in sorted(folder.glob("*.py")):
+        if path.name.startswith("_"):
+            continue  # generated ones among them, which hold this machine's paths
+        data += path.read_bytes()
+        if len(data) >= limit:
+            break
+    return bytes(data[:limit])
+
+
+def _hugging_face(name: str, limit: int) -> bytes:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"source='hf:{name}' needs the package `datasets`: pip install datasets"
+        ) from None
+    data = bytearray()
+    for row in load_dataset(name, split="train", streaming=True):
+        data += row["text"].encode() + b"\n"
+        if len(data) >= limit:
+            break
+    return bytes(data[:limit])
+
+
+class Windows(Dataset):
+    """Windows of `seq` tokens, each with the same window one token later as its target.
+
+    Item i is (tokens_S, targets_S), both int64 of shape [seq]. `stride` is the distance between
+    the starts of two windows; by default they touch and do not overlap.
+    """
+
+    def __init__(self, seq: int, source: str | Path = STDLIB, stride: int | None = None):
+        self.data = corpus(source)
+        self.seq = seq
+        self.stride = seq if stride is None else stride
+        if not 1 <= seq < len(self.data):
+            raise ValueError(f"seq={seq}: allowed are 1 to {len(self.data) - 1} tokens")
+        if self.stride < 1:
+            raise ValueError(f"stride={stride}: allowed is a number of tokens above 0")
+
+    def __len__(self) -> int:
+        return (len(self.data) - 1 - self.seq) // self.stride + 1
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index}: there are {len(self)}")
+        start = index * self.stride
+        window = self.data[start : start + self.seq + 1].long()
+        return window[:-1], window[1:]
+
+
+def batch(
+    seq: int, size: int, start: int = 0, source: str | Path = STDLIB
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows `start` to `start + size` as (tokens_BS, targets_BS), the same at every call."""
+    windows = Windows(seq, source)
+    if size < 0 or start < 0 or start + size > len(windows):
+        raise ValueError(
+            f"start={start}, size={size}: allowed are windows 0 to {len(windows)} of {seq} tokens"
+        )
+    if size == 0:
+        return torch.empty(0, seq, dtype=torch.long), torch.empty(0, seq, dtype=torch.long)
+    pairs = [windows[i] for i in range(start, start + size)]
+    return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])

@@ -4,9 +4,6 @@ Pre-norm blocks, rotary positions, grouped-query attention, GELU or SwiGLU, tied
 embeddings: enough for the shapes of GPT-2, GPT-3 and Llama 3. Everything parallel in this
 course is applied to this model from outside.
 
-    model = GPT(PRESETS["micro"])
-    loss(model(tokens_BS), targets_BS).backward()
-
 Shapes in names: B batch, S sequence, H hidden, A attention heads, K key-value heads, D size of a
 head, F width of the feed-forward network, V vocabulary.
 """
@@ -69,8 +66,7 @@ class Config:
 # Dubey et al. 2024 (arXiv 2407.21783), Table 3; the 8192 tokens of its pre-training.
 _LLAMA = Config(128_256, 8192, 32, 32, 4096, 8, 14_336, "swiglu", "rms", False, False, 0.0, 5e5)
 
-PRESETS: dict[str, Config] = {
-    # For lessons: bytes as tokens.
+PRESETS: dict[str, Config] = {  # the first three for lessons, with bytes as tokens
     "nano": Config(seq=64, layers=2, heads=2, hidden=64),
     "micro": Config(seq=128, layers=4, heads=4, hidden=128),
     "mini": Config(seq=128, layers=10, heads=8, hidden=256),

@@ -5,6 +5,8 @@
     >>> ranks.run(lambda: dist.get_rank() * 10, 4)
     [0, 10, 20, 30]
 
+The same call works in a script that torchrun started: see `torchrun`.
+
 Every rank is a real process in a real process group. What a rank prints comes back grouped by
 rank; what it returns comes back in rank order; a rank that fails ends the run with an error that
 names it.
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 
-from . import blame, start, worker
+from . import blame, start, torchrun, worker
 from .p2p import Message, irecv, isend
 
 __all__ = [
@@ -65,7 +67,9 @@ class WorldSizeError(RankError, ValueError):
 
 
 def max_ranks() -> int:
-    """How many ranks `run` agrees to start here: eight per core, sixteen at least."""
+    """How many ranks `run` agrees to here: eight per core, sixteen at least; or torchrun's."""
+    if torchrun.launched():
+        return torchrun.world()[1]
     return max(16, 8 * (os.cpu_count() or 1))
 
 
@@ -78,6 +82,8 @@ def place(world_size: int, device: str = "auto") -> tuple[str, str]:
         raise ValueError(f"device={device!r}: allowed are 'auto', 'cpu' and 'cuda'")
     # Asks the driver's library without a CUDA context, and so does not spoil a later fork.
     gpus = torch.cuda.device_count()
+    if torchrun.launched():  # on several machines, each has its own GPUs
+        world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda': this machine has no CUDA GPU; allowed here: 'auto', 'cpu'")
     if device == "cpu" or not gpus:
@@ -118,6 +124,8 @@ def run(
     """
     world_size, timeout = _checked(fn, world_size, args, timeout, method)
     backend, device = place(world_size, device)
+    if torchrun.launched():
+        return _run_joined(fn, args, world_size, backend, device, timeout)
     history[backend, device, world_size] += 1
     if method == "auto":
         method = "fresh" if torch.cuda.is_initialized() or not hasattr(os, "fork") else "fork"
@@ -146,6 +154,24 @@ def run(
         return [_result(p) for p in processes]
 
 
+def _run_joined(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    backend: str,
+    device: str,
+    timeout: float,
+) -> list[Any]:
+    job = worker.Job(world_size, backend, device, timeout, "", os.getpid(), torch.get_rng_state())
+    outcomes = torchrun.run_joined(fn, args, job)
+    reports = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "raised"}
+    if reports:
+        causes = [rank for rank, report in reports.items() if not report.victim] or list(reports)
+        texts = [f"rank {rank} of {world_size} raised {reports[rank].error}" for rank in causes]
+        raise RankError("\n".join(texts), causes)
+    return [value for _, value in outcomes]
+
+
 def _checked(
     fn: Any, world_size: Any, args: tuple[Any, ...], timeout: Any, method: Any
 ) -> tuple[int, float]:
@@ -160,10 +186,10 @@ def _checked(
     if count < 1:
         raise ValueError(f"world_size={count}: allowed is a whole number of at least 1")
     if count > max_ranks():
-        raise WorldSizeError(
-            f"world_size={count}: this machine has {os.cpu_count()} cores, "
-            f"allowed are 1 to {max_ranks()} ranks"
-        )
+        what = f"this machine has {os.cpu_count()} cores"
+        if torchrun.launched():
+            what = f"torchrun started {max_ranks()} processes"
+        raise WorldSizeError(f"world_size={count}: {what}, allowed are 1 to {max_ranks()} ranks")
     try:
         inspect.signature(fn).bind(*args)
     except TypeError as error:

@@ -1,0 +1,528 @@
+"""Running functions on ranks: results, outputs, and every way in which a rank can fail."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab import ranks
+from shardlab.ranks import RankError, run
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def add_ranks(start: float = 0.0) -> torch.Tensor:
+    """The sum of all rank numbers, by a real collective."""
+    x = torch.full((3,), dist.get_rank() + start)
+    dist.all_reduce(x)
+    return x
+
+
+# What comes back.
+
+
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_in_rank_order(method: str, world_size: int):
+    def work(factor: int) -> tuple[int, int, int]:
+        dist.barrier()
+        return dist.get_rank() * factor, dist.get_world_size(), os.getpid()
+
+    results = run(work, world_size, 10, method=method)
+    assert [r[:2] for r in results] == [(rank * 10, world_size) for rank in range(world_size)]
+    assert len({r[2] for r in results} | {os.getpid()}) == world_size + 1  # real processes
+
+
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+def test_a_closure_and_its_data_reach_the_ranks(method: str):
+    weights = torch.arange(4.0)
+    assert run(lambda: (weights * (dist.get_rank() + 1)).sum().item(), 2, method=method) == [6, 12]
+
+
+@dataclass
+class Answer:
+    """A result of a class of the caller's own."""
+
+    values: torch.Tensor
+    note: str
+
+
+def test_results_of_any_kind():
+    def work() -> object:
+        return {"a": Answer(torch.ones(2, requires_grad=True), "x"), "n": None, "t": (1, 2.5)}
+
+    first, second = run(work, 2)
+    assert first["a"].values.tolist() == [1, 1] and second["a"].note == "x"
+    assert first["t"] == (1, 2.5)
+
+
+def test_ranks_start_from_the_callers_random_state():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    for method in ("fork", "fresh"):
+        torch.manual_seed(7)
+        for result in run(lambda: torch.rand(3), 2, method=method):
+            assert torch.equal(result, expected)
+
+
+def test_launcher_variables_are_those_of_torchrun():
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    results = run(lambda: [os.environ[name] for name in names], 2)
+    assert results == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+
+
+def test_ranks_compute_with_one_thread_after_the_caller_used_many():
+    x = torch.rand(512, 512)
+    (x @ x).sum()  # warms up the pool of threads that does not survive a fork
+    assert run(lambda: (torch.get_num_threads(), (x @ x).shape[0]), 2) == [(1, 512)] * 2
+
+
+def test_ranks_listen_on_the_loopback_interface_alone():
+    def listening() -> list[str]:
+        dist.barrier()
+        mine = {
+            os.readlink(f"/proc/self/fd/{fd}")[8:-1]
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+            and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        }
+        addresses = []
+        for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in mine:  # 0A: listening
+                    addresses.append(fields[1].split(":")[0])
+        return addresses
+
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    found = [address for result in run(listening, 2) for address in result]
+    assert found and set(found) <= loopback
+
+
+# What they print.
+
+
+def test_prints_come_by_rank_and_the_same_every_time(capfd: pytest.CaptureFixture[str]):
+    def work() -> None:
+        for i in range(3):
+            print("line", i, "of", dist.get_rank())
+            dist.barrier()
+        os.write(2, b"straight to the descriptor\n")
+
+    outputs = []
+    for _ in range(3):
+        run(work, 3)
+        outputs.append(capfd.readouterr().out)
+    assert outputs[0] == outputs[1] == outputs[2]
+    lines = outputs[0].splitlines()
+    assert lines[0] == "[rank 0] line 0 of 0"
+    assert lines[3] == "[rank 0] straight to the descriptor"
+    assert [line[:8] for line in lines] == [f"[rank {r}]" for r in range(3) for _ in range(4)]
+
+
+def test_thousands_of_lines_arrive(capfd: pytest.CaptureFixture[str]):
+    def work() -> None:
+        for i in range(5000):
+            print("x" * 80, i)
+
+    run(work, 2)
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 10_000 and lines[-1].endswith(" 4999")
+
+
+def test_show_false_prints_nothing(capfd: pytest.CaptureFixture[str]):
+    run(lambda: print("hello"), 2, show=False)
+    assert capfd.readouterr().out == ""
+
+
+def test_what_was_printed_before_a_failure_is_shown(capfd: pytest.CaptureFixture[str]):
+    def work() -> None:
+        print("before")
+        raise ValueError("no")
+
+    with pytest.raises(RankError):
+        run(work, 2)
+    assert capfd.readouterr().out.count("before") == 2
+
+
+# Every way to fail. Each ends in one RankError that names the rank and the place, and the next run
+# works (the fixture sees that no process is left).
+
+
+def failing(work, world_size: int = 4, timeout: float = 60.0, method: str = "fork"):
+    """Run `work`, which fails; return the error and the seconds that it took to see it."""
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run(work, world_size, timeout=timeout, method=method)
+    seconds = time.monotonic() - begin
+    assert run(add_ranks, 2)[0].tolist() == [1, 1, 1]
+    return caught.value, seconds
+
+
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+def test_a_rank_raises(method: str):
+    def work() -> None:
+        if dist.get_rank() == 2:
+            raise ValueError("boom")
+        add_ranks()
+
+    error, seconds = failing(work, method=method)
+    assert error.ranks == [2] and error.rank == 2
+    assert "rank 2 of 4 raised ValueError: boom" in str(error)
+    assert "test_ranks.py" in str(error) and 'raise ValueError("boom")' in str(error)
+    assert "Connection" not in str(error)  # the neighbours' complaints stay out
+    assert seconds < 30  # at once, not at the timeout of 60
+
+
+def test_two_ranks_raise():
+    def work() -> None:
+        if dist.get_rank() in (1, 3):
+            raise KeyError(f"lost {dist.get_rank()}")
+        add_ranks()
+
+    error, _ = failing(work)
+    assert sorted(error.ranks) == [1, 3]
+    assert "lost 1" in str(error) and "lost 3" in str(error)
+
+
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+def test_a_rank_is_killed(method: str):
+    def work() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add_ranks()
+
+    error, seconds = failing(work, method=method)
+    assert error.ranks == [1] and "rank 1 of 4 was ended by SIGKILL" in str(error)
+    assert seconds < 30
+
+
+def test_a_rank_dies_of_a_bad_address():
+    def work() -> None:
+        if dist.get_rank() == 3:
+            ctypes.string_at(0)
+        add_ranks()
+
+    error, _ = failing(work)
+    assert error.ranks == [3] and "SIGSEGV" in str(error)
+    assert "test_ranks.py" in str(error)  # the place, from the fatal signal's own dump
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_calls_exit(code: int):
+    def work() -> None:
+        if dist.get_rank() == 1:
+            sys.exit(code)
+        add_ranks()
+
+    error, _ = failing(work)
+    assert error.ranks == [1] and f"sys.exit({code})" in str(error)
+
+
+def test_a_rank_leaves_through_the_back_door():
+    def work() -> None:
+        if dist.get_rank() == 1:
+            os._exit(5)
+        add_ranks()
+
+    error, _ = failing(work)
+    assert error.ranks == [1] and "exit status 5" in str(error)
+
+
+@pytest.mark.parametrize("how", ["sleep", "spin"])
+def test_a_rank_hangs_while_the_others_wait(how: str):
+    def work() -> None:
+        if dist.get_rank() == 1:
+            if how == "sleep":
+                time.sleep(1000)
+            while True:
+                pass
+        add_ranks()
+
+    error, seconds = failing(work, timeout=3)
+    assert error.ranks == [1]
+    assert "rank 1 of 4 did not finish within 3 s" in str(error)
+    assert "Ranks 0, 2 and 3 wait for it in all_reduce" in str(error)
+    assert 3 <= seconds < 15
+
+
+def test_a_rank_returns_early():
+    def work() -> None:
+        if dist.get_rank() == 2:
+            return
+        add_ranks()
+
+    error, _ = failing(work, timeout=3)
+    assert error.ranks == [2] and "returned early" in str(error)
+
+
+def test_collectives_in_another_order():
+    def work() -> None:
+        a, b = torch.ones(4), torch.ones(3)
+        if dist.get_rank() == 1:
+            dist.broadcast(b, 0)
+            dist.all_reduce(a)
+        else:
+            dist.all_reduce(a)
+            dist.broadcast(b, 0)
+
+    error, _ = failing(work, timeout=3)
+    assert error.ranks == [1]
+    assert "rank 1 called broadcast(float32[3])" in str(error)
+    assert "ranks 0, 2 and 3 called all_reduce(float32[4])" in str(error)
+
+
+def test_sizes_that_do_not_match():
+    def work() -> None:
+        dist.all_reduce(torch.ones(5 if dist.get_rank() == 3 else 4))
+        dist.barrier()
+
+    error, _ = failing(work, timeout=3)
+    assert error.ranks == [3] and "all_reduce(float32[5])" in str(error)
+
+
+def test_all_ranks_wait_for_each_other():
+    def work() -> None:
+        ranks.irecv(torch.empty(1), (dist.get_rank() + 1) % 2).wait()
+
+    error, _ = failing(work, 2, timeout=3)
+    assert error.ranks == [0, 1] and "every one waits for another" in str(error)
+
+
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+def test_a_result_that_cannot_be_sent_back(method: str):
+    def work() -> object:
+        return (i for i in range(3)) if dist.get_rank() == 1 else 0
+
+    error, _ = failing(work, 2, method=method)
+    assert error.ranks == [1]
+    assert "generator" in str(error) and "cannot be sent" in str(error)
+
+
+def test_helpers_of_a_rank_end_with_it():
+    def work() -> None:
+        print(subprocess.Popen(["sleep", "1000"]).pid)
+        if dist.get_rank() == 0:
+            raise ValueError("no")
+        time.sleep(1000)
+
+    with pytest.raises(RankError):
+        run(work, 2)
+    assert not [pid for pid in sleepers() if pid["seconds"] == "1000"]
+
+
+def sleepers() -> list[dict[str, str]]:
+    """All `sleep` commands of this machine that are still alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+            state = path.with_name("stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if words[0] == "sleep" and state != "Z":
+            found.append({"pid": path.parent.name, "seconds": words[1]})
+    return found
+
+
+# The caller.
+
+
+def test_an_interrupted_caller_leaves_no_rank():
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda: time.sleep(1000), 2)
+    assert run(add_ranks, 2)[0].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+def test_a_killed_caller_leaves_no_rank(tmp_path: Path, method: str):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, time
+            from shardlab.ranks import run
+            def work():
+                open({str(tmp_path)!r} + f"/{{os.environ['RANK']}}", "w").write(str(os.getpid()))
+                while True:
+                    pass
+            run(work, 2, method={method!r})
+            """
+        )
+    )
+    caller = subprocess.Popen([sys.executable, str(script)])
+    deadline = time.monotonic() + 60
+    files = [tmp_path / "0", tmp_path / "1"]
+    while not all(f.exists() and f.read_text() for f in files):
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.05)
+    caller.kill()
+    caller.wait()
+    pids = [int(f.read_text()) for f in files]
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a rank outlived its caller"
+        time.sleep(0.05)
+
+
+def test_many_starts_in_a_row():
+    for _ in range(25):
+        assert run(lambda: dist.get_rank(), 4) == [0, 1, 2, 3]  # without a single collective
+
+
+# Bad input, before any process starts.
+
+
+@pytest.mark.parametrize("value", [0, -1, -100])
+def test_world_size_below_one(value: int):
+    with pytest.raises(ValueError, match=f"world_size={value}: allowed is a whole number"):
+        run(add_ranks, value)
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, None, True, [2]])
+def test_world_size_not_a_number(value: object):
+    with pytest.raises(TypeError, match="world_size=.*allowed is a whole number"):
+        run(add_ranks, value)
+
+
+def test_more_ranks_than_the_machine_can_run():
+    allowed = ranks.max_ranks()
+    with pytest.raises(ValueError, match=f"world_size=10000: .*allowed are 1 to {allowed}"):
+        run(add_ranks, 10_000)
+    assert issubclass(ranks.WorldSizeError, RankError)
+
+
+def test_arguments_that_do_not_fit():
+    def work(a: int, b: int) -> int:
+        return a + b
+
+    with pytest.raises(TypeError, match=r"work\(a.*cannot be called with the 1 given arguments"):
+        run(work, 2, 1)
+    with pytest.raises(TypeError, match="run needs a function"):
+        run("work", 2)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "long", True])
+def test_timeout_not_a_time(timeout: object):
+    with pytest.raises(ValueError, match="timeout=.*seconds above 0"):
+        run(add_ranks, 2, timeout=timeout)
+
+
+def test_other_bad_arguments():
+    with pytest.raises(ValueError, match="method='thread': allowed are 'auto', 'fork' and 'fresh'"):
+        run(add_ranks, 2, method="thread")
+    with pytest.raises(ValueError, match="device='tpu': allowed are"):
+        run(add_ranks, 2, device="tpu")
+    with pytest.raises(TypeError, match="cannot be sent to a fresh process"):
+        lock = threading.Lock()
+        run(lambda: lock, 2, method="fresh")
+
+
+def test_a_run_inside_a_rank_is_refused():
+    with pytest.raises(RankError, match="run was called inside a rank"):
+        run(lambda: run(add_ranks, 2), 1)
+
+
+def test_without_a_gpu_cuda_is_refused():
+    if torch.cuda.device_count():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match="device='cuda': this machine has no CUDA GPU"):
+        run(add_ranks, 2, device="cuda")
+    assert ranks.place(2) == ("gloo", "cpu") and ranks.device() == torch.device("cpu")
+
+
+# Point-to-point messages.
+
+
+def test_messages_go_round_in_a_group_of_their_own():
+    def work() -> list[float]:
+        group = dist.new_group([1, 3])
+        if dist.get_rank() not in (1, 3):
+            return []
+        me = dist.get_rank(group)
+        got = torch.zeros(4, 2).t()  # not contiguous
+        out = ranks.isend(torch.full((2, 4), float(me)), 1 - me, group)
+        ranks.irecv(got, 1 - me, group).wait()
+        out.wait()
+        return got.flatten().tolist()
+
+    assert run(work, 4) == [[], [1.0] * 8, [], [0.0] * 8]
+
+
+def test_staging_through_the_host(monkeypatch: pytest.MonkeyPatch):
+    # On a machine without a GPU the copies are real, and the two memories happen to be the same.
+    from shardlab.ranks import p2p
+
+    monkeypatch.setattr(p2p, "_through_host", lambda *_: True)
+
+    def work() -> list[float]:
+        me, got = dist.get_rank(), torch.zeros(3)
+        out = ranks.isend(torch.arange(3.0) + me, 1 - me)
+        ranks.irecv(got, 1 - me).wait()
+        out.wait()
+        return got.tolist()
+
+    assert run(work, 2) == [[1, 2, 3], [0, 1, 2]]
+
+
+def test_a_peer_outside_the_group():
+    with pytest.raises(RankError, match="peer=2: this group has ranks 0 to 1"):
+        run(lambda: ranks.isend(torch.ones(1), 2), 2)
+
+
+# The same call under torchrun.
+
+
+def test_the_same_script_under_torchrun(tmp_path: Path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch, torch.distributed as dist
+            from shardlab.ranks import RankError, run
+
+            def work(factor):
+                x = torch.full((2,), float(dist.get_rank() * factor))
+                dist.all_reduce(x)
+                return x
+
+            def fails():
+                if dist.get_rank() == 1:
+                    raise ValueError("boom")
+                dist.barrier()
+
+            print([x.tolist() for x in run(work, 2, 1) + run(work, 3, 10)])
+            try:
+                run(fails, 2)
+            except RankError as error:
+                print(error.ranks, error)
+            try:
+                run(work, 4, 1)
+            except ValueError as error:
+                print(error)
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    command += ["--standalone", "--local-ranks-filter", "0", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "[[1.0, 1.0], [1.0, 1.0], [30.0, 30.0], [30.0, 30.0], [30.0, 30.0]]",
+        "[1] rank 1 of 2 raised ValueError: boom",
+        "world_size=4: torchrun started 3 processes, allowed are 1 to 3 ranks",
+    ]

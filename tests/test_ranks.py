@@ -526,3 +526,11 @@ def test_the_same_script_under_torchrun(tmp_path: Path):
         "[1] rank 1 of 2 raised ValueError: boom",
         "world_size=4: torchrun started 3 processes, allowed are 1 to 3 ranks",
     ]
+
+
+def test_an_error_that_all_ranks_make_is_theirs():
+    def work() -> None:
+        dist.reduce_scatter_tensor(torch.empty(3), torch.ones(7))
+
+    error, _ = failing(work, 2)
+    assert "rank 0 of 2 raised RuntimeError" in str(error) and "test_ranks.py" in str(error)

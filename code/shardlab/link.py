@@ -204,6 +204,11 @@ class SlowGroup(dist.ProcessGroup):
         work = self.carrier.alltoall_base(output, input, osplit, isplit, opts)
         return self._collective("all_to_all", work, input, [output])
 
+    # torch 2.13's names for the same three.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
     def barrier(self, opts: Any = None) -> _Held:
         """Barrier."""
         opts = opts if opts is not None else dist.BarrierOptions()

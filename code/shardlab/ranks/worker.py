@@ -35,8 +35,8 @@ COLLECTIVES = (
     *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
 )
 
-# What gloo and nccl say in a rank whose *neighbour* failed, or called something else.
-VICTIM_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out")
+# What gloo's transport and nccl say in a rank whose *neighbour* failed, or called something else.
+VICTIM_WORDS = ("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out")
 
 _inside: Job | None = None  # set in a rank, None everywhere else
 

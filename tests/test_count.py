@@ -1,0 +1,70 @@
+"""Counting bytes sent: by the operations called, and by the interface."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlab import count, ranks
+
+
+def test_every_operation_is_counted():
+    def work() -> count.Sent:
+        peer = 1 - dist.get_rank()
+        with count.sent() as sent:
+            out = ranks.isend(torch.ones(5), peer)
+            ranks.irecv(torch.empty(5), peer).wait()
+            out.wait()
+            dist.all_reduce(torch.ones(10))
+            dist.broadcast(torch.ones(3, dtype=torch.bfloat16), 0)
+            dist.all_gather_into_tensor(torch.empty(8), torch.ones(4))
+            dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2))
+            dist.reduce_scatter_tensor(torch.empty(4), torch.ones(8))
+            dist.all_to_all_single(torch.empty(6), torch.ones(6))
+        dist.all_reduce(torch.ones(99))  # outside: not counted
+        return sent
+
+    for sent in ranks.run(work, 2):
+        assert (sent.bytes, sent.messages) == (20, 1)
+        assert sent.collectives == {
+            "all_gather": (1, 8),
+            "all_gather_into_tensor": (1, 16),
+            "all_reduce": (1, 40),
+            "all_to_all_single": (1, 24),
+            "broadcast": (1, 6),
+            "reduce_scatter_tensor": (1, 32),
+        }
+
+
+def test_ddps_own_reducer_is_seen():
+    def work() -> tuple[int, int]:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(100, 10))
+        with count.sent() as sent:
+            model(torch.ones(2, 100)).sum().backward()
+        return sent.collectives["all_reduce"]
+
+    assert ranks.run(work, 2) == [(1, 4 * 1010)] * 2
+
+
+def test_the_interface_agrees_with_the_formula():
+    if count.wire_bytes() is None:
+        pytest.skip("this system does not count an interface's bytes")
+
+    def work() -> None:
+        for _ in range(8):
+            dist.all_reduce(torch.ones(1 << 20))
+
+    before = count.wire_bytes()
+    ranks.run(lambda: dist.barrier(), 2)
+    start_up = count.wire_bytes() - before
+    before = count.wire_bytes()
+    ranks.run(work, 2)
+    per_rank = (count.wire_bytes() - before - start_up) / 2
+    # 2 (N-1)/N of 4 MiB, eight times. 3 %: headers are 0.2 %, the rest is other work's traffic.
+    assert per_rank == pytest.approx(8 * 4 * 2**20, rel=0.03)
+
+
+def test_an_interface_that_does_not_exist():
+    assert count.wire_bytes("no-such-interface") is None

@@ -1,0 +1,90 @@
+"""The offline text and its loader."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from shardlab import text
+
+
+def test_it_is_real_text_and_the_same_in_every_process():
+    data = text.corpus()
+    assert data.dtype == torch.uint8 and len(data) > 2_000_000
+    assert b"def " in bytes(data[:50_000].tolist())
+    program = "from shardlab import text; import hashlib;"
+    program += "print(hashlib.sha256(text.corpus().numpy().tobytes()).hexdigest())"
+    command = [sys.executable, "-c", program]
+    sums = {subprocess.run(command, capture_output=True, text=True).stdout for _ in range(2)}
+    assert len(sums) == 1 and len(sums.pop()) == 65
+
+
+def test_it_holds_nothing_of_this_machine():
+    assert sys.prefix.encode() not in text.corpus().numpy().tobytes()
+
+
+def test_targets_are_the_next_tokens():
+    windows = text.Windows(32)
+    tokens_S, targets_S = windows[5]
+    assert tokens_S.dtype == torch.int64 and tokens_S.shape == (32,)
+    assert torch.equal(tokens_S[1:], targets_S[:-1])
+    assert targets_S[-1] == windows[6][0][0]  # windows touch
+    assert int(tokens_S.max()) < text.VOCAB
+
+
+def test_the_last_window_still_has_its_target(tmp_path):
+    path = tmp_path / "tiny.txt"
+    for size in range(5, 14):
+        path.write_bytes(bytes(range(size)))
+        windows = text.Windows(4, path)
+        text.corpus.cache_clear()
+        assert len(windows) == (size - 1) // 4
+        assert windows[len(windows) - 1][1].shape == (4,)
+        with pytest.raises(IndexError):
+            windows[len(windows)]
+
+
+def test_a_stride_makes_windows_overlap(tmp_path):
+    path = tmp_path / "tiny.txt"
+    path.write_bytes(bytes(range(20)))
+    windows = text.Windows(4, path, stride=2)
+    assert [int(windows[i][0][0]) for i in range(3)] == [0, 2, 4]
+
+
+def test_it_feeds_a_data_loader():
+    tokens_BS, targets_BS = next(iter(DataLoader(text.Windows(16), batch_size=3)))
+    again_BS, _ = text.batch(16, 3)
+    assert tokens_BS.shape == targets_BS.shape == (3, 16)
+    assert torch.equal(tokens_BS, again_BS)
+
+
+def test_an_empty_batch_has_its_shape():
+    assert text.batch(16, 0)[0].shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: text.corpus("/no/such/file"), "source='/no/such/file': allowed are 'stdlib'"),
+        (lambda: text.corpus(limit=0), "limit=0: allowed is a number of bytes above 0"),
+        (lambda: text.Windows(0), "seq=0: allowed are 1 to"),
+        (lambda: text.Windows(10**9), "seq=1000000000: allowed are 1 to"),
+        (lambda: text.Windows(8, stride=0), "stride=0: allowed is"),
+        (lambda: text.batch(8, -1), "size=-1: allowed are windows 0 to"),
+        (lambda: text.batch(8, 1, 10**9), "start=1000000000"),
+        (lambda: text.corpus("hf:some/data"), "needs the package `datasets`"),
+    ],
+)
+def test_bad_input(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match="empty"):
+        text.corpus(tmp_path / "empty.txt")

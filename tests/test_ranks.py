@@ -534,3 +534,37 @@ def test_an_error_that_all_ranks_make_is_theirs():
 
     error, _ = failing(work, 2)
     assert "rank 0 of 2 raised RuntimeError" in str(error) and "test_ranks.py" in str(error)
+
+
+# In a notebook.
+
+
+def test_a_notebook_stays_usable_after_every_failure():
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    cells = [
+        "import os, time, torch, torch.distributed as dist\n"
+        "from shardlab.ranks import run\n"
+        "x = torch.rand(512, 512); (x @ x).sum()\n"  # warms OpenMP up before the first fork
+        "def good():\n    dist.barrier(); print('fine'); return dist.get_rank()",
+        "run(good, 2)",
+        "def bad():\n    if dist.get_rank() == 1:\n        raise ValueError('boom')\n    good()\n"
+        "run(bad, 2)",
+        "run(good, 2)",
+        "run(lambda: time.sleep(1000) if dist.get_rank() else good(), 2, timeout=3)",
+        "import os\nrun(lambda: os.kill(os.getpid(), 9), 2)",
+        "run(good, 2)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    nbclient.NotebookClient(notebook, timeout=120, allow_errors=True).execute()
+    outputs = [cell.outputs for cell in notebook.cells]
+    for index in (1, 3, 6):
+        assert outputs[index][0]["text"] == "[rank 0] fine\n[rank 1] fine\n"
+        assert outputs[index][1]["data"]["text/plain"] == "[0, 1]"
+    texts = ["".join(out[-1].get("traceback", [])) if out else "" for out in outputs]
+    # The message alone, without the launcher's frames, and with the reader's own line.
+    assert texts[2].startswith("RankError: rank 1 of 2 raised ValueError: boom")
+    assert "at this notebook's cell, line 3, in bad" in texts[2]
+    assert texts[4].startswith("RankError: rank 1 of 2 did not finish within 3 s")
+    assert "were ended" in texts[5] or "was ended by SIGKILL" in texts[5]
+    assert all(len(t.splitlines()) < 8 for t in texts)

@@ -158,7 +158,7 @@ def number(
     """
     if isinstance(answer, bool) or not isinstance(answer, (int, float)):
         raise Wrong(
-            f"The answer should be a number{f' in {unit}' if unit else ''}, not {answer!r}."
+            f"The answer should be a number{f' of {unit}' if unit else ''}, not {answer!r}."
         )
     if math.isclose(answer, want, rel_tol=rel, abs_tol=0.0):
         return

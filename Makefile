@@ -1,0 +1,96 @@
+# One Model, Many GPUs. `make` lists the targets. Needed: Python 3.11 or later, git, make.
+
+PYTHON ?= python3
+PORT ?= 8000
+VENV := .venv
+BIN := $(VENV)/bin
+SITE := _build/html
+
+# Exists when the environment is complete and agrees with the two files it is made from.
+INSTALLED := $(VENV)/.installed
+# Exists when the last build ended well.
+BUILT := _build/.built
+
+.DEFAULT_GOAL := help
+.PHONY: help setup book test lab serve record pairs lint format clean distclean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@echo "One Model, Many GPUs: a course that runs what it says. First: make book"
+	@echo
+	@while IFS= read -r line; do \
+	  case "$$line" in \
+	    [a-z]*:*'## '*) printf '  make %-10s %s\n' "$${line%%:*}" "$${line#*## }" ;; \
+	  esac; \
+	done < Makefile
+	@echo
+	@echo "ARGS=… goes to test, record and lab; PORT=… to serve; PYTHON=… makes the environment."
+
+setup: $(INSTALLED) ## make or update the environment in .venv (the other targets do it by themselves)
+
+# The mark .unfinished tells the next run that this one was cut short: what pip left half-installed
+# looks installed to pip, so that run starts over. DeepSpeed comes as source: DS_BUILD_OPS=0 keeps its
+# installation free of compilers. The settings file makes JupyterLab open .md lessons as notebooks.
+$(INSTALLED): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "This course needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')."; \
+	  echo "Say which one to take: make book PYTHON=/path/to/python3.11"; \
+	  exit 1; }
+	@echo "Setting up $(VENV): once, and again when requirements.txt or pyproject.toml change."
+	@rm -f $@
+	@if [ -e $(VENV)/.unfinished ]; then rm -rf $(VENV); fi
+	@mkdir -p $(VENV) && touch $(VENV)/.unfinished
+	$(PYTHON) -m venv $(VENV)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
+	@$(BIN)/jupytext-config --settings-file $(VENV)/etc/jupyter/labconfig/default_setting_overrides.json \
+	  set-default-viewer markdown
+	@rm $(VENV)/.unfinished
+	@touch $@
+
+# What Sphinx keeps between builds does not notice a changed extension or other versions of packages,
+# and after a build cut short it would pass over the page that was wrong. Then the next one starts from
+# no state. Executed outputs live elsewhere, in _build/executed, and stay.
+$(BUILT): $(wildcard book/_ext/*.py) $(INSTALLED)
+	@rm -rf $(SITE) _build/.doctrees
+	@mkdir -p _build && touch $@
+
+book: $(BUILT) ## build the site into _build/html (RECORDED=0: execute every lesson here)
+	@rm $(BUILT)
+	$(BIN)/jupyter-book build -W -n --keep-going .
+	@test -s $(SITE)/index.html || { echo "The build made no $(SITE)/index.html."; exit 1; }
+	@touch $(BUILT)
+	@echo "The site: $(SITE)/index.html (make serve shows it)"
+
+test: $(INSTALLED) ## run every test (ARGS='-k ring' for some)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+lab: $(INSTALLED) ## open the lessons as notebooks in JupyterLab
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lessons $(ARGS)
+
+serve: $(INSTALLED) ## show the built site on http://127.0.0.1:8000
+	@test -s $(SITE)/index.html || { echo "There is no site yet: make book"; exit 1; }
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)
+
+record: $(INSTALLED) ## execute lessons on this machine and keep their outputs (ARGS='data_parallel')
+	$(BIN)/python -m shardlab record $(ARGS)
+
+pairs: $(INSTALLED) ## write code/lessons/*.py anew from lessons/*.md
+	$(BIN)/python -m shardlab pairs
+
+lint: $(INSTALLED) ## check format, style, spelling and pairs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell
+	$(BIN)/python -m shardlab pairs --check
+
+format: $(INSTALLED) ## put the code into the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what was built and every cache, but not .venv
+	rm -rf _build .pytest_cache .ruff_cache .hypothesis code/shardlab.egg-info
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv as well
+	rm -rf $(VENV)

@@ -1,0 +1,143 @@
+"""Exercises that check themselves: the engine, and every exercise of every lesson.
+
+The answers are read from the lessons, so that what is tested is what the page shows: the unanswered
+form stands between `exercise-start` and `exercise-end`, the solution after `solution-start`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab import check as check_module
+from shardlab.check import Verdict, Wrong, check, number, run_answer, same
+from shardlab.show import ROOT
+
+LESSONS = sorted((ROOT / "lessons").glob("*.md"))
+CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GATED = re.compile(
+    r"^```\{(exercise|solution)-start\}(.*?)^```\{\1-end\}", re.MULTILINE | re.DOTALL
+)
+
+
+def cells(text: str) -> list[str]:
+    """The sources of the code cells in a piece of a lesson."""
+    return [
+        re.sub(r"\A(:.*\n)+|\A---\n.*?---\n", "", cell, flags=re.DOTALL)
+        if cell.startswith("---")
+        else re.sub(r"\A(:.*\n)+\n?", "", cell)
+        for cell in CELL.findall(text)
+    ]
+
+
+def exercises(lesson: Path) -> list[tuple[str, str, str]]:
+    """(label, unanswered form, solution) of every exercise of a lesson."""
+    text = lesson.read_text("utf-8")
+    asked, solved = {}, {}
+    for kind, body in GATED.findall(text):
+        if kind == "exercise":
+            label = re.search(r"^:label: *(\S+)", body, re.MULTILINE)[1]
+            asked[label] = "\n".join(cells(body))
+        else:
+            solved[body.split("\n")[0].strip(" }")] = "\n".join(cells(body))
+    assert asked.keys() == solved.keys(), f"{lesson.name}: exercises without a solution, or reverse"
+    return [(label, asked[label], solved[label]) for label in asked]
+
+
+ALL = [(lesson.stem, *row) for lesson in LESSONS for row in exercises(lesson)]
+
+
+def answer(topic: str, code: str) -> list[Verdict]:
+    """Run an exercise's cells after the lesson's imports; return the verdicts they gave."""
+    lesson = ROOT / "lessons" / f"{topic}.md"
+    verdicts: list[Verdict] = []
+    space: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(cells(lesson.read_text("utf-8"))[0], f"{topic}.md", "exec"), space)
+    original = space["check"]
+    space["check"] = lambda *args, **kwargs: verdicts.append(original(*args, **kwargs))
+    exec(compile(code, f"{topic}.md", "exec"), space)
+    return verdicts
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_has_three_exercises_or_more(lesson: Path):
+    assert len(exercises(lesson)) >= 3
+
+
+@pytest.mark.parametrize(("topic", "label", "asked", "solved"), ALL, ids=[row[1] for row in ALL])
+def test_the_unanswered_form_fails_and_helps(topic: str, label: str, asked: str, solved: str):
+    verdicts = answer(topic, asked)
+    assert verdicts and not any(v.ok for v in verdicts)
+    for verdict in verdicts:
+        assert 20 < len(verdict.message) < 600, verdict
+
+
+@pytest.mark.parametrize(("topic", "label", "asked", "solved"), ALL, ids=[row[1] for row in ALL])
+def test_the_solution_passes(topic: str, label: str, asked: str, solved: str):
+    verdicts = answer(topic, solved)
+    assert verdicts and all(v.ok for v in verdicts), verdicts
+
+
+def test_every_exercise_of_the_package_stands_in_a_lesson():
+    shown = "\n".join(asked for _, _, asked, _ in ALL)
+    for name in check_module.names():
+        assert re.search(rf"\b{name}\b", shown), f"{name} is checked but never asked"
+
+
+# The engine.
+
+
+def test_same_names_the_first_rank_and_the_largest_difference():
+    want = [torch.zeros(3), torch.zeros(3)]
+    same([torch.zeros(3), torch.zeros(3)], want)
+    with pytest.raises(Wrong, match="Rank 1 is the first.*off by up to 2"):
+        same([torch.zeros(3), torch.tensor([0.0, 2.0, -1.0])], want)
+    with pytest.raises(Wrong, match="Rank 0 returned None"):
+        same([None, torch.zeros(3)], want)
+    with pytest.raises(Wrong, match="Rank 0 returned a int"):
+        same([1, 1], want)
+    with pytest.raises(Wrong, match=r"shape \(2,\) instead of \(3,\)"):
+        same([torch.zeros(2), torch.zeros(3)], want)
+    with pytest.raises(Wrong, match="off by up to nan"):
+        same([torch.tensor([0.0, float("nan"), 0.0]), want[1]], want)
+
+
+def test_same_recognises_a_known_mistake():
+    want = [torch.ones(2)] * 2
+    hints = {"That is the sum, not the mean.": [torch.full((2,), 2.0)] * 2}
+    with pytest.raises(Wrong, match=r"off by up to 1\. That is the sum, not the mean\."):
+        same([torch.full((2,), 2.0)] * 2, want, hints=hints)
+
+
+def test_number_says_which_way_and_why():
+    number(12, 12)
+    number(12.05, 12, rel=0.01)
+    with pytest.raises(Wrong, match="13 bytes is too large"):
+        number(13, 12, "bytes")
+    with pytest.raises(Wrong, match="That counts both directions"):
+        number(24, 12, hints={24: "That counts both directions."})
+    with pytest.raises(Wrong, match="should be a number of bytes, not 'twelve'"):
+        number("twelve", 12, "bytes")
+    with pytest.raises(Wrong, match="0 is too small"):
+        number(0, 12)
+
+
+def test_a_failing_answer_is_wrong_not_an_error():
+    def fails() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(Wrong, match="With 2 ranks, rank 0 of 2 raised ValueError: boom"):
+        run_answer(fails, 2)
+
+
+def test_an_unknown_exercise():
+    with pytest.raises(ValueError, match="exercise='nonsense': allowed are "):
+        check(1, "nonsense")
+
+
+def test_a_verdict_escapes_what_the_reader_wrote():
+    page = Verdict(False, "<b> & more")._repr_html_()
+    assert "&lt;b&gt; &amp; more" in page and "verdict-wrong" in page

@@ -1,0 +1,106 @@
+"""What only a machine with a GPU can show; skipped, with that reason, everywhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlab import link, ranks
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.device_count(), reason="this machine has no CUDA GPU"),
+]
+
+
+def test_ranks_share_one_gpu_or_have_their_own():
+    world_size = 2
+    own = torch.cuda.device_count() >= world_size
+    results = ranks.run(lambda: (dist.get_backend(), str(ranks.device())), world_size)
+    if own:
+        assert [device for _, device in results] == ["cuda:0", "cuda:1"]
+    else:
+        assert results == [("gloo", "cuda:0")] * world_size
+
+
+def test_the_caller_may_have_used_cuda_before():
+    torch.ones(1, device="cuda")  # from here on a fork would be broken: `run` starts fresh ranks
+    assert ranks.run(lambda: torch.ones(2, device=ranks.device()).sum().item(), 2) == [2, 2]
+
+
+COLLECTIVES = {
+    "all_reduce": lambda x, g: dist.all_reduce(x, group=g),
+    "broadcast": lambda x, g: dist.broadcast(x, 0, group=g),
+    "reduce": lambda x, g: dist.reduce(x, 0, group=g),
+    "all_gather": lambda x, g: dist.all_gather([torch.empty_like(x) for _ in range(2)], x, group=g),
+    "all_gather_into_tensor": lambda x, g: dist.all_gather_into_tensor(x.repeat(2), x, group=g),
+    "reduce_scatter_tensor": lambda x, g: dist.reduce_scatter_tensor(x[:4].clone(), x, group=g),
+    "all_to_all_single": lambda x, g: dist.all_to_all_single(torch.empty_like(x), x, group=g),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_gloo_takes_tensors_on_a_shared_gpu(name: str):
+    # Those that fail here are the ones that have to be staged through the host, as messages are
+    # (shardlab.ranks.p2p).
+    def work() -> float:
+        group = dist.new_group(backend="gloo")
+        x = torch.full((8,), float(dist.get_rank() + 1), device=ranks.device())
+        COLLECTIVES[name](x, group)
+        return x[0].item()
+
+    expected = {"all_reduce": [3.0, 3.0], "broadcast": [1.0, 1.0]}.get(name)
+    results = ranks.run(work, 2)
+    assert expected is None or results == expected
+
+
+def test_messages_between_ranks_that_share_a_gpu():
+    def work() -> list[float]:
+        me, device = dist.get_rank(), ranks.device()
+        got = torch.zeros(3, device=device)
+        out = ranks.isend(torch.full((3,), float(me), device=device), 1 - me)
+        ranks.irecv(got, 1 - me).wait()
+        out.wait()
+        assert got.is_cuda
+        return got.tolist()
+
+    assert ranks.run(work, 2) == [[1.0] * 3, [0.0] * 3]
+
+
+def test_ddp_on_the_slow_link_on_a_gpu():
+    def work() -> bool:
+        torch.manual_seed(0)
+        device = ranks.device()
+        plain = nn.Linear(64, 64).to(device)
+        x = torch.randn(2, 8, 64, device=device)
+        slow = link.slow(1e-4, 1e9)
+        model = nn.parallel.DistributedDataParallel(plain, process_group=slow)
+        model(x[dist.get_rank()]).sum().backward()
+        got = plain.weight.grad.clone()
+        plain.zero_grad()
+        (plain(x.flatten(0, 1)).sum() / 2).backward()
+        # 1e-5 of the largest: the GPU's products of 8 and of 16 rows add up in different orders.
+        return (got - plain.weight.grad).abs().max() <= 1e-5 * plain.weight.grad.abs().max()
+
+    assert all(ranks.run(work, 2))
+
+
+def test_our_data_parallel_equals_torchs_on_a_gpu():
+    def work() -> float:
+        from shardlab.data_parallel import DataParallel
+
+        device = ranks.device()
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).to(device)
+        torch.manual_seed(0)
+        ours = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).to(device)
+        theirs = nn.parallel.DistributedDataParallel(plain)
+        wrapped = DataParallel(ours, dist.group.WORLD)
+        x = torch.randn(2, 8, 64, device=device)[dist.get_rank()]
+        for model in (theirs, wrapped):
+            model(x).square().mean().backward()
+        pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+        return max((a.grad - b.grad).abs().max().item() for a, b in pairs)
+
+    assert ranks.run(work, 2) == [0.0, 0.0]  # two addends: no order of sums to differ in

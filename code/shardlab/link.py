@@ -119,6 +119,9 @@ class SlowGroup(dist.ProcessGroup):
         self.bandwidth = bandwidth
         self._outgoing_free = 0.0  # when this rank's wire out will be idle, time.monotonic()
         self._incoming_free = 0.0
+        # What the wire carried: collective, bytes, and when it was called, begun and over, in
+        # seconds of time.monotonic(). For timelines.
+        self.log: list[tuple[str, int, float, float, float]] = []
         self._finisher: threading.Thread | None = None
         self._queue: queue.SimpleQueue[tuple[_Held, Any, Any]] = queue.SimpleQueue()
 
@@ -147,8 +150,10 @@ class SlowGroup(dist.ProcessGroup):
     def _collective(self, operation: str, work: dist.Work, tensors: Any, result: Any) -> _Held:
         size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors))
         seconds = ring_seconds(operation, size, self.size(), self.latency, self.bandwidth)
-        begin = max(time.monotonic(), self._outgoing_free)
+        called = time.monotonic()
+        begin = max(called, self._outgoing_free)
         end = self._outgoing_free = self._incoming_free = begin + seconds
+        self.log.append((operation, size, called, begin, end))
         return _Held(self, work, lambda: end, result)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> _Held:

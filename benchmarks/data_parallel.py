@@ -1,0 +1,196 @@
+"""Our data parallelism beside torch's DistributedDataParallel, in one run.
+
+    python benchmarks/data_parallel.py            # a table; two to three minutes on two cores
+    python benchmarks/data_parallel.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
+    python benchmarks/data_parallel.py --quick    # toy sizes, seconds: only shows that it runs
+
+Every rank trains copies of one model in turn, step by step: ours, torch's, and a bare one that
+averages nothing (compute alone); and it sends the messages without a model (wire alone). All ranks
+start a step together, so each contender meets the same load; the order is reversed from round to
+round. A step is zero_grad, forward, backward and AdamW, and lasts until the slowest rank is done.
+Both sides have the same buckets: torch's own sizes on loopback and on GPUs; 1 MiB on the emulated
+slow link, since a model of 32 MB hardly fills more than one of 25 MiB, and then nothing overlaps.
+Torch's DDP is given gradient_as_bucket_view=True, with which it needs no more memory than ours.
+
+ratio: median step of ours over median step of torch's, over all rounds. quartiles: of that ratio,
+taken in each repeat, which is a few rounds.
+
+floor: the share of the physical floor that ours reaches, floor / median step of ours. No step can
+be shorter than either of two bounds, and the floor is the greater one:
+  compute + work: all compute, and the work of moving the bytes, where all cores are busy computing
+      (as many ranks as cores, or more). The work is the wire alone on loopback.
+  compute - backward + wire: before backward nothing can leave, and before the last byte has come
+      the optimizer cannot begin. It is the wire alone on the link at hand.
+All four are medians of the same run. On loopback, cores that move bytes sometimes wait for one
+another, which compute can fill: so a share slightly above 1 is possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlab import link, ranks, show
+from shardlab.data_parallel import MIB, DataParallel
+from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+
+LATENCY, BANDWIDTH = 50e-6, 125e6  # of the slow link: 50 microseconds, 1 Gbit/s
+NAMES = ["ours", "theirs", "compute", "backward", "wire", "work"]
+Times = dict[str, list[float]]
+
+
+def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
+    """On a rank: seconds of `rounds` steps of each contender, the slowest rank's."""
+    torch.manual_seed(0)
+    device, world = ranks.device(), dist.group.WORLD
+    group = link.slow(LATENCY, BANDWIDTH) if slow else world
+    plain = GPT(config).to(device)
+    ours_in = {"bucket_bytes": MIB} if slow else {}
+    theirs_in = {"bucket_cap_mb": 1} if slow else {}
+    ours = DataParallel(copy.deepcopy(plain), group, **ours_in)
+    theirs = nn.parallel.DistributedDataParallel(
+        copy.deepcopy(plain), process_group=group, gradient_as_bucket_view=True, **theirs_in
+    )
+    tokens_BS = torch.randint(config.vocab, (batch, config.seq), device=device)
+    flats = [torch.zeros_like(bucket.flat) for bucket in ours.buckets]
+    times: Times = {name: [] for name in NAMES}
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+        def run() -> float:
+            optimizer.zero_grad()
+            value = loss(model(tokens_BS), tokens_BS)
+            begin = clock()
+            value.backward()
+            seconds = clock() - begin
+            optimizer.step()
+            return seconds
+
+        return run
+
+    def messages(on: dist.ProcessGroup) -> Callable[[], None]:
+        def run() -> None:
+            works = [dist.all_reduce(flat, group=on, async_op=True) for flat in flats]
+            for work in works:
+                work.wait()
+
+        return run
+
+    contenders: dict[str, Callable[[], float | None]] = {
+        name: step(model, torch.optim.AdamW(model.parameters()))
+        for name, model in {"ours": ours, "theirs": theirs, "compute": plain}.items()
+    }
+    contenders |= {"wire": messages(group)} | ({"work": messages(world)} if slow else {})
+    order = list(contenders)
+    for number in range(-2, rounds):  # two rounds to warm up
+        for name in order if number % 2 else reversed(order):
+            dist.barrier()
+            begin = clock()
+            backward = contenders[name]()
+            if number >= 0:
+                times[name].append(clock() - begin)
+                if name == "compute":
+                    times["backward"].append(backward or 0.0)
+    return times
+
+
+def slowest(results: list[Times]) -> dict[str, torch.Tensor]:
+    """Per contender, a tensor [rounds] of the slowest rank's seconds."""
+    joined = {k: [result[k] for result in results] for k in NAMES if results[0][k]}
+    return {k: torch.tensor(v).max(dim=0).values for k, v in joined.items()}
+
+
+def row(case: str, size: int, kind: str, times: dict[str, torch.Tensor], repeats: int) -> dict:
+    """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
+    middle = {name: seconds.median().item() for name, seconds in times.items()}
+    pairs = zip(times["ours"].chunk(repeats), times["theirs"].chunk(repeats), strict=True)
+    ratios = torch.stack([ours.median() / theirs.median() for ours, theirs in pairs])
+    full = kind != "gpu" and size >= (os.cpu_count() or 1)
+    work = middle.get("work", middle["wire"]) if full else 0.0
+    outside = middle["compute"] - middle["backward"]
+    floor = max(middle["compute"] + work, outside + middle["wire"])
+    low, high = torch.quantile(ratios, torch.tensor([0.25, 0.75])).tolist()
+    return {
+        "case": case,
+        "against": "torch DDP",
+        "ranks": size,
+        "link": kind,
+        "ratio": round(middle["ours"] / middle["theirs"], 4),
+        "quartiles": [round(low, 4), round(high, 4)],
+        "floor": round(floor / middle["ours"], 4),
+        "seconds": round(middle["ours"], 4),
+        "floor_against": round(floor / middle["theirs"], 4),
+    }
+
+
+def counted(text: str) -> int:
+    """A number of ranks or repeats from the command line."""
+    value = int(text) if text.isdecimal() else 0
+    if not 1 <= value <= ranks.max_ranks():
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are 1 to {ranks.max_ranks()}")
+    return value
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    kinds = ["loopback", "slow", "gpu"] if torch.cuda.device_count() else ["loopback", "slow"]
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="toy sizes: only shows that it runs")
+    parser.add_argument("--ranks", type=counted, nargs="+", default=[2, 4], metavar="N")
+    parser.add_argument("--links", nargs="+", choices=kinds, default=kinds, metavar="LINK")
+    parser.add_argument("--repeats", type=counted, default=5, help="of a few rounds each")
+    chosen = parser.parse_args(arguments)
+    rows = []
+    for kind in chosen.links:
+        for size in chosen.ranks:
+            name, batch, rounds = ("gpt-2", 4, 4) if kind == "gpu" else ("mini", 2, 4)
+            if chosen.quick:
+                name, batch, rounds = "nano", 1, 1
+            config = PRESETS[name]
+            if sys.stderr.isatty():
+                print(f"{kind}, {size} ranks …", file=sys.stderr)
+            results = ranks.run(
+                measure,
+                size,
+                config,
+                batch,
+                kind == "slow",
+                rounds * chosen.repeats,
+                device="cuda" if kind == "gpu" else "cpu",
+                timeout=600,
+            )
+            count = parameter_count(config) / 1e6
+            case = f"{name}, {count:.1f} M parameters, {batch * config.seq} tokens a rank"
+            rows.append(row(case, size, kind, slowest(results), chosen.repeats))
+    if chosen.json:
+        hidden = ("seconds", "floor_against")
+        print(json.dumps({"rows": [{k: r[k] for k in r if k not in hidden} for r in rows]}))
+        return
+    head = ["case", "ranks", "link", "ours (s)", "ours / torch DDP", "quartiles"]
+    head += ["floor reached, ours", "torch DDP"]
+    show.table(
+        [
+            [r["case"], r["ranks"], r["link"], f"{r['seconds']:.3f}", f"{r['ratio']:.3f}"]
+            + ["{:.3f} to {:.3f}".format(*r["quartiles"])]
+            + [f"{r[k] * 100:.0f} %" for k in ("floor", "floor_against")]
+            for r in rows
+        ],
+        head,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Pages of the course's own source files, with line numbers, and the links that lead to them.
+
+`shardlab.show` and the lessons' prose link to ../code/shardlab/<file>.py#L30, which leads to the
+file in a checkout. In the site such a link leads to a page made here, or to the repository when
+its address is known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+from repository import address
+from sphinx import addnodes
+from sphinx.application import Sphinx
+
+FOLDERS = ("code/shardlab", "code/lessons", "figures", "benchmarks", "tests")
+_FILE = rf"((?:{'|'.join(FOLDERS)})/[\w/]+\.py)"
+_LINK = re.compile(rf'href="(?:\.\./)+{_FILE}(#L\d+(?:-L?\d+)?)?"')
+
+
+def sources(root: Path) -> Iterator[str]:
+    """The paths, below the root, of all files that get a page."""
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield path.relative_to(root).as_posix()
+
+
+def target(path: str, lines: str, pathto: Any) -> str:
+    """Where a link to `lines` ("#L30" or "") of the file `path` leads, seen from a page."""
+    repository = address()
+    if repository:
+        return f"{repository.url}/blob/{repository.branch}/{path}{lines}"
+    return pathto(path.removesuffix(".py")) + lines.partition("-")[0]
+
+
+def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The pages: name, content, template."""
+    formatter = HtmlFormatter(linenos="table", linespans="L")
+    for path in sources(Path(app.srcdir)):
+        code = Path(app.srcdir, path).read_text("utf-8")
+        body = highlight(code, PythonLexer(stripnl=False), formatter)
+        body = body.replace('<span id="L-', '<span id="L')
+        body = re.sub(r'<span class="normal">( *)(\d+)</span>', r'\1<a href="#L\2">\2</a>', body)
+        title = f"<h1>{escape(path)}</h1>"
+        context = {"title": path, "body": f'<article class="code-page">{title}{body}</article>'}
+        yield path.removesuffix(".py"), context, "page.html"
+
+
+def redirect_outputs(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Lead the links in cells' outputs to the pages."""
+    if "body" not in context:
+        return
+
+    def replace(match: re.Match[str]) -> str:
+        if not Path(app.srcdir, match[1]).is_file():
+            return match[0]
+        return f'href="{escape(target(match[1], match[2] or "", context["pathto"]))}"'
+
+    context["body"] = _LINK.sub(replace, context["body"])
+
+
+def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Lead the links in prose, which MyST takes for downloads, to the pages."""
+    if app.builder.format != "html":
+        return
+    for link in list(doctree.findall(addnodes.download_reference)):
+        source = os.path.normpath(Path(docname).parent / link["reftarget"]).replace(os.sep, "/")
+        if re.fullmatch(_FILE, source) and Path(app.srcdir, source).is_file():
+            uri = target(source, "", lambda name: app.builder.get_relative_uri(docname, name))
+            link.replace_self(nodes.reference("", "", *link.children, refuri=uri))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the extension."""
+    app.connect("html-collect-pages", pages)
+    app.connect("html-page-context", redirect_outputs)
+    app.connect("doctree-resolved", redirect_prose)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

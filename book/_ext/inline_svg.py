@@ -1,0 +1,61 @@
+"""Put SVG pictures into the page itself, so that their `currentColor` is the page's ink.
+
+One file then serves the light and the dark page, and its text can be selected and searched. In
+Jupyter and on a code host the same markdown image is a plain picture.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+_ID = re.compile(r'\bid="([^"]+)"')
+_USE = re.compile(r'(\b(?:xlink:)?href="#|url\(#|aria-(?:labelledby|describedby)=")([^")]+)')
+_SIZE = re.compile(r'\s(?:width|height|role|aria-label|aria-labelledby)="[^"]*"')
+# A file of its own needs a name and an ink of its own; in the page it has the page's.
+_OWN = re.compile(r"<(title|metadata|desc|style)\b.*?</\1>\s*", re.DOTALL)
+
+
+def inline(text: str, prefix: str, alt: str) -> str:
+    """The SVG document `text` as an element of a page: `alt` names it, `prefix` starts its ids."""
+    start = text.index("<svg")
+    end = text.index(">", start)
+    opening, rest = text[start:end], text[end : text.rindex("</svg>") + len("</svg>")]
+    wide = re.search(r'\swidth="([\d.]+)(pt|px|)"', opening)
+    style = ""
+    if wide:  # points are what matplotlib writes; 4/3 pixels each
+        pixels = float(wide[1]) * (4 / 3 if wide[2] == "pt" else 1)
+        style = f' style="width: {pixels:.0f}px"'
+    label = f'role="img" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
+    opening = _SIZE.sub("", opening) + f" {label}{style}"
+    rest = _OWN.sub("", rest)
+    rest = _ID.sub(rf'id="{prefix}\1"', rest)
+    rest = _USE.sub(rf"\1{prefix}\2", rest)
+    return opening + rest
+
+
+def replace(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Replace the SVG images of a page by their content."""
+    if app.builder.format != "html":
+        return
+    for number, image in enumerate(list(doctree.findall(nodes.image))):
+        uri = image.get("uri", "")
+        path = Path(app.srcdir, uri)
+        # Outputs of cells stay as they are: they lie outside the source folder's pictures.
+        if not uri.endswith(".svg") or "://" in uri or not path.is_file():
+            continue
+        markup = inline(path.read_text("utf-8"), f"svg{number}-", image.get("alt", ""))
+        classes = " ".join(["inline-svg", *image.get("classes", [])])
+        raw = nodes.raw("", f'<span class="{classes}">{markup}</span>', format="html")
+        image.replace_self(raw)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the extension."""
+    app.connect("doctree-resolved", replace)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,157 @@
+"""Give each lesson its outputs: recorded ones while they hold, freshly executed ones otherwise.
+
+Before Sphinx reads any page, for each lesson, the first of these that there is:
+
+1. the recording book/recorded/<topic>.ipynb, when its key fits (see `shardlab.record`), unless the
+   environment says RECORDED=0;
+2. what an earlier build executed, _build/executed/<topic>.ipynb, when its key fits and Python,
+   torch and DeepSpeed are the same versions;
+3. the lesson executed now, on the CPU, and kept as 2.
+
+The outputs are grafted into the lesson as myst-nb reads it and put into jupyter-cache, where
+myst-nb then finds them. jupyter-cache alone would not do: its key knows nothing of imported code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
+from myst_nb.core.read import create_nb_reader
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.errors import SphinxError
+from sphinx.util import logging
+
+from shardlab import record
+
+logger = logging.getLogger(__name__)
+
+NONE = "there is no recording"
+UNREADABLE = "the recording cannot be read"
+IGNORED = "recordings were ignored (RECORDED=0)"
+
+
+class LessonFailed(SphinxError):
+    """A cell of a lesson raised: there is no page to build."""
+
+    category = "Lesson failed"
+
+
+def choose(
+    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """Find outputs for all lessons; return the pages whose outputs are not what they were."""
+    before: dict[str, Any] = getattr(env, "lesson_outputs", {})
+    now: dict[str, Any] = {}
+    failures = []
+    app.lesson_books = {}
+    for docname in sorted(d for d in env.found_docs if d.startswith("lessons/")):
+        try:
+            book, how, reasons = _outputs(docname.removeprefix("lessons/"), app)
+        except record.LessonError as error:
+            failures.append(str(error))
+            continue
+        app.lesson_books[docname] = book
+        now[docname] = {
+            "how": how,
+            "reasons": reasons,
+            "stale": bool(reasons) and reasons != [NONE] and reasons != [IGNORED],
+            "about": record.about(book),
+            "content": hashlib.sha256(nbformat.writes(book).encode()).hexdigest(),
+        }
+        _offer(env, docname, book)
+    if failures:
+        raise LessonFailed("\n\n".join(failures))
+    outdated = [docname for docname in now if now[docname] != before.get(docname)]
+    if now != before:
+        outdated += [d for d in getattr(env, "executions_pages", ()) if d in env.found_docs]
+    env.lesson_outputs = now
+    return outdated
+
+
+def _outputs(topic: str, app: Sphinx) -> tuple[nbformat.NotebookNode, str, list[str]]:
+    """A lesson's outputs, how they were made, and why they are not recorded ones."""
+    root = Path(app.srcdir)
+    key = record.reach(topic, root)
+    path = root / record.RECORDED / f"{topic}.ipynb"
+    recording = record.load(path)
+    if os.environ.get("RECORDED") == "0":
+        reasons = [IGNORED]
+    elif recording is None:
+        reasons = [UNREADABLE] if path.exists() else [NONE]
+    else:
+        reasons = record.changed(recording, key)
+        if not reasons:
+            return recording, "recorded", []
+    kept = Path(app.outdir).parent / "executed" / f"{topic}.ipynb"
+    book = record.load(kept)
+    if book is not None and not record.changed(book, key) and _same_versions(book):
+        return book, "executed", reasons
+    logger.info("executing %s: %s", topic, "; ".join(reasons))
+    book = record.execute(topic, root, cpu=True)
+    record.save(book, kept)
+    logger.info("executed %s in %s s", topic, record.about(book)["seconds"])
+    return book, "executed", reasons
+
+
+def _same_versions(book: nbformat.NotebookNode) -> bool:
+    made = record.about(book)["versions"]
+    installed = {"python": platform.python_version()}
+    for name in ("torch", "deepspeed"):
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return {name: made.get(name) for name in installed} == installed
+
+
+def _offer(env: BuildEnvironment, docname: str, book: nbformat.NotebookNode) -> None:
+    """Put the outputs in `book` where myst-nb looks for those of page `docname`."""
+    path = env.doc2path(docname)
+    text = Path(path).read_text("utf-8")
+    reader = create_nb_reader(path, env.myst_config, env.mystnb_config, text)
+    if reader is None:
+        raise LessonFailed(
+            f"{docname}.md has no notebook header: its first lines must say format_name: myst"
+        )
+    page = reader.read(text)
+    cells = record.code_cells(page)
+    made = record.code_cells(book)
+    if [record.cell_hash(cell) for cell in cells] != [record.cell_hash(cell) for cell in made]:
+        raise LessonFailed(f"{docname}.md: jupytext and myst-nb read different code cells in it")
+    for cell, source in zip(cells, made, strict=True):
+        cell.outputs = source.outputs
+        cell.execution_count = source.execution_count
+    page.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
+    cache = get_cache(env.mystnb_config.execution_cache_path)
+    bundle = CacheBundleIn(page, path, data={"execution_seconds": record.about(book)["seconds"]})
+    cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+
+
+def verify(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Make sure that myst-nb took what it was offered, and executed nothing by itself."""
+    for docname, state in env.lesson_outputs.items():
+        ran = env.nb_metadata[docname].get("exec_data")
+        if not ran or ran["runtime"] != state["about"]["seconds"]:
+            raise LessonFailed(f"{docname}: myst-nb did not take the outputs it was offered")
+    return []
+
+
+def purge(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
+    """Forget that a page shows the table of executions: reading it again will tell."""
+    getattr(env, "executions_pages", set()).discard(docname)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the extension."""
+    app.connect("env-get-outdated", choose)
+    app.connect("env-updated", verify)
+    app.connect("env-purge-doc", purge)
+    return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

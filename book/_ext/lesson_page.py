@@ -1,0 +1,205 @@
+"""What stands around a lesson: where its outputs come from, its downloads, the table of all.
+
+The line under the title is put into the finished page, not into the document: there it would show
+in the search index and in previews.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from shardlab import record
+from shardlab.record import pairs
+
+DOWNLOADS = "downloads"
+_SUFFIXES = (
+    (".md", "the lesson's source, to read and edit in Jupyter"),
+    (".ipynb", "the notebook with its outputs"),
+    (".py", "a plain script"),
+)
+
+
+def where(about: dict[str, Any]) -> str:
+    """The device: "1 × NVIDIA H200 (driver 570.1)", "the CPU (2 cores)"."""
+    device = about["device"]
+    if device["kind"] == "cpu":
+        return f"the CPU ({device['cores']} core{'s' if device['cores'] != 1 else ''})"
+    details = [f"driver {device['driver']}"] if device.get("driver") else []
+    details += [f"CUDA {device['cuda']}"] if device.get("cuda") else []
+    return f"{device['count']} × {device['name']}" + (f" ({', '.join(details)})" if details else "")
+
+
+def ranks(about: dict[str, Any]) -> str:
+    """The most ranks on each device: "up to 4 ranks sharing the GPU (gloo)"; "" when none ran."""
+    most: dict[tuple[str, str], int] = {}
+    for entry in about.get("ranks", []):
+        place = (entry["backend"], entry["device"])
+        most[place] = max(most.get(place, 0), entry["ranks"])
+    words = []
+    for (backend, device), count in sorted(most.items()):
+        on = "on the GPU" if device == "cuda" else "on the CPU"
+        shared = device == "cuda" and count > about["device"]["count"]
+        if shared:
+            on = "sharing the GPU" if about["device"]["count"] == 1 else "sharing the GPUs"
+        backend = "nccl" if "nccl" in backend else backend
+        words.append(f"up to {count} rank{'s' if count != 1 else ''} {on} ({backend})")
+    return ", ".join(words)
+
+
+def versions(about: dict[str, Any], *names: str) -> str:
+    """The versions that ran: "torch 2.13.0, Python 3.11.7"."""
+    known = {"torch": "torch", "python": "Python", "deepspeed": "DeepSpeed", "shardlab": "shardlab"}
+    found = {name: about["versions"].get(name) for name in names or known}
+    return ", ".join(f"{known[n]} {v.partition('+')[0]}" for n, v in found.items() if v)
+
+
+def line(state: dict[str, Any]) -> str:
+    """What the reader of a lesson is told about its outputs."""
+    about = state["about"]
+    how = "Recorded on" if state["how"] == "recorded" else "Executed by this build on"
+    parts = [f"{how} {where(about)}", ranks(about), versions(about, "torch", "python")]
+    parts += [about["date"], f"{about['seconds']:.0f} s"]
+    text = ", ".join(part for part in parts if part) + "."
+    if state["stale"]:
+        text += f" A recording is out of date: {shortened(state['reasons'])}."
+    return text
+
+
+def shortened(reasons: list[str], most: int = 3) -> str:
+    """The first few reasons, and how many there are beside."""
+    more = [f"and {len(reasons) - most} more"] if len(reasons) > most else []
+    return "; ".join([*reasons[:most], *more])
+
+
+def add_line(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Put the line and the downloads under the title of a lesson."""
+    state = getattr(app.env, "lesson_outputs", {}).get(pagename)
+    if state is None or "body" not in context:
+        return
+    topic = pagename.removeprefix("lessons/")
+    downloads = " ".join(
+        f'<a href="{context["pathto"](f"{DOWNLOADS}/{topic}{suffix}", 1)}" download '
+        f'title="{escape(what)}">{suffix}</a>'
+        for suffix, what in _SUFFIXES
+    )
+    pages = sorted(getattr(app.env, "executions_pages", ()))
+    text = escape(line(state))
+    if pages:
+        text += f' <a href="{context["pathto"](pages[0])}">How each page was executed</a>.'
+    note = (
+        f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
+        f'<span class="lesson-downloads">Download: {downloads}</span></p>'
+    )
+    # sphinx-exercise gives the same id to the content of every exercise of a page.
+    body = re.sub(r' id="(exercise|solution)-content"', "", context["body"])
+    head, title_end, rest = body.partition("</h1>")
+    context["body"] = head + title_end + note + rest if title_end else note + head
+
+
+class ExecutionsTable(nodes.General, nodes.Element):
+    """Stands where the table of all lessons goes."""
+
+
+class Executions(SphinxDirective):
+    """A table of all lessons: how, where, when and in what time each was executed."""
+
+    def run(self) -> list[nodes.Node]:
+        """Leave a mark: the table is known once all pages are read."""
+        if not hasattr(self.env, "executions_pages"):
+            self.env.executions_pages = set()
+        self.env.executions_pages.add(self.env.docname)
+        return [ExecutionsTable()]
+
+
+HEAD = ("Lesson", "Outputs", "Where", "With", "Ranks", "Date", "Seconds", "Why not a recording")
+
+
+def fill_table(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Put the table in its place."""
+    for mark in list(doctree.findall(ExecutionsTable)):
+        states = app.env.lesson_outputs
+        listed = getattr(app.config, "external_site_map", None) or states  # in the book's order
+        order = [d for d in listed if d in states]
+        rows = [_row(app, docname, lesson, states[lesson]) for lesson in order]
+        mark.replace_self(_table(HEAD, rows))
+
+
+def _row(app: Sphinx, docname: str, lesson: str, state: dict[str, Any]) -> list[nodes.Node]:
+    about = state["about"]
+    title = app.env.titles[lesson].astext()
+    target = app.builder.get_relative_uri(docname, lesson)
+    link = nodes.reference("", title, refuri=target, internal=True)
+    words = [
+        "recorded" if state["how"] == "recorded" else "executed by this build",
+        where(about),
+        versions(about),
+        ranks(about),
+        about["date"],
+        f"{about['seconds']:.0f}",
+        "; ".join(state["reasons"]) or "—",
+    ]
+    return [link, *(nodes.Text(word) for word in words)]
+
+
+def _table(head: tuple[str, ...], rows: list[list[nodes.Node]]) -> nodes.table:
+    def row(cells: list[nodes.Node]) -> nodes.row:
+        return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", cell)) for cell in cells))
+
+    group = nodes.tgroup(cols=len(head))
+    group += [nodes.colspec(colwidth=1) for _ in head]
+    group += nodes.thead("", row([nodes.Text(word) for word in head]))
+    group += nodes.tbody("", *(row(cells) for cells in rows))
+    return nodes.table("", group, classes=["executions"])
+
+
+def write_downloads(app: Sphinx, exception: Exception | None) -> None:
+    """Write each lesson as .md, .ipynb (with the outputs that the page shows) and .py."""
+    if exception or app.builder.format != "html":
+        return
+    root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
+    folder.mkdir(exist_ok=True)
+    wanted: dict[str, str] = {}
+    for docname, book in getattr(app, "lesson_books", {}).items():
+        topic = docname.removeprefix("lessons/")
+        wanted[f"{topic}.md"] = (root / f"{docname}.md").read_text("utf-8")
+        wanted[f"{topic}.ipynb"] = nbformat.writes(_with_outputs(topic, root, book)) + "\n"
+        wanted[f"{topic}.py"] = pairs.script(topic, root)
+    for name, text in wanted.items():
+        path = folder / name
+        if not path.is_file() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+    for path in folder.iterdir():
+        if path.name not in wanted:
+            path.unlink()
+
+
+def _with_outputs(topic: str, root: Path, made: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    book = record.notebook(topic, root)
+    book.metadata["kernelspec"] = made.metadata["kernelspec"]
+    for cell, source in zip(record.code_cells(book), record.code_cells(made), strict=True):
+        cell.outputs = source.outputs
+        cell.execution_count = source.execution_count
+    for number, cell in enumerate(book.cells):
+        cell["id"] = f"cell-{number}"  # jupytext's are random: the file should not change by itself
+    book.nbformat, book.nbformat_minor = 4, 5
+    return book
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the extension."""
+    app.add_node(ExecutionsTable)
+    app.add_directive("executions", Executions)
+    app.connect("doctree-resolved", fill_table)
+    app.connect("html-page-context", add_line)
+    app.connect("build-finished", write_downloads)
+    return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

@@ -1,0 +1,1214 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Collectives: how ranks talk
+#
+# After this lesson you can
+#
+# - say what a rank, a world size, a local rank and a process group are, and read them from a launcher's environment;
+# - name the seven collectives, draw what each leaves on every rank, and build each from plain sends and receives;
+# - predict how many bytes and how many seconds a collective takes, and check the prediction;
+# - find the rank that is to blame when a collective hangs.
+#
+# It takes about an hour to read and half an hour for the exercises. Running it takes under a minute.
+#
+# **208 ms or 80 ms?** Four ranks add up the gradients of one small model over a slow network.
+# Done in the obvious way it takes 208 ms; the other way, 80 ms.
+# Both numbers are predictions, made with two formulas of this lesson. The first cell measures them.
+#
+# ## Four ranks, one sum
+#
+# Four processes train copies of one small model.
+# After each step they need the sum of their gradients, on all four.
+# The obvious way: everybody sends to rank 0, rank 0 adds, and sends the sum back.
+# A less obvious way, the *ring*, is the subject of half this lesson.
+#
+# The cell below does both over an emulated link of 100 MB/s and 5 ms, about what a long 1 Gbit/s line gives.
+# Look at what rank 0 has to send.
+
+# %% tags=["hide-input"]
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+
+from shardlab import collectives, count, link, ranks, show
+from shardlab.check import check
+from shardlab.collectives import CostModel
+from shardlab.model import PRESETS, parameter_count
+
+LATENCY, BANDWIDTH = 5e-3, 100e6  # of the slow link: seconds, bytes per second
+
+
+def stopwatch(call, repeats=3):
+    """When each of `repeats` calls began and ended on this rank."""
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        begin = time.monotonic()  # one clock for all processes of a machine
+        call()
+        times.append((begin, time.monotonic()))
+    return times
+
+
+def best(times_by_rank):
+    """Seconds of the fastest repeat, from the first rank's beginning to the last one's
+    end. Other work on the machine only adds time: the fastest is nearest to the truth."""
+    repeats = [zip(*repeat, strict=True) for repeat in zip(*times_by_rank, strict=True)]
+    return min(max(ends) - min(begins) for begins, ends in repeats)
+
+
+style = show.style()
+
+# %% tags=["measured"]
+size = 4 * parameter_count(PRESETS["micro"])  # bytes of its gradients in float32
+
+
+def sum_gradients():
+    wire = link.slow(LATENCY, BANDWIDTH)
+    gradients = torch.ones(size // 4)
+    found = {}
+    for way in ("naive", "ring"):
+        with count.sent() as sent:
+            collectives.all_reduce(gradients.clone(), wire, way)
+        times = stopwatch(lambda: collectives.all_reduce(gradients, wire, way))
+        found[way] = sent.bytes, times
+    return found
+
+
+found = ranks.run(sum_gradients, 4, device="cpu")
+model = CostModel(LATENCY, BANDWIDTH)
+rows = []
+for way in ("naive", "ring"):
+    mb = [f"{rank[way][0] / 1e6:.2f}" for rank in found]
+    predicted = 1e3 * model.seconds(f"all_reduce {way}", size, 4)
+    measured = 1e3 * best([rank[way][1] for rank in found])
+    gap = f"{measured / predicted - 1:+.0%}"
+    rows.append((way, mb[0], mb[3], f"{predicted:.0f}", f"{measured:.0f}", gap))
+# Predicted: 2.6 times as long. The rest of the way to 1.5 is for a busy machine.
+assert float(rows[0][4]) > 1.5 * float(rows[1][4])
+sends = ["rank 0 sends (MB)", "rank 3 sends (MB)"]
+show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"])
+
+# %% [markdown]
+# Same numbers in, same sum out, and one way takes more than twice as long as the other.
+# With eight ranks it would be nearly four times.
+# You will be able to say why, and when the ring is the wrong choice.
+#
+# ## Who is who
+#
+# A *rank* is a process: it has its own memory, its own Python, its own copy of the program.
+# Ranks share nothing. What one knows, another learns only through a message.
+# The number of ranks is the *world size*, $N$.
+#
+# ![Two nodes with two processes each. Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1. On each node the local ranks are 0 and 1, and each process has the GPU of its local rank. A process group of ranks 1 and 3 numbers them 0 and 1.](../figures/collectives_groups.svg)
+#
+# In this course `ranks.run(function, N)` starts $N$ processes and gives back what each one returned.
+# A real job is started by a launcher, which tells each process who it is in environment variables.
+# The next cell starts `torchrun`, the usual launcher, twice on this machine: as if on two nodes, with two processes each.
+# Compare the columns `RANK` and `LOCAL_RANK`.
+
+# %%
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
+program = f"""
+import os, sys
+sys.stdout.write(" ".join(os.environ[name] for name in {names}) + "\\n")
+"""
+
+
+def torchrun_on_two_nodes(script):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=2",
+    ]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    nodes = [
+        subprocess.Popen(
+            [*command, f"--node-rank={node}", script],
+            text=True,
+            stdout=-1,
+            stderr=-1,
+        )
+        for node in range(2)
+    ]
+    return [
+        line
+        for node in nodes
+        for line in sorted(node.communicate(timeout=60)[0].splitlines())
+    ]
+
+
+with tempfile.TemporaryDirectory() as folder:
+    script = Path(folder, "who_am_i.py")
+    script.write_text(program)
+    lines = torchrun_on_two_nodes(script)
+assert len(lines) == 4
+show.table([line.split() for line in lines], names)
+
+
+# %% [markdown]
+# `LOCAL_RANK` counts within a node, and it is the one that picks the GPU: `torch.cuda.set_device(LOCAL_RANK)`.
+# Whoever picks by `RANK` gets an error on the second node, where there is no GPU number 2.
+# `GROUP_RANK` is torchrun's name for the node's number.
+# Two more variables, `MASTER_ADDR` and `MASTER_PORT`, say where the ranks meet.
+#
+# | what | torchrun | SLURM's `srun` | Open MPI's `mpirun` |
+# |---|---|---|---|
+# | rank | `RANK` | `SLURM_PROCID` | `OMPI_COMM_WORLD_RANK` |
+# | world size | `WORLD_SIZE` | `SLURM_NTASKS` | `OMPI_COMM_WORLD_SIZE` |
+# | local rank | `LOCAL_RANK` | `SLURM_LOCALID` | `OMPI_COMM_WORLD_LOCAL_RANK` |
+#
+# A *process group* is a list of ranks that talk among themselves.
+# The *default group* holds all; `dist.new_group([1, 3])` makes one of two ranks, with numbers of their own.
+# Every rank has to call `new_group`, members or not.
+# Watch the second column: the same process has two numbers.
+
+# %%
+def number_in_group():
+    pair = dist.new_group([1, 3])
+    return dist.get_rank(), dist.get_rank(pair)
+
+
+show.table(ranks.run(number_in_group, 4), ["rank", "rank in new_group([1, 3])"])
+
+
+# %% [markdown]
+# The −1 says "not a member".
+# All the functions below take the group as an argument, and a root is a rank *of the group*.
+# Later lessons cut the world into rows and columns of such groups.
+#
+# ## Seven collectives
+#
+# A *collective* is a call that every rank of a group makes.
+# In the pictures a colour is the rank whose numbers these are; a cell with four stripes is the sum of four ranks' numbers.
+#
+# ![Broadcast: before, rank 0 alone holds a tensor; after, all four ranks hold it. Reduce: before, each rank holds a tensor of its own; after, rank 0 holds their sum.](../figures/collectives_roots.svg)
+#
+# **Broadcast** copies the root's tensor to all: the first weights, a seed, a configuration.
+# **Reduce** leaves the sum on the root: a loss to print.
+#
+# ![Before, each of four ranks holds four pieces of its own. After a reduce-scatter, rank r holds the sum of piece r and nothing else. After an all-gather, every rank holds the sums of all pieces. The two together are an all-reduce.](../figures/collectives_halves.svg)
+#
+# **Reduce-scatter** sums, and leaves each rank one piece of the sum.
+# **All-gather** hands every rank everybody's piece.
+# **All-reduce** is one after the other: the sum, on all ranks.
+# Remember this picture: ZeRO is what happens when you do something between its two arrows.
+#
+# ![All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what each of the ranks had for it, as if rows became columns. Barrier: ranks arrive at different times, and all go on when the last one, rank 1, has arrived.](../figures/collectives_exchange.svg)
+#
+# **All-to-all** gives rank $j$ what each rank had for it; experts live on it.
+# **Barrier** moves no data: nobody leaves before everybody came.
+#
+# Here they are on three ranks, with numbers that you can check in your head.
+# Rank 0 begins with 1, 2, 3, rank 1 with 10, 20, 30, and rank 2 with 100, 200, 300.
+
+# %%
+def tiny():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    own = torch.tensor([1, 2, 3], device=ranks.device()) * 10**rank
+    results = {}
+    for name in ("broadcast", "reduce"):
+        results[name] = own.clone()
+        getattr(collectives, name)(results[name], 0, group)  # in place, root 0
+    results["all_reduce"] = own.clone()
+    collectives.all_reduce(results["all_reduce"], group)  # in place
+    results["reduce_scatter"] = torch.zeros_like(own[:1])
+    collectives.reduce_scatter(
+        results["reduce_scatter"], collectives.split(own, 3), group
+    )
+    for name, given in (
+        ("all_gather", own[:1]),
+        ("all_to_all", collectives.split(own, 3)),
+    ):
+        results[name] = torch.zeros_like(own)
+        getattr(collectives, name)(collectives.split(results[name], 3), given, group)
+    return {name: str(result.tolist()) for name, result in results.items()}
+
+
+found = ranks.run(tiny, 3)
+rows = [[name, *(rank[name] for rank in found)] for name in found[0]]
+rows[1][2:] = ["undefined"] * 2  # only the root's result of a reduce means something
+show.table(rows, ["collective", "rank 0", "rank 1", "rank 2"])
+
+# %% [markdown]
+# The convention is the one of `torch.distributed`: nothing is returned.
+# The result stands in the tensor that you gave, or in the output that stands before the input.
+#
+# ## From one message to a tree
+#
+# All we have is one message: `ranks.isend(tensor, peer, group)` on one side, `ranks.irecv(tensor, peer, group)` on the other.
+# Both begin, and return a handle; `wait()` on the handle ends.
+# A send counts as finished when the tensor may be changed again, and with gloo and NCCL alike that can mean *when it was received*.
+# Keep that in mind for the exercise about the deadlock.
+#
+# With messages alone, the root of a broadcast could send to everyone in turn, in $N - 1$ messages one after another.
+# But whoever has the tensor can help.
+#
+# ![Broadcast to eight ranks in three rounds. Round 1: rank 0 sends to rank 1. Round 2: ranks 0 and 1 send to ranks 2 and 3. Round 3: ranks 0 to 3 send to ranks 4 to 7.](../figures/collectives_tree.svg)
+#
+# The number of ranks that have it doubles in each round, so $\lceil \log_2 N \rceil$ rounds are enough {cite}`thakur2005mpich`.
+# In the code, `place` is a rank's distance from the root, and `reach` is 1, 2, 4, …
+
+# %%
+show.source(collectives.broadcast)
+
+# %% [markdown]
+# Reduce is the same tree walked backwards, and reduce followed by broadcast is an all-reduce: the *tree*.
+# The barrier uses the same distances, with everyone sending at once.
+# Unfold them, and see how little is new.
+
+# %%
+trees = collectives.reduce, collectives.all_reduce_tree
+show.source(*trees, collectives.all_reduce_naive, collectives.barrier, fold=4)
+
+# %% [markdown]
+# ## The ring, step by step
+#
+# The tree sends the whole tensor in every message, and half of the ranks wait most of the time.
+# The ring {cite}`patarasuk2009ring` cuts the tensor into $N$ pieces and keeps every rank busy in every step.
+# Each rank only ever sends to the next one.
+#
+# ![The ring all-reduce on four ranks, step by step. In every step each rank sends one piece to the next. In steps 1 to 3 the piece that arrives is added to the rank's own: after step 3 rank r holds the complete sum of piece r. In steps 4 to 6 the complete sums go around: after step 6 every rank holds all four.](../figures/collectives_ring.svg)
+#
+# Follow piece 0, the first column, through the left half.
+# It sets out from rank 1, collects rank 2's share, then rank 3's, and comes home to rank 0 in step 3, complete.
+# The thick outline marks what has just arrived.
+# In the right half nothing is added any more: the complete pieces go around once.
+
+# %%
+show.source(
+    collectives.reduce_scatter, collectives.all_gather, collectives.all_reduce_ring
+)
+
+# %% [markdown]
+# One line deserves a second look.
+# In a ring everybody sends and everybody receives at the same time, and somebody has to speak first:
+
+# %%
+show.source(collectives._exchange)
+
+# %% [markdown]
+# All-to-all needs nothing else: in step $k$, send to the rank $k$ ahead and receive from the one $k$ behind.
+
+# %%
+show.source(collectives.all_to_all, fold=4)
+
+
+# %% [markdown]
+# ## Equal: the same as torch.distributed
+#
+# Do ours compute what `torch.distributed` computes?
+# We compare on 1 to 4 ranks, with seven random numbers per rank, which two, three and four do not divide.
+# First those that work in place:
+
+# %%
+def whole_tensors(x, group):
+    """Collectives that work in place: name, our result, torch's."""
+    pairs = {
+        "broadcast": (collectives.broadcast, dist.broadcast, (0,)),
+        "reduce": (collectives.reduce, dist.reduce, (0,)),
+    }
+    for way, ours in collectives.ALL_REDUCE.items():
+        pairs[f"all_reduce, {way}"] = ours, dist.all_reduce, ()
+    for name, (ours, torchs, root) in pairs.items():
+        a, b = x.clone(), x.cpu().clone()
+        ours(a, *root, group)
+        torchs(b, *root, group=group)
+        if name == "reduce" and dist.get_rank(group) > 0:
+            a = b  # undefined on all ranks but the root
+        yield name, a, b
+
+
+# %% [markdown]
+# Then those that take pieces or give them.
+# Ours take pieces of any sizes; gloo's all-gather wants equal ones, so it gathers the whole tensors here.
+
+# %%
+def in_pieces(x, group):
+    """Collectives that take or give pieces: name, our result, torch's."""
+    size, y = dist.get_world_size(group), x.cpu()
+    pieces, host_pieces = collectives.split(x, size), collectives.split(y, size)
+    mine = pieces[dist.get_rank(group)]
+
+    a, b = torch.empty_like(mine), torch.empty_like(mine, device="cpu")
+    collectives.reduce_scatter(a, pieces, group)
+    dist.reduce_scatter(b, host_pieces, group=group)
+    yield "reduce_scatter", a, b
+
+    a, everything = torch.empty_like(x), [torch.empty_like(y) for _ in range(size)]
+    collectives.all_gather(collectives.split(a, size), mine, group)
+    dist.all_gather(everything, y, group=group)
+    b = torch.cat([collectives.split(t, size)[r] for r, t in enumerate(everything)])
+    yield "all_gather", a, b
+
+    a, b = x.new_empty(size * len(mine)), y.new_empty(size * len(mine))
+    collectives.all_to_all(collectives.split(a, size), pieces, group)
+    lengths = [len(piece) for piece in pieces]
+    dist.all_to_all_single(b, y, [len(mine)] * size, lengths, group=group)
+    yield "all_to_all", a, b
+
+
+# %% [markdown]
+# How close is close enough?
+# Each addition rounds its result, by at most half a unit in the last place: a share $u$ of it, $2^{-24}$ in `float32` and $2^{-8}$ in `bfloat16`.
+# A sum over $N$ ranks has $N - 1$ additions, and two orders of adding can differ by twice that.
+# So the tolerance is $2(N-1)\,u \sum_r |x_r|$.
+# What is only copied has to be equal, bit for bit.
+# The table holds the largest difference over 1 to 4 ranks, and what is allowed for four.
+
+# %%
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
+
+
+def compare(dtype):
+    group, size = dist.group.WORLD, dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(7).to(ranks.device(), dtype)
+    magnitude = x.abs().double().cpu()
+    dist.all_reduce(magnitude)
+    allowed = 2 * (size - 1) * ROUNDING[dtype] * magnitude.max().item()
+    found = {}
+    for name, a, b in (*whole_tensors(x, group), *in_pieces(x, group)):
+        found[name] = (a.cpu().double() - b.double()).abs().max().item(), allowed
+    return found
+
+
+table = {}
+for dtype in ROUNDING:
+    by_size = {size: ranks.run(compare, size, dtype) for size in (1, 2, 3, 4)}
+    for name in by_size[4][0]:
+        gaps = [max(rank[name][0] for rank in found) for found in by_size.values()]
+        limits = [found[0][name][1] for found in by_size.values()]
+        if name in ("broadcast", "all_gather", "all_to_all"):  # copies
+            limits = [0.0] * len(limits)
+        assert all(gap <= limit for gap, limit in zip(gaps, limits, strict=True)), (
+            name,
+            gaps,
+        )
+        table.setdefault(name, []).extend([f"{max(gaps):.1e}", f"{limits[-1]:.1e}"])
+head = [
+    f"{dtype}: {what}"
+    for dtype in ("float32", "bfloat16")
+    for what in ("off by", "allowed")
+]
+show.table(
+    [(name, *cells, "OK") for name, cells in table.items()],
+    ["collective", *head, "verdict"],
+)
+
+
+# %% [markdown]
+# Nothing that is copied differs.
+# (The course's tests do the same for empty tensors, and for groups whose ranks are not 0, 1, 2, ….)
+# What is summed differs in the last bits where the order of adding differs: the naive way adds ranks 0, 1, 2, 3; the tree adds (0 + 2) + (1 + 3); the ring begins with another rank for each piece.
+#
+# Two facts are worth more than small differences.
+# First, after an all-reduce **all ranks hold the same bits**: each piece is summed in one place, then copied.
+# Replicas of a model would otherwise drift apart.
+# Second, every addition in `bfloat16` rounds to eight bits, on every hop.
+# With a thousand ranks that adds up, and therefore large jobs often reduce gradients in `float32`, at twice the bytes.
+
+# %%
+def same_bits():
+    results = []
+    for way in collectives.ALL_REDUCE:
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(1000)
+        collectives.all_reduce(x, dist.group.WORLD, way)
+        results.append(x)
+    return results
+
+
+found = ranks.run(same_bits, 4, device="cpu")
+for way, *results in zip(collectives.ALL_REDUCE, *found, strict=True):
+    assert all(torch.equal(result, results[0]) for result in results)
+    print(f"{way}: 1000 sums, the same bits on all 4 ranks")
+for first, second in ((0, 1), (0, 2), (1, 2)):
+    differ = (found[0][first] != found[0][second]).sum().item()
+    names = list(collectives.ALL_REDUCE)
+    print(
+        f"{names[first]} and {names[second]}: {differ} of 1000 sums differ in the last bits"
+    )
+    assert differ > 0
+
+
+# %% [markdown]
+# ## Cost: bytes
+#
+# How much does each rank send?
+# Write $S$ for the bytes of the tensor and $S_j$ for those of piece $j$.
+# In the reduce-scatter, rank $r$ sends every piece but its own, $S - S_r$.
+# In the all-gather, it sends every piece but the one that it gets last, $S - S_{r+1}$.
+# With equal pieces that is $\frac{N-1}{N} S$ each, and $2\,\frac{N-1}{N} S$ for the ring all-reduce.
+# No algorithm can do with less {cite}`patarasuk2009ring`.
+#
+# We count, on four ranks, with a tensor of 1,000,003 floats, which four does not divide.
+# First, each collective as a function without arguments, so that a loop can go through all of them:
+
+# %%
+def calls(x, group):
+    """Each collective as a call without arguments, on a tensor `x`."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    pieces = collectives.split(x, size)
+    result = [piece.clone() for piece in pieces]
+    landed = [torch.empty_like(pieces[rank]) for _ in range(size)]
+    return {
+        "broadcast": lambda: collectives.broadcast(x, 0, group),
+        "reduce": lambda: collectives.reduce(x, 0, group),
+        "reduce_scatter": lambda: collectives.reduce_scatter(
+            result[rank], pieces, group
+        ),
+        "all_gather": lambda: collectives.all_gather(result, pieces[rank], group),
+        "all_to_all": lambda: collectives.all_to_all(landed, pieces, group),
+        **{
+            f"all_reduce {way}": lambda way=way: collectives.all_reduce(x, group, way)
+            for way in collectives.ALL_REDUCE
+        },
+    }
+
+
+# %% [markdown]
+# Now read the last column: the formula is exact to the byte, on each of the four ranks.
+
+# %%
+ELEMENTS = 1_000_003
+
+
+def count_bytes():
+    counted = {}
+    for name, call in calls(torch.ones(ELEMENTS), dist.group.WORLD).items():
+        with count.sent() as sent:
+            call()
+        counted[name] = sent.bytes
+    return counted
+
+
+found = ranks.run(count_bytes, 4, device="cpu")
+rows = []
+for name in found[0]:
+    counted = [rank[name] for rank in found]
+    formula = [
+        collectives.bytes_sent(name, 4 * ELEMENTS, 4, 4, rank) for rank in range(4)
+    ]
+    off = max(abs(c - f) for c, f in zip(counted, formula, strict=True))
+    assert off == 0
+    rows.append((name, f"{max(counted):,}", f"{formula[0]:,}", f"{counted[0]:,}", off))
+head = ["busiest rank (B)", "rank 0, formula (B)", "rank 0, counted (B)"]
+show.table(rows, ["collective", *head, "difference (B)"])
+
+
+# %% [markdown]
+# The busiest rank is what matters, because the others wait for it.
+# The naive way makes rank 0 send three times the tensor; in the ring nobody sends more than anybody else.
+#
+# How does that grow with the number of ranks?
+
+# %%
+def ring_bytes_sent(elements):
+    with count.sent() as sent:
+        collectives.all_reduce(torch.ones(elements), dist.group.WORLD)
+    return sent.bytes
+
+
+rows = []
+for size in (2, 3, 4, 8, 64, 1024):
+    nbytes = 4 * 3072  # 2, 3, 4, 8, 64 and 1024 divide 3072
+    formula = collectives.bytes_sent("all_reduce ring", nbytes, 4, size, 0) / nbytes
+    counted = "–"
+    if size <= 8:
+        counted = ranks.run(ring_bytes_sent, size, 3072, device="cpu")[0] / nbytes
+        assert counted == formula
+        counted = f"{counted:.3f}"
+    rows.append((size, f"{formula:.3f}", counted))
+show.table(rows, ["ranks", "ring sends per rank, formula (S)", "counted (S)"])
+
+# %% [markdown]
+# ````{admonition} Checked: "the cost of an all-reduce grows with the number of ranks"
+# :class: checked
+#
+# In bytes per rank it does not: the ring sends 1 S on two ranks, 1.5 S on four, 1.75 S on eight, and never 2 S (the cell above).
+# What does grow is the number of steps, $2(N-1)$: the latency, not the bytes.
+# ````
+#
+# ### A witness from outside
+#
+# Counting our own sends proves little about what really travels.
+# The operating system counts, too: it knows what its loopback interface transmitted.
+# We read its counter before and after, for our collectives and for those of `torch.distributed` on gloo.
+
+# %% tags=["hide-input"]
+MIB = 2**20
+
+
+def torchs(x, group):
+    size = dist.get_world_size(group)
+    pieces, piece = list(x.chunk(size)), torch.empty_like(x.chunk(size)[0])
+    parts = [torch.empty_like(piece) for _ in range(size)]
+    return {
+        "all_reduce ring": lambda: dist.all_reduce(x, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter(piece, pieces, group=group),
+        "all_gather": lambda: dist.all_gather(parts, piece, group=group),
+        "all_to_all": lambda: dist.all_to_all(parts, pieces, group=group),
+    }
+
+
+def weigh(make, names):
+    """Bytes on the wire per rank: the least of five, as others may use it, too."""
+    functions, found = make(torch.ones(16 * MIB // 4), dist.group.WORLD), {}
+    for name in names:
+        readings = []
+        for _ in range(5):
+            dist.barrier()
+            before = count.wire_bytes()
+            dist.barrier()
+            functions[name]()
+            dist.barrier()
+            after = count.wire_bytes()
+            dist.barrier()
+            readings.append((after or 0) - (before or 0))
+        found[name] = min(readings) / dist.get_world_size()
+    return found
+
+
+# %% [markdown]
+# Look for the row in which ours and gloo's differ. Bytes are per rank, in units of $S$ = 16 MiB.
+
+# %% tags=["measured"]
+kinds = ["all_reduce ring", "reduce_scatter", "all_gather", "all_to_all"]
+ours = ranks.run(weigh, 4, calls, kinds, device="cpu")[0]
+theirs = ranks.run(weigh, 4, torchs, kinds, device="cpu")[0]
+rows = []
+for name in kinds:
+    formula = collectives.bytes_sent(name, 16 * MIB, 4, 4, 0) / (16 * MIB)
+    seen, gloos = ours[name] / (16 * MIB), theirs[name] / (16 * MIB)
+    if seen:
+        # Linux tells. Headers and others' traffic add: never less than the formula.
+        assert formula <= seen < 1.25 * formula, (name, seen)
+        assert (gloos > 1.4) == (name in kinds[:2]), (name, gloos)
+    gap = f"{seen / formula - 1:+.1%}"
+    rows.append((name, f"{formula:.3f}", f"{seen:.3f}", gap, f"{gloos:.3f}"))
+head = ["formula (S)", "ours, on the wire (S)", "difference", "gloo, on the wire (S)"]
+show.table(rows, ["collective", *head])
+
+# %% [markdown]
+# ````{admonition} Checked: "a reduce-scatter moves half of what an all-reduce moves"
+# :class: checked
+#
+# Ours does: 0.75 S against 1.5 S.
+# gloo's does not: its reduce-scatter sends 1.5 S, because inside it is an all-reduce of which each rank keeps a piece (the cell above).
+# NCCL's, which GPUs use, moves half, as ours does {cite}`nvidia2026nccltests`.
+# So whatever lives on reduce-scatter, such as ZeRO, looks worse on gloo than it is: count its bytes, and do not judge it by gloo's seconds.
+# ````
+#
+# ## Cost: seconds
+#
+# A message of $S$ bytes takes $\alpha + \beta S$ seconds: a latency, and a time per byte {cite}`hockney1994communication`.
+# From this follows the time of each collective.
+# Count how many latencies come one after another, and how many bytes:
+#
+# | collective | latencies in a row | bytes one after another |
+# |---|---|---|
+# | broadcast, reduce | $\lceil \log_2 N \rceil$ | $\lceil \log_2 N \rceil\, S$ |
+# | reduce-scatter, all-gather, all-to-all | $N - 1$ | $\frac{N-1}{N} S$ |
+# | all-reduce, naive | $2$, as the others' messages travel together | $2(N-1)\, S$ |
+# | all-reduce, tree | $2 \lceil \log_2 N \rceil$ | $2 \lceil \log_2 N \rceil\, S$ |
+# | all-reduce, ring | $2(N - 1)$ | $2\,\frac{N-1}{N} S$ |
+# | barrier | $\lceil \log_2 N \rceil$ | $0$ |
+#
+# The two numbers of a link are fitted to measured times of single messages.
+# We fit two links: the emulated one, whose numbers we know, and this machine's own loopback.
+# The messages go back and forth in trains, from 16 B to 64 MiB, each in memory that the last one did not warm up.
+# *Typical* is the median over the twelve sizes.
+
+# %% tags=["hide-input"]
+SIZES = [16 * 4**k for k in range(12)]  # 16 B to 64 MiB
+
+
+def ping_pong(slow, passes):
+    """Seconds for one message of each size: the fastest of some passes."""
+    group = link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
+    memory = torch.ones(128 * MIB, dtype=torch.uint8)
+    seconds = {size: [] for size in SIZES}
+    for _ in range(passes):
+        for size in SIZES:
+            if slow and size > MIB and seconds[size]:
+                continue  # seconds long: once is enough
+            train = 1 if slow else max(2, min(64, 8 * MIB // size))
+            cars = [memory[64 * MIB // train * i :][:size] for i in range(train)]
+            dist.barrier()
+            for car in [memory[:16], *cars]:
+                if (
+                    car is cars[0]
+                ):  # the clock starts after one round that does not count
+                    start = time.perf_counter()
+                for sender in (0, 1):
+                    if dist.get_rank() == sender:
+                        ranks.isend(car, 1 - sender, group).wait()
+                    else:
+                        ranks.irecv(car, sender, group).wait()
+            seconds[size].append((time.perf_counter() - start) / (2 * train))
+    return [min(seconds[size]) for size in SIZES]
+
+
+# %% tags=["measured"]
+measured = {
+    "slow link": ranks.run(ping_pong, 2, True, 5, device="cpu")[0],
+    "loopback": ranks.run(ping_pong, 2, False, 4, device="cpu")[0],
+}
+fits = {name: CostModel.fit(SIZES, seconds) for name, seconds in measured.items()}
+
+
+def errors(name):
+    return [
+        fits[name].seconds("message", size) / seconds - 1
+        for size, seconds in zip(SIZES, measured[name], strict=True)
+    ]
+
+
+rows = []
+for name, fit in fits.items():
+    off = sorted(map(abs, errors(name)))
+    alpha, rate = f"{1e6 * fit.latency:,.0f}", f"{fit.bandwidth / 1e6:,.0f}"
+    rows.append((name, alpha, rate, f"{off[6]:.0%}", f"{off[-1]:.0%}"))
+# The slow link's numbers are known. 20 %: a busy machine wakes a process up late.
+slow, typical = fits["slow link"], {name: sorted(map(abs, errors(name)))[6] for name in fits}
+assert abs(slow.latency / LATENCY - 1) < 0.2 and abs(slow.bandwidth / BANDWIDTH - 1) < 0.2, slow
+assert typical["slow link"] < 0.1 and typical["loopback"] < 0.5, typical
+show.table(rows, ["link", "α (µs)", "1/β (MB/s)", "typical error", "largest error"])
+
+# %% [markdown]
+# The picture shows where two numbers are enough and where they are not.
+
+# %% tags=["hide-input", "measured"]
+figure, axes = plt.subplots(figsize=(4.9, 3.4))
+for (name, fit), color in zip(fits.items(), show.RANK_COLORS, strict=False):
+    axes.plot(SIZES, measured[name], "o", color=color, ms=5)
+    axes.plot(
+        SIZES, [fit.seconds("message", size) for size in SIZES], color=color, lw=1.5
+    )
+    axes.text(SIZES[0], 1.5 * fit.latency, name, va="bottom")
+axes.set_title("dots measured, lines fitted", fontsize="medium")
+axes.set(xscale="log", yscale="log", xlabel="message (bytes)", ylabel="time (s)")
+axes.set_ylim(top=3)
+show.figure(
+    figure,
+    "Time of one message against its size, on logarithmic scales. On the slow link the "
+    "measured dots lie on the fitted line; on loopback some lie beside it.",
+    "collectives-fit",
+)
+
+# %% [markdown]
+# On the slow link the line goes through the dots, within a few percent.
+# On loopback it usually misses by many times as much, and by another amount in each run.
+# A "message" there is a copy through the kernel's buffers: fast while it fits into the processor's caches, slower above, and slower again when somebody else needs the core.
+# Two parameters cannot follow that.
+# So trust a fitted loopback model within a factor of two or so, and only for the sizes that it was fitted to.
+# And do not carry it over to four ranks on two cores: they share the cores, of which the model knows nothing.
+#
+# ### When the ring loses
+#
+# Set the two all-reduces equal, and out comes the size from which the ring is faster:
+#
+# $$S^* = \frac{2(N-1) - 2\lceil\log_2 N\rceil}{2\lceil\log_2 N\rceil - 2(N-1)/N} \cdot \frac{\alpha}{\beta}$$
+#
+# Below it, latency counts, and the ring has more of it.
+# For four ranks that is 0.8 times $\alpha/\beta$.
+# On our slow link $\alpha/\beta$ is 500 kB: what the link could have sent during one latency.
+# Watch which way is faster at which size.
+
+# %% tags=["measured"]
+LENGTHS = [16384 * 4**k for k in range(5)]  # bytes: 16 KiB to 4 MiB
+
+
+def race():
+    wire, seconds = link.slow(LATENCY, BANDWIDTH), {}
+    for _ in range(4):
+        for size in LENGTHS:
+            x = torch.zeros(size // 4)
+            for way in collectives.ALL_REDUCE:
+                once = stopwatch(
+                    lambda x=x, way=way: collectives.all_reduce(x, wire, way), 1
+                )
+                seconds.setdefault((way, size), []).extend(once)
+    return seconds
+
+
+found = ranks.run(race, 4, device="cpu")
+
+# %% [markdown]
+# Each time below is the fastest of four, from the first rank's beginning to the last one's end.
+
+# %% tags=["measured"]
+timed = {key: best([rank[key] for rank in found]) for key in found[0]}
+predicted = {
+    (way, size): model.seconds(f"all_reduce {way}", size, 4) for way, size in timed
+}
+rows = []
+for size in LENGTHS:
+    for way in ("tree", "ring"):
+        p, t = 1e3 * predicted[way, size], 1e3 * timed[way, size]
+        rows.append((f"{size:,}", way, f"{p:.1f}", f"{t:.1f}", f"{t / p - 1:+.0%}"))
+# Nothing beats the wire (1 %: rounding). A busy machine may add to that: 25 % at most
+# in half of the cases.
+over = sorted(timed[key] / predicted[key] for key in timed)
+assert over[0] > 0.99 and over[len(over) // 2] < 1.25
+assert timed["tree", LENGTHS[0]] < timed["ring", LENGTHS[0]]  # predicted: 0.68
+assert timed["ring", LENGTHS[-1]] < timed["tree", LENGTHS[-1]]  # predicted: 0.49
+head = ["tensor (B)", "all-reduce", "predicted (ms)", "measured (ms)", "difference"]
+show.table(rows, head)
+
+# %% [markdown]
+# The same as a picture, with the naive way in it:
+
+# %% tags=["hide-input", "measured"]
+figure, axes = plt.subplots(figsize=(4.9, 3.4))
+for way, color in zip(collectives.ALL_REDUCE, show.RANK_COLORS, strict=False):
+    axes.plot(
+        LENGTHS,
+        [1e3 * timed[way, size] for size in LENGTHS],
+        "o",
+        color=color,
+        ms=5,
+    )
+    line = [1e3 * predicted[way, size] for size in LENGTHS]
+    axes.plot(LENGTHS, line, color=color, lw=1.5)
+    axes.text(1.15 * LENGTHS[-1], line[-1], way, va="center")
+crossing = model.crossover(4)
+axes.axvline(crossing, color=show.INK, lw=1, ls=(0, (2, 2)))
+axes.text(0.9 * crossing, 300, f"ring = tree at {crossing / 1e3:.0f} kB", ha="right")
+axes.set_title("dots measured, lines predicted", fontsize="medium", pad=14)
+axes.set(
+    xscale="log",
+    yscale="log",
+    xlabel="tensor (bytes)",
+    ylabel="all-reduce on 4 ranks (ms)",
+)
+show.figure(
+    figure,
+    "Time of an all-reduce on four ranks of the slow link against the tensor's size: lines "
+    "predicted, dots measured. The ring is the slowest for small tensors, and the fastest "
+    "above 400 kB.",
+    "collectives-race",
+)
+
+# %% [markdown]
+# ````{admonition} Checked: "the ring is the fastest all-reduce"
+# :class: checked
+#
+# Only for large tensors. At 16 KiB the tree takes 20.7 ms and the ring 30.2 ms, predicted; measured, the tree wins as well (the table above).
+# The crossing at 400 kB is predicted; the cell asserts that measurement agrees at both ends of the table.
+# ````
+#
+# The naive way looks best at the left end: its messages travel at the same time, so it waits for two latencies only.
+# That holds for a wire whose latency is distance. Where latency is work for rank 0, as it mostly is within a machine, it pays for each of its $2(N-1)$ messages.
+#
+# On a real cluster, with 10 µs and 25 GB/s, $\alpha/\beta$ is 250 kB: everything happens some hundred times faster than here, and the crossing lies nearly in the same place.
+# It moves up with the number of ranks, because the ring's latencies grow with $N$ and the tree's with $\log_2 N$.
+# The next table is predicted for such a cluster. Look at the column for 1 MB, where the winner changes.
+
+# %%
+cluster = CostModel(latency=10e-6, bandwidth=25e9)
+rows = []
+for ranks_in_all in (8, 64, 1024):
+    times = [
+        f"{1e3 * cluster.seconds(f'all_reduce {way}', nbytes, ranks_in_all):,.2f}"
+        for nbytes in (1e3, 1e6, 1e9)
+        for way in ("tree", "ring")
+    ]
+    rows.append((ranks_in_all, *times, f"{cluster.crossover(ranks_in_all) / 1e6:.1f}"))
+head = [
+    f"{way}, {name} (ms)"
+    for name in ("1 kB", "1 MB", "1 GB")
+    for way in ("tree", "ring")
+]
+show.table(rows, ["ranks", *head, "crossing (MB)"])
+
+
+# %% [markdown]
+# Libraries therefore choose by size: trees for small tensors, rings for large ones.
+#
+# If you read the output of `nccl-tests`, you meet two bandwidths.
+# *algbw* is $S$ divided by the seconds.
+# *busbw* multiplies it by $2(N-1)/N$ for an all-reduce, so that it can be compared with what the link is sold for, whatever $N$ is {cite}`nvidia2026nccltests`.
+#
+# ## The library beside ours
+#
+# In your own code you call `torch.distributed`, not this module.
+# How much faster is it?
+# Both ways run alternately, four ranks on this machine, 16 MiB.
+
+# %% tags=["measured"]
+def side_by_side():
+    x = torch.zeros(16 * MIB // 4)
+    ours, theirs = calls(x, dist.group.WORLD), torchs(x, dist.group.WORLD)
+    times = {}
+    for _ in range(5):
+        for name in theirs:
+            for who, functions in (("ours", ours), ("theirs", theirs)):
+                times.setdefault((name, who), []).extend(stopwatch(functions[name], 1))
+    return times
+
+
+found = ranks.run(side_by_side, 4, device="cpu")
+rows = []
+for name in kinds:
+    mine, gloos = (
+        best([rank[name, who] for rank in found]) for who in ("ours", "theirs")
+    )
+    rows.append(
+        (name, f"{1e3 * mine:.0f}", f"{1e3 * gloos:.0f}", f"{mine / gloos:.2f}")
+    )
+# In a reduce-scatter gloo moves twice our bytes, in an all-reduce the same.
+assert float(rows[1][3]) < float(rows[0][3])
+show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / torch"])
+
+
+# %% [markdown]
+# These times are of copies within one machine, with more ranks than it may have cores, and say nothing about a network.
+# They say that a Python loop over messages is not far from a library in C++ once messages are large, and that gloo's reduce-scatter pays for its second half.
+#
+# In torch the same calls read:
+#
+# | this lesson | torch.distributed |
+# |---|---|
+# | `broadcast(x, root, group)` | `dist.broadcast(x, src, group)`; `src` is a rank of the *world* |
+# | `all_reduce(x, group)` | `dist.all_reduce(x, group=group)` |
+# | `reduce_scatter(out, pieces, group)` | `dist.reduce_scatter_tensor(out, x, group=group)` |
+# | `all_gather(pieces, x, group)` | `dist.all_gather_into_tensor(out, x, group=group)` |
+# | `all_to_all(outs, ins, group)` | `dist.all_to_all(outs, ins, group=group)` |
+# | `barrier(group)` | `dist.barrier(group)` |
+#
+# Each also takes `async_op=True` and then returns a handle: lesson [data_parallel](data_parallel.md) computes while it waits.
+#
+# ## What goes wrong
+#
+# Every rank has to make the same calls, in the same order, with the same sizes.
+# Nothing checks that. Here is what each mistake looks like.
+
+# %% tags=["hide-input"]
+def failure(function):
+    """Run on four ranks and print what `ranks.run` says about the failure."""
+    try:
+        ranks.run(function, 4, timeout=4, device="cpu", show=False)
+    except ranks.RankError as error:
+        print(error)
+        return error.ranks
+    raise AssertionError("this was meant to fail")
+
+
+# %% [markdown]
+# **Another order.** Rank 1 calls broadcast first; the others begin with all-reduce.
+
+# %%
+def other_order():
+    x = torch.ones(4)
+    if dist.get_rank() == 1:
+        dist.broadcast(x, 0)
+        dist.all_reduce(x)
+    else:
+        dist.all_reduce(x)
+        dist.broadcast(x, 0)
+
+
+assert failure(other_order) == [1]
+
+
+# %% [markdown]
+# **One rank missing.** A condition that only some ranks fulfil, and a collective inside it.
+# The usual form is `if rank == 0: save()`, where `save` contains a collective.
+
+# %%
+def one_missing():
+    x = torch.ones(4)
+    if dist.get_rank() != 2:
+        dist.all_reduce(x)
+
+
+assert failure(one_missing) == [2]
+
+
+# %% [markdown]
+# **Other shapes.** Rank 2 has three numbers where the others have four: a last batch that is short, a vocabulary that was padded on one rank.
+
+# %%
+def other_shapes():
+    x = torch.ones(3 if dist.get_rank() == 2 else 4)
+    dist.all_reduce(x)
+
+
+assert failure(other_shapes) == [2]
+
+
+# %% [markdown]
+# **No error at all.** The worst one: two all-reduces in another order, of the same size.
+# Rank 0 sums `a` then `b`, rank 1 sums `b` then `a`.
+# Nothing hangs. Look at the sums.
+
+# %%
+def swapped():
+    a, b = torch.tensor([1.0]), torch.tensor([100.0])
+    first, second = (a, b) if dist.get_rank() == 0 else (b, a)
+    dist.all_reduce(first)
+    dist.all_reduce(second)
+    return a.item(), b.item()
+
+
+found = ranks.run(swapped, 2, device="cpu")
+assert found == [(101.0, 101.0)] * 2
+for rank, (a, b) in enumerate(found):
+    print(
+        f"rank {rank}: sum of a = {a:.0f} (right: 2), sum of b = {b:.0f} (right: 200)"
+    )
+
+
+# %% [markdown]
+# Without `ranks.run` you see none of these explanations.
+# The job stands still, every GPU may show 100 % (NCCL waits actively), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the *innocent* ranks complain.
+# This is what rank 0 gets to say when rank 1 comes too late, with a timeout of one second:
+
+# %%
+def late():
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return None
+    try:
+        dist.all_reduce(torch.ones(4), group=group)
+    except RuntimeError as error:
+        return str(error).splitlines()[0].split("] ")[-1]
+
+
+message = ranks.run(late, 2, device="cpu", show=False)[0]
+assert "Timed out" in message
+print(message)
+
+# %% [markdown]
+# It names neither the culprit nor the place.
+# To find them in a real job:
+#
+# - set a short `timeout=` in `init_process_group`, so that you do not pay for half an hour of silence;
+# - look at each rank's stack (`py-spy dump --pid …`): the rank whose stack differs is the one;
+# - `TORCH_DISTRIBUTED_DEBUG=DETAIL` makes torch compare names and shapes before each collective, and say who differs;
+# - `dist.monitored_barrier()` (gloo only) names the rank that is missing.
+#
+# ## Advantages and disadvantages
+#
+# | all-reduce | good | bad |
+# |---|---|---|
+# | naive | adds in rank order, as one process would | rank 0 sends $(N-1) S$: three times the tensor on 4 ranks, 1,023 times on 1,024 |
+# | tree | $2\lceil\log_2 N\rceil$ latencies: 20 on 1,024 ranks | the busiest rank sends $\lceil\log_2 N\rceil\, S$ down alone: 2 S on 4 ranks, and half the ranks idle |
+# | ring | less than 2 S per rank for any $N$, all links busy; halves useful on their own | $2(N-1)$ latencies: 2,046 on 1,024 ranks, 20 ms at 10 µs each |
+#
+# ## Exercises
+#
+# ```{exercise-start} Bytes of a ring
+# :label: ex-collectives-ring-bytes
+# ```
+#
+# Easy. Four ranks all-reduce ten `float32` numbers with the ring.
+# How many bytes does rank 0 send?
+
+# %%
+check(..., "ring_bytes")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-collectives-ring-bytes
+# :label: sol-collectives-ring-bytes
+# :class: dropdown
+# ```
+#
+# The pieces have 3, 3, 2 and 2 elements, so 12, 12, 8 and 8 bytes.
+# Rank 0 sends all but its own in the first half, and all but rank 1's in the second.
+
+# %%
+check((40 - 12) + (40 - 12), "ring_bytes")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The largest instead of the sum
+# :label: ex-collectives-max
+# ```
+#
+# Medium. Write an all-reduce that leaves the element-wise *maximum* on all ranks, in place.
+# Gradient clipping and the scaling of mixed precision need one.
+# You may use `ranks.isend` and `ranks.irecv`, and everything in this lesson's module.
+
+# %%
+def all_reduce_max(tensor, group): ...  # your code
+
+
+check(all_reduce_max)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-collectives-max
+# :label: sol-collectives-max
+# :class: dropdown
+# ```
+#
+# The shortest way gathers all tensors and takes the maximum on each rank: $(N - 1) S$ sent per rank, fine for a few numbers.
+# For large tensors, change one line of the ring: `torch.maximum` in the place of `add_`.
+
+# %%
+def all_reduce_max(tensor, group):
+    everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    collectives.all_gather(everyones, tensor, group)
+    tensor.copy_(torch.stack(everyones).amax(dim=0))
+
+
+check(all_reduce_max)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Find the deadlock
+# :label: ex-collectives-shift
+# ```
+#
+# Medium. Every rank wants to hand its tensor to the next one, and to return what the one before handed over.
+# This function looks right, and hangs. Repair it.
+
+# %%
+def shift(tensor, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(tensor)
+    ranks.isend(tensor, (rank + 1) % size, group).wait()
+    ranks.irecv(received, (rank - 1) % size, group).wait()
+    return received
+
+
+check(shift)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-collectives-shift
+# :label: sol-collectives-shift
+# :class: dropdown
+# ```
+#
+# Each rank waits for its send to end, and a send ends when somebody receives it; but all of them are sending.
+# Begin both, then wait for both.
+# With NCCL the two must also be begun in an order that fits the neighbours', as `_exchange` does it.
+
+# %%
+def shift(tensor, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(tensor)
+    sending = ranks.isend(tensor, (rank + 1) % size, group)
+    receiving = ranks.irecv(received, (rank - 1) % size, group)
+    sending.wait()
+    receiving.wait()
+    return received
+
+
+check(shift)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} A broadcast for large tensors
+# :label: ex-collectives-broadcast
+# ```
+#
+# Hard. In the tree, the root of a broadcast to four ranks sends 2 S, and to 1,024 ranks 10 S.
+# Write one in which no rank ever sends more than $2\,\frac{N-1}{N} S$, in pieces of an $N$-th.
+# It works in place, for any root. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
+
+# %%
+def broadcast_large(tensor, root, group): ...  # your code
+
+
+check(broadcast_large)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-collectives-broadcast
+# :label: sol-collectives-broadcast
+# :class: dropdown
+# ```
+#
+# Scatter, then all-gather: what {cite}`thakur2005mpich` call van de Geijn's algorithm.
+# The root sends each rank its piece, and the ring does the rest: about twice $S$ on the wire's clock, where the tree needs $\lceil\log_2 N\rceil$ times.
+
+# %%
+def broadcast_large(tensor, root, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    pieces = collectives.split(tensor, size)
+    if rank == root:
+        for peer in range(size):
+            if peer != root:
+                ranks.isend(pieces[peer], peer, group).wait()
+    else:
+        ranks.irecv(pieces[rank], root, group).wait()
+    collectives.all_gather(pieces, pieces[rank], group)
+
+
+check(broadcast_large)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - Ranks share nothing; a process group is a list of ranks, and a collective is a call that all of them make.
+# - All-reduce is reduce-scatter, then all-gather.
+# - The ring sends $2(N-1)/N$ of the tensor per rank, the least possible, in $2(N-1)$ steps.
+# - The tree takes $2\lceil\log_2 N\rceil$ rounds of the whole tensor: better below the crossing, worse above.
+# - $\alpha + \beta S$ predicts a wire within a few percent, and a machine's loopback only roughly.
+# - Sums differ in the last bits with the order of adding; all ranks still hold the same bits.
+# - Same calls, same order, same sizes: otherwise it hangs, or, worse, does not.
+#
+# ## Further reading
+#
+# - {cite}`thakur2005mpich` compares the algorithms of each collective, with the cost model of this lesson; section 4 is the source of most of our code.
+# - {cite}`patarasuk2009ring` proves that nobody can send less than the ring.
+# - {cite}`sergeev2018horovod` brought the ring to deep learning.
+# - {cite}`hockney1994communication` is where the two numbers come from.
+# - {cite}`nvidia2026nccltests` explains bus bandwidth, collective by collective.

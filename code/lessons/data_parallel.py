@@ -1,0 +1,1184 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Data parallelism: many ranks, one training run
+#
+# After this lesson you can
+#
+# - train one model on many ranks so that it ends where one process would have ended, and prove it;
+# - build what `DistributedDataParallel` does, in three steps, and say what each step saves;
+# - predict the bytes, the messages, the memory and the time of a step, and where more ranks stop helping;
+# - recognise the mistakes that people really make, by the trace that each leaves.
+#
+# It takes about an hour to read and half an hour for the exercises. Running it takes a minute.
+# It needs [Collectives](collectives.md), of which mostly the all-reduce.
+
+# %% tags=["hide-input"]
+import copy
+import runpy
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from shardlab import count, link, ranks, show, text
+from shardlab.check import check
+from shardlab.collectives import CostModel
+from shardlab.data_parallel import (
+    MIB,
+    Bucket,
+    DataParallel,
+    assign_buckets,
+    average_gradients,
+    average_in_buckets,
+    drift,
+    joined_mean,
+    step_seconds,
+)
+from shardlab.model import GPT, PRESETS, loss, parameter_count
+
+drawing = runpy.run_path(str(show.ROOT / "figures/data_parallel.py"))  # timeline() and trace()
+show.style()
+
+
+def model_and_optimizer(lr=1e-3):
+    """The same small GPT on every rank, and its AdamW."""
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"]).to(ranks.device())
+    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def share(step, size=4, rank=None):
+    """This rank's `size` windows of text for a step: tokens and targets, each [size, 64]."""
+    rank, count_ = dist.get_rank() if rank is None else rank, dist.get_world_size()
+    tokens, targets = text.batch(64, size, start=(step * count_ + rank) * size)
+    return tokens.to(ranks.device()), targets.to(ranks.device())
+
+
+# %% [markdown]
+# ## Four ranks, four models
+#
+# One process needs some time to go once through the course's text.
+# Four ranks that share the work could need a quarter of it.
+# So we give each rank a quarter of the windows, and let it train.
+#
+# The next cell does that for five steps.
+# Look at the last number, which says how far the ranks' weights have come apart.
+
+# %% tags=["measured"]
+def train_alone(steps):
+    model, optimizer = model_and_optimizer()
+    begin = time.perf_counter()
+    for step in range(steps):
+        tokens, targets = share(step)
+        optimizer.zero_grad()
+        loss(model(tokens), targets).backward()
+        optimizer.step()
+    seconds = (time.perf_counter() - begin) / steps
+    return seconds, drift(model, dist.group.WORLD)
+
+
+windows = len(text.Windows(64))
+(one_process, _) = ranks.run(train_alone, 1, 5)[0]
+(_, apart) = ranks.run(train_alone, 4, 5)[0]
+print(f"one process, all {windows:,} windows: {one_process * windows / 4 / 60:.0f} minutes")
+print(f"four ranks, after five steps: weights differ by up to {apart:.3f}")
+assert apart > 1e-3  # one step of AdamW moves a weight by about the learning rate, 1e-3
+
+# %% [markdown]
+# The ranks did share the work, and got four models, none of which saw more than a quarter of the text.
+# What is missing is one line after `backward`.
+#
+# ## The picture
+#
+# Every rank holds the whole model, and gets its own share of each batch.
+# Before the optimizer's step the ranks average their gradients.
+# From then on they are equal again: same weights, same gradients, same step.
+#
+# ![Four ranks. Each has a quarter of the batch, all weights, and computes gradients of its own. An all-reduce averages the gradients; then all four ranks have the same gradients and make the same optimizer step.](../figures/data_parallel_replicas.svg)
+#
+# Why the average, and not the sum?
+# A loss is a mean over the batch.
+# Let rank $r$ have $b$ samples with losses $\ell$, and let there be $N$ ranks. Then
+#
+# $$
+# \nabla \frac{1}{Nb}\sum_{r}\sum_{i} \ell_{r,i} \;=\; \frac{1}{N}\sum_{r} \nabla \frac{1}{b}\sum_{i}\ell_{r,i}
+# $$
+#
+# On the left stands the gradient of one process that has the whole batch, on the right the average of what the ranks have.
+# They are the same number, as long as each rank has the same $b$.
+#
+# ## The mechanism, in three steps
+#
+# ### Step 1: average after backward
+#
+# This is the missing line.
+# Look at what it does for a parameter without a gradient.
+
+# %%
+show.source(average_gradients)
+
+
+# %% [markdown]
+# An all-reduce waits for every rank. A rank that left one out, because it had nothing to say, would leave the others waiting.
+#
+# The next cell trains again, now with that line. Drift is the largest difference of any weight from rank 0's.
+
+# %%
+def train_together():
+    model, optimizer = model_and_optimizer()
+    for step in range(5):
+        tokens, targets = share(step)
+        optimizer.zero_grad()
+        loss(model(tokens), targets).backward()
+        average_gradients(model, dist.group.WORLD)
+        optimizer.step()
+    return drift(model, dist.group.WORLD)
+
+
+apart = ranks.run(train_together, 4)
+print("drift after five steps:", apart)
+assert apart == [0.0] * 4
+
+# %% [markdown]
+# Not almost zero: zero.
+# All ranks add the same numbers up in the same order, so they get the same bits, and keep them.
+#
+# ### Step 2: buckets
+#
+# This GPT has 26 parameters, a large one has hundreds, and most of them are small: biases, norms.
+# An all-reduce pays its latency each time, so many small ones cost more than one large one.
+# The gradients are put side by side into a few flat tensors, the *buckets*, and each bucket is one message {cite}`li2020ddp`.
+#
+# ![Eight parameters in the module's order are dealt into four buckets from the last to the first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the embedding in bucket 3. Each bucket is one flat tensor and one message.](../figures/data_parallel_buckets.svg)
+#
+# The order is the reverse of the module's, for a reason that step 3 will use.
+
+# %%
+show.source(assign_buckets, average_in_buckets)
+
+# %% [markdown]
+# In the bucket itself, look at `place`: it makes `parameter.grad` a view into the bucket.
+# So gradients are held once, are averaged where they lie, and the optimizer never notices.
+
+# %%
+show.source(Bucket)
+
+# %% [markdown]
+# Three details that one gets wrong on a first try:
+#
+# - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is no view into the bucket. `place` moves it there, scaling it on the way, and the new tensor is freed.
+# - A parameter that this rank did not use has the last step's gradient still in its place. `launch` clears it.
+# - A parameter that *no* rank used must keep `grad=None`: with zeros AdamW's weight decay would move it, and one process would not. The extra elements at the end of the bucket travel along and tell.
+#
+# ### Step 3: send while backward still runs
+#
+# Backward goes through the layers from the last to the first.
+# The last layer's gradients are ready early, and step 2 lets them lie until the first layer's are ready as well.
+# Instead, a hook on each parameter puts its gradient into its bucket, and a full bucket leaves at once.
+# Look at the loop in `_arrived`, and at where `_finish` is called from.
+
+# %%
+show.source(DataParallel)
+
+
+# %% [markdown]
+# Buckets leave in one fixed order, the same on all ranks.
+# Suppose rank 0 used layer A before B, and rank 1 the other way round, and each sent what is full first: then rank 0's bucket A would meet rank 1's bucket B, and be added to it.
+# So a full bucket waits for those before it.
+# Bucket 0 holds the last parameters, since theirs are ready first: that is why the order is reversed.
+#
+# This is what it gains. Both timelines are from one real run, on one of two ranks that are joined by an emulated link of 1 Gbit/s.
+# Backward is cut where a bucket became full.
+#
+# ![Timeline of one training step on two ranks over a slow link, twice. Above, the gradients are sent after the backward pass, and the ranks wait for them. Below, each bucket of gradients is sent while the backward pass still computes the next ones, and the step ends sooner.](../figures/data_parallel_overlap.svg)
+#
+# We measure it afresh [below](#seconds-overlap), together with the case in which it gains nothing.
+#
+# ## Equal
+#
+# All three steps must compute what one process computes. But what is *one process*? There are two candidates:
+#
+# - *share by share*: it goes through the ranks' shares one after the other, and adds their gradients up, each divided by $N$. That is the same arithmetic in the same order.
+# - *joined*: it puts the whole batch through the model at once. That is the same mathematics, but matrix products over more rows add their terms up in another order.
+#
+# The cell compares with both, and with PyTorch's `DistributedDataParallel`, over five AdamW steps, also with a short last batch.
+# Look at which columns are exactly 0, and at what float64 does to the others.
+
+# %%
+def largest(a, b):
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def compare(dtype, sizes):
+    """`sizes`: windows on each rank. Largest differences of gradients, and of final weights."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    plain = model_and_optimizer()[0].to(dtype)
+    ours = DataParallel(copy.deepcopy(plain), world, bucket_bytes=2**16, first_bytes=2**14)
+    torchs = DistributedDataParallel(copy.deepcopy(plain))
+    one_by_one, joined = copy.deepcopy(plain), copy.deepcopy(plain)
+    models = [ours, torchs, one_by_one, joined]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models]
+    total, gradients = 64 * sum(sizes), [0.0] * 3
+    for step in range(5):
+        shares = [share(step, max(sizes), r) for r in range(len(sizes))]
+        shares = [(x[:n], y[:n]) for (x, y), n in zip(shares, sizes, strict=True)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, y = shares[rank]
+        for model in (ours, torchs):
+            joined_mean(loss(model(x), y, "sum"), y.numel(), world).backward()
+        for x, y in shares:
+            (loss(one_by_one(x), y, "sum") / total).backward()
+        x, y = (torch.cat(part) for part in zip(*shares, strict=True))
+        (loss(joined(x), y, "sum") / total).backward()
+        for i, model in enumerate((torchs, one_by_one, joined)):
+            pairs = [[p.grad for p in m.parameters()] for m in (ours, model)]
+            gradients[i] = max(gradients[i], largest(*pairs))
+        for optimizer in optimizers:
+            optimizer.step()
+    weights = largest(*([p.detach() for p in m.parameters()] for m in (ours, joined)))
+    return [*gradients, weights]
+
+
+rows = []
+for sizes in ([4], [4, 4], [4, 4, 4, 4], [4, 4, 4, 1]):
+    for dtype in (torch.float32, torch.float64):
+        found = ranks.run(compare, len(sizes), dtype, sizes)[0]
+        # float32 rounds at 6e-8, float64 at 1e-16; gradients reach 1, and are sums of 1024 terms.
+        assert max(found[:3]) < (1e-4 if dtype == torch.float32 else 1e-12), found
+        # AdamW divides by the gradient's size: where a gradient is nearly 0, rounding decides which
+        # way a weight moves, by up to the learning rate. In float64 there are no such weights here.
+        assert found[3] < (1e-3 if dtype == torch.float32 else 1e-11), found
+        if len(sizes) <= 2 and ranks.place(len(sizes))[1] == "cpu":
+            assert found[0] == 0.0  # a + b is b + a, rounding included: equal to torch's bit for bit
+        cells = [f"{value:.0e}" if value else "0" for value in found]
+        rows.append((len(sizes), " + ".join(map(str, sizes)), str(dtype)[6:], *cells))
+head = ["ranks", "windows on each", "type", "gradient − torch DDP's", "− share by share"]
+show.table(rows, [*head, "− joined", "weight − joined, 5 steps"])
+
+
+# %% [markdown]
+# How close is close enough?
+# Not "1e-6 looks small": the test is that float64 shrinks every difference by the nine digits that it has more.
+# A wrong formula would not care about the type.
+#
+# And why not equal? Because $(a+b)+c$ and $a+(b+c)$ round differently.
+# On two ranks only $a+b$ is to be computed, and ours equals torch's bit for bit.
+# On four, the ring adds each piece of the buffer up starting from another rank.
+# In a training run of thousands of steps such differences grow, and the loss curves part in the last digits, as those of two runs on one GPU with different kernels do.
+# That is normal. Ranks that part from *each other* are not.
+#
+# The [tests](../tests/test_data_parallel.py) do the same with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and sub-groups.
+#
+# ````{admonition} Checked: "DDP sums the gradients, so divide the learning rate by the number of ranks"
+# :class: checked
+#
+# It averages: the gradient above equals that of the joined mean, to the last digits.
+# If you do sum, AdamW hides it from you: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
+# Gradient clipping and SGD do not hide it. The next cell measures both, with a sum in place of the average on four ranks.
+# ````
+
+# %%
+def moved(kind, factor):
+    """Largest change of a weight in one step whose gradients are `factor` times too large."""
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"])
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[kind](model.parameters(), 1e-3)
+    tokens, targets = text.batch(64, 4)
+    (factor * loss(model(tokens), targets)).backward()
+    optimizer.step()
+    return largest([p.detach() for p in model.parameters()], before)
+
+
+found = {kind: (moved(kind, 1), moved(kind, 4)) for kind in ("SGD", "AdamW")}
+# 4 and 1, up to the rounding of weights: the difference of two of them has some four digits.
+assert abs(found["SGD"][1] / found["SGD"][0] - 4) < 0.01
+assert abs(found["AdamW"][1] / found["AdamW"][0] - 1) < 0.01
+rows = [(k, f"{a:.5f}", f"{b:.5f}", f"{b / a:.2f}") for k, (a, b) in found.items()]
+head = ["optimizer", "a weight moves by up to: average", "sum over 4 ranks", "ratio"]
+show.table(rows, head)
+
+# %% [markdown]
+# ## What it costs
+#
+# ### Messages and bytes
+#
+# A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch is.
+# So the three steps should send the same bytes, in a different number of messages.
+# Predicted: one message per parameter; then one per bucket, each with four bytes more per parameter.
+# The last two columns are a witness from outside: what the operating system's loopback interface transmitted.
+
+# %% tags=["measured"]
+SIZES = {"bucket_bytes": MIB, "first_bytes": MIB // 4}
+
+
+def sent_by(way):
+    world = dist.group.WORLD
+    model = GPT(PRESETS["micro"])
+    hooked = DataParallel(model, world, **SIZES) if way == "DataParallel" else model
+    buckets = [Bucket(dealt, world) for dealt in assign_buckets(model.parameters(), *SIZES.values())]
+    tokens, targets = text.batch(128, 1)
+    loss(model(tokens) * 0, targets).backward()  # gradients exist from here on
+    on_wire = []
+    for _ in range(3):
+        before = count.wire_bytes()  # of all ranks, so before any of them begins
+        dist.barrier()
+        with count.sent() as sent:
+            if way == "average_gradients":
+                average_gradients(model, world)
+            if way == "average_in_buckets":
+                average_in_buckets(buckets)
+            if way == "DataParallel":
+                loss(hooked(tokens), targets).backward()
+        dist.barrier()
+        on_wire.append((count.wire_bytes() or 0) - (before or 0))
+    return sent.collectives["all_reduce"], min(on_wire)  # other traffic can only add
+
+
+N = 4
+parameters = list(GPT(PRESETS["micro"]).parameters())
+weights = sum(p.nbytes for p in parameters)
+buckets = len(assign_buckets(parameters, *SIZES.values()))
+rows = []
+for way in ("average_gradients", "average_in_buckets", "DataParallel"):
+    (messages, size), on_wire = ranks.run(sent_by, N, way, device="cpu")[0]
+    by_parameter = way == "average_gradients"
+    assert messages == (len(parameters) if by_parameter else buckets)
+    assert size == weights + (0 if by_parameter else 4 * len(parameters))
+    ring = 2 * (N - 1) / N * size
+    # 5 %: headers, acknowledgements, and whatever else talks on this machine meanwhile.
+    assert not on_wire or 0.99 < on_wire / N / ring < 1.05
+    off = f"{100 * (on_wire / N / ring - 1):+.1f}"
+    rows.append((way, messages, f"{size / 1e6:.3f}", f"{ring / 1e6:.2f}", f"{on_wire / N / 1e6:.2f}", off))
+head = ["way", "messages", "handed over (MB)", "predicted, sent per rank (MB)", "measured (MB)"]
+show.table(rows, [*head, "difference (%)"], caption=f"{N} ranks, {weights / 1e6:.2f} MB of weights")
+
+# %% [markdown]
+# What do messages cost? Here is the same exchange on an emulated wire of 2 ms latency and 1 GB/s, predicted by $\alpha + \beta S$ and measured.
+
+# %% tags=["measured"]
+WIRE = CostModel(latency=2e-3, bandwidth=1e9)
+
+
+def seconds_of(way):
+    wire = link.slow(WIRE.latency, WIRE.bandwidth)
+    model = GPT(PRESETS["micro"])
+    buckets = [Bucket(dealt, wire) for dealt in assign_buckets(model.parameters())]
+    tokens, targets = text.batch(64, 1)
+    loss(model(tokens), targets).backward()
+    seconds = []
+    for _ in range(3):
+        dist.barrier()
+        begin = time.perf_counter()
+        average_gradients(model, wire) if way == "parameters" else average_in_buckets(buckets)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+parameters = list(GPT(PRESETS["micro"]).parameters())
+messages = {
+    "parameters": [p.nbytes for p in parameters],
+    "buckets": [sum(p.nbytes + 4 for p in dealt) for dealt in assign_buckets(parameters)],
+}
+rows = []
+for way, sizes in messages.items():
+    predicted = sum(WIRE.seconds("all_reduce ring", size, 2) for size in sizes)
+    measured = max(ranks.run(seconds_of, 2, way, device="cpu"))
+    # The wire's clock is exact; what comes on top is this machine's own work, a few milliseconds.
+    assert predicted * 0.99 < measured < predicted * 1.3 + 0.03
+    rows.append((way, len(sizes), f"{1e3 * predicted:.1f}", f"{1e3 * measured:.1f}", f"{100 * (measured / predicted - 1):+.0f}"))
+show.table(rows, ["one message for each of", "messages", "predicted (ms)", "measured (ms)", "difference (%)"])
+
+
+# %% [markdown]
+# ### Memory
+#
+# In units of the weights' size, one process with AdamW holds 1 for weights, 1 for gradients and 2 for AdamW's two moments.
+# Data parallelism takes nothing off that. It should add nothing either, as long as gradients live in the buckets.
+
+# %%
+def held(way):
+    model, optimizer = model_and_optimizer()
+    wrapped = DataParallel(model, dist.group.WORLD) if way == "ours" else model
+    tokens, targets = share(0)
+    loss(wrapped(tokens), targets).backward()
+    optimizer.step()
+
+    def units():
+        kept = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        kept += [v for s in optimizer.state.values() for v in s.values() if v.dim()]  # not the counter
+        kept += [b.flat for b in wrapped.buckets] if way == "ours" else []
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        return sum(storages.values()) / sum(p.nbytes for p in model.parameters())
+
+    at_step = units()
+    optimizer.zero_grad()
+    return at_step, units()
+
+
+one, ours = ranks.run(held, 1, "one process")[0], ranks.run(held, 2, "ours")[0]
+for got, want in zip((*one, *ours), (4, 3, 4, 4), strict=True):
+    assert abs(got - want) < 0.01  # the buckets' extra elements, one per parameter
+rows = [
+    ("one process", 4, f"{one[0]:.2f}", 3, f"{one[1]:.2f}"),
+    ("each rank of 2", 4, f"{ours[0]:.2f}", 4, f"{ours[1]:.2f}"),
+]
+show.table(
+    rows,
+    ["units of the weights' size", "predicted, at the step", "measured", "predicted, after zero_grad", "measured"],
+)
+
+# %% [markdown]
+# The buckets stay when `zero_grad()` frees gradients: between steps a rank holds one unit more than one process.
+# That is the moment at which activations begin to pile up, so it can matter.
+# Eight ranks hold eight copies of all four units. Taking those apart is the subject of ZeRO, a later lesson.
+#
+# (seconds-overlap)=
+# ### Seconds: overlap
+#
+# Overlap hides *waiting*. A core that moves bytes is not waiting: it works.
+# On this machine's loopback the cores copy all bytes themselves, so with every core busy there is nothing to hide.
+# On a slow link they wait for the wire.
+#
+# The cell measures both, alternating between the two ways in one run, and draws the slow link's median step.
+# The link is emulated: real all-reduces, whose completion is held back until a wire of 50 µs and 1 Gbit/s would be done ([link.py](../code/shardlab/link.py)).
+
+# %% tags=["measured"]
+runs = {
+    "loopback": ranks.run(drawing["trace"], 2, 1, 9, 0.0, 1e12, device="cpu")[0],
+    "1 Gbit/s": ranks.run(drawing["trace"], 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
+}
+rows, ratios = [], {}
+for name, run in runs.items():
+    medians = {way: statistics.median(r["step"] for r in run[way]) for way in ("without", "with")}
+    ratios[name] = medians["with"] / medians["without"]
+    rows.append((name, *(f"{1e3 * s:.0f}" for s in medians.values()), f"{ratios[name]:.2f}"))
+# About 0.7 on a quiet machine; 0.9 leaves room for a busy one, on which all computing takes longer.
+assert ratios["1 Gbit/s"] < 0.9 < 1.1 * ratios["loopback"]
+show.table(rows, ["link", "without overlap (ms)", "with overlap (ms)", "with / without"])
+
+# %% tags=["measured"]
+slow = {way: drawing["middle"](run) for way, run in runs["1 Gbit/s"].items()}
+show.figure(
+    drawing["timeline"](slow["without"], slow["with"]),
+    "Timelines of a step without and with overlap, measured by this page on one of two ranks.",
+    "data_parallel_timeline",
+)
+
+# %% [markdown]
+# ````{admonition} Checked: "overlap makes communication free"
+# :class: checked
+#
+# On a slow link it hides most of the wire behind backward: the last row above, close to 0.7.
+# It hides nothing of the last bucket, nothing that exceeds backward, and nothing behind forward, since no gradient exists yet.
+# And on full cores, first row, it gains nothing at all: there, communication is not waiting but work.
+# On GPUs the copies are done by other units, but an all-reduce still takes some of the GPU's own processors and its memory's bandwidth: overlapped matrix products get slower.
+# ````
+#
+# ### Seconds: more ranks
+#
+# Now the whole step. Backward takes as long as its share of the batch; the wire takes $2(N-1)(\alpha + \beta S/N)$ per bucket.
+# Buckets follow each other on the wire, and a bucket cannot leave before it is ready. That is all the model there is:
+
+# %%
+show.source(step_seconds)
+
+# %% [markdown]
+# To measure it with eight ranks on a machine with two cores, computing will not do: ranks would wait for a core, not for the wire.
+# So here the layers *sleep* instead of computing, for as long as their share of the batch would take. The messages are real, and the wire is emulated.
+# Two cases:
+#
+# - *fixed batch*: $N$ ranks share one batch; each computes $1/N$ of it. One wants the same training, sooner.
+# - *growing batch*: each rank keeps its batch; together they see $N$ times as much per step. One wants more data per second.
+
+# %% tags=["hide-input", "measured"]
+LAYERS, LAYER_BYTES = 16, 2**17
+FORWARD, BACKWARD = 0.1, 0.2  # seconds for a batch on one rank
+SLEEP_WIRE = CostModel(latency=200e-6, bandwidth=25e6)
+
+
+class Sleep(torch.autograd.Function):
+    """Takes time, and has a gradient for its weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight, seconds):
+        ctx.shape, ctx.seconds = weight.shape, seconds
+        time.sleep(seconds[0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds[1])
+        return gradient, gradient.new_ones(ctx.shape), None
+
+
+class Sleeper(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.seconds = (part * FORWARD / LAYERS, part * BACKWARD / LAYERS)
+        sizes = [LAYER_BYTES // 4] * LAYERS
+        self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = Sleep.apply(x, weight, self.seconds)
+        return x
+
+
+def sleeping_steps(growing):
+    wire = link.slow(SLEEP_WIRE.latency, SLEEP_WIRE.bandwidth)
+    part = 1 if growing else 1 / dist.get_world_size()
+    model = DataParallel(Sleeper(part), wire, 2 * LAYER_BYTES, 2 * LAYER_BYTES)
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        begin = time.perf_counter()
+        model(torch.ones((), requires_grad=True)).backward()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:]), [b.flat.nbytes for b in model.buckets]
+
+
+measured, predicted = {}, {}
+for growing in (False, True):
+    for size in (1, 2, 4, 8):
+        results = ranks.run(sleeping_steps, size, growing, device="cpu")
+        measured[growing, size] = max(seconds for seconds, _ in results)
+        part = 1 if growing else 1 / size
+        predicted[growing, size] = step_seconds(
+            part * FORWARD,
+            part * BACKWARD,
+            results[0][1],
+            lambda nbytes, size=size: SLEEP_WIRE.seconds("all_reduce ring", nbytes, size),
+        )
+        # Sleeps end late by about 0.1 ms each, 32 of them in a step; 25 % is for a busy machine.
+        assert 0.98 < measured[growing, size] / predicted[growing, size] < 1.25
+
+# %% [markdown]
+# The next cell shows both cases. Look at where the fixed batch stops gaining.
+
+# %% tags=["measured"]
+rows = []
+for growing in (False, True):
+    for size in (1, 2, 4, 8):
+        p, m = predicted[growing, size], measured[growing, size]
+        gain = measured[growing, 1] / m * (size if growing else 1)
+        case = "growing batch" if growing else "fixed batch"
+        rows.append((case, size, f"{1e3 * p:.0f}", f"{1e3 * m:.0f}", f"{100 * (m / p - 1):+.1f}", f"{gain:.1f} x"))
+show.table(rows, ["case", "ranks", "predicted (ms)", "measured (ms)", "difference (%)", "samples per second"])
+
+# %% tags=["hide-input", "measured"]
+figure, axes = plt.subplots(figsize=(6.2, 3.3))
+sizes = [1, 2, 4, 8]
+ideal = {False: [1e3 * (FORWARD + BACKWARD) / n for n in sizes], True: [1e3 * (FORWARD + BACKWARD)] * 4}
+for growing, color in ((True, show.RANK_COLORS[1]), (False, show.RANK_COLORS[0])):
+    axes.plot(sizes, [1e3 * predicted[growing, n] for n in sizes], color=color, lw=2)
+    axes.plot(sizes, [1e3 * measured[growing, n] for n in sizes], "o", color=color, ms=7)
+    axes.plot(sizes, ideal[growing], color=color, lw=1, ls=":")
+    words = "growing batch" if growing else "fixed batch"
+    axes.text(8.3, 1e3 * predicted[growing, 8], words, va="center")
+    axes.text(8.3, ideal[growing][-1], "without a wire", va="center", fontsize=9)
+axes.set_xscale("log", base=2)
+axes.set_xticks(sizes, sizes)
+axes.set_xlim(0.9, 14)
+axes.set_ylim(0, 390)
+axes.set_xlabel("ranks")
+axes.set_ylabel("step (ms)")
+axes.text(1.05, 20, "dots: measured, lines: predicted", fontsize=9)
+show.figure(
+    figure,
+    "Step time against the number of ranks. With a growing batch it stays nearly flat; with a fixed "
+    "batch it falls to two ranks and rises again, because the wire does not get shorter.",
+    "data_parallel_scaling",
+)
+
+
+# %% [markdown]
+# With a fixed batch compute shrinks as $1/N$ while the wire's time *grows* towards $2S\beta$. Beyond the point where they meet, more ranks make the step slower.
+# With a growing batch every rank computes as long as before, and the wire stays hidden behind backward.
+# This is why data-parallel jobs train with large batches; how large a batch may be before the model learns less per sample is another question {cite}`goyal2017imagenet`.
+#
+# ## The production library
+#
+# `torch.nn.parallel.DistributedDataParallel` is used in the same way, and does the same three steps in C++.
+#
+# | | ours | torch DDP |
+# |---|---|---|
+# | wrap | `DataParallel(model, group)` | `DistributedDataParallel(model, process_group=group)` |
+# | size of a bucket | `bucket_bytes`, `first_bytes` | `bucket_cap_mb`: 25 MiB, the first 1 MiB |
+# | order of buckets | reverse of the module's | the same, then dealt anew after the first step |
+# | gradients inside the buckets | always | `gradient_as_bucket_view=True`; otherwise one unit of memory more |
+# | parameters without a gradient | always allowed | `find_unused_parameters=True`; otherwise an error in the next step |
+# | accumulate | `no_sync()` around all but the last backward | the same, around forward too |
+# | length | under 300 lines of Python | several thousand of C++ and Python |
+#
+# The next cell runs both, step by step in turn, on two ranks and the same buckets.
+
+# %% tags=["measured"]
+def side_by_side(rounds):
+    plain = GPT(PRESETS["micro"])
+    ours = DataParallel(copy.deepcopy(plain), dist.group.WORLD)
+    torchs = DistributedDataParallel(copy.deepcopy(plain), gradient_as_bucket_view=True)
+    tokens, targets = text.batch(128, 4, start=4 * dist.get_rank())
+    models = {"ours": ours, "torch DDP": torchs}
+    optimizers = {name: torch.optim.AdamW(m.parameters()) for name, m in models.items()}
+    seconds = {name: [] for name in models}
+    for number in range(rounds + 2):
+        for name in list(models) if number % 2 else list(models)[::-1]:
+            dist.barrier()
+            begin = time.perf_counter()
+            optimizers[name].zero_grad()
+            loss(models[name](tokens), targets).backward()
+            optimizers[name].step()
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - begin)
+    equal = largest([p.detach() for p in ours.parameters()], [p.detach() for p in torchs.parameters()])
+    return {name: statistics.median(values) for name, values in seconds.items()}, equal
+
+
+medians, equal = ranks.run(side_by_side, 2, 20, device="cpu")[0]
+ratio = medians["ours"] / medians["torch DDP"]
+assert equal == 0.0
+assert 0.75 < ratio < 1.33  # about 1; medians of 20 steps on a busy machine are good to some 10 %
+rows = [(name, f"{1e3 * value:.0f}") for name, value in medians.items()]
+show.table([*rows, ("ratio", f"{ratio:.2f}")], ["two ranks, loopback", "median step (ms)"])
+
+
+# %% [markdown]
+# Weights are equal bit for bit, and so is, nearly, the time.
+# [The benchmark](../benchmarks/data_parallel.py) measures it with more care, on two and four ranks and on the slow link, beside the physical floor.
+#
+# ## Data: who sees what
+#
+# Each rank must see its own share of every epoch.
+# `DistributedSampler` deals the indices out, like cards: rank $r$ gets numbers $r$, $r+N$, $r+2N$, … of a shuffled list.
+# All ranks shuffle with the same seed, so they hold the same list without a message.
+#
+# ![Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. Twelve places have to be filled, so two samples appear a second time.](../figures/data_parallel_sampler.svg)
+#
+# Two lines are easily forgotten: the sampler itself, and `set_epoch`, which changes the seed from epoch to epoch.
+# The cell counts, for 4 ranks and 1,000 windows, which windows are seen in an epoch, and how many have the same place in the next.
+
+# %%
+def seen(sampler, set_epoch, epoch, N=4, windows=1000):
+    """The windows that each of N ranks sees in an epoch, 250 each."""
+    orders = []
+    for rank in range(N):
+        deal = DistributedSampler(range(windows), N if sampler else 1, rank if sampler else 0)
+        deal.set_epoch(epoch if set_epoch else 0)
+        orders.append(list(deal)[: windows // N])
+    return orders
+
+
+rows = []
+for name, sampler, set_epoch in (
+    ("both", True, True),
+    ("no set_epoch", True, False),
+    ("no DistributedSampler", False, True),
+):
+    first, second = seen(sampler, set_epoch, 0), seen(sampler, set_epoch, 1)
+    different = len({i for order in first for i in order})
+    pairs = zip(sum(first, []), sum(second, []), strict=True)
+    rows.append((name, different, sum(a == b for a, b in pairs)))
+assert [row[1] for row in rows] == [1000, 1000, 250] and rows[1][2] == 1000
+show.table(rows, ["lines", "different windows seen, of 1000", "in the same place in epoch 1"])
+
+
+# %% [markdown]
+# Without the sampler four ranks do the work of one, four times: the averaged gradient is one rank's gradient.
+# Nothing fails, and the ranks agree. The only trace is that the loss falls as slowly as with one rank.
+# Without `set_epoch` every epoch has the same batches in the same order.
+#
+# When the number of samples does not divide, the sampler repeats some, so that all ranks have the same number of batches (`drop_last=True` leaves some out instead).
+# For training that is fine. In an evaluation repeated samples count twice.
+#
+# ### Loss, printing, saving
+#
+# A rank's loss is the loss of its own share. The number to report is the average over the ranks, an all-reduce of one scalar.
+# Printing, and writing files, is for rank 0 alone; *computing* what is printed, if that needs an all-reduce, is for all ranks.
+# Look at which lines stand under the `if`.
+
+# %%
+def train(folder):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, optimizer = model_and_optimizer()
+    model = DataParallel(model, dist.group.WORLD)
+    data = Subset(text.Windows(64), range(128))
+    sampler = DistributedSampler(data, size, rank)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        total = torch.zeros((), device=ranks.device())
+        for tokens, targets in DataLoader(data, batch_size=8, sampler=sampler):
+            optimizer.zero_grad()
+            value = loss(model(tokens.to(ranks.device())), targets.to(ranks.device()))
+            value.backward()
+            optimizer.step()
+            total += value.detach() * len(tokens)
+        dist.all_reduce(total)  # every rank, or rank 0 waits for ever
+        if rank == 0:
+            print(f"epoch {epoch}: loss {total.item() / len(data):.1f}")
+    if rank == 0:
+        torch.save(model.module.state_dict(), Path(folder, "model.pt"))  # the plain model's names
+    dist.barrier()  # nobody reads the file before it is there
+    return value.item()
+
+
+with tempfile.TemporaryDirectory() as folder:
+    ranks.run(train, 2, folder)
+    plain = GPT(PRESETS["nano"])
+    plain.load_state_dict(torch.load(Path(folder, "model.pt"), map_location="cpu"))
+tokens, targets = text.batch(64, 8)
+print(f"in one process, from the file: loss {loss(plain(tokens), targets).item():.1f}")
+
+
+# %% [markdown]
+# `model.module` is the plain model: its state has the plain names, and a single process can load it.
+#
+# ## What goes wrong
+#
+# Each of these has been seen in real code. Each cell shows the trace that it leaves.
+#
+# ### The hook that averages the wrong thing
+#
+# `register_post_accumulate_grad_hook` hands the hook the *parameter*. Its gradient is `parameter.grad`.
+# A well-known teaching code averages what it is handed.
+
+# %%
+def drift_with_hook(right):
+    model, optimizer = model_and_optimizer()
+    world, size = dist.group.WORLD, dist.get_world_size()
+
+    def average(parameter):
+        tensor = parameter.grad if right else parameter.data  # the one word
+        tensor.div_(size)
+        dist.all_reduce(tensor, group=world)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+    found = []
+    for step in range(5):
+        tokens, targets = share(step)
+        optimizer.zero_grad()
+        loss(model(tokens), targets).backward()
+        optimizer.step()
+        found.append(drift(model, world))
+    return found
+
+
+right, wrong = (ranks.run(drift_with_hook, 2, which)[0] for which in (True, False))
+assert right == [0.0] * 5
+assert min(wrong) > 5e-4  # AdamW moves a weight by about 1e-3 a step, on each rank its own way
+rows = [("parameter.grad", *(f"{d:.4f}" for d in right)), ("parameter", *(f"{d:.4f}" for d in wrong))]
+show.table(rows, ["the hook averages", *(f"drift after step {i}" for i in range(1, 6))])
+
+
+# %% [markdown]
+# Every backward pulls the weights together again, in the middle of computing with them; every step drives them apart by about twice the learning rate.
+# The loss falls all the same. `drift` finds it in one line: call it once after the first step of every new job.
+#
+# ### Averaging means of unequal batches
+#
+# The last batch of an epoch is short on some ranks. Averaging the ranks' own means gives each *rank* the same weight, not each sample.
+
+# %%
+def short_batch(joined):
+    plain, _ = model_and_optimizer()
+    model = DataParallel(copy.deepcopy(plain), dist.group.WORLD)
+    sizes = [6, 6, 6, 1]
+    shares = [share(0, 6, rank) for rank in range(4)]
+    shares = [(x[:n], y[:n]) for (x, y), n in zip(shares, sizes, strict=True)]
+    tokens, targets = shares[dist.get_rank()]
+    summed = loss(model(tokens), targets, "sum")
+    own_mean = summed / targets.numel()
+    (joined_mean(summed, targets.numel(), dist.group.WORLD) if joined else own_mean).backward()
+    loss(plain(torch.cat([x for x, _ in shares])), torch.cat([y for _, y in shares])).backward()
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    want = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    return ((got - want).norm() / want.norm()).item()
+
+
+naive, right = (ranks.run(short_batch, 4, joined)[0] for joined in (False, True))
+assert naive > 0.05 and right < 1e-5  # float32: seven digits, a sum over thousands of terms
+print(f"average of the ranks' means: the gradient is off by {100 * naive:.0f} %")
+print(f"joined_mean:                 off by less than {1e-3} %")
+print(f"weight of the lone window:   {1 / 4:.3f} instead of {1 / 19:.3f}")
+
+# %% [markdown]
+# For language models this is the rule, not the exception: padding and packing give every rank another number of *tokens* in every step.
+# The remedy is `joined_mean`: sum locally, divide by the count of all ranks.
+
+# %%
+show.source(joined_mean)
+
+
+# %% [markdown]
+# ### Forgetting `zero_grad`, forgetting `no_sync`
+#
+# The first makes gradients pile up. The second is about accumulation: $k$ micro-batches per step need one exchange, not $k$.
+# Neither makes the ranks disagree, so `drift` sees nothing.
+
+# %%
+def norms(forget):
+    model, _ = model_and_optimizer()
+    model = DataParallel(model, dist.group.WORLD)
+    found = []
+    for step in range(4):
+        if not forget:
+            model.zero_grad()
+        tokens, targets = share(step)
+        loss(model(tokens), targets).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+    return found
+
+
+def traffic(forget):
+    model = DataParallel(model_and_optimizer()[0], dist.group.WORLD)
+    with count.sent() as sent:
+        for part in range(4):
+            tokens, targets = share(part)
+            if forget or part == 3:
+                (loss(model(tokens), targets) / 4).backward()
+            else:
+                with model.no_sync():
+                    (loss(model(tokens), targets) / 4).backward()
+    return sent.collectives["all_reduce"][1]
+
+
+right, wrong = (ranks.run(norms, 2, forget)[0] for forget in (False, True))
+few, many = (ranks.run(traffic, 2, forget)[0] for forget in (False, True))
+growth = [b / a for a, b in zip(right, wrong, strict=True)]
+assert growth[0] == 1.0 and growth[3] > 2 and many == 4 * few
+print("no zero_grad: the gradient's norm is", ", ".join(f"{g:.1f}" for g in growth), "times the right one")
+print(f"no no_sync:   {many / 1e6:.2f} MB handed to all-reduce in a step, instead of {few / 1e6:.2f} MB")
+
+# %% [markdown]
+# ### The device of the second node
+#
+# `RANK` counts over all nodes, a GPU's number only within its own. Which of these work on two nodes with four GPUs each?
+
+# %%
+rows = []
+for rank in (0, 3, 4, 7):
+    by_rank, by_local = rank, rank % 4  # the launcher says the latter in LOCAL_RANK
+    outcome = "works" if by_rank < 4 else "error: invalid device ordinal"
+    rows.append((rank, rank // 4, f"cuda:{by_rank}", outcome, f"cuda:{by_local}"))
+show.table(rows, ["RANK", "node", "by RANK", "outcome", "by LOCAL_RANK"])
+
+
+# %% [markdown]
+# On one node both are right, so this shows up on the day of the first large job.
+# The quiet variant is worse: `torch.device("cuda")` without a number puts every rank of a node on `cuda:0`, and the job runs, four times slower, until memory is full.
+#
+# ### Going round the wrapper
+#
+# `model.module(x)` computes the same as `model(x)`. Torch's DDP prepares its reducer in its own `forward`, so a training step that goes round it sends nothing, and says nothing.
+
+# %%
+def around(wrap):
+    model, _ = model_and_optimizer()
+    wrapped = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        tokens, targets = share(step)
+        optimizer.zero_grad()
+        loss(wrapped.module(tokens), targets).backward()
+        optimizer.step()
+    return drift(model, dist.group.WORLD)
+
+
+torchs = ranks.run(around, 2, DistributedDataParallel)[0]
+ours = ranks.run(around, 2, lambda model: DataParallel(model, dist.group.WORLD))[0]
+assert torchs > 1e-3 and ours == 0.0  # a step of AdamW is about 1e-3
+print(f"drift after three steps: torch DDP {torchs:.4f}, ours {ours:.1f} (its hooks sit on the parameters)")
+
+
+# %% [markdown]
+# ### Failure lab
+#
+# **A rank skips a bucket**, say because of a condition that only it fulfils. Its part of the all-reduce never comes.
+
+# %%
+def failure(fn):
+    """Run `fn` on two ranks, print what came of it, and say which ranks were named."""
+    try:
+        ranks.run(fn, 2, timeout=10)
+    except ranks.RankError as error:
+        print(error)
+        return error.ranks
+    raise AssertionError("this was meant to fail")
+
+
+def skips_one():
+    model, _ = model_and_optimizer()
+    buckets = [Bucket(dealt, dist.group.WORLD) for dealt in assign_buckets(model.parameters(), 2**16, 2**14)]
+    tokens, targets = share(0)
+    loss(model(tokens), targets).backward()
+    average_in_buckets(buckets[:-1] if dist.get_rank() == 1 else buckets)
+
+
+assert failure(skips_one) == [1]
+
+
+# %% [markdown]
+# On a cluster nothing would return early: rank 1 would go on to its next step, and there its bucket 0 would be added to the others' last bucket, or both would wait until the timeout, ten minutes with nccl.
+#
+# **The ranks built different models.** Without a check, the broadcast at the start would hang or mix tensors up. `DataParallel`, like torch's, compares shapes first, and every rank learns what is wrong.
+
+# %%
+def different_models():
+    layers = [nn.Linear(4, 4) for _ in range(2 + dist.get_rank())]
+    try:
+        DataParallel(nn.Sequential(*layers), dist.group.WORLD)
+    except ValueError as error:
+        print(error)
+        return "refused"
+
+
+assert ranks.run(different_models, 2) == ["refused", "refused"]
+
+# %% [markdown]
+# ````{admonition} Checked: "a rank without a gradient can skip the all-reduce"
+# :class: checked
+#
+# It cannot: that is the first failure of this lab. It takes part with zeros.
+# And they are averaged in: of a layer that one of two ranks used, both get *half* its gradient, which is right, since that is the gradient of the joined mean.
+# [A test](../tests/test_data_parallel.py) compares it with one process.
+# ````
+#
+# ## When to use it
+#
+# | for | against |
+# |---|---|
+# | The model is not touched: one line wraps it | The whole model and its optimizer must fit on one GPU: 4 units on every rank (measured above), 16 bytes per parameter |
+# | The wire hides behind backward: at 1 Gbit/s a step takes about 0.7 of the time | No gain where cores do the copying: about 1.0 on loopback |
+# | Bytes per rank stay below $2S$, however many ranks | A fixed batch stops gaining: here beyond 2 to 4 ranks, when the wire exceeds backward |
+# | Equal to one process to rounding, bit for bit on two ranks against DDP | A slow rank makes all others wait, in every step |
+#
+# In a real job, these show that it is set up right: `drift` is 0 after the first step; the throughput with $N$ ranks is near $N$ times that of one; bytes sent are $2\frac{N-1}{N}$ of the gradients' size per *step*, not per micro-batch; the loss of step 1 on $N$ ranks equals that of one process on the joined batch.
+#
+# ## Exercises
+#
+# Each exercise has a check that runs your answer on real ranks.
+#
+# ```{exercise-start} Bytes of a step (easy)
+# :label: ex-data-parallel-bytes
+# ```
+#
+# GPT-2 small has 124 million parameters. Its gradients are float32, and 8 ranks average them with a ring.
+# How many bytes does each rank send in a step?
+
+# %%
+answer = ...  # bytes
+check(answer, "ddp_bytes")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-data-parallel-bytes
+# :label: sol-data-parallel-bytes
+# :class: dropdown
+# ```
+#
+# Seven eighths go out in the reduce-scatter, and seven eighths in the all-gather.
+
+# %%
+answer = 2 * 7 / 8 * 4 * 124e6
+check(answer, "ddp_bytes")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The best that overlap can do (easy)
+# :label: ex-data-parallel-floor
+# ```
+#
+# Forward takes 0.04 s, backward 0.05 s, and the wire is busy for 0.10 s. There are very many, very small buckets, and latency is nothing.
+# How long do forward, backward and the exchange take together at best?
+
+# %%
+answer = ...  # seconds
+check(answer, "overlap_floor")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-data-parallel-floor
+# :label: sol-data-parallel-floor
+# :class: dropdown
+# ```
+#
+# The wire starts with backward, and is the longer of the two.
+
+# %%
+answer = 0.04 + max(0.05, 0.10)
+check(answer, "overlap_floor")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Average the gradients (medium)
+# :label: ex-data-parallel-average
+# ```
+#
+# Write step 1 yourself: after it, every trainable parameter's gradient is the average over the ranks.
+# Some parameters are frozen, and some have no gradient on some ranks.
+
+# %%
+def my_average_gradients(module, group):
+    ...  # your code
+
+
+check(my_average_gradients)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-data-parallel-average
+# :label: sol-data-parallel-average
+# :class: dropdown
+# ```
+#
+# `ReduceOp.AVG` sums and then divides. A parameter without a gradient brings zeros, because the others wait for it.
+
+# %%
+def my_average_gradients(module, group):
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
+
+
+check(my_average_gradients)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} A loss for unequal batches (medium)
+# :label: ex-data-parallel-joined
+# ```
+#
+# `DataParallel` averages gradients over the ranks. Return this rank's loss such that the result is the gradient of the mean over *all* samples of all ranks.
+# `loss_sum` is the sum over this rank's `samples` samples.
+
+# %%
+def my_joined_loss(loss_sum, samples, group):
+    ...  # your code
+
+
+check(my_joined_loss)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-data-parallel-joined
+# :label: sol-data-parallel-joined
+# :class: dropdown
+# ```
+#
+# The sum of all losses over all samples, times $N$ because the average divides by it once more.
+
+# %%
+def my_joined_loss(loss_sum, samples, group):
+    total = torch.tensor(samples, device=loss_sum.device)
+    dist.all_reduce(total, group=group)
+    return loss_sum * dist.get_world_size(group) / total
+
+
+check(my_joined_loss)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Accumulate without waste (hard)
+# :label: ex-data-parallel-accumulate
+# ```
+#
+# Run backward on every micro-batch, so that the gradients end as those of the mean over all micro-batches of all ranks, and every bucket is sent once.
+# `model` is a `DataParallel`; `loss_of(micro_batch)` puts a micro-batch through it and returns its mean loss. All micro-batches are of one size.
+
+# %%
+def my_accumulate(model, loss_of, micro_batches):
+    ...  # your code
+
+
+check(my_accumulate)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-data-parallel-accumulate
+# :label: sol-data-parallel-accumulate
+# :class: dropdown
+# ```
+#
+# All but the last inside `no_sync()`. The last backward sends what has come together.
+
+# %%
+def my_accumulate(model, loss_of, micro_batches):
+    *most, last = micro_batches
+    with model.no_sync():
+        for micro_batch in most:
+            (loss_of(micro_batch) / len(micro_batches)).backward()
+    (loss_of(last) / len(micro_batches)).backward()
+
+
+check(my_accumulate)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - Every rank holds the whole model; averaged gradients keep the copies equal, and equal to one process on the joined batch.
+# - The average is right because a loss is a mean; with unequal batches divide by the joined count.
+# - Buckets save latency, hooks hide waiting; neither saves a byte or a unit of memory.
+# - A rank sends $2\frac{N-1}{N}S$ bytes per step, whatever the batch; so give each rank enough batch to hide them behind.
+# - Every rank takes part in every all-reduce, in the same order, with or without a gradient.
+# - Most mistakes raise no error: measure `drift`, traffic, and the first loss.
+#
+# ## Further reading
+#
+# - {cite:t}`li2020ddp`: the design that this lesson rebuilds, with measurements on up to 256 GPUs; sections 3.2.1 to 3.2.4 are steps 1 to 3 and `no_sync`.
+# - {cite:t}`sergeev2018horovod`: the ring all-reduce reaches deep learning; its fusion buffer is the bucket.
+# - {cite:t}`goyal2017imagenet`: large batches, learning rates that grow with them, and a list of pitfalls that overlaps with the one above.
+# - {cite:t}`patarasuk2009ring`: why no all-reduce sends less than $2\frac{N-1}{N}S$.
+# - {cite:t}`rajbhandari2020zero`: what to do about the copies.

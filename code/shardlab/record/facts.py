@@ -1,0 +1,94 @@
+"""What a process knows about where it ran: sent to the kernel as text, after the last cell.
+
+It stands alone (no import of the course), and asks torch only when the cells have loaded it: a
+recording names a GPU only when its own process used one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+
+def cpu_name() -> str:
+    """The processor's name, "" where the system does not tell."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def driver() -> str:
+    """The NVIDIA driver's version, from its management library; "" without one."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        text = ctypes.create_string_buffer(80)
+        if library.nvmlInit_v2() != 0:
+            return ""
+        try:
+            failed = library.nvmlSystemGetDriverVersion(text, 80)
+        finally:
+            library.nvmlShutdown()
+        return "" if failed else text.value.decode()
+    except OSError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, and of torch, DeepSpeed and the course where they are installed."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "deepspeed", "shardlab"):
+        # The module that runs knows best; but not every lesson loads every one.
+        stated = getattr(sys.modules.get(name), "__version__", "")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = str(stated or importlib.metadata.version(name))
+    return found
+
+
+def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The device that the cells and their ranks used."""
+    torch = sys.modules.get("torch")
+    used = any(entry["device"] == "cuda" for entry in ranks)
+    if torch is None or not (used or torch.cuda.is_initialized()):
+        return {"kind": "cpu", "name": cpu_name(), "count": 1, "cores": cores()}
+    count = torch.cuda.device_count()
+    names = {torch.cuda.get_device_name(index): None for index in range(count)}
+    return {
+        "kind": "cuda",
+        "name": ", ".join(names),
+        "count": count,
+        "driver": driver(),
+        "cuda": torch.version.cuda or "",
+        "cores": cores(),
+    }
+
+
+def collect() -> dict[str, Any]:
+    """Everything a recording says about where it was made."""
+    history = getattr(sys.modules.get("shardlab.ranks"), "history", {})
+    ranks = [
+        {"ranks": size, "backend": backend, "device": kind, "runs": runs}
+        for (backend, kind, size), runs in sorted(history.items())
+    ]
+    return {"device": device(ranks), "versions": versions(), "ranks": ranks}
+
+
+if __name__ == "__main__":
+    print(json.dumps(collect()))

@@ -1,0 +1,173 @@
+"""Execute one lesson in a kernel of this very interpreter, and keep what its cells put out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from . import facts
+from .key import Key, cell_hash, code_cells, notebook, reach
+
+CELL_TIMEOUT = 600  # seconds: a lesson as a whole is meant to take one minute
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ARROW = re.compile(r"(?m)^-+> *(\d+) ")  # marks the line of a cell in IPython's tracebacks
+
+
+class LessonError(RuntimeError):
+    """A cell of a lesson failed."""
+
+
+def execute(topic: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
+    """Run the cells of lesson `topic` of the course in `root`; return them with their outputs.
+
+    The notebook holds the code cells alone, and in `metadata["shardlab"]` what the outputs depend
+    on and where they were made. `cpu`: hide GPUs from the lesson.
+
+    Raises LessonError, which names the lesson, the cell and its error.
+    """
+    root = root.resolve()
+    book = notebook(topic, root)
+    key = reach(topic, root, book)
+    cells = [_blank(cell) for cell in code_cells(book)]
+    _name(cells)
+    lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": _kernelspec()})
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    about, seconds = _run(topic, lesson, root, cpu)
+    lesson.metadata["shardlab"] = {
+        "topic": topic,
+        "key": key.text,
+        "date": date,
+        "seconds": round(seconds, 1),
+        **about,
+        "files": key.files,
+    }
+    return lesson
+
+
+def about(lesson: nbformat.NotebookNode) -> dict:
+    """What a recording says about itself; {} when it says nothing."""
+    return dict(lesson.metadata.get("shardlab", {}))
+
+
+def changed(lesson: nbformat.NotebookNode, key: Key) -> list[str]:
+    """Why the recording `lesson` does not hold for `key`: clauses; [] when it holds."""
+    recorded = about(lesson)
+    cells = [cell_hash(cell) for cell in code_cells(lesson)]
+    if recorded.get("key") == key.text and cells == list(key.cells):
+        return []
+    return key.changed(cells, recorded.get("files", {})) or ["its key does not fit its content"]
+
+
+def _kernelspec() -> dict[str, str]:
+    return {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def _blank(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    tags = cell.metadata.get("tags", [])
+    return nbformat.v4.new_code_cell(cell.source, metadata={"tags": tags} if tags else {})
+
+
+def _name(cells: list[nbformat.NotebookNode]) -> None:
+    """Give each cell an id that depends on its source alone, so that diffs stay small."""
+    taken: set[str] = set()
+    for cell in cells:
+        base = name = hashlib.sha256(cell.source.encode()).hexdigest()[:8]
+        while name in taken:
+            name = f"{base}-{len(taken)}"
+        taken.add(name)
+        cell["id"] = name
+
+
+def _manager(home: str) -> Any:
+    """A kernel manager that starts this interpreter, and talks to it through files in `home`."""
+    from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+
+    class Here(KernelSpecManager):
+        """Knows one kernel, this interpreter, whatever else the user has registered."""
+
+        def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+    return AsyncKernelManager(
+        kernel_name="python3",
+        kernel_spec_manager=Here(),
+        transport="ipc",  # no port that others on the machine could reach
+        connection_file=f"{home}/kernel.json",
+    )
+
+
+def _environment(root: Path, home: str, cpu: bool) -> dict[str, str]:
+    paths = [str(root / "code"), os.environ.get("PYTHONPATH", "")]
+    changes = {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "IPYTHONDIR": home,  # no start-up files and no history of the user's
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
+    if cpu:
+        changes["CUDA_VISIBLE_DEVICES"] = ""
+    return {**os.environ, **changes}
+
+
+def _run(topic: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool) -> tuple[dict, float]:
+    """Fill in the outputs; return what the kernel says about where it ran, and the seconds."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    folder = str(root / "lessons")
+    question = nbformat.v4.new_code_cell(
+        f"exec({Path(facts.__file__).read_text('utf-8')!r}, {{'__name__': '__main__'}})"
+    )
+    cells = list(lesson.cells)
+    lesson.cells.append(question)
+    options = {"timeout": CELL_TIMEOUT, "record_timing": False, "coalesce_streams": True}
+    begin = time.monotonic()
+    number = 0
+    try:
+        with tempfile.TemporaryDirectory(prefix="lesson-", ignore_cleanup_errors=True) as home:
+            client = NotebookClient(lesson, km=_manager(home), **options)
+            environment = _environment(root, home, cpu)
+            with client.setup_kernel(env=environment, cwd=folder, cleanup_kc=True):
+                for number, cell in enumerate(cells, 1):
+                    _progress(topic, number, len(cells))
+                    client.execute_cell(cell, number - 1, execution_count=number)
+                seconds = time.monotonic() - begin
+                client.execute_cell(question, len(cells))
+    except CellExecutionError as error:
+        where = _ARROW.search(_ANSI.sub("", error.traceback))  # the first: the cell's own line
+        line = f", line {where[1]}" if where else ""
+        what = f"{error.ename}{line}: {_ANSI.sub('', error.evalue)}"
+        raise LessonError(_message(topic, number, cells, what)) from None
+    except CellTimeoutError:
+        what = f"it did not end within {CELL_TIMEOUT} s"
+        raise LessonError(_message(topic, number, cells, what)) from None
+    except DeadKernelError:
+        raise LessonError(_message(topic, number, cells, "its kernel died")) from None
+    finally:
+        lesson.cells = cells
+        _progress(topic, 0, 0)
+    return json.loads(question.outputs[0].text), seconds
+
+
+def _message(topic: str, number: int, cells: list[nbformat.NotebookNode], what: str) -> str:
+    source = cells[number - 1].source.strip() if cells and number else ""
+    lines = "\n".join(f"    | {line}" for line in source.splitlines())
+    return f"lessons/{topic}.md, code cell {number} of {len(cells)}: {what}\n{lines}"
+
+
+def _progress(topic: str, number: int, total: int) -> None:
+    """One line in a terminal that says how far the lesson is; nothing elsewhere."""
+    if sys.stderr.isatty():
+        text = f"{topic}: code cell {number} of {total}" if total else ""
+        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,172 @@
+"""What a lesson's outputs depend on: its code cells, and every course file that they reach.
+
+    >>> reach("collectives", root)
+    Key(cells='3f…', files={'code/shardlab/__init__.py': '9a…', …})
+
+A recording carries the key of the lesson that it was made from. Equal keys: nothing that a cell
+runs has changed since. Prose does not count; neither do tags, but for `raises-exception`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import nbformat
+
+_MODULE = re.compile(r"shardlab(\.\w+)+")
+_SOURCES = ("code", "")  # where a module's file may stand, below the root
+
+
+@dataclass(frozen=True)
+class Key:
+    """The code cells of a lesson (one hash each, in order) and the files that they reach."""
+
+    cells: tuple[str, ...]
+    files: dict[str, str]  # path below the root -> hash of its bytes
+
+    @property
+    def text(self) -> str:
+        """The key as one hash."""
+        return _hash(json.dumps([self.cells, sorted(self.files.items())]).encode(), 64)
+
+    def changed(self, cells: list[str], files: dict[str, str]) -> list[str]:
+        """What differs between the recorded `cells` and `files` and this key: a clause for each."""
+        clauses = []
+        if len(cells) != len(self.cells):
+            clauses.append(f"{len(self.cells)} code cells instead of {len(cells)}")
+        else:
+            pairs = zip(cells, self.cells, strict=True)
+            clauses += [f"code cell {n} changed" for n, (a, b) in enumerate(pairs, 1) if a != b]
+        for path in sorted(files.keys() | self.files.keys()):
+            if path not in self.files:
+                clauses.append(f"{path} is used no more")
+            elif path not in files:
+                clauses.append(f"{path} is used now")
+            elif files[path] != self.files[path]:
+                clauses.append(f"{path} changed")
+        return clauses
+
+
+def lessons(root: Path) -> list[str]:
+    """The topics that have a lesson, sorted."""
+    return sorted(path.stem for path in (root / "lessons").glob("*.md"))
+
+
+def notebook(topic: str, root: Path) -> nbformat.NotebookNode:
+    """The lesson as a notebook without outputs."""
+    import jupytext
+
+    text = (root / "lessons" / f"{topic}.md").read_text("utf-8")
+    return jupytext.reads(text, fmt="md:myst")
+
+
+def code_cells(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The code cells of a notebook, in order."""
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def cell_hash(cell: nbformat.NotebookNode) -> str:
+    """A cell's part of the key: its source, and whether it is meant to raise."""
+    raises = "raises-exception" in cell.metadata.get("tags", [])
+    return _hash(json.dumps([cell.source.strip("\n"), raises]).encode())
+
+
+def reach(topic: str, root: Path, book: nbformat.NotebookNode | None = None) -> Key:
+    """The key of the lesson `topic` of the course in the folder `root`, as it stands now.
+
+    book: the lesson when it was read already, by whichever reader.
+    """
+    root = root.resolve()
+    cells = code_cells(book or notebook(topic, root))
+    found: dict[Path, None] = {}
+    todo = [path for cell in cells for path in _reached(cell.source, root / "lessons", root)]
+    exercises = root / "code/shardlab/check" / f"{topic}.py"
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found[path] = None
+        if path.suffix == ".py":
+            todo += _reached(path.read_text("utf-8", "replace"), path.parent, root)
+        # check() finds a lesson's exercises by the topic's name: no import names them.
+        if path.parent == exercises.parent and exercises.is_file():
+            todo.append(exercises)
+    files = {p.relative_to(root).as_posix(): _file_hash(p, p.stat().st_mtime_ns) for p in found}
+    return Key(tuple(cell_hash(cell) for cell in cells), dict(sorted(files.items())))
+
+
+def _reached(source: str, folder: Path, root: Path) -> Iterator[Path]:
+    """The course files that `source`, which stands in `folder`, names itself."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return  # running it will tell
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _module(alias.name, folder, root)
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            if node.level:
+                above = folder
+                for _ in range(node.level - 1):
+                    above = above.parent
+                base = above.relative_to(root) if above.is_relative_to(root) else None
+                if base is not None:
+                    prefix = [*base.parts, *(node.module or "").split(".")]
+                    for name in ["", *names]:
+                        yield from _parts([part for part in [*prefix, name] if part], root)
+            else:
+                for name in ["", *names]:
+                    dotted = f"{node.module}.{name}".rstrip(".")
+                    yield from _module(dotted, folder, root)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from _path(node.value, folder, root)
+
+
+def _module(dotted: str, folder: Path, root: Path) -> Iterator[Path]:
+    """The files that importing `dotted` runs, where they are the course's own."""
+    parts = dotted.split(".")
+    yield from _parts(["code", *parts], root)
+    yield from _parts(parts, root)
+    if folder != root and folder.is_relative_to(root):  # a script's own folder is on its path
+        yield from _parts([*folder.relative_to(root).parts, *parts], root)
+
+
+def _parts(parts: list[str], root: Path) -> Iterator[Path]:
+    for end in range(1, len(parts) + 1):
+        stem = root.joinpath(*parts[:end])
+        for path in (stem / "__init__.py", stem.with_name(stem.name + ".py")):
+            if path.is_file():
+                yield path
+
+
+def _path(text: str, folder: Path, root: Path) -> Iterator[Path]:
+    """The file below the root that a string names: as a path, or as a module of the package."""
+    if not 0 < len(text) < 200 or "\n" in text or "\0" in text:
+        return
+    if _MODULE.fullmatch(text):
+        yield from _module(text, folder, root)
+    for base in (root, root / "lessons"):
+        try:
+            path = (base / text).resolve()
+            if path.is_relative_to(root) and path.is_file():
+                yield path
+        except (OSError, RuntimeError):
+            continue
+
+
+@lru_cache(maxsize=4096)
+def _file_hash(path: Path, mtime: int) -> str:
+    return _hash(path.read_bytes().replace(b"\r\n", b"\n"))
+
+
+def _hash(data: bytes, digits: int = 16) -> str:
+    return hashlib.sha256(data).hexdigest()[:digits]

@@ -1,0 +1,335 @@
+"""Draw the pictures of lesson `collectives`: python figures/collectives.py
+
+A cell is a piece of a tensor. It has the colour of the rank whose numbers it holds, and as many
+stripes as there are ranks whose numbers are summed in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from shardlab import show
+
+HERE = Path(__file__).parent
+INK = show.INK
+RANKS = 4
+Cell = tuple[int, ...]  # the ranks whose numbers are in it; () for a cell that holds nothing
+
+
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """An empty sheet, `width` x `height` inches, in units of inches, y downwards."""
+    show.style()
+    figure = plt.figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    axes.axis("off")
+    return figure, axes
+
+
+def on(color: str) -> str:
+    """Black or white, whichever reads better on `color` (relative luminance, WCAG 2)."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
+
+
+def cell(
+    axes: Axes, x: float, y: float, size: float, holds: Cell, label: str = "", new: bool = False
+) -> None:
+    """One piece: a stripe per rank in it; a broken outline if it is empty, a thick one if `new`."""
+    for i, rank in enumerate(holds):
+        height = size / len(holds)
+        axes.add_patch(
+            Rectangle((x, y + i * height), size, height, color=show.RANK_COLORS[rank], lw=0)
+        )
+    outline = {"ls": "-"} if holds else {"ls": (0, (2, 2)), "alpha": 0.5}
+    width = 2.2 if new else 0.8
+    axes.add_patch(Rectangle((x, y), size, size, fill=False, ec=INK, lw=width, **outline))
+    if label:
+        color = on(show.RANK_COLORS[holds[0]]) if len(holds) == 1 else INK
+        axes.text(x + size / 2, y + size / 2, label, color=color, ha="center", va="center")
+
+
+def board(
+    axes: Axes,
+    x: float,
+    y: float,
+    rows: list[list[Cell]],
+    size: float = 0.3,
+    gap: float = 0.09,
+    new: set[tuple[int, int]] = frozenset(),
+    labels: list[list[str]] | None = None,
+) -> None:
+    """What all ranks hold: a row for each rank, a column for each piece."""
+    for r, row in enumerate(rows):
+        for c, holds in enumerate(row):
+            label = labels[r][c] if labels else ""
+            cell(axes, x + c * size, y + r * (size + gap), size, holds, label, (r, c) in new)
+
+
+def names(axes: Axes, x: float, y: float, size: float = 0.3, gap: float = 0.09) -> None:
+    for rank in range(RANKS):
+        middle = y + rank * (size + gap) + size / 2
+        axes.text(x, middle, f"rank {rank}", ha="right", va="center")
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **style) -> None:
+    style = {"color": INK, "lw": 1.4, "mutation_scale": 12, **style}
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", shrinkA=0, shrinkB=0, **style))
+
+
+def title(axes: Axes, x: float, y: float, text: str, **style) -> None:
+    axes.text(x, y, text, **{"ha": "center", "va": "center", "weight": "bold", **style})
+
+
+def groups() -> None:
+    figure, axes = canvas(4.8, 3.35)
+    for node in range(2):
+        left = 0.1 + node * 2.4
+        axes.add_patch(
+            FancyBboxPatch(
+                (left, 0.42), 2.2, 1.62, "round,pad=0,rounding_size=0.1", fc="none", ec=INK
+            )
+        )
+        title(axes, left + 1.1, 0.2, f"node {node}")
+        for local in range(2):
+            rank = 2 * node + local
+            x = left + 0.12 + local * 1.02
+            color = show.RANK_COLORS[rank]
+            axes.add_patch(
+                FancyBboxPatch(
+                    (x, 0.55), 0.94, 1.36, "round,pad=0,rounding_size=0.06", fc=color, lw=0
+                )
+            )
+            for i, (text, weight) in enumerate(
+                [
+                    ("process", "normal"),
+                    (f"rank {rank}", "bold"),
+                    (f"local {local}", "normal"),
+                    (f"GPU {local}", "normal"),
+                ]
+            ):
+                axes.text(
+                    x + 0.47, 0.76 + i * 0.31, text, ha="center", va="center", weight=weight,
+                    color=on(color),
+                )  # fmt: skip
+    # The group's members, from below.
+    for number, rank in enumerate((1, 3)):
+        x = 0.1 + (rank // 2) * 2.4 + 0.12 + (rank % 2) * 1.02 + 0.47
+        axes.plot([x, x], [2.12, 2.42], color=INK, lw=1.4)
+        axes.text(x - 0.08, 2.29, f"group rank {number}", ha="right", va="center")
+    axes.plot([1.71, 4.11], [2.42, 2.42], color=INK, lw=1.4)
+    title(axes, 2.91, 2.62, "a process group: new_group([1, 3])")
+    axes.text(2.4, 3.05, "world size 4: the default group holds all four", ha="center", va="center")
+    show.svg(
+        figure,
+        HERE / "collectives_groups.svg",
+        "Two nodes with two processes each. Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1; "
+        "on each node the local ranks are 0 and 1, and each process has the GPU of its local rank. "
+        "A process group made of ranks 1 and 3 numbers them 0 and 1.",
+    )
+
+
+def roots() -> None:
+    """Broadcast and reduce, before and after."""
+    figure, axes = canvas(4.8, 2.35)
+    own: list[list[Cell]] = [[(r,)] for r in range(RANKS)]
+    root_only: list[list[Cell]] = [[(0,)], [()], [()], [()]]
+    everyone: list[list[Cell]] = [[(0,)]] * RANKS
+    total: list[list[Cell]] = [[tuple(range(RANKS))], [()], [()], [()]]
+    names(axes, 0.72, 0.7)
+    for x, name, before, after in (
+        (0.85, "broadcast", root_only, everyone),
+        (2.95, "reduce", own, total),
+    ):
+        title(axes, x + 0.85, 0.15, name)
+        axes.text(x + 0.15, 0.48, "before", ha="center", va="center")
+        axes.text(x + 1.55, 0.48, "after", ha="center", va="center")
+        board(axes, x, 0.7, before)
+        board(axes, x + 1.4, 0.7, after)
+    for rank in range(RANKS):
+        y = 0.85 + rank * 0.39
+        arrow(axes, (1.22, 0.85), (2.18, y))
+        arrow(axes, (3.32, y), (4.28, 0.85))
+    show.svg(
+        figure,
+        HERE / "collectives_roots.svg",
+        "Broadcast: before, rank 0 alone holds a tensor; after, all four ranks hold it. "
+        "Reduce: before, each rank holds a tensor of its own; after, rank 0 holds their sum.",
+    )
+
+
+def halves() -> None:
+    """All-reduce as reduce-scatter, then all-gather."""
+    figure, axes = canvas(4.95, 2.95)
+    size = 0.28
+    all_ranks = tuple(range(RANKS))
+    start: list[list[Cell]] = [[(r,)] * RANKS for r in range(RANKS)]
+    middle: list[list[Cell]] = [
+        [all_ranks if c == r else () for c in range(RANKS)] for r in range(RANKS)
+    ]
+    end: list[list[Cell]] = [[all_ranks] * RANKS] * RANKS
+    names(axes, 0.62, 0.62, size)
+    lefts = (0.7, 2.25, 3.8)
+    texts = ("all hold their own", "a sum on each", "all hold all sums")
+    for left, text, rows in zip(lefts, texts, (start, middle, end), strict=True):
+        for c in range(RANKS):
+            axes.text(left + (c + 0.5) * size, 0.5, str(c), ha="center", va="center", size=9)
+        board(axes, left, 0.62, rows, size)
+        axes.text(left + 2 * size, 2.27, text, ha="center", va="center", size=10)
+    axes.text(0.62, 0.5, "piece", ha="right", va="center", size=9)
+    for x, name in ((1.82 + 0.215, "reduce-scatter"), (3.37 + 0.215, "all-gather")):
+        arrow(axes, (x - 0.17, 1.32), (x + 0.17, 1.32))
+        title(axes, x, 0.22, name)
+    axes.plot([0.75, 0.75, 4.87, 4.87], [2.47, 2.55, 2.55, 2.47], color=INK, lw=1.2)
+    title(axes, 2.81, 2.75, "all-reduce")
+    show.svg(
+        figure,
+        HERE / "collectives_halves.svg",
+        "Before, each of four ranks holds four pieces of its own. After a reduce-scatter, rank r "
+        "holds the sum of piece r and nothing else. After an all-gather, every rank holds the sums "
+        "of all pieces. The two together are an all-reduce.",
+    )
+
+
+def exchange_and_barrier() -> None:
+    figure, axes = canvas(4.8, 4.5)
+    names(axes, 0.72, 0.7)
+    title(axes, 2.7, 0.15, "all-to-all")
+    numbers = [[f"{r}→{c}" for c in range(RANKS)] for r in range(RANKS)]
+    arrived = [[f"{c}→{r}" for c in range(RANKS)] for r in range(RANKS)]
+    for left, text, rows, labels in (
+        (0.85, "before", [[(r,)] * RANKS for r in range(RANKS)], numbers),
+        (3.0, "after", [[(c,) for c in range(RANKS)] for _ in range(RANKS)], arrived),
+    ):
+        axes.text(left + 0.84, 0.48, text, ha="center", va="center")
+        for r in range(RANKS):
+            for c in range(RANKS):
+                x, y = left + c * 0.42, 0.7 + r * 0.39
+                color = show.RANK_COLORS[rows[r][c][0]]
+                axes.add_patch(Rectangle((x, y), 0.42, 0.3, fc=color, ec=INK, lw=0.8))
+                style = {"ha": "center", "va": "center", "size": 9, "color": on(color)}
+                axes.text(x + 0.21, y + 0.15, labels[r][c], **style)
+    arrow(axes, (2.6, 1.44), (2.93, 1.44))
+    title(axes, 2.7, 2.62, "barrier")
+    names(axes, 0.72, 2.85)
+    arrivals = (1.6, 3.3, 1.2, 2.3)
+    for rank, x in enumerate(arrivals):
+        y = 2.85 + rank * 0.39
+        color = show.RANK_COLORS[rank]
+        axes.add_patch(Rectangle((0.85, y), x - 0.85, 0.3, fc=color, ec=INK, lw=0.8))
+        if x < 3.3:
+            style = {"fill": False, "ec": INK, "ls": (0, (2, 2)), "lw": 0.8}
+            axes.add_patch(Rectangle((x, y), 3.3 - x, 0.3, **style))
+            axes.text((x + 3.3) / 2, y + 0.15, "waits", ha="center", va="center", size=10)
+        axes.add_patch(Rectangle((3.3, y), 1.38, 0.3, fc=color, ec=INK, lw=0.8))
+    axes.plot([3.3, 3.3], [2.76, 4.4], color=INK, lw=2.2)
+    axes.text(3.36, 4.43, "time →", ha="left", va="center", size=10)
+    show.svg(
+        figure,
+        HERE / "collectives_exchange.svg",
+        "All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what "
+        "each of the ranks had for it, like a table of which rows became columns. Barrier: ranks "
+        "arrive at different times, and all go on when the last one, rank 1, has arrived.",
+    )
+
+
+def tree() -> None:
+    """The binomial tree's rounds for eight ranks."""
+    figure, axes = canvas(4.8, 2.75)
+    left, step, size = 0.98, 0.48, 0.34
+    has = {0}
+    for row in range(4):
+        y = 0.42 + row * 0.62
+        text = "start" if row == 0 else f"round {row}"
+        axes.text(left - 0.12, y + size / 2, text, ha="right", va="center")
+        for rank in range(8):
+            cell(axes, left + rank * step, y, size, (0,) if rank in has else ())
+        if row < 3:
+            for rank in sorted(has):
+                reach = 2**row
+                x = left + rank * step + size / 2
+                arrow(axes, (x, y + size), (x + reach * step, y + 0.62), lw=1.2)
+            has |= {rank + 2**row for rank in has}
+    for rank in range(8):
+        axes.text(left + rank * step + size / 2, 0.22, str(rank), ha="center", va="center")
+    axes.text(left - 0.12, 0.22, "rank", ha="right", va="center")
+    show.svg(
+        figure,
+        HERE / "collectives_tree.svg",
+        "Broadcast to eight ranks in three rounds. Round 1: rank 0 sends to rank 1. Round 2: ranks "
+        "0 and 1 send to ranks 2 and 3. Round 3: ranks 0 to 3 send to ranks 4 to 7.",
+    )
+
+
+def ring_states() -> list[tuple[list[list[Cell]], set[tuple[int, int]]]]:
+    """What each rank holds after each step, and what has just arrived: (rank, piece)."""
+    rows: list[list[Cell]] = [[(r,)] * RANKS for r in range(RANKS)]
+    states = [([list(row) for row in rows], set())]
+    for step in range(RANKS - 1):  # reduce-scatter: rank r receives piece r - 2 - step
+        before = [list(row) for row in rows]
+        new = set()
+        for r in range(RANKS):
+            piece = (r - 2 - step) % RANKS
+            rows[r][piece] = tuple(sorted(before[r - 1][piece] + before[r][piece]))
+            new.add((r, piece))
+        states.append(([list(row) for row in rows], new))
+    for step in range(RANKS - 1):  # all-gather: rank r receives piece r - 1 - step
+        before = [list(row) for row in rows]
+        new = set()
+        for r in range(RANKS):
+            piece = (r - step - 1) % RANKS
+            rows[r][piece] = before[r - 1][piece]
+            new.add((r, piece))
+        states.append(([list(row) for row in rows], new))
+    return states
+
+
+def ring() -> None:
+    figure, axes = canvas(4.8, 8.0)
+    size, gap = 0.3, 0.09
+    heads = ["start", "step 1", "step 2", "step 3", "step 4", "step 5", "step 6"]
+    for i, ((rows, new), head) in enumerate(zip(ring_states(), heads, strict=True)):
+        column, row = (0, i) if i < 4 else (1, i - 3)
+        left, top = 0.72 + column * 2.4, 0.72 + row * 1.9
+        title(axes, left + 2 * size, top - 0.17, head)
+        board(axes, left, top, rows, size, gap, new)
+        names(axes, left - 0.08, top)
+    title(axes, 1.32, 0.18, "reduce-scatter")
+    title(axes, 3.72, 2.08, "all-gather")
+    # In the free corner, the ring itself.
+    x0, y0, radius = 3.55, 0.95, 0.52
+    spots = [(x0, y0 - radius), (x0 + radius, y0), (x0, y0 + radius), (x0 - radius, y0)]
+    for rank, (x, y) in enumerate(spots):
+        color = show.RANK_COLORS[rank]
+        nx, ny = spots[(rank + 1) % RANKS]
+        dx, dy = nx - x, ny - y
+        arrow(axes, (x + 0.33 * dx, y + 0.33 * dy), (x + 0.7 * dx, y + 0.7 * dy))
+        axes.add_patch(plt.Circle((x, y), 0.17, fc=color, ec=INK, lw=0.8))
+        axes.text(x, y, str(rank), ha="center", va="center", color=on(color), weight="bold")
+    show.svg(
+        figure,
+        HERE / "collectives_ring.svg",
+        "The ring all-reduce on four ranks, step by step. In every step each rank sends one piece "
+        "to the next rank. In steps 1 to 3 the piece that arrives is added to its own: after "
+        "step 3 rank r holds the complete sum of piece r. In steps 4 to 6 the complete sums go "
+        "around: after step 6 every rank holds all four.",
+    )
+
+
+def main() -> None:
+    groups()
+    roots()
+    halves()
+    exchange_and_barrier()
+    tree()
+    ring()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Draw the pictures of lesson `data_parallel`: python figures/data_parallel.py
+
+`data_parallel_overlap.svg` shows a real run, whose times stand beside it in
+`data_parallel_overlap.json`: python figures/data_parallel.py --measure runs it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from torch.utils.data import DistributedSampler
+
+from shardlab import link, ranks, show, text
+from shardlab.data_parallel import MIB, Bucket, DataParallel, assign_buckets, average_in_buckets
+from shardlab.model import GPT, PRESETS, loss
+
+HERE = Path(__file__).parent
+INK = show.INK
+COLORS = show.RANK_COLORS
+Run = dict[str, Any]
+
+
+def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str, list[Run]]:
+    """On a rank: steps with and without overlap, in turn, on an emulated link: when what happened.
+
+    Each step is {"forward": end, "backward": end, "wait": end, "step": end, "buckets": [[ready,
+    wire begins, wire ends], …]}, in seconds since the step began on this rank.
+    """
+    wire = link.slow(latency, bandwidth)
+    plain = GPT(PRESETS["mini"])
+    hooked = DataParallel(copy.deepcopy(plain), wire, bucket_bytes=4 * MIB)
+    dealt = assign_buckets(plain.parameters(), bucket_bytes=4 * MIB)
+    buckets = [Bucket(parameters, wire) for parameters in dealt]
+    optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (plain, hooked)}
+    tokens, targets = text.batch(128, batch, start=batch * dist.get_rank())
+
+    def step(model: torch.nn.Module) -> Run:
+        dist.barrier()
+        wire.log.clear()
+        marks = [time.monotonic()]
+        optimizers[model].zero_grad()
+        value = loss(model(tokens), targets)
+        marks.append(time.monotonic())
+        value.backward()
+        marks.append(time.monotonic())
+        if model is plain:
+            average_in_buckets(buckets)
+        else:
+            marks[-1] = wire.log[-1][2]  # when the last bucket was ready; then backward only waited
+        marks.append(time.monotonic())
+        optimizers[model].step()
+        marks.append(time.monotonic())
+        names = ("forward", "backward", "wait", "step")
+        run: Run = {k: t - marks[0] for k, t in zip(names, marks[1:], strict=True)}
+        run["buckets"] = [[moment - marks[0] for moment in entry[2:]] for entry in wire.log]
+        return run
+
+    for model in (plain, hooked):
+        step(model)
+    runs = [(step(plain), step(hooked)) for _ in range(steps)]
+    return {"without": [run[0] for run in runs], "with": [run[1] for run in runs]}
+
+
+def middle(runs: list[Run]) -> Run:
+    """The run whose step took the median time."""
+    return sorted(runs, key=lambda run: run["step"])[len(runs) // 2]
+
+
+def timeline(without: Run, with_overlap: Run) -> Figure:
+    """Compute and wire of one rank, without overlap and with it, on one axis of time."""
+    show.style()
+    figure, panels = plt.subplots(2, 1, figsize=(6.4, 4.1), sharex=True)
+    figure.subplots_adjust(hspace=0.42)
+    longest = max(without["step"], with_overlap["step"])
+    for axes, run, words in (
+        (panels[0], without, "backward first, then the wire"),
+        (panels[1], with_overlap, "each bucket leaves as soon as it is full"),
+    ):
+        _lanes(axes, run)
+        axes.set_title(f"{words}: {1e3 * run['step']:.0f} ms", loc="left", fontsize=12)
+        axes.set_xlim(0, 1.03 * longest)
+    gain = 1 - with_overlap["step"] / without["step"]
+    end = with_overlap["step"]
+    if gain > 0.05:
+        panels[1].annotate(
+            f"{100 * gain:.0f} % less",
+            (end, 1.4),
+            ((end + 1.03 * longest) / 2, 1.4),
+            ha="center",
+            va="center",
+            fontsize=13,
+            fontweight="bold",
+        )
+    panels[1].set_xlabel("milliseconds since the step began")
+    panels[1].xaxis.set_major_formatter(lambda value, _: f"{1e3 * value:.0f}")
+    return figure
+
+
+def _lanes(axes: Axes, run: Run) -> None:
+    """Upper lane: what the rank computes. Lower lane: what its wire carries."""
+    axes.set_ylim(-0.4, 2.2)
+    axes.set_yticks([1.4, 0.1], ["compute", "wire"])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+    def bar(begin: float, end: float, y: float, color: str, **style: Any) -> None:
+        style = {"lw": 0} | style
+        axes.add_patch(Rectangle((begin, y - 0.4), end - begin, 0.8, fc=color, **style))
+
+    def label(begin: float, end: float, words: str) -> None:
+        axes.text((begin + end) / 2, 1.97, words, ha="center", va="center", fontsize=10)
+
+    forward, backward, wait, step = (run[k] for k in ("forward", "backward", "wait", "step"))
+    bar(0, forward, 1.4, "none", ec=INK, lw=0.8)
+    label(0, forward, "forward")
+    label(forward, backward, "backward")
+    if wait - backward > 0.1 * step:
+        label(backward, wait, "waiting")
+    bar(wait, step, 1.4, "none", ec=INK, lw=0.8)
+    label(wait, step, "step")
+    together = run["buckets"][0][0] >= backward  # nothing left before backward ended
+    if together:
+        bar(forward, backward, 1.4, COLORS[0])
+    begin = forward
+    for number, (ready, leaves, arrives) in enumerate(run["buckets"]):
+        color = COLORS[0] if number % 2 else COLORS[4]
+        if not together:
+            bar(begin, ready, 1.4, color)
+            axes.plot([ready, leaves], [1.0, 0.5], color=INK, lw=0.7, alpha=0.6)
+            begin = ready
+        bar(leaves, arrives, 0.1, color)
+
+
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """An empty sheet, `width` x `height` inches, in units of inches, y downwards."""
+    show.style()
+    figure = plt.figure(figsize=(width, height))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    axes.axis("off")
+    return figure, axes
+
+
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, words: str, color: str
+) -> None:
+    axes.add_patch(Rectangle((x, y), width, height, fc=color, ec=INK, lw=0.8))
+    axes.text(x + width / 2, y + height / 2, words, ha="center", va="center", fontsize=11)
+
+
+def arrow(axes: Axes, begin: tuple[float, float], end: tuple[float, float]) -> None:
+    style = {"arrowstyle": "-|>", "mutation_scale": 11, "lw": 1.2, "color": INK}
+    axes.add_patch(FancyArrowPatch(begin, end, shrinkA=0, shrinkB=0, **style))
+
+
+def striped(axes: Axes, x: float, y: float, width: float, height: float, parts: int) -> None:
+    for rank in range(parts):
+        tall = height / parts
+        axes.add_patch(Rectangle((x, y + rank * tall), width, tall, fc=COLORS[rank], lw=0))
+    axes.add_patch(Rectangle((x, y), width, height, fill=False, ec=INK, lw=0.8))
+
+
+def draw_replicas() -> None:
+    figure, axes = canvas(6.2, 4.55)
+    left, width, gap = 0.05, 1.35, 0.23
+    for rank in range(4):
+        x = left + rank * (width + gap)
+        middle_x = x + width / 2
+        axes.text(middle_x, 0.12, f"rank {rank}", ha="center", va="center", fontweight="bold")
+        for sample in range(4):
+            square = Rectangle((x + 0.31 * sample + 0.07, 0.3), 0.26, 0.26, fc=COLORS[rank], lw=0)
+            axes.add_patch(square)
+        arrow(axes, (middle_x, 0.62), (middle_x, 0.84))
+        box(axes, x, 0.88, width, 0.6, "all weights", "none")
+        arrow(axes, (middle_x, 1.52), (middle_x, 1.74))
+        axes.add_patch(Rectangle((x, 1.78), width, 0.5, fc=COLORS[rank], ec=INK, lw=0.8))
+        on = {"color": "#ffffff" if rank == 0 else "#000000", "ha": "center", "va": "center"}
+        axes.text(middle_x, 2.03, "own gradients", **on)
+        arrow(axes, (middle_x, 2.32), (middle_x, 2.5))
+        arrow(axes, (middle_x, 2.88), (middle_x, 3.06))
+        striped(axes, x, 3.1, width, 0.5, 4)
+        arrow(axes, (middle_x, 3.64), (middle_x, 3.86))
+        box(axes, x, 3.9, width, 0.6, "the same step", "none")
+    span = 4 * width + 3 * gap
+    axes.add_patch(Rectangle((left, 2.53), span, 0.34, fill=False, ec=INK, lw=1.4))
+    words = "all-reduce: every rank gets the average of all four"
+    axes.text(left + span / 2, 2.7, words, ha="center", va="center", fontweight="bold")
+    show.svg(
+        figure,
+        HERE / "data_parallel_replicas.svg",
+        "Four ranks. Each has a quarter of the batch, all weights, and computes gradients of its "
+        "own. An all-reduce averages the gradients; then all four ranks have the same gradients "
+        "and make the same optimizer step.",
+    )
+
+
+def draw_buckets() -> None:
+    figure, axes = canvas(6.2, 3.1)
+    # Widths of parameters in the order of the module, first to last.
+    widths = [0.95, 0.5, 0.7, 0.7, 0.5, 0.7, 0.7, 0.55]
+    names = ["embed", "1a", "1b", "1c", "2a", "2b", "2c", "head"]
+    dealt = [[7], [6, 5, 4], [3, 2, 1], [0]]
+    shades, inks = [COLORS[0], COLORS[4]], ["#ffffff", "#000000"]
+    number = {i: k for k, bucket in enumerate(dealt) for i in bucket}
+    x, places = 0.1, []
+    axes.text(0.1, 0.15, "parameters, in the module's order", va="center")
+    for i, (width, name) in enumerate(zip(widths, names, strict=True)):
+        axes.add_patch(Rectangle((x, 0.35), width, 0.42, fc=shades[number[i] % 2], ec=INK, lw=0.8))
+        style = {"ha": "center", "va": "center", "fontsize": 10, "color": inks[number[i] % 2]}
+        axes.text(x + width / 2, 0.56, name, **style)
+        places.append(x + width / 2)
+        x += width + 0.06
+    arrow(axes, (x - 0.1, 0.98), (0.1, 0.98))
+    words = "backward finishes their gradients from right to left"
+    axes.text(3, 1.16, words, ha="center", va="center", fontsize=10)
+    x = 0.1
+    for k, bucket in enumerate(dealt):
+        begin = x
+        for i in bucket:
+            width = 0.72 * widths[i]
+            axes.add_patch(Rectangle((x, 1.75), width, 0.42, fc=shades[k % 2], ec=INK, lw=0.8))
+            style = {"ha": "center", "va": "center", "color": inks[k % 2], "fontsize": 9}
+            axes.text(x + width / 2, 1.96, names[i], **style)
+            x += width
+        tail = 0.055 * len(bucket)
+        axes.add_patch(Rectangle((x, 1.75), tail, 0.42, fc="none", ec=INK, lw=0.8, hatch="||||"))
+        x += tail
+        axes.text((begin + x) / 2, 1.58, f"bucket {k}", ha="center", va="center", fontsize=10)
+        arrow(axes, ((begin + x) / 2, 2.21), ((begin + x) / 2, 2.5))
+        x += 0.3
+    words = "one message each, first bucket first; it is small, so that the wire starts early"
+    axes.text(0.1, 2.66, words, va="center", fontsize=10)
+    words = "hatched: one element per parameter, “did any rank have a gradient?”"
+    axes.text(0.1, 2.92, words, va="center", fontsize=10)
+    show.svg(
+        figure,
+        HERE / "data_parallel_buckets.svg",
+        "Eight parameters in the module's order are dealt into four buckets from the last to the "
+        "first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the "
+        "embedding in bucket 3. Each bucket is one flat tensor and one message.",
+    )
+
+
+def draw_sampler() -> None:
+    samples, size = list(range(10)), 4
+    figure, axes = canvas(6.2, 2.45)
+    for row, epoch in enumerate((0, 1)):
+        y = 0.45 + 1.0 * row
+        axes.text(0.05, y - 0.3, f"epoch {epoch}", va="center", fontweight="bold")
+        columns = []
+        for rank in range(size):
+            sampler = DistributedSampler(samples, size, rank, shuffle=True, seed=0)
+            sampler.set_epoch(epoch)
+            columns.append(list(sampler))
+        seen: set[int] = set()
+        for place in range(len(columns[0])):
+            for rank in range(size):
+                sample = columns[rank][place]
+                x = 0.05 + 0.5 * (place * size + rank) + 0.08 * place
+                twice = {"ls": (0, (2, 1.5)), "lw": 2.4} if sample in seen else {"lw": 0.8}
+                axes.add_patch(Rectangle((x, y), 0.42, 0.42, fc=COLORS[rank], ec=INK, **twice))
+                dark = "#ffffff" if rank == 0 else "#000000"
+                axes.text(x + 0.21, y + 0.21, sample, ha="center", va="center", color=dark)
+                seen.add(sample)
+    x = 0.05
+    for rank in range(size):
+        axes.add_patch(Rectangle((x, 2.12), 0.2, 0.2, fc=COLORS[rank], lw=0))
+        axes.text(x + 0.26, 2.22, f"rank {rank}", va="center", fontsize=10)
+        x += 0.95
+    axes.add_patch(Rectangle((x, 2.12), 0.2, 0.2, fill=False, ec=INK, lw=2, ls=(0, (2, 1.5))))
+    axes.text(x + 0.26, 2.22, "a second time, to fill up", va="center", fontsize=10)
+    show.svg(
+        figure,
+        HERE / "data_parallel_sampler.svg",
+        "Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. "
+        "Twelve places have to be filled, so two samples appear a second time.",
+    )
+
+
+def draw_overlap(measure: bool) -> None:
+    path = HERE / "data_parallel_overlap.json"
+    if measure:
+        # 50 microseconds, 1 Gbit/s; two ranks, a core each.
+        runs = ranks.run(trace, 2, 3, 15, 50e-6, 125e6, device="cpu", timeout=300)[0]
+        kept = {name: middle(those) for name, those in runs.items()}
+        rounded = json.loads(json.dumps(kept), parse_float=lambda digits: round(float(digits), 4))
+        path.write_text(json.dumps(rounded) + "\n")
+    runs = json.loads(path.read_text())
+    show.svg(
+        timeline(runs["without"], runs["with"]),
+        HERE / "data_parallel_overlap.svg",
+        "Measured timeline of one training step, on one of two ranks joined by a 1 Gbit/s link. "
+        f"Without overlap the wire is idle until backward has ended, and a step takes "
+        f"{1e3 * runs['without']['step']:.0f} ms. With overlap the wire carries each bucket while "
+        f"backward computes the next, and a step takes {1e3 * runs['with']['step']:.0f} ms.",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", action="store_true", help="measure the timeline anew")
+    chosen = parser.parse_args()
+    draw_replicas()
+    draw_buckets()
+    draw_sampler()
+    draw_overlap(chosen.measure)
+
+
+if __name__ == "__main__":
+    main()

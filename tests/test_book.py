@@ -1,0 +1,280 @@
+"""The site: nothing from another host, no dead link, and on every lesson what readers need."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+import yaml
+from throwaway import Book
+
+from shardlab import record
+
+LOADED = {  # what a browser fetches by itself
+    "script": ("src",),
+    "img": ("src", "srcset"),
+    "image": ("href", "xlink:href"),
+    "use": ("href", "xlink:href"),
+    "iframe": ("src",),
+    "source": ("src", "srcset"),
+    "video": ("src", "poster"),
+    "audio": ("src",),
+    "object": ("data",),
+    "embed": ("src",),
+    "track": ("src",),
+}
+FOREIGN = re.compile(r"^\s*(https?:)?//", re.IGNORECASE)
+CSS_LOADS = re.compile(
+    r"(?:@import\s*|url\(\s*)(?:url\(\s*)?[\"']?((?:https?:)?//[^\"')\s]+)", re.I
+)
+
+
+class Page(HTMLParser):
+    """The parts of an HTML page that the tests look at."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.foreign: list[str] = []
+        self.unnamed: list[str] = []  # pictures that say nothing to who cannot see them
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        """Collect ids, links and what is loaded."""
+        values = {name: value or "" for name, value in attrs}
+        self._inside = tag
+        if "id" in values:
+            self.ids.append(values["id"])
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        loads = [values.get(name, "") for name in LOADED.get(tag, ())]
+        if tag == "link" and values.get("rel") not in ("canonical", "next", "prev", "author"):
+            loads.append(values.get("href", ""))
+        self.foreign += [f"<{tag}> {address}" for address in loads if FOREIGN.search(address)]
+        self.foreign += CSS_LOADS.findall(values.get("style", ""))
+        if tag == "img" and not values.get("alt", "").strip():
+            self.unnamed.append(values.get("src", ""))
+        if tag == "svg" and not (values.get("aria-label") or values.get("aria-hidden")):
+            self.unnamed.append("<svg>")
+
+    def handle_data(self, data):
+        """Look for addresses in scripts and styles that stand in the page."""
+        if self._inside == "style":
+            self.foreign += CSS_LOADS.findall(data)
+        elif self._inside == "script":
+            self.foreign += re.findall(r"https?://[^\"'\s]+", data)
+
+    def handle_endtag(self, tag):
+        """Leave scripts and styles."""
+        self._inside = ""
+
+
+def foreign(site: Path) -> list[str]:
+    """Every load from another host in the pages and style sheets of `site`."""
+    found = []
+    for path in site.rglob("*.html"):
+        found += [f"{path.relative_to(site)}: {x}" for x in Page(path.read_text("utf-8")).foreign]
+    for path in site.rglob("*.css"):
+        text = re.sub(r"/\*.*?\*/", "", path.read_text("utf-8"), flags=re.DOTALL)
+        found += [f"{path.relative_to(site)}: {x}" for x in CSS_LOADS.findall(text)]
+    for path in site.rglob("*.svg"):
+        found += [f"{path.relative_to(site)}: {x}" for x in Page(path.read_text("utf-8")).foreign]
+    return found
+
+
+def dead_links(site: Path) -> list[str]:
+    """Every link within `site` to a file or an anchor that is not there."""
+    pages = {path.resolve(): Page(path.read_text("utf-8")) for path in site.rglob("*.html")}
+    dead = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc or link in ("", "#"):
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchors = pages[target].ids if target in pages else None
+            if not target.is_file() or (
+                parts.fragment and anchors is not None and unquote(parts.fragment) not in anchors
+            ):
+                dead.append(f"{path.relative_to(site.resolve())}: {link}")
+    return dead
+
+
+# --- The course's own site --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def site(root):
+    """The site as `make book` builds it: nothing is executed that an earlier build executed."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("BOOK_")}
+    tool = Path(sys.executable).parent / "jupyter-book"
+    done = subprocess.run(
+        [tool, "build", "-W", "-n", "--keep-going", "."],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return root / "_build/html"
+
+
+first_build = pytest.mark.timeout(900)  # the first use of `site` may have to execute all lessons
+
+
+@first_build
+def test_every_page_of_the_table_of_contents_is_built(site, root):
+    toc = yaml.safe_load((root / "_toc.yml").read_text())
+    names = [toc["root"], *(c["file"] for part in toc["parts"] for c in part["chapters"])]
+    assert (site / "index.html").is_file()
+    for name in names:
+        assert (site / f"{name}.html").is_file()
+    listed = {name.removeprefix("lessons/") for name in names if name.startswith("lessons/")}
+    assert listed == set(record.lessons(root)), "lessons/ and _toc.yml name different lessons"
+
+
+@first_build
+def test_site_asks_no_other_host(site):
+    assert foreign(site) == []
+
+
+@first_build
+def test_links_and_anchors_lead_somewhere(site):
+    assert dead_links(site) == []
+
+
+@first_build
+def test_pages_hold_each_id_once_and_name_their_pictures(site, root):
+    for topic in record.lessons(root):
+        page = Page((site / f"lessons/{topic}.html").read_text("utf-8"))
+        twice = {name for name in page.ids if page.ids.count(name) > 1}
+        assert twice == set(), topic
+        assert page.unnamed == [], topic
+
+
+@first_build
+def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, root):
+    table = (site / "book/execution.html").read_text("utf-8")
+    for topic in record.lessons(root):
+        text = (site / f"lessons/{topic}.html").read_text("utf-8")
+        note = re.search(r'</h1><p class="lesson-outputs".*?</p>', text, re.DOTALL)
+        assert note, f"{topic}: nothing under the title"
+        assert re.search(
+            r"(Recorded|Executed by this build) on .*torch \d.*\d{4}-\d\d-\d\d, \d+ s", note[0]
+        )
+        assert f'href="../lessons/{topic}.html"' in table
+        for suffix in (".md", ".ipynb", ".py"):
+            assert f'href="../downloads/{topic}{suffix}"' in note[0]
+            assert (site / f"downloads/{topic}{suffix}").stat().st_size > 0
+        notebook = nbformat.read(site / f"downloads/{topic}.ipynb", as_version=4)
+        nbformat.validate(notebook)
+        assert any(cell.get("outputs") for cell in notebook.cells)
+        assert any(cell.cell_type == "markdown" for cell in notebook.cells)
+
+
+@first_build
+def test_site_holds_no_example_address_and_no_dead_weight(site):
+    pages = [*site.glob("*.html"), *site.glob("book/*.html"), *site.glob("lessons/*.html")]
+    for path in pages:  # not those of source files: this test's own is among them
+        text = path.read_text("utf-8")
+        assert "executablebooks/jupyter-book" not in text
+        assert "fontawesome.js" not in text
+        assert "sphinx-thebe" not in text
+        assert "THEBE" not in text
+    assert not (site / "_static/scripts/fontawesome.js").exists()
+    # MathJax as it comes takes 24 MB.
+    mathjax = sum(p.stat().st_size for p in (site / "_static/mathjax").rglob("*") if p.is_file())
+    assert 1e6 < mathjax < 2.5e6
+
+
+# --- A small book -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The small book, built without and then with a repository's address."""
+    book = Book(tmp_path_factory.mktemp("book"))
+    source = (
+        "from IPython.display import HTML\nHTML('<a href=\"../code/shardlab/first.py#L4\">x</a>')"
+    )
+    book.edit("lessons/small.md", "from shardlab.first", f"{source};\nfrom shardlab.first")
+    book.edit(
+        "lessons/small.md",
+        "from shardlab.first import answer\n```",
+        f"from shardlab.first import answer\n```\n\n```{{code-cell}} ipython3\n{source}\n```",
+    )
+    book.built()
+    return book
+
+
+def test_small_book_is_sound(small):
+    assert foreign(small.root / "_build/html") == []
+    assert dead_links(small.root / "_build/html") == []
+
+
+def test_pictures_stand_in_the_page(small):
+    page = small.page()
+    assert '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 4 2" role="img" ' in page
+    assert 'aria-label="Two boxes"' in page
+    assert '<g id="svg0-box">' in page
+    assert '<use href="#svg0-box"/>' in page
+    assert "currentColor" in page
+
+
+def test_links_to_code_lead_to_its_page(small):
+    assert 'href="../code/shardlab/first.html#L4"' in small.page()  # from an output
+    assert re.search(
+        r'href="\.\./code/shardlab/first\.html"[^>]*><span[^>]*>the code', small.page()
+    )
+    assert '<span id="L4">' in small.page("code/shardlab/first")
+
+
+def test_buttons_need_a_repository(small):
+    words = ("mybinder.org", "colab.research.google.com", "Suggest edit", "/edit/main/")
+    assert not any(word in small.page() for word in words)
+    with_address = Book.__new__(Book)
+    with_address.root, with_address.log = small.root, ""
+    address = "https://github.com/some-owner/some-name"
+    with_address.built(BOOK_REPOSITORY=address, BOOK_BRANCH="trunk")
+    assert with_address.executed == []
+    page = with_address.page()
+    assert f"{address}/edit/trunk/lessons/small.md" in page
+    assert "mybinder.org/v2/gh/some-owner/some-name/trunk?urlpath=lab%2Ftree%2Flessons" in page
+    assert "github/some-owner/some-name/blob/notebooks/small.ipynb" in page
+    assert f'href="{address}/blob/trunk/code/shardlab/first.py#L4"' in page
+    assert foreign(small.root / "_build/html") == []
+    with_address.built()
+    assert not any(word in with_address.page() for word in words)
+
+
+def test_address_that_is_none_is_refused(small):
+    assert small.build(BOOK_REPOSITORY="github.com/x") != 0
+    assert "BOOK_REPOSITORY='github.com/x': allowed is an address like" in small.log
+
+
+def test_changed_style_sheet_is_copied(small):
+    small.write("book/static/course.css", "p { color: red }\n")
+    small.built()
+    assert (small.root / "_build/html/_static/course.css").read_text() == "p { color: red }\n"
+
+
+def test_tests_see_foreign_loads_and_dead_links(tmp_path):
+    """The checks above would find what they look for."""
+    (tmp_path / "a.html").write_text(
+        '<script src="https://cdn.example/x.js"></script><link rel="stylesheet" href="//x.example">'
+        "<style>@import 'https://a.example/f.css'; p { background: url(https://b.example/i.png) }"
+        '</style><script>load("https://c.example/y.js")</script><img src="http://d.example/z.png">'
+        '<a href="b.html">b</a><a href="#gone">g</a><a id="here" href="#here">h</a>'
+    )
+    (tmp_path / "a.css").write_text("@font-face { src: url('https://e.example/f.woff2') }")
+    assert len(foreign(tmp_path)) == 7
+    assert dead_links(tmp_path) == ["a.html: b.html", "a.html: #gone"]

@@ -1,0 +1,100 @@
+"""Each lesson and its script hold the same, and the script is generated one way."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from throwaway import Book
+
+from shardlab import __main__, record, show
+from shardlab.record import pairs
+
+
+def test_scripts_are_in_step(root):
+    late = [str(path.relative_to(root)) for path in pairs.out_of_step(root)]
+    assert late == [], "run `make pairs`"
+
+
+def test_scripts_are_plain_python(root):
+    for topic in record.lessons(root):
+        text = pairs.script(topic, root)
+        ast.parse(text)
+        assert "get_ipython" not in text
+        # jupytext comments magics out: the script would do less than the lesson.
+        assert re.findall(r"(?m)^# (?:%[a-z].*|![a-z].*)$", text) == [], topic
+
+
+@pytest.mark.timeout(600)  # a lesson takes a minute on two free cores
+@pytest.mark.parametrize("topic", record.lessons(show.ROOT))
+def test_script_runs_without_jupyter(topic, tmp_path):
+    """`python code/lessons/<topic>.py` ends with 0, wherever it is started."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "for name in ('IPython', 'ipykernel', 'jupyter_client', 'jupytext', 'nbformat'):\n"
+        "    sys.modules[name] = None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, show.ROOT / "code/lessons" / f"{topic}.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_script_holds_prose_and_cells(tmp_path):
+    book = Book(tmp_path)
+    text = pairs.script("small", book.root)
+    assert "# Prose that says one thing.\n" in text
+    assert '\nprint("the answer is", answer())\n' in text
+    assert "jupytext_version:" not in text
+    assert text == pairs.script("small", book.root)
+
+
+def test_pairs_go_one_way(tmp_path, monkeypatch, capsys):
+    book = Book(tmp_path)
+    monkeypatch.chdir(book.root)
+    script = book.root / "code/lessons/small.py"
+    lesson = (book.root / "lessons/small.md").read_bytes()
+    assert __main__.main(["pairs", "--check"]) == 1
+    assert "code/lessons/small.py differs from lessons/small.md" in capsys.readouterr().out
+    assert not script.exists()
+    assert __main__.main(["pairs"]) == 0
+    assert __main__.main(["pairs", "--check"]) == 0
+
+    # A younger script does not win over its lesson, and one without a lesson goes.
+    script.write_text("print('edited here')\n")
+    (script.parent / "gone.py").write_text("")
+    assert __main__.main(["pairs", "--check"]) == 1
+    assert "gone.py has no lesson" in capsys.readouterr().out
+    assert __main__.main(["pairs"]) == 0
+    assert "edited here" not in script.read_text()
+    assert (book.root / "lessons/small.md").read_bytes() == lesson
+    assert not (script.parent / "gone.py").exists()
+
+
+def test_saving_in_jupyterlab_keeps_the_lesson(tmp_path):
+    """What JupyterLab writes when a reader runs and saves an unchanged lesson."""
+    from jupyter_server.services.contents.largefilemanager import LargeFileManager
+    from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
+
+    book = Book(tmp_path)
+    lesson = (book.root / "lessons/small.md").read_text()
+    manager = build_sync_jupytext_contents_manager_class(LargeFileManager)()
+    manager.root_dir = str(book.root)
+    model = manager.get("lessons/small.md", type="notebook")
+    content = model["content"]
+    content["metadata"]["language_info"] = {"name": "python", "version": "3.11.0"}
+    for number, cell in enumerate(content["cells"]):
+        cell["metadata"]["trusted"] = True
+        if cell["cell_type"] == "code":
+            cell["execution_count"] = number
+    manager.save(model, "lessons/small.md")
+    assert (book.root / "lessons/small.md").read_text() == lesson
+    assert (book.root / "code/lessons/small.py").read_text() == pairs.script("small", book.root)

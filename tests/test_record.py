@@ -1,0 +1,388 @@
+"""Recordings: what they hold, when they hold, and what the pages say about them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from throwaway import HEADER, Book
+
+from shardlab import __main__, record
+from shardlab.record import facts
+
+
+@pytest.fixture
+def book(tmp_path):
+    return Book(tmp_path)
+
+
+def reached(book):
+    return set(record.reach("small", book.root).files)
+
+
+# --- The key ----------------------------------------------------------------------------------
+
+
+def test_key_holds_what_the_cells_reach(book):
+    assert reached(book) == {
+        "code/shardlab/__init__.py",
+        "code/shardlab/first.py",
+        "code/shardlab/second.py",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cell", "path"),
+    [
+        ("import shardlab.third", "code/shardlab/third.py"),
+        ("import shardlab.third as t", "code/shardlab/third.py"),
+        ("from shardlab import third", "code/shardlab/third.py"),
+        ("def f():\n    from shardlab.third import VALUE", "code/shardlab/third.py"),
+        ("import importlib; importlib.import_module('shardlab.third')", "code/shardlab/third.py"),
+        ("from shardlab import package", "code/shardlab/package/inner.py"),
+        ("from shardlab.package import inner", "code/shardlab/package/inner.py"),
+        ("open('../figures/data.csv')", "figures/data.csv"),
+        ("open('figures/data.csv')", "figures/data.csv"),
+        ("import runpy; runpy.run_path('../figures/draw.py')", "figures/helper.py"),
+        ("from benchmarks import bench", "benchmarks/bench.py"),
+        ("from shardlab import check", "code/shardlab/check/small.py"),
+    ],
+)
+def test_key_follows_imports_and_paths(book, cell, path):
+    book.write("code/shardlab/package/__init__.py", "from . import inner\n")
+    book.write("code/shardlab/package/inner.py", "from .. import first\n")
+    book.write("code/shardlab/check/__init__.py", "")
+    book.write("code/shardlab/check/small.py", "")
+    book.write("code/shardlab/check/other.py", "")
+    book.write("figures/data.csv", "1,2\n")
+    book.write("figures/draw.py", "import helper\n")
+    book.write("figures/helper.py", "")
+    book.write("benchmarks/bench.py", "")
+    assert path not in reached(book)
+    book.edit("lessons/small.md", 'print("the answer is"', f'{cell}\nprint("the answer is"')
+    assert path in reached(book)
+    assert "code/shardlab/check/other.py" not in reached(book)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "same"),
+    [
+        ("lessons/small.md", "one thing", "another thing", True),
+        ("lessons/small.md", "[hide-input]", "[hide-input, measured]", True),
+        ("lessons/small.md", "[hide-input]", "[hide-input, raises-exception]", False),
+        ("lessons/small.md", "the answer is", "the answer was", False),
+        ("lessons/small.md", "import answer\n", "import answer  # why\n", False),
+        ("code/shardlab/second.py", "42", "41", False),
+        ("code/shardlab/second.py", "42", "42  # why", False),
+        ("code/shardlab/third.py", "43", "44", True),
+    ],
+)
+def test_key_changes_with_what_outputs_depend_on(book, name, old, new, same):
+    before = record.reach("small", book.root).text
+    book.edit(name, old, new)
+    assert (record.reach("small", book.root).text == before) is same
+    book.edit(name, new, old)
+    assert record.reach("small", book.root).text == before
+
+
+def test_key_says_what_changed(book):
+    lesson = record.execute("small", book.root)
+    assert record.changed(lesson, record.reach("small", book.root)) == []
+    book.edit("lessons/small.md", "the answer is", "the answer was")
+    book.edit("code/shardlab/second.py", "42", "41")
+    book.edit("code/shardlab/first.py", "from", "from .third import VALUE as _\nfrom")
+    assert record.changed(lesson, record.reach("small", book.root)) == [
+        "code cell 2 changed",
+        "code/shardlab/first.py changed",
+        "code/shardlab/second.py changed",
+        "code/shardlab/third.py is used now",
+    ]
+    book.edit("lessons/small.md", "# A small lesson\n", "# A small lesson\n\n```{code-cell}\n```\n")
+    assert "3 code cells instead of 2" in record.changed(lesson, record.reach("small", book.root))
+
+
+def test_recording_that_was_edited_or_cut_does_not_hold(book):
+    book.record()
+    key = record.reach("small", book.root)
+    text = book.recording.read_text()
+    assert record.changed(record.load(book.recording), key) == []
+    book.recording.write_text(text.replace("the answer is", "another cell"))
+    assert record.changed(record.load(book.recording), key) == ["code cell 2 changed"]
+    for broken in (text[:-100], "", "{}", "[]"):
+        book.recording.write_text(broken)
+        assert record.load(book.recording) is None
+    assert record.load(book.root / "none.ipynb") is None
+
+
+# --- Executing --------------------------------------------------------------------------------
+
+
+def test_recording_holds_code_cells_outputs_and_where_it_was_made(book, leaves_nothing):
+    lesson = record.execute("small", book.root)
+    nbformat.validate(lesson)
+    assert [cell.cell_type for cell in lesson.cells] == ["code", "code"]
+    assert lesson.cells[-1].outputs[0].text == "the answer is 42\n"
+    about = record.about(lesson)
+    assert about["device"]["kind"] == "cpu"
+    assert about["device"]["cores"] >= 1
+    assert about["versions"]["python"] == sys.version.split()[0]
+    assert about["seconds"] > 0
+    assert about["ranks"] == []
+    assert record.execute("small", book.root).cells == lesson.cells  # ids and all
+
+
+def test_recording_counts_the_ranks_that_ran(book, root, leaves_nothing):
+    cell = "from shardlab import ranks\nranks.run(print, 2, device='cpu')\nranks.run(print, 3)"
+    book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
+    (book.root / "code/shardlab").rename(book.root / "away")
+    (book.root / "code/shardlab").symlink_to(root / "code/shardlab")
+    ran = record.about(record.execute("small", book.root, cpu=True))["ranks"]
+    assert ran == [
+        {"ranks": 2, "backend": "gloo", "device": "cpu", "runs": 1},
+        {"ranks": 3, "backend": "gloo", "device": "cpu", "runs": 1},
+    ]
+
+
+class Cuda:
+    """Stands for torch.cuda on a machine with two GPUs of one kind."""
+
+    def __init__(self, initialized):
+        self.initialized = initialized
+
+    def is_initialized(self):
+        return self.initialized
+
+    def device_count(self):
+        return 2
+
+    def get_device_name(self, index):
+        return "Imaginary Z9"
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_gpu_is_named_only_when_it_was_used(monkeypatch, initialized, where):
+    torch = SimpleNamespace(cuda=Cuda(initialized), version=SimpleNamespace(cuda="12.8"))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    found = facts.device([{"ranks": 2, "backend": "gloo", "device": where, "runs": 1}])
+    if initialized or where == "cuda":
+        assert (found["kind"], found["name"], found["count"]) == ("cuda", "Imaginary Z9", 2)
+    else:
+        assert found["kind"] == "cpu"
+        assert "Imaginary" not in found["name"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("1 / 0", "code cell 2 of 2: ZeroDivisionError, line 1: division by zero\n    | 1 / 0"),
+        ("\nx = 1\nassert x == 2", "code cell 2 of 2: AssertionError, line 2: \n    | x = 1"),
+        ("import os; os._exit(3)", "code cell 2 of 2: its kernel died"),
+    ],
+)
+def test_failing_cell_is_named(book, cell, words, leaves_nothing):
+    book.edit("lessons/small.md", 'print("the answer is", answer())', cell)
+    with pytest.raises(record.LessonError) as caught:
+        record.execute("small", book.root)
+    assert str(caught.value).startswith(f"lessons/small.md, {words}")
+
+
+def test_a_cell_that_is_meant_to_raise_may(book):
+    cell = "```{code-cell} ipython3\n:tags: [raises-exception]\n\n1 / 0\n```\n"
+    book.write("lessons/small.md", f"{HEADER}# T\n\n{cell}")
+    assert record.execute("small", book.root).cells[0].outputs[0].ename == "ZeroDivisionError"
+
+
+# --- The command line -------------------------------------------------------------------------
+
+
+def command(book, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "shardlab", *arguments],
+        cwd=book.root,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_commands_are_listed(capsys):
+    assert __main__.main([]) == 0
+    shown = capsys.readouterr().out
+    assert "record" in shown
+    assert "pairs" in shown
+
+
+def test_record_needs_no_sphinx(book):
+    script = (
+        "import sys\n"
+        "for name in ('sphinx', 'myst_nb', 'jupyter_book', 'jupyter_cache'):\n"
+        "    sys.modules[name] = None\n"
+        "from shardlab.__main__ import main\n"
+        "sys.exit(main(['record', '--archive', 'carried/all.zip']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=book.root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(book.root / "carried/all.zip") as file:
+        assert file.namelist() == ["small.ipynb"]
+    before = book.recording.read_bytes()
+    book.recording.unlink()
+    assert command(book, "record", "--unpack", "carried/all.zip").returncode == 0
+    assert book.recording.read_bytes() == before
+
+
+def test_unknown_lesson_is_refused_before_anything_runs(book):
+    done = command(book, "record", "small", "tiny")
+    assert done.returncode == 2
+    assert "no such lesson: tiny; allowed are small" in done.stderr
+    assert not book.recording.exists()
+
+
+def test_record_goes_on_after_a_failure_and_keeps_the_old_recording(book):
+    book.record()
+    before = book.recording.read_bytes()
+    book.write("lessons/other.md", (book.root / "lessons/small.md").read_text())
+    book.edit("lessons/small.md", "answer())", "1 / 0)")
+    done = command(book, "record", "small", "other")
+    assert done.returncode == 1
+    assert "lessons/small.md, code cell 2 of 2: ZeroDivisionError" in done.stderr
+    assert book.recording.read_bytes() == before
+    assert book.recording.with_name("other.ipynb").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("../small.ipynb", "", "'../small.ipynb': allowed are <topic>.ipynb"),
+        ("/tmp/small.ipynb", "", "allowed are <topic>.ipynb"),
+        ("small.py", "", "allowed are <topic>.ipynb"),
+        ("other.ipynb", None, "no recording of that lesson"),
+        ("small.ipynb", "[1]", "no recording of that lesson"),
+    ],
+)
+def test_archive_that_is_not_one_of_recordings_changes_nothing(book, name, content, words):
+    lesson = nbformat.v4.new_notebook(metadata={"shardlab": {"topic": "small"}})
+    with zipfile.ZipFile(book.root / "all.zip", "w") as file:
+        file.writestr("small.ipynb" if name != "small.ipynb" else "x.ipynb", json.dumps(lesson))
+        file.writestr(name, json.dumps(lesson) if content is None else content)
+    with pytest.raises(ValueError) as caught:
+        record.unpack(book.root / "all.zip", book.root)
+    if name != "small.ipynb":
+        assert words in str(caught.value)
+    assert not (book.root / record.RECORDED).exists()
+
+
+def test_what_is_no_archive_is_refused(book):
+    book.write("all.zip", "no zip")
+    with pytest.raises(ValueError, match="cannot be read as an archive"):
+        record.unpack(book.root / "all.zip", book.root)
+
+
+# --- The build --------------------------------------------------------------------------------
+
+
+def test_recording_is_shown_and_named_as_long_as_it_holds(book):
+    book.record(device="Imaginary Z9", output="recorded output\n")
+    book.built()
+    page = book.page()
+    assert book.executed == []
+    assert "Recorded on 2 × Imaginary Z9 (driver 999.1), up to 4 ranks sharing the GPUs" in page
+    assert "recorded output" in page
+    assert "Imaginary Z9" in book.page("book/execution")
+
+    book.edit("lessons/small.md", "one thing", "another thing")
+    book.edit("lessons/small.md", "[hide-input]", "[hide-input, measured]")
+    book.built()
+    assert book.executed == []
+    assert "another thing" in book.page()
+    assert "recorded output" in book.page()
+
+    book.edit("code/shardlab/second.py", "42", "41")  # two imports away
+    book.built()
+    page = book.page()
+    assert book.executed == ["small"]
+    assert "Executed by this build on the CPU" in page
+    assert "A recording is out of date: code/shardlab/second.py changed." in page
+    assert "the answer is 41" in page
+    assert "Imaginary Z9" not in page
+    assert "code/shardlab/second.py changed" in book.page("book/execution")
+
+    book.edit("code/shardlab/second.py", "41", "42")
+    book.built()
+    assert book.executed == []
+    assert "recorded output" in book.page()
+    assert "second.py changed" not in book.page("book/execution")
+
+    book.built(RECORDED="0")
+    assert book.executed == ["small"]
+    assert "the answer is 42" in book.page()
+    assert "recordings were ignored" in book.page("book/execution")
+
+
+def test_without_a_recording_the_lesson_is_executed_once(book):
+    book.built()
+    assert book.executed == ["small"]
+    assert "Executed by this build on the CPU" in book.page()
+    assert "there is no recording" in book.page("book/execution")
+
+    book.built()  # nothing changed
+    assert book.executed == []
+
+    book.edit("lessons/small.md", "one thing", "another thing")
+    book.built()
+    assert book.executed == []
+    assert "another thing" in book.page()
+
+    book.edit("code/shardlab/second.py", "42", "42  # only a comment")
+    book.built()
+    assert book.executed == ["small"]
+
+    book.edit("lessons/small.md", "the answer is", "the result is")
+    book.built()
+    assert book.executed == ["small"]
+    assert "the result is 42" in book.page()
+
+    # A recording that comes later is taken up, though no page changed.
+    book.record(device="Imaginary Z9")
+    book.built()
+    assert book.executed == []
+    assert "Imaginary Z9" in book.page()
+
+    # Wiping what Sphinx keeps executes nothing either.
+    book.recording.unlink()
+    book.built()
+    for path in sorted((book.root / "_build/.doctrees").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    book.built()
+    assert book.executed == []
+
+
+def test_failing_cell_fails_the_build_every_time(book):
+    book.write("lessons/fine.md", (book.root / "lessons/small.md").read_text())
+    book.edit(
+        "_toc.yml", "  - file: lessons/small\n", "  - file: lessons/small\n  - file: lessons/fine\n"
+    )
+    book.edit("lessons/fine.md", "the answer is", "all is well:")
+    book.edit("lessons/small.md", "answer())", "1 / 0)")
+    for executed in (["fine"], []):  # what ran well is kept at once
+        assert book.build() != 0
+        assert "lessons/small.md, code cell 2 of 2: ZeroDivisionError" in book.log
+        assert book.executed == executed
+    book.edit("lessons/small.md", "1 / 0)", "answer())")
+    book.built()
+    assert book.executed == ["small"]
+
+
+def test_warning_fails_the_build_every_time(book):
+    book.edit("lessons/small.md", "execution.md#about", "execution.md#nowhere")
+    for _ in range(2):
+        assert book.build() != 0
+        assert "nowhere" in book.log
+    book.edit("lessons/small.md", "execution.md#nowhere", "execution.md#about")
+    book.built()

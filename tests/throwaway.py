@@ -1,0 +1,138 @@
+"""A small book in a temporary folder, with this course's configuration and extensions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+
+from shardlab import record, show
+
+HEADER = """\
+---
+jupytext:
+  text_representation:
+    extension: .md
+    format_name: myst
+    format_version: 0.13
+kernelspec:
+  display_name: Python 3
+  language: python
+  name: python3
+---
+
+"""
+LESSON = """\
+# A small lesson
+
+Prose that says one thing.
+
+![Two boxes](../figures/boxes.svg)
+
+See [the code](../code/shardlab/first.py) and [the other page](../book/execution.md#about).
+
+```{code-cell} ipython3
+:tags: [hide-input]
+
+from shardlab.first import answer
+```
+
+```{code-cell} ipython3
+print("the answer is", answer())
+```
+"""
+BOXES = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 4 2"><defs><g id="box">'
+    '<path d="M0 0h1v1z" fill="currentColor"/></g></defs><use href="#box"/></svg>\n'
+)
+PAGES = {
+    "_toc.yml": "format: jb-book\nroot: book/index\nchapters:\n"
+    "  - file: lessons/small\n  - file: book/execution\n",
+    "book/index.md": "# A book\n\nWith $x^2$ in it.\n\n![Two boxes](../figures/boxes.svg)\n",
+    "book/execution.md": "# How\n\n## About\n\n```{executions}\n```\n",
+    "book/references.bib": "",
+    "figures/boxes.svg": BOXES,
+    "lessons/small.md": HEADER + LESSON,
+    # No torch and no ranks: a kernel starts in a second. The lesson reaches `second` through
+    # `first`, and `third` not at all.
+    "code/shardlab/__init__.py": '"""A stand-in for the course\'s package."""\n',
+    "code/shardlab/first.py": "from .second import VALUE\n\n\ndef answer():\n    return VALUE\n",
+    "code/shardlab/second.py": "VALUE = 42\n",
+    "code/shardlab/third.py": "VALUE = 43\n",
+}
+
+
+class Book:
+    """The book in `root`; `log` is what its last build printed."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.log = ""
+        for name, text in PAGES.items():
+            self.write(name, text)
+        for name in ("_config.yml", "jupytext.toml"):
+            shutil.copy(show.ROOT / name, root / name)
+        shutil.copytree(show.ROOT / "book/static", root / "book/static")
+        (root / "book/_ext").symlink_to(show.ROOT / "book/_ext")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the book."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replace `old`, which must be there, in a file of the book."""
+        text = (self.root / name).read_text("utf-8")
+        assert old in text
+        self.write(name, text.replace(old, new))
+
+    def build(self, **environment: str) -> int:
+        """Build the book as `make book` does; return the exit status."""
+        clean = {k: v for k, v in os.environ.items() if k not in ("RECORDED", "BOOK_REPOSITORY")}
+        command = [Path(sys.executable).parent / "jupyter-book", "build", "-W", "-n"]
+        done = subprocess.run(
+            [*command, "--keep-going", "."],
+            cwd=self.root,
+            env={**clean, **environment},
+            capture_output=True,
+            text=True,
+        )
+        self.log = done.stdout + done.stderr
+        return done.returncode
+
+    def built(self, **environment: str) -> Book:
+        """Build, and fail with the log when that fails."""
+        assert self.build(**environment) == 0, self.log
+        return self
+
+    @property
+    def executed(self) -> list[str]:
+        """The lessons that the last build executed."""
+        lines = [line for line in self.log.splitlines() if line.startswith("executed ")]
+        return [line.split()[1] for line in lines]
+
+    def page(self, name: str = "lessons/small") -> str:
+        """A page of the site."""
+        return (self.root / "_build/html" / f"{name}.html").read_text("utf-8")
+
+    @property
+    def recording(self) -> Path:
+        """Where the lesson's recording stands."""
+        return self.root / record.RECORDED / "small.ipynb"
+
+    def record(self, device: str = "", output: str = "") -> nbformat.NotebookNode:
+        """Record the lesson; then claim `device` and replace what its last cell printed."""
+        lesson = record.execute("small", self.root)
+        about = lesson.metadata["shardlab"]
+        if device:
+            about["device"] = {"kind": "cuda", "name": device, "count": 2, "driver": "999.1"}
+            about["ranks"] = [{"ranks": 4, "backend": "gloo", "device": "cuda", "runs": 3}]
+        if output:
+            lesson.cells[-1].outputs[0].text = output
+        record.save(lesson, self.recording)
+        return lesson

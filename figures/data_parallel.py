@@ -125,7 +125,7 @@ def _lanes(axes: Axes, run: Run) -> None:
     bar(0, forward, 1.4, "none", ec=INK, lw=0.8)
     label(0, forward, "forward")
     label(forward, backward, "backward")
-    if wait - backward > 0.1 * step:
+    if wait - backward > 0.25 * step:  # room for the word
         label(backward, wait, "waiting")
     bar(wait, step, 1.4, "none", ec=INK, lw=0.8)
     label(wait, step, "step")

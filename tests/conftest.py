@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shardlab import show
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: waiting is not part of a test's timeout
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let a test that is marked `alone` run while no other worker of this machine runs one.
+
+    It measures, or executes lessons that do, and a neighbour would be measured with it.
+    """
+    stem = Path(tempfile.gettempdir()) / f"shardlab-tests-{os.getuid()}"
+    with open(f"{stem}.turn", "w") as turn, open(f"{stem}.room", "w") as room:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits to be alone keeps newcomers out
+        if item.get_closest_marker("alone"):
+            fcntl.flock(room, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(room, fcntl.LOCK_SH)
+            fcntl.flock(turn, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -132,6 +132,7 @@ first_build = pytest.mark.timeout(900)  # the first use of `site` may have to ex
 
 
 @first_build
+@pytest.mark.alone
 def test_every_page_of_the_table_of_contents_is_built(site, root):
     toc = yaml.safe_load((root / "_toc.yml").read_text())
     names = [toc["root"], *(c["file"] for part in toc["parts"] for c in part["chapters"])]
@@ -143,16 +144,19 @@ def test_every_page_of_the_table_of_contents_is_built(site, root):
 
 
 @first_build
+@pytest.mark.alone
 def test_site_asks_no_other_host(site):
     assert foreign(site) == []
 
 
 @first_build
+@pytest.mark.alone
 def test_links_and_anchors_lead_somewhere(site):
     assert dead_links(site) == []
 
 
 @first_build
+@pytest.mark.alone
 def test_pages_hold_each_id_once_and_name_their_pictures(site, root):
     for topic in record.lessons(root):
         page = Page((site / f"lessons/{topic}.html").read_text("utf-8"))
@@ -162,6 +166,7 @@ def test_pages_hold_each_id_once_and_name_their_pictures(site, root):
 
 
 @first_build
+@pytest.mark.alone
 def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, root):
     table = (site / "book/execution.html").read_text("utf-8")
     for topic in record.lessons(root):
@@ -182,6 +187,7 @@ def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, ro
 
 
 @first_build
+@pytest.mark.alone
 def test_site_holds_no_example_address_and_no_dead_weight(site):
     pages = [*site.glob("*.html"), *site.glob("book/*.html"), *site.glob("lessons/*.html")]
     for path in pages:  # not those of source files: this test's own is among them

@@ -48,6 +48,7 @@ def test_ddps_own_reducer_is_seen():
     assert ranks.run(work, 2) == [(1, 4 * 1010)] * 2
 
 
+@pytest.mark.alone
 def test_the_interface_agrees_with_the_formula():
     if count.wire_bytes() is None:
         pytest.skip("this system does not count an interface's bytes")
@@ -56,12 +57,16 @@ def test_the_interface_agrees_with_the_formula():
         for _ in range(8):
             dist.all_reduce(torch.ones(1 << 20))
 
-    before = count.wire_bytes()
-    ranks.run(lambda: dist.barrier(), 2)
-    start_up = count.wire_bytes() - before
-    before = count.wire_bytes()
-    ranks.run(work, 2)
-    per_rank = (count.wire_bytes() - before - start_up) / 2
+    def transmitted(fn) -> int:
+        # Others on this machine can only add: the least of three.
+        readings = []
+        for _ in range(3):
+            before = count.wire_bytes()
+            ranks.run(fn, 2)
+            readings.append(count.wire_bytes() - before)
+        return min(readings)
+
+    per_rank = (transmitted(work) - transmitted(dist.barrier)) / 2
     # 2 (N-1)/N of 4 MiB, eight times. 3 %: headers are 0.2 %, the rest is other work's traffic.
     assert per_rank == pytest.approx(8 * 4 * 2**20, rel=0.03)
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from shardlab import count, link, ranks
 
+pytestmark = pytest.mark.alone
+
 LATENCY, BANDWIDTH = 2e-3, 50e6  # slow enough that this machine's own transport does not show
 SIZE = 1_200_000  # elements of float32; divides by 2, 3 and 4
 

@@ -29,6 +29,7 @@ def test_scripts_are_plain_python(root):
         assert re.findall(r"(?m)^# (?:%[a-z].*|![a-z].*)$", text) == [], topic
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)  # a lesson takes a minute on two free cores
 @pytest.mark.parametrize("topic", record.lessons(show.ROOT))
 def test_script_runs_without_jupyter(topic, tmp_path):

@@ -123,7 +123,6 @@ def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int],
     total = len(witnesses)
     guilty = [w for w in witnesses if w.guilty]
     if guilty:
-        guilty.sort(key=lambda w: w.report.when if w.report else 0.0)
         text = "\n".join(_own_failure(w, total) for w in guilty)
         rest = [w.rank for w in witnesses if not w.guilty and not w.returned]
         if rest:

@@ -40,13 +40,14 @@
 # Look at what rank 0 has to send.
 
 # %% tags=["hide-input"]
-import os
 import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -92,8 +93,8 @@ def sum_gradients():
     for way in ("naive", "ring"):
         with count.sent() as sent:
             collectives.all_reduce(gradients.clone(), wire, way)
-        times = stopwatch(lambda: collectives.all_reduce(gradients, wire, way))
-        found[way] = sent.bytes, times
+        sum_up = partial(collectives.all_reduce, gradients, wire, way)
+        found[way] = sent.bytes, stopwatch(sum_up)
     return found
 
 
@@ -753,9 +754,7 @@ def race():
         for size in LENGTHS:
             x = torch.zeros(size // 4)
             for way in collectives.ALL_REDUCE:
-                once = stopwatch(
-                    lambda x=x, way=way: collectives.all_reduce(x, wire, way), 1
-                )
+                once = stopwatch(partial(collectives.all_reduce, x, wire, way), 1)
                 seconds.setdefault((way, size), []).extend(once)
     return seconds
 
@@ -918,7 +917,8 @@ def failure(function):
     try:
         ranks.run(function, 4, timeout=4, device="cpu", show=False)
     except ranks.RankError as error:
-        print(error)
+        for line in str(error).splitlines():
+            print(textwrap.fill(line, 84))
         return error.ranks
     raise AssertionError("this was meant to fail")
 
@@ -1063,11 +1063,12 @@ check((40 - 12) + (40 - 12), "ring_bytes")
 # ```
 #
 # Medium. Write an all-reduce that leaves the element-wise *maximum* on all ranks, in place.
-# Gradient clipping and the scaling of mixed precision need one.
+# Loss scaling in mixed precision needs one: has any rank seen an infinity?
 # You may use `ranks.isend` and `ranks.irecv`, and everything in this lesson's module.
 
 # %%
-def all_reduce_max(tensor, group): ...  # your code
+def all_reduce_max(tensor, group):
+    pass  # your code
 
 
 check(all_reduce_max)
@@ -1158,7 +1159,8 @@ check(shift)
 # It works in place, for any root. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
 
 # %%
-def broadcast_large(tensor, root, group): ...  # your code
+def broadcast_large(tensor, root, group):
+    pass  # your code
 
 
 check(broadcast_large)

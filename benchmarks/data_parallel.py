@@ -12,8 +12,9 @@ Both sides have the same buckets: torch's own sizes on loopback and on GPUs; 1 M
 slow link, since a model of 32 MB hardly fills more than one of 25 MiB, and then nothing overlaps.
 Torch's DDP is given gradient_as_bucket_view=True, with which it needs no more memory than ours.
 
-ratio: median step of ours over median step of torch's, over all rounds. quartiles: of that ratio,
-taken in each repeat, which is a few rounds.
+ratio: median step of ours over median step of torch's, in each repeat, which is a few rounds; of
+that the median over the repeats, and the quartiles: other work on the machine, which comes and
+goes, then meets both sides alike.
 
 floor: the share of the physical floor that ours reaches, floor / median step of ours. No step can
 be shorter than either of two bounds, and the floor is the greater one:
@@ -21,8 +22,9 @@ be shorter than either of two bounds, and the floor is the greater one:
       (as many ranks as cores, or more). The work is the wire alone on loopback.
   compute - backward + wire: before backward nothing can leave, and before the last byte has come
       the optimizer cannot begin. It is the wire alone on the link at hand.
-All four are medians of the same run. On loopback, cores that move bytes sometimes wait for one
-another, which compute can fill: so a share slightly above 1 is possible.
+All four are medians of one repeat, and the share is the median over the repeats. On loopback,
+cores that move bytes sometimes wait for one another, which compute can fill: so a share slightly
+above 1 is possible.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import argparse
 import copy
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -115,24 +118,28 @@ def slowest(results: list[Times]) -> dict[str, torch.Tensor]:
 
 def row(case: str, size: int, kind: str, times: dict[str, torch.Tensor], repeats: int) -> dict:
     """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
-    middle = {name: seconds.median().item() for name, seconds in times.items()}
-    pairs = zip(times["ours"].chunk(repeats), times["theirs"].chunk(repeats), strict=True)
-    ratios = torch.stack([ours.median() / theirs.median() for ours, theirs in pairs])
-    full = kind != "gpu" and size >= (os.cpu_count() or 1)
-    work = middle.get("work", middle["wire"]) if full else 0.0
-    outside = middle["compute"] - middle["backward"]
-    floor = max(middle["compute"] + work, outside + middle["wire"])
-    low, high = torch.quantile(ratios, torch.tensor([0.25, 0.75])).tolist()
+    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
+    full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
+    ratios, shares = [], []
+    for repeat in range(repeats):
+        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
+        work = middle.get("work", middle["wire"]) if full else 0.0
+        outside = middle["compute"] - middle["backward"]
+        floor = max(middle["compute"] + work, outside + middle["wire"])
+        ratios.append(middle["ours"] / middle["theirs"])
+        shares.append((floor / middle["ours"], floor / middle["theirs"]))
+    share, share_against = (statistics.median(side) for side in zip(*shares, strict=True))
+    low, high = torch.quantile(torch.tensor(ratios), torch.tensor([0.25, 0.75])).tolist()
     return {
         "case": case,
         "against": "torch DDP",
         "ranks": size,
         "link": kind,
-        "ratio": round(middle["ours"] / middle["theirs"], 4),
+        "ratio": round(statistics.median(ratios), 4),
         "quartiles": [round(low, 4), round(high, 4)],
-        "floor": round(floor / middle["ours"], 4),
-        "seconds": round(middle["ours"], 4),
-        "floor_against": round(floor / middle["theirs"], 4),
+        "floor": round(share, 4),
+        "seconds": round(times["ours"].median().item(), 4),
+        "floor_against": round(share_against, 4),
     }
 
 

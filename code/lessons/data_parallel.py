@@ -653,28 +653,11 @@ for growing in (False, True):
     for size in (1, 2, 4, 8):
         p, m = predicted[growing, size], measured[growing, size]
         gain = measured[growing, 1] / m * (size if growing else 1)
+        off = f"{100 * (m / p - 1):+.1f}"
         case = "growing batch" if growing else "fixed batch"
-        rows.append(
-            (
-                case,
-                size,
-                f"{1e3 * p:.0f}",
-                f"{1e3 * m:.0f}",
-                f"{100 * (m / p - 1):+.1f}",
-                f"{gain:.1f} x",
-            )
-        )
-show.table(
-    rows,
-    [
-        "case",
-        "ranks",
-        "predicted (ms)",
-        "measured (ms)",
-        "difference (%)",
-        "samples/s, of one rank's",
-    ],
-)
+        rows.append((case, size, f"{1e3 * p:.0f}", f"{1e3 * m:.0f}", off, f"{gain:.1f} x"))
+head = ["case", "ranks", "predicted (ms)", "measured (ms)", "difference (%)"]
+show.table(rows, [*head, "samples per second, of one rank's"])
 
 # %% tags=["hide-input", "measured"]
 figure, axes = plt.subplots(figsize=(6.2, 3.3))
@@ -913,8 +896,10 @@ def short_batch(joined):
     tokens, targets = shares[dist.get_rank()]
     summed = loss(model(tokens), targets, "sum")
     own_mean = summed / targets.numel()
-    (joined_mean(summed, targets.numel(), dist.group.WORLD) if joined else own_mean).backward()
-    loss(plain(torch.cat([x for x, _ in shares])), torch.cat([y for _, y in shares])).backward()
+    right = joined_mean(summed, targets.numel(), dist.group.WORLD)
+    (right if joined else own_mean).backward()
+    tokens, targets = (torch.cat(part) for part in zip(*shares, strict=True))
+    loss(plain(tokens), targets).backward()
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     want = torch.cat([p.grad.flatten() for p in plain.parameters()])
     return ((got - want).norm() / want.norm()).item()
@@ -950,7 +935,8 @@ def norms(forget):
             model.zero_grad()
         tokens, targets = share(step)
         loss(model(tokens), targets).backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item())
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append(gradient.norm().item())
     return found
 
 
@@ -1088,7 +1074,7 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 # | The model is not touched: one line wraps it | The whole model and its optimizer must fit on one GPU: 4 units on every rank (measured above), 16 bytes per parameter |
 # | The wire hides behind backward: at 1 Gbit/s a step takes about 0.7 of the time | No gain where cores do the copying: about 1.0 on loopback |
 # | Bytes per rank stay below $2S$, however many ranks | A fixed batch stops gaining: here beyond 2 to 4 ranks, when the wire exceeds backward |
-# | Equal to one process to rounding, bit for bit on two ranks against DDP | A slow rank makes all others wait, in every step |
+# | Equal to one process to rounding, bit for bit on two ranks against DDP | All wait for the slowest: a rank that takes 0.1 s longer costs each of the others 0.1 s, in every step |
 #
 # In a real job, these show that it is set up right: `drift` is 0 after the first step; the throughput with $N$ ranks is near $N$ times that of one; bytes sent are $2\frac{N-1}{N}$ of the gradients' size per *step*, not per micro-batch; the loss of step 1 on $N$ ranks equals that of one process on the joined batch.
 #

@@ -85,10 +85,11 @@ class Bucket:
 
     def place(self, index: int, scale: float) -> None:
         """Put `scale` times a gradient into its place in `flat`."""
-        parameter, view = self.parameters[index], self.views[index]
-        if parameter.grad is not view:  # after zero_grad(), autograd makes a new tensor
-            torch.mul(parameter.grad, scale, out=view)  # moved and scaled in one pass
-            parameter.grad = view  # and the new tensor is given back
+        view = self.views[index]
+        gradient = self.parameters[index].grad
+        if gradient is not view:  # after zero_grad(), autograd makes a new tensor
+            torch.mul(gradient, scale, out=view)  # moved and scaled in one pass
+            self.parameters[index].grad = view  # and the new tensor is given back
         elif scale != 1:
             view.mul_(scale)
 

@@ -571,12 +571,12 @@ MIB = 2**20
 def torchs(x, group):
     size = dist.get_world_size(group)
     pieces, piece = list(x.chunk(size)), torch.empty_like(x.chunk(size)[0])
-    parts = [torch.empty_like(piece) for _ in range(size)]
+    parts, landed = [torch.empty_like(piece) for _ in range(size)], torch.empty_like(x)
     return {
         "all_reduce ring": lambda: dist.all_reduce(x, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter(piece, pieces, group=group),
         "all_gather": lambda: dist.all_gather(parts, piece, group=group),
-        "all_to_all": lambda: dist.all_to_all(parts, pieces, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(landed, x, group=group),
     }
 
 
@@ -901,7 +901,7 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 # | `all_reduce(x, group)` | `dist.all_reduce(x, group=group)` |
 # | `reduce_scatter(out, pieces, group)` | `dist.reduce_scatter_tensor(out, x, group=group)` |
 # | `all_gather(pieces, x, group)` | `dist.all_gather_into_tensor(out, x, group=group)` |
-# | `all_to_all(outs, ins, group)` | `dist.all_to_all(outs, ins, group=group)` |
+# | `all_to_all(outs, ins, group)` | `dist.all_to_all_single(out, x, group=group)` |
 # | `barrier(group)` | `dist.barrier(group)` |
 #
 # Each also takes `async_op=True` and then returns a handle: lesson [data_parallel](data_parallel.md) computes while it waits.

@@ -1,90 +1,18 @@
-"""Draw the pictures of lesson `collectives`: python figures/collectives.py
-
-A cell is a piece of a tensor. It has the colour of the rank whose numbers it holds, and as many
-stripes as there are ranks whose numbers are summed in it.
-"""
+"""Draw the pictures of lesson `collectives`: python figures/collectives.py"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from shardlab import show
+from shardlab.show.drawing import Cell, arrow, board, canvas, cell, names, on, title
 
 HERE = Path(__file__).parent
 INK = show.INK
 RANKS = 4
-Cell = tuple[int, ...]  # the ranks whose numbers are in it; () for a cell that holds nothing
-
-
-def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty sheet, `width` x `height` inches, in units of inches, y downwards."""
-    show.style()
-    figure = plt.figure(figsize=(width, height))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-    return figure, axes
-
-
-def on(color: str) -> str:
-    """Black or white, whichever reads better on `color` (relative luminance, WCAG 2)."""
-    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    luminance = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
-
-
-def cell(
-    axes: Axes, x: float, y: float, size: float, holds: Cell, label: str = "", new: bool = False
-) -> None:
-    """One piece: a stripe per rank in it; a broken outline if it is empty, a thick one if `new`."""
-    for i, rank in enumerate(holds):
-        height = size / len(holds)
-        axes.add_patch(
-            Rectangle((x, y + i * height), size, height, color=show.RANK_COLORS[rank], lw=0)
-        )
-    outline = {"ls": "-"} if holds else {"ls": (0, (2, 2)), "alpha": 0.5}
-    width = 2.2 if new else 0.8
-    axes.add_patch(Rectangle((x, y), size, size, fill=False, ec=INK, lw=width, **outline))
-    if label:
-        color = on(show.RANK_COLORS[holds[0]]) if len(holds) == 1 else INK
-        axes.text(x + size / 2, y + size / 2, label, color=color, ha="center", va="center")
-
-
-def board(
-    axes: Axes,
-    x: float,
-    y: float,
-    rows: list[list[Cell]],
-    size: float = 0.3,
-    gap: float = 0.09,
-    new: set[tuple[int, int]] = frozenset(),
-    labels: list[list[str]] | None = None,
-) -> None:
-    """What all ranks hold: a row for each rank, a column for each piece."""
-    for r, row in enumerate(rows):
-        for c, holds in enumerate(row):
-            label = labels[r][c] if labels else ""
-            cell(axes, x + c * size, y + r * (size + gap), size, holds, label, (r, c) in new)
-
-
-def names(axes: Axes, x: float, y: float, size: float = 0.3, gap: float = 0.09) -> None:
-    for rank in range(RANKS):
-        middle = y + rank * (size + gap) + size / 2
-        axes.text(x, middle, f"rank {rank}", ha="right", va="center")
-
-
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **style) -> None:
-    style = {"color": INK, "lw": 1.4, "mutation_scale": 12, **style}
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", shrinkA=0, shrinkB=0, **style))
-
-
-def title(axes: Axes, x: float, y: float, text: str, **style) -> None:
-    axes.text(x, y, text, **{"ha": "center", "va": "center", "weight": "bold", **style})
 
 
 def groups() -> None:

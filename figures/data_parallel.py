@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import Rectangle
 from torch.utils.data import DistributedSampler
 
 from shardlab import link, ranks, show, text
 from shardlab.data_parallel import MIB, Bucket, DataParallel, assign_buckets, average_in_buckets
 from shardlab.model import GPT, PRESETS, loss
+from shardlab.show.drawing import arrow, box, canvas, stripes, title
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -142,59 +143,30 @@ def _lanes(axes: Axes, run: Run) -> None:
         bar(leaves, arrives, 0.1, color)
 
 
-def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty sheet, `width` x `height` inches, in units of inches, y downwards."""
-    show.style()
-    figure = plt.figure(figsize=(width, height))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-    return figure, axes
-
-
-def box(
-    axes: Axes, x: float, y: float, width: float, height: float, words: str, color: str
-) -> None:
-    axes.add_patch(Rectangle((x, y), width, height, fc=color, ec=INK, lw=0.8))
-    axes.text(x + width / 2, y + height / 2, words, ha="center", va="center", fontsize=11)
-
-
-def arrow(axes: Axes, begin: tuple[float, float], end: tuple[float, float]) -> None:
-    style = {"arrowstyle": "-|>", "mutation_scale": 11, "lw": 1.2, "color": INK}
-    axes.add_patch(FancyArrowPatch(begin, end, shrinkA=0, shrinkB=0, **style))
-
-
-def striped(axes: Axes, x: float, y: float, width: float, height: float, parts: int) -> None:
-    for rank in range(parts):
-        tall = height / parts
-        axes.add_patch(Rectangle((x, y + rank * tall), width, tall, fc=COLORS[rank], lw=0))
-    axes.add_patch(Rectangle((x, y), width, height, fill=False, ec=INK, lw=0.8))
-
-
 def draw_replicas() -> None:
     figure, axes = canvas(6.2, 4.55)
     left, width, gap = 0.05, 1.35, 0.23
     for rank in range(4):
         x = left + rank * (width + gap)
         middle_x = x + width / 2
-        axes.text(middle_x, 0.12, f"rank {rank}", ha="center", va="center", fontweight="bold")
+        title(axes, middle_x, 0.12, f"rank {rank}")
         for sample in range(4):
             square = Rectangle((x + 0.31 * sample + 0.07, 0.3), 0.26, 0.26, fc=COLORS[rank], lw=0)
             axes.add_patch(square)
         arrow(axes, (middle_x, 0.62), (middle_x, 0.84))
         box(axes, x, 0.88, width, 0.6, "all weights", "none")
         arrow(axes, (middle_x, 1.52), (middle_x, 1.74))
-        axes.add_patch(Rectangle((x, 1.78), width, 0.5, fc=COLORS[rank], ec=INK, lw=0.8))
-        on = {"color": "#ffffff" if rank == 0 else "#000000", "ha": "center", "va": "center"}
-        axes.text(middle_x, 2.03, "own gradients", **on)
+        box(axes, x, 1.78, width, 0.5, "own gradients", COLORS[rank])
         arrow(axes, (middle_x, 2.32), (middle_x, 2.5))
         arrow(axes, (middle_x, 2.88), (middle_x, 3.06))
-        striped(axes, x, 3.1, width, 0.5, 4)
+        stripes(axes, x, 3.1, width, 0.5, (0, 1, 2, 3))
+        box(axes, x, 3.1, width, 0.5, "")
         arrow(axes, (middle_x, 3.64), (middle_x, 3.86))
         box(axes, x, 3.9, width, 0.6, "the same step", "none")
     span = 4 * width + 3 * gap
     axes.add_patch(Rectangle((left, 2.53), span, 0.34, fill=False, ec=INK, lw=1.4))
     words = "all-reduce: every rank gets the average of all four"
-    axes.text(left + span / 2, 2.7, words, ha="center", va="center", fontweight="bold")
+    title(axes, left + span / 2, 2.7, words)
     show.svg(
         figure,
         HERE / "data_parallel_replicas.svg",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from pathlib import Path
@@ -601,16 +600,3 @@ def test_wrong_broadcast_large(answer, says: str) -> None:
 
 
 # ------------------------------------------------------------------------------- pictures
-
-
-def test_pictures_are_what_the_script_draws(tmp_path: Path, monkeypatch) -> None:
-    path = ROOT / "figures/collectives.py"
-    spec = importlib.util.spec_from_file_location("collectives_figures", path)
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    monkeypatch.setattr(figures, "HERE", tmp_path)
-    figures.main()
-    drawn = sorted(tmp_path.glob("*.svg"))
-    assert len(drawn) == 6
-    for picture in drawn:
-        assert picture.read_text() == (path.parent / picture.name).read_text(), picture.name

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,15 @@ def test_a_topic_has_all_its_rooms(topic: str) -> None:
     ):
         assert (ROOT / room).exists(), f"{room} is missing"
     assert list(ROOT.glob(f"figures/{topic}_*.svg"))
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_pictures_are_what_their_script_draws(topic: str, tmp_path: Path) -> None:
+    for path in [ROOT / f"figures/{topic}.py", *ROOT.glob(f"figures/{topic}_*.json")]:
+        shutil.copy(path, tmp_path)
+    subprocess.run([sys.executable, tmp_path / f"{topic}.py"], check=True, cwd=tmp_path)
+    kept = {path.name: path.read_text("utf-8") for path in ROOT.glob(f"figures/{topic}_*.svg")}
+    assert {path.name: path.read_text("utf-8") for path in tmp_path.glob("*.svg")} == kept
 
 
 def test_lessons_stand_in_the_contents_and_on_the_map() -> None:

@@ -6,8 +6,10 @@ import xml.etree.ElementTree as ElementTree
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.colors import to_hex
 
 from shardlab import count, show, text
+from shardlab.show import drawing
 
 
 def test_source_links_to_its_file_and_line(root):
@@ -103,3 +105,26 @@ def test_a_picture_file_follows_the_mode(tmp_path):
 def test_a_picture_needs_a_description():
     with pytest.raises(ValueError, match="describe the picture"):
         show.figure(picture(), " ", "one")
+
+
+def test_words_on_a_colour_are_legible():
+    def luminance(color: str) -> float:
+        channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    assert drawing.on("#000000") == "#ffffff" and drawing.on("#ffffff") == "#000000"
+    for color in show.RANK_COLORS:
+        pair = sorted(luminance(c) for c in (color, drawing.on(color)))
+        assert (pair[1] + 0.05) / (pair[0] + 0.05) > 4.5  # WCAG 2.1, AA
+
+
+def test_a_cell_has_a_stripe_for_each_rank_in_it():
+    figure, axes = drawing.canvas(2, 1)
+    drawing.board(axes, 0.1, 0.1, [[(0, 1, 2)], [()]], new={(0, 0)}, labels=[["sum"], [""]])
+    colors = [to_hex(patch.get_facecolor()).upper() for patch in axes.patches[:3]]
+    assert colors == show.RANK_COLORS[:3]
+    assert len(axes.patches) == 3 + 2  # and two outlines
+    assert axes.patches[3].get_linewidth() > axes.patches[4].get_linewidth()
+    assert [text.get_text() for text in axes.texts] == ["sum"]
+    plt.close(figure)

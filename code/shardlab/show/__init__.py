@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # One colour per rank, the same on every page: Okabe and Ito's palette, which colour-blind readers
 # can tell apart, in an order that keeps neighbours far apart in lightness too.

@@ -170,7 +170,7 @@ assert apart == [0.0] * 4
 
 # %% [markdown]
 # Not almost zero: zero.
-# All ranks add the same numbers up in the same order, so they get the same bits, and keep them.
+# Each sum is made in one place and copied to all ranks, so they get the same bits, and keep them.
 #
 # ### Step 2: buckets
 #

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab import ranks
-from shardlab.ranks import RankError, run
+from shardlab.ranks import RankError, run, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -445,6 +445,13 @@ def test_without_a_gpu_cuda_is_refused():
     assert ranks.place(2) == ("gloo", "cpu") and ranks.device() == torch.device("cpu")
 
 
+def test_a_fork_that_would_break_cuda_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    if not torch.cuda.is_initialized():
+        assert start.cuda_survives_fork()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # what a child would find
+    assert not start.cuda_survives_fork()
+
+
 # Point-to-point messages.
 
 
@@ -493,7 +500,7 @@ def test_the_same_script_under_torchrun(tmp_path: Path):
         textwrap.dedent(
             """
             import torch, torch.distributed as dist
-            from shardlab.ranks import RankError, run
+            from shardlab.ranks import RankError, run, start
 
             def work(factor):
                 x = torch.full((2,), float(dist.get_rank() * factor))

@@ -128,7 +128,10 @@ def run(
         return _run_joined(fn, args, world_size, backend, device, timeout)
     history[backend, device, world_size] += 1
     if method == "auto":
-        method = "fresh" if torch.cuda.is_initialized() or not hasattr(os, "fork") else "fork"
+        spoilt = torch.cuda.is_initialized() or (
+            device == "cuda" and not start.cuda_survives_fork()
+        )
+        method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:

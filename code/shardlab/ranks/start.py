@@ -63,17 +63,34 @@ class Process:
             os.kill(self.pid, signal.SIGUSR1)
 
 
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns that a process with threads forks. The four rules that make it safe here
+        # stand in CONTRIBUTING.md, section "Ranks".
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def cuda_survives_fork() -> bool:
+    """Whether a forked rank could use CUDA: not once this process has asked the driver for it.
+
+    torch.cuda.is_available() may be enough to ask, and leaves no trace here; a child can tell.
+    """
+    if torch.cuda.is_initialized():
+        return False
+    pid = _fork()
+    if not pid:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def forked(
     job: worker.Job, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[list[Process], int]:
     """Fork the ranks of `job`; return them and the lifeline's writing end."""
 
     def start(rank: int, status: int, lifeline: int, others: list[int]) -> int:
-        with warnings.catch_warnings():
-            # Python 3.12 warns that a process with threads forks. The four rules that make it safe
-            # here stand in CONTRIBUTING.md, section "Ranks".
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        pid = _fork()
         if pid:
             return pid
         try:

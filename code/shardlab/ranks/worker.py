@@ -157,7 +157,8 @@ def _log_collectives(path: Path) -> None:
             group = kwargs.get("group") or next(
                 (value for value in args if isinstance(value, dist.ProcessGroup)), None
             )
-            ranks = "all" if group is None else str(dist.get_process_group_ranks(group))
+            whole = group is None or group is dist.group.WORLD
+            ranks = "all" if whole else str(dist.get_process_group_ranks(group))
             place = f"{frame.f_code.co_filename}\t{frame.f_lineno}\t{frame.f_code.co_name}"
             os.write(log, f"{ranks}\t{name}\t{sizes}\t{place}\n".encode())
             return function(*args, **kwargs)

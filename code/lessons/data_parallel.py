@@ -1151,7 +1151,8 @@ check(answer, "overlap_floor")
 # Some parameters are frozen, and some have no gradient on some ranks.
 
 # %%
-def my_average_gradients(module, group): ...  # your code
+def my_average_gradients(module, group):
+    pass  # your code
 
 
 check(my_average_gradients)
@@ -1193,7 +1194,8 @@ check(my_average_gradients)
 # `loss_sum` is the sum over this rank's `samples` samples.
 
 # %%
-def my_joined_loss(loss_sum, samples, group): ...  # your code
+def my_joined_loss(loss_sum, samples, group):
+    pass  # your code
 
 
 check(my_joined_loss)
@@ -1232,7 +1234,8 @@ check(my_joined_loss)
 # `model` is a `DataParallel`; `loss_of(micro_batch)` puts a micro-batch through it and returns its mean loss. All micro-batches are of one size.
 
 # %%
-def my_accumulate(model, loss_of, micro_batches): ...  # your code
+def my_accumulate(model, loss_of, micro_batches):
+    pass  # your code
 
 
 check(my_accumulate)

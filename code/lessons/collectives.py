@@ -154,16 +154,17 @@ def torchrun_on_two_nodes(script):
         subprocess.Popen(
             [*command, f"--node-rank={node}", script],
             text=True,
-            stdout=-1,
-            stderr=-1,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for node in range(2)
     ]
-    return [
-        line
-        for node in nodes
-        for line in sorted(node.communicate(timeout=60)[0].splitlines())
-    ]
+    try:
+        outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()  # does nothing to one that has ended
+    return [line for output in outputs for line in sorted(output.splitlines())]
 
 
 with tempfile.TemporaryDirectory() as folder:

@@ -15,6 +15,7 @@ names it.
 from __future__ import annotations
 
 import inspect
+import io
 import operator
 import os
 import sys
@@ -277,8 +278,6 @@ def _show(job: worker.Job) -> None:
 
 
 def _result(process: start.Process) -> Any:
-    import io
-
     assert process.report is not None
     try:
         return torch.load(io.BytesIO(process.report.value), "cpu", weights_only=False)

@@ -76,8 +76,6 @@ def cuda_survives_fork() -> bool:
 
     torch.cuda.is_available() may be enough to ask, and leaves no trace here; a child can tell.
     """
-    if torch.cuda.is_initialized():
-        return False
     pid = _fork()
     if not pid:
         os._exit(int(torch.cuda._is_in_bad_fork()))

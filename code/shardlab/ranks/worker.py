@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 import warnings
 from contextlib import suppress
@@ -63,7 +62,6 @@ class Report:
     """What a rank sends to the caller when it is done, one way or the other."""
 
     kind: str  # "returned" | "raised"
-    when: float  # time.monotonic(), which all processes of a machine share
     value: bytes = b""
     error: str = ""  # "ValueError: boom"
     frames: list[tuple[str, int, str, str]] = field(default_factory=list)  # file, line, name, text
@@ -187,8 +185,8 @@ def _returned(value: Any) -> Report:
     except Exception as error:
         what = f"{type(value).__module__}.{type(value).__qualname__}"
         message = f"its result, a {what}, cannot be sent to the caller: {_describe(error)}"
-        return Report("raised", time.monotonic(), error=message)
-    return Report("returned", time.monotonic(), buffer.getvalue())
+        return Report("raised", error=message)
+    return Report("returned", buffer.getvalue())
 
 
 def _raised(error: BaseException) -> Report:
@@ -196,7 +194,7 @@ def _raised(error: BaseException) -> Report:
     frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in summary]
     text = _describe(error)
     victim = isinstance(error, RuntimeError) and any(w in text.lower() for w in VICTIM_WORDS)
-    return Report("raised", time.monotonic(), error=text, frames=frames, victim=victim)
+    return Report("raised", error=text, frames=frames, victim=victim)
 
 
 def _describe(error: BaseException) -> str:

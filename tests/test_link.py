@@ -165,3 +165,14 @@ def test_bad_input(latency: float, bandwidth: float, message: str):
 def test_an_unknown_operation():
     with pytest.raises(ValueError, match="operation='scan': allowed are all_reduce"):
         link.ring_seconds("scan", 1, 2, 0.0, 1.0)
+
+
+def test_a_mesh_stands_on_a_slow_group() -> None:
+    """FSDP2 is given a mesh, and a mesh looks its group up by name."""
+
+    def found() -> bool:
+        group = link.slow(0, 1e9)
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+        return mesh.get_group() is group
+
+    assert ranks.run(found, 2, device="cpu") == [True, True]

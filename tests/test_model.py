@@ -149,3 +149,10 @@ def test_the_model_knows_nothing_of_parallelism(root):
 def test_bad_shapes(wrong: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         Config(**wrong)
+
+
+def test_the_loss_widens_logits_of_16_bits() -> None:
+    logits, targets = torch.randn(1, 4, 256).bfloat16(), torch.arange(4)[None]
+    assert loss(logits, targets).dtype == torch.float32
+    assert loss(logits, targets) == loss(logits.float(), targets)
+    assert loss(logits.double(), targets).dtype == torch.float64  # and narrows nothing

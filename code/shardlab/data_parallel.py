@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from shardlab import ranks
 
 MIB = 2**20
 
@@ -154,7 +155,8 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
     ):
         super().__init__()
-        _check(module, group, bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+        ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+        ranks.check_model(module, group)
         self.module, self.group, self.broadcast_buffers = module, group, broadcast_buffers
         _copy_from_rank_0([*module.parameters(), *module.buffers()], group)
         dealt = assign_buckets(module.parameters(), bucket_bytes, first_bytes)
@@ -271,28 +273,3 @@ def _copy_from_rank_0(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
     works = [dist.broadcast(t.detach(), root, group=group, async_op=True) for t in tensors]
     for work in works:
         work.wait()
-
-
-def _check(module: nn.Module, group: dist.ProcessGroup, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed is a whole number of bytes, 1 or more")
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(f"group={group!r}: allowed is a process group that holds this rank")
-    kind = type(module).__name__
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(
-            f"module={kind}: nothing in it can be trained; allowed are modules that can"
-        )
-    if any(getattr(m, "sparse", False) is True for m in module.modules()):
-        raise ValueError(f"module={kind}: its gradients are sparse; allowed are dense ones")
-    mine = [
-        f"{name} {list(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        for name, p in module.named_parameters()
-    ]
-    models: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(models, mine, group=group)
-    for rank, theirs in enumerate(models):
-        for a, b in zip_longest(models[0], theirs, fillvalue="no further parameter"):
-            if a != b:
-                raise ValueError(f"module: rank 0 of the group has {a}, rank {rank} has {b}")

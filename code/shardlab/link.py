@@ -129,6 +129,11 @@ class SlowGroup(dist.ProcessGroup):
         self._finisher: threading.Thread | None = None
         self._queue: queue.SimpleQueue[tuple[_Held, Any, Any]] = queue.SimpleQueue()
 
+    @property
+    def group_name(self) -> str:
+        """The name under which torch keeps it: a DeviceMesh looks its group up by that."""
+        return dist.distributed_c10d._world.pg_names[self]
+
     def getBackendName(self) -> str:
         """Its name in torch's messages."""
         return "slow"

@@ -29,17 +29,22 @@ from typing import Any
 import torch
 
 from . import blame, start, torchrun, worker
+from .agree import check_bytes, check_model
 from .p2p import Message, irecv, isend
+from .pretended import pretend
 
 __all__ = [
     "Message",
     "RankError",
     "WorldSizeError",
+    "check_bytes",
+    "check_model",
     "device",
     "irecv",
     "isend",
     "max_ranks",
     "place",
+    "pretend",
     "run",
 ]
 

@@ -1,0 +1,115 @@
+"""What one rank of a large job would hold, found on a laptop, without the job.
+
+The process group is pretended (`ranks.pretend`) and so are the tensors: they have shapes, dtypes
+and storages with sizes, and no data. Torch's own FSDP2 shards torch's own modules on them, and the
+same watch that counts real bytes (`held`) counts these. On real ranks, with real tensors, the same
+step holds the same bytes; `tests/test_held.py` compares.
+
+Not in these numbers: what an allocator loses to fragments, the buffers of nccl, CUDA's own memory,
+and what streams that run ahead hold a moment longer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlab import model as plain
+from shardlab import ranks
+from shardlab.shapes import Config
+
+from .storage import held, states
+
+
+def pretended_step(
+    config: Config,
+    world_size: int,
+    batch: int = 1,
+    seq: int | None = None,
+    recompute: str = "full",
+    reshard: bool = True,
+    timeout: float = 300.0,
+) -> dict[str, int]:
+    """Bytes that rank 0 of `world_size` would hold in a training step under FSDP2. Simulated.
+
+    Each block is a unit of its own. Parameters are float32 in shards and bfloat16 where they are
+    used; gradients are reduced in float32; AdamW. batch: sequences on each rank; seq: tokens each,
+    by default the model's longest. recompute: "full" (each block again in backward) or "none".
+    reshard: free a block's parameters after its forward.
+
+    Returns bytes: parameters, gradients, optimizer (this rank's shards, after the step), and of the
+    second step, `activations` (kept at the end of forward) and `peak` (of all together).
+
+    Raises ValueError for sizes below 1 and an unknown `recompute`.
+    """
+    seq = config.seq if seq is None else seq
+    for name, value in (("world_size", world_size), ("batch", batch), ("seq", seq)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
+    if recompute not in ("full", "none"):
+        raise ValueError(f"recompute={recompute!r}: allowed are 'full' and 'none'")
+    arguments = config, batch, seq, recompute == "full", reshard
+    return ranks.pretend(_step, world_size, *arguments, timeout=timeout)
+
+
+def _step(config: Config, batch: int, seq: int, recompute: bool, reshard: bool) -> dict[str, int]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor import _sharding_prop
+
+    # DTensor works out shapes with fake tensors of its own. Inside another fake mode it would take
+    # that one, and what it tries out would be counted as held.
+    if hasattr(_sharding_prop, "detect_fake_mode"):
+        _sharding_prop.detect_fake_mode = lambda *_, **__: None
+    with torch.device("meta"):
+        model = plain.GPT(config)
+    _shard(model, reshard)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        return measured_step(model, batch, seq, recompute)
+
+
+def _shard(model: plain.GPT, reshard: bool) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+
+
+def measured_step(model: plain.GPT, batch: int, seq: int, recompute: bool) -> dict[str, int]:
+    """The bytes of a training step of a model that FSDP2 has sharded; see `pretended_step`."""
+    if recompute:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    # foreach=True would copy all shards at once for the time of the step.
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens_BS = torch.zeros(batch, seq, dtype=torch.int64)
+    _train(model, optimizer, tokens_BS)  # the optimizer makes its states in the first step
+    optimizer.zero_grad()
+    with held(model, optimizer, tokens_BS) as bytes_held:
+        before = bytes_held.now
+        value = plain.loss(model(tokens_BS), tokens_BS)
+        kept = bytes_held.now - before
+        value.backward()
+        found = states(model, optimizer)
+        optimizer.step()
+    return {
+        "parameters": found["parameters"],
+        "gradients": found["gradients"],
+        "optimizer": found["optimizer"] + found["counters"],
+        "activations": kept,
+        "peak": bytes_held.peak,
+    }
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens_BS: torch.Tensor) -> None:
+    plain.loss(model(tokens_BS), tokens_BS).backward()
+    optimizer.step()

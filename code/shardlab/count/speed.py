@@ -1,0 +1,94 @@
+"""What this machine has, and what it reaches: the two sides of a roofline."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine() -> list[tuple[str, str]]:
+    """What this process computes on, as (what, value): each GPU, or the processor without one."""
+    facts: list[tuple[str, str]] = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        facts.append(("GPU", gpu.name))
+        facts.append(("memory", f"{gpu.total_memory / 1e9:.1f} GB"))
+        # Not all versions of torch tell these two. DDR: two transfers in a cycle.
+        clock, width = (getattr(gpu, n, 0) for n in ("memory_clock_rate", "memory_bus_width"))
+        if clock and width:
+            facts.append(("memory bandwidth", f"{2e3 * clock * width / 8 / 1e9:.0f} GB/s"))
+        facts.append(("compute capability", f"{gpu.major}.{gpu.minor}"))
+        facts.append(("multiprocessors", str(gpu.multi_processor_count)))
+    if facts:
+        return facts
+    facts = [("GPU", "none"), ("processor", _processor()), ("cores", str(os.cpu_count()))]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        facts.append(("memory", f"{memory / 1e9:.1f} GB"))
+    return [*facts, ("vector instructions", torch.backends.cpu.get_cpu_capability())]
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine reaches: `flops` in FLOP/s, `bytes` to and from memory in bytes/s."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte above which compute is the limit, and below which memory is."""
+        return self.flops / self.bytes
+
+    def reachable(self, intensity: float) -> float:
+        """FLOP/s that work of `intensity` FLOP per byte can reach.
+
+        Williams et al., "Roofline", CACM 52(4), 2009.
+        """
+        return min(self.flops, intensity * self.bytes)
+
+
+def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+    """Seconds that `work` takes at best, after one call to warm up."""
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        begin = clock()
+        work()
+        best = min(best, clock() - begin)
+    return best
+
+
+def rates(dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Rates:
+    """Measure a large square matrix product, and a copy that no cache holds, on `device`.
+
+    A fraction of a second on two cores. The best of five: what the machine can do, not what it did.
+    """
+    device = device or torch.device("cpu")
+    side, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**27)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    product = seconds(lambda: a @ b, device)  # [side, side] @ [side, side]
+    copy = seconds(lambda: target.copy_(source), device)
+    return Rates(2 * side**3 / product, 2 * size / copy)  # a copy reads and writes

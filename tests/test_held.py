@@ -1,0 +1,178 @@
+"""Bytes held: the watch sees every storage from birth to death, on real and on pretended ranks."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardlab import count, ranks, text
+from shardlab.count.pretended import _shard, measured_step
+from shardlab.model import GPT, PRESETS, loss
+
+CONFIG = PRESETS["nano"]
+
+
+def test_births_deaths_views_and_resizes_are_seen() -> None:
+    with count.held() as held:
+        a = torch.zeros(1000)
+        assert held.now == 4000
+        view = a[:10]
+        assert held.now == 4000  # a view holds nothing of its own
+        del a
+        assert held.now == 4000  # but it keeps all of what it looks at
+        del view
+        assert (held.now, held.peak) == (0, 4000)
+        b = torch.zeros(10, dtype=torch.bfloat16)
+        held.reset_peak()
+        assert held.peak == 20
+        b.untyped_storage().resize_(0)  # what FSDP2 does to free a layer
+        assert held.now == 0
+        b.untyped_storage().resize_(20)
+        b.resize_(100)
+        assert held.now == held.peak == 200
+        b.add_(1)
+        assert held.now == 200  # in place: nothing new
+    del b
+    assert held.now == 200  # outside, nothing is counted any more
+
+
+def test_what_was_there_before_counts_from_the_start_and_once() -> None:
+    layer = nn.Linear(10, 10)
+    optimizer = torch.optim.AdamW(layer.parameters(), foreach=False)
+    layer(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    states = count.states(layer, optimizer)
+    assert states == {"parameters": 440, "gradients": 440, "optimizer": 880, "counters": 8}
+    with count.held(layer, optimizer, layer.weight) as held:
+        assert held.now == sum(states.values())
+        optimizer.zero_grad()
+        assert held.now == sum(states.values()) - 440
+        del layer, optimizer
+        gc.collect()
+        assert held.now == 0
+
+
+def test_a_training_step_returns_to_where_it_began() -> None:
+    model = GPT(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens, targets = text.batch(CONFIG.seq, 2)
+
+    def step() -> None:
+        loss(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with count.held(model, optimizer, tokens, targets, trace=True) as held:
+        begin = held.now
+        step()
+        gc.collect()
+        assert held.now == begin
+    assert held.peak > begin + 4 * sum(p.numel() for p in model.parameters())
+    assert max(size for _, size in held.trace) == held.peak
+    assert [moment for moment, _ in held.trace] == sorted(moment for moment, _ in held.trace)
+
+
+def test_saved_activations_are_what_forward_leaves_behind() -> None:
+    """Two witnesses: the hooks of autograd, and the watch over all storages."""
+    model = GPT(CONFIG)
+    tokens, targets = text.batch(CONFIG.seq, 2)
+    with count.held(model, tokens, targets) as held, count.saved(model, tokens, targets) as saved:
+        before = held.now
+        value = loss(model(tokens), targets)
+        assert held.now - before == saved.bytes + value.nbytes
+    assert saved.bytes > 0
+
+
+def test_bytes_of_counts_a_storage_once() -> None:
+    a = torch.zeros(8)
+    assert count.bytes_of([a, a[2:], a.view(2, 4)]) == 32
+    assert count.bytes_of([]) == 0
+
+
+def test_a_pretended_rank_holds_what_a_real_one_holds() -> None:
+    def real() -> dict[str, int]:
+        model = GPT(CONFIG)
+        _shard(model, reshard=True)
+        steps = [measured_step(model, batch=2, seq=CONFIG.seq, recompute=False) for _ in range(3)]
+        return min(steps, key=lambda step: step["peak"])
+
+    measured = ranks.run(real, 4, device="cpu")[0]
+    pretended = count.pretended_step(CONFIG, 4, batch=2, recompute="none")
+    late = measured.pop("peak") - pretended.pop("peak")
+    assert measured == pretended  # to the byte
+    # gloo's own thread sometimes lets go of a gathered layer a moment after the step did: a block's
+    # 49,984 parameters, in bfloat16. Mostly it does not, and the peaks are equal.
+    assert 0 <= late <= 2 * 49_984
+
+
+@pytest.mark.parametrize(
+    ("name", "total"), [("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496)]
+)
+def test_a_pretended_job_of_512_ranks_has_a_512th_of_the_states(name: str, total: int) -> None:
+    found = count.pretended_step(PRESETS[name], 512, seq=64)
+    # Rank 0 gets the first 251 of the 128,256 rows of embedding and head: half a row above average.
+    parameters = 4 * (total // 512 + 2 * PRESETS[name].hidden // 2)
+    assert found["parameters"] == found["gradients"] == parameters
+    counters = found["optimizer"] - 2 * parameters
+    assert 0 <= counters <= 4 * (3 + 9 * PRESETS[name].layers)  # four bytes for each tensor
+
+
+def test_pretend_tells_its_rank_and_refuses_what_cannot_be() -> None:
+    def who() -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
+
+    assert ranks.pretend(who, 512, rank=511) == (511, 512)
+    with pytest.raises(ValueError, match="rank=4: allowed are 0 to 3"):
+        ranks.pretend(who, 4, rank=4)
+    with pytest.raises(ValueError, match="world_size=0"):
+        ranks.pretend(who, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": 0}, "world_size=0: allowed are whole numbers above 0"),
+        ({"batch": -1}, "batch=-1: allowed"),
+        ({"seq": 0}, "seq=0: allowed"),
+        ({"recompute": "some"}, "recompute='some': allowed are 'full' and 'none'"),
+    ],
+)
+def test_a_pretended_step_refuses_bad_input(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        count.pretended_step(CONFIG, **({"world_size": 2} | change))
+
+
+def test_held_refuses_what_holds_no_tensors() -> None:
+    message = "int: allowed are tensors, modules and optimizers"
+    with pytest.raises(ValueError, match=message), count.held(3):
+        pass
+
+
+def test_the_machine_and_its_rates() -> None:
+    facts = dict(count.machine())
+    assert facts["GPU"] and facts["memory"].endswith(" GB")
+    rates = count.rates()
+    assert rates.flops > 1e8 and rates.bytes > 1e8  # any machine that can run this course
+    assert rates.reachable(rates.ridge) == pytest.approx(rates.flops)
+    assert rates.reachable(rates.ridge / 10) == pytest.approx(rates.flops / 10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_the_allocator_agrees_with_the_watch() -> None:
+    def held(device: str) -> tuple[int, int]:
+        model = GPT(CONFIG).to(device)
+        tokens, targets = (t.to(device) for t in text.batch(CONFIG.seq, 2))
+        loss(model(tokens), targets).backward()  # workspaces of libraries come now
+        model.zero_grad()
+        with count.held(model, tokens, targets) as held:
+            begin = held.now
+            value = loss(model(tokens), targets)
+            return begin, held.now - begin - value.nbytes
+
+    on_cpu, on_gpu = held("cpu"), held("cuda")
+    assert on_cpu[0] == on_gpu[0]
+    # Attention keeps a few random numbers' seeds on a GPU, and other statistics of its softmax.
+    assert abs(on_gpu[1] / on_cpu[1] - 1) < 0.05

@@ -29,7 +29,6 @@ above 1 is possible.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -40,15 +39,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from side_by_side import BANDWIDTH, LATENCY, Times, options, ratio, slowest
 from torch import nn
 
 from shardlab import link, ranks, show
 from shardlab.data_parallel import MIB, DataParallel
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 
-LATENCY, BANDWIDTH = 50e-6, 125e6  # of the slow link: 50 microseconds, 1 Gbit/s
 NAMES = ["ours", "theirs", "compute", "backward", "wire", "work"]
-Times = dict[str, list[float]]
 
 
 def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
@@ -110,12 +108,6 @@ def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
     return times
 
 
-def slowest(results: list[Times]) -> dict[str, torch.Tensor]:
-    """Per contender, a tensor [rounds] of the slowest rank's seconds."""
-    joined = {k: [result[k] for result in results] for k in NAMES if results[0][k]}
-    return {k: torch.tensor(v).max(dim=0).values for k, v in joined.items()}
-
-
 def row(case: str, size: int, kind: str, times: dict[str, torch.Tensor], repeats: int) -> dict:
     """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
     chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
@@ -129,37 +121,20 @@ def row(case: str, size: int, kind: str, times: dict[str, torch.Tensor], repeats
         ratios.append(middle["ours"] / middle["theirs"])
         shares.append((floor / middle["ours"], floor / middle["theirs"]))
     share, share_against = (statistics.median(side) for side in zip(*shares, strict=True))
-    low, high = torch.quantile(torch.tensor(ratios), torch.tensor([0.25, 0.75])).tolist()
     return {
         "case": case,
         "against": "torch DDP",
         "ranks": size,
         "link": kind,
-        "ratio": round(statistics.median(ratios), 4),
-        "quartiles": [round(low, 4), round(high, 4)],
+        **ratio(ratios),
         "floor": round(share, 4),
         "seconds": round(times["ours"].median().item(), 4),
         "floor_against": round(share_against, 4),
     }
 
 
-def counted(text: str) -> int:
-    """A number of ranks or repeats from the command line."""
-    value = int(text) if text.isdecimal() else 0
-    if not 1 <= value <= ranks.max_ranks():
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are 1 to {ranks.max_ranks()}")
-    return value
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    kinds = ["loopback", "slow", "gpu"] if torch.cuda.device_count() else ["loopback", "slow"]
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="toy sizes: only shows that it runs")
-    parser.add_argument("--ranks", type=counted, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--links", nargs="+", choices=kinds, default=kinds, metavar="LINK")
-    parser.add_argument("--repeats", type=counted, default=5, help="of a few rounds each")
-    chosen = parser.parse_args(arguments)
+    chosen = options(__doc__, arguments)
     rows = []
     for kind in chosen.links:
         for size in chosen.ranks:

@@ -16,6 +16,7 @@ import sys
 MODULES = (
     "shardlab.record",
     "shardlab.record.pairs",
+    "shardlab.memory.command",
 )
 
 

@@ -1,0 +1,1032 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Memory: where the bytes go
+#
+# After this lesson you can
+#
+# - say, before you start a job, how many bytes each part of it takes, and be right to the byte for most of them;
+# - read an out-of-memory error, and tell from it which part was too large;
+# - choose between a smaller batch, recomputation and more GPUs by numbers, not by trial;
+# - see in a roofline whether a piece of work waits for memory or for arithmetic.
+#
+# It takes about an hour to read and half an hour for the exercises. Running it takes under a minute.
+# You need to know PyTorch, and nothing of parallelism: everything here happens on one rank.
+#
+# One thing to wonder about before you start.
+# The file of Llama 3 8B, 8 billion weights of two bytes, is 16 GB.
+# Training it does not fit on a GPU of 80 GB, not even with a batch of one word.
+# With one sequence of the length that it was trained on, it does not fit on one of 141 GB either.
+
+# %% tags=["hide-input"]
+import argparse
+import runpy
+import statistics
+import textwrap
+import time
+from functools import partial
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+
+from shardlab import count, memory, show, text
+from shardlab.check import check
+from shardlab.count import speed
+from shardlab.memory.command import add_command
+from shardlab.model import GPT, PRESETS, Config, loss
+
+# Its timeline() and roofline() are used below.
+drawing = runpy.run_path(str(show.ROOT / "figures/memory.py"))
+show.style()
+
+GPU = torch.cuda.is_available()
+MB, GB = 1e6, 1e9
+# Small enough to train here, with a vocabulary that is large beside it, as real ones are.
+SHAPE = Config(vocab=8192, seq=256, layers=4, heads=4, hidden=256)
+
+
+def training(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
+    """A model, its AdamW, and a batch: tokens, targets: [batch, seq]."""
+    torch.manual_seed(0)
+    model = GPT(config).to(device, dtype)
+    # foreach=True, the default on a GPU, would copy some tensors for the time of the step.
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens, targets = text.batch(config.seq, batch)
+    return model, optimizer, tokens.to(device), targets.to(device)
+
+
+def shardlab(line):
+    """What `python -m shardlab …` does for the command of this lesson."""
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    options = parser.parse_args(line.split())
+    return options.command(options)
+
+
+def off(measured, predicted):
+    """The difference in percent, as tables here show it."""
+    percent = 100 * (measured / predicted - 1)
+    return "0" if measured == predicted else f"{percent:+.2f}"
+
+
+# %% [markdown]
+# ## What there is
+#
+# First the machine that executed this page. Look for its memory, the number that everything below is compared with.
+
+# %% tags=["measured"]
+show.table(count.machine(), ["what", "this machine's"])
+
+# %% [markdown]
+# Three facts about a GPU decide what it can train.
+# *Memory* is what has to fit. *Bandwidth* says how fast those bytes reach the arithmetic. *Compute capability* is NVIDIA's version number of what the GPU can do: bfloat16 matrix units from 8.0 on, 8-bit floats from 8.9 on.
+# Without a GPU, everything on this page runs on the processor's memory, and the arithmetic of bytes is the same.
+#
+# ## A model that does not fit
+#
+# Here is what one GPU would hold to train Llama 3 8B in bfloat16, on one sequence of 8192 tokens.
+# The sizes of the parts are the subject of this lesson. Look at how little of the total is the weights.
+
+# %%
+llama = PRESETS["llama-3-8b"]
+one = memory.estimate(llama, batch=1, device="gpu")
+parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+sizes = {part: getattr(one, part) for part in parts} | {"total": one.total}
+rows = [(part, f"{size / GB:.1f}", f"{100 * size / one.total:.0f}") for part, size in sizes.items()]
+assert one.peak > 141 * GB > 80 * GB > 4 * one.parameters > 0
+show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of the total (%)"])
+
+
+# %% [markdown]
+# ### What out-of-memory looks like
+#
+# An allocation that cannot be met raises an error on the line that asked.
+# The next cell asks for a thousand terabytes, or on a GPU for ten times its memory. Nothing is harmed: what was refused was never taken.
+
+# %% tags=["measured"]
+def refused(size, device):
+    try:
+        torch.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    raise AssertionError("there was room for it")
+
+
+size = 10 * torch.cuda.get_device_properties(0).total_memory if GPU else 10**15
+print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
+
+# %% [markdown]
+# On a GPU the message is longer, and each of its numbers answers a question.
+#
+# | the message says | what it is | what it tells you |
+# |---|---|---|
+# | Tried to allocate … | the one tensor that did not fit | divide by the bytes of an element: which tensor of your model has that size? Often it is the logits |
+# | total capacity of … | the GPU's memory, in GiB | a GPU sold with "40 GB" reports 39.56 GiB, which is 42.5 GB: labels mix the units |
+# | of which … is free | what no process holds | together with the last number: what there was to choose from |
+# | Process … has … in use | what each process holds on this GPU | is there a second process that you forgot? |
+# | … is allocated by PyTorch | the bytes of living tensors | compare it with the prediction. This is the number this lesson is about |
+# | … is reserved by PyTorch but unallocated | blocks that PyTorch keeps, and no tensor uses | large: fragmentation, see [below](#memory-wrong) |
+#
+# On a CPU there is a second way to run out. Linux promises more memory than it has, and when the promise comes due, it ends the process.
+# Then there is no error and no traceback, just `Killed` and exit status 137, which is 128 + 9: signal 9. The kernel's log (`dmesg`) names the process.
+#
+# ## The picture
+#
+# What is held, and when? Five kinds of bytes share a training step, and they come and go at different times.
+#
+# ![What is held during a training step. Weights and the optimizer's moments: all the time. Activations grow through forward and shrink through backward. Gradients grow through backward and stay until zero_grad. Temporary tensors are largest where backward begins, and there is the peak.](../figures/memory_life.svg)
+#
+# - *Model states*: weights, gradients and what the optimizer keeps. They follow from the number of parameters alone.
+# - *Activations*: what forward keeps because backward will need it. They follow from the shape, the batch and the sequence.
+# - *Temporary* tensors: what a single operation needs besides. They follow from whatever is largest at that moment, and for a language model that is the logits.
+#
+# So the first parts are simple, and come first.
+#
+# ## The 16 bytes of a parameter
+#
+# AdamW keeps two running means for each parameter, of its gradient and of the gradient's square: its *moments*.
+# In float32 a parameter therefore takes 4 bytes, its gradient 4, its moments 8. Together 16.
+#
+# With mixed precision, weights and gradients are bfloat16, 2 bytes each.
+# But steps are small beside the weights: bfloat16 has two to three decimal digits, and adding 0.0001 to 1 changes nothing in it.
+# So the optimizer keeps a float32 copy of the weights, the *master weights*, beside its moments: $2 + 2 + 4 + 8 = 16$ {cite}`rajbhandari2020zero`.
+#
+# ![Bytes of states for each parameter, in six recipes, as stacked bars: weights, gradients, optimizer.](../figures/memory_recipes.svg)
+#
+# Here is the whole calculation. `zero`, `dp`, `tp` and `pp` say how many ranks share what; on one rank all are 1 or 0, and you can read past them.
+
+# %%
+show.source(memory.states)
+
+
+# %% [markdown]
+# Is it so? The next cell makes both kinds of states, and counts the bytes of every tensor that is there after a step.
+# Look at the last column.
+
+# %%
+def float32():
+    model, optimizer, tokens, targets = training()
+    loss(model(tokens), targets).backward()
+    optimizer.step()
+    return count.states(model, optimizer), 0
+
+
+def mixed():
+    model, _, tokens, targets = training(dtype=torch.bfloat16)
+    master = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(master, foreach=False)
+    loss(model(tokens), targets).backward()
+    for copy, parameter in zip(master, model.parameters(), strict=True):
+        copy.grad = parameter.grad.float()
+    optimizer.step()
+    for copy, parameter in zip(master, model.parameters(), strict=True):
+        copy.grad = None  # it was there for the step alone
+        parameter.data.copy_(copy)
+    return count.states(model, optimizer), count.bytes_of(master)
+
+
+P, rows = memory.parameter_count(SHAPE), []
+for precision, recipe in (("fp32", float32), ("bf16", mixed)):
+    found, master = recipe()
+    want = memory.states(P, precision=precision)
+    found["optimizer"] += master
+    for part in ("parameters", "gradients", "optimizer"):
+        predicted, measured = getattr(want, part), found[part]
+        assert measured == predicted  # to the byte
+        rows.append((precision, part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
+    assert want.total == 16 * P
+head = ["recipe", "part", "predicted (bytes)", "measured (bytes)", "difference (%)"]
+show.table(rows, head, caption=f"{P:,} parameters")
+
+# %% [markdown]
+# Beside these, AdamW keeps a counter of steps, four bytes for each *tensor*: 67 tensors, 268 bytes.
+#
+# ````{admonition} Checked: "mixed precision halves the memory"
+# :class: checked
+#
+# Both recipes above take 16 bytes for each parameter, measured. What mixed precision halves is the layers' activations and the bytes of messages; and it lets matrix products use a GPU's faster units.
+# ````
+#
+# ````{admonition} Checked: "training needs about twice the memory of the weights"
+# :class: checked
+#
+# With AdamW the states are *eight* times a bfloat16 file of the weights, and four times a float32 one: the table above. Twice is right for SGD in one precision without momentum, before the first activation.
+# ````
+#
+# Others print other numbers for the same thing, and each is right about its own recipe.
+# Hugging Face's guide says 18: 6 for the weights in both precisions, 8 for the moments, 4 for a gradient in float32 {cite}`huggingface2026anatomy`.
+# Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
+
+# %%
+wide = "bf16-fp32-gradients"
+rows = [
+    ("ZeRO paper, mixed precision", "16", memory.bytes_per_parameter("bf16")),
+    ("Hugging Face, gradients in float32", "18", memory.bytes_per_parameter(wide)),
+    ("Megatron, the same", "18", memory.megatron_bytes(wide, 1, distributed=False)),
+    ("Megatron, gradients twice", "20", memory.megatron_bytes("fp16", 1, distributed=False)),
+]
+for _, printed, ours in rows:
+    assert float(printed) == ours
+show.table(rows, ["whose recipe", "printed (bytes per parameter)", "shardlab.memory's"])
+
+# %% [markdown]
+# ````{admonition} Checked: "GB and GiB are the same thing"
+# :class: checked
+#
+# A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more. `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the last prints "GB" after it. Papers mostly divide by powers of ten.
+# And a GPU's label often means GiB. 128.5 GB are 119.7 GiB: the two numbers differ by more than half of Llama 3 8B's weights. This course never writes one for the other, and `memory.format_bytes` asks which you want.
+# ````
+#
+# ## Activations
+#
+# Backward needs numbers that forward computed: for the gradient of a matrix product, its input; for GELU, its input too.
+# Autograd keeps them until backward has used them. What one layer keeps, for every token:
+
+# %% tags=["hide-input"]
+rows = [
+    ("the layer's input, for the norm", "1"),
+    ("the norm's output, for query, key and value", "1"),
+    ("query, key, value, for attention", "3"),
+    ("attention's output, for its own backward, and in the order that the next product wants", "2"),
+    ("input and output of the second norm", "2"),
+    ("the feed-forward network, before GELU", "4"),
+    ("… and after it, for the second product", "4"),
+]
+per_token = sum(int(n) for _, n in rows)
+config = Config(vocab=8192, seq=256, layers=1, heads=4, hidden=256)
+found = memory.activations(config, batch=4, precision="fp32").layer / (4 * 4 * 256 * 256)
+# Norms keep two numbers for a token, attention one for each head: 0.3 % of the rest.
+assert abs(found / per_token - 1) < 0.01
+rows.append(("together", str(per_token)))
+show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
+
+# %% [markdown]
+# So a layer keeps about $17\,bsh$ numbers, of four bytes or of two (16 where a GPU's attention kernel puts its output in the right order at once). The attention matrix itself, $s \times s$ for each head, is not among them: fused kernels never keep it, and compute it again in backward.
+# Written out in plain operations it costs another $5abs^2$ bytes in 16-bit precision, and that is the formula in many papers: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
+#
+# After the last layer come the logits: $V$ numbers for each token. The loss keeps their log-softmax, and widens 16-bit logits to float32 first.
+# The cell compares three shapes with what autograd really keeps. Look at the last column.
+
+# %%
+SHAPES = {
+    "GELU, float32": (SHAPE, 2, "fp32"),
+    "GELU, bfloat16": (SHAPE, 2, "bf16"),
+    "Llama's kind, float32": (
+        Config(4096, 128, 6, 8, 256, 2, 704, "swiglu", "rms", False, False),
+        2,
+        "fp32",
+    ),
+}
+rows = []
+for name, (config, batch, precision) in SHAPES.items():
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model, _, tokens, targets = training(config, batch, dtype=dtype)
+    with count.saved(model, tokens, targets) as saved:
+        loss(model(tokens), targets)
+    want = memory.activations(config, batch, precision=precision)
+    assert abs(saved.bytes / want.saved - 1) < 0.02
+    loss_part = want.head + want.logits
+    sizes = (want.saved - loss_part, loss_part, want.saved, saved.bytes)
+    share = f"{100 * loss_part / want.saved:.0f}"
+    cells = [f"{size / MB:.2f}" for size in sizes]
+    rows.append((name, *cells, off(saved.bytes, want.saved), share))
+head = ["shape", "layers (MB)", "logits and loss (MB)", "predicted (MB)", "measured (MB)"]
+show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
+
+# %% [markdown]
+# ````{admonition} Checked: "activations are what the layers keep; forget the logits"
+# :class: checked
+#
+# In the table they are up to half of what is kept. And where backward begins, the gradient of the log-softmax and that of the logits stand beside it for a moment, each as large: the peak of the step below is there.
+# For Llama 3 8B, one sequence of 8192 tokens makes $8192 \times 128{,}256$ logits: 4.2 GB in float32, for each copy.
+# ````
+#
+# ## Equal: a step, predicted and measured
+#
+# Now a whole step, from the first byte to the last. On the CPU, `count.held` sees every storage from birth to death; on a GPU it asks the allocator's own counters.
+
+# %%
+show.source(count.held)
+
+
+# %% [markdown]
+# The next cell runs two steps and writes down what is held after each line, and the most on the way.
+# Look at where the second step differs from the first.
+
+# %%
+def watch(model, optimizer, tokens, targets, trace=False):
+    """One step: bytes held {after each line} and {at most in it}, states, trace and its marks."""
+    after, most, marks = {}, {}, [time.perf_counter()]
+    with count.held(model, optimizer, tokens, targets, trace=trace) as held:
+
+        def line(name):
+            after[name], most[name] = held.now, held.peak
+            marks.append(time.perf_counter())
+            held.reset_peak()
+
+        line("before")
+        value = loss(model(tokens), targets)
+        line("forward")
+        value.backward()
+        line("backward")
+        optimizer.step()
+        line("step")
+        states = count.states(model, optimizer)
+        optimizer.zero_grad()
+        line("zero_grad")
+    return after, most, states, held.trace, marks[1:-1]
+
+
+job = training()
+first, second = watch(*job), watch(*job)
+rows = []
+for name in first[0]:
+    sizes = [size[name] / MB for step in (first, second) for size in step[:2]]
+    rows.append((name, *(f"{size:.1f}" for size in sizes)))
+moments = first[2]["optimizer"]
+assert second[0]["before"] - first[0]["before"] == moments + first[2]["counters"]
+assert max(second[1].values()) - max(first[1].values()) == moments + first[2]["counters"]
+head = ["line", "step 1: held after it (MB)", "at most in it (MB)"]
+show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
+
+
+# %% [markdown]
+# AdamW makes its moments in the first `step()`. So the first step peaks lower, here by 42 MB, and a job that survives its first step can still die in its second.
+# That is also how to read the traceback of a failed job:
+#
+# | it fails in | what was new there |
+# |---|---|
+# | `.to("cuda")` | weights |
+# | forward | activations; in the loss, the logits' copies |
+# | `backward()` | the logits' gradients at its beginning; gradients of the weights later on |
+# | the first `step()` | the moments |
+# | the second step's forward or backward | the moments are there for the first time while activations are |
+# | step 1000 | a longer batch than before, something that piles up, or fragments |
+#
+# And here is the second step beside the prediction.
+
+# %%
+def compare(config, batch, device="cpu"):
+    """Rows of (part, predicted, measured) for the second step, on `device`."""
+    job = training(config, batch, device)
+    watch(*job)
+    after, most, states, *_ = watch(*job)
+    kernels = "gpu" if device == "cuda" else "cpu"
+    want = memory.estimate(config, batch=batch, precision="fp32", device=kernels)
+    rows = [(part, getattr(want, part), states[part]) for part in parts[:3]]
+    kept = after["forward"] - after["before"]
+    saved = memory.activations(config, batch, precision="fp32", device=kernels).saved
+    return [*rows, ("activations", saved, kept), ("peak", want.peak, max(most.values()))]
+
+
+rows = []
+for part, predicted, measured in compare(SHAPE, 2):
+    limit = {"activations": 0.02, "peak": 0.05}.get(part, 0)
+    assert abs(measured / predicted - 1) <= limit, part
+    rows.append((part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
+head = ["part", "predicted (bytes)", "measured (bytes)", "difference (%)"]
+show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
+
+
+# %% [markdown]
+# Now the same step as a picture, one column for each tensor that is made or freed. Look for the tower.
+
+# %% tags=["measured"]
+def recomputed(job):
+    """The same job, each block's forward run again in backward."""
+    for block in job[0].blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return job
+
+
+jobs = {"keeping all activations": training(), "recomputing": recomputed(training())}
+runs = []
+for words, job in jobs.items():
+    watch(*job)
+    _, most, states, trace, marks = watch(*job, trace=True)
+    weights = states["parameters"], states["optimizer"] + states["counters"]
+    runs.append((words, trace, marks, *weights))
+show.figure(
+    drawing["timeline"](runs),
+    "Bytes held over one training step, measured by this page, with all activations kept and with "
+    "each layer recomputed in backward.",
+    "memory_timeline",
+)
+
+# %% [markdown]
+# Forward climbs in equal stairs, one for each layer. The tower in the middle is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
+# Then backward frees one layer's activations after the other, and gradients take their place. The lower panel is explained [below](#memory-recompute).
+#
+# On a GPU other kernels run, which keep slightly different things, and a library's workspaces are held beside them. The same table from the allocator's counters, where there is one:
+
+# %% tags=["measured"]
+if GPU:
+    rows = []
+    for part, predicted, measured in compare(SHAPE, 2, "cuda"):
+        assert abs(measured / predicted - 1) <= (0.1 if part in ("activations", "peak") else 0)
+        rows.append((part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
+    show.table(rows, head, caption=f"One step on {torch.cuda.get_device_name()}")
+else:
+    print("This page was executed without a GPU: only the table above was measured.")
+
+# %% [markdown]
+# ## What a smaller batch does, and what it does not
+#
+# A smaller batch is what everyone tries first. The states do not know the batch, so it cannot shrink them.
+# Each row halves it. Look at the last column.
+
+# %%
+rows, last = [], None
+for batch in (4, 2, 1):
+    (*_, kept), (*_, peak) = compare(SHAPE, batch)[-2:]
+    states = memory.states(P, precision="fp32").total
+    ratio = "" if last is None else f"{peak / last:.2f}"
+    assert last is None or 0.5 < peak / last < 0.8
+    rows.append((batch, f"{states / MB:.1f}", f"{kept / MB:.1f}", f"{peak / MB:.1f}", ratio))
+    last = peak
+head = ["sequences", "states (MB)", "activations (MB)", "peak (MB)", "of the row above"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# ````{admonition} Checked: "halving the batch halves the memory"
+# :class: checked
+#
+# From 4 sequences to 2 it saves less than two fifths here, from 2 to 1 less than a third: the table. What stays are states, and of those no batch gets rid.
+# For Llama 3 8B on one GPU they are 128.5 GB with a batch of nothing at all.
+# ````
+#
+# So when do activations matter more than states? The states are fixed by the model; activations grow with the tokens on the GPU, $bs$.
+# On each line of the picture both are equal; above it, activations are the larger part.
+#
+# ![Llama 3 8B: for each sequence length, the number of sequences at which activations become larger than states, for plain attention, fused attention and full recomputation.](../figures/memory_overtake.svg)
+#
+# With fused attention only the product counts: four sequences of 2048 tokens weigh as much as one of 8192.
+# Where the attention matrix is kept, a long sequence counts twice, and the line falls more steeply.
+# The third line is the next section.
+#
+# (memory-recompute)=
+# ## Recomputation: pay with time
+#
+# A layer's activations can be computed again from its input. So keep the inputs alone, $bsh$ numbers for each layer instead of about $17\,bsh$, and run each layer's forward once more when backward gets there.
+# In PyTorch that is one call, `torch.utils.checkpoint.checkpoint`, around each block: the function `recomputed` above.
+#
+# A step costs about two units of arithmetic in backward for each in forward, so one more forward is a third more. The cell measures what it saves and what it costs, alternating.
+
+# %% tags=["measured"]
+def seconds(job):
+    model, optimizer, tokens, targets = job
+    begin = time.perf_counter()
+    loss(model(tokens), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - begin
+
+
+jobs = {"none": training(), "full": recomputed(training())}
+rows, ratios = [], []
+for _ in range(5):
+    took = {how: seconds(job) for how, job in jobs.items()}
+    ratios.append(took["full"] / took["none"])
+slower = statistics.median(ratios)
+for how, job in jobs.items():
+    after, most, *_ = watch(*job)
+    kept, peak = after["forward"] - after["before"], max(most.values())
+    want = memory.activations(SHAPE, 2, precision="fp32", recompute=how)
+    whole = memory.estimate(SHAPE, batch=2, precision="fp32", recompute=how)
+    assert abs(kept / want.saved - 1) < 0.02 and abs(peak / whole.peak - 1) < 0.05
+    pairs = [(want.saved, kept), (whole.peak, peak)]
+    cells = [c for w, m in pairs for c in (f"{w / MB:.1f}", f"{m / MB:.1f}", off(m, w))]
+    rows.append((how, *cells, "1" if how == "none" else f"{slower:.2f}"))
+assert 0.9 < slower < 2.5  # 4/3 by arithmetic; the rest is room for a busy machine
+head = ["recompute", "kept: predicted (MB)", "measured (MB)", "diff. (%)"]
+head += ["peak: predicted (MB)", "measured (MB)", "diff. (%)", "time of a step"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# The layers' part shrinks to a seventeenth; logits and loss stay, since they are in no layer.
+# And the result is the same, bit for bit: the second forward computes what the first did. (With dropout it has to draw the same numbers again; `checkpoint` sees to that.)
+
+# %%
+def gradients(job):
+    model, _, tokens, targets = job
+    loss(model(tokens), targets).backward()
+    return [p.grad for p in model.parameters()]
+
+
+kept, again = gradients(training()), gradients(recomputed(training()))
+assert all(map(torch.equal, kept, again))
+print(f"{len(kept)} gradients, all equal bit for bit")
+
+# %% [markdown]
+# *Selective* recomputation recomputes attention alone, which was most of the memory and little of the arithmetic when its matrix was kept: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels do exactly that by themselves.
+#
+# ## The same without the hardware
+#
+# How would Llama 3 8B do on 8 GPUs, or on 64, if each kept only its share of the states? (How that works is the lesson [ZeRO](zero.md).)
+# No such machine is needed to find out. `count.pretended_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data, in a process group whose other ranks do not exist, and counts.
+#
+# **These numbers are simulated, not measured.** The simulation was compared with real ranks, on a small model on four of them, where it is [equal to the byte](../tests/test_held.py).
+# What it cannot see is what an allocator loses to fragments and what nccl takes.
+
+# %%
+rows = []
+for size in (8, 64):
+    found = count.pretended_step(llama, size)
+    want = memory.estimate(llama, dp=size, zero=3, precision="bf16-compute", recompute="full")
+    assert abs(found["peak"] / want.peak - 1) < 0.05
+    cells = [f"{found[part] / GB:.2f}" for part in parts[:4]]
+    peaks = [f"{found['peak'] / GB:.2f}", f"{want.peak / GB:.2f}", off(want.peak, found["peak"])]
+    rows.append((size, *cells, *peaks))
+head = ["GPUs", *(f"{part} (GB)" for part in parts[:4])]
+head += ["simulated peak (GB)", "formula's (GB)", "difference (%)"]
+show.table(rows, head, caption="Rank 0, one sequence of 8192 tokens on each, full recomputation")
+
+# %% [markdown]
+# Eight times as many GPUs take an eighth of the states, and the activations do not move: from some point on, more GPUs of this kind save nothing.
+#
+# ## What others count
+#
+# PyTorch brings a tool for this, `MemTracker`. It should agree with `count.held`, and it also says what kind of bytes stood at the peak.
+
+# %%
+job = training()
+watch(*job)
+ours = max(watch(*job)[1].values())
+tracker = MemTracker()
+tracker.track_external(*job)
+with tracker:
+    model, optimizer, tokens, targets = job
+    loss(model(tokens), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+kinds = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+rows = [(str(kind).split(".")[-1], f"{size:,}") for kind, size in kinds.items() if size]
+rows.append(("count.held", f"{ours:,}"))
+assert kinds["Total"] == ours
+show.table(rows, ["MemTracker's name", "at the peak (bytes)"])
+
+# %% [markdown]
+# Equal to the byte. `TEMP` is two tensors of the logits' size, which no formula for layers knows.
+# On a GPU there are three more instruments. `torch.cuda.memory_summary()` prints the allocator's counters. `torch.cuda.max_memory_allocated()` is the peak, in blocks rounded up to 512 bytes. `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write down every allocation with its stack, for the viewer at `pytorch.org/memory_viz`.
+#
+# DeepSpeed's estimator answers before the job runs. For T5-3B, on one node of eight GPUs, its documentation {cite}`deepspeed2026memory` prints the first column; the formulas behind it give the second, and our own count of the states the third.
+
+# %%
+GIB = memory.UNITS["GiB"]
+t5 = 2851 * 10**6
+rows = []
+for words, printed, theirs, ours in (
+    (
+        "stage 2",
+        15.93,
+        memory.deepspeed_zero2(t5, gpus_per_node=8, offload=False)[1],
+        memory.states(t5, "fp16", zero=2, dp=8).total,
+    ),
+    (
+        "stage 2, optimizer in the host's memory",
+        5.31,
+        memory.deepspeed_zero2(t5, gpus_per_node=8, offload=True)[1],
+        memory.states(t5, "fp16", zero=2, dp=8, offload="optimizer").total,
+    ),
+):
+    assert abs(theirs / GIB - printed) < 0.01
+    rows.append((words, f"{printed:.2f}", f"{theirs / GIB:.2f}", f"{ours / GIB:.2f}"))
+head = ["T5-3B on 8 GPUs", "printed (GiB, labelled GB)", "its formula (GiB)"]
+show.table(rows, [*head, "shardlab.memory (GiB)"])
+
+# %% [markdown]
+# The two rows differ in what they mean by stage 2: the paper shards gradients, and the estimator counts all of them on every GPU beside $16/d$ bytes of the optimizer.
+# An estimate is only as good as your knowledge of what it counts. None of these counts activations.
+#
+# ## From bytes to seconds: the roofline
+#
+# Memory has a second price. Every byte that an operation touches has to travel between memory and arithmetic, and for many operations that takes longer than the arithmetic.
+# The *arithmetic intensity* of a piece of work is its FLOP (floating-point operations) for each byte moved. A machine reaches at most
+#
+# $$
+# \min(\text{its FLOP/s},\; \text{intensity} \times \text{its bytes/s})
+# $$
+#
+# which drawn over the intensity looks like a roof {cite}`williams2009roofline`. Left of the ridge memory is the limit, right of it compute is.
+# The cell measures five things that training does, and a long copy, and draws this machine's roof over them: the best rates that any of them reached. Look at which of them could ever be fast.
+
+# %% tags=["measured"]
+DEVICE = torch.device("cuda" if GPU else "cpu")
+n, rows_, many = (8192, 8192, 2**27) if GPU else (1024, 4096, 2**25)
+a, b = (torch.randn(n, n, device=DEVICE) for _ in range(2))
+wide = torch.randn(rows_, 8192, device=DEVICE)
+one, sixteen = (torch.randn(8192, columns, device=DEVICE) for columns in (1, 16))
+long, out = (torch.ones(many, device=DEVICE) for _ in range(2))
+weight = torch.nn.Parameter(torch.ones(many // 4, device=DEVICE))
+weight.grad = torch.ones_like(weight)
+adamw = torch.optim.AdamW([weight], fused=True)
+size = wide.numel()
+WORK = {  # name: (FLOP, bytes that have to move at least, the work); all in float32
+    "large product": (2 * n**3, 12 * n**2, lambda: a @ b),  # [n, n] @ [n, n]
+    "matrix × 16 columns": (32 * size, 4 * size, lambda: wide @ sixteen),  # [., 8192] @ [8192, 16]
+    "matrix × 1 column": (2 * size, 4 * size, lambda: wide @ one),  # [., 8192] @ [8192, 1]
+    "addition": (many, 8 * many, lambda: torch.add(long, 1, out=out)),
+    # 14 operations; reads weight, gradient, two moments, and writes all but the gradient
+    "AdamW step": (14 * many // 4, 28 * many // 4, adamw.step),
+}
+points = []
+for name, (flop, moved, work) in WORK.items():
+    points.append((name, flop / moved, flop / speed.seconds(work, DEVICE)))
+roof = count.rates(torch.float32, DEVICE)
+# A roof is what nothing exceeds: the best rates that anything here reached.
+roof = count.Rates(
+    max(roof.flops, *(rate for _, _, rate in points)),
+    max(roof.bytes, *(rate / intensity for _, intensity, rate in points)),
+)
+reached = {name: rate for name, _, rate in points}
+assert reached["large product"] > 3 * reached["matrix × 1 column"]
+assert reached["large product"] > 3 * reached["addition"]
+show.figure(
+    drawing["roofline"](roof, points),
+    "The roofline of the machine that executed this page, with five pieces of work under it.",
+    "memory_roofline",
+)
+
+# %% tags=["measured"]
+rows = [
+    (name, f"{x:.2f}", f"{rate / GB:.1f}", f"{100 * rate / roof.reachable(x):.0f}")
+    for name, x, rate in points
+]
+head = ["work", "FLOP per byte", "reached (GFLOP/s)", "of what its intensity allows (%)"]
+show.table(rows, head)
+
+# %% [markdown]
+# The optimizer's step and every elementwise operation stand far to the left: a faster processor does not help them, fewer bytes do.
+# A matrix with one column stands there too, and that is what generating text one token at a time is.
+# With $bs$ tokens in a batch, a weight matrix is read once and used $bs$ times, so more tokens move a product to the right, under the flat roof. That is the other side of "make the batch smaller".
+#
+# (memory-wrong)=
+# ## What goes wrong
+#
+# Each of these takes memory that no formula above contains.
+# First a step and an evaluation into which mistakes can be put, and a way to ask for the peak of the third one.
+
+# %%
+model, optimizer, tokens, targets = training()
+kept = {}
+
+
+def step(after_step=lambda *_: None, set_to_none=True):
+    logits = model(tokens)
+    value = loss(logits, targets)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    after_step(logits, value)
+
+
+def evaluate(gradients):
+    with torch.set_grad_enabled(gradients):
+        return loss(model(tokens), targets)
+
+
+def peak(fn):
+    """Most bytes held in `fn`, called for the third time, above what one needs for training."""
+    optimizer.zero_grad()
+    kept.clear()
+    with count.held(model, optimizer, tokens, targets) as held:
+        fn()
+        fn()
+        held.reset_peak()
+        fn()
+        return held.peak
+
+
+# %% [markdown]
+# Now the mistakes: the cell measures each, and what it adds to the peak. Look for the one that is harmless.
+
+# %%
+right, frugal = peak(step), peak(lambda: evaluate(False))
+logits = tokens.numel() * SHAPE.vocab * 4
+saved = memory.activations(SHAPE, 2, precision="fp32").saved
+CASES = [
+    ("gradients set to zero, not None", lambda: step(set_to_none=False), right, 4 * P),
+    ("the last step's logits kept", lambda: step(lambda x, _: kept.update(x=x)), right, logits),
+    (
+        "losses kept in a list, after backward",
+        lambda: step(lambda _, v: kept.setdefault("v", []).append(v)),
+        right,
+        2 * 4,
+    ),
+    (
+        "evaluation that adds up losses, without no_grad",
+        lambda: kept.update(v=kept.get("v", 0) + evaluate(True)),
+        frugal,
+        3 * saved - logits,  # the log-softmax of the third is there in any case
+    ),
+]
+rows = []
+for name, wrong, without, predicted in CASES:
+    extra = peak(wrong) - without
+    rows.append((name, f"{predicted:,}", f"{extra:,}", off(extra, predicted)))
+    assert abs(extra - predicted) <= 0.01 * predicted, (name, extra, predicted)
+optimizer.zero_grad()
+kept.clear()
+head = ["in the third step, with", "predicted extra at the peak (bytes)", "measured (bytes)"]
+show.table(rows, [*head, "difference (%)"])
+
+# %% [markdown]
+# - **Zeros take as much as gradients.** `zero_grad()` sets them to `None`, which is the default for a reason; code that asks for zeros holds them through forward.
+# - **A name keeps a tensor alive.** A loop's `logits` lives until the next iteration overwrites it, and that happens *after* the next forward has made its own. `del logits`, or a function around the step.
+# - **A loss refers to its graph, and the graph to everything that it saved**, until backward has run. In training that costs little; in evaluation it grows with every batch, and dies in the middle of the validation set. `with torch.no_grad():`, and `.item()` for what you keep.
+#
+# ````{admonition} Checked: "a list of losses keeps all activations alive"
+# :class: checked
+#
+# Not after `backward()`, which frees what the graph saved: the third row is four bytes a step. Without backward, the fourth row, it is all activations, for every batch.
+# Call `.item()` in both cases, but look for your leak where there is no backward.
+# ````
+#
+# **Fragments.** PyTorch takes memory from the GPU in large blocks and cuts them up. After many steps with sequences of different lengths the free bytes lie scattered, and a tensor of 2 GiB finds no 2 GiB in one piece though 6 are free.
+# The error then says that much is *reserved but unallocated*. What helps: `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (older versions: `PYTORCH_CUDA_ALLOC_CONF`), lengths padded to a few sizes, and the longest batch first.
+# On the CPU there is no such cache, so this page cannot show it.
+#
+# **An exception keeps a step.** In a notebook, a traceback holds the frames, the frames hold the tensors, and after an out-of-memory error the next cell has less memory than before. Restart the kernel.
+#
+# ## What helps, and what it costs
+#
+# | remedy | it takes away | it costs |
+# |---|---|---|
+# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller products, further left under the roof; no byte of the states |
+# | recomputation | layers' activations: to 1/17 above | a third more arithmetic |
+# | the loss in pieces over the tokens | the logits' copies: three times 16.8 MB of the 151 MB above | the products with the output matrix again, or a fused kernel |
+# | bfloat16 | half of the activations | nothing of the 16 bytes; digits |
+# | 8-bit moments | 6 of the 16 bytes | moments are rounded |
+# | offload to the host's memory | 12 of the 16 bytes, or all | every byte travels over a slow link in every step |
+# | sharding states over $d$ ranks ([ZeRO](zero.md)) | up to $16 - 16/d$ bytes | messages; no byte of the activations |
+#
+# In a real job, three numbers show that memory is set up right: the allocated bytes after the first step equal the states' prediction; the peak of the second step is within a few percent of the estimate; neither grows after that.
+# The same estimate is a command, `python -m shardlab memory`. Here it answers for Llama 3 8B on 64 GPUs; with `--json` it prints bytes.
+
+# %%
+status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
+assert status == 0
+
+# %% [markdown]
+# ## Exercises
+#
+# Each exercise has a check that runs your answer; the last two count every byte that your code holds.
+#
+# ```{exercise-start} States of a model (easy)
+# :label: ex-memory-states
+# ```
+#
+# GPT-2's largest model has 1.5 billion parameters. It is trained with AdamW, in bfloat16 with float32 master weights.
+# How many GB are its states?
+
+# %%
+answer = ...  # GB
+check(answer, "state_gigabytes")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-memory-states
+# :label: sol-memory-states
+# :class: dropdown
+# ```
+#
+# Weights 2, gradients 2, master weights 4, moments 8.
+
+# %%
+answer = 1.5e9 * (2 + 2 + 4 + 8) / 1e9
+check(answer, "state_gigabytes")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The largest model (easy)
+# :label: ex-memory-largest
+# ```
+#
+# A GPU has 80 GB. Your batch needs 20 GB for activations and temporary tensors.
+# How many billion parameters can the model have, with the same recipe?
+
+# %%
+answer = ...  # billion parameters
+check(answer, "largest_model")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-memory-largest
+# :label: sol-memory-largest
+# :class: dropdown
+# ```
+#
+# The states get 60 GB, at 16 bytes each.
+
+# %%
+answer = (80 - 20) / 16
+check(answer, "largest_model")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Bytes of the states (medium)
+# :label: ex-memory-recipes
+# ```
+#
+# Write the calculator. `precision` is "fp32", "bf16" (with float32 master weights) or "bf16-fp32-gradients"; `optimizer` is "sgd", "momentum" or "adamw". Return the bytes of parameters, gradients and optimizer together.
+
+# %%
+def my_states_bytes(params, precision, optimizer):
+    pass  # your code
+
+
+check(my_states_bytes)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-memory-recipes
+# :label: sol-memory-recipes
+# :class: dropdown
+# ```
+#
+# Only mixed precision has master weights, and moments are float32 always.
+
+# %%
+def my_states_bytes(params, precision, optimizer):
+    weight = 4 if precision == "fp32" else 2
+    gradient = 2 if precision == "bf16" else 4
+    master = 0 if precision == "fp32" else 4
+    moments = {"sgd": 0, "momentum": 1, "adamw": 2}[optimizer]
+    return params * (weight + gradient + master + 4 * moments)
+
+
+check(my_states_bytes)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The largest batch (medium)
+# :label: ex-memory-batch
+# ```
+#
+# How many sequences of the model's full length fit? Use `memory.estimate(config, batch=…)`, whose `.peak` is the most that a step holds, and `limit`, the bytes there are.
+# Return 0 when not even one fits.
+
+# %%
+def my_largest_batch(config, limit):
+    pass  # your code
+
+
+check(my_largest_batch)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-memory-batch
+# :label: sol-memory-batch
+# :class: dropdown
+# ```
+#
+# Count up, and stop before the first that does not fit.
+
+# %%
+def my_largest_batch(config, limit):
+    batch = 0
+    while memory.estimate(config, batch=batch + 1).peak <= limit:
+        batch += 1
+    return batch
+
+
+check(my_largest_batch)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} An evaluation that does not grow (medium)
+# :label: ex-memory-evaluate
+# ```
+#
+# Return the mean loss of `model` over `batches`, pairs of tokens and targets, all of one size.
+# Hold no more with the last batch than with the first, and keep no activations.
+
+# %%
+def my_evaluate(model, batches):
+    total = 0  # your code: this version grows
+    for tokens, targets in batches:
+        total = total + loss(model(tokens), targets)
+    return total / 8
+
+
+check(my_evaluate)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-memory-evaluate
+# :label: sol-memory-evaluate
+# :class: dropdown
+# ```
+#
+# `no_grad` saves nothing for backward, and `.item()` returns a plain number.
+
+# %%
+def my_evaluate(model, batches):
+    losses = []
+    with torch.no_grad():
+        for tokens, targets in batches:
+            losses.append(loss(model(tokens), targets).item())
+    return sum(losses) / len(losses)
+
+
+check(my_evaluate)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Eight sequences in the memory of two (hard)
+# :label: ex-memory-backward
+# ```
+#
+# Compute the gradient of the mean loss over all eight sequences, into `parameter.grad`, and never hold more activations than two sequences need. The optimizer is not your concern.
+# `tokens` and `targets` are `[8, sequence]`.
+
+# %%
+def my_backward(model, tokens, targets):
+    pass  # your code
+
+
+check(my_backward)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-memory-backward
+# :label: sol-memory-backward
+# :class: dropdown
+# ```
+#
+# Four pieces, each with its own backward; gradients add up by themselves. A piece's loss is a mean of its own, hence the quarter.
+
+# %%
+def my_backward(model, tokens, targets):
+    for x, y in zip(tokens.chunk(4), targets.chunk(4), strict=True):
+        (loss(model(x), y) / 4).backward()
+
+
+check(my_backward)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - Model states are 16 bytes for each parameter with AdamW, in float32 and in mixed precision alike; no batch changes that.
+# - Activations grow with batch times sequence: about $17\,bsh$ numbers a layer with fused attention, and one input a layer when it is recomputed.
+# - The peak is where backward begins, at the logits; a prediction without them is far too low.
+# - The second step is the first that holds everything.
+# - Below the ridge of the roofline bytes decide the time as well.
+# - Predict first; then count one step. If the two differ, something is held that you do not know of.
+#
+# ## Further reading
+#
+# - {cite:t}`rajbhandari2020zero`, sections 1 and 3: where memory goes, and the 16 bytes; Table 1 is `memory.states`.
+# - {cite:t}`korthikanti2022recomputation`: every activation of a layer, counted; what recomputing which of them saves.
+# - {cite:t}`chen2016sublinear`: recomputation, and why keeping $\sqrt{L}$ inputs can be enough.
+# - {cite:t}`dettmers2022eightbit`: moments in 8 bits, block by block.
+# - {cite:t}`williams2009roofline`: the roofline.

@@ -1,0 +1,224 @@
+"""The checks of lesson `memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardlab import count, memory, text
+from shardlab.check import Wrong, exercise, number
+from shardlab.model import GPT, PRESETS, Config, loss
+
+
+def _called(answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the reader's function; what it raises becomes a Wrong that says so."""
+    try:
+        return answer(*args, **kwargs)
+    except Exception as error:
+        raise Wrong(f"Your function raised {type(error).__name__}: {error}") from None
+
+
+@exercise("state_gigabytes")
+def _(answer: Any) -> str:
+    number(
+        answer,
+        24,
+        "GB",
+        rel=0.001,
+        hints={
+            3: "That is the weights in bfloat16 alone: gradients and optimizer are missing.",
+            6: "That is four bytes for each parameter: weights and gradients in bfloat16. The "
+            "optimizer keeps three float32 numbers as well.",
+            9: "That is the file of the weights, and twice as much again. Count the parts: "
+            "weights, gradients, master weights, two moments.",
+            12: "That leaves out the second moment and the master weights: eight bytes each.",
+            18: "The optimizer alone takes that much: 12 bytes. Weights and gradients come on top.",
+            27: "18 bytes each: that is right for gradients in float32, and here they are "
+            "in bfloat16.",
+            24e9 / 2**30: "That is the number of GiB. The question asks for GB, which are 10^9.",
+            24e9: "The number is right, in bytes: the question asks for GB.",
+        },
+    )
+    return "Right: 1.5 billion times 16 bytes. The weights are an eighth of it."
+
+
+@exercise("largest_model")
+def _(answer: Any) -> str:
+    number(
+        answer,
+        3.75,
+        "billion parameters",
+        rel=0.005,
+        hints={
+            5: "That fills all 80 GB with states. The activations need their 20 GB at the same "
+            "time: gradients arrive while they are still held.",
+            30: "Two bytes each: that model can be loaded, not trained.",
+            15: "Four bytes each would do for SGD without master weights. AdamW needs more.",
+            60 / 18: "18 bytes each: that is right for gradients in float32, and here they are "
+            "in bfloat16.",
+            3.75e9: "The number is right, in parameters: the question asks for billions.",
+            (80 * 1.073741824 - 20) / 16: "That takes the 80 GB for GiB. Here they are decimal.",
+        },
+    )
+    return "Right: 60 GB at 16 bytes each. In bfloat16 such a model's file is just 7.5 GB."
+
+
+@exercise("my_states_bytes")
+def _(answer: Callable[..., Any]) -> str:
+    params = 1_000_003
+    for precision in ("fp32", "bf16", "bf16-fp32-gradients"):
+        for optimizer in ("sgd", "momentum", "adamw"):
+            want = memory.states(params, precision=precision, optimizer=optimizer).total
+            got = _called(answer, params, precision, optimizer)
+            case = f"With precision={precision!r} and optimizer={optimizer!r}"
+            if isinstance(got, bool) or not isinstance(got, (int, float)):
+                raise Wrong(f"{case} the answer should be a number of bytes, not {got!r}.")
+            if got == want:
+                continue
+            raise Wrong(
+                f"{case} it returns {got / params:.2f} bytes for each parameter, which is "
+                f"too {'many' if got > want else 'few'}."
+                + _states_hint(precision, optimizer, got / params, want / params)
+            )
+    return "Right: nine recipes, equal to the calculator to the byte."
+
+
+def _states_hint(precision: str, optimizer: str, got: float, want: float) -> str:
+    mixed = precision != "fp32"
+    if mixed and abs(want - got - 4) < 1e-3:
+        return " Does the optimizer have its float32 copy of the weights?"
+    if not mixed and abs(got - want - 4) < 1e-3:
+        return " In float32 the weights need no second copy."
+    if mixed and optimizer == "adamw" and abs(want - got - 8) < 1e-3:
+        return " Two moments of four bytes each: AdamW keeps them in float32 in every recipe."
+    if optimizer == "sgd" and got > want:
+        return " Plain SGD keeps no moments."
+    if optimizer == "momentum" and abs(got - want) - 4 < 1e-3:
+        return " Momentum is one float32 number for each parameter."
+    return ""
+
+
+def _toy() -> tuple[GPT, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"])
+    return (model, *text.batch(PRESETS["nano"].seq, 8))
+
+
+@exercise("my_evaluate")
+def _(answer: Callable[..., Any]) -> str:
+    model, tokens, targets = _toy()
+    batches = list(zip(tokens.split(1), targets.split(1), strict=True))
+    with torch.no_grad(), count.held(model, tokens, targets) as frugal:
+        want = sum(loss(model(x), y).item() for x, y in batches) / len(batches)
+    held: list[int] = []
+
+    def watched() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in batches:
+            held.append(watch.now)
+            yield batch
+
+    with count.held(model, tokens, targets) as watch:
+        mean = _called(answer, model, watched())
+    if isinstance(mean, bool) or not isinstance(mean, (int, float, torch.Tensor)):
+        raise Wrong(f"It returned {mean!r}: expected is the mean loss, a number.")
+    mean = mean.item() if isinstance(mean, torch.Tensor) else mean
+    if not abs(mean - want) < 1e-4:  # float32, values of about 6, in one order or another
+        total = " That is their sum." if abs(mean / len(batches) - want) < 1e-4 else ""
+        raise Wrong(f"The mean loss is {want:.4f}, and it returned {mean:.4f}.{total}")
+    growth = (held[-1] - held[0]) / (len(held) - 1)
+    if growth > 1000:  # a loss or its logits' number is 4 bytes; activations are some 100 kB
+        raise Wrong(
+            f"The mean is right, but with every batch {growth / 1e3:,.0f} kB more are held than "
+            "before: what you add up refers to its graph, and the graph to all its activations."
+        )
+    if watch.peak > 1.02 * frugal.peak + 1000:
+        extra = (watch.peak - frugal.peak) / 1e3
+        raise Wrong(
+            f"The mean is right and nothing piles up, but each batch takes {extra:,.0f} kB more "
+            "than it has to: autograd still saves activations for a backward that never comes."
+        )
+    return "Right: the mean of all batches, and the last one holds no more than the first."
+
+
+# (what, shape, bytes there are): one that fits many times, one with large logits, one that cannot.
+_MACHINES: list[tuple[str, Config, float]] = [
+    ("GPT-2 on 16 GB", PRESETS["gpt-2"], 16e9),
+    ("a GPT with 4 layers on 1 GB", Config(8192, 256, 4, 4, 256), 1e9),
+    ("Llama 3 8B on 80 GB", PRESETS["llama-3-8b"], 80e9),
+]
+
+
+def _largest_batch(config: Config, limit: float) -> int:
+    batch = 0
+    while memory.estimate(config, batch=batch + 1).peak <= limit:
+        batch += 1
+    return batch
+
+
+@exercise("my_largest_batch")
+def _(answer: Callable[..., Any]) -> str:
+    found = []
+    for what, config, limit in _MACHINES:
+        want, got = _largest_batch(config, limit), _called(answer, config, limit)
+        if isinstance(got, bool) or not isinstance(got, int):
+            raise Wrong(f"For {what} it returned {got!r}: expected is a whole number of sequences.")
+        if got == want:
+            found.append(got)
+            continue
+        if not want:
+            raise Wrong(
+                f"For {what} it returned {got}, and not even the states fit there: the answer is 0."
+            )
+        size = memory.estimate(config, batch=got).peak if got > 0 else 0
+        side = "more than there is" if got > want else "and one sequence more would still fit"
+        raise Wrong(
+            f"For {what} it returned {got}. The estimate says {memory.format_bytes(size)} for "
+            f"that, {side}."
+        )
+    return f"Right: {found[0]} and {found[1]} sequences, and none where the states do not fit."
+
+
+@exercise("my_backward")
+def _(answer: Callable[..., Any]) -> str:
+    model, tokens, targets = _toy()
+    loss(model(tokens), targets).backward()
+    right = [p.grad for p in model.parameters()]
+    limit = _peak(_halves(4))
+    model = _toy()[0]
+    with count.held(model, tokens, targets) as held:
+        _called(answer, model, tokens, targets)
+    if any(p.grad is None for p in model.parameters()):
+        raise Wrong("Some parameters have no gradient: did a backward run on every piece?")
+    got = [p.grad for p in model.parameters()]
+    factor = (sum(g.norm() ** 2 for g in got) / sum(g.norm() ** 2 for g in right)) ** 0.5
+    gap = max((a - b).abs().max().item() for a, b in zip(got, right, strict=True))
+    if not gap < 1e-5:  # float32, values up to about 1, sums of 512 terms in another order
+        times = f"It is about {factor:.2g} times as long. " if not 0.99 < factor < 1.01 else ""
+        raise Wrong(
+            f"The gradient is off by up to {gap:.2g}. {times}The mean over eight sequences is the "
+            "sum of the pieces' means, each weighted by its share of the sequences."
+        )
+    if held.peak > 1.02 * limit:  # room for a few small tensors that another way may keep
+        raise Wrong(
+            f"The gradient is right, but up to {held.peak / 1e6:.2f} MB were held, and "
+            f"{limit / 1e6:.2f} MB are enough for two sequences at a time. Let each piece's "
+            "backward run before the next piece's forward begins."
+        )
+    return f"Right: the gradient of all eight sequences, and a peak of {held.peak / 1e6:.2f} MB."
+
+
+def _halves(pieces: int) -> Callable[..., None]:
+    def backward(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        for x, y in zip(tokens.chunk(pieces), targets.chunk(pieces), strict=True):
+            (loss(model(x), y) / pieces).backward()
+
+    return backward
+
+
+def _peak(backward: Callable[..., None]) -> int:
+    model, tokens, targets = _toy()
+    with count.held(model, tokens, targets) as held:
+        backward(model, tokens, targets)
+    return held.peak

@@ -1,0 +1,241 @@
+"""A training step on one rank: states, activations, buffers, and the moment that needs most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from shardlab.shapes import Config
+
+from .activations import Activations, activations
+from .counting import check_cut, layer_shapes, parameters, shapes
+from .recipes import OPTIMIZERS, Recipe, States, check_recipe, states
+from .units import ceil_div, whole
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank. `host` is kept in host memory and in none of the sums."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int  # kept between forward and backward, and the temporaries of loss or a layer
+    buffers: int  # tokens, buckets of gradients, gathered layers
+    host: int
+    moments: dict[str, int]  # what is held at each moment that can be the most
+
+    @property
+    def total(self) -> int:
+        """The sum of these five. Most steps stay below: gradients come while activations go."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at one moment of the step."""
+        return max(self.moments.values())
+
+    def as_dict(self) -> dict[str, int]:
+        """parameters, gradients, optimizer, activations, buffers, total; peak and host beside."""
+        names = "parameters", "gradients", "optimizer", "activations", "buffers"
+        return {name: getattr(self, name) for name in (*names, "total", "peak", "host")}
+
+
+def estimate(
+    config: Config,
+    batch: int = 1,
+    seq: int | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    zero: int = 0,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    offload: str = "none",
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    attention: str = "fused",
+    microbatches: int | None = None,
+    stage: int | None = None,
+    device: str = "cpu",
+    accumulate: bool = False,
+    bucket: int = 25 * MIB,
+    prefetch: int = 1,
+) -> Estimate:
+    """What one rank holds in a training step; arguments as in `states` and `activations`.
+
+    stage: of `pp`, from 0; None: the one with the highest peak. accumulate: gradients of earlier
+    micro-batches are there from the start, as under a pipeline. bucket: bytes of gradients reduced
+    at once. prefetch: layers that ZeRO-3 gathers ahead.
+
+    Buffers: the tokens and targets; without ZeRO, DDP's buckets, a second copy of the gradients
+    (none with gradient_as_bucket_view=True: pass bucket=0); with ZeRO-1 and 2 one bucket; with
+    ZeRO-3, as FSDP2 does it, embedding and head, with the gathered layer, `prefetch` more and the
+    gradients of one on their way to the ranks that keep them, or with their own gradients.
+
+    The peak is counted with an optimizer that takes one parameter after the other (foreach=False).
+    Not in it: what an allocator loses to fragments, CUDA's context, buffers of nccl.
+
+    Raises ValueError as `states` and `activations` do.
+    """
+    recipe = check_recipe(precision, optimizer, zero, dp, offload)
+    check_cut(config, tp, pp, stage)
+    whole("bucket", bucket, least=0)
+    whole("prefetch", prefetch, least=0)
+    if stage is None and pp > 1:
+        ends = [
+            estimate(
+                config, batch, seq, precision, optimizer, zero, dp, tp, pp, offload,
+                sequence_parallel, recompute, attention, microbatches, end, device, accumulate,
+                bucket, prefetch,
+            )
+            for end in (0, pp - 1)
+        ]  # fmt: skip
+        return max(ends, key=lambda end: end.peak)
+    kept = activations(
+        config, batch, seq, precision, tp, pp, stage, sequence_parallel, recompute, attention,
+        microbatches, device,
+    )  # fmt: skip
+    held = sum(parameters(config, tp, pp, stage).values())
+    state = states(held, precision, optimizer, zero, dp, offload=offload)
+    unit = _Unit.of(config, tp, pp, stage)
+    tokens = 16 * batch * (config.seq if seq is None else seq)  # tokens and targets, int64
+    gathered = buckets = 0
+    if dp > 1 and zero == 3:
+        layers = unit.layer * ((1 + prefetch) * recipe.compute + recipe.gradients)
+        gathered = recipe.compute * unit.root + max(layers, recipe.gradients * unit.root)
+    elif dp > 1:
+        gradients = held * recipe.gradients
+        buckets = gradients if zero == 0 and bucket else min(gradients, bucket)
+    earlier = accumulate or (pp > 1 and microbatches != 1)
+    sharded = zero if dp > 1 else 0
+    moments = _moments(kept, state, recipe, unit, earlier, sharded, dp, prefetch)
+    if offload == "none":  # else the optimizer computes in host memory
+        tensors = [prod(shape) for shape in shapes(config, tp, pp, stage).values()]
+        moments["step"] += step_temporaries(tensors, recipe, optimizer, dp if zero else 1)
+    return Estimate(
+        state.parameters,
+        state.gradients,
+        state.optimizer,
+        kept.total,
+        tokens + buckets + gathered,
+        state.host,
+        {name: size + tokens + buckets for name, size in moments.items()},
+    )
+
+
+def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards: int = 1) -> int:
+    """Bytes that the optimizer's step takes beside the states, one parameter after the other.
+
+    tensors: elements of each parameter, in order. Adam takes the root of the second moment and its
+    quotient, in float32, and lets go of the last quotient when the next one is there. With master
+    weights it gets one parameter's gradient at a time, widened to float32 if it is not kept so.
+    """
+    tensors = [ceil_div(n, shards) for n in tensors]
+    if recipe.master:
+        widened = 4 if recipe.gradients < 4 else 0
+        return max(tensors) * (widened + (8 if OPTIMIZERS[optimizer] == 2 else 0))
+    if OPTIMIZERS[optimizer] < 2:
+        return 0
+    return max(4 * last + 8 * n for last, n in zip([0, *tensors], tensors, strict=False))
+
+
+def _moments(
+    kept: Activations,
+    state: States,
+    recipe: Recipe,
+    unit: _Unit,
+    earlier: bool,
+    zero: int,
+    dp: int,
+    prefetch: int,
+) -> dict[str, int]:
+    """Bytes at each moment of the step that can be the most, without tokens and buckets.
+
+    A gradient is born in full where its weight is used. Then it stays, or from stage 2 on this
+    rank's share of it does. Megatron's float32 gradients are there from the start.
+    """
+    born = min(recipe.compute, recipe.gradients)
+    earlier = earlier or (recipe.master > 0 and recipe.gradients > born)
+    base = state.parameters + state.optimizer + (state.gradients if earlier else 0)
+    own = recipe.gradients if born == 4 or not recipe.master else born
+    stays = 0 if earlier or not state.gradients else own  # offloaded ones leave
+
+    def finished(elements: int) -> int:  # bytes of gradients whose backward is over
+        return elements * stays if zero < 2 else ceil_div(elements * stays, dp)
+
+    # Stage 3, as FSDP2 does it: what is outside of the layers is gathered for the whole backward,
+    # its gradients stay until the end, and a layer's reduced gradients until the next one's are.
+    gather = recipe.compute if zero == 3 else 0
+    layer = gather * unit.layer
+    alone = unit.first and not unit.tied
+    output = unit.root - alone * unit.vocabulary if unit.last else 0
+    outer = gather * unit.root + (output * born if zero == 3 else finished(output))
+    all_layers = kept.layer * kept.layers * kept.in_flight
+
+    moments = {"loss": base + kept.saved + kept.loss}
+    if zero == 3:  # a gathered buffer, and the parameters copied from it
+        moments["forward"] = base + 2 * (gather * unit.root + layer) + kept.stream
+    if unit.last:
+        logits = kept.logits * recipe.compute // 4 + unit.vocabulary * born + kept.stream
+        gathered = gather * unit.root + prefetch * layer
+        moments["head"] = base + all_layers + kept.head + logits + gathered
+        head = unit.vocabulary * born + gathered
+        moments["last norm"] = base + all_layers + head + kept.last_norm
+    # At its inner gradients a layer has the gradient of `down`, at its norm all of the network's.
+    here = {"ffn": unit.down, "norm": unit.ffn, "attention": unit.ffn, "end": unit.layer}
+    last = kept.layers - 1
+    for moment, size in kept.working.items():
+        held = base + outer + all_layers + size + here[moment] * born + layer
+        moments[moment] = max(
+            held
+            - done * kept.layer
+            + finished(done * unit.layer)
+            + (prefetch * layer if done < last else 0)
+            + (recipe.gradients * unit.layer if zero == 3 and done else 0)
+            for done in {0, min(1, last), max(0, last - 1), last}
+        )
+    if unit.first:
+        # The embedding's gradient is dense; a tied head's is there already, and their sum is new.
+        dense = unit.vocabulary * born
+        layers = finished(kept.layers * unit.layer)
+        beside = max(kept.stream, dense if unit.tied else 0)
+        moments["embedding"] = base + outer + layers + dense + beside
+        if zero == 3:
+            whole_root = unit.root * (born + recipe.gradients)
+            moments["reduce"] = base + layers + kept.stream + whole_root
+    moments["step"] = state.total
+    return moments
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Elements of what is gathered and reduced at once, and of what a layer's gradients are."""
+
+    layer: int
+    ffn: int  # of these, the feed-forward network
+    down: int  # of these, its last matrix
+    root: int  # what stands outside of the layers
+    vocabulary: int  # the embedding, or the head
+    tied: bool
+    first: bool
+    last: bool
+
+    @staticmethod
+    def of(config: Config, tp: int, pp: int, stage: int | None) -> _Unit:
+        by_name = {name: prod(shape) for name, shape in layer_shapes(config, tp).items()}
+        held = parameters(config, tp, pp, stage)
+        layer = sum(by_name.values())
+        stage = pp - 1 if stage is None else stage
+        return _Unit(
+            layer,
+            sum(n for name, n in by_name.items() if name.startswith("ffn.")),
+            sum(n for name, n in by_name.items() if name.startswith("ffn.down")),
+            sum(held.values()) - layer * (config.layers // pp),
+            ceil_div(config.vocab, tp) * config.hidden,
+            config.tied and pp == 1,
+            stage == 0,
+            stage == pp - 1,
+        )

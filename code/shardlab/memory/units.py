@@ -1,0 +1,54 @@
+"""Units of memory, and what every part of `shardlab.memory` refuses in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# A disk maker's GB is 10^9 bytes, and so is the GB of papers; an operating system's GiB is 2^30,
+# 7 % more. torch and DeepSpeed print GiB, the latter under the name "GB".
+UNITS: dict[str, int] = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def format_bytes(size: float, unit: str = "GB", digits: int = 2) -> str:
+    """`size` bytes in a unit of `UNITS`: format_bytes(31_406_250_000) is "31.41 GB"."""
+    scale = UNITS[one_of("unit", unit, UNITS)]
+    return f"{size:,.0f} B" if scale == 1 else f"{size / scale:,.{digits}f} {unit}"
+
+
+def listed(names: Iterable[object]) -> str:
+    """'a', 'b' and 'c', for a message."""
+    *most, last = (repr(name) for name in names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def one_of(argument: str, value: object, allowed: Iterable[object]) -> object:
+    """`value`, or ValueError that names the argument and what is allowed."""
+    allowed = list(allowed)
+    if not any(type(value) is type(a) and value == a for a in allowed):  # True is not stage 1
+        raise ValueError(f"{argument}={value!r}: allowed are {listed(allowed)}")
+    return value
+
+
+def whole(argument: str, value: float, least: int = 1, floats: bool = False) -> int:
+    """`value` as an int, or ValueError. floats: 7.5e9 is a whole number too."""
+    if floats and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        allowed = "whole numbers above 0" if least == 1 else f"whole numbers from {least}"
+        raise ValueError(f"{argument}={value!r}: allowed are {allowed}")
+    return value
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up: what the most loaded of b ranks gets of a things."""
+    return -(-a // b)

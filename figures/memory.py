@@ -1,0 +1,286 @@
+"""Draw the pictures of lesson `memory`: python figures/memory.py
+
+The lesson itself uses `timeline` and `roofline`, with what it measures.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
+
+from shardlab import count, memory, show
+from shardlab.model import PRESETS
+from shardlab.show.drawing import arrow, canvas, on, title
+
+HERE = Path(__file__).parent
+INK = show.INK
+COLORS = show.RANK_COLORS
+# The course's colours are those of ranks. Here, on one rank, they tell its four kinds of bytes.
+WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[0], COLORS[1], COLORS[4], COLORS[2]
+PHASES = ("forward", "backward", "step")
+Trace = Sequence[tuple[float, int]]
+
+
+def timeline(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> Figure:
+    """Bytes held over a training step, one panel for each run, on one scale.
+
+    A run is (title, trace as of count.held, the moments at which forward began and forward,
+    backward and step ended, bytes of weights, bytes of the optimizer's states). The axis counts
+    tensors made and freed: their order is the same in every run, and their times are not.
+    """
+    show.style()
+    figure, panels = plt.subplots(
+        len(runs), 1, figsize=(6.2, 2.7 * len(runs)), sharey=True, squeeze=False
+    )
+    top = 1.28 * max(size for _, trace, *_ in runs for _, size in trace) / 1e6
+    for axes, (words, trace, marks, weights, moments) in zip(panels[:, 0], runs, strict=True):
+        times = [moment for moment, _ in trace]
+        begin, *ends = (bisect.bisect_right(times, moment) for moment in marks)
+        sizes = np.array([size / 1e6 for _, size in trace[begin - 1 : ends[-1]]])
+        order, end = np.arange(len(sizes)), len(sizes) - 1
+        states = weights / 1e6, (weights + moments) / 1e6
+        axes.fill_between([0, end], 0, states[0], color=WEIGHTS, lw=0)
+        axes.fill_between([0, end], *states, color=MOMENTS, lw=0)
+        axes.fill_between(order, states[1], sizes, step="post", color=ACTIVATIONS, lw=0)
+        peak = int(sizes.argmax())
+        axes.plot(peak, sizes[peak] + 0.03 * top, "v", color=INK, markersize=5)
+        label = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"peak {sizes[peak]:.0f} MB", (peak, sizes[peak] + 0.03 * top), **label)
+        for bottom, high, name, color in (
+            (0, states[0], "weights", WEIGHTS),
+            (*states, "AdamW’s moments", MOMENTS),
+        ):
+            style = {"va": "center", "fontsize": 9, "color": on(color)}
+            axes.text(end / 60, (bottom + high) / 2, name, **style)
+        first, second, last = (stop - begin + 1 for stop in ends)
+        for name, at in (
+            ("activations", first + (second - first) // 7),
+            ("gradients", (second + last) // 2),
+        ):
+            if sizes[at] - states[1] > 0.08 * top:  # room for the word
+                style = {"ha": "center", "va": "center", "fontsize": 9, "color": on(ACTIVATIONS)}
+                axes.text(at, (sizes[at] + states[1]) / 2, name, **style)
+        start = 0
+        for name, stop in zip(PHASES, ends, strict=True):
+            stop -= begin - 1
+            axes.axvline(stop, color=INK, lw=0.6, alpha=0.5)
+            place = (start + stop) / 2, 0.98 * top
+            axes.text(*place, name, ha="center", va="top", fontsize=10)
+            start = stop
+        axes.set_title(words, loc="left", fontsize=12)
+        axes.set_ylabel("MB held")
+        axes.set_ylim(0, top)
+        axes.set_xlim(0, end)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    panels[-1, 0].set_xlabel("tensors made and freed since forward began")
+    figure.tight_layout()
+    return figure
+
+
+def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> Figure:
+    """The roof of a machine, and (name, FLOP per byte, FLOP/s reached) of work done under it."""
+    show.style()
+    figure, axes = plt.subplots(figsize=(6.2, 3.6))
+    left = min(intensity for _, intensity, _ in points) / 3
+    right = max(intensity for _, intensity, _ in points) * 6
+    reach = np.geomspace(left, right, 200)
+    axes.loglog(reach, [rates.reachable(x) / 1e9 for x in reach], color=INK, lw=1.6)
+    axes.axvline(rates.ridge, color=INK, lw=0.7, ls=(0, (3, 3)))
+    low = min(reached for _, _, reached in points) / 1e9 / 4
+    axes.set_ylim(low, rates.flops / 1e9 * 4)
+    axes.set_xlim(left, right)
+    axes.annotate(
+        f"ridge: {rates.ridge:.1f} FLOP per byte",
+        (rates.ridge, low),
+        (6, 6),
+        textcoords="offset points",
+        fontsize=10,
+    )
+    high = rates.flops / 1e9 * 3.6
+    for words, side, shift in (("memory limits", "right", -8), ("compute limits", "left", 8)):
+        style = {"ha": side, "va": "top", "fontsize": 10, "fontweight": "bold"}
+        place = {"xytext": (shift, 0), "textcoords": "offset points"}
+        axes.annotate(words, (rates.ridge, high), **place, **style)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:,g}")
+    for i, (name, intensity, reached) in enumerate(points):
+        axes.plot(intensity, reached / 1e9, "o", color=COLORS[i], markersize=8)
+        # To the lower right, except at the right edge, and where another label stands already.
+        twin = any(0.7 < intensity / other < 1.4 for _, other, _ in points[:i])
+        x, y, side = (-9, 9, "right") if twin else (9, -10, "left")
+        if intensity > right / 40:
+            x, y, side = -9, -10, "right"
+        style = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": 10}
+        axes.annotate(name, (intensity, reached / 1e9), (x, y), **style)
+    axes.set_xlabel("FLOP for each byte moved")
+    axes.set_ylabel("GFLOP/s")
+    return figure
+
+
+def draw_life() -> None:
+    """A schematic: which bytes live when. Heights show how much is held, not to scale."""
+    figure, axes = canvas(6.2, 4.3)
+    left, right = 1.55, 6.1
+    phases = {"forward": (left, 3.0), "backward": (3.0, 4.9), "step": (4.9, 5.65)}
+    top, tall, gap = 0.55, 0.52, 0.2
+    for name, (start, stop) in phases.items():
+        title(axes, (start + stop) / 2, 0.2, name)
+        axes.plot([stop, stop], [0.38, 4.1], color=INK, lw=0.6, alpha=0.5)
+    loss, begin, step, end = 3.0, 3.0, 4.9, 5.65
+    rows = [
+        ("weights", WEIGHTS, [(left, 0), (left, 1), (right, 1), (right, 0)]),
+        ("optimizer’s\nmoments", MOMENTS, [(left, 0), (left, 1), (right, 1), (right, 0)]),
+        ("gradients", GRADIENTS, [(begin, 0), (step, 1), (end, 1), (end, 0)]),
+        ("activations", ACTIVATIONS, [(left, 0), (loss, 1), (step, 0)]),
+        (
+            "temporary",
+            COLORS[5],
+            [(loss - 0.12, 0), (loss - 0.12, 0.45), (loss, 0.45), (loss, 1), (loss + 0.15, 1)]
+            + [(loss + 0.15, 0.15), (step, 0.15), (step, 0.3), (end, 0.3), (end, 0)],
+        ),
+    ]
+    for i, (name, color, shape) in enumerate(rows):
+        floor = top + i * (tall + gap) + tall
+        axes.text(
+            left - 0.12, floor - tall / 2, name, ha="right", va="center", multialignment="right"
+        )
+        points = [(x, floor - tall * y) for x, y in shape]
+        axes.add_patch(Polygon(points, closed=True, fc=color, lw=0))
+        axes.plot([left, right], [floor, floor], color=INK, lw=0.6, alpha=0.5)
+    axes.text(5.72, top + 2 * (tall + gap) + tall / 2, "zero\n_grad", fontsize=9, va="center")
+    axes.text(3.24, top + 4 * (tall + gap) + 0.12, "the logits’ gradient", fontsize=9, va="center")
+    arrow(axes, (loss + 0.07, 4.26), (loss + 0.07, 4.1 - 0.08))
+    axes.text(loss + 0.22, 4.2, "the peak is here", va="center", fontsize=10, fontweight="bold")
+    show.svg(
+        figure,
+        HERE / "memory_life.svg",
+        "What is held during a training step. Weights and the optimizer's moments: all the time. "
+        "Activations: they grow through forward and shrink through backward. Gradients: they grow "
+        "through backward and stay until zero_grad. Temporary tensors are largest where backward "
+        "begins, at the logits, and there is the peak.",
+    )
+
+
+RECIPES = [
+    ("float32", "fp32", "adamw"),
+    ("bfloat16, float32 master", "bf16", "adamw"),
+    ("… and float32 gradients", "bf16-fp32-gradients", "adamw"),
+    ("8-bit moments", "8-bit", "adamw"),
+    ("bfloat16, momentum", "bf16", "momentum"),
+    ("bfloat16, SGD", "bf16", "sgd"),
+]
+
+
+def draw_recipes() -> None:
+    figure, axes = canvas(6.2, 3.6)
+    left, unit, tall = 2.25, 0.192, 0.36
+    parts = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("optimizer", MOMENTS))
+    x = left
+    for name, color in parts:
+        axes.add_patch(Rectangle((x, 0.1), 0.2, 0.2, fc=color, lw=0))
+        axes.text(x + 0.27, 0.2, name, va="center", fontsize=10)
+        x += 1.25
+    for i, (words, precision, optimizer) in enumerate(RECIPES):
+        y = 0.48 + i * 0.5
+        n = 10**9
+        states = memory.states(n, precision=precision, optimizer=optimizer)
+        axes.text(left - 0.12, y + tall / 2, words, ha="right", va="center", fontsize=10)
+        x = left
+        for size, (_, color) in zip(
+            (states.parameters, states.gradients, states.optimizer), parts, strict=True
+        ):
+            wide = unit * size / n
+            axes.add_patch(Rectangle((x, y), wide, tall, fc=color, ec=INK, lw=0.6))
+            if wide > 0.25:
+                style = {"ha": "center", "va": "center", "color": on(color)}
+                axes.text(x + wide / 2, y + tall / 2, f"{round(size / n, 1):g}", **style)
+            x += wide
+        axes.text(
+            x + 0.1, y + tall / 2, f"{round(states.total / n, 1):g}", va="center", fontweight="bold"
+        )
+    sizes = ", ".join(
+        f"{words}: {memory.states(10**9, precision=p, optimizer=o).total / 1e9:.0f}"
+        for words, p, o in RECIPES
+    )
+    show.svg(
+        figure, HERE / "memory_recipes.svg", f"Bytes of states for each parameter. {sizes} bytes."
+    )
+
+
+def crossing(name: str, seq: int, **settings: str) -> float:
+    """Sequences of `seq` tokens at which a model's activations are as large as its states."""
+    config = PRESETS[name]
+    states = memory.states(memory.parameter_count(config)).total
+    two = [
+        memory.activations(config, batch=b, seq=seq, device="gpu", **settings).total for b in (1, 2)
+    ]
+    each = two[1] - two[0]  # they grow by the same with every sequence
+    return 1 + (states - two[0]) / each
+
+
+def draw_overtake() -> None:
+    show.style()
+    figure, axes = plt.subplots(figsize=(6.2, 4.1))
+    lengths = np.array([2**k for k in range(9, 18)])
+    axes.set_xlim(lengths[0], lengths[-1])
+    axes.set_ylim(0.25, 512)
+    axes.loglog()
+    cases = [
+        ("scores kept (plain attention)", {"attention": "plain"}, COLORS[5], (1, 2), -9),
+        ("fused attention", {}, COLORS[2], (3, 5), 9),
+        ("every layer recomputed", {"recompute": "full"}, COLORS[0], (3, 6), 9),
+    ]
+    for words, settings, color, (begin, end), above in cases:
+        batch = np.array([crossing("llama-3-8b", int(s), **settings) for s in lengths])
+        axes.plot(lengths, batch, color=color, lw=2.2)
+        ends = axes.transData.transform([(lengths[i], batch[i]) for i in (begin, end)])
+        angle = float(np.degrees(np.arctan2(*(ends[1] - ends[0])[::-1])))
+        place = (
+            float(np.sqrt(lengths[begin] * lengths[end])),
+            float(np.sqrt(batch[begin] * batch[end])),
+        )
+        axes.annotate(
+            words,
+            place,
+            (above * np.sin(np.radians(-angle)), above * np.cos(np.radians(angle))),
+            textcoords="offset points",
+            rotation=angle,
+            rotation_mode="anchor",
+            ha="center",
+            va="center",
+            fontsize=10,
+        )
+    axes.set_xticks([512, 2048, 8192, 32_768, 131_072])
+    axes.set_xticks([], minor=True)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_yticks([1, 4, 16, 64, 256])
+    axes.set_yticks([], minor=True)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("sequence length (tokens)")
+    axes.set_ylabel("sequences on the GPU")
+    axes.text(0.97, 0.93, "activations larger", ha="right", transform=axes.transAxes)
+    axes.text(0.03, 0.06, "states larger", transform=axes.transAxes)
+    show.svg(
+        figure,
+        HERE / "memory_overtake.svg",
+        "Llama 3 8B: the number of sequences, for each sequence length, at which activations "
+        "become larger than the states. With fused attention it is the product of the two that "
+        "counts; with plain attention long sequences count twice; recomputing every layer moves "
+        "the line up.",
+    )
+
+
+def main() -> None:
+    draw_life()
+    draw_recipes()
+    draw_overtake()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,463 @@
+"""Memory, predicted: the numbers that papers and libraries print, identities, and bad input."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab import memory, model
+from shardlab.shapes import PRESETS, Config
+
+LLAMA = PRESETS["llama-3-8b"]
+SMALL_LLAMA = Config(
+    vocab=512, seq=64, layers=4, heads=4, hidden=64, kv_heads=2, ffn=224,
+    mlp="swiglu", norm="rms", bias=False, tied=False,
+)  # fmt: skip
+
+
+def test_the_standard_library_is_all_it_needs() -> None:
+    code = "import sys, shardlab.memory; print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# Rajbhandari et al. 2020 (arXiv 1910.02054), Table 1: GB of model states per GPU, by size, ranks,
+# and stages 1, 2, 3.
+ZERO_TABLE_1 = {
+    7.5e9: {
+        1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5),
+        64: (31.4, 16.6, 1.88), 256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12),
+    },
+    128e9: {
+        1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128),
+        64: (536, 284, 32), 256: (518, 263, 8), 1024: (513, 257, 2),
+    },
+    1e12: {
+        1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000),
+        64: (4187, 2218, 250), 256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6),
+    },
+}  # fmt: skip
+
+
+def last_digit(printed: float) -> float:
+    """One unit in the last place that the paper prints."""
+    return 10.0 ** -len(str(printed).partition(".")[2])
+
+
+def test_every_cell_of_zero_table_1() -> None:
+    cells = 0
+    for params, rows in ZERO_TABLE_1.items():
+        for dp, printed in rows.items():
+            for zero, cell in zip((1, 2, 3), printed, strict=True):
+                gigabytes = memory.states(params, "fp16", "adam", zero, dp).total / 1e9
+                # The print rounds some cells and truncates others (4187.5 is printed 4187).
+                assert abs(gigabytes - cell) < last_digit(cell), (params, dp, zero)
+                cells += 1
+    assert cells == 54
+
+
+def test_the_figure_of_zero() -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5 billion parameters, 64 ranks."""
+    totals = [memory.states(7.5e9, "fp16", "adam", zero, 64).total for zero in range(4)]
+    assert totals == [120_000_000_000, 31_406_250_000, 16_640_625_000, 1_875_000_000]
+    assert [round(t / 1e9, 1) for t in totals] == [120, 31.4, 16.6, 1.9]
+
+
+# Rajbhandari et al. 2020, Table 2: the theoretical maximum, in 10^9 parameters, that 32 GB of model
+# states hold, on 64 ranks times this tensor degree; stages 0, 1, 2, 3.
+ZERO_TABLE_2 = {
+    1: (2, 7.6, 14.4, 128),
+    2: (4, 15.2, 28.8, 256),
+    4: (8, 30.4, 57.6, 500),
+    8: (16, 60.8, 115.2, 1000),
+    16: (32, 121.6, 230.4, 2000),
+}
+
+
+def test_the_largest_models_of_zero_table_2() -> None:
+    for tp, row in ZERO_TABLE_2.items():
+        for zero, printed in enumerate(row):
+            found = memory.largest(32e9, "fp16", "adam", zero, dp=64, tp=tp) / 1e9
+            # The paper's 500, 1000 and 2000 are rounded 512, 1024 and 2048; the others are the
+            # first row times tp, so that its rounding (7.64 to 7.6) is multiplied too.
+            assert found == pytest.approx(printed, rel=0.025)
+
+
+def test_one_parameter_more_than_the_largest_does_not_fit() -> None:
+    for zero in range(4):
+        for precision in memory.PRECISIONS:
+            recipe = {"precision": precision, "zero": zero, "dp": 64, "tp": 3}
+            fits = memory.largest(32e9, **recipe)
+            assert memory.states(fits, **recipe).total <= 32e9
+            assert memory.states(fits + 1, **recipe).total > 32e9
+    assert memory.largest(15) == 0 and memory.largest(16) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "alone", "fixed", "shared"),
+    [("fp16", 20, 4, 16), ("bf16-fp32-gradients", 18, 6, 12), ("fp32", 16, 8, 8)],
+)
+def test_bytes_per_parameter_of_megatron(
+    precision: str, alone: int, fixed: int, shared: int
+) -> None:
+    """Megatron-LM's documentation, dist_optimizer.md: 20, 18, 16 become 4+16/d, 6+12/d, 8+8/d."""
+    assert memory.megatron_bytes(precision, distributed=False) == alone
+    for d in (1, 2, 64, 1000):
+        assert memory.megatron_bytes(precision, d) == fixed + Fraction(shared, d)
+        assert memory.megatron_bytes(precision, d, distributed=False) == alone
+    states = memory.states(6_000_000, precision, "adam", zero=1, dp=64)
+    if precision != "fp16":  # there Megatron keeps float32 gradients beside
+        assert states.total == 6_000_000 * memory.megatron_bytes(precision, 64)
+
+
+def test_recipes_have_the_bytes_that_people_know() -> None:
+    """16 for plain and mixed precision with Adam, 18 with float32 gradients, SGD without states."""
+    known = {
+        ("fp32", "adamw"): 16,
+        ("fp32", "momentum"): 12,
+        ("fp32", "sgd"): 8,
+        ("bf16", "adamw"): 16,
+        ("fp16", "adam"): 16,
+        ("bf16", "sgd"): 8,
+        ("bf16-fp32-gradients", "adamw"): 18,
+        ("bf16-compute", "adamw"): 16,
+        # Dettmers et al. 2022 (arXiv 2110.02861): one byte each, and a scale for 2048 of them.
+        ("8-bit", "adamw"): 10 + Fraction(8, 2048),
+    }
+    for (precision, optimizer), value in known.items():
+        assert memory.bytes_per_parameter(precision, optimizer) == value
+        # A whole number of blocks of 2048 parameters needs no rounding.
+        assert memory.states(2048 * 1000, precision, optimizer).total == 2048 * 1000 * value
+
+
+def test_offloading_moves_bytes_and_loses_none() -> None:
+    sizes = {"precision": "bf16", "dp": 8}
+    for zero in range(4):
+        kept = memory.states(10_000_000, zero=zero, **sizes)
+        off = memory.states(10_000_000, zero=zero, offload="optimizer", **sizes)
+        assert off.total + off.host == kept.total and kept.host == 0
+        assert off.optimizer == 0 and off.parameters == kept.parameters
+        assert off.gradients == (0 if zero >= 2 else kept.gradients)
+    off = memory.states(10_000_000, zero=3, offload="parameters", **sizes)
+    assert off.total == 0 and off.host == kept.total
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**12), st.integers(1, 5000), st.sampled_from(sorted(memory.PRECISIONS)))
+def test_shares_are_rounded_up_and_no_stage_needs_more(params: int, dp: int, name: str) -> None:
+    totals = [memory.states(params, name, zero=zero, dp=dp).total for zero in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    for zero, total in enumerate(totals):
+        exact = params * memory.bytes_per_parameter(name, zero=zero, dp=dp)
+        # Each share is rounded up to a whole element, of at most 4 + 4 + 12 bytes; with 8-bit
+        # states two scales of four bytes as well.
+        assert 0 <= total - exact < 28
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_of_the_presets_are_the_models_own(name: str) -> None:
+    assert memory.parameter_count(PRESETS[name]) == model.parameter_count(PRESETS[name])
+
+
+def test_published_sizes() -> None:
+    """Llama 3 (Dubey et al. 2024) is called 8B, 70B, 405B; these are the exact counts."""
+    counts = [memory.parameter_count(PRESETS[f"llama-3-{n}b"]) for n in (8, 70, 405)]
+    assert counts == [8_030_261_248, 70_553_706_496, 405_853_388_800]
+
+
+shapes = st.builds(
+    lambda head, heads, group, **rest: Config(
+        hidden=2 * head * heads * group, heads=heads * group, kv_heads=heads, seq=8, **rest
+    ),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    vocab=st.integers(1, 99),
+    layers=st.integers(1, 3),
+    ffn=st.none() | st.integers(1, 64),
+    mlp=st.sampled_from(["gelu", "swiglu"]),
+    norm=st.sampled_from(["layer", "rms"]),
+    bias=st.booleans(),
+    tied=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(shapes)
+def test_parameters_of_any_shape_are_the_models_own(config: Config) -> None:
+    """Names and shapes, one by one, and not only their number."""
+    with model.torch.device("meta"):
+        real = {name: tuple(p.shape) for name, p in model.GPT(config).named_parameters()}
+    assert memory.shapes(config) == real
+
+
+def test_ranks_hold_everything_once_and_norms_on_each() -> None:
+    for config in (PRESETS["micro"], SMALL_LLAMA, LLAMA):
+        whole = memory.parameter_count(config)
+        layer = {"attention_norm", "ffn_norm", "out.bias", "down.bias"}
+        for tp in (1, 2):
+            copied = sum(
+                prod(shape)
+                for name, shape in memory.shapes(config).items()
+                if any(part in name for part in layer) or name.startswith("norm.")
+            )
+            stages = [sum(memory.parameters(config, tp, 2, stage).values()) for stage in (0, 1)]
+            again = config.vocab * config.hidden if config.tied else 0
+            assert tp * sum(stages) == whole + again + (tp - 1) * copied
+            assert sum(memory.parameters(config, tp, 2).values()) == max(stages)
+
+
+def test_a_vocabulary_is_padded_for_tensor_parallelism() -> None:
+    """50,257 words on two ranks are 25,129 each: one row of zeros."""
+    assert memory.parameters(PRESETS["gpt-2"], tp=2)["embedding"] == 25_129 * 768
+
+
+# Activations, as published.
+
+
+def test_korthikanti_table_2() -> None:
+    """Korthikanti et al. 2022 (arXiv 2205.05198), Table 2, for GPT-3 175B and MT-NLG 530B, t=8."""
+    for s, b, h, a in ((2048, 1, 12_288, 96), (2048, 1, 20_480, 128)):
+        t, sbh = 8, s * b * h
+        five = 5 * a * s / h
+        printed = {
+            (1, False, "none"): sbh * (34 + five),
+            (t, False, "none"): sbh * (10 + 24 / t + five / t),
+            (t, True, "none"): sbh * (34 / t + five / t),
+            (t, False, "selective"): sbh * (10 + 24 / t),
+            (t, True, "selective"): 34 * sbh / t,
+            (t, False, "full"): 2 * sbh,
+            (t, True, "full"): 2 * sbh,
+        }
+        for (degree, sequence, recompute), value in printed.items():
+            assert memory.korthikanti_layer(s, b, h, a, degree, sequence, recompute) == value
+
+
+def test_attention_and_what_selective_recomputation_saves() -> None:
+    """Section 5: 5as/h is 80 for GPT-3 and 64 for MT-NLG; selective saves 70 % and 65 %."""
+    for (a, h), term, saving in (((96, 12_288), 80, 70), ((128, 20_480), 64, 65)):
+        assert memory.attention_term(a, 2048, h) == term
+        assert round(100 * memory.selective_saving(a, 2048, h)) == saving
+
+
+def test_micro_batches_in_flight() -> None:
+    """Section 4.2.3: the first stage keeps p micro-batches, interleaved 1 + (p-1)/(pm) times L."""
+    assert memory.in_flight_layers(96, 8) == 96
+    assert memory.in_flight_layers(96, 8, chunks=3) == 96 * (1 + Fraction(7, 24))
+    # Appendix B prints 2.73 GB for the 530B model, p = 35: they are GiB.
+    assert memory.stage_output_saved(2048, 1, 20_480, 35) / 2**30 == pytest.approx(2.73, abs=0.005)
+    kept = [memory.activations(PRESETS["micro"], pp=4, stage=s).in_flight for s in range(4)]
+    assert kept == [4, 3, 2, 1]
+    few = memory.activations(PRESETS["micro"], pp=4, stage=0, microbatches=2)
+    assert few.in_flight == 2
+
+
+# DeepSpeed's estimators, as its documentation prints them (docs/code-docs/source/memory.rst at
+# edaa7221): GiB, which it calls GB.
+T5_3B = {"params": 2_851_000_000, "gpus_per_node": 8}
+
+
+def test_deepspeed_estimator_of_zero_2() -> None:
+    for offload, gpu in ((True, 5.31), (False, 15.93)):
+        host, device = memory.deepspeed_zero2(**T5_3B, offload=offload)
+        assert round(device / 2**30, 2) == gpu
+        assert round(host / 2**30, 2) == 127.45  # in another run of the same page 127.48
+
+
+@pytest.mark.parametrize(
+    ("parameters", "optimizer", "init", "host", "device"),
+    [
+        (True, True, True, 71.71, 0.12),
+        (True, True, False, 127.48, 0.12),
+        (False, True, True, 63.74, 0.79),
+        (False, True, False, 127.48, 0.79),
+        (False, False, True, 1.47, 6.10),
+        (False, False, False, 127.48, 6.10),
+    ],
+)
+def test_deepspeed_estimator_of_zero_3(
+    parameters: bool, optimizer: bool, init: bool, host: float, device: float
+) -> None:
+    found = memory.deepspeed_zero3(2_851_000_000, 32_000_000, 8, 1, optimizer, parameters, init)
+    # The page was printed for a real model, of which it says 2851M and 32M (truncated): up to a
+    # million parameters more, which are 0.05 GiB of 127 and 0.05 of 1.47 (33 for 32 million).
+    assert 0 <= host - found[0] / 2**30 + 0.005 < 0.06
+    assert 0 <= device - found[1] / 2**30 + 0.005 < 0.015
+
+
+def test_deepspeed_estimator_of_a_smaller_model() -> None:
+    """The same page, T5-large on 4 GPUs, in MiB: without offload, with all, with the optimizer."""
+    sizes = 737_670_000, 32_900_000, 4, 1
+    # Given in millions: up to 0.005 and 0.05 million off, that is 0.02 and 0.2 MiB.
+    printed = {(False, False): 3291, (True, True): 125, (True, False): 477}
+    for (optimizer, parameters), mebibytes in printed.items():
+        _, device, layer = memory.deepspeed_zero3(*sizes, optimizer, parameters)
+        assert int(device / 2**20) == mebibytes
+        assert int(layer / 2**20) == 125
+
+
+def test_the_estimators_are_those_of_the_installed_deepspeed() -> None:
+    stage_2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2")
+    stage_3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
+    for nodes in (1, 3):
+        for offload in (True, False):
+            theirs = stage_2.estimate_zero2_model_states_mem_needs(2_851_000_000, 8, nodes, offload)
+            assert memory.deepspeed_zero2(2_851_000_000, 8, nodes, offload, "0.19") == theirs
+        for flags in ((True, True), (True, False), (False, False)):
+            for init in (True, False):
+                sizes = 2_851_000_000, 32_000_000, 8, nodes
+                theirs = stage_3.estimate_zero3_model_states_mem_needs(*sizes, *flags, init)
+                ours = memory.deepspeed_zero3(*sizes, *flags, init)
+                # Their products are in floating point; a byte is what that can cost.
+                assert all(abs(a - b) <= 1 for a, b in zip(ours, theirs, strict=True))
+
+
+# Identities of the course's own model.
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_the_course_s_layer_beside_korthikanti_s(t: int, sequence: bool) -> None:
+    """With dropout, 16 bits, and no scores kept, both count the same 34 bytes an element.
+
+    Ours has three kinds of small tensors more: statistics of the norms, rotary tables, and with a
+    fused kernel one number for each row of scores.
+    """
+    config = replace(PRESETS["gpt-2"], dropout=0.1)
+    b, s, h, a = 2, 512, config.hidden, config.heads
+    cut = {"tp": t, "sequence_parallel": sequence, "device": "gpu"}
+    statistics = 2 * 2 * 4 * b * s // (t if sequence else 1)  # two norms, mean and deviation
+    tables = 2 * 2 * s * (h // a)  # cosines and sines, of queries and of keys
+    printed = memory.korthikanti_layer(s, b, h, a, t, sequence, "selective")
+    ours = memory.activations(config, b, s, recompute="selective", **cut).layer
+    assert ours == printed + statistics + tables
+    fused = memory.activations(config, b, s, **cut).layer
+    assert fused == ours + 4 * a * b * s // t
+
+
+def test_recomputation_and_parallelism_only_ever_save() -> None:
+    for config in (PRESETS["gpt-2"], LLAMA):
+        size = {"config": config, "seq": 1024, "tp": 2, "attention": "plain"}
+        layers = [
+            memory.activations(**size, recompute=recompute, sequence_parallel=sequence).layer
+            for recompute in ("none", "selective", "full")
+            for sequence in (False, True)
+        ]
+        assert layers == sorted(layers, reverse=True)
+        assert layers[-1] == 2 * 1024 * config.hidden // 2  # a 16-bit input, of half the tokens
+        alone = memory.activations(**size | {"tp": 1}).layer
+        assert layers[1] == pytest.approx(alone / 2, rel=0.02)  # rotary tables are on each rank
+
+
+def test_fused_attention_grows_with_the_sequence_and_plain_with_its_square() -> None:
+    def per_token(seq: int, attention: str) -> float:
+        return memory.activations(LLAMA, seq=seq, attention=attention).layer / seq
+
+    assert per_token(8192, "fused") == per_token(1024, "fused")
+    scores = LLAMA.heads * 4  # float32
+    assert per_token(8192, "plain") - per_token(1024, "plain") == scores * (8192 - 1024)
+
+
+def test_parts_sum_up_and_the_peak_is_the_fullest_moment() -> None:
+    for zero in range(4):
+        found = memory.estimate(LLAMA, zero=zero, dp=8, recompute="full")
+        parts = found.as_dict()
+        names = "parameters", "gradients", "optimizer", "activations", "buffers"
+        assert list(parts)[:6] == [*names, "total"]
+        assert parts["total"] == sum(parts[name] for name in names)
+        assert parts["peak"] == max(found.moments.values())
+        assert all(type(value) is int and value >= 0 for value in parts.values())
+    ends = [memory.estimate(LLAMA, pp=4, stage=stage) for stage in range(4)]
+    assert memory.estimate(LLAMA, pp=4).peak == max(end.peak for end in ends)
+
+
+def test_zero_does_not_divide_activations() -> None:
+    """The common mistake: 112 GB of states and 10 GB of activations do not become 122 / 8."""
+    alone, shared = (memory.estimate(LLAMA, zero=z, dp=8, recompute="full") for z in (0, 3))
+    assert shared.activations == alone.activations
+    assert shared.parameters + shared.gradients + shared.optimizer == pytest.approx(
+        (alone.parameters + alone.gradients + alone.optimizer) / 8
+    )
+
+
+def test_units_are_said_and_never_mixed() -> None:
+    assert memory.format_bytes(31_406_250_000) == "31.41 GB"
+    assert memory.format_bytes(2**30, "GiB") == "1.00 GiB"
+    assert memory.format_bytes(2**30, "GB", digits=4) == "1.0737 GB"
+    assert memory.format_bytes(123_456_789, "B") == "123,456,789 B"
+
+
+# Bad input: one clear error, which names the argument, the value and what is allowed.
+
+NANO = PRESETS["nano"]
+BAD = {
+    "zero=4: allowed are 0, 1, 2 and 3": lambda: memory.states(1, zero=4),
+    "zero=True: allowed are 0": lambda: memory.states(1, zero=True),
+    "params=-1: allowed are whole numbers above 0": lambda: memory.states(-1),
+    "params=1.5: allowed are whole numbers above 0": lambda: memory.states(1.5),
+    "params=inf: allowed": lambda: memory.states(float("inf")),
+    "params='7B': allowed": lambda: memory.states("7B"),
+    "dp=0: allowed are whole": lambda: memory.states(1, dp=0),
+    "tp=-2: allowed are whole": lambda: memory.states(1, tp=-2),
+    "pp=2.0: allowed are whole": lambda: memory.states(1, pp=2.0),
+    "precision='int4': allowed are 'fp32', 'fp16',": lambda: memory.states(1, "int4"),
+    "optimizer='lion': allowed are 'sgd', 'momentum', 'adam' and 'adamw'": lambda: memory.states(
+        1, optimizer="lion"
+    ),
+    "offload='disk': allowed are 'none', 'optimizer' and 'parameters'": lambda: memory.states(
+        1, offload="disk"
+    ),
+    "zero=2: allowed with offload='parameters' is 3": lambda: memory.states(
+        1, zero=2, offload="parameters"
+    ),
+    "memory=0: allowed": lambda: memory.largest(0),
+    "unit='Gb': allowed are 'B', 'kB', 'MB', 'GB',": lambda: memory.format_bytes(1, "Gb"),
+    "tp=3: allowed are divisors of heads=2": lambda: memory.parameters(NANO, tp=3),
+    "tp=16: allowed are divisors of key_value_heads=8": lambda: memory.parameters(LLAMA, tp=16),
+    "pp=3: allowed are divisors of layers=2": lambda: memory.parameters(NANO, pp=3),
+    "stage=2: allowed are 0 to 1": lambda: memory.parameters(NANO, pp=2, stage=2),
+    "stage=-1: allowed are 0 to 0": lambda: memory.activations(NANO, stage=-1),
+    "batch=0: allowed": lambda: memory.activations(NANO, batch=0),
+    "seq=-5: allowed": lambda: memory.estimate(NANO, seq=-5),
+    "recompute='some': allowed are 'none', 'selective' and 'full'": lambda: memory.activations(
+        NANO, recompute="some"
+    ),
+    "attention='flash': allowed are 'fused' and 'plain'": lambda: memory.activations(
+        NANO, attention="flash"
+    ),
+    "device='tpu': allowed are 'cpu' and 'gpu'": lambda: memory.estimate(NANO, device="tpu"),
+    "sequence_parallel=1: allowed are False and True": lambda: memory.activations(
+        NANO, sequence_parallel=1
+    ),
+    "tp=2: allowed with sequence_parallel are divisors of seq=5": lambda: memory.activations(
+        NANO, seq=5, tp=2, sequence_parallel=True
+    ),
+    "microbatches=0: allowed": lambda: memory.estimate(NANO, pp=2, microbatches=0),
+    "bucket=-1: allowed are whole numbers from 0": lambda: memory.estimate(NANO, bucket=-1),
+    "zero=-1: allowed": lambda: memory.estimate(NANO, zero=-1),
+    "precision='int8': allowed": lambda: memory.activations(NANO, precision="int8"),
+    "version='1.0': allowed": lambda: memory.deepspeed_zero2(1, version="1.0"),
+    "offload_parameters=True: allowed with": lambda: memory.deepspeed_zero3(1, 1, 1, 1, False),
+    "recompute='all': allowed": lambda: memory.korthikanti_layer(1, 1, 1, 1, recompute="all"),
+    "s=0: allowed are whole": lambda: memory.korthikanti_layer(0, 1, 1, 1),
+    "chunks=0: allowed": lambda: memory.in_flight_layers(4, 2, 0),
+    "precision='bf16': allowed are 'fp16', 'bf16-fp32-gradients' and": lambda: (
+        memory.megatron_bytes("bf16")
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_named(message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        BAD[message]()
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,138 @@
+"""`python -m shardlab memory`: a table for people, bytes for programs, one clear error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardlab import memory
+from shardlab.__main__ import main
+from shardlab.shapes import PRESETS
+
+ROOT = Path(__file__).resolve().parents[1]
+KEYS = ["parameters", "gradients", "optimizer", "activations", "buffers", "total"]
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout, stderr."""
+    try:
+        status = main(["memory", *arguments])
+    except SystemExit as end:  # argparse's own way out
+        status = end.code
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_the_figure_of_zero(capsys) -> None:
+    # Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1: 120, 31.4, 16.6 and 1.9 GB.
+    for stage, printed in enumerate(("120", "31.4", "16.6", "1.9")):
+        status, out, _ = run(
+            capsys, "--params", "7.5e9", "--dp", "64", "--zero", str(stage), "--json"
+        )
+        found = json.loads(out)
+        assert status == 0
+        digits = len(printed.partition(".")[2])
+        assert f"{found['total'] / 1e9:.{digits}f}" == printed
+
+
+def test_json_has_whole_bytes_that_add_up(capsys) -> None:
+    status, out, err = run(
+        capsys, "--model", "llama-3-8b", "--dp", "8", "--zero", "3", "--batch", "2", "--json"
+    )
+    found = json.loads(out)
+    assert status == 0 and not err
+    assert list(found)[:6] == KEYS
+    assert all(type(size) is int for size in found.values())
+    assert sum(found[key] for key in KEYS[:-1]) == found["total"]
+    want = memory.estimate(PRESETS["llama-3-8b"], dp=8, zero=3, batch=2, device="gpu")
+    assert found == want.as_dict()
+    assert found["activations"] > 0 and 0 < found["peak"] <= found["total"]
+
+
+def test_every_option_reaches_the_calculator(capsys) -> None:
+    settings = {
+        "dp": 4, "tp": 2, "pp": 2, "zero": 1, "batch": 2, "seq": 1024, "recompute": "full",
+        "precision": "bf16-fp32-gradients", "optimizer": "adam", "offload": "optimizer",
+        "attention": "plain", "device": "cpu", "microbatches": 8,
+    }  # fmt: skip
+    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    options += ["--sequence-parallel", "--ranks", "16"]
+    _, out, err = run(capsys, "--model", "llama-3-8b", *options, "--json")
+    assert not err
+    want = memory.estimate(PRESETS["llama-3-8b"], **settings, sequence_parallel=True)
+    found = json.loads(out)
+    assert found == want.as_dict() and found["host"] > 0
+
+
+def test_without_a_shape_activations_are_unknown_and_count_as_nothing(capsys) -> None:
+    _, out, _ = run(capsys, "--params", "1e9", "--json")
+    found = json.loads(out)
+    assert found["activations"] == found["buffers"] == 0
+    assert found["total"] == 16 * 10**9
+    _, out, _ = run(capsys, "--params", "1e9")
+    assert out.count("unknown without --model") == 2
+    assert "total of the states" in out and "16" in out
+
+
+def test_the_table_carries_the_unit_at_every_number(capsys) -> None:
+    for unit, total in (("GB", 16.0), ("GiB", 16e9 / 2**30)):
+        _, out, _ = run(capsys, "--params", "1e9", "--unit", unit)
+        line = next(line for line in out.splitlines() if "total" in line)
+        assert line.split()[-1] == unit
+        assert float(line.split()[-2].replace(",", "")) == pytest.approx(total, rel=0.01)
+    _, out, _ = run(capsys, "--model", "gpt-2", "--offload", "optimizer")
+    sizes = [line for line in out.splitlines() if line.startswith("  ") and "GB" in line]
+    assert len(sizes) == 8  # five parts, the total, the peak, and what the host holds
+
+
+BAD = [
+    (["--params", "7.5e9", "--zero", "4"], "zero=4: allowed are 0, 1, 2 and 3"),
+    (["--params", "7.5e9", "--zero", "-1"], "zero=-1: allowed are 0, 1, 2 and 3"),
+    (["--params", "7.5e9", "--zero", "two"], "zero='two': allowed are 0, 1, 2 and 3"),
+    (["--params", "7.5e9", "--zero"], "zero='': allowed are 0, 1, 2 and 3"),
+    (["--params", "-7.5e9"], "params=-7.5e9: allowed are whole numbers above 0"),
+    (["--params", "0"], "params=0: allowed are whole numbers above 0"),
+    (["--params", "many"], "params='many': allowed are numbers above 0"),
+    (["--params", "nan"], "params='nan': allowed are numbers above 0"),
+    (["--params", "inf"], "params='inf': allowed are numbers above 0"),
+    (["--params", "7.5e9", "--dp", "0"], "dp=0: allowed are whole numbers above 0"),
+    (["--params", "7.5e9", "--dp", "-8"], "dp=-8: allowed are whole numbers above 0"),
+    (["--params", "7.5e9", "--tp", "1.5"], "tp='1.5': allowed are whole numbers above 0"),
+    (["--params", "7.5e9", "--precision", "fp12"], "precision='fp12': allowed are .*bf16"),
+    (["--params", "7.5e9", "--optimizer", "lion"], "optimizer='lion': allowed are .*adamw"),
+    (["--params", "7.5e9", "--offload", "disk"], "offload='disk': allowed are .*optimizer"),
+    (["--params", "7.5e9", "--unit", "Gb"], "unit='Gb': allowed are .*GiB"),
+    (["--model", "llama-9"], "model='llama-9': allowed are nano.*llama-3-8b"),
+    (["--model", "gpt-2", "--batch", "0"], "batch=0: allowed are whole numbers above 0"),
+    (["--model", "gpt-2", "--seq", "-5"], "seq=-5: allowed are whole numbers above 0"),
+    (["--model", "gpt-2", "--recompute", "some"], "recompute='some': allowed are .*selective"),
+    (["--model", "gpt-2", "--attention", "x"], "attention='x': allowed are .*plain"),
+    (["--model", "gpt-2", "--tp", "5"], "tp=5: allowed are"),
+    (["--params", "1e9", "--batch", "2"], "--batch with --params: allowed with --model"),
+    (["--params", "1e9", "--model", "gpt-2"], "allowed is exactly one of --params"),
+    (["--dp", "2"], "allowed is exactly one of --params"),
+    (["--params", "1e9", "--dp", "4", "--ranks", "6"], "ranks=6: allowed is 4, the product of"),
+    (["--params", "1e9", "--stage", "2"], "unrecognized arguments: --stage"),
+    (["--params", "1e9", "--dp", "2", "3"], "unrecognized arguments: 3"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_input_is_one_error_and_status_2(capsys, arguments: list[str], message: str) -> None:
+    status, out, err = run(capsys, *arguments)
+    assert status == 2 and out == ""
+    assert "Traceback" not in err
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(err.splitlines()[-1])
+
+
+def test_the_real_command_line() -> None:
+    command = [sys.executable, "-m", "shardlab", "memory", "--params", "7.5e9", "--zero"]
+    good = subprocess.run([*command, "1", "--dp", "64"], cwd=ROOT, capture_output=True, text=True)
+    assert good.returncode == 0 and not good.stderr
+    assert "parameters" in good.stdout and "GB" in good.stdout
+    bad = subprocess.run([*command, "9"], cwd=ROOT, capture_output=True, text=True)
+    assert bad.returncode == 2 and not bad.stdout
+    assert bad.stderr == "python -m shardlab: zero=9: allowed are 0, 1, 2 and 3\n"

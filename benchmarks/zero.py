@@ -1,0 +1,308 @@
+"""Our ZeRO beside torch's FSDP2 and DeepSpeed, stage by stage, in one run.
+
+    python benchmarks/zero.py            # a table; some ten minutes on two cores
+    python benchmarks/zero.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
+    python benchmarks/zero.py --quick    # toy sizes, a minute: only shows that it runs
+
+Every rank trains copies of one model in turn, step by step: ours in stages 1, 2 and 3, FSDP2 with
+reshard_after_forward both ways, DeepSpeed in stages 1, 2 and 3, and a bare one that sends nothing
+(compute alone, with an optimizer of a shard's size); and it sends the messages of each stage
+without a model (wire alone). All ranks start a step together, so each contender meets the same
+load; the order is reversed from round to round. A step is forward, backward, AdamW and zero_grad,
+and lasts until the slowest rank is done. Units are the blocks, for all who have units; buckets hold
+as much as a block, for all who have buckets. DeepSpeed's other settings are its own, but for three:
+no clipping; small parameters (biases and norms) kept whole; two blocks whole at a time in stage 3.
+
+ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
+that the median over the repeats, and the quartiles. peak_ratio: the same of the largest number of
+bytes held in a step, counted apart from the timing: exact, but for what gloo uses inside.
+
+What the ratio says on a CPU: how the three do with gloo. FSDP2 gets its overlap from CUDA streams,
+which a CPU does not have, so here it waits for each message; and gloo's reduce-scatter, which FSDP2
+and DeepSpeed call, moves as much as an all-reduce. It does not say that they are slow on GPUs. On
+the emulated link a reduce-scatter costs what a ring's would, whoever calls it.
+
+floor: the share of the physical floor that ours reaches, floor / median step of ours. No step can
+be shorter than either of two bounds, and the floor is the greater one:
+  compute + work: all compute, and the work of moving the bytes, where all cores are busy computing
+      (as many ranks as cores, or more). The work is the wire alone on loopback.
+  optimizer + wire: nothing can travel while the optimizer works. The wire is that of the link.
+Medians of one repeat, and the share is the median over the repeats. On loopback, cores that move
+bytes sometimes wait for one another, which compute can fill: so a share slightly above 1 is
+possible.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from side_by_side import BANDWIDTH, LATENCY, Times, options, ratio, slowest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from shardlab import count, link, ranks, show, zero
+from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+
+OURS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "stage 3, kept": 3}
+ROWS = [  # ours, theirs
+    ("stage 1", "DeepSpeed stage 1"),
+    ("stage 2", "DeepSpeed stage 2"),
+    ("stage 2", "FSDP2, reshard_after_forward=False"),
+    ("stage 3", "DeepSpeed stage 3"),
+    ("stage 3", "FSDP2, reshard_after_forward=True"),
+    ("stage 3, kept", "FSDP2, reshard_after_forward=False"),
+]
+Step = Callable[[], Any]
+
+
+def block_bytes(config: Config) -> int:
+    """Bytes of a block's parameters."""
+    with torch.device("meta"):
+        return sum(p.nbytes for p in GPT(config).blocks[0].parameters())
+
+
+def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
+    """A contender with a model of its own: its training step."""
+    torch.manual_seed(0)
+    plain = GPT(config).to(ranks.device())
+    if name.startswith("DeepSpeed"):
+        return deepspeed_step(plain, int(name[-1]), config, group, tokens_BS)
+    if name in OURS:
+        buckets = {"bucket_bytes": block_bytes(config), "first_bytes": block_bytes(config)}
+        options = {"reshard": name == "stage 3"} if OURS[name] == 3 else buckets
+        model = zero.shard(plain, group, OURS[name], **options)
+    else:
+        model, again = plain, name.endswith("True")
+        mesh = DeviceMesh.from_group(group, ranks.device().type)
+        for block in plain.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=again)
+        fully_shard(plain, mesh=mesh, reshard_after_forward=False)  # the rest, as by default
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+    def step() -> None:
+        loss(model(tokens_BS), tokens_BS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def deepspeed_step(
+    plain: nn.Module, stage: int, config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor
+) -> Step:
+    """DeepSpeed's engine over `group`."""
+    if tokens_BS.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise it looks for one, and says so
+    warnings.filterwarnings("ignore")
+    import deepspeed
+    from deepspeed.utils import groups
+
+    deepspeed.ops.__compatible_ops__ = {}  # compile nothing
+    deepspeed.init_distributed()
+    groups._WORLD_GROUP = group  # the group of stages 1 and 2, and of stage 3
+    deepspeed.comm.get_world_group = lambda: group
+    block = block_bytes(config) // 4
+    settings = {"stage": stage, "reduce_bucket_size": block, "allgather_bucket_size": block}
+    if stage == 3:
+        settings |= {"stage3_prefetch_bucket_size": block, "stage3_max_reuse_distance": 0}
+        settings |= {"stage3_max_live_parameters": 2 * block}
+        settings |= {"stage3_param_persistence_threshold": 10 * config.hidden}
+    engine, *_ = deepspeed.initialize(
+        model=plain,
+        optimizer=torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False),
+        config={
+            "train_micro_batch_size_per_gpu": len(tokens_BS),
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+            "zero_optimization": settings,
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+
+    def step() -> None:
+        engine.backward(loss(engine(tokens_BS), tokens_BS))
+        engine.step()
+
+    return step
+
+
+def bare(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
+    """Compute alone: no messages, and the optimizer has a shard to do. Returns its seconds."""
+    plain = GPT(config).to(tokens_BS.device)
+    like = zero.Zero3(GPT(config).to(tokens_BS.device), group)
+    pieces = [nn.Parameter(torch.zeros_like(p)) for p in like.parameters()]
+    optimizer = torch.optim.AdamW(pieces, lr=1e-3, foreach=False)
+    for piece in pieces:
+        piece.grad = torch.zeros_like(piece)
+
+    def step() -> float:
+        loss(plain(tokens_BS), tokens_BS).backward()
+        plain.zero_grad()
+        begin = clock(tokens_BS.device)
+        optimizer.step()
+        return clock(tokens_BS.device) - begin
+
+    return step
+
+
+def messages(name: str, config: Config, group: dist.ProcessGroup) -> Step:
+    """The messages of a stage's step, one after another, without a model."""
+    options = {"reshard": name == "stage 3"} if OURS[name] == 3 else {}
+    with torch.device(ranks.device()):
+        model = zero.shard(GPT(config), group, OURS[name], **options)
+    flats = [(flat, torch.zeros(flat.size, device=flat.device)) for flat in model.flats]
+    gathers = 2 if name == "stage 3" else 1
+
+    def step() -> None:
+        works: list[Any] = []
+        for _ in range(gathers):
+            works += [zero.all_gather(tensor, flat.own, group) for flat, tensor in flats]
+        works += [zero.ReduceScatter(tensor, group, model.ordered) for _, tensor in flats]
+        for work in works:
+            work.wait()
+
+    return step
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def the_group(slow: bool) -> dist.ProcessGroup:
+    return link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
+
+
+def batch_of(config: Config, batch: int) -> torch.Tensor:
+    return torch.randint(config.vocab, (batch, config.seq), device=ranks.device())
+
+
+def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence[str]) -> Times:
+    """On a rank: seconds of `rounds` steps of each contender."""
+    tokens_BS, group, device = batch_of(config, batch), the_group(slow), ranks.device()
+    steps = {name: build(name, config, group, tokens_BS) for name in names}
+    steps["compute"] = bare(config, dist.group.WORLD, tokens_BS)
+    for name in OURS:
+        if name in names:
+            steps[f"wire {name}"] = messages(name, config, group)
+            if slow:
+                steps[f"work {name}"] = messages(name, config, dist.group.WORLD)
+    times: Times = {name: [] for name in [*steps, "optimizer"]}
+    order = list(steps)
+    for number in range(-2, rounds):  # two rounds to warm up
+        for name in order if number % 2 else reversed(order):
+            dist.barrier()
+            begin = clock(device)
+            inner = steps[name]()
+            if number >= 0:
+                times[name].append(clock(device) - begin)
+                if name == "compute":
+                    times["optimizer"].append(inner)
+    return times
+
+
+def peak(config: Config, batch: int, name: str) -> int:
+    """On a rank: most bytes held in a step of one contender, after two to settle."""
+    tokens_BS = batch_of(config, batch)
+    with count.held(device=ranks.device()) as held:
+        step = build(name, config, dist.group.WORLD, tokens_BS)
+        for _ in range(2):
+            step()
+        gc.collect()
+        held.reset_peak()
+        step()
+        return held.peak
+
+
+def row(
+    ours: str,
+    theirs: str,
+    case: str,
+    size: int,
+    kind: str,
+    times: dict[str, torch.Tensor],
+    peaks: dict[str, int],
+    repeats: int,
+) -> dict[str, Any]:
+    """One line of the result, see above; `seconds` go into the table alone."""
+    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
+    full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
+    ratios, shares = [], []
+    for repeat in range(repeats):
+        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
+        wire = middle[f"wire {ours}"]
+        work = middle.get(f"work {ours}", wire) if full else 0.0
+        floor = max(middle["compute"] + work, middle["optimizer"] + wire)
+        ratios.append(middle[ours] / middle[theirs])
+        shares.append(floor / middle[ours])
+    return {
+        "case": f"{ours}: {case}",
+        "against": theirs,
+        "ranks": size,
+        "link": kind,
+        **ratio(ratios),
+        "floor": round(statistics.median(shares), 4),
+        "peak_ratio": round(peaks[ours] / peaks[theirs], 4),
+        "peak_bytes": [peaks[ours], peaks[theirs]],
+        "seconds": round(times[ours].median().item(), 4),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(__doc__, arguments)
+    pairs = [p for p in ROWS if importlib.util.find_spec("deepspeed") or "DeepSpeed" not in p[1]]
+    names = list(dict.fromkeys(name for pair in pairs for name in pair))
+    rows = []
+    peaks_of: dict[tuple[str, int], dict[str, int]] = {}
+    for kind in chosen.links:
+        for size in chosen.ranks:
+            preset, batch, rounds = ("gpt-2", 4, 4) if kind == "gpu" else ("mini", 2, 4)
+            if chosen.quick:
+                preset, batch, rounds = "nano", 1, 1
+            config = PRESETS[preset]
+            where = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0}
+            if sys.stderr.isatty():
+                print(f"{kind}, {size} ranks …", file=sys.stderr)
+            if (preset, size) not in peaks_of:  # the link does not matter
+                peaks_of[preset, size] = {
+                    name: max(ranks.run(peak, size, config, batch, name, **where)) for name in names
+                }
+            peaks, slow = peaks_of[preset, size], kind == "slow"
+            total = rounds * chosen.repeats
+            results = ranks.run(measure, size, config, batch, slow, total, names, **where)
+            millions = parameter_count(config) / 1e6
+            case = f"{preset}, {millions:.1f} M parameters, {batch * config.seq} tokens a rank"
+            times = slowest(results)
+            rows += [row(*p, case, size, kind, times, peaks, chosen.repeats) for p in pairs]
+    if chosen.json:
+        print(json.dumps({"rows": [{k: r[k] for k in r if k != "seconds"} for r in rows]}))
+        return
+    head = ["ours", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles"]
+    head += ["floor reached", "peak (MB)", "theirs", "ours / theirs"]
+    show.table(
+        [
+            [r["case"].split(":")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.3f}"]
+            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
+            + [f"{r['floor'] * 100:.0f} %", *(f"{n / 1e6:.1f}" for n in r["peak_bytes"])]
+            + [f"{r['peak_ratio']:.3f}"]
+            for r in rows
+        ],
+        head,
+    )
+
+
+if __name__ == "__main__":
+    main()

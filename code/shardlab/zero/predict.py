@@ -1,0 +1,51 @@
+"""What a rank holds, and what it sends, by formula: exact, padding included."""
+
+from __future__ import annotations
+
+from .sharded import Sharded
+from .zero3 import Zero3
+
+
+def predicted_states(model: Sharded, bytes_per_state: int = 8) -> dict[str, int]:
+    """Bytes of model states on this rank after a step: parameters, gradients, optimizer.
+
+    bytes_per_state: of the optimizer for each trained element, 8 for AdamW's two in float32.
+
+    Of P trained elements, in float32 and up to padding (Rajbhandari et al., arXiv 1910.02054,
+    Figure 1 and section 5): stage 1 4P + 4P + 8P/N, stage 2 4P + 4P/N + 8P/N, stage 3 16P/N.
+    With 16 bits to compute in: 2P + 4P + 12P/N, 2P + 16P/N, and 16P/N, master weights included.
+    """
+    found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    found["parameters"] = sum(p.nbytes for p in model.frozen.values())
+    whole = not isinstance(model, Zero3)
+    for flat in model.flats:
+        wide = flat.master.itemsize
+        if whole:
+            found["parameters"] += flat.size * flat.dtype.itemsize
+        if not whole or flat.dtype != flat.master:
+            found["parameters"] += flat.shard_size * wide
+        if flat.trainable:
+            found["gradients"] += (flat.size if model.keep else flat.shard_size) * wide
+            found["optimizer"] += sum(p.numel() for p in flat.pieces) * bytes_per_state
+    return found
+
+
+def predicted_sent(model: Sharded, backwards: int = 1) -> dict[str, int]:
+    """Bytes that this rank sends in a step of `backwards` micro-batches, by purpose.
+
+    Each flat tensor's gradients, (N-1)/N of it, go out once per backward (in stage 1 once per
+    step, with `no_sync`). Parameters: in stages 1 and 2 once per step; in stage 3 once per
+    forward, and what is freed between forward and backward once more.
+    """
+    sends = 1 if model.keep else backwards
+    found = {"gradients": 0, "parameters": 0}
+    for flat in model.flats:
+        others = flat.size - flat.shard_size  # (N-1)/N
+        if flat.trainable:
+            found["gradients"] += sends * others * flat.master.itemsize
+        gathers = 1
+        if isinstance(model, Zero3):
+            again = model.reshard and flat not in model.rest.flats
+            gathers = backwards * (2 if again else 1)
+        found["parameters"] += gathers * others * flat.dtype.itemsize
+    return found

@@ -1,0 +1,1106 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Checkpoints: stop on some ranks, resume on others
+#
+# After this lesson you can
+#
+# - save a sharded run on four ranks and go on with two or one, and prove that nothing but rounding differs;
+# - say what belongs into a checkpoint beside the weights, and what each missing part costs;
+# - save so that a kill at any moment loses nothing, and damage is named before it does harm;
+# - compute how often to save, how many bytes that writes, and what saving in the background gains.
+#
+# It takes about an hour to read and half an hour for the exercises. Running it takes a minute.
+# It needs [Data parallelism](data_parallel.md), and reads better after [ZeRO](zero.md): the models here are sharded by `fully_shard`, PyTorch's own ZeRO-3.
+#
+# One thing to wonder about before you start.
+# A job saves with PyTorch's own `torch.distributed.checkpoint` into one folder, over the last checkpoint, and is killed meanwhile.
+# The folder then loads without a word of complaint.
+# Half of the weights in it are of step 100, and half of step 200.
+# You will see it [below](#one-folder-for-all-saves), and how one rename prevents it.
+
+# %% tags=["hide-input"]
+import copy
+import json
+import math
+import os
+import shutil
+import signal
+import tempfile
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from shardlab import ranks, show, text
+from shardlab.check import check
+from shardlab.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    Checkpoints,
+    Training,
+    best_interval,
+    complete,
+    export,
+    folder,
+    lost_share,
+    simulated_lost_share,
+)
+from shardlab.model import GPT, PRESETS, loss, parameter_count
+
+show.style()
+TEMPORARY = tempfile.TemporaryDirectory(prefix="checkpoints-")  # goes with this process
+FOLDER = Path(TEMPORARY.name)
+BATCH = 8  # windows in a step, over all ranks
+
+
+def run(fn, size, *args):
+    """These ranks compute on the CPU: what this page measures is files, not GPUs."""
+    return ranks.run(fn, size, *args, device="cpu")
+
+
+def sharded(preset="nano", dtype=torch.float32, lr=1e-3):
+    """A small GPT that `fully_shard` spreads over all ranks, with AdamW and a schedule."""
+    torch.manual_seed(0)
+    model = GPT(PRESETS[preset]).to(dtype)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8], gamma=0.5)
+    return Training(model, optimizer, schedule)
+
+
+def train(training, steps):
+    """Steps on this rank's share of each batch; the mean losses over all ranks."""
+    rank, size, losses = dist.get_rank(), dist.get_world_size(), []
+    share = BATCH // size
+    for _ in range(steps):
+        tokens, targets = text.batch(64, share, start=training.samples + rank * share)
+        training.optimizer.zero_grad()
+        value = loss(training.model(tokens), targets)
+        value.backward()
+        training.optimizer.step()
+        training.schedule.step()
+        training.step += 1
+        training.samples += BATCH
+        mean = value.detach() / size
+        dist.all_reduce(mean)  # a scalar
+        losses.append(mean.item())
+    return losses
+
+
+# %% [markdown]
+# ## Three hours
+#
+# Llama 3's largest model trained on 16,384 GPUs. In 54 days, the job was interrupted 419 times without anybody having planned it {cite}`dubey2024llama3` (section 3.3.4).
+# One failed GPU stops all of them, because every step needs every rank.
+#
+# If each GPU fails as often as those did, how long does a job of another size live?
+
+# %%
+gpu_hours = 16_384 * 54 * 24 / 419  # of work of one GPU, for each interruption
+rows = []
+for gpus in (8, 256, 1024, 16_384):
+    hours = gpu_hours / gpus
+    month = math.exp(-30 * 24 / hours)
+    rows.append((f"{gpus:,}", f"{hours:,.1f}", f"{100 * month:.1f}"))
+head = ["GPUs", "hours between interruptions", "chance of 30 days without one (%)"]
+show.table(rows, head)
+
+# %% [markdown]
+# Eight GPUs usually come through a month. A thousand never do.
+# A job of 16,384 that saves nothing gets three hours into its training, again and again.
+# One that saves every hour loses half an hour of 16,384 GPUs at each interruption, on average.
+#
+# ## What belongs into a checkpoint
+#
+# Everything that decides what the next step does:
+#
+# | part | of what size | what happens without it |
+# |---|---|---|
+# | weights | 4 bytes per parameter in float32 | no training at all |
+# | AdamW's two averages, its step counter | 8 bytes per parameter | the next step moves every weight too far: [measured below](#forgetting-the-optimizer) |
+# | learning rate and schedule | some numbers | warm-up begins again, or never ends |
+# | step, position in the data | two numbers | some text is seen twice, some never: [counted below](#forgetting-the-position-in-the-data) |
+# | random state of each rank | some kilobytes | dropout and shuffling differ from the run without a stop |
+#
+# Gradients and activations are not in the list: the next step computes them anew.
+#
+# `Training` holds these parts together.
+# Look at how the position in the data is counted.
+
+# %%
+show.source(Training)
+
+# %% [markdown]
+# It counts samples over *all* ranks.
+# "Batch 300 of rank 3" means nothing to a job that has no rank 3.
+#
+# ## The picture
+#
+# A model with its optimizer can be larger than any one machine's memory. So nothing is gathered: each rank writes the shards that it holds, and an index says which piece of which tensor stands where.
+# Whoever loads computes from the index what to read.
+#
+# ![Four ranks each write their quarter of all tensors into a file of their own, beside an index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 and 3, and each holds half of all tensors.](../figures/checkpoint_shards.svg)
+#
+# This is `torch.distributed.checkpoint` (DCP), PyTorch's own library.
+# We use it as it is for the tensors, and write what it leaves to its user: the rest of the state, and the folders around it.
+#
+# ## Equal
+#
+# The next cell trains three steps on four ranks, saves, and trains three more.
+# Then it builds everything anew on four, two and one ranks, loads, and trains the same three.
+# Look at which rows differ, and by how much in each type.
+
+# %%
+TYPES = torch.float32, torch.float64
+
+
+def unstopped(path):
+    found = []
+    for dtype in TYPES:
+        training = sharded(dtype=dtype)
+        with Checkpoints(path / str(dtype), dist.group.WORLD) as store:
+            train(training, 3)
+            store.save(training)
+        found.append(train(training, 3))
+    return found
+
+
+def resumed(path):
+    found = []
+    for dtype in TYPES:
+        training = sharded(dtype=dtype)
+        with Checkpoints(path / str(dtype), dist.group.WORLD) as store:
+            store.load(training)
+        found.append(train(training, 3))
+    return found
+
+
+without_stop, rows = run(unstopped, 4, FOLDER)[0], []
+for size in (4, 2, 1):
+    found = run(resumed, size, FOLDER)[0]
+    for dtype, one, other in zip(TYPES, without_stop, found, strict=True):
+        gap = max(abs(a - b) for a, b in zip(one, other, strict=True))
+        # The same ranks do the same sums. Others add up in another order: float32
+        # rounds at 6e-8, float64 at 1e-16, and losses are about 5.
+        near = 1e-4 if dtype == torch.float32 else 1e-11
+        assert gap == 0 if size == 4 else gap < near
+        shown = ", ".join(f"{value:.4f}" for value in other)
+        gap = f"{gap:.0e}" if gap else "0"
+        rows.append((f"4, then {size}", str(dtype)[6:], shown, gap))
+head = ["ranks", "type", "losses of steps 4 to 6", "largest difference"]
+show.table(rows, head, caption="Resumed, beside the run without a stop")
+
+# %% [markdown]
+# On as many ranks, training goes on bit for bit.
+# On fewer, what is *read* is still what was written, bit for bit; [a test](../tests/test_checkpoint.py) compares every tensor.
+# But from the first step on, each rank's share of the batch is larger, and gradients are added up in another order.
+# float64 shrinks that difference by the digits that it has more, so it is rounding and nothing else.
+#
+# The same test goes through the other cases: dropout, a schedule that is in the middle, a frozen layer, tensors whose rows do not divide, and every pair of plain, replicated and sharded models. All of them have the same names in a checkpoint, so each can read what any other wrote.
+#
+# ## Nothing is lost
+#
+# ### One rename
+#
+# A save takes seconds or minutes, and a job can die in it.
+# So a save never touches the last checkpoint.
+# It goes into a fresh folder whose name says that it is not complete.
+# When every rank has written, one rename takes the mark off.
+# A file system does a rename entirely or not at all: there is no moment at which the folder is half complete.
+#
+# ![Timeline of a save. The folder of step 500 stays complete while the ranks write step 600 into a folder whose name starts with .saving. One rename makes it complete. Only then the old one goes. A kill before the rename leaves step 500 as the current checkpoint, a kill after it step 600.](../figures/checkpoint_rename.svg)
+#
+# Two more things look like details and are not.
+# `fsync` waits until a file is on the disk: without it the kernel may write the rename first, and a power cut leaves a complete name on empty files.
+# And an old checkpoint is renamed before it is deleted, because a half deleted one must not look complete either.
+
+# %%
+show.source(folder.commit, folder.prune)
+
+
+# %% [markdown]
+# The number at the front of a folder's name counts saves.
+# So after somebody has gone back to step 500, because the loss had exploded at step 600, the new step 600 is current and the old one is not.
+#
+# ### Killed
+#
+# The claim is that a kill at any moment loses nothing that was promised.
+# Two ranks save one step after the other and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which nobody can catch.
+# Rank 0 notes each step whose `save` has returned: this is the promise.
+
+# %%
+def small(step=0):
+    """A sharded run whose weights all say which step they are of."""
+    model = nn.Linear(64, 64)
+    fully_shard(model)
+    training = Training(model, torch.optim.AdamW(model.parameters()), step=step)
+    set_step(training, step)
+    return training
+
+
+@torch.no_grad()
+def set_step(training, step):
+    training.step = step
+    for parameter in training.model.parameters():
+        parameter.fill_(step)
+
+
+def life(path, victims, delay):
+    training = small()
+    store = Checkpoints(path, dist.group.WORLD, keep=1)
+    if store.steps():
+        store.load(training)
+    for number in range(1000):
+        set_step(training, training.step + 1)
+        store.save(training)
+        if dist.get_rank() == 0:
+            with open(f"{path}.promised", "a") as file:
+                file.write(f"{training.step}\n")
+        dist.barrier()
+        # The first save of each life is left in peace.
+        if number == 0 and dist.get_rank() in victims:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+# %% [markdown]
+# Now the kills, five of them. After each, another process loads what is current.
+# Look at the last step promised beside the current one.
+
+# %% tags=["measured"]
+def current(path):
+    """The step of the current checkpoint, and whether all weights in it are of that step."""
+    model = nn.Linear(64, 64)
+    training = Training(model, torch.optim.AdamW(model.parameters()))
+    Checkpoints(path).load(training)
+    return training.step, all((p == training.step).all() for p in model.parameters())
+
+
+path, rows = FOLDER / "killed", []
+for victims, delay in (
+    ((0,), 0.31),
+    ((1,), 0.47),
+    ((0, 1), 0.22),
+    ((0,), 0.56),
+    ((1,), 0.38),
+):
+    try:
+        run(life, 2, path, victims, delay)
+    except ranks.RankError:
+        pass  # this was meant to happen
+    promised = int(Path(f"{path}.promised").read_text().split()[-1])
+    step, whole = current(path)
+    # A rank may die after the rename, and before the note.
+    assert whole and promised <= step <= promised + 1
+    left = sum(name.startswith(".saving") for name in os.listdir(path))
+    rows.append((", ".join(map(str, victims)), delay, promised, step, "yes", left))
+head = [
+    "killed: rank",
+    "after (s)",
+    "last step promised",
+    "current",
+    "whole",
+    "unfinished saves left",
+]
+show.table(rows, head)
+
+
+# %% [markdown]
+# Whatever an unfinished save has left is cleared away by the next one.
+# [The tests](../tests/test_checkpoint.py) kill twenty times at random, also in saves that run in the background, and then once at *every* operation on a file that a save makes, from the first to the last.
+#
+# What a kill does not test is a power cut: only `fsync` helps there, and only as far as the disk tells the truth.
+# And it needs a file system with atomic renames. Object stores have none; there, write a small file last that says what is complete.
+#
+# ### Damaged
+#
+# The last file in the folder is a manifest: sizes and checksums of all others, and what the run was.
+# This is one, with the first of its files and tensors.
+
+# %%
+def save_once(path):
+    with Checkpoints(path, dist.group.WORLD) as store:
+        return store.save(small(600))
+
+
+saved = run(save_once, 2, FOLDER / "good")[0]
+manifest = json.loads((saved / MANIFEST).read_text())
+for part in ("files", "tensors"):
+    manifest[part] = dict(sorted(manifest[part].items())[:2][-1:])
+del manifest["crc32"]  # of all the others; DCP's index, and so this, differs in every run
+for name, value in manifest.items():
+    print(f"{name}: {value}")
+
+# %% [markdown]
+# Look at the order in which `load` does things: files first, then names, shapes and types, and only then the model.
+# What one rank finds, all ranks raise; otherwise the others would wait for it.
+
+# %%
+show.source(Checkpoints.load)
+
+
+# %% [markdown]
+# The next cell damages one checkpoint in four ways, and then tries to load it into another model. Look at what each message names.
+
+# %%
+def attempt(path, model=None):
+    """Try to load; print why not, and make sure that the model was not touched."""
+    model = model or nn.Linear(64, 64)
+    training = Training(model, torch.optim.AdamW(model.parameters()))
+    before = copy.deepcopy(model.state_dict())
+    try:
+        Checkpoints(path).load(training)
+    except CheckpointError as error:
+        text = str(error).replace(f"{path}/", "")
+        print(textwrap.fill(text, 90, break_on_hyphens=False))
+    assert all(
+        torch.equal(before[name], value) for name, value in model.state_dict().items()
+    )
+    assert not training.optimizer.state and training.step == 0
+
+
+def truncate(path):
+    os.truncate(path, 10_000)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # one bit
+    path.write_bytes(content)
+
+
+for name, spoil in (
+    ("__0_0.distcp", truncate),
+    ("__1_0.distcp", flip),
+    ("__1_0.distcp", os.remove),
+    (MANIFEST, os.remove),
+):
+    path = FOLDER / "bad"
+    shutil.copytree(FOLDER / "good", path)
+    spoil(complete(path)[-1] / name)
+    attempt(path)
+    shutil.rmtree(path)
+attempt(FOLDER / "good", nn.Linear(64, 65))
+
+# %% [markdown]
+# CRC-32 finds damage. It does not stop somebody who changes a file and its checksum: for that, sign the manifest, or do not load strangers' checkpoints.
+#
+# ## In the background
+#
+# While the ranks write, GPUs wait.
+# They do not have to: the state can be copied in memory, which is fast, and a thread writes the copy while training goes on.
+#
+# ![Two timelines. Saving at once holds training up while everything is written. Saving in the background holds it up while the state is copied in memory; a thread then writes the copy while the next steps run.](../figures/checkpoint_async.svg)
+#
+# DCP has this as `async_save`. Around it, look at two things: messages of the thread travel in a process group of their own, so that they cannot be mistaken for training's, and the rename happens only when every rank's thread is done.
+
+# %%
+show.source(Checkpoints.save)
+
+
+# %% [markdown]
+# The next cell measures how long `save` holds training up, on an emulated storage that takes a second to answer, as a shared one may.
+# Right after the call it spoils every weight. Look at what the checkpoint holds.
+
+# %% tags=["measured"]
+class SlowStorage(dcp.FileSystemWriter):
+    def write_data(self, plan, planner):
+        time.sleep(1)
+        return super().write_data(plan, planner)
+
+
+def held_up(path, wait):
+    training = sharded("micro")
+    train(training, 1)
+    with Checkpoints(path, dist.group.WORLD, writer=SlowStorage) as store:
+        found = []
+        for _ in range(2):
+            dist.barrier()
+            begin = time.perf_counter()
+            store.save(training, wait)
+            found.append(time.perf_counter() - begin)
+            before = [
+                parameter.to_local().clone()
+                for parameter in training.model.parameters()
+            ]
+            with torch.no_grad():
+                for parameter in training.model.parameters():
+                    parameter.zero_()  # training goes on, and fast
+            store.wait()
+            store.load(training)
+            after = [parameter.to_local() for parameter in training.model.parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return min(found)
+
+
+at_once = max(run(held_up, 2, FOLDER / "at once", True))
+background = max(run(held_up, 2, FOLDER / "background", False))
+assert at_once > 1 and background < 0.5 * at_once  # room for a busy machine
+rows = [
+    ("at once", f"{at_once:.2f}", "1.00", "the moment of the call"),
+    (
+        "in the background",
+        f"{background:.2f}",
+        f"{background / at_once:.2f}",
+        "the moment of the call",
+    ),
+]
+show.table(rows, ["save", "training held up (s)", "ratio", "the checkpoint holds"])
+
+
+# %% [markdown]
+# Three prices. The copy takes memory on the host: 12 bytes per parameter and rank's share, until it is written.
+# The thread takes CPU time and bandwidth from whatever else needs them.
+# And a failure shows one save late: `save` and `wait` raise what went wrong in the thread before.
+#
+# ## What it costs
+#
+# ### Bytes
+#
+# In float32 with AdamW a checkpoint holds 12 bytes per parameter: the weight, and two averages.
+# Beside the prediction stand the files of real saves, on one, two and four ranks.
+
+# %%
+def written(path, preset):
+    training = sharded(preset)
+    with Checkpoints(path, dist.group.WORLD) as store:
+        return store.save(training)
+
+
+rows = []
+for preset, size in (("micro", 1), ("micro", 2), ("micro", 4), ("mini", 2)):
+    config = PRESETS[preset]
+    path = run(written, size, FOLDER / f"{preset}{size}", preset)[0]
+    manifest = json.loads((path / MANIFEST).read_text())
+    found = sum(
+        f["bytes"] for name, f in manifest["files"].items() if name.endswith("distcp")
+    )
+    # The output layer is the embedding: one tensor, which has two names and is written twice.
+    predicted = 12 * parameter_count(config) + 4 * config.vocab * config.hidden
+    pieces = size * len(manifest["tensors"])
+    each = (found - predicted) / pieces
+    assert 1000 < each < 2000
+    off = 100 * (found / predicted - 1)
+    rows.append(
+        (
+            preset,
+            size,
+            f"{predicted / 1e6:.2f}",
+            f"{found / 1e6:.2f}",
+            f"{off:+.1f}",
+            pieces,
+            f"{each:.0f}",
+        )
+    )
+    shutil.rmtree(path)
+head = [
+    "model",
+    "ranks",
+    "predicted (MB)",
+    "measured (MB)",
+    "difference (%)",
+    "pieces",
+    "more bytes per piece",
+]
+show.table(rows, head)
+
+# %% [markdown]
+# The difference is a header of one or two kilobytes around each piece of a tensor.
+# It looks large because these models are small: Llama 3 8B has 96 GB to save, in pieces of megabytes.
+# Numbers of that size by recipe and rank are in [Memory](memory.md): a checkpoint is its parameters and optimizer states, without gradients.
+# Mixed precision does not make it smaller: the 32-bit copies of the weights are what has to be kept.
+#
+# ### How often
+#
+# Let a save hold training up for $\delta$ seconds, and let failures come every $M$ seconds on average.
+# Saving every $\tau$ seconds costs $\delta/\tau$ of the time, and a failure loses half an interval, $\tau/2M$. The sum is smallest at
+#
+# $$
+# \tau = \sqrt{2\,\delta M}
+# $$
+#
+# {cite}`young1974checkpoint`. The exact share for failures that strike at any moment alike, in a save or a restart too, is {cite:t}`daly2006checkpoint`'s.
+
+# %%
+show.source(best_interval, lost_share)
+
+# %% [markdown]
+# The picture shows that share for 16,384 GPUs and five minutes to restart. The dots are a job that is played through until it has failed 20,000 times.
+# Look at how flat the valleys are, and how steep their left sides.
+
+# %% tags=["hide-input"]
+mtbf, restart = 54 * 24 * 3600 / 419, 300.0  # seconds
+intervals = [60 * 1.15**i for i in range(38)]  # 1 minute to 3 hours
+figure, axes = plt.subplots(figsize=(6.4, 3.6))
+for save, color, place in (
+    (120, show.RANK_COLORS[0], 34),
+    (5, show.RANK_COLORS[5], 2.2),
+):
+    shares = [100 * lost_share(i, save, mtbf, restart) for i in intervals]
+    axes.plot([i / 60 for i in intervals], shares, color=color)
+    for interval, share in list(zip(intervals, shares, strict=True))[2::6]:
+        played = 100 * simulated_lost_share(interval, save, mtbf, restart)
+        assert abs(played - share) < 1.5  # 20,000 failures: an error of about 1 in 100
+        axes.plot(interval / 60, played, "o", color=color, ms=5)
+    best = best_interval(save, mtbf)
+    least = 100 * lost_share(best, save, mtbf, restart)
+    assert 100 * lost_share(2 * best, save, mtbf, restart) < least + 5
+    axes.plot(best / 60, least, "*", color=color, ms=15)
+    words = (
+        f"a save holds up for {save} s:\nbest {best / 60:.0f} min, {least:.0f} % lost"
+    )
+    axes.text(best / 60, place, words, ha="center", va="center")
+axes.set_xscale("log")
+axes.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
+axes.minorticks_off()
+axes.set_ylim(0, 45)
+axes.set_xlabel("minutes of training between two saves")
+axes.set_ylabel("% of all time lost")
+show.figure(
+    figure,
+    "Share of time lost over the interval between saves, for saves that hold training up "
+    "for 120 and for 5 seconds. Both curves fall, have a flat valley, and rise again; "
+    "dots of a simulated job lie on them.",
+    "checkpoint-interval",
+)
+
+
+# %% [markdown]
+# If you do not know $M$ well, do not worry: twice the best interval costs less than 5 % of the time more.
+# And a save that holds up for less is worth it twice: each one costs less, and you can afford more of them, so less is lost at a failure. Here that is a tenth of all time.
+#
+# ## PyTorch's library, and others
+#
+# DCP is under all of the above. What it does, and what it leaves to you:
+#
+# | | DCP | around it |
+# |---|---|---|
+# | shards written in parallel, read by any number of ranks | yes | |
+# | replicas written once, dealt over the ranks | yes | |
+# | `fsync` of each file | yes | of the folders too |
+# | asynchronous | `async_save` | a group of its own, completion |
+# | index written last | yes | a fresh folder for each save; one rename |
+# | which one is current, which ones go | no | number in the name, `keep` |
+# | checksums | no | manifest |
+# | names and shapes compared | a missing name or another shape is an error, a name too many is not | both, and types, before anything is touched |
+# | schedule, step, position, random state | no | `Training` |
+#
+# "Written once" has a catch: replicas that have [drifted apart](data_parallel.md) are not compared. One of them is kept, and [nobody hears of it](../tests/test_checkpoint.py).
+#
+# For a plain process, one file with the whole model is handier.
+# `export` gathers it on rank 0, and so needs that one rank's memory to hold it. `torch.load` reads it with `weights_only=True`, which builds tensors and numbers and runs no code.
+# `export` takes the models of [ZeRO](zero.md), too, whose flat shards have no names that DCP could write.
+
+# %%
+def trained_and_exported(path):
+    training = sharded()
+    losses = train(training, 2)
+    export(training.model, path, dist.group.WORLD)
+    return losses, train(training, 1)
+
+
+_, (after,) = run(trained_and_exported, 4, FOLDER / "model.pt")[0]
+plain = GPT(PRESETS["nano"])
+plain.load_state_dict(torch.load(FOLDER / "model.pt", weights_only=True))
+value = loss(
+    plain(text.batch(64, 8, start=16)[0]), text.batch(64, 8, start=16)[1]
+).item()
+assert abs(value - after) < 1e-5  # one process computes the batch at once: rounding
+print(f"next loss: four ranks {after:.4f}, plain process {value:.4f}")
+
+
+# %% [markdown]
+# For weights that others will read, the `safetensors` format goes further: a header in JSON and raw numbers, nothing that could be code.
+# [DeepSpeed](deepspeed_engine.md) saves a folder per step with a file per rank, names the current one in a text file `latest`, and has a script that turns shards into one state dict. It resumes on the same number of ranks, unless the checkpoint is first converted to its universal format.
+#
+# ## What goes wrong
+#
+# ### One folder for all saves
+#
+# This is the opening's accident. DCP writes its index last, which is meant to tell complete from incomplete.
+# Rank 1 is killed just before it writes its second shard.
+
+# %%
+class KilledOnRank1(dcp.FileSystemWriter):
+    def write_data(self, plan, planner):
+        if dist.get_rank() == 1:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        written = super().write_data(plan, planner)
+        dist.barrier()  # rank 0 has written, rank 1 has not
+        return written
+
+
+def twice_into_one_folder(path):
+    warnings.simplefilter("ignore")  # DCP's, that it overwrites a checkpoint
+    for step, writer in ((100, dcp.FileSystemWriter), (200, KilledOnRank1)):
+        state = {"model": small(step).model.state_dict()}
+        dcp.save(state, storage_writer=writer(path))
+
+
+try:
+    run(twice_into_one_folder, 2, FOLDER / "in place")
+except ranks.RankError as error:
+    print(error)
+state = {"model": nn.Linear(64, 64).state_dict()}
+dcp.load(state, checkpoint_id=FOLDER / "in place")
+weight = state["model"]["weight"]  # [64, 64]
+print("weights of step", sorted(set(weight.flatten().tolist())))
+assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
+
+
+# %% [markdown]
+# ````{admonition} Checked: "DCP's index is written last, so a broken save is noticed"
+# :class: checked
+#
+# In a fresh folder that is true: without an index nothing loads.
+# In a folder that already has one, the *old* index still stands there, and fits the new files to the byte. The cell above loads half a model of each step, without an error.
+# DCP warns at the save that it overwrites. At the load nothing warns.
+# Give every save a folder of its own.
+# ````
+#
+# ### Forgetting the optimizer
+#
+# Weights alone are enough to *use* a model. To go on training with them is another matter.
+# After 120 steps the next cell goes on twice: with AdamW's state, and with a new AdamW. It measures the loss on text that the model never sees in training, and how far a step moves the weights.
+
+# %%
+def new(state=None, optimizer_state=None):
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if state:
+        model.load_state_dict(state)
+    if optimizer_state:
+        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+    return model, optimizer
+
+
+def go_on(model, optimizer, steps, start=0):
+    """Losses on held-out text before and after each step; how far the first one moves."""
+    tokens, targets = text.batch(64, 32, start=20_000)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    losses, moved = [], None
+    for step in range(steps + 1):
+        with torch.no_grad():
+            losses.append(loss(model(tokens), targets).item())
+        if step < steps:
+            x, y = text.batch(64, 8, start=8 * (start + step))
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+        if step == 0:
+            after = torch.cat([p.detach().flatten() for p in model.parameters()])
+            moved = ((after - before).abs().mean() / 3e-3).item()
+    return losses, moved
+
+
+def with_and_without():
+    model, optimizer = new()
+    for step in range(120):
+        x, y = text.batch(64, 8, start=8 * step)
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    kept = model.state_dict(), optimizer.state_dict()
+    return go_on(*new(*kept), 6, 120), go_on(*new(kept[0]), 6, 120)
+
+
+kept, lost = run(with_and_without, 1)[0]
+jumps = [losses[1] - losses[0] for losses, _ in (kept, lost)]
+assert lost[1] > 0.9 and lost[1] > 5 * kept[1] and jumps[1] > 0.05 > jumps[0]
+for words, (_, moved), jump in zip(
+    ("kept:", "lost:"), (kept, lost), jumps, strict=True
+):
+    print(f"{words} the first step moves a weight by {moved:.2f} learning rates,")
+    print(f"      and the loss changes by {jump:+.3f}")
+
+# %% [markdown]
+# And this is the loss over the next six steps.
+
+# %% tags=["hide-input"]
+figure, axes = plt.subplots(figsize=(6.4, 2.8))
+for (losses, _), color, words in (
+    (lost, show.RANK_COLORS[5], "new AdamW"),
+    (kept, show.RANK_COLORS[0], "with its state"),
+):
+    axes.plot(range(120, 127), losses, "o-", color=color)
+    axes.text(126.15, losses[-1], words, va="center")
+axes.set_xlim(119.8, 128.2)
+axes.set_xlabel("step")
+axes.set_ylabel("loss on held-out text")
+show.figure(
+    figure,
+    "Held-out loss after resuming at step 120. With AdamW's state it stays level; with a "
+    "new AdamW it jumps at the first step and stays higher.",
+    "checkpoint-forgotten",
+)
+
+
+# %% [markdown]
+# A new AdamW has no averages yet. Its first step divides the gradient by its own size, so *every* weight moves by a whole learning rate, where a settled one moves it by a small part of that.
+# In a large run this is the spike in the loss curve that everyone asks about.
+#
+# ````{admonition} Checked: "asking for a state dict changes nothing"
+# :class: checked
+#
+# Before the first step an optimizer has no state. `get_optimizer_state_dict` makes some by a step with gradients of zero, and leaves the step counters at 1: the next cell shows it.
+# AdamW then corrects its averages as if they were one step older, so a run that saves at step 0 differs from one that does not.
+# `Checkpoints.save` sets the counters back, and leaves the optimizer as it found it.
+# ````
+
+# %%
+def counted(ask):
+    model, optimizer = new()
+    if ask:
+        get_optimizer_state_dict(model, optimizer)
+    losses, _ = go_on(model, optimizer, 2)
+    counter = int(optimizer.state[model.norm.weight]["step"])
+    return "yes" if ask else "no", counter, f"{losses[2]:.4f}"
+
+
+rows = [run(counted, 1, ask)[0] for ask in (False, True)]
+assert [row[1] for row in rows] == [2, 3] and rows[0][2] != rows[1][2]
+head = ["state dict asked for before step 1", "counter after two steps", "loss then"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# ### Forgetting the position in the data
+#
+# A run of 60 steps stops after 20 and after 40. What does it see of the text, if a resumed loader begins at the beginning; if each rank kept a position of its own and the number of ranks changed from four to two; and if the position counts samples of all ranks?
+
+# %%
+def windows(position, rank, size):
+    share = BATCH // size
+    return range(position + rank * share, position + (rank + 1) * share)
+
+
+def seen(way):
+    found = []
+    for part, size in enumerate((4, 4, 2)):
+        for step in range(20):
+            done = 20 * part + step  # steps before this one
+            for rank in range(size):
+                if way == "from the beginning":
+                    found += windows(BATCH * step, rank, size)
+                if (
+                    way == "each rank its own"
+                ):  # rank r reads the windows r, r + size, …
+                    own = (20 * part) * BATCH // 4 + step * BATCH // size
+                    found += [(own + i) * size + rank for i in range(BATCH // size)]
+                if way == "samples of all ranks":
+                    found += windows(BATCH * done, rank, size)
+    return found
+
+
+rows = []
+for way in ("from the beginning", "each rank its own", "samples of all ranks"):
+    found = seen(way)
+    once = len(set(found))
+    skipped = len(set(range(max(found))) - set(found))
+    rows.append((way, len(found), once, len(found) - once, skipped))
+assert rows[2][2:] == (480, 0, 0) and rows[0][3] == 320 and rows[1][3] > 0
+show.table(
+    rows, ["position", "windows trained on", "different ones", "repeated", "skipped"]
+)
+
+
+# %% [markdown]
+# None of this raises an error, and the loss even looks better, because the text is known.
+#
+# ### Saving the shards of rank 0
+#
+# The reflex of data-parallel days is `if rank == 0: torch.save(…)`. On a sharded model that is one rank's part.
+
+# %%
+def only_rank_0(path):
+    model = sharded().model
+    if dist.get_rank() == 0:
+        local = {name: value.to_local() for name, value in model.state_dict().items()}
+        torch.save(local, path)
+
+
+run(only_rank_0, 4, FOLDER / "rank0.pt")
+state = torch.load(FOLDER / "rank0.pt", weights_only=True)
+whole = GPT(PRESETS["nano"]).state_dict()
+share = sum(v.numel() for v in state.values()) / sum(v.numel() for v in whole.values())
+print(
+    f"saved: {100 * share:.0f} % of the numbers; norm.weight has",
+    f"{len(state['norm.weight'])} of {len(whole['norm.weight'])}",
+)
+assert share == 0.25
+
+
+# %% [markdown]
+# One notices when one loads, which may be weeks later.
+# So load a new job's first checkpoint at once, in another process.
+#
+# ### Running a stranger's code
+#
+# A pickle is a program. `torch.load` with `weights_only=False` runs it.
+
+# %%
+class Trap:
+    def __reduce__(self):
+        return print, ("code from the file is running",)
+
+
+torch.save({"weights": torch.zeros(3), "notes": Trap()}, FOLDER / "stranger.pt")
+torch.load(FOLDER / "stranger.pt", weights_only=False)
+try:
+    torch.load(FOLDER / "stranger.pt", weights_only=True)
+except Exception as error:
+    print(f"refused: {type(error).__name__}")
+
+# %% [markdown]
+# All that this course's checkpoints hold is read with `weights_only=True`, or is JSON, but for one file: DCP's index `.metadata` is a pickle, and DCP unpickles it. The manifest's checksum finds damage in it, not malice.
+#
+# ### A full disk, and a folder that is not shared
+#
+# A save that fails on one rank fails on all, with that rank's reason; what was written is removed, and the last checkpoint stays.
+# The [tests](../tests/test_checkpoint.py) limit one rank's file sizes to try it.
+# The room needed is that of `keep` checkpoints *and one more*: the new one has to be complete before an old one goes.
+#
+# A folder on each node's own disk looks right on every node and is complete on none. Rank 0 looks for every file before the rename, and says which ones it does not see.
+#
+# ## When to use what
+#
+# | | for | against |
+# |---|---|---|
+# | sharded, on all ranks | no rank holds more than its part; each writes $1/N$ of the bytes | many files; one needs the library to read them |
+# | one file, gathered | any process reads it | one rank holds 12 bytes per parameter, and the others wait for it to write them |
+# | at once | simple; an error shows where it happens | training waits for the storage |
+# | in the background | holds up for the copy alone (ratio measured above) | a second copy of the state in memory; errors show one save late |
+#
+# In a real job, these show that it is set up right: the first checkpoint was loaded by another process; the loss of the first resumed step equals that of the run that went on; the time between two saves is near $\sqrt{2\delta M}$; the disk has room for one checkpoint more than `keep`.
+#
+# ## Exercises
+#
+# ```{exercise-start} Bytes of a checkpoint (easy)
+# :label: ex-checkpoint-bytes
+# ```
+#
+# A model of 8.03 billion parameters trains on 8 ranks with AdamW, all in float32, fully sharded.
+# How many bytes of tensors does a checkpoint hold, written by all ranks together?
+
+# %%
+answer = ...  # bytes
+check(answer, "checkpoint_bytes")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-checkpoint-bytes
+# :label: sol-checkpoint-bytes
+# :class: dropdown
+# ```
+#
+# The weight and AdamW's two averages, 4 bytes each. Gradients are not kept.
+
+# %%
+answer = (4 + 4 + 4) * 8.03e9
+check(answer, "checkpoint_bytes")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} How often (easy)
+# :label: ex-checkpoint-interval
+# ```
+#
+# A save holds training up for 90 seconds, and a failure comes every 50 hours.
+# How many seconds of training should lie between two saves?
+
+# %%
+answer = ...  # seconds
+check(answer, "checkpoint_interval")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-checkpoint-interval
+# :label: sol-checkpoint-interval
+# :class: dropdown
+# ```
+
+# %%
+answer = math.sqrt(2 * 90 * 50 * 3600)
+check(answer, "checkpoint_interval")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Whose turn is it (medium)
+# :label: ex-checkpoint-share
+# ```
+#
+# All ranks together have trained on `samples` windows. Return the numbers of the windows that this rank takes in the next step, in which all ranks together take `batch`.
+# The check stops and goes on with 4, 2, 1 and 8 ranks.
+
+# %%
+def my_share(samples, batch, rank, size):
+    pass  # your code
+
+
+check(my_share)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-checkpoint-share
+# :label: sol-checkpoint-share
+# :class: dropdown
+# ```
+#
+# The position is one number for all, and the ranks cut what follows it.
+
+# %%
+def my_share(samples, batch, rank, size):
+    share = batch // size
+    return range(samples + rank * share, samples + (rank + 1) * share)
+
+
+check(my_share)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Write so that no kill hurts (medium)
+# :label: ex-checkpoint-write
+# ```
+#
+# Write the bytes `content` to the file `path`, which may exist already, so that whoever looks finds the old content or the new, and nothing else.
+# The check kills your function before each line of Python that it runs.
+
+# %%
+def my_write(path, content):
+    pass  # your code
+
+
+check(my_write)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-checkpoint-write
+# :label: sol-checkpoint-write
+# :class: dropdown
+# ```
+#
+# Beside it, to the disk, and then in its place. The next write opens the same name anew, so nothing is left lying about.
+
+# %%
+def my_write(path, content):
+    beside = f"{path}.new"
+    with open(beside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+check(my_write)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Read what others wrote (hard)
+# :label: ex-checkpoint-plan
+# ```
+#
+# A tensor's rows were cut over `old` ranks as `torch.chunk` cuts them, and each rank wrote its rows into its file. Now there are `new` ranks, and the rows are cut over them in the same way.
+# Return what rank `rank` has to read: a list of `(file, first, last)`, for the rows `first` up to but not including `last` of the whole tensor, from the file of old rank `file`.
+
+# %%
+def my_plan(rows, old, new, rank):
+    pass  # your code
+
+
+check(my_plan)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-checkpoint-plan
+# :label: sol-checkpoint-plan
+# :class: dropdown
+# ```
+#
+# `torch.chunk` rounds up, so the last ranks may have fewer rows, or none. The rest is which intervals overlap.
+
+# %%
+def my_plan(rows, old, new, rank):
+    def part(size, r):
+        rows_each = -(-rows // size)
+        return min(r * rows_each, rows), min((r + 1) * rows_each, rows)
+
+    begin, end = part(new, rank)
+    plan = []
+    for file in range(old):
+        first, last = part(old, file)
+        if max(first, begin) < min(last, end):
+            plan.append((file, max(first, begin), min(last, end)))
+    return plan
+
+
+check(my_plan)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - A checkpoint is everything that decides the next step: weights, optimizer, schedule, step, position in the data, random state.
+# - Each rank writes its shards and reads what it needs; resumed equals unstopped, bit for bit on as many ranks, to rounding on others.
+# - A save goes into a fresh folder and counts from one rename on; old ones go after it. A kill at any moment then loses nothing.
+# - Sizes and checksums, names and shapes are compared before a model is touched.
+# - 12 bytes per parameter in float32 with AdamW; in the background, training waits for the copy alone.
+# - Save every $\sqrt{2\delta M}$ seconds.
+#
+# ## Further reading
+#
+# - {cite:t}`dubey2024llama3`, section 3.3.4: what failed in 54 days, how often, and how 90 % effective training time was reached all the same.
+# - {cite:t}`young1974checkpoint`: the square root, on two pages.
+# - {cite:t}`daly2006checkpoint`: what changes when failures strike in saves and restarts as well.
+# - {cite:t}`mohan2021checkfreq`: saving every few iterations, in the background, at an overhead of some percent, and resuming inside an epoch.

@@ -1,0 +1,232 @@
+"""The checks of lesson `checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from shardlab.check import Wrong, exercise, number
+
+
+@exercise("checkpoint_bytes")
+def _(answer: Any) -> str:
+    parameters = 8.03e9
+    number(
+        answer,
+        12 * parameters,
+        "bytes",
+        rel=0.005,
+        hints={
+            4 * parameters: "Those are the weights alone: a run that goes on needs its optimizer.",
+            8 * parameters: "That is one of AdamW's two averages beside the weights, or both "
+            "without the weights.",
+            16 * parameters: "Gradients are computed anew in the next step: nobody saves them.",
+            12 * parameters / 1e9: "In bytes, please, and not in GB.",
+            8 * 12 * parameters: "Each of the 8 ranks writes its own eighth, not everything.",
+            12 * parameters / 8: "That is what one rank writes; the question is for all of them.",
+        },
+    )
+    return "Right: 4 bytes each for the weight and for AdamW's two averages, 96 GB together."
+
+
+@exercise("checkpoint_interval")
+def _(answer: Any) -> str:
+    number(
+        answer,
+        5692.1,
+        "s",
+        rel=0.005,
+        hints={
+            4024.9: "A factor is missing under the root: on average half an interval is lost.",
+            94.87: "In seconds, please, with the 50 hours in seconds as well.",
+            2 * 90 * 180_000: "That is what stands under the root.",
+            180_000: "That is the time between failures: then most work would be lost.",
+        },
+    )
+    return "Right: every 95 minutes, although a failure comes only once in two days."
+
+
+_OLD, _NEW = b"the weights of step 500\n" * 500, b"the weights of step 600\n" * 600
+
+
+def _killed(answer: Callable[..., Any], path: Path, line: int) -> tuple[bool, str]:
+    """Run the answer in a process of its own that is killed before its `line`-th line of Python.
+
+    Returns whether it came to its end, and the error that it raised.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+            left = [line]
+
+            def trace(_frame: Any, event: str, _argument: Any) -> Any:
+                if event == "line":
+                    if left[0] == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    left[0] -= 1
+                return trace
+
+            sys.settrace(trace)
+            answer(path, _NEW)
+            sys.settrace(None)
+            status = 0
+        except BaseException as error:
+            sys.settrace(None)
+            os.write(writing, f"{type(error).__name__}: {error}".encode()[:300])
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        error = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    return status == 0, error
+
+
+@exercise("my_write")
+def _(answer: Callable[..., Any]) -> str:
+    kills = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "current.pt"
+        path.write_bytes(_OLD)
+        done, error = _killed(answer, path, -1)  # never
+        if error:
+            raise Wrong(f"Your function raised {error}")
+        if not path.exists() or path.read_bytes() != _NEW:
+            raise Wrong("Left in peace, your function does not leave the new content in the file.")
+        for line in range(2000):
+            path.write_bytes(_OLD)
+            done, error = _killed(answer, path, line)
+            if error:
+                raise Wrong(
+                    f"After a save that was killed, the next one raised {error}: something that "
+                    "the killed one left is in its way."
+                )
+            if done:
+                break
+            kills += 1
+            left = path.read_bytes() if path.exists() else None
+            if left is None:
+                raise Wrong(
+                    f"Killed before its line number {line}, it leaves no file at all: the old one "
+                    "must stay until the new one takes its place in the same moment."
+                )
+            if left not in (_OLD, _NEW):
+                raise Wrong(
+                    f"Killed before its line number {line}, it leaves a file of {len(left):,} "
+                    "bytes, neither the old content nor the new: write it somewhere else first."
+                )
+    if "fsync" not in _names(answer):
+        raise Wrong(
+            "No kill can hurt it. But a machine that loses power can: the rename may reach the "
+            "disk before the content does. What makes the kernel write a file to the disk?"
+        )
+    return f"Right: killed at {kills} moments, and there was always a whole file."
+
+
+def _names(answer: Callable[..., Any]) -> set[str]:
+    """The names that a function uses, in itself and in functions of the reader that it calls."""
+    found: set[str] = set()
+    waiting = [answer]
+    while waiting:
+        function = waiting.pop()
+        codes = [function.__code__] if hasattr(function, "__code__") else []
+        new: set[str] = set()
+        while codes:
+            code = codes.pop()
+            new |= set(code.co_names)
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        new -= found
+        found |= new
+        if new:
+            waiting += [v for n, v in function.__globals__.items() if n in new and callable(v)]
+    return found
+
+
+@exercise("my_share")
+def _(answer: Callable[..., Any]) -> str:
+    samples, batch = 0, 8
+    for size, steps in ((4, 3), (2, 2), (1, 1), (8, 2)):
+        for _ in range(steps):
+            parts = []
+            for rank in range(size):
+                part = answer(samples, batch, rank, size)
+                if part is None:
+                    raise Wrong("There is no answer yet: return the numbers of windows.")
+                parts.append([int(window) for window in part])
+            where = f"After {samples} windows, on {size} rank{'s' if size > 1 else ''}"
+            if any(len(part) != batch // size for part in parts):
+                raise Wrong(
+                    f"{where}, rank 0 gets {len(parts[0])} windows instead of {batch // size}: "
+                    "the batch is that of all ranks together."
+                )
+            got = sorted(window for part in parts for window in part)
+            want = list(range(samples, samples + batch))
+            if got != want:
+                hint = ""
+                if samples and got == list(range(batch)):
+                    hint = " It begins at the beginning of the data again."
+                elif len(set(got)) < len(got):
+                    hint = " Some windows go to two ranks."
+                raise Wrong(
+                    f"{where}, the ranks get the windows {got}, and the next ones are {want}.{hint}"
+                )
+            samples += batch
+    return "Right: 4, 2, 1 and 8 ranks go through the data one after the other, each window once."
+
+
+@exercise("my_plan")
+def _(answer: Callable[..., Any]) -> str:
+    for rows, old, new in ((8, 4, 2), (8, 2, 4), (12, 4, 3), (10, 4, 2), (7, 3, 2), (5, 4, 1)):
+        for rank in range(new):
+            got = answer(rows, old, new, rank)
+            if got is None:
+                raise Wrong("There is no answer yet: return a list of (file, first, last).")
+            got = sorted((int(f), int(a), int(b)) for f, a, b in got if a < b)
+            want = _plan(rows, old, new, rank)
+            if sorted(_rows_of(got)) == sorted(_rows_of(want)):
+                continue
+            text = (
+                f"{rows} rows, saved on {old} ranks and loaded on {new}: rank {rank} should read "
+                f"rows {_words(want)}, and your plan reads {got}."
+            )
+            if rows % old or rows % new:
+                text += " How many rows does a rank have when they do not divide?"
+            elif {row for _, row in _rows_of(got)} == {row for _, row in _rows_of(want)}:
+                text += " These are the right rows, from the wrong files."
+            raise Wrong(text)
+    return "Right: also where rows do not divide, and where a rank has none."
+
+
+def _plan(rows: int, old: int, new: int, rank: int) -> list[tuple[int, int, int]]:
+    """By brute force, with torch's own cut: row by row, which file holds what this rank wants."""
+
+    def parts(size: int) -> list[list[int]]:
+        return [part.tolist() for part in torch.arange(rows).chunk(size)]
+
+    held = {row: file for file, part in enumerate(parts(old)) for row in part}
+    mine = parts(new)[rank] if rank < len(parts(new)) else []
+    plan = []
+    for file in sorted({held[row] for row in mine}):
+        here = [row for row in mine if held[row] == file]
+        plan.append((file, here[0], here[-1] + 1))
+    return plan
+
+
+def _rows_of(plan: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    return [(file, row) for file, first, last in plan for row in range(first, last)]
+
+
+def _words(plan: list[tuple[int, int, int]]) -> str:
+    rows = sorted(row for _, row in _rows_of(plan))
+    return f"{rows[0]} to {rows[-1]}" if rows else "none"

@@ -1,0 +1,160 @@
+"""Checkpoints as folders: fresh ones, complete ones, old ones, damaged ones. No torch in here.
+
+    runs/a/000006-step-500/          complete, the last but one
+    runs/a/000007-step-600/          complete, the current one: the highest number
+        manifest.json                step, world size, sizes and checksums of the other files, …
+        .metadata, __0_0.distcp, …   DCP's
+        rest.pt                      learning rates and the like, the schedule
+        random-0.pt, …               the ranks' random states
+    runs/a/.saving-000008-step-700/  not complete: under way, or left by a save that was killed
+    runs/a/.old-000005-step-400/     on its way out
+
+A folder gets its final name by one rename, which a file system does entirely or not at all: so a
+name without a dot at its front is a promise that everything is in it. The number at the front
+counts saves and not steps, so that whoever goes back to step 500 and saves step 600 anew has a
+current checkpoint with the new step 600 in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FORMAT, VERSION = "shardlab checkpoint", 1
+MANIFEST = "manifest.json"
+SAVING, OLD = ".saving-", ".old-"
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_CHUNK = 2**20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or used; the text names the file and says what is wrong."""
+
+
+def complete(root: Path) -> list[Path]:
+    """The folders of complete checkpoints in `root`, the current one last."""
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[0]))
+
+
+def step_of(path: Path) -> int:
+    """The training step that a checkpoint's folder was saved after."""
+    found = _NAME.fullmatch(path.name)
+    assert found, path
+    return int(found[2])
+
+
+def begin(root: Path, step: int) -> Path:
+    """Clear away what killed saves have left in `root`, and make a fresh folder to save into."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.iterdir():
+        if path.name.startswith((SAVING, OLD)):
+            shutil.rmtree(path)
+    done = complete(root)
+    number = int(done[-1].name.split("-")[0]) + 1 if done else 1
+    saving = root / f"{SAVING}{number:06d}-step-{step}"
+    saving.mkdir()
+    return saving
+
+
+def commit(saving: Path, manifest: dict[str, Any]) -> Path:
+    """Complete `saving` with its manifest, and make it the current checkpoint.
+
+    Everything has to be on the disk before the rename: the kernel may write it in another order,
+    and the machine may lose power in between.
+    """
+    write_durably(saving / MANIFEST, json.dumps(manifest, indent=1).encode())
+    _sync(saving)
+    final = saving.with_name(saving.name.removeprefix(SAVING))
+    os.rename(saving, final)  # the one moment at which the new checkpoint becomes the current one
+    _sync(final.parent)
+    return final
+
+
+def prune(root: Path, keep: int) -> None:
+    """Let all but the newest `keep` checkpoints go. Only ever after a commit."""
+    for path in complete(root)[:-keep]:
+        gone = path.with_name(OLD + path.name)
+        os.rename(path, gone)  # first: a half deleted checkpoint must not look complete
+        shutil.rmtree(gone)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file, and return when it is on the disk and not just in the kernel's memory."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Have the names in a directory written to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def describe(path: Path) -> dict[str, int]:
+    """The size of a file in bytes and its CRC-32, which finds damage (and stops no forger)."""
+    checksum = size = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+            size += len(chunk)
+    return {"bytes": size, "crc32": checksum}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; CheckpointError if it is none of ours, or damaged."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        text = f"{path}: there is no manifest, so this is no checkpoint of ours"
+        raise CheckpointError(text) from None
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError
+        raise CheckpointError(f"{path}: damaged, not JSON any more ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else manifest
+        raise CheckpointError(f"{path}: format is {found!r}, allowed is {FORMAT!r}")
+    if manifest.get("version") != VERSION:
+        text = f"{path}: version is {manifest.get('version')!r}, this code reads {VERSION}"
+        raise CheckpointError(text)
+    contents = {k: v for k, v in manifest.items() if k != "crc32"}
+    if manifest.get("crc32") != checksum_of(contents):
+        raise CheckpointError(f"{path}: damaged, its own checksum does not fit")
+    return manifest
+
+
+def checksum_of(manifest: dict[str, Any]) -> int:
+    """CRC-32 of a manifest's contents, whatever the order and the spacing they stand in."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> list[str]:
+    """What is wrong with those of a checkpoint's `files` that have these `names`, in sentences."""
+    problems = []
+    for name in names:
+        path, want = folder / name, files[name]
+        try:
+            size = path.stat().st_size
+            if size != want["bytes"]:
+                problems.append(f"{path}: has {size:,} bytes instead of {want['bytes']:,}")
+            elif (found := describe(path)["crc32"]) != want["crc32"]:
+                text = f"{path}: damaged, its CRC-32 is {found:08x} instead of {want['crc32']:08x}"
+                problems.append(text)
+        except FileNotFoundError:
+            problems.append(f"{path}: is missing")
+        except OSError as error:
+            problems.append(f"{path}: cannot be read: {error.strerror}")
+    return problems

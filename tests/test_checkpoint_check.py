@@ -1,0 +1,170 @@
+"""The exercises of lesson `checkpoint` help with the wrong answers that readers give."""
+
+import os
+
+import pytest
+
+from shardlab.check import check
+
+
+def wrong(answer, name, words):
+    verdict = check(answer, name)
+    assert not verdict.ok and words in verdict.message, verdict
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (16 * 8.03e9, "Gradients are computed anew"),
+        (4 * 8.03e9, "Those are the weights alone"),
+        (12 * 8.03, "In bytes, please"),
+        (12 * 8.03e9 / 8, "That is what one rank writes"),
+        (1e9, "is too small"),
+    ],
+)
+def test_bytes(answer, words):
+    wrong(answer, "checkpoint_bytes", words)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((90 * 180_000) ** 0.5, "A factor is missing under the root"),
+        ((2 * 90 * 50) ** 0.5, "In seconds, please"),
+        (180_000, "That is the time between failures"),
+    ],
+)
+def test_interval(answer, words):
+    wrong(answer, "checkpoint_interval", words)
+
+
+def over_the_old_one(path, content):
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def old_one_away_first(path, content):
+    beside = path.with_suffix(".new")
+    beside.write_bytes(content)
+    path.unlink(missing_ok=True)
+    os.rename(beside, path)
+
+
+def no_fsync(path, content):
+    beside = path.with_suffix(".new")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+def in_its_own_way(path, content):
+    beside = path.with_suffix(".new")
+    with open(beside, "xb") as file:
+        file.write(content)
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def does_nothing(path, content):
+    pass
+
+
+def with_a_helper(path, content):
+    _flushed(path.with_suffix(".new"), content)
+    os.replace(path.with_suffix(".new"), path)
+
+
+def _flushed(path, content):
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (over_the_old_one, "leaves a file of 0 bytes, neither the old content nor the new"),
+        (old_one_away_first, "it leaves no file at all"),
+        (no_fsync, "a machine that loses power can"),
+        (in_its_own_way, "the next one raised FileExistsError"),
+        (does_nothing, "does not leave the new content"),
+    ],
+)
+def test_write(answer, words):
+    wrong(answer, "my_write", words)
+
+
+def with_a_helper_inside(path, content):
+    def flushed(name):
+        with open(name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return name
+
+    os.replace(flushed(f"{path}.new"), path)
+
+
+@pytest.mark.parametrize("answer", [with_a_helper, with_a_helper_inside])
+def test_write_with_a_helper_is_right(answer):
+    verdict = check(answer, "my_write")
+    assert verdict.ok and "killed at" in verdict.message, verdict
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda s, b, r, n: range(r * b // n, (r + 1) * b // n), "beginning of the data again"),
+        (lambda s, b, r, n: range(s + r * b, s + r * b + b), "instead of 2: the batch is that of"),
+        (lambda s, b, r, n: range(s, s + b // n), "Some windows go to two ranks"),
+        (lambda s, b, r, n: None, "There is no answer yet"),
+    ],
+)
+def test_share(answer, words):
+    wrong(answer, "my_share", words)
+
+
+def test_share_dealt_in_turn_is_right_too():
+    assert check(lambda s, b, r, n: range(s + r, s + b, n), "my_share").ok
+
+
+def plan(cut):
+    """A row at a time; `cut` says how many rows one of n ranks has."""
+
+    def answer(rows, old, new, rank):
+        mine, theirs = cut(rows, new), cut(rows, old)
+        wanted = range(rank * mine, min((rank + 1) * mine, rows))
+        return [(row // theirs, row, row + 1) for row in wanted]
+
+    return answer
+
+
+def whole_files(rows, old, new, rank):
+    size = -(-rows // old)
+    return [
+        (f, f * size, (f + 1) * size) for f in range(rank * old // new, (rank + 1) * old // new)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (whole_files, "8 rows, saved on 2 ranks and loaded on 4: rank 0 should read rows 0 to 1"),
+        (plan(lambda rows, n: rows // n), "How many rows does a rank have when they do not"),
+        (
+            lambda rows, old, new, rank: [
+                (rank, rank * rows // new, (rank + 1) * rows // new),
+            ],
+            "These are the right rows, from the wrong files.",
+        ),
+        (lambda *_: None, "There is no answer yet"),
+    ],
+)
+def test_plan(answer, words):
+    wrong(answer, "my_plan", words)
+
+
+def test_plan_row_by_row_is_right_too():
+    assert check(plan(lambda rows, n: -(-rows // n)), "my_plan").ok

@@ -1,0 +1,235 @@
+"""The checks of lesson `deepspeed_engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlab import deepspeed_engine, memory, text
+from shardlab.check import Wrong, exercise, number, run_answer
+from shardlab.model import GPT, PRESETS, loss
+
+
+@exercise("deepspeed_accumulation")
+def _(answer: Any) -> str:
+    number(
+        answer,
+        16,
+        "micro-batches",
+        hints={
+            2: "That divides by all 64 GPUs. The eight that share one copy of the model compute "
+            "the same sequences: only the copies count.",
+            4: "There are two pipeline stages as well, and they share a copy.",
+            8: "There are four tensor-parallel ranks as well, and they share a copy.",
+            64: "That is the accumulation of all copies together.",
+            128: "That leaves out that there are several copies of the model.",
+            512: "That is the batch; a micro-batch holds four sequences, and there are copies.",
+        },
+    )
+    return "Right: 512 = 4 × 16 × 8, since 64 GPUs hold 64 / (4 × 2) = 8 copies."
+
+
+@exercise("deepspeed_cost")
+def _(answer: Any) -> str:
+    right = 8 * 2.5 / 3600 / 20_000 * 1e6
+    number(
+        answer,
+        right,
+        "per million tokens",
+        rel=0.01,
+        hints={
+            right / 8: "All eight GPUs are paid for while the job runs.",
+            right * 8: "The 20,000 tokens a second are those of all eight GPUs together.",
+            right * 3600: "The price is for an hour, and the rate is for a second.",
+            right / 1e6: "That is one token; a million, please.",
+            1 / right: "That is millions of tokens for one unit of money: the other way up.",
+        },
+    )
+    return "Right: 20 per hour buy 72 million tokens."
+
+
+# (train_batch, micro_batch, world_size, tp, pp), and the accumulation, or None where none fits.
+_BATCHES = [
+    ((512, 4, 64, 4, 2), 16),
+    ((8, 2, 2, 1, 1), 2),
+    ((16, 2, 4, 2, 1), 4),
+    ((12, 3, 4, 1, 2), 2),
+    ((8, 8, 1, 1, 1), 1),
+    ((10, 2, 2, 1, 1), None),
+    ((2, 2, 2, 1, 1), None),
+    ((8, 2, 6, 4, 1), None),
+]
+
+
+@exercise("my_accumulation")
+def _(answer: Callable[..., Any]) -> str:
+    for given, right in _BATCHES:
+        call = "train_batch={}, micro_batch={}, world_size={}, tp={}, pp={}".format(*given)
+        try:
+            got = answer(*given)
+        except ValueError as error:
+            if right is not None:
+                raise Wrong(f"{call}: it raised ValueError ({error}), though this fits.") from None
+            continue
+        except Exception as error:
+            raise Wrong(f"{call}: it raised {type(error).__name__}: {error}") from None
+        if got is None:
+            raise Wrong(f"{call}: it returned None; return the accumulation.")
+        if right is None:
+            raise Wrong(
+                f"{call}: it returned {got!r}, but these numbers do not fit together: raise "
+                "ValueError rather than train with another batch than the one asked for."
+            )
+        if got != right:
+            train, micro, world, _, _ = given
+            copies = " The ranks that share a copy of the model count once."
+            raise Wrong(
+                f"{call}: it returned {got!r}, and micro-batches times that do not make the batch."
+                f"{copies if got == train // (micro * world) else ''}"
+            )
+        if isinstance(got, float):
+            raise Wrong(f"{call}: {got!r} is right as a number, but DeepSpeed wants an int.")
+    return f"Right, on {len(_BATCHES)} batches, of which three cannot be."
+
+
+# What the exercise asks for.
+_MICRO, _PARTS, _RANKS, _STEPS = 1, 2, 2, 4
+
+
+def _batches(step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens, targets = text.batch(64, _MICRO * _PARTS, start=(step * _RANKS + rank) * _PARTS)
+    return list(zip(tokens.chunk(_PARTS), targets.chunk(_PARTS), strict=True))
+
+
+def _engine(settings: Mapping[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engine = deepspeed_engine.initialize(GPT(PRESETS["nano"]), settings)
+    found = {
+        "micro": engine.train_micro_batch_size_per_gpu(),
+        "accumulation": engine.gradient_accumulation_steps(),
+        "batch": engine.train_batch_size(),
+        "stage": engine.zero_optimization_stage(),
+        "clipping": engine.gradient_clipping(),
+        "bf16": engine.bfloat16_enabled(),
+    }
+    if found["accumulation"] == _PARTS:
+        found["losses"] = [
+            deepspeed_engine.step(engine, _batches(step, dist.get_rank())) for step in range(_STEPS)
+        ]
+    return found
+
+
+def _one_process() -> list[float]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT(PRESETS["nano"])
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(_STEPS):
+        parts = [pair for rank in range(_RANKS) for pair in _batches(step, rank)]
+        tokens, targets = (torch.cat(side) for side in zip(*parts, strict=True))
+        value = loss(model(tokens), targets)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+_WANTED = {
+    "micro": (_MICRO, "A micro-batch holds {got} sequences instead of {want}."),
+    "accumulation": (_PARTS, "The engine steps after {got} micro-batches instead of {want}."),
+    "batch": (_MICRO * _PARTS * _RANKS, "A step takes {got} sequences instead of {want}."),
+    "stage": (2, "ZeRO's stage is {got} instead of {want}."),
+    "bf16": (False, "It computes in bf16, and float32 was asked for."),
+}
+
+
+@exercise("deepspeed_config")
+def _(answer: Any) -> str:
+    if not isinstance(answer, Mapping):
+        raise Wrong(f"The configuration should be a dict, not a {type(answer).__name__}.")
+    try:
+        deepspeed_engine.check(answer)
+    except ValueError as error:
+        raise Wrong(f"{error}.") from None
+    found = run_answer(_engine, _RANKS, dict(answer), timeout=60)[0]
+    for name, (want, words) in _WANTED.items():
+        if found[name] != want:
+            raise Wrong(words.format(got=found[name], want=want))
+    if found["clipping"]:
+        raise Wrong(
+            f"The engine clips gradients at {found['clipping']}, and its losses are not those of "
+            "one process. What does DeepSpeed do when it is not told?"
+        )
+    gap = max(abs(a - b) for a, b in zip(found["losses"], _one_process(), strict=True))
+    if gap > 1e-5:  # float32, losses near 5, four steps
+        raise Wrong(f"It trains, but its losses are {gap:.1g} off those of one process.")
+    return (
+        "Right: DeepSpeed's engine ran it on two ranks; four steps have the losses of one process."
+    )
+
+
+# Parameters, GPUs, bytes of each GPU, bytes of the host that they share. All answers occur.
+_JOBS = [
+    (1e9, 8, 24e9, 1e12),
+    (3e9, 8, 24e9, 1e12),
+    (4e9, 8, 24e9, 1e12),
+    (7e9, 8, 24e9, 1e12),
+    (7e9, 8, 80e9, 1e12),
+    (13e9, 2, 80e9, 1e12),
+    (13e9, 4, 24e9, 1e12),
+    (13e9, 4, 24e9, 200e9),
+    (400e9, 8, 80e9, 2e12),
+]
+_CHOICES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
+
+
+def _held(params: float, gpus: int, choice: tuple[int, str]) -> tuple[float, float]:
+    """Bytes of states on each GPU, and on the host for all of them."""
+    states = memory.states(params, "bf16", zero=choice[0], dp=gpus, offload=choice[1])
+    return states.total, gpus * states.host
+
+
+def _choice(params: float, gpus: int, size: float, host: float) -> tuple[int, str] | None:
+    for choice in _CHOICES:
+        device, below = _held(params, gpus, choice)
+        if device <= 0.7 * size and below <= host:
+            return choice
+    return None
+
+
+@exercise("my_choice")
+def _(answer: Callable[..., Any]) -> str:
+    for job in _JOBS:
+        params, gpus, size, host = job
+        words = (
+            f"{params / 1e9:g} billion parameters on {gpus} GPUs of {size / 1e9:g} GB, host of "
+            f"{host / 1e9:g} GB"
+        )
+        try:
+            got = answer(*job)
+        except Exception as error:
+            raise Wrong(f"{words}: it raised {type(error).__name__}: {error}") from None
+        right = _choice(*job)
+        if got == right:
+            continue
+        if got is None:
+            raise Wrong(f"{words}: it returned None, but there is a setting that fits.")
+        if got not in _CHOICES:
+            raise Wrong(f"{words}: it returned {got!r}; allowed are {_CHOICES} and None.")
+        device, below = _held(params, gpus, got)
+        if device > 0.7 * size:
+            raise Wrong(
+                f"{words}: {got!r} keeps {device / 1e9:.1f} GB of states on each GPU, more than "
+                "70 % of it."
+            )
+        if below > host:
+            raise Wrong(
+                f"{words}: {got!r} puts {below / 1e9:.0f} GB of states into the host: all GPUs "
+                "share its memory."
+            )
+        raise Wrong(f"{words}: {got!r} fits, but something earlier in the list does too.")
+    return f"Right, for {len(_JOBS)} jobs."

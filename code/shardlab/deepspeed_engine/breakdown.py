@@ -1,0 +1,205 @@
+"""What a run of the lab cost: tokens, seconds, operations, bytes and money, in one breakdown.
+
+Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardlab import show
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WAYS = {
+    "one": "one process",
+    "data": "data parallel",
+    "zero3": "ZeRO-3, offload",
+    "tensor": "tensor parallel",
+}
+WORK = ("inference", "training")
+_BYTES = 4  # of a float32
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is computed, by all ranks together: the same for each way.
+
+    batch: sequences B; prompt: tokens that each begins with; new: tokens generated after it; seq:
+    tokens S of a training sequence; steps: optimizer steps that are timed, after one that is not.
+    """
+
+    batch: int = 4
+    prompt: int = 64
+    new: int = 32
+    seq: int = 128
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: allowed is a whole number, 1 or more")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one way of working cost: the breakdown, and what came out for comparison.
+
+    tokens: trained, or generated. seconds: of the slowest rank, without starting. flops, moved:
+    floating-point operations, and bytes to and from memory, of all ranks. price: per GPU hour.
+    outcome: losses [1 + steps], or generated tokens [B, new].
+    """
+
+    way: str
+    work: str
+    ranks: int
+    tokens: int
+    seconds: float
+    flops: int
+    moved: int
+    price: float
+    outcome: Tensor
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """10^12 floating-point operations per second, of all ranks together."""
+        return self.flops / self.seconds / 1e12
+
+    @property
+    def intensity(self) -> float:
+        """Floating-point operations per byte moved to or from memory."""
+        return self.flops / self.moved
+
+    @property
+    def cost(self) -> float:
+        """Price of a million tokens: every rank is a GPU that is paid for."""
+        return self.price * self.ranks * self.seconds / 3600 / self.tokens * 1e6
+
+    def as_dict(self) -> dict[str, Any]:
+        """The breakdown by names that say their units."""
+        return {
+            "work": self.work,
+            "way": self.way,
+            "ranks": self.ranks,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.rate,
+            "tflop_per_second": self.tflops,
+            "flop_per_byte": self.intensity,
+            "cost_per_million_tokens": self.cost,
+        }
+
+
+def matrices(shape: Any) -> int:
+    """Parameters of a Llama that are multiplied with every token: not the norms, nor the embedding.
+
+    shape: a LlamaConfig. Query and output, key and value, gate, up and down; and the head.
+    """
+    hidden, head = shape.hidden_size, shape.hidden_size // shape.num_attention_heads
+    keys = shape.num_key_value_heads * head
+    layer = 2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * shape.intermediate_size
+    return shape.num_hidden_layers * layer + shape.vocab_size * hidden
+
+
+def training_flops(shape: Any, batch: int, seq: int) -> int:
+    """Of a forward and a backward pass over [batch, seq] tokens.
+
+    6 per parameter and token: a multiplication and an addition forward, twice that backward; and
+    12 L H S per token for scores and values of the attention, the masked half included
+    (Narayanan et al., SC 2021, appendix; Chowdhery et al., PaLM, appendix B).
+    """
+    attention = 12 * shape.num_hidden_layers * shape.hidden_size * seq
+    return batch * seq * (6 * matrices(shape) + attention)
+
+
+def inference_flops(shape: Any, batch: int, prompt: int, new: int) -> int:
+    """Of generating `new` tokens after a prompt: 2 per parameter and token, and the attention.
+
+    The prompt in one pass, then a pass for each further token. The head is needed for the last
+    position of each pass alone.
+    """
+    head = shape.vocab_size * shape.hidden_size
+    attention = 4 * shape.num_hidden_layers * shape.hidden_size
+    passes = [(prompt, prompt)] + [(1, prompt + i) for i in range(1, new)]  # (tokens, context)
+    body = sum(n * (2 * (matrices(shape) - head) + attention * c) for n, c in passes)
+    return batch * (body + len(passes) * 2 * head)
+
+
+def training_moved(whole: int, own: int, gathered: bool) -> int:
+    """Bytes to and from memory in one step of one rank, activations not counted.
+
+    whole: parameters that its forward pass reads; own: those that its optimizer keeps, of which
+    gradient (read), parameter and two moments (read and written) pass. gathered: ZeRO-3 first
+    writes the parameters, once forward and once backward.
+    """
+    passes = 2 * whole + (2 * whole if gathered else 0) + whole  # the last: gradients written
+    return _BYTES * (passes + own * (1 + 2 * 3))
+
+
+def inference_moved(
+    shape: Any, whole: int, batch: int, prompt: int, new: int, share: int, gathered: bool
+) -> int:
+    """Bytes to and from memory of one rank that generates: weights of each pass, and the cache.
+
+    whole: parameters that a pass reads. batch: sequences of this rank. share: ranks that divide
+    the heads, and so the cache of keys and values [L, 2, batch, context, keys].
+    """
+    head = shape.hidden_size // shape.num_attention_heads
+    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head // share
+    cache = prompt + sum(prompt + i for i in range(1, new)) + prompt + new - 1  # read; written
+    return _BYTES * (new * whole * (2 if gathered else 1) + batch * token * cache)
+
+
+def table(reports: Sequence[Report], caption: str = "") -> show.Shown:
+    """The breakdown of each report, a row each."""
+    head = ["work", "way", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]
+    head += ["FLOP/byte", "cost per million tokens"]
+    rows = [
+        (
+            *(r.work, WAYS[r.way], r.ranks, r.tokens, f"{r.seconds:.3f}", f"{r.rate:,.0f}"),
+            *(f"{r.tflops:.4f}", f"{r.intensity:.1f}", f"{r.cost:.2f}"),
+        )
+        for r in reports
+    ]
+    return show.table(rows, head, caption)
+
+
+def picture(reports: Sequence[Report]) -> Figure:
+    """Speed, intensity and cost of each way: a row for inference and one for training."""
+    import matplotlib.pyplot as plt
+
+    show.style()
+    kinds = [work for work in WORK if any(r.work == work for r in reports)]
+    figure, panels = plt.subplots(len(kinds), 3, figsize=(6.6, 1.9 * len(kinds)), squeeze=False)
+    figure.subplots_adjust(wspace=0.18, hspace=0.45)
+    measures = [("tokens/s", "rate", ",.0f"), ("FLOP per byte", "intensity", ".1f")]
+    measures += [("cost per million", "cost", ".2f")]
+    for row, work in zip(panels, kinds, strict=True):
+        chosen = [r for r in reports if r.work == work]
+        for axes, (title, name, form) in zip(row, measures, strict=True):
+            values = [getattr(r, name) for r in chosen]
+            bars = axes.barh(
+                [WAYS[r.way] for r in chosen],
+                values,
+                color=[show.RANK_COLORS[list(WAYS).index(r.way)] for r in chosen],
+            )
+            axes.bar_label(bars, [format(v, form) for v in values], padding=2, fontsize=9)
+            axes.set_xlim(0, 1.45 * max(values))
+            axes.invert_yaxis()
+            axes.set_xticks([])
+            axes.spines["bottom"].set_visible(False)
+            axes.tick_params(axis="y", length=0, labelleft=axes is row[0])
+            axes.set_title(title, loc="left", fontsize=10)
+        row[0].text(0, 1.2, work, transform=row[0].transAxes, weight="bold", va="bottom")
+    figure.subplots_adjust(hspace=0.75)
+    return figure

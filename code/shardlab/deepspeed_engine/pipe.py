@@ -1,0 +1,102 @@
+"""The plain GPT as a sequence of layers, for DeepSpeed's pipeline.
+
+DeepSpeed's PipelineModule wants a list of layers, each of which takes the output of the one before.
+It deals them out to the stages, and only the stage that has a layer keeps it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardlab import ranks
+from shardlab.model import GPT, loss
+
+from .start import prepare, quiet
+
+TIED = "embedding"  # what DeepSpeed calls the matrix that the first and the last layer share
+
+
+class Embedding(nn.Module):
+    """A token embedding that may be tied: its last stage has a copy, kept equal by DeepSpeed."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())  # [V, H]
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] to [B, S, H]."""
+        return F.embedding(tokens_BS, self.weight)
+
+
+def unembed(embedding: Embedding, x_BSH: Tensor) -> Tensor:
+    """[B, S, H] @ [H, V]: the tied head."""
+    return F.linear(x_BSH, embedding.weight)
+
+
+def layers(model: GPT) -> tuple[list[Any], list[str]]:
+    """The model as a list of layers for DeepSpeed, and each one's name in the model."""
+    from deepspeed.pipe import TiedLayerSpec
+
+    names = ["embedding", *(f"blocks.{i}" for i in range(len(model.blocks))), "norm", "head"]
+    middle: list[Any] = [*model.blocks, model.norm]
+    if not model.config.tied:
+        return [model.embedding, *middle, model.head], names
+    first = TiedLayerSpec(TIED, Embedding, model.embedding.weight)
+    last = TiedLayerSpec(TIED, Embedding, model.embedding.weight, forward_fn=unembed)
+    return [first, *middle, last], names
+
+
+def pipeline(model: GPT, stages: int) -> Any:
+    """`model` as DeepSpeed's PipelineModule of `stages` stages, for `initialize`.
+
+        engine = initialize(pipeline(GPT(shape), 2), config(world_size=2, pp=2, accumulation=4))
+
+    Inside a rank, on all of them. Layers are dealt out evenly by number, in order. Ranks left over
+    are data-parallel copies. Every rank builds the whole model first, so that its weights are those
+    of one process; a model too large for that is given to DeepSpeed as LayerSpecs, built in place.
+
+    Raises ValueError when `stages` does not divide the ranks or exceeds the layers, and when ranks
+    share a GPU: they talk by gloo, which does not send a GPU's memory from rank to rank.
+    """
+    deepspeed = prepare()
+    from deepspeed.pipe import PipelineModule
+
+    world = dist.get_world_size()
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1 or world % stages:
+        raise ValueError(f"stages={stages!r}: allowed are divisors of the {world} ranks")
+    if ranks.device().type == "cuda" and dist.get_backend() == "gloo":
+        raise ValueError("device='cuda': with a GPU for several ranks allowed is device='cpu'")
+    with quiet():
+        sequence, names = layers(model)
+        if stages > len(sequence):
+            raise ValueError(f"stages={stages}: allowed are 1 to {len(sequence)}, one per layer")
+        deepspeed.init_distributed()  # takes the process group that is there
+        # Its own seeding would move this process's random state.
+        with torch.random.fork_rng():
+            cut = PipelineModule(
+                sequence, num_stages=stages, loss_fn=loss, partition_method="uniform"
+            )
+    cut.plain_names = names
+    return cut
+
+
+def is_pipeline(engine: Any) -> bool:
+    """Whether `engine` is DeepSpeed's PipelineEngine."""
+    from deepspeed.pipe import PipelineModule
+
+    return isinstance(engine.module, PipelineModule)
+
+
+def full_names(cut: Any, name: str) -> list[str]:
+    """What a parameter of a PipelineModule is called in the plain model: twice, if it is tied."""
+    if name.startswith(f"tied_modules.{TIED}."):
+        return ["embedding.weight", "head.weight"]
+    index, _, rest = name.partition(".")
+    assert re.fullmatch(r"\d+", index), name
+    return [f"{cut.plain_names[int(index)]}.{rest}"]

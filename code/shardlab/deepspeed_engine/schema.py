@@ -1,0 +1,134 @@
+"""Holding a configuration against DeepSpeed's own schema, and finding what DeepSpeed ignores.
+
+DeepSpeed checks its sections strictly (they are pydantic models, which refuse unknown names), but
+not the top level: it looks up the names that it knows, and whatever else stands there is passed
+over in silence. A misspelt "gradient_cliping" trains with clipping at 1.0, and nobody is told.
+
+No list of names is kept here. The configuration is handed to DeepSpeed in a dictionary that takes
+note of what is looked up: what DeepSpeed never asks for, it does not know.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .start import prepare, quiet
+
+# Read outside the class that holds the configuration: by deepspeed.initialize and the pipeline.
+_READ_ELSEWHERE = {"sequence_parallel_size", "data_parallel_size", "pipeline.use_reentrant"}
+# What stands in these goes to another constructor, as it is.
+_FREE = ("optimizer.params.", "scheduler.params.")
+
+
+class Asked(dict):
+    """A dict that notes each name that is looked up in it, in itself and in the dicts inside.
+
+    names: the set that they go to, those inside with their path: "zero_optimization.stage".
+    """
+
+    def __init__(self, content: Mapping[str, Any], names: set[str], path: str = ""):
+        super().__init__()
+        self.names, self.path = names, path
+        for key, value in content.items():
+            self[key] = self._watched(value, f"{path}{key}.")
+
+    def _watched(self, value: Any, path: str) -> Any:
+        if isinstance(value, Mapping):
+            return Asked(value, self.names, path)
+        return [self._watched(v, path) for v in value] if isinstance(value, list) else value
+
+    def __copy__(self) -> Asked:
+        return self
+
+    def __contains__(self, key: object) -> bool:
+        self.names.add(f"{self.path}{key}")
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(f"{self.path}{key}")
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As dict's."""
+        self.names.add(f"{self.path}{key}")
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # overridden, so that f(**asked) goes through __getitem__
+
+    def keys(self) -> Any:
+        """As dict's, but `name in keys()` is noted too."""
+        return _Keys(self)
+
+
+class _Keys:
+    def __init__(self, asked: Asked):
+        self.asked = asked
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.asked
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.asked)
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless DeepSpeed accepts `config` and knows every name in it.
+
+    Not checked: the names inside an optimizer's or a scheduler's "params", and the inside of those
+    sections that DeepSpeed reads only when it comes to use them.
+    """
+    prepare()
+    from deepspeed.module_inject.autotp_config import AutoTPConfig, AutoTPPresets
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, get_pipeline_config
+
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config={config!r}: allowed is a dict in DeepSpeed's own words")
+    names: set[str] = set()
+    # Whether the batch sizes multiply depends on the number of ranks, which here is not known.
+    single = {key: value for key, value in config.items() if key != "train_batch_size"}
+    if "train_micro_batch_size_per_gpu" not in config:
+        single["train_micro_batch_size_per_gpu"] = 1
+    try:
+        with quiet():
+            asked = Asked(single, names)
+            read = DeepSpeedConfig(asked)
+            preset = read.tensor_parallel_config.preset_model
+            if preset is not None and AutoTPPresets.get_preset(preset) is None:
+                raise ValueError(f"tensor_parallel.preset_model={preset!r}: no such preset")
+            if plan := asked.get("tensor_parallel", {}).get("partition_config"):
+                AutoTPConfig.from_dict(plan)
+    except (ValueError, AssertionError, DeepSpeedConfigError, TypeError) as error:
+        raise ValueError(f"config: DeepSpeed refuses it: {_one_line(error)}") from None
+    names |= {f"pipeline.{key}" for key in get_pipeline_config({})} | _READ_ELSEWHERE
+    names.add("train_batch_size")
+    for path in _paths(config):
+        section = path.rpartition(".")[0]
+        read_later = section and not any(name.startswith(f"{section}.") for name in names)
+        if path in names or read_later or path.startswith(_FREE):
+            continue
+        near = difflib.get_close_matches(path, names, n=1)
+        meant = f"; perhaps meant: {near[0]!r}" if near else ""
+        raise ValueError(f"config: DeepSpeed knows no {path!r}, and would ignore it{meant}")
+
+
+def _paths(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        yield f"{path}{key}"
+        for inside in value if isinstance(value, list) else [value]:
+            if isinstance(inside, Mapping):
+                yield from _paths(inside, f"{path}{key}.")
+
+
+def _one_line(error: Exception) -> str:
+    """A pydantic error takes four lines, of which the second and third say what is wrong."""
+    if hasattr(error, "errors"):
+        return f"{error.title}: " + "; ".join(
+            f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+        )
+    return str(error).partition("\n")[0] or type(error).__name__

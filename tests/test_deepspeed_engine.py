@@ -1,0 +1,537 @@
+"""DeepSpeed's engine equals one process; one test per promise."""
+
+import copy
+import itertools
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab import count, ranks
+from shardlab import deepspeed_engine as de
+from shardlab.deepspeed_engine import start
+from shardlab.model import GPT, PRESETS, loss
+
+pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
+
+SHAPE = replace(PRESETS["nano"], seq=32)
+MICRO, STEPS = 2, 5
+# A wrong gradient shows as some 1e-3: AdamW moves a weight by up to its learning rate at each step,
+# whatever the gradient's size. For the same reason sums in another order, which differ by 1e-7 of
+# themselves, move weights with very small gradients by more than that: seen were 1e-6 to 3e-5.
+ROUNDING = 1e-4
+PLAIN_LINEAR = {"zero_optimization": {"memory_efficient_linear": False}}
+
+
+def run(fn, size, *args, timeout=240):
+    return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
+
+
+def model():
+    torch.manual_seed(1)
+    return GPT(SHAPE)
+
+
+def batch(step, micro, share):
+    """Tokens and targets, each [MICRO, S], of one micro-batch of one data-parallel rank."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + share)
+    tokens = torch.randint(0, SHAPE.vocab, (MICRO, SHAPE.seq + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def one_process(accumulation=1, dp=2, clipping=0.0, dtype=torch.float32, ahead=False):
+    """The same steps, share by share; with a 16-bit dtype, a float32 master beside the model."""
+    used = model().to(dtype)
+    master = copy.deepcopy(used).float()  # DeepSpeed rounds the weights first, too
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-3, foreach=False)
+    pairs = list(zip(used.parameters(), master.parameters(), strict=True))
+    losses = []
+    if ahead:  # what DeepSpeed does in stage 0 with 16 bits: a step whose gradients are zero
+        for _, kept in pairs:
+            kept.grad = torch.zeros_like(kept)
+        optimizer.step()
+    for step in range(STEPS):
+        total = 0.0
+        for micro, share in itertools.product(range(accumulation), range(dp)):
+            tokens, targets = batch(step, micro, share)
+            value = loss(used(tokens), targets)
+            (value / (accumulation * dp)).backward()
+            total += value.item() / (accumulation * dp)
+        for weight, kept in pairs:
+            kept.grad, weight.grad = weight.grad.float(), None
+        if clipping:
+            torch.nn.utils.clip_grad_norm_(master.parameters(), clipping)
+        optimizer.step()
+        with torch.no_grad():
+            for weight, kept in pairs:
+                weight.copy_(kept)
+        losses.append(total)
+    return losses, {name: value.detach().clone() for name, value in master.state_dict().items()}
+
+
+def references(cases):
+    return [one_process(**case) for case in cases]
+
+
+def share_of(settings):
+    """Which data-parallel share this rank computes."""
+    tp, pp = settings.get("tp", 1), settings.get("pp", 1)
+    # DeepSpeed's tensor-parallel ranks are neighbours, its pipeline's are dp ranks apart.
+    dp = dist.get_world_size() // (tp * pp)
+    return dist.get_rank() // tp % dp
+
+
+def started(settings):
+    stages = settings.get("pp", 1)
+    module = de.pipeline(model(), stages) if stages > 1 else model()
+    return de.initialize(module, de.config(MICRO, dist.get_world_size(), **settings))
+
+
+def one_step(engine, settings, step):
+    share = share_of(settings)
+    micros = range(settings.get("accumulation", 1))
+    return de.step(engine, [batch(step, micro, share) for micro in micros])
+
+
+def train(cases, folder=None):
+    """Each case: losses, weights; with a folder, also saved after three steps and resumed."""
+    found = {}
+    for name, settings in cases.items():
+        engine = started(settings)
+        losses = [one_step(engine, settings, step) for step in range(3)]
+        after_three = de.weights(engine)
+        if folder is not None:
+            de.save(engine, f"{folder}/{name}")
+        losses += [one_step(engine, settings, step) for step in range(3, STEPS)]
+        found[name] = {"losses": losses, "weights": de.weights(engine), "saved": after_three}
+        if folder is not None:
+            again = started(settings)
+            de.load(again, f"{folder}/{name}")
+            resumed = [one_step(again, settings, step) for step in range(3, STEPS)]
+            found[name]["resumed"] = (resumed, de.weights(again))
+    return found
+
+
+def gap(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def case_of(settings, world):
+    dp = world // settings.get("tp", 1) // settings.get("pp", 1)
+    wanted = {key: settings[key] for key in ("accumulation", "clipping") if key in settings}
+    if settings.get("precision") == "bf16":
+        wanted |= {"dtype": torch.bfloat16, "ahead": settings["zero"] == 0}
+    return {"dp": dp, **wanted}
+
+
+def compare(cases, results, world):
+    """(name -> largest differences of loss and weights) from one process; all ranks agree."""
+    wanted = {name: case_of(settings, world) for name, settings in cases.items()}
+    plain = dict(zip(cases, run(references, 1, list(wanted.values()))[0], strict=True))
+    gaps = {}
+    for name, (losses, weights) in plain.items():
+        for result in results:
+            assert gap(result[name]["weights"], results[0][name]["weights"]) == 0.0, name
+        mine = results[0][name]
+        far = max(abs(a - b) for a, b in zip(losses, mine["losses"], strict=True))
+        gaps[name] = (far, gap(weights, mine["weights"]))
+    return gaps
+
+
+# ------------------------------------------------------------------------------- equal
+
+TWO = {
+    "stage 0": {"zero": 0},
+    "stage 1": {"zero": 1},
+    "stage 2": {"zero": 2},
+    "stage 3": {"zero": 3, **PLAIN_LINEAR},
+    "accumulation": {"zero": 2, "accumulation": 2},
+    "clipping": {"zero": 1, "clipping": 0.1},
+    "clipping, stage 3": {"zero": 3, "clipping": 0.1, **PLAIN_LINEAR},
+    "optimizer offloaded": {"zero": 2, "offload": "optimizer"},
+    "parameters offloaded": {"zero": 3, "offload": "parameters", **PLAIN_LINEAR},
+    "bf16": {"zero": 1, "precision": "bf16"},
+    "bf16, stage 0": {"zero": 0, "precision": "bf16"},
+    # DeepSpeed's own linear layer stays in the process, so this one comes last.
+    "stage 3, its own linear": {"zero": 3},
+}
+PIPELINES = {
+    "pipeline": {"pp": 2},
+    "pipeline, offloaded": {"pp": 2, "zero": 1, "offload": "optimizer", "accumulation": 2},
+    "pipeline, bf16": {"pp": 2, "zero": 1, "precision": "bf16"},
+}
+# Elsewhere gradients are added up in another order: of micro-batches, of a norm's terms, of a sum.
+ROUNDED = {
+    "accumulation",
+    "clipping",
+    "clipping, stage 3",
+    "stage 3, its own linear",
+    "pipeline, offloaded",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    de.prepare()
+    # Runs of their own: what a pipeline leaves behind in the process, other engines stumble over.
+    runs = [run(train, 2, cases, folder) for cases in (TWO, PIPELINES)]
+    return [flat | piped for flat, piped in zip(*runs, strict=True)]
+
+
+def test_two_ranks_train_like_one_process(two):
+    for name, (losses, weights) in compare(TWO | PIPELINES, two, 2).items():
+        if name in ROUNDED:
+            # a loss near 5.5 has a last binary digit of 5e-7
+            assert losses < 5e-6 and weights < ROUNDING, (name, losses, weights)
+        else:
+            assert losses == weights == 0.0, (name, losses, weights)
+
+
+def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_stopped(two):
+    for name, result in two[0].items():
+        losses, weights = result["resumed"]
+        assert losses == result["losses"][3:], name
+        assert gap(weights, result["weights"]) == 0.0, name
+
+
+def test_a_checkpoint_becomes_a_plain_state_dict(two, folder, capfd):
+    for name, result in two[0].items():
+        state = de.plain_state_dict(folder / name)
+        GPT(SHAPE).load_state_dict(state)  # names and shapes; strict
+        # 16 bits without ZeRO's optimizer files: weights in use, of 8 binary digits
+        rounded = name in ("bf16, stage 0", "pipeline, bf16")
+        relative = max(
+            ((state[key] - kept).abs() / kept.abs().clamp(min=1e-3)).max().item()
+            for key, kept in result["saved"].items()
+        )
+        assert (0 < relative <= 2**-8) if rounded else relative == 0.0, (name, relative)
+    assert capfd.readouterr() == ("", "")
+
+
+FOUR = {
+    "four ranks, stage 2": {"zero": 2},
+    "pipeline x data": {"pp": 2, "zero": 1, "accumulation": 2},
+}
+TENSOR = {
+    "tensor x data": {"tp": 2, "accumulation": 2},
+    "tensor x data, stage 1": {"tp": 2, "zero": 1},
+    "tensor x data, stage 3": {"tp": 2, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("cases", [FOUR, TENSOR], ids=["pipeline", "tensor"])
+def test_four_ranks_in_two_dimensions_train_like_one_process(cases):
+    results = run(train, 4, cases)
+    for name, (losses, weights) in compare(cases, results, 4).items():
+        assert losses < 5e-6 and weights < ROUNDING, (name, losses, weights)
+
+
+LLAMA = replace(SHAPE, kv_heads=2, heads=4, mlp="swiglu", norm="rms", bias=False, tied=False)
+
+
+def llama(folder, settings):
+    """A shape like Llama's, untied, with a frozen embedding: three steps, of DeepSpeed or plain."""
+    torch.manual_seed(2)
+    module = GPT(LLAMA)
+    module.embedding.weight.requires_grad = False
+    if settings is None:
+        wanted = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(wanted, lr=1e-3, foreach=False)
+        for step in range(3):
+            tokens, targets = batch(step, 0, 0)
+            loss(module(tokens), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.detach() for name, value in module.state_dict().items()}
+    stages = settings.get("pp", 1)
+    engine = de.initialize(
+        de.pipeline(module, stages) if stages > 1 else module, de.config(MICRO, 2, **settings)
+    )
+    for step in range(3):
+        de.step(engine, [batch(step, 0, 0)])
+    de.save(engine, folder)
+    return de.weights(engine)
+
+
+def test_grouped_untied_and_frozen_weights(tmp_path):
+    (plain,) = run(llama, 1, tmp_path, None)
+    piped = run(llama, 2, tmp_path, {"pp": 2})[0]
+    assert gap(plain, piped) == 0.0
+    assert gap(plain, de.plain_state_dict(tmp_path)) == 0.0
+    split = run(llama, 2, tmp_path / "split", {"tp": 2})[0]
+    assert gap(plain, split) < ROUNDING
+    with pytest.raises(ValueError, match="written by tensor-parallel ranks"):
+        de.plain_state_dict(tmp_path / "split")
+    sharded = run(llama, 2, tmp_path / "sharded", {"zero": 3})[0]
+    assert gap(plain, sharded) < ROUNDING
+    assert gap(sharded, de.plain_state_dict(tmp_path / "sharded")) == 0.0
+
+
+def unasked():
+    """One step with and without the key: what leaving it out does."""
+    norms = {}
+    for name, clipping in (("left out", None), ("0", 0.0), ("1", 1.0)):
+        settings = de.config(MICRO, 1, zero=1, clipping=clipping or 0.0)
+        if clipping is None:
+            del settings["gradient_clipping"]
+        module = model()
+        for parameter in module.head.parameters():
+            parameter.data.mul_(100)  # gradients with a norm above 1
+        sgd = torch.optim.SGD(module.parameters(), lr=1.0)
+        engine = de.initialize(module, settings, sgd)
+        before = de.weights(engine)
+        de.step(engine, [batch(0, 0, 0)])
+        after = de.weights(engine)
+        parts = {name: after[name] - before[name] for name in after if name != "head.weight"}
+        norms[name] = torch.cat([part.flatten() for part in parts.values()]).norm().item()
+    return norms
+
+
+def test_deepspeed_clips_at_1_unless_it_is_told_not_to():
+    (norms,) = run(unasked, 1)
+    assert norms["left out"] == norms["1"] == pytest.approx(1.0, rel=1e-4)
+    assert norms["0"] > 2
+
+
+# ------------------------------------------------------------------------------- recomputation
+
+
+def recomputed(settings, asked):
+    module = model()
+    if asked:
+        de.recompute(module, config=settings)
+    engine = de.initialize(module, settings)
+    tokens, targets = batch(0, 0, 0)
+    with count.saved(*module.parameters()) as saved:
+        value = loss(engine(tokens), targets)  # backward stays outside: it saves for itself again
+    engine.backward(value)
+    engine.step()
+    return saved.bytes, de.weights(engine)
+
+
+def three_ways():
+    settings = de.config(MICRO, 1, zero=1)
+    configured = de.config(MICRO, 1, zero=1, recompute=True)
+    assert "activation_checkpointing" in configured
+    return [
+        recomputed(*way) for way in ((settings, False), (configured, False), (configured, True))
+    ]
+
+
+def test_recomputation_has_to_be_asked_for():
+    ((plain, w0), (configured, w1), (asked, w2)) = run(three_ways, 1)[0]
+    assert configured == plain  # the section alone changes nothing
+    assert asked < plain / 2
+    assert gap(w0, w1) == gap(w0, w2) == 0.0
+
+
+def pipeline_saved(recompute):
+    settings = de.config(MICRO, 2, pp=2, recompute=recompute)
+    engine = de.initialize(de.pipeline(model(), 2), settings)
+    with count.saved(*engine.module.parameters()) as saved:
+        de.step(engine, [batch(0, 0, 0)])
+    return saved.bytes, de.weights(engine)
+
+
+def test_in_a_pipeline_the_configuration_recomputes():
+    (plain, w0), (recomputing, w1) = (run(pipeline_saved, 2, way)[0] for way in (False, True))
+    assert recomputing < plain / 2  # what DeepSpeed keeps of its own accord is not seen here
+    assert gap(w0, w1) == 0.0
+
+
+# ------------------------------------------------------------------------------- quiet
+
+ALONE = """
+import sys, tempfile
+from shardlab import deepspeed_engine as de, ranks
+assert "deepspeed" not in sys.modules, "the import alone must not load DeepSpeed"
+sys.path.insert(0, {tests!r})
+import test_deepspeed_engine as t
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        cases = dict(flat=dict(zero=3, offload="parameters"), piped=dict(pp=2, zero=1))
+        ranks.run(t.train, 2, cases, folder, device="cpu")
+        ranks.run(t.train, 2, dict(tensor=dict(tp=2)), device="cpu")
+        for name in cases:
+            de.plain_state_dict(folder + "/" + name)
+    print("done")
+"""
+
+
+def test_nothing_is_printed_and_no_compiler_is_called(tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("g++", "c++", "gcc", "cc", "clang", "clang++", "ninja", "nvcc", "ld"):
+        (tools / name).write_text(f"#!/bin/sh\necho $0 >> {tmp_path}/called\nexit 1\n")
+        (tools / name).chmod(stat.S_IRWXU)
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE.format(tests=os.path.dirname(__file__)))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("DS_", "PYTEST"))}
+    done = subprocess.run(
+        [sys.executable, script],
+        env=kept | {"PATH": str(tools), "HOME": str(tmp_path), "PYTHONPATH": "code"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.stdout, done.stderr) == ("done\n", ""), done.stderr[-2000:]
+    assert not (tmp_path / "called").exists(), (tmp_path / "called").read_text()
+
+
+# ------------------------------------------------------------------------------- configurations
+
+
+def test_a_configuration_multiplies():
+    built = de.config(4, 8, accumulation=3, dp=8, zero=2, clipping=1, train_batch=96)
+    assert built["train_batch_size"] == 96 == 4 * 3 * 8
+    assert built["zero_optimization"] == {"stage": 2}
+    assert built["gradient_clipping"] == 1.0
+    assert de.config(4, 8, pp=2, accumulation=3)["train_batch_size"] == 48
+    assert "train_batch_size" not in de.config(4, 8, tp=2)  # DeepSpeed would count all ranks
+
+
+def test_further_sections_are_merged():
+    built = de.config(zero=3, zero_optimization={"overlap_comm": False}, wall_clock_breakdown=True)
+    assert built["zero_optimization"] == {"stage": 3, "overlap_comm": False}
+    assert built["wall_clock_breakdown"] is True
+
+
+WRONG = [
+    ({"zero": 4}, "zero=4: allowed are 0, 1, 2 and 3"),
+    ({"zero": "3"}, "zero='3': allowed are"),
+    ({"zero": True}, "zero=True: allowed are"),
+    ({"micro_batch": 0}, "micro_batch=0: allowed is a whole number"),
+    ({"accumulation": -1}, "accumulation=-1: allowed is a whole number"),
+    ({"world_size": 2.0}, "world_size=2.0: allowed is a whole number"),
+    ({"world_size": 4, "tp": 3}, "world_size=4: allowed are multiples of tp * pp = 3 * 1"),
+    ({"world_size": 4, "dp": 4, "pp": 2}, "dp * tp * pp = 4 * 1 * 2 = 8 is allowed"),
+    ({"world_size": 2, "train_batch": 3}, "train_batch=3: micro_batch * accumulation * dp = 1"),
+    ({"world_size": 2, "pp": 2, "zero": 2}, "zero=2: with pp=2 allowed are 0 and 1"),
+    ({"world_size": 2, "pp": 2, "zero": 3}, "zero=3: with pp=2 allowed are 0 and 1"),
+    ({"world_size": 4, "pp": 2, "tp": 2}, "tp=2: with pp=2 allowed is 1"),
+    ({"offload": "optimizer"}, "zero=0: with offload='optimizer' allowed are 1, 2 and 3"),
+    ({"offload": "parameters", "zero": 2}, "zero=2: with offload='parameters' allowed is 3"),
+    ({"offload": "disk"}, "offload='disk': allowed are 'none', 'optimizer', 'parameters'"),
+    ({"precision": "fp8"}, "precision='fp8': allowed are 'fp32', 'bf16', 'fp16'"),
+    ({"precision": "fp16", "device": "cpu"}, "precision='fp16': on a CPU"),
+    ({"device": "tpu"}, "device='tpu': allowed are"),
+    ({"clipping": -1.0}, "clipping=-1.0: allowed is a norm"),
+    ({"clipping": float("nan")}, "clipping=nan: allowed is a norm"),
+    ({"world_size": 2, "tp": 2, "tp_plan": "gpt9"}, "preset_model='gpt9': no such preset"),
+    ({"gradient_cliping": 0.0}, "would ignore it; perhaps meant: 'gradient_clipping'"),
+    ({"pipeline": {"stage": 2}}, "knows no 'pipeline.stage'"),
+    ({"scheduler": {"typ": "WarmupLR"}}, "perhaps meant: 'scheduler.type'"),
+    ({"zero_optimization": {"overlapcomm": True}}, "overlapcomm=True: Extra inputs"),
+    ({"bf16": {"enabled": "perhaps"}}, "enabled='perhaps': Input should be a valid boolean"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
+    (
+        {"world_size": 2, "tp": 2, "tp_plan": {"layer_specs": [{"pattern": ["x"]}]}},
+        "layer_specs.pattern', and would ignore it; perhaps meant",
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments, words", WRONG, ids=[str(list(a)[-1]) for a, _ in WRONG])
+def test_what_cannot_go_together_is_one_clear_error(arguments, words):
+    with pytest.raises(ValueError) as caught:
+        de.config(**arguments)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dictionary_in_deepspeeds_own_words_is_checked_too():
+    own = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "betas": [0, 1]}},
+        "activation_checkpointing": {"partition_activations": True},
+        "comms_logger": {"enabled": True},
+    }
+    de.check(own)
+    own["activation_checkpointing"]["partition"] = True
+    with pytest.raises(ValueError, match="knows no 'activation_checkpointing.partition'"):
+        de.check(own)
+    with pytest.raises(ValueError, match="config=7: allowed is a dict"):
+        de.check(7)
+
+
+def refusals(folder):
+    """The errors that need an engine, or at least ranks."""
+    said = []
+
+    def note(fn, *args):
+        try:
+            fn(*args)
+        except (ValueError, FileNotFoundError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    note(de.initialize, model(), de.config(MICRO, 4))
+    note(de.recompute, model(), [])
+    note(de.pipeline, model(), 3)
+    note(de.pipeline, model(), 0)
+    engine = started({"pp": 2, "precision": "bf16"})
+    note(de.save, engine, folder)
+    note(de.step, engine, [])
+    note(de.load, engine, folder)
+    note(de.load, engine, folder, "global_step7")
+    return said
+
+
+def test_refusals_come_before_anything_is_started_or_written(tmp_path):
+    said, _ = run(refusals, 2, tmp_path)
+    expected = [
+        "ValueError: train_batch_size=8: made for another number of ranks",
+        "ValueError: blocks=[]: allowed are modules",
+        "ValueError: stages=3: allowed are divisors of the 2 ranks",
+        "ValueError: stages=0: allowed are divisors of the 2 ranks",
+        "ValueError: zero=0: for the checkpoint of a 16-bit pipeline allowed is 1",
+        "ValueError: micro_batches: 0 of them; allowed is 1",
+        "FileNotFoundError: ",
+        "FileNotFoundError: ",
+    ]
+    assert len(said) == len(expected), said
+    assert all(map(str.startswith, said, expected)), said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_dict_from_what_is_none_is_a_clear_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint of DeepSpeed was finished here"):
+        de.plain_state_dict(tmp_path)
+    (tmp_path / "step").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no model states"):
+        de.plain_state_dict(tmp_path, "step")
+    for rank in range(2):
+        (tmp_path / "step" / f"mp_rank_0{rank}_model_states.pt").touch()
+    with pytest.raises(ValueError, match="written by tensor-parallel ranks"):
+        de.plain_state_dict(tmp_path, "step")
+
+
+def test_without_deepspeed_the_error_says_so(monkeypatch):
+    monkeypatch.setattr(start.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="needs DeepSpeed, which is not installed here"):
+        de.config()
+
+
+def on_a_gpu():
+    engine = started({"zero": 2})
+    return [one_step(engine, {}, step) for step in range(3)]
+
+
+@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
+def test_on_a_gpu_the_losses_are_those_of_the_cpu():
+    got = ranks.run(on_a_gpu, 1, device="cuda", timeout=240)[0]
+    want = run(on_a_gpu, 1)[0]
+    # float32 sums in another order, through three steps of AdamW; tf32 is off by default
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 1e-4

@@ -1,0 +1,143 @@
+"""The exercises of lesson `deepspeed_engine` help with the wrong answers that readers give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardlab import memory
+from shardlab.check import check
+
+RIGHT: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 2},
+    "zero_allow_untested_optimizer": True,
+}
+LADDER = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
+
+
+def wrong(answer: Any, name: str, words: str) -> None:
+    verdict = check(answer, name)
+    assert not verdict.ok and words in verdict.message, verdict
+
+
+def test_right_numbers() -> None:
+    assert check(16, "deepspeed_accumulation").ok
+    assert check(0.278, "deepspeed_cost").ok
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (2, "only the copies count"),
+        (4, "pipeline stages"),
+        (128, "several copies"),
+        (17, "is too large"),
+    ],
+)
+def test_accumulation(answer: Any, words: str) -> None:
+    wrong(answer, "deepspeed_accumulation", words)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (2.5 * 50 / 3600, "All eight GPUs"),
+        (8 * 2.5 * 50, "for an hour"),
+        (8 * 8 * 2.5 * 50 / 3600, "all eight GPUs together"),
+        (3600 / (8 * 2.5 * 50), "other way up"),
+    ],
+)
+def test_cost(answer: Any, words: str) -> None:
+    wrong(answer, "deepspeed_cost", words)
+
+
+def accumulation(train_batch: int, micro_batch: int, world_size: int, tp: int, pp: int) -> int:
+    copies, rest = divmod(world_size, tp * pp)
+    steps, more = divmod(train_batch, micro_batch * copies)
+    if rest or more or not steps:
+        raise ValueError("does not fit")
+    return steps
+
+
+def all_ranks_are_copies(train: int, micro: int, world: int, tp: int, pp: int) -> int:
+    return train // (micro * world)
+
+
+def rounds_down(train: int, micro: int, world: int, tp: int, pp: int) -> int:
+    return train // (micro * (world // (tp * pp)))
+
+
+def not_whole(train: int, micro: int, world: int, tp: int, pp: int) -> float:
+    return train / (micro * (world / (tp * pp)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (all_ranks_are_copies, "share a copy of the model count once"),
+        (rounds_down, "raise ValueError rather than"),
+        (not_whole, "DeepSpeed wants an int"),
+    ],
+)
+def test_arithmetic(answer: Any, words: str) -> None:
+    wrong(answer, "my_accumulation", words)
+
+
+def test_arithmetic_right() -> None:
+    assert check(accumulation, "my_accumulation").ok
+
+
+def test_config_right_also_with_the_whole_batch() -> None:
+    assert check(RIGHT | {"train_batch_size": 4}, "deepspeed_config").ok
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gradient_clipping": None}, "when it is not told"),
+        ({"zero_optimization": {"stage": 1}}, "stage is 1 instead of 2"),
+        ({"gradient_accumulation_steps": None}, "after 1 micro-batches instead of 2"),
+        ({"gradient_cliping": 0.0}, "perhaps meant: 'gradient_clipping'"),
+        ({"bf16": {"enabled": True}}, "float32 was asked for"),
+    ],
+)
+def test_config(change: dict[str, Any], words: str) -> None:
+    changed = {name: value for name, value in (RIGHT | change).items() if value is not None}
+    wrong(changed, "deepspeed_config", words)
+
+
+def test_config_is_a_dict() -> None:
+    wrong("ds_config.json", "deepspeed_config", "should be a dict")
+
+
+def chosen(share: float, whole_host: bool = True, ladder: list[tuple[int, str]] = LADDER) -> Any:
+    def my_choice(params: float, gpus: int, gpu: float, host: float) -> tuple[int, str] | None:
+        for zero, offload in ladder:
+            states = memory.states(params, "bf16", zero=zero, dp=gpus, offload=offload)
+            below = states.host * (gpus if whole_host else 1)
+            if states.total <= share * gpu and below <= host:
+                return zero, offload
+        return None
+
+    return my_choice
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (chosen(1.0), "more than 70 % of it"),
+        (chosen(0.7, whole_host=False), "share its memory"),
+        (chosen(0.7, ladder=LADDER[::-1]), "something earlier in the list"),
+        (chosen(0.7, ladder=LADDER[:4]), "there is a setting that fits"),
+    ],
+)
+def test_choice(answer: Any, words: str) -> None:
+    wrong(answer, "my_choice", words)
+
+
+def test_choice_right() -> None:
+    assert check(chosen(0.7), "my_choice").ok

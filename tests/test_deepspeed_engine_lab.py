@@ -1,0 +1,127 @@
+"""The lab of `deepspeed_engine`: four ways, one result; and a breakdown that adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardlab.deepspeed_engine import breakdown, lab
+
+TASK = lab.Task(batch=2, prompt=8, new=4, seq=16, steps=2)
+
+
+@pytest.fixture(scope="module")
+def one() -> list[lab.Report]:
+    """What one process computes, with plain torch."""
+    return lab.run("one", 2, TASK, device="cpu")
+
+
+@pytest.mark.parametrize("way", ["data", "zero3", "tensor"])
+def test_each_way_is_one_process(way: str, one: list[lab.Report]) -> None:
+    inference, training = lab.run(way, 2, TASK, device="cpu")
+    assert torch.equal(inference.outcome, one[0].outcome)  # greedy: whole numbers
+    # float32 rounds at 6e-8; losses are near 8, and sums are taken in another order.
+    assert (training.outcome - one[1].outcome).abs().max() < 1e-5
+    assert training.outcome[-1] < training.outcome[0] - 0.1  # it did train
+    for report, alone in zip((inference, training), one, strict=True):
+        assert (report.ranks, report.tokens, report.flops) == (2, alone.tokens, alone.flops)
+        # Copies and gathered layers move more than one process does, cut matrices at least as much.
+        assert report.moved > alone.moved
+
+
+def test_breakdown(one: list[lab.Report]) -> None:
+    assert [r.tokens for r in one] == [2 * 4, 2 * 2 * 16]
+    report = lab.Report("data", "training", 8, 1_000_000, 50.0, 10**14, 10**12, 2.5, torch.ones(1))
+    assert report.rate == 20_000
+    assert report.tflops == 2.0
+    assert report.intensity == 100.0
+    # Eight GPUs for 50 of an hour's 3600 seconds, at 2.5. float64 rounds at 1e-16.
+    assert report.cost == pytest.approx(8 * 2.5 * 50 / 3600, rel=1e-12)
+    assert "0.28" in repr(breakdown.table([report]))
+    assert len(breakdown.picture([report, *one]).axes) == 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 6, "num_hidden_layers": 3},
+        {"tie_word_embeddings": True, "intermediate_size": 320},
+    ],
+)
+def test_flops_are_what_torch_counts(changes: dict[str, int]) -> None:
+    # Eager: the counter does not see into the fused attention of a CPU.
+    model = lab.llama(attn_implementation="eager", **changes)
+    shape = model.config
+    tokens_BS = torch.zeros(2, 12, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens_BS, labels=tokens_BS, use_cache=False).loss.backward()
+    assert counter.get_total_flops() == breakdown.training_flops(shape, 2, 12)
+    with FlopCounterMode(display=False) as counter:
+        lab.generate(model, tokens_BS, 5)
+    assert counter.get_total_flops() == breakdown.inference_flops(shape, 2, 12, 5)
+
+
+def test_bytes_moved() -> None:
+    # One process: read forward and backward, gradient written, then gradient read and three
+    # states read and written: 10 float32 per parameter.
+    assert breakdown.training_moved(100, 100, gathered=False) == 4 * 100 * 10
+    # ZeRO-3 on two ranks: written twice when gathered, and half of the optimizer's part.
+    assert breakdown.training_moved(100, 50, gathered=True) == 4 * (100 * 5 + 50 * 7)
+
+
+def test_generation_is_that_of_transformers() -> None:
+    model = lab.llama()
+    some = torch.Generator().manual_seed(0)
+    tokens_BS = torch.randint(0, lab.TINY["vocab_size"], (2, 9), generator=some)
+    want = model.generate(
+        tokens_BS, do_sample=False, max_new_tokens=6, min_new_tokens=6, pad_token_id=0
+    )
+    assert torch.equal(lab.generate(model, tokens_BS, 6), want[:, 9:])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"way": "five"}, "way='five': allowed are 'one', 'data', 'zero3', 'tensor'"),
+        ({"way": "data", "size": 0}, "size=0: allowed is a whole number of ranks, 1 or more"),
+        ({"price": -1}, "price=-1: allowed is a price per GPU hour, 0 or more"),
+        ({"way": "data", "size": 3}, "batch=2: allowed are multiples of the 3 ranks"),
+        ({"way": "tensor", "size": 4}, "size=4: allowed are divisors of 2"),
+    ],
+)
+def test_bad_input(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lab.run(**{"way": "one", "task": TASK, **given})
+
+
+def test_bad_task() -> None:
+    with pytest.raises(ValueError, match="new=0: allowed is a whole number, 1 or more"):
+        lab.Task(new=0)
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="a gpt2; allowed are those of type llama"):
+        lab.run("one", task=TASK, model=str(tmp_path))
+
+
+def test_a_model_from_a_folder(tmp_path: Path, one: list[lab.Report]) -> None:
+    lab.llama().save_pretrained(tmp_path)  # as the hub has it: the same weights
+    reports = lab.run("one", task=TASK, model=str(tmp_path), device="cpu")
+    for report, built in zip(reports, one, strict=True):
+        assert torch.equal(report.outcome, built.outcome)
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch", "2", "--prompt", "8", "--new", "3", "--seq", "16", "--steps", "1"]
+    assert lab.main(["--ways", "one", "--json", "--device", "cpu", *sizes]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["work"] for row in rows] == ["inference", "training"]
+    assert rows[0]["tokens"] == 6 and rows[1]["cost_per_million_tokens"] > 0
+    assert lab.main(["--ways", "five"]) == 2
+    assert "allowed are 'one'" in capsys.readouterr().err

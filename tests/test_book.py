@@ -188,6 +188,19 @@ def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, ro
 
 @first_build
 @pytest.mark.alone
+def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):
+    """A rank's warnings come back with its prints, so the build itself lets them pass."""
+    unwanted = re.compile(rf"Warning: |site-packages|{re.escape(str(root))}")
+    for topic in record.lessons(root):
+        notebook = nbformat.read(site / f"downloads/{topic}.ipynb", as_version=4)
+        outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+        texts = [o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs]
+        assert [text for text in texts if unwanted.search(text)] == [], topic
+        assert [o for o in outputs if o.get("name") == "stderr"] == [], topic
+
+
+@first_build
+@pytest.mark.alone
 def test_site_holds_no_example_address_and_no_dead_weight(site):
     pages = [*site.glob("*.html"), *site.glob("book/*.html"), *site.glob("lessons/*.html")]
     for path in pages:  # not those of source files: this test's own is among them

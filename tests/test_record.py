@@ -192,6 +192,24 @@ def test_failing_cell_is_named(book, cell, words, leaves_nothing):
     assert str(caught.value).startswith(f"lessons/small.md, {words}")
 
 
+def test_a_cell_that_measures_has_three_tries(book):
+    cell = "tries = globals().get('tries', 0) + 1\nprint(tries)\nassert tries >= {}"
+    for needed, ends in ((1, []), (3, [1, 1]), (4, None)):
+        text = f"```{{code-cell}} ipython3\n:tags: [measured]\n\n{cell.format(needed)}\n```\n"
+        book.write("lessons/small.md", f"{HEADER}# T\n\n{text}")
+        if ends is None:
+            with pytest.raises(record.LessonError, match="AssertionError"):
+                record.execute("small", book.root)
+            continue
+        lesson = record.execute("small", book.root)
+        assert record.about(lesson)["again"] == ends
+        assert [output.text for output in lesson.cells[0].outputs] == [f"{needed}\n"]
+    book.edit("lessons/small.md", ":tags: [measured]", ":tags: [other]")
+    book.edit("lessons/small.md", ">= 4", ">= 2")
+    with pytest.raises(record.LessonError, match="AssertionError"):
+        record.execute("small", book.root)  # what is not measured has to be right at once
+
+
 def test_a_cell_that_is_meant_to_raise_may(book):
     cell = "```{code-cell} ipython3\n:tags: [raises-exception]\n\n1 / 0\n```\n"
     book.write("lessons/small.md", f"{HEADER}# T\n\n{cell}")

@@ -99,7 +99,9 @@ def _outputs(topic: str, app: Sphinx) -> tuple[nbformat.NotebookNode, str, list[
     logger.info("executing %s: %s", topic, "; ".join(reasons))
     book = record.execute(topic, root, cpu=True)
     record.save(book, kept)
-    logger.info("executed %s in %s s", topic, record.about(book)["seconds"])
+    made = record.about(book)
+    twice = "".join(f"; code cell {number} measured again" for number in made["again"])
+    logger.info("executed %s in %s s%s", topic, made["seconds"], twice)
     return book, "executed", reasons
 
 

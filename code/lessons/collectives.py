@@ -743,9 +743,8 @@ show.figure(
 # Below it, latency counts, and the ring has more of it.
 # For four ranks that is 0.8 times $\alpha/\beta$.
 # On our slow link $\alpha/\beta$ is 500 kB: what the link could have sent during one latency.
-# Watch which way is faster at which size.
 
-# %% tags=["measured"]
+# %%
 LENGTHS = [16384 * 4**k for k in range(5)]  # bytes: 16 KiB to 4 MiB
 
 
@@ -760,12 +759,12 @@ def race():
     return seconds
 
 
-found = ranks.run(race, 4, device="cpu")
-
 # %% [markdown]
+# Watch which way is faster at which size.
 # Each time below is the fastest of four, from the first rank's beginning to the last one's end.
 
 # %% tags=["measured"]
+found = ranks.run(race, 4, device="cpu")
 timed = {key: best([rank[key] for rank in found]) for key in found[0]}
 predicted = {
     (way, size): model.seconds(f"all_reduce {way}", size, 4) for way, size in timed

@@ -544,8 +544,8 @@ for name, run in runs.items():
     medians = {way: statistics.median(r["step"] for r in run[way]) for way in ("without", "with")}
     ratios[name] = medians["with"] / medians["without"]
     rows.append((name, *(f"{1e3 * s:.0f}" for s in medians.values()), f"{ratios[name]:.2f}"))
-# About 0.7 on a quiet machine; 0.9 leaves room for a busy one, which computes slower.
-assert ratios["1 Gbit/s"] < 0.9 < 1.1 * ratios["loopback"]
+# About 0.7 and 1 on a quiet machine. A busy one computes slower, so it has less to hide.
+assert ratios["1 Gbit/s"] < 0.95 and ratios["1 Gbit/s"] < ratios["loopback"]
 show.table(rows, ["link", "without overlap (ms)", "with overlap (ms)", "with / without"])
 
 # %% tags=["measured"]

@@ -19,6 +19,7 @@ from . import facts
 from .key import Key, cell_hash, code_cells, notebook, reach
 
 CELL_TIMEOUT = 600  # seconds: a lesson as a whole is meant to take one minute
+TRIES = 3  # of a cell that measures times, on a machine that others use as well
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ARROW = re.compile(r"(?m)^-+> *(\d+) ")  # marks the line of a cell in IPython's tracebacks
 
@@ -42,12 +43,13 @@ def execute(topic: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
     _name(cells)
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": _kernelspec()})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    about, seconds = _run(topic, lesson, root, cpu)
+    about, seconds, again = _run(topic, lesson, root, cpu)
     lesson.metadata["shardlab"] = {
         "topic": topic,
         "key": key.text,
         "date": date,
         "seconds": round(seconds, 1),
+        "again": again,
         **about,
         "files": key.files,
     }
@@ -120,16 +122,33 @@ def _environment(root: Path, home: str, cpu: bool) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def _run(topic: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool) -> tuple[dict, float]:
-    """Fill in the outputs; return what the kernel says about where it ran, and the seconds."""
+def _run(
+    topic: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool
+) -> tuple[dict, float, list[int]]:
+    """Fill in the outputs.
+
+    Return what the kernel says about where it ran, the seconds, and the cells measured again.
+    """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    def attempt(cell: nbformat.NotebookNode, tries: int) -> None:
+        """Execute a cell; if what it asserts about its measurements fails, measure again."""
+        try:
+            client.execute_cell(cell, number - 1, execution_count=number)
+        except CellExecutionError as error:
+            if error.ename != "AssertionError" or tries == 1:
+                raise
+            again.append(number)
+            cell.outputs = []
+            attempt(cell, tries - 1)
 
     folder = str(root / "lessons")
     question = nbformat.v4.new_code_cell(
         f"exec({Path(facts.__file__).read_text('utf-8')!r}, {{'__name__': '__main__'}})"
     )
     cells = list(lesson.cells)
+    again: list[int] = []
     lesson.cells.append(question)
     options = {"timeout": CELL_TIMEOUT, "record_timing": False, "coalesce_streams": True}
     begin = time.monotonic()
@@ -141,7 +160,7 @@ def _run(topic: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool) -> tu
             with client.setup_kernel(env=environment, cwd=folder, cleanup_kc=True):
                 for number, cell in enumerate(cells, 1):
                     _progress(topic, number, len(cells))
-                    client.execute_cell(cell, number - 1, execution_count=number)
+                    attempt(cell, TRIES if "measured" in cell.metadata.get("tags", []) else 1)
                 seconds = time.monotonic() - begin
                 client.execute_cell(question, len(cells))
     except CellExecutionError as error:
@@ -157,7 +176,7 @@ def _run(topic: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool) -> tu
     finally:
         lesson.cells = cells
         _progress(topic, 0, 0)
-    return json.loads(question.outputs[0].text), seconds
+    return json.loads(question.outputs[0].text), seconds, again
 
 
 def _message(topic: str, number: int, cells: list[nbformat.NotebookNode], what: str) -> str:

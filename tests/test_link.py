@@ -103,6 +103,21 @@ def test_messages_queue_on_one_wire():
         assert 0.97 * 4 * SIZE / BANDWIDTH < seconds < 1.25 * 4 * SIZE / BANDWIDTH + 0.01
 
 
+def test_a_message_that_was_waited_for_is_over():
+    """gloo's own handle waits for ever when it is waited for twice; this one asks it once."""
+
+    def work() -> bool:
+        slow = link.slow(1e-3, 1e9)
+        if dist.get_rank() == 0:
+            handle = dist.isend(torch.ones(3), 1, group=slow)
+        else:
+            handle = dist.irecv(torch.empty(3), 0, group=slow)
+        handle.wait()
+        return handle.is_completed()
+
+    assert ranks.run(work, 2, timeout=20) == [True, True]
+
+
 def test_compute_goes_on_while_the_wire_is_busy():
     def work() -> float:
         slow = link.slow(0.0, BANDWIDTH)

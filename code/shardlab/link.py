@@ -239,9 +239,11 @@ class SlowGroup(dist.ProcessGroup):
         note = torch.tensor([begin], dtype=torch.float64)
         with _disable_current_modes():  # the note is the emulation's: nobody shall count it
             noted = self.carrier.send([note], peer, tag)
+        pending = [noted]  # gloo drops a message whose handle is dropped: this keeps it
 
         def due() -> float:
-            noted.wait()  # gloo drops a message whose handle is dropped: this keeps it
+            if pending:
+                pending.pop().wait()  # once: gloo waits for ever when asked a second time
             return end
 
         return _Held(self, self.carrier.send(tensors, peer, tag), due, tensors)

@@ -103,6 +103,24 @@ def test_messages_queue_on_one_wire():
         assert 0.97 * 4 * SIZE / BANDWIDTH < seconds < 1.25 * 4 * SIZE / BANDWIDTH + 0.01
 
 
+def test_a_message_sets_off_when_its_receive_is_posted():
+    def work() -> float:
+        slow = link.slow(0.01, BANDWIDTH)
+        x, peer = torch.ones(SIZE // 4), 1 - dist.get_rank()
+
+        def late() -> None:
+            if peer:  # rank 0
+                ranks.isend(x, peer, slow).wait()
+            else:
+                time.sleep(0.05)
+                ranks.irecv(x, peer, slow).wait()
+
+        return timed(late)
+
+    expected = 0.05 + 0.01 + SIZE / BANDWIDTH
+    assert 0.97 * expected < ranks.run(work, 2)[1] < 1.2 * expected + 0.01
+
+
 def test_a_message_that_was_waited_for_is_over():
     """gloo's own handle waits for ever when it is waited for twice; this one asks it once."""
 

@@ -6,7 +6,8 @@ operation until a wire of the given latency and bandwidth would have finished it
 slowed down, so compute goes on while the wire is busy, as it does beside a real network card.
 
 Every rank owns one wire in each direction, and its messages follow one another on it. A message of
-n bytes takes latency + n / bandwidth (Hockney 1994); a collective takes what its ring does,
+n bytes takes latency + n / bandwidth (Hockney 1994) once it was sent and its receive was posted,
+whichever comes last: neither gloo nor nccl lets data leave before. A collective takes what its ring does,
 whatever algorithm moves the data underneath (Thakur et al. 2005, section 4): see `ring_seconds`.
 
 Measured beside a loopback interface that Linux itself limits to 1 Gbit/s (tc's token bucket filter,
@@ -228,7 +229,7 @@ class SlowGroup(dist.ProcessGroup):
         opts = opts if opts is not None else dist.BarrierOptions()
         return self._collective("barrier", self.carrier.barrier(opts), [], [])
 
-    # Point-to-point. A note of when the message left goes ahead of it, so that the receiver can
+    # Point-to-point. A note of when the message was sent goes ahead of it, so that the receiver can
     # tell when it would have arrived, however long it has been waiting.
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Held:
@@ -253,6 +254,7 @@ class SlowGroup(dist.ProcessGroup):
         (tensor,) = tensors
         seconds = tensor.numel() * tensor.element_size() / self.bandwidth
         note = torch.empty(1, dtype=torch.float64)
+        posted = time.monotonic()
         with _disable_current_modes():
             noted = self.carrier.recv([note], peer, tag)
         arrival: list[float] = []
@@ -260,7 +262,8 @@ class SlowGroup(dist.ProcessGroup):
         def due() -> float:
             if not arrival:
                 noted.wait()
-                sent = note.item() + self.latency + seconds
+                # Nothing sets off before both ends are ready, with gloo as with nccl.
+                sent = max(note.item(), posted) + self.latency + seconds
                 arrival.append(max(sent, self._incoming_free + seconds))
                 self._incoming_free = arrival[0]
             return arrival[0]

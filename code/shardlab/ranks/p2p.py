@@ -15,13 +15,16 @@ class Message:
     """A message under way. `wait` returns when it has left, or has arrived."""
 
     def __init__(self, work: dist.Work, staged: torch.Tensor, target: torch.Tensor | None):
-        self._work = work
+        self._work: dist.Work | None = work
         self._staged = staged  # keeps the memory alive until the transfer is over
         self._target = target  # where a staged arrival has to go
 
     def wait(self) -> None:
         """Return when the tensor may be used: read, if it was received; changed, if it was sent."""
+        if self._work is None:
+            return
         self._work.wait()
+        self._work = None  # gloo waits for ever when it is asked a second time
         if self._target is not None:
             self._target.copy_(self._staged)
 
@@ -46,8 +49,15 @@ def irecv(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = Non
     return Message(dist.irecv(staged, _global(peer, group), group=group), staged, target)
 
 
+def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The backend that moves tensors of `device` in `group`: a group may have one for each kind."""
+    # "cpu:gloo,cuda:nccl": a backend for each kind of device.
+    each = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return each[device.type]
+
+
 def _through_host(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    return tensor.is_cuda and dist.get_backend(group) != "nccl"
+    return tensor.is_cuda and carrier(tensor.device, group) != "nccl"
 
 
 def _global(peer: int, group: dist.ProcessGroup | None) -> int:

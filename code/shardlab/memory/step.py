@@ -23,7 +23,7 @@ class Estimate:
     gradients: int
     optimizer: int
     activations: int  # kept between forward and backward, and the temporaries of loss or a layer
-    buffers: int  # tokens, buckets of gradients, gathered layers
+    buffers: int  # tokens, buckets of gradients, gathered layers, messages of a pipeline
     host: int
     moments: dict[str, int]  # what is held at each moment that can be the most
 
@@ -73,7 +73,12 @@ def estimate(
     Buffers: the tokens and targets; without ZeRO, DDP's buckets, a second copy of the gradients
     (none with gradient_as_bucket_view=True: pass bucket=0); with ZeRO-1 and 2 one bucket; with
     ZeRO-3, as FSDP2 does it, embedding and head, with the gathered layer, `prefetch` more and the
-    gradients of one on their way to the ranks that keep them, or with their own gradients.
+    gradients of one on their way to the ranks that keep them, or with their own gradients; in a
+    pipeline, the messages of one micro-batch: the gradient from which backward starts (not on the
+    last stage), the next input (not on the first) and what was sent last.
+
+    In a pipeline the schedule is 1F1B, and gradients of earlier micro-batches are counted from the
+    first backward on: with no more micro-batches than stages to come, this is on the safe side.
 
     The peak is counted with an optimizer that takes one parameter after the other (foreach=False).
     Not in it: what an allocator loses to fragments, CUDA's context, buffers of nccl.
@@ -109,6 +114,7 @@ def estimate(
     elif dp > 1:
         gradients = held * recipe.gradients
         buckets = gradients if zero == 0 and bucket else min(gradients, bucket)
+    messages = kept.stream * (2 if stage in (0, pp - 1) else 3) if pp > 1 else 0
     earlier = accumulate or (pp > 1 and microbatches != 1)
     sharded = zero if dp > 1 else 0
     moments = _moments(kept, state, recipe, unit, earlier, sharded, dp, prefetch)
@@ -120,9 +126,9 @@ def estimate(
         state.gradients,
         state.optimizer,
         kept.total,
-        tokens + buckets + gathered,
+        tokens + buckets + gathered + messages,
         state.host,
-        {name: size + tokens + buckets for name, size in moments.items()},
+        {name: size + tokens + buckets + messages for name, size in moments.items()},
     )
 
 

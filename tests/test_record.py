@@ -119,6 +119,18 @@ def test_recording_that_was_edited_or_cut_does_not_hold(book):
     assert record.load(book.root / "none.ipynb") is None
 
 
+def test_a_lessons_key_holds_every_file_of_its_topic(root):
+    """A module that is loaded by a name made up at run time would be missing."""
+    for lesson in sorted((root / "lessons").glob("*.md")):
+        package = root / "code/shardlab" / lesson.stem
+        files = [p for p in package.glob("*.py") if p.stem != "command"] or [
+            package.with_suffix(".py")
+        ]
+        found = record.reach(lesson.stem, root).files
+        missing = [p.name for p in files if p.relative_to(root).as_posix() not in found]
+        assert missing == [], lesson.stem
+
+
 # --- Executing --------------------------------------------------------------------------------
 
 

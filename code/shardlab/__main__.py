@@ -17,6 +17,7 @@ MODULES = (
     "shardlab.record",
     "shardlab.record.pairs",
     "shardlab.memory.command",
+    "shardlab.pipeline.command",
 )
 
 

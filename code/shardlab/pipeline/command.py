@@ -1,0 +1,169 @@
+"""`python -m shardlab schedule`: who works when in a pipeline, and how long everybody waits.
+
+    python -m shardlab schedule 1f1b --stages 4 --microbatches 8
+    python -m shardlab schedule 1f1b --stages 8 --microbatches 24 \\
+        --forward 18.522 --backward-input 18.086 --backward-weight 9.337 --hop 0.601
+    python -m shardlab schedule interleaved --stages 4 --microbatches 8 --chunks 2 --svg out.svg
+    python -m shardlab schedule zb-h1 --stages 4 --microbatches 8 --forward 1,1,1,1.5 --json
+
+Times are in any one unit: of a micro-batch's passes through a whole stage, and of a message from a
+stage to the next; one number for all stages, or one for each, with commas. --json prints bubble
+(share of the cost that a stage idles, on average), cost (the longest any stage takes from its first
+begin to its last end), busy and peak_activations (by stage; in micro-batches of a whole stage), and
+the timeline: by stage, every pass with its begin and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from .schedules import NAMES, schedule
+from .simulate import Timeline, simulate
+from .terminal import text
+
+WHOLE = ("stages", "microbatches", "chunks")
+TIMES = ("forward", "backward_input", "backward_weight", "hop")
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `schedule` to the command line."""
+    parser = commands.add_parser(
+        "schedule",
+        help="who works when in a pipeline; bubble, memory and a picture",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    # "-1.5" is a bad value, not an unknown option: let the message name the option before it.
+    parser._negative_number_matcher = re.compile(r"-[.\d]")  # type: ignore[attr-defined]
+
+    def add(name: str, words: str, metavar: str) -> None:
+        # A missing value arrives as "", and what every value may be is said in one place, below.
+        parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar)
+
+    parser.add_argument("name", nargs="?", default="", help=", ".join(NAMES), metavar="NAME")
+    add("stages", "of the pipeline, each on a rank", "P")
+    add("microbatches", "of a step", "M")
+    add("chunks", "parts of the model on each stage; with interleaved (2)", "V")
+    add("forward", "time of the forward (1)", "TIME")
+    add("backward-input", "time of the backward of the input alone (1)", "TIME")
+    add("backward-weight", "time of the backward of the weights alone (1)", "TIME")
+    add("hop", "time of a message to another stage (0)", "TIME")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    add("svg", "draw the timeline into this file as well", "FILE")
+    parser.set_defaults(command=_main)
+
+
+def _main(options: argparse.Namespace) -> int:
+    given = {name: getattr(options, name) for name in (*WHOLE, *TIMES)}
+    if options.name not in NAMES:
+        raise ValueError(f"schedule={options.name!r}: allowed are {', '.join(NAMES)}")
+    whole = {
+        name: _whole(name, given[name])
+        for name in WHOLE
+        if given[name] is not None or name != "chunks"
+    }
+    times = {name: _times(name, given[name]) for name in TIMES if given[name] is not None}
+    path = None if options.svg is None else _writable(options.svg)
+    timeline = simulate(schedule(options.name, **whole), **times)
+    if path:
+        _write(timeline, path)
+    if options.json:
+        print(json.dumps(_facts(timeline)))
+        return 0
+    screen = sys.stdout
+    tty = screen.isatty()
+    width = max(40, shutil.get_terminal_size().columns if tty else 80)
+    shown = f"{_head(timeline)}\n\n{text(timeline, width, color=tty)}"
+    if path:
+        shown += f"\n\npicture: {path}"
+    try:
+        shown.encode(screen.encoding or "utf-8")
+    except UnicodeEncodeError:  # a terminal of old
+        shown = shown.translate(str.maketrans("░▓▒·─", "-#=.-"))
+    print(shown)
+    return 0
+
+
+def _head(timeline: Timeline) -> str:
+    of = timeline.schedule
+    chunks = f", {of.chunks} chunks on each" if of.chunks > 1 else ""
+    held = " ".join(f"{peak:.4g}" for peak in timeline.peak_activations)
+    return "\n".join(
+        [
+            f"{of.name}: {of.stages} stage{'s' * (of.stages > 1)}{chunks}, "
+            f"{of.microbatches} micro-batch{'es' * (of.microbatches > 1)}",
+            f"  bubble            {timeline.bubble:.4f} of the cost",
+            f"  cost              {timeline.cost:.6g}",
+            f"  peak activations  {held}  (micro-batches, by stage)",
+        ]
+    )
+
+
+def _facts(timeline: Timeline) -> dict[str, object]:
+    of = timeline.schedule
+    return {
+        "schedule": of.name,
+        "stages": of.stages,
+        "microbatches": of.microbatches,
+        "chunks": of.chunks,
+        "bubble": timeline.bubble,
+        "cost": timeline.cost,
+        "busy": timeline.busy,
+        "peak_activations": timeline.peak_activations,
+        "timeline": [[span._asdict() for span in spans] for spans in timeline.spans],
+    }
+
+
+def _write(timeline: Timeline, path: Path) -> None:
+    from shardlab import show
+
+    from .picture import WIDE, draw, summary
+
+    # A page's width, or as much more as numbers in the boxes need.
+    times = [span.end - span.begin for spans in timeline.spans for span in spans]
+    shortest = min((time for time in times if time > 0), default=timeline.cost)
+    wide = 0.8 + 0.17 * timeline.cost / shortest if shortest else WIDE
+    figure = draw(timeline, width=min(max(wide, WIDE), 4 * WIDE))
+    alt = f"Timeline of a pipeline: {summary(timeline)}. A row for each stage, a box for each pass."
+    show.svg(figure, path, alt)
+
+
+def _writable(given: str) -> Path:
+    """The file to write; ValueError before anything is computed if that cannot be."""
+    path = Path(given)
+    allowed = "allowed are files in a folder that exists and can be written"
+    folder = path.parent
+    if not given or path.is_dir() or not folder.is_dir():
+        raise ValueError(f"svg={given!r}: {allowed}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"svg={given!r}: {allowed}")
+    return path
+
+
+def _whole(name: str, given: str | None) -> int:
+    try:
+        value = int(given or "")
+    except ValueError:
+        raise ValueError(f"{name}={given or ''!r}: allowed are whole numbers above 0") from None
+    if value < 1:
+        raise ValueError(f"{name}={value}: allowed are whole numbers above 0")
+    return value
+
+
+def _times(name: str, given: str) -> float | list[float]:
+    """One number, or a list of them. What they may be, `simulate` judges."""
+    try:
+        values = [float(value) for value in given.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{name}={given!r}: allowed are numbers from 0, one for all stages, or one for each "
+            "with commas"
+        ) from None
+    return values if len(values) > 1 else values[0]

@@ -1,0 +1,104 @@
+"""Backward in two halves: the input's gradient now, the weights' later.
+
+A linear layer's backward is two products of the same size: dx = dy W, for which the stage before
+waits, and dW = dyᵀ x, which nobody waits for but the optimizer. Zero bubble schedules (Qi et al.
+2023, arXiv 2401.10241, section 2) put the second off to where a stage would stand idle.
+
+`defer` does so for every nn.Linear in a module, from outside. Backward then frees all that it has
+used, but of each linear layer x and dy, which wait for `run`. Gradients of norms' and embeddings'
+weights still come at once: they are cheap, and come with the input's.
+
+Shapes in names: N tokens (batch times sequence), I inputs, O outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+Task = Callable[[], None]
+
+
+class Later:
+    """What backward has left undone since the last `take`."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] = []
+
+    def put(self, task: Task) -> None:
+        """Leave `task` for later."""
+        self._tasks.append(task)
+
+    def take(self) -> list[Task]:
+        """What one backward left, to be given to `run` once."""
+        tasks, self._tasks = self._tasks, []
+        return tasks
+
+
+def run(tasks: list[Task]) -> None:
+    """Do it now, first come, first served; what a task holds is free when it is done."""
+    tasks.reverse()
+    while tasks:
+        tasks.pop()()
+
+
+def defer(module: nn.Module) -> Later:
+    """From now on, backward through `module` leaves its linear layers' weights for later.
+
+    A module with an attribute `later` is told where to put its own work, and looks after itself.
+    """
+    later = Later()
+    for part in module.modules():
+        if hasattr(part, "later"):
+            part.later = later
+        elif type(part).forward is nn.Linear.forward:
+            part.forward = partial(_Linear.apply, later, part.weight, part.bias)
+    return later
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward gives dx, and leaves dW and db for later."""
+
+    @staticmethod
+    def forward(ctx: Any, later: Later, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        y = F.linear(x, weight, bias)
+        ctx.later, ctx.weight, ctx.bias = later, weight, bias
+        ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was really multiplied
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None, Tensor | None]:
+        weight_OI = ctx.weight
+        (x,) = ctx.saved_tensors
+        dy_NO = dy.reshape(-1, dy.shape[-1])
+        x_NI = x.reshape(-1, x.shape[-1])
+        ctx.later.put(partial(_weight_gradients, weight_OI, ctx.bias, x_NI, dy_NO))
+        if not ctx.needs_input_grad[3]:
+            return None, None, None, None
+        dx_NI = dy_NO @ weight_OI.to(dy.dtype)  # [N, O] @ [O, I]
+        return None, None, None, dx_NI.view(x.shape)
+
+
+@torch.no_grad()
+def _weight_gradients(
+    weight_OI: Tensor, bias_O: Tensor | None, x_NI: Tensor, dy_NO: Tensor
+) -> None:
+    if weight_OI.requires_grad:
+        _accumulate(weight_OI, dy_NO.t() @ x_NI)  # [O, N] @ [N, I]
+    if bias_O is not None and bias_O.requires_grad:
+        _accumulate(bias_O, dy_NO.sum(0))
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to `parameter.grad`, as autograd does."""
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad += gradient

@@ -1,0 +1,130 @@
+"""Stages that sleep instead of computing.
+
+Four ranks on two cores cannot show how four GPUs would overlap: they take the cores from each
+other. Sleeping takes none. What is real here are the ranks, the messages and the waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .actions import Schedule
+from .deferred import Later
+from .execute import Pipeline
+from .simulate import Times
+from .stage import stage_of
+
+
+class Sleeping(nn.Module):
+    """A part of a model that takes its time and gives on what it was given.
+
+    forward, backward_input, backward_weight: seconds of a micro-batch's passes. What travels is
+    `size` numbers of float32 for each sequence. Its one weight's gradient counts the backwards.
+
+    Raises ValueError for times below 0 and sizes below 1.
+    """
+
+    def __init__(
+        self, forward: float, backward_input: float, backward_weight: float, size: int = 1
+    ):
+        super().__init__()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"size={size!r}: allowed are whole numbers above 0")
+        names = "forward", "backward_input", "backward_weight"
+        times = forward, backward_input, backward_weight
+        for name, seconds in zip(names, times, strict=True):
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name}={seconds}: allowed are seconds, 0 or more")
+        self.seconds, self.size = times, size
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.later: Later | None = None  # where `defer` wants the weights' share
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, ...] of any dtype (the first part) or [B, size] float32, to [B, size]."""
+        begin = time.perf_counter()
+        if not x.is_floating_point() or x.shape[1:] != (self.size,):
+            x = torch.zeros(len(x), self.size)
+        y = _Sleep.apply(x, self.weight, self)
+        _sleep(begin, self.seconds[0])
+        return y
+
+    def between(self, tokens: Tensor) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of what travels from part to part."""
+        return torch.Size((len(tokens), self.size)), torch.float32
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, part: Sleeping) -> Tensor:
+        ctx.part = part
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        begin = time.perf_counter()
+        _, input_seconds, weight_seconds = ctx.part.seconds
+        if ctx.part.later is None:
+            _count(ctx.part)
+            input_seconds += weight_seconds
+        else:
+            ctx.part.later.put(partial(_backward_weight, ctx.part, weight_seconds))
+        _sleep(begin, input_seconds)
+        return dy, None, None
+
+
+def _backward_weight(part: Sleeping, seconds: float) -> None:
+    begin = time.perf_counter()
+    _count(part)
+    _sleep(begin, seconds)
+
+
+@torch.no_grad()
+def _count(part: Sleeping) -> None:
+    one = torch.ones(())
+    part.weight.grad = one if part.weight.grad is None else part.weight.grad + one
+
+
+def _sleep(begin: float, seconds: float) -> None:
+    """Until so many seconds after `begin`: what was done since then is part of them."""
+    time.sleep(max(0.0, begin + seconds - time.perf_counter()))
+
+
+def asleep(
+    schedule: Schedule,
+    group: dist.ProcessGroup,
+    forward: Times = 0.01,
+    backward_input: Times = 0.01,
+    backward_weight: Times = 0.01,
+    size: int = 1,
+    **options: Any,
+) -> Pipeline:
+    """A pipeline of stages that sleep; times in seconds, as in `simulate`.
+
+    Times are those of a micro-batch in a whole stage, a number for all or one for each; a chunk
+    takes 1/v of it. size: see Sleeping. options: those of Pipeline. Its `step` takes anything with
+    as many rows as there are to be sequences: step(torch.zeros(8, 1), torch.zeros(8, 1)).
+
+    Raises ValueError for times below 0, lists that are not one for each stage, a size below 1.
+    """
+    stage = stage_of(schedule, group)
+    names = "forward", "backward_input", "backward_weight"
+    mine = []
+    for name, given in zip(names, (forward, backward_input, backward_weight), strict=True):
+        each = [given] * schedule.stages if isinstance(given, (int, float)) else list(given)
+        if len(each) != schedule.stages or not all(math.isfinite(s) and s >= 0 for s in each):
+            what = f"seconds, 0 or more, one number or one for each of {schedule.stages} stages"
+            raise ValueError(f"{name}={given}: allowed are {what}")
+        mine.append(each[stage] / schedule.chunks)
+    parts = [Sleeping(*mine, size) for _ in range(schedule.chunks)]
+    return Pipeline(parts, schedule, group, _mean, **options)
+
+
+def _mean(y: Tensor, _targets: Tensor) -> Tensor:
+    return y.mean()

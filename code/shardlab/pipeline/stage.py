@@ -1,0 +1,132 @@
+"""What one rank of a pipeline holds of the model, and whether the ranks agree about it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .actions import Schedule
+from .validate import validate
+
+Form = tuple[torch.Size, torch.dtype]  # of what travels from part to part for some tokens
+
+
+class Stage:
+    """The parts that this rank holds: one for each chunk. Rank and stage are the same number.
+
+    between: see `Form`; by default what the first of the parts says. check: judge the schedule.
+
+    Raises ValueError on all ranks of the group alike, when one of them has not a part for each
+    chunk, parts on several devices or without `between`, or another schedule than the rest.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        between: Callable[[Tensor], Form] | None = None,
+        check: bool = True,
+    ):
+        self.parts, self.schedule, self.group = list(parts), schedule, group
+        self.stage = stage_of(schedule, group)
+        if check:
+            validate(schedule)
+        self.between = between or getattr(self.parts[0] if self.parts else None, "between", None)
+        self._agree()
+        self.numbers = schedule.placement[self.stage]  # of its parts
+        self.device = self._devices()[0]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters; those of a GPT under the names that they have in the model."""
+        seen = set()
+        for part, prefix in self._named():
+            for name, parameter in part.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield prefix + name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, each once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters and buffers, under those names."""
+        return {
+            prefix + name: value
+            for part, prefix in self._named()
+            for name, value in part.state_dict().items()
+        }
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All ranks' parameters and buffers, in the model's order; every rank has to call it."""
+        mine = self.state_dict()
+        order = [
+            (number, self.stage, name, value.shape, value.dtype)
+            for (part, prefix), number in zip(self._named(), self.numbers, strict=True)
+            for name, value in ((prefix + n, v) for n, v in part.state_dict().items())
+        ]
+        everything = sum(gathered(order, self.group), [])
+        full = {}
+        for _, stage, name, shape, dtype in sorted(everything, key=lambda entry: entry[0]):
+            full[name] = torch.empty(shape, dtype=dtype, device=self.device)
+            if stage == self.stage:
+                full[name].copy_(mine[name])
+            dist.broadcast(full[name], dist.get_global_rank(self.group, stage), group=self.group)
+        return full
+
+    def _named(self) -> list[tuple[nn.Module, str]]:
+        """Parts, and what goes before their names: nothing where these are the model's own."""
+        numbered = zip(self.parts, self.numbers, strict=True)
+        return [(p, "" if hasattr(p, "plain_names") else f"{number}.") for p, number in numbered]
+
+    def _problem(self) -> str | None:
+        """What is wrong on this rank."""
+        if len(self.parts) != (chunks := self.schedule.chunks):
+            return f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
+        if len(devices := self._devices()) > 1:
+            names = ", ".join(map(str, devices))
+            return f"parts are on several devices ({names}): allowed is one for a stage"
+        if self.between is None:
+            kind = type(self.parts[0]).__name__
+            return f"between=None: {kind} does not say what it gives; allowed is a function"
+        return None
+
+    def _agree(self) -> None:
+        actions = zlib.crc32(repr(self.schedule.actions).encode())
+        told = gathered((self._problem(), actions, self.schedule.name), self.group)
+        for rank, (problem, actions, name) in enumerate(told):
+            if problem is not None:
+                raise ValueError(f"rank {rank} of the group: {problem}")
+            if actions != told[0][1]:
+                what = f"rank 0 of the group has {told[0][2]}, rank {rank} another, {name}"
+                raise ValueError(f"schedule: {what}; allowed is the same on all ranks")
+
+    def _devices(self) -> list[torch.device]:
+        tensors = [t for part in self.parts for t in (*part.parameters(), *part.buffers())]
+        return sorted({t.device for t in tensors}, key=str) or [torch.device("cpu")]
+
+
+def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:
+    """This rank's stage. Raises ValueError for a group that does not have a rank for each stage."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule={schedule!r}: allowed is what pipeline.schedule(...) returns")
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(f"group={group!r}: allowed is a process group that holds this rank")
+    if (size := dist.get_world_size(group)) != schedule.stages:
+        what = f"allowed are {schedule.stages}, one for each stage of {schedule.name}"
+        raise ValueError(f"group has {size} ranks: {what}")
+    return dist.get_rank(group)
+
+
+def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of `group` gave, in rank order."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones

@@ -1,0 +1,628 @@
+"""Schedules as data: valid for every p, m, v; what papers print; torch's own orders; deadlocks."""
+
+import graphlib
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import deque
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab import ranks, show
+from shardlab.pipeline import (
+    NAMES,
+    Action,
+    Schedule,
+    Span,
+    Timeline,
+    draw,
+    from_text,
+    interleaved,
+    live,
+    loop,
+    needed,
+    one_f_one_b,
+    other_end,
+    schedule,
+    sent,
+    simulate,
+    text,
+    validate,
+    vee,
+    with_messages,
+)
+from shardlab.pipeline.picture import rows
+from shardlab.show.drawing import canvas
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@st.composite
+def schedules(draw, stages: int = 8, microbatches: int = 20) -> Schedule:
+    name = draw(st.sampled_from(NAMES))
+    p, m = draw(st.integers(1, stages)), draw(st.integers(1, microbatches))
+    return schedule(name, p, m, draw(st.integers(1, 4)) if name == "interleaved" else None)
+
+
+# --- every schedule, any p, m, v ----------------------------------------------------------------
+
+
+@QUICK
+@given(schedules())
+def test_every_schedule_is_valid_and_adds_up_in_one_process_order(made: Schedule) -> None:
+    validate(made)
+    for order in made.orders:
+        kinds = "FIW" if made.splits else "FB"
+        assert len(order) == len(kinds) * made.microbatches * made.chunks
+        for kind in kinds:
+            for chunk in range(made.chunks):
+                row = [a.microbatch for a in order if (a.kind, a.chunk) == (kind, chunk)]
+                assert row == list(range(made.microbatches))  # so sums are those of one process
+
+
+@QUICK
+@given(schedules())
+def test_messages_have_two_ends_and_one_order(made: Schedule) -> None:
+    crossings = sum(
+        made.owner(part)[0] != made.owner(part + 1)[0] for part in range(made.parts - 1)
+    )
+    messages = [
+        (stage, action)
+        for stage, actions in enumerate(made.actions)
+        for action in actions
+        if len(action.kind) == 2
+    ]
+    assert len(messages) == len(set(messages)) == 4 * made.microbatches * crossings
+    for stage, message in messages:
+        peer, there = other_end(made, stage, message)
+        assert peer != stage and (peer, there) in messages
+        assert other_end(made, peer, there) == (stage, message)
+    arrives(made)
+
+
+@QUICK
+@given(schedules())
+def test_a_receive_is_posted_one_pass_before_it_is_needed(made: Schedule) -> None:
+    for stage, actions in enumerate(made.actions):
+        passes = 0
+        posted = {}  # receive: how many passes stand before it
+        rows: dict[int, list[Action]] = {}
+        for action in actions:
+            if action.kind in ("RF", "RB"):
+                posted[action] = passes
+                rows.setdefault(other_end(made, stage, action)[0], []).append(action)
+            passes += len(action.kind) == 1
+        best = {
+            needed(made, stage, action): max(0, i - 1)
+            for i, action in enumerate(made.orders[stage])
+        }
+        for row in rows.values():
+            for i, receive in enumerate(row):
+                # Earlier only where one that follows from the same stage has to be.
+                assert posted[receive] == min(best[later] for later in row[i:])
+
+
+@QUICK
+@given(schedules())
+def test_late_receives_stand_right_before_their_pass(made: Schedule) -> None:
+    late = replace(made, given=with_messages(made, early=False))
+    validate(late)
+    for stage, actions in enumerate(late.actions):
+        for i, action in enumerate(actions):
+            if len(action.kind) == 1 and (receive := needed(late, stage, action)):
+                assert receive in actions[:i]
+
+
+def arrives(made: Schedule) -> None:
+    """Wires without names: every pair of stages has a queue, and takes what comes first."""
+    wires: dict[tuple[int, int], deque] = {}
+    posted: dict[tuple[int, int], deque] = {}
+    todo = [deque(actions) for actions in made.actions]
+    got, made_by = [set() for _ in todo], [set() for _ in todo]
+    moved = True
+    while moved:
+        moved = False
+        for stage, actions in enumerate(todo):
+            while actions:
+                action = actions[0]
+                if action.kind[0] == "R":
+                    peer, _ = other_end(made, stage, action)
+                    posted.setdefault((peer, stage), deque()).append(action)
+                elif action.kind[0] == "S":
+                    peer, there = other_end(made, stage, action)
+                    wires.setdefault((stage, peer), deque()).append(there)
+                else:
+                    receive = needed(made, stage, action)
+                    if receive and receive not in got[stage]:
+                        break
+                    made_by[stage].add(action)
+                actions.popleft()
+                moved = True
+        for pair, wire in wires.items():
+            queue = posted.get(pair, deque())
+            while wire and queue:
+                message, wanted = wire.popleft(), queue.popleft()
+                assert message == wanted, "another message came"
+                got[pair[1]].add(message)
+    assert not any(todo), "some stage waits for ever"
+    assert not any(wires.values()) and not any(posted.values())
+
+
+# --- judged by others ---------------------------------------------------------------------------
+
+
+def graph(made: Schedule) -> dict[tuple[int, Action], set[tuple[int, Action]]]:
+    """Who has to wait for whom, written without a line of `validate`."""
+    where = {part: (s, c) for s, row in enumerate(made.placement) for c, part in enumerate(row)}
+    waits: dict[tuple[int, Action], set[tuple[int, Action]]] = {}
+    for stage, order in enumerate(made.orders):
+        for i, action in enumerate(order):
+            kind, microbatch, chunk = action
+            part = made.placement[stage][chunk]
+            needs = {(stage, order[i - 1])} if i else set()
+            if kind == "F" and part:
+                s, c = where[part - 1]
+                needs.add((s, Action("F", microbatch, c)))
+            if kind in "BI":
+                needs.add((stage, Action("F", microbatch, chunk)))
+                if part + 1 < made.parts:
+                    s, c = where[part + 1]
+                    needs.add((s, Action(kind, microbatch, c)))
+            if kind == "W":
+                needs.add((stage, Action("I", microbatch, chunk)))
+            waits[stage, action] = needs
+    return waits
+
+
+@QUICK
+@given(schedules(4, 5), st.integers(0, 10**6), st.integers(1, 6))
+def test_shuffled_orders_are_refused_exactly_when_they_cannot_end(
+    made: Schedule, seed: int, swaps: int
+) -> None:
+    chance = random.Random(seed)
+    orders = [list(order) for order in made.orders]
+    for _ in range(swaps):
+        order = chance.choice(orders)
+        i = chance.randrange(len(order))
+        j = min(len(order) - 1, i + chance.randrange(4))
+        order[i], order[j] = order[j], order[i]
+    shuffled = replace(made, orders=tuple(map(tuple, orders)))
+    try:
+        graphlib.TopologicalSorter(graph(shuffled)).prepare()
+        ends = True
+    except graphlib.CycleError:
+        ends = False
+    try:
+        validate(shuffled)
+        assert ends
+        arrives(shuffled)
+        assert simulate(shuffled).cost > 0
+    except ValueError as error:
+        assert not ends
+        assert re.search(r"deadlock: stage|stands before", str(error))
+
+
+@QUICK
+@given(schedules(4, 5), st.integers(0, 10**6))
+def test_shuffled_messages_are_refused_exactly_when_the_wrong_one_would_come(
+    made: Schedule, seed: int
+) -> None:
+    chance = random.Random(seed)
+    actions = [list(row) for row in made.actions]
+    row = chance.choice(actions)
+    places = [i for i, action in enumerate(row) if len(action.kind) == 2]
+    if not places:
+        return
+    i = chance.choice(places)
+    row.insert(min(len(row), max(0, i + chance.randint(-4, 4))), row.pop(i))
+    shuffled = replace(made, given=tuple(map(tuple, actions)))
+    in_time = True
+    for stage, done in enumerate(shuffled.actions):
+        for i, action in enumerate(done):
+            receive = needed(made, stage, action)
+            send = sent(made, stage, action)
+            in_time &= not receive or receive in done[:i]
+            in_time &= not send or send[0] in done[i:]
+    try:
+        validate(shuffled)
+        assert in_time
+        arrives(shuffled)
+    except ValueError:
+        if in_time:
+            with pytest.raises(AssertionError, match="another message|waits for ever"):
+                arrives(shuffled)
+
+
+@QUICK
+@given(schedules(5, 8), st.data())
+def test_the_simulation_is_the_longest_path(made: Schedule, data) -> None:
+    times = st.lists(st.integers(0, 7), min_size=made.stages, max_size=made.stages)
+    f, i, w, hop = (data.draw(times) for _ in range(4))
+    fractions = [[Fraction(value) for value in row] for row in (f, i, w, hop)]
+    timeline = simulate(made, *fractions)
+    long = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
+    waits = graph(made)
+    ends: dict[tuple[int, Action], Fraction] = {}
+    for node in graphlib.TopologicalSorter(waits).static_order():
+        stage, action = node
+        begin = max((ends[s, a] + (hop[s] if s != stage else 0) for s, a in waits[node]), default=0)
+        ends[node] = begin + Fraction(long[action.kind][stage], made.chunks)
+    for stage, spans in enumerate(timeline.spans):
+        assert [Action(*span[:3]) for span in spans] == list(made.orders[stage])
+        assert [span.end for span in spans] == [ends[stage, a] for a in made.orders[stage]]
+        assert timeline.busy[stage] == made.microbatches * (f[stage] + i[stage] + w[stage])
+    assert 0 <= timeline.bubble <= 1
+    assert timeline.cost == max(row[-1].end - row[0].begin for row in timeline.spans)
+
+
+def torch_orders() -> tuple[list[tuple], int]:
+    """(schedule, p, m, v, torch's order by stage) for all that torch takes; how many it refuses."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, schedules
+
+    kinds = {
+        "FORWARD": "F",
+        "FULL_BACKWARD": "B",
+        "BACKWARD_INPUT": "I",
+        "BACKWARD_WEIGHT": "W",
+    }
+    found, refused = [], 0
+    for p in (1, 2, 3, 4, 8):
+        group = dist.new_group(list(range(p)))
+        for name, v in (("interleaved", 1), ("interleaved", 2), ("interleaved", 3), ("zb-v", 2)):
+            zbv = name == "zb-v"
+            cls = schedules.ScheduleZBVZeroBubble if zbv else ScheduleInterleaved1F1B
+            parts = (0, 2 * p - 1) if zbv else [chunk * p for chunk in range(v)]
+            module = torch.nn.Linear(1, 1, device="meta")
+            stages = [
+                PipelineStage(module, part, p * v, torch.device("cpu"), group=group)
+                for part in parts
+            ]
+            for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17):
+                try:
+                    order = cls(stages, m, loss_fn=lambda out, target: out).pipeline_order
+                except ValueError:
+                    refused += 1
+                    continue
+                rows = [
+                    [
+                        (kinds[a.computation_type.name], a.microbatch_index, a.stage_index)
+                        for a in order[stage]
+                        if a is not None
+                    ]
+                    for stage in range(p)
+                ]
+                found.append((name, p, m, v, rows))
+    return found, refused
+
+
+def test_interleaved_and_zb_v_are_torchs_own_orders() -> None:
+    found, refused = ranks.pretend(torch_orders, 8)
+    assert len(found) > 200 and refused > 30  # m that give no equal groups: ours takes them
+    for name, p, m, v, theirs in found:
+        made = schedule(name, p, m, v)
+        ours = [
+            [(a.kind, a.microbatch, made.placement[stage][a.chunk]) for a in order]
+            for stage, order in enumerate(made.orders)
+        ]
+        assert ours == theirs, (name, p, m, v)
+
+
+# --- what papers print --------------------------------------------------------------------------
+
+# Qi et al. 2023 (arXiv 2401.10241): the times of Table 9 (ms; its T_B is our input backward), and
+# the bubble rates of Table 5: p, m, v; T_F, T_B, T_W, T_comm; 1F1B, ZB-H1, ZB-H2, 1F1B-I.
+TABLES = (
+    # 1.5B; v is ours: each layer is a chunk there, embedding and head are one each
+    (8, 24, 3, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083, 0.1055)),
+    (8, 32, 3, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837, 0.0818)),
+    (8, 64, 3, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444, 0.0443)),
+    # 28.3B
+    (32, 96, 2, (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1421, 0.0641, 0.1493)),
+    (32, 128, 2, (10.408, 10.204, 7.703, 0.408), (0.2168, 0.1106, 0.0490, 0.1164)),
+    (32, 256, 2, (10.402, 10.248, 7.698, 0.460), (0.1352, 0.0594, 0.0257, 0.0624)),
+)
+
+
+@pytest.mark.parametrize(("p", "m", "v", "times", "rates"), TABLES, ids=lambda x: str(x))
+def test_the_bubble_rates_of_the_zero_bubble_paper(p, m, v, times, rates) -> None:
+    for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates[:3], strict=True):
+        timeline = simulate(schedule(name, p, m), *times)
+        assert f"{timeline.bubble:.4f}" == f"{rate:.4f}"
+        work = m * sum(times[:3])
+        assert timeline.bubble == pytest.approx((timeline.cost - work) / timeline.cost)
+    # The paper's interleaved rate is ours without one message for each stage.
+    cost = simulate(interleaved(p, m, v), *times).cost - p * times[3]
+    assert f"{(cost - work) / cost:.4f}" == f"{rates[3]:.4f}"
+
+
+@QUICK
+@given(*[st.integers(1, n) for n in (8, 20, 4, 9, 9, 9)])
+def test_closed_forms_of_the_bubble(p, m, v, f, i, w) -> None:
+    def of(name: str, chunks: int | None = None) -> Timeline:
+        return simulate(schedule(name, p, m, chunks), *map(Fraction, (f, i, w, 0)))
+
+    b = i + w
+    # Huang et al. 2019 (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), section 2.2.
+    assert of("naive").cost == p * m * (f + b)
+    assert of("naive").bubble == Fraction(p - 1, p)
+    for name in ("gpipe", "1f1b"):
+        assert of(name).cost == (m + p - 1) * (f + b)
+        assert of(name).bubble == Fraction(p - 1, m + p - 1)
+    if m >= p:  # stated for multiples of p; groups that are as equal as can be give it for all
+        assert of("interleaved", v).bubble == Fraction(p - 1, v * m + p - 1)
+        assert of("interleaved", v).cost / (m * (f + b)) == 1 + Fraction(p - 1, v * m)
+    else:
+        assert of("interleaved", v).cost >= (m + Fraction(p - 1, v)) * (f + b)
+    # Qi et al. 2023 (arXiv 2401.10241), Table 2. They assume equal times; found here: it holds
+    # as long as the weights' part is no longer than what it has to fill.
+    work = m * (f + i + w)
+    if m >= p and w <= f:
+        assert of("zb-h1").cost == work + (p - 1) * (f + i - w)
+    if m >= 2 * p - 1 and w <= f and 2 * w <= f + i:
+        assert of("zb-h2").cost == work + (p - 1) * (f + i - 2 * w)
+
+
+@QUICK
+@given(*[st.integers(1, n) for n in (9, 24, 4)])
+def test_closed_forms_of_memory(p, m, v) -> None:
+    # One row for each stage; in micro-batches of a whole stage.
+    assert live(schedule("naive", p, m)) == (1,) * p
+    assert live(schedule("gpipe", p, m)) == (m,) * p
+    assert live(schedule("1f1b", p, m)) == tuple(min(m, p - stage) for stage in range(p))
+    # Qi et al. 2023 (arXiv 2401.10241), Table 2 and section 6: p, 2p-1, p.
+    assert live(schedule("zb-h1", p, m)) == (min(m, p),) * p
+    assert live(schedule("zb-h2", p, m)) == (min(m, 2 * p - 1),) * p
+    assert max(live(schedule("zb-v", p, m))) == min(m, p)
+    # Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3: p (1 + (p-1)/(pv)).
+    if m % p == 0 and m >= 2 * p and v > 1:
+        assert live(interleaved(p, m, v))[0] == pytest.approx(p + (p - 1) / v)
+
+
+def test_zb_v_has_no_bubble_for_equal_times() -> None:
+    for p in range(1, 9):
+        for m in (2 * p - 1, 2 * p, 3 * p + 1):
+            assert simulate(schedule("zb-v", p, m), 1, 1, 1, 0).bubble == 0
+        if p > 1:
+            assert simulate(schedule("zb-v", p, 2 * p - 2), 1, 1, 1, 0).bubble > 0
+
+
+def test_four_stages_and_four_microbatches_are_57_percent_busy() -> None:
+    assert 1 - simulate(schedule("gpipe", 4, 4)).bubble == pytest.approx(4 / 7)
+
+
+# --- by hand, and wrong -------------------------------------------------------------------------
+
+
+@QUICK
+@given(schedules(4, 6))
+def test_text_is_read_back(made: Schedule) -> None:
+    rows = str(made).splitlines()
+    again = from_text(*rows, name=made.name, placement=made.placement)
+    assert again == made
+    rows = [" ".join(map(made.name_of, row)) for row in made.actions]
+    assert from_text(*rows, placement=made.placement).actions == made.actions
+
+
+WRONG = [
+    (["F0 F1 B0", "F0 B0 F1 B1"], r"stage 0: B1 \(or I1 and W1\) is missing"),
+    (["F0 B0 B1", "F0 B0 F1 B1"], "stage 0: F1 is missing"),
+    (["F0 I0 F1 B1", "F0 B0 F1 B1"], "stage 0: W0 is missing"),
+    (["F0 B0 W0", "F0 B0"], "stage 0: B0 and W0: the backward is done twice"),
+    (["F0 B0", "F0 F0 B0"], "stage 1: F0 stands 2 times"),
+    (["F0 B0", "B0 F0"], "stage 1: B0 stands before F0"),
+    (["F0 W0 I0", "F0 B0"], "stage 0: W0 stands before I0"),
+    (["F0 SF0 B0", "RF0 F0 B0 SB0"], "stage 0: RB0, needed by B0, is missing"),
+    (["F0 SF0 B0 RB0", "RF0 F0 B0 SB0"], "stage 0: RB0 stands after B0, which needs it"),
+    (["SF0 F0 RB0 B0", "RF0 F0 B0 SB0"], "stage 0: SF0 stands before F0, which makes it"),
+    (["F0 SF0 RB0 B0", "RF0 F0 B0 SB0 SF0"], "stage 1: SF0 is a message that nobody needs"),
+    (
+        ["F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF1 RF0 F0 B0 SB0 F1 B1 SB1"],
+        "stages 0 and 1 order their messages differently: number 1 that stage 0 sends there is "
+        "SF0, number 1 that stage 1 receives is RF1, where RF0 has to stand",
+    ),
+    (
+        ["F0 B0 F1 B1", "F0 F1 B0 B1"],
+        r"deadlock: stages 0 and 1 wait for each other, in a circle\n"
+        r"  stage 0 stands at B0 and waits for stage 1 to send gradients \(SB0\), "
+        r"which it does only after its F1\n"
+        r"  stage 1 stands at F1 and waits for stage 0 to send activations \(SF1\), "
+        r"which it does only after its B0$",
+    ),
+    (
+        ["F0 F1 I0 W0 I1 W1", "F0 I0 F1 I1 W0 W1", "F1 I1 W1 F0 I0 W0"],
+        "deadlock: stages 1 and 2 wait for each other",  # stage 0 could go on if they did
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "message"), WRONG, ids=lambda x: str(x)[:40])
+def test_what_is_wrong_is_named(rows: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match="schedule 'yours': " + message):
+        validate(from_text(*rows))
+    if "message" not in message and not any("SF" in row for row in rows):
+        with pytest.raises(ValueError, match=message):
+            simulate(from_text(*rows))
+
+
+def test_a_stage_can_wait_for_itself() -> None:
+    with pytest.raises(ValueError, match="stage 0 waits for itself\n  stage 0 stands at F0.1 and"):
+        validate(from_text("F0.1 B0.1 F0.0 B0.0", placement=((0, 1),)))
+
+
+def test_blocking_calls_need_another_order() -> None:
+    made = one_f_one_b(2, 2)
+    plain = replace(made, given=with_messages(made, early=False))
+    validate(plain)  # posted and waited for later: fine
+    with pytest.raises(ValueError, match="deadlock") as error:
+        validate(plain, blocking=True)  # both stages send, and neither receives
+    assert str(error.value).splitlines()[1:] == [
+        "  stage 0 stands at SF1 and waits for stage 1 to receive them (RF1), "
+        "which it does only after its SB0",
+        "  stage 1 stands at SB0 and waits for stage 0 to receive them (RB0), "
+        "which it does only after its SF1",
+    ]
+    gpipe = schedule("gpipe", 3, 4)
+    validate(replace(gpipe, given=with_messages(gpipe, early=False)), blocking=True)
+
+
+def test_placements_are_judged() -> None:
+    assert loop(2, 2) == ((0, 2), (1, 3)) and vee(2) == ((0, 3), (1, 2))
+    for placement in (((0, 1), (1, 3)), ((0, 2), (1, 4))):
+        with pytest.raises(ValueError, match="each of parts 0 to 3 once, 2 on each of 2 stages"):
+            validate(replace(interleaved(2, 2, 2), placement=placement))
+    with pytest.raises(ValueError, match="orders of 1 stages: allowed is one for each of 2"):
+        validate(replace(one_f_one_b(2, 2), orders=one_f_one_b(2, 2).orders[:1]))
+    with pytest.raises(ValueError, match="stage 0: F2 is none of its passes"):
+        validate(replace(one_f_one_b(2, 3), microbatches=2))
+    with pytest.raises(ValueError, match="part=4: allowed are 0 to 3"):
+        interleaved(2, 2, 2).owner(4)
+
+
+BAD = [
+    (lambda: schedule("1f1c", 2, 2), "schedule='1f1c': allowed are naive, gpipe, 1f1b, interl"),
+    (lambda: schedule("1f1b", 0, 2), "stages=0: allowed are whole numbers above 0"),
+    (lambda: schedule("1f1b", 2, 0), "microbatches=0: allowed are whole numbers above 0"),
+    (lambda: schedule("zb-v", 2, -1), "microbatches=-1: allowed are whole numbers above 0"),
+    (lambda: schedule("gpipe", 2.0, 2), "stages=2.0: allowed are whole numbers above 0"),
+    (lambda: schedule("gpipe", True, 2), "stages=True: allowed are whole numbers above 0"),
+    (lambda: one_f_one_b(2, "4"), "microbatches='4': allowed are whole numbers above 0"),
+    (lambda: interleaved(2, 2, 0), "chunks=0: allowed are whole numbers above 0"),
+    (lambda: schedule("1f1b", 2, 2, 2), "chunks=2: allowed for 1f1b is 1"),
+    (lambda: schedule("zb-v", 2, 2, 3), "chunks=3: allowed for zb-v is 2"),
+    (lambda: simulate(schedule("1f1b", 2, 2), -1), "forward=-1: allowed are numbers from 0"),
+    (lambda: simulate(schedule("1f1b", 2, 2), hop=-0.1), "hop=-0.1: allowed are numbers from 0"),
+    (
+        lambda: simulate(schedule("1f1b", 2, 2), backward_weight=[1, float("nan")]),
+        "backward_weight=nan: allowed are numbers from 0",
+    ),
+    (
+        lambda: simulate(schedule("1f1b", 2, 2), backward_input=[1, 1, 1]),
+        "backward_input has 3 values: allowed are one for all, or one for each of 2 stages",
+    ),
+    (lambda: simulate(schedule("1f1b", 2, 2), "1"), "forward='1': allowed are numbers from 0"),
+    (lambda: from_text("F0 G0"), "stage 0, 'G0': allowed are F, B, I, W, RF, SF, RB, SB"),
+    (lambda: from_text("F0 B-1"), "stage 0, 'B-1': allowed are"),
+    (lambda: from_text(), "rows=.*: allowed is a row of actions for each stage"),
+    (lambda: from_text("F0", placement=((0,), (1,))), "placement=.*: allowed is a row of parts"),
+    (lambda: other_end(one_f_one_b(2, 2), 0, Action("F", 0)), "message=F0: allowed are RF, SF"),
+    (lambda: other_end(one_f_one_b(2, 2), 0, Action("SB", 0)), "SB0 on stage 0: its part has no"),
+    (lambda: text(simulate(one_f_one_b(2, 2)), 39), "width=39: allowed are whole numbers from 40"),
+    (lambda: draw([]), "timelines=.*: allowed are one timeline or more"),
+    (lambda: draw(simulate(one_f_one_b(2, 2)), titles=[]), "titles=.*: allowed is one for each"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD, ids=[message[:30] for _, message in BAD])
+def test_bad_input(call, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message):
+        call()
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+def test_the_picture_has_a_box_for_every_pass(tmp_path: Path) -> None:
+    made = [simulate(schedule(name, 4, 8)) for name in ("1f1b", "zb-h1", "zb-v")]
+    for timeline in made:
+        path = show.svg(draw(timeline, label="ms"), tmp_path / "one.svg", "a timeline")
+        page = path.read_text("utf-8")
+        assert re.search(r">stage 3<", page) and ">ms<" in page
+        assert f"bubble {100 * timeline.bubble:.1f} %" in page
+        numbers = [n for n in re.findall(r">(\d+)</text>", page) if int(n) < 8]
+        assert len(numbers) >= sum(map(len, timeline.spans))  # and a tick or two
+    several = draw(made, titles=list("xyz"), notes=[["note"] * 4] * 3, heads=["head"] * 3)
+    page = show.svg(several, tmp_path / "all.svg", "three timelines").read_text("utf-8")
+    assert page.count(">note<") == 12 and page.count(">head<") == 3 and ">backward, whole<" in page
+    again = draw(made, titles=list("xyz"), notes=[["note"] * 4] * 3, heads=["head"] * 3)
+    assert show.svg(again, tmp_path / "all.svg", "three timelines").read_text("utf-8") == page
+
+
+@settings(QUICK, max_examples=12)
+@given(schedules(5, 8), st.floats(0, 2))
+def test_all_the_grey_is_the_bubble(made: Schedule, hop: float) -> None:
+    timeline = simulate(made, hop=hop)
+    figure, axes = canvas(20, 5)
+    rows(axes, timeline, 1, 1, unit=0.5, numbers=False)
+    grey = [patch for patch in axes.patches if patch.get_alpha() is not None]
+    idle = sum(patch.get_width() for patch in grey) / 0.5
+    assert idle == pytest.approx(timeline.bubble * made.stages * timeline.cost, abs=1e-4)
+    assert all(patch.get_x() > 1 - 1e-6 for patch in grey)
+    plt.close(figure)
+
+
+def test_measured_times_are_drawn_as_simulated_ones(tmp_path: Path) -> None:
+    timeline = simulate(schedule("gpipe", 2, 3))
+    shift = 1234.5  # a clock that began long ago
+    spans = [[Span(*s[:3], s.begin + shift, s.end + shift) for s in row] for row in timeline.spans]
+    measured = Timeline(timeline.schedule, tuple(map(tuple, spans)))
+    assert measured.cost == timeline.cost and measured.bubble == pytest.approx(timeline.bubble)
+    assert text(measured) == text(timeline)
+    pages = [
+        show.svg(draw(t), tmp_path / "x.svg", "x").read_text("utf-8") for t in (timeline, measured)
+    ]
+    assert pages[0] == pages[1]
+
+
+@QUICK
+@given(schedules(6, 16), st.integers(40, 200), st.floats(0, 3), st.booleans())
+def test_no_line_is_longer_than_the_terminal(made, width: int, hop: float, color: bool) -> None:
+    shown = re.sub("\033\\[[0-9;]*m", "", text(simulate(made, hop=hop), width, color))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    for stage in range(made.stages):
+        assert lines[stage].startswith(f"stage {stage} ")
+
+
+def test_the_picture_in_characters() -> None:
+    # F takes 1, B takes 2, which is 3 columns and 6: as many whole ones as 40 characters hold.
+    assert text(simulate(schedule("1f1b", 2, 2)), 40).splitlines() == [
+        "stage 0 F0░F1░······B0▓▓▓▓···B1▓▓▓▓",
+        "stage 1 ···F0░B0▓▓▓▓F1░B1▓▓▓▓······",
+        "time    0─────────────────────────9",
+        "F░ forward   B▓ backward   · idle",
+        "a column is 0.333 of time",
+    ]
+    painted = text(simulate(schedule("zb-v", 2, 2)), 60, color=True)
+    assert painted.count("\033[48;5;74;") == 2 * 2 + 1 and painted.count("\033[48;5;117;") == 2 * 2
+    assert painted.count("\033[0m") == 6 * 2 * 2 + 3 and "░" not in painted
+
+
+# --- without torch ------------------------------------------------------------------------------
+
+ALONE = """
+import importlib, json, sys, types
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy", "matplotlib"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Nothing())
+package = types.ModuleType("pipeline")  # a folder of files, as a browser would have it
+package.__path__ = [sys.argv[1]]
+sys.modules["pipeline"] = package
+load = lambda name: importlib.import_module("pipeline." + name)
+schedules, simulate, terminal = load("schedules"), load("simulate"), load("terminal")
+made = [simulate.simulate(schedules.schedule(name, 4, 6)) for name in schedules.NAMES]
+print(json.dumps([timeline.bubble for timeline in made]))
+assert all(terminal.text(timeline) for timeline in made)
+"""
+
+
+def test_schedules_need_nothing_but_the_standard_library() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", ALONE, ROOT / "code/shardlab/pipeline"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [simulate(schedule(name, 4, 6)).bubble for name in NAMES]

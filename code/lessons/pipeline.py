@@ -1,0 +1,1313 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Pipeline parallelism: a model cut by layers, and who works when
+#
+# After this lesson you can
+#
+# - cut a model by layers over ranks, and say why that alone makes nothing faster;
+# - write, read and simulate the schedules that keep the ranks busy, from GPipe to zero bubble, and predict their bubble and their memory;
+# - run them on real ranks with the bits of one process, and beside PyTorch's own;
+# - choose the number of stages and of micro-batches, balance the stages, and find a deadlock before it happens.
+#
+# It takes about an hour to read and an hour for the exercises. Running it takes a minute.
+# It needs [Data parallelism](data_parallel.md), and what [Memory](memory.md) says about activations.
+#
+# One number to begin with. A model does not fit on your GPU, so you buy three more and cut it into four.
+# Now it fits. A step takes as long as before, on four times the hardware: each GPU works 25 % of the time.
+# This lesson is about the other 75 %.
+
+# %% tags=["hide-input"]
+import importlib.util
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import pipelining
+
+from shardlab import count, link, memory, pipeline, ranks, show, text
+from shardlab import deepspeed_engine as de
+from shardlab.check import check
+from shardlab.model import GPT, PRESETS, Config, loss
+from shardlab.pipeline import deferred
+
+show.style()
+
+SHAPE = Config(seq=64, layers=8, heads=2, hidden=64, tied=False)
+
+
+def plain(shape=SHAPE, device=None):
+    """The same GPT at every call, in one piece; on the rank's device unless another is given."""
+    torch.manual_seed(0)
+    return GPT(shape).to(device or ranks.device())
+
+
+def batch(size, step=0, seq=64):
+    """`size` windows of text: tokens, targets: [size, seq]."""
+    tokens, targets = text.batch(seq, size, start=step * size)
+    return tokens.to(ranks.device()), targets.to(ranks.device())
+
+
+def staged(name, microbatches, model=None, chunks=None, **options):
+    """This rank's stage of a pipeline over all ranks."""
+    schedule = pipeline.schedule(name, dist.get_world_size(), microbatches, chunks)
+    return pipeline.distribute(model or plain(), schedule, dist.group.WORLD, **options)
+
+
+# %% [markdown]
+# ## Four GPUs, of which one works
+#
+# To cut a model by layers takes a dozen lines. Each layer moves to a device, and the activations follow.
+# Here the four devices are four names for the CPU. With four GPUs they would be `"cuda:0"` to `"cuda:3"`.
+
+# %%
+class ByHand(nn.Module):
+    """The plain GPT, with its blocks dealt out over devices."""
+
+    def __init__(self, model, devices):
+        super().__init__()
+        self.model, self.devices = model, devices
+        share = len(model.blocks) // len(devices)
+        self.places = [device for device in devices for _ in range(share)]
+        model.embedding.to(devices[0])
+        for block, device in zip(model.blocks, self.places, strict=True):
+            block.to(device)
+        model.norm.to(devices[-1]), model.head.to(devices[-1])
+
+    def forward(self, tokens_BS):
+        x_BSH = self.model.embedding(tokens_BS.to(self.devices[0]))
+        for block, device in zip(self.model.blocks, self.places, strict=True):
+            x_BSH = block(x_BSH.to(device))
+        return self.model.head(self.model.norm(x_BSH))
+
+
+tokens, _ = text.batch(64, 2)
+model = plain(device="cpu")
+want = model(tokens)
+got = ByHand(model, ["cpu"] * 4)(tokens)
+print("largest difference from the plain model:", (got - want).abs().max().item())
+assert torch.equal(got, want)
+
+
+# %% [markdown]
+# It computes the right thing. But block 3 needs what block 2 made, and so on: only one device has work at a time.
+# To see it, the next cell gives each quarter to a rank of its own, with a clock. It draws one training step as it was measured.
+
+# %% tags=["measured"]
+def naive(microbatches):
+    mine = staged("naive", microbatches, record=True)
+    for _ in range(3):
+        mine.step(*batch(8))
+    return mine.timeline()
+
+
+whole, looped = (ranks.run(naive, 4, m, device="cpu")[0] for m in (1, 4))
+shares = {m: 1 - timeline.bubble for m, timeline in ((1, whole), (4, looped))}
+# One at a time is 25 % at most. What is missing are messages and a busy machine.
+assert all(0.05 < share < 0.26 for share in shares.values()), shares
+show.figure(
+    pipeline.draw(whole, label="time (s)"),
+    "A measured training step of four stages: forward goes down the stages one after the other, "
+    "backward comes up again, and at each moment one stage works.",
+    "pipeline_measured_naive",
+)
+
+# %% [markdown]
+# Perhaps the batch is too large a piece. Cut it into four *micro-batches*, and loop over them, forward and backward, as one does to accumulate gradients:
+
+# %% tags=["measured"]
+rows = [(m, f"{100 * share:.0f}") for m, share in shares.items()]
+show.table(rows, ["micro-batches in a loop", "a stage is busy (% of the step)"])
+
+# %% [markdown]
+# Nothing gained. The first stage has done its forward of micro-batch 0, and could go on with micro-batch 1.
+# But next in the loop stands the *backward* of micro-batch 0, and that has to come back from the last stage first.
+# (Without a backward, in inference, the same loop does overlap on GPUs: their work is queued, and nobody waits for it to end.) What is needed is another *order*.
+#
+# ## The picture
+#
+# Each rank holds a *stage*: some consecutive layers with their gradients and optimizer states, and nothing of the others.
+#
+# ![A model of an embedding, eight blocks, a norm and a head, cut into four parts, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the norm and the head. Each rank holds weights, gradients and optimizer states of its own part alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
+#
+# Between two stages travel activations of one micro-batch, and later their gradient: $b \cdot s \cdot h$ elements each.
+# The order in which a stage takes its micro-batches is the *schedule*. The time in which it waits is the *bubble*.
+#
+# ![Three timelines of four stages on one axis. The whole batch at once: one stage computes at a time, and each is busy 25 % of the time. Four micro-batches in a loop, forward and backward of one before the next begins: still one stage at a time, still 25 %. GPipe, forwards of all four and then backwards of all four: stages overlap, each is busy 57 % of the time, and the step takes less than half as long.](../figures/pipeline_microbatches.svg)
+#
+# ## The mechanism: schedules are data
+#
+# In this course a schedule is a list of actions for each stage: `F2` is the forward of micro-batch 2, `B2` its backward.
+# Stage 1 of 4, with four micro-batches:
+
+# %%
+for name in ("naive", "gpipe", "1f1b"):
+    print(f"{name:6}", *pipeline.schedule(name, 4, 4).orders[1])
+
+# %% [markdown]
+# ### GPipe: all forwards, then all backwards
+#
+# GPipe {cite}`huang2019gpipe` runs $m$ micro-batches forward, then $m$ backward. Look at how little tells it from the loop above.
+
+# %%
+show.source(pipeline.naive, pipeline.gpipe)
+
+# %% [markdown]
+# How long is its bubble? With $f$ seconds for a forward and $g$ for a backward, a stage has work for $m(f + g)$.
+# The last stage starts $p-1$ forwards late, and its last backward is $p-1$ backwards away from the first stage. So a step takes $(m+p-1)(f+g)$, and
+#
+# $$
+# \text{bubble} = \frac{p-1}{m+p-1} .
+# $$
+#
+# Papers also divide by the work alone, which gives $(p-1)/m$ {cite}`narayanan2021megatron`. Here a bubble is a share of the step.
+#
+# `````{admonition} Checked: "four micro-batches on four stages keep GPUs 75 % busy"
+# :class: checked
+#
+# It is $m/(m+p-1) = 4/7 = 57\,\%$: the pipeline has to fill *and* to drain. ($3/4$ is $(p-1)/m$, idle time over work.)
+# The next cell measures it on four ranks whose layers *sleep* instead of computing; otherwise they would wait for one of two cores, and not for each other. Messages and order are real.
+# `````
+
+# %% tags=["measured"]
+UNIT = 0.01  # seconds for each of forward, backward of the input, backward of the weights
+
+
+def sleeping_steps(names, microbatches, wire=None):
+    """On a rank: of each schedule's pipeline of sleeping stages, the shorter of two steps."""
+    found = {}
+    for name in names:
+        group = link.slow(*wire) if wire else dist.group.WORLD
+        schedule = pipeline.schedule(name, dist.get_world_size(), microbatches)
+        mine = pipeline.asleep(schedule, group, UNIT, UNIT, UNIT, record=True)
+        steps = []
+        for _ in range(2):
+            mine.step(torch.zeros(microbatches, 1), torch.zeros(microbatches, 1))
+            steps.append(mine.timeline())
+        found[name] = min(steps, key=lambda timeline: timeline.cost)
+    return found
+
+
+found = ranks.run(sleeping_steps, 4, ["gpipe"], 4, device="cpu")[0]["gpipe"]
+predicted, measured = 4 / 7, 1 - found.bubble
+print(f"busy: claimed 75 %, predicted {100 * predicted:.0f} %, measured {100 * measured:.0f} %")
+assert abs(measured - predicted) < 0.1  # sleeps end late on a busy machine
+
+# %% [markdown]
+# More micro-batches make the bubble smaller. But when the last forward is done, each stage of GPipe holds the activations of *all* $m$.
+#
+# ### 1F1B: the same bubble, less memory
+#
+# A backward frees what its forward kept. So run it as early as possible: once micro-batch 0 has come back, alternate *one forward, one backward* {cite}`narayanan2021megatron`.
+# Stage $s$, counted from 0, runs $p-1-s$ forwards ahead, and then holds at most $p-s$ micro-batches, however large $m$ is.
+
+# %%
+show.source(pipeline.one_f_one_b, pipeline.schedules._built)
+
+# %% [markdown]
+# ![GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have the same bubble. At its fullest each stage of GPipe holds activations of 8 micro-batches, those of 1F1B of 4, 3, 2 and 1.](../figures/pipeline_memory.svg)
+#
+# The bubble is the same: the same pipeline is filled and drained. What 1F1B buys is room for a larger $m$, and *that* makes the bubble smaller.
+#
+# ### Interleaving: less bubble, more messages
+#
+# To fill a pipeline takes $p-1$ forwards of a whole stage. So make stages smaller, and give each rank several.
+# Cut the model into $p \cdot v$ parts and deal them out like cards: rank $s$ gets parts $s$, $s+p$, $s+2p$, …, its *chunks*.
+#
+# ![Which parts of a model four stages hold. One part each: parts 0 to 3 in order. A loop of two chunks: stage 0 has parts 0 and 4, stage 1 parts 1 and 5, and so on; after part 3 a micro-batch goes back to stage 0. A V of two chunks: stage 0 has parts 0 and 7, stage 3 parts 3 and 4; at the turn it stays where it is, and it ends where it began.](../figures/pipeline_placement.svg)
+#
+# A part takes $1/v$ of the time, and so does filling: the bubble is $\frac{p-1}{vm+p-1}$. The price is about $v$ times the messages, since each micro-batch goes round $v$ times, and somewhat more activations.
+#
+# ![1F1B above interleaved 1F1B with two chunks for each of four stages, eight micro-batches. Boxes are half as long and twice as many, the ramps at both ends are half as long, and the bubble falls from 27 % to 16 %.](../figures/pipeline_interleaved.svg)
+#
+# ### Zero bubble: a backward is two
+#
+# Backward of $y = xW$ is two products: $\partial x = \partial y\, W^\top$ and $\partial W = x^\top \partial y$. The stage before waits for the first. For the second nobody waits, until the optimizer steps.
+# So a backward `B` is split into `I`, of the input, which runs as early as possible, and `W`, of the weights, which runs when there is nothing else to do {cite}`qi2024zerobubble`.
+#
+# ![Four schedules on one axis, four stages and eight micro-batches, with forward and both halves of the backward equally long. 1F1B: bubble 27 %, holds up to 4; ZB-H1: bubble 11 %, holds up to 4; ZB-H2: bubble 0 %, holds up to 7; ZB-V: bubble 0 %, holds up to 4 micro-batches. Where the backward is split, its weights’ part fills what used to be gaps.](../figures/pipeline_zero_bubble.svg)
+#
+# With $F$, $I$ and $W$ seconds for the three,
+#
+# - *ZB-H1* fills with `W` the end, where the pipeline drains: of 1F1B's $(p-1)(F+I+W)$ idle seconds $(p-1)(F+I-W)$ are left, a third if all three take equally long. No stage holds more than $p$ micro-batches, but now all hold as many.
+# - *ZB-H2* also fills the beginning, with more forwards: $(p-1)(F+I-2W)$ are left, nothing, at the price of $2p-1$ micro-batches held.
+# - *ZB-V* gets to nothing with 1F1B's memory. Its two chunks lie in a V: the first rank holds the first part *and the last*, so the first backward begins where the first forward began.
+#
+# Autograd computes both products at once. This function, put in the place of each `nn.Linear` of a stage, computes the first and leaves the second for later. (Norms and embeddings keep theirs, which are cheap.)
+# Look at what `backward` returns for the weight.
+
+# %%
+show.source(deferred._Linear)
+
+# %% [markdown]
+# ### All of them in one table
+#
+# A simulator knows only this: a pass begins when its stage is free and what it needs has arrived. Look at `begin`.
+
+# %%
+show.source(pipeline.simulate)
+
+# %% [markdown]
+# Now formula beside simulation, with $p = 4$, $m = 8$ and equal times. "Held" is the most activations on stages 0 to 3, in micro-batches.
+
+# %%
+p, m, v = 4, 8, 2
+idle = {"naive": (p - 1) * 3 * m, "gpipe": (p - 1) * 3, "1f1b": (p - 1) * 3}  # in units
+idle |= {"interleaved": (p - 1) * 3 / v, "zb-h1": p - 1, "zb-h2": 0, "zb-v": 0}
+rows = []
+for name, lost in idle.items():
+    schedule = pipeline.schedule(name, p, m)
+    pipeline.validate(schedule)
+    timeline = pipeline.simulate(schedule)  # F = I = W = 1
+    predicted = lost / (3 * m + lost)
+    assert abs(timeline.bubble - predicted) < 1e-12, name
+    ends = [stage[-1].end for stage in timeline.spans]
+    together = 1 - 3 * m / (max(ends) - min(stage[0].begin for stage in timeline.spans))
+    sends = sum(action.kind in ("SF", "SB") for action in schedule.actions[1])
+    held = " ".join(f"{most:g}" for most in timeline.peak_activations)
+    bubbles = (f"{100 * share:.1f}" for share in (predicted, timeline.bubble, together))
+    rows.append((name, *bubbles, held, sends))
+head = ["schedule", "bubble: formula (%)", "simulated (%)", "if all end together (%)"]
+show.table(rows, [*head, "held", "messages sent by stage 1"])
+
+# %% [markdown]
+# `````{admonition} Checked: "zero bubble: no GPU ever waits"
+# :class: checked
+#
+# The paper counts each stage from *its own* first action to its own last. In that sense ZB-H2 has no bubble: stages start and end one after the other, and so does the next step.
+# Where all have to end together, the ramps are back: column *if all end together*. Clipping by the norm of all gradients is such an end. (The paper steps first and checks the norm afterwards, section 4.)
+# `````
+#
+# From the times that the paper measured on A100s (its Table 9) the same simulator gives the paper's bubble rates (its Table 5), to the last digit printed. ([A test](../tests/test_pipeline_schedules.py) does it for the whole table.)
+
+# %%
+# stages, micro-batches; F, I, W, hop in ms (Table 9); rates of 1F1B, ZB-H1, ZB-H2 (Table 5)
+PUBLISHED = [
+    (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
+    (8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
+    (8, 64, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444)),
+    (32, 96, (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1421, 0.0641)),
+]
+rows = []
+for p, m, times, rates in PUBLISHED:
+    cells = []
+    for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
+        found = pipeline.simulate(pipeline.schedule(name, p, m), *times).bubble
+        assert round(found, 4) == rate, (name, p, m, found)
+        cells += [f"{rate:.4f}", f"{found:.4f}"]
+    rows.append((p, m, *cells))
+head = [f"{name}: {what}" for name in ("1F1B", "ZB-H1", "ZB-H2") for what in ("published", "ours")]
+show.table(rows, ["p", "m", *head], caption="Bubble rates, as shares of the step")
+
+# %% [markdown]
+# For your own times there is a command, which prints the bubble and draws the timeline in your terminal:
+#
+# ```bash
+# python -m shardlab schedule 1f1b --stages 8 --microbatches 24 \
+#     --forward 18.522 --backward-input 18.086 --backward-weight 9.337 --hop 0.601
+# ```
+#
+# ### On real ranks
+#
+# Ranks also send and receive. Where these stand in the list decides how fast the pipeline is, and whether it ends at all.
+
+# %%
+print(*pipeline.schedule("1f1b", 4, 4).actions[1])
+
+# %% [markdown]
+# `RF1` posts the receive of the activations that `F1` needs, `SF0` sends what `F0` made; `RB` and `SB` are the same for gradients. They do not wait: the pass that needs a message does.
+# So a receive stands *one pass before* the one that needs it, and the message travels meanwhile:
+#
+# ![A stage that alternates forward and backward, twice. Above, each receive is posted when its compute is due: the transfer runs while the stage waits. Below, each receive is posted one compute earlier: the transfer runs behind that compute, and the stage never waits.](../figures/pipeline_messages.svg)
+#
+# Order is all that ties a message to its receive: nccl ignores tags. So between two stages receives are posted in the order of the sends. Look at how `incoming` is filled:
+
+# %%
+show.source(pipeline.with_messages)
+
+# %% [markdown]
+# The executor goes through its stage's list. It waits in one place; look for it.
+
+# %%
+show.source(pipeline.Pipeline.step, pipeline.Pipeline._pass, pipeline.Pipeline._forward)
+
+# %% [markdown]
+# Three details:
+#
+# - An output that has been sent is let go: backward needs its place in autograd's graph, not its numbers.
+# - A micro-batch's loss counts by its share of the batch, so gradients are those of the mean over the whole batch, even if $m$ does not divide it.
+# - Tied weights, embedding on the first stage and head on the last, are two copies, whose gradients both stages exchange and add once per step.
+#
+# ## Equal
+#
+# One process goes through the same micro-batches one after another, and adds their gradients up. The pipeline must compute the same, whatever the schedule.
+# The cells train for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; the batch has six sequences, so four micro-batches are uneven.
+
+# %%
+SMALL = replace(SHAPE, seq=16, hidden=32, bias=False)
+MICRO = (2, 4, 6)
+
+
+def one_process(shape, dtype, micro, at_once=False):
+    """By number of micro-batches: losses, gradients of the last step, weights after five."""
+    found = {}
+    for m in micro:
+        model = plain(shape).to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        losses = []
+        for step in range(5):
+            optimizer.zero_grad()
+            pieces = [x.tensor_split(1 if at_once else m) for x in batch(6, step, shape.seq)]
+            total = 0.0
+            for tokens, targets in zip(*pieces, strict=True):
+                value = loss(model(tokens), targets) * (len(tokens) / 6)
+                value.backward()
+                total += value.item()
+            losses.append(total)
+            optimizer.step()
+        named = model.named_parameters(remove_duplicate=False)  # a tied weight has two names
+        found[m] = losses, {name: (p.grad.cpu(), p.detach().cpu()) for name, p in named}
+    return found
+
+
+def differences(name, shape, dtype, reference):
+    """On a rank: by number of micro-batches, largest difference in gradients and in weights."""
+    found = []
+    for m, (losses, tensors) in reference.items():
+        mine = staged(name, m, plain(shape).to(dtype))
+        optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3, fused=True)
+        for step in range(5):
+            optimizer.zero_grad()
+            value = mine.step(*batch(6, step, shape.seq))
+            assert value is None or abs(value.item() - losses[step]) < 1e-5  # float32, about 5
+            optimizer.step()
+        apart = [0.0, 0.0]
+        for own, p in mine.named_parameters():  # those of this rank's layers
+            for i, (got, want) in enumerate(zip((p.grad, p.detach()), tensors[own], strict=True)):
+                apart[i] = max(apart[i], (got.cpu() - want).abs().max().item())
+        found.append(apart)
+    return found
+
+
+# %% [markdown]
+# Now the comparison, for a model with one block in each part. Look for anything that is not 0.
+
+# %%
+def all_schedules(references):
+    found = []
+    for name in pipeline.NAMES:
+        layers = pipeline.schedule(name, dist.get_world_size(), 1).parts
+        shape = replace(SMALL, layers=layers)
+        found.append(differences(name, shape, torch.float32, references[layers]))
+    return found
+
+
+references = {}
+for layers in (4, 8):
+    shape = replace(SMALL, layers=layers)
+    references[layers] = ranks.run(one_process, 1, shape, torch.float32, MICRO)[0]
+results = torch.tensor(ranks.run(all_schedules, 4, references))  # [rank, schedule, m, 2]
+exact = ranks.place(4)[1] == "cpu"  # a GPU's kernels may add in another order
+assert results.max() == 0 or (not exact and results.max() < 1e-3), results.amax(0)
+cells = [[f"{x:.0e}" if x else "0" for x in row] for row in results.amax(0).mT.flatten(1).tolist()]
+rows = [(name, *row) for name, row in zip(pipeline.NAMES, cells, strict=True)]
+head = [f"{what}, m = {m}" for what in ("gradients", "weights") for m in MICRO]
+show.table(rows, ["schedule", *head], caption="Largest difference from one process, float32")
+
+# %% [markdown]
+# Bit for bit, since every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) do it on 1 and 2 stages, too). Two cases are not of that kind:
+#
+# - with *tied* weights the embedding's gradient is a sum over two ranks: $(a + b) + (c + d)$ where one process has $((a + b) + c) + d$;
+# - beside one process that takes the whole batch *at once*, products run over other numbers of rows.
+
+# %%
+shape, rows = replace(SMALL, layers=4), []
+for case, tied, at_once in (("tied weights", True, False), ("the batch at once", False, True)):
+    for dtype, room in ((torch.float32, (1e-5, 1e-3)), (torch.float64, (1e-13, 1e-11))):
+        shape = replace(shape, tied=tied)
+        reference = ranks.run(one_process, 1, shape, dtype, [4], at_once)[0]
+        found = ranks.run(differences, 4, "1f1b", shape, dtype, reference)
+        apart = [max(rank[0][which] for rank in found) for which in (0, 1)]
+        # Gradients reach 1. AdamW divides by a gradient's size: where that is almost 0, rounding
+        # decides which way a weight moves.
+        assert all(0 < value < limit for value, limit in zip(apart, room, strict=True)), apart
+        rows.append((case, str(dtype)[6:], *(f"{value:.0e}" for value in apart)))
+show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five steps"])
+
+# %% [markdown]
+# Float64 shrinks both by the digits that it has more: rounding, and no mistake. With dropout, ranks draw other masks than one process would.
+#
+# ## What it costs
+#
+# ### Time
+#
+# The simulator beside four ranks whose stages sleep. In the last two rows the wire is emulated, and a hop takes 5 ms, half of a forward.
+
+# %% tags=["measured"]
+names = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+hop = UNIT / 2  # on a wire that is slow only to begin with
+near = ranks.run(sleeping_steps, 4, names, 8, device="cpu")[0]
+far = ranks.run(sleeping_steps, 4, names[:2], 8, (hop, 1e9), device="cpu")[0]
+cases = [(0.0, timeline) for timeline in near.values()]
+cases += [(hop, timeline) for timeline in far.values()]
+rows = []
+for hop, timeline in cases:
+    name = timeline.schedule.name
+    predicted = pipeline.simulate(timeline.schedule, UNIT, UNIT, UNIT, hop)
+    off = timeline.cost / predicted.cost - 1
+    # Some 30 sleeps in a row end late, and a busy machine delays messages: hence the room.
+    assert -0.02 < off < 0.4, (name, off)
+    cells = [f"{1e3 * t.cost:.0f}" for t in (predicted, timeline)]
+    bubbles = [f"{100 * t.bubble:.0f}" for t in (predicted, timeline)]
+    rows.append((name, f"{1e3 * hop:.0f}", *cells, f"{100 * off:+.1f}", *bubbles))
+head = ["schedule", "hop (ms)", "predicted (ms)", "measured (ms)", "difference (%)"]
+show.table(rows, [*head, "bubble: predicted (%)", "measured (%)"], caption="Four ranks, m = 8")
+
+# %% [markdown]
+# Look at the two last rows again: with hops 1F1B takes longer than GPipe, which pays each hop once on the way there and once back. A stage that alternates waits round after round for a message that its neighbour could not send earlier.
+# So hops have to be short beside a forward, or stages need to run further ahead.
+#
+# Here is the interleaved step, measured and simulated:
+
+# %% tags=["measured"]
+measured = near["interleaved"]
+simulated = pipeline.simulate(measured.schedule, UNIT, UNIT, UNIT)
+show.figure(
+    pipeline.draw([simulated, measured], ["simulated", "measured"], label="time (s)"),
+    "The interleaved schedule on four stages with eight micro-batches, simulated and measured: the "
+    "same boxes in the same places, the measured ones a little longer.",
+    "pipeline_measured",
+)
+
+# %% [markdown]
+# ### Memory
+#
+# A stage holds $1/p$ of the model states, give or take embedding and head. Of activations it holds what its layers keep for one micro-batch, times the micro-batches in flight; and a layer's temporaries.
+# The cell counts every byte on each of four ranks.
+
+# %% tags=["measured"]
+WIDE = Config(seq=64, layers=8, heads=4, hidden=128, tied=False)
+CASES = [("gpipe", False), ("1f1b", False), ("gpipe", True), ("1f1b", True)]  # recompute?
+
+
+def held_in_a_step(m):
+    """On a rank, for each case: bytes at the peak of a step, beyond weights and gradients."""
+    found = []
+    for name, again in CASES:
+        mine = staged(name, m, plain(WIDE), recompute=again)
+        for parameter in mine.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        tokens, targets = batch(m)
+        with count.held(*mine.parts, tokens, targets) as held:
+            before = held.now
+            mine.step(tokens, targets)
+        found.append(held.peak - before)
+    return found
+
+
+def predicted_peak(name, stage, m, again):
+    """Bytes: what is kept, times those in flight, and what backward of one layer needs."""
+    recompute = "full" if again else "none"
+    one = memory.activations(WIDE, 1, precision="fp32", pp=4, stage=stage, recompute=recompute)
+    layers, ends = one.layer * one.layers, one.head + one.logits  # kept by a micro-batch
+    in_flight = pipeline.live(pipeline.schedule(name, 4, m))[stage]
+    # Backward of a layer comes when that of head and loss is over. It makes a matrix's gradient.
+    backward = max(ends + one.loss, max(one.working.values()) + 4 * 4 * WIDE.hidden**2)
+    return in_flight * layers + (in_flight - 1) * ends + backward + 2 * one.stream  # messages
+
+
+by_rank = ranks.run(held_in_a_step, 4, 8, device="cpu")
+PEAKS = {case: [found[i] for found in by_rank] for i, case in enumerate(CASES)}
+rows = []
+for stage in range(4):
+    cells = []
+    for name in ("gpipe", "1f1b"):
+        want, got = predicted_peak(name, stage, 8, False), PEAKS[name, False][stage]
+        assert abs(got / want - 1) < 0.06, (name, stage, want, got)
+        cells += [f"{want / 1e6:.2f}", f"{got / 1e6:.2f}", f"{100 * (got / want - 1):+.1f}"]
+    rows.append((stage, *cells))
+columns = "predicted (MB)", "measured (MB)", "difference (%)"
+head = [f"{name}: {column}" for name in ("GPipe", "1F1B") for column in columns]
+show.table(rows, ["stage", *head], caption="Activations at the peak of a step, m = 8")
+
+# %% [markdown]
+# ### Recomputation inside GPipe
+#
+# GPipe's own remedy: keep only the *input* of each block, and compute the rest again in backward ([Memory](memory.md)). On stage 0:
+
+# %% tags=["measured"]
+rows = []
+for (name, again), peaks in PEAKS.items():
+    want, got = predicted_peak(name, 0, 8, again), peaks[0]
+    assert abs(got / want - 1) < 0.06, (name, again, want, got)
+    # With recomputation, the backward of the input begins with another forward.
+    step = pipeline.simulate(pipeline.schedule(name, 4, 8), 1, 2 if again else 1, 1)
+    what = "each block again in backward" if again else "everything kept"
+    sizes = f"{want / 1e6:.2f}", f"{got / 1e6:.2f}", f"{100 * (got / want - 1):+.1f}"
+    rows.append((name, what, *sizes, f"{step.cost:g}", f"{100 * step.bubble:.0f}"))
+head = ["schedule", "activations", "predicted, stage 0 (MB)", "measured (MB)", "difference (%)"]
+show.table(rows, [*head, "step (forwards of a stage)", "bubble (%)"])
+
+
+# %% [markdown]
+# GPipe's activations shrink to a sixth, and what it holds comes near 1F1B's. A step takes a third longer; the bubble's share stays.
+#
+# ### Messages and bytes
+#
+# Activations go one way and gradients the other: in a step $2\,v\,B\,s\,h$ elements leave an inner stage, whatever $m$ is. Data parallelism sends gradients, whatever the batch is.
+
+# %%
+def traffic(cases):
+    found = []
+    for name, m in cases:
+        mine = staged(name, m, plain(WIDE))
+        with count.sent() as sent:
+            mine.step(*batch(8))
+        found.append((sent.messages, sent.bytes))
+    return found
+
+
+cases, rows = [("1f1b", 4), ("1f1b", 8), ("interleaved", 8), ("zb-v", 8)], []
+found = ranks.run(traffic, 4, cases, device="cpu")[1]
+for (name, m), (messages, size) in zip(cases, found, strict=True):
+    v = pipeline.schedule(name, 4, m).chunks
+    predicted = 2 * v * 8 * 64 * WIDE.hidden * 4  # 2 v B s h elements of 4 bytes
+    assert size == predicted and messages == 2 * v * m
+    rows.append((name, m, messages, f"{predicted / 1e6:.3f}", f"{size / 1e6:.3f}"))
+P = sum(p.numel() for p in plain(WIDE, "cpu").parameters())
+rows.append(("data parallel, 4 ranks", "-", "-", f"{2 * 3 / 4 * 4 * P / 1e6:.3f}", "-"))
+head = ["sent by stage 1 in a step", "m", "messages", "predicted (MB)", "counted (MB)"]
+show.table(rows, head, caption="Batch of 8 sequences of 64 tokens, h = 128")
+
+
+# %% [markdown]
+# So a pipeline sends less than data parallelism below $P/h$ tokens in a step: 2 million for Llama 3 8B.
+#
+# ### Balance
+#
+# The slowest stage sets the pace of all. And the head, a product with the whole vocabulary, costs as much as several layers. Llama 3 8B has 32 layers:
+
+# %% tags=["measured"]
+def uneven_step(seconds):
+    """On a rank: the shorter of two steps of stages that sleep for unequal times."""
+    schedule = pipeline.schedule("1f1b", 4, 8)
+    mine = pipeline.asleep(schedule, dist.group.WORLD, *[seconds] * 3, record=True)
+    steps = []
+    for _ in range(2):
+        mine.step(torch.zeros(8, 1), torch.zeros(8, 1))
+        steps.append(mine.timeline().cost)
+    return min(steps)
+
+
+sizes = memory.parameters(PRESETS["llama-3-8b"])
+HEAD = sizes["head"] / ((sizes["attention"] + sizes["ffn"]) / 32)  # time goes with parameters
+costs = [1.0] * 31 + [1.0 + HEAD]  # in layers; the head comes with the last one
+cuts = {"as many layers each": [8] * 4, "balance(costs, 4)": pipeline.balance(costs, 4)}
+rows = []
+for what, layers in cuts.items():
+    stages = [1e-3 * (n + HEAD * (i == 3)) for i, n in enumerate(layers)]  # 1 ms a layer
+    predicted = pipeline.simulate(pipeline.schedule("1f1b", 4, 8), stages, stages, stages)
+    measured = ranks.run(uneven_step, 4, stages, device="cpu")[0]
+    off = measured / predicted.cost - 1
+    assert -0.02 < off < 0.4, (what, off)  # late sleeps
+    times = [f"{1e3 * predicted.cost:.0f}", f"{1e3 * measured:.0f}", f"{100 * off:+.1f}"]
+    bubble = f"{100 * predicted.bubble:.0f}"
+    rows.append((what, str(layers), f"{1e3 * max(stages):.1f}", *times, bubble))
+head = ["cut", "layers", "slowest forward (ms)", "step: predicted (ms)", "measured (ms)"]
+caption = f"The head costs {HEAD:.1f} layers"
+show.table(rows, [*head, "difference (%)", "bubble (%)"], caption=caption)
+
+# %% [markdown]
+# `balance` finds the cut whose slowest part is fastest; an exercise below asks you for it.
+# Memory is uneven, too: with 1F1B the first stage holds the most activations, and the last one the logits.
+#
+# ### How to choose m and p
+#
+# ![Above, the bubble for 2 to 32 stages and 1 to 128 micro-batches: from 97 % for 32 stages and one micro-batch to below 1 % for 2 stages and 128; it is 20 % or less where there are four times as many micro-batches as stages. Below, what the first stage holds at its fullest: GPipe's grows with the micro-batches, to 32 micro-batches of the whole model for 4 stages and 128 micro-batches; 1F1B's stops at one, for 4 stages as for 16.](../figures/pipeline_choose.svg)
+#
+# `````{admonition} Checked: "with four times as many micro-batches as stages the bubble is negligible"
+# :class: checked
+#
+# GPipe's authors found it so {cite}`huang2019gpipe`, with recomputation that begins before the gradient has come. By itself $m = 4p$ leaves $(p-1)/(5p-1)$, 16 % for 4 stages and 20 % for very many; see the next cell. For 5 % you need $m = 19\,(p-1)$.
+# `````
+
+# %%
+rows = []
+for p in (2, 4, 8, 16):
+    names = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    found = [pipeline.simulate(pipeline.schedule(name, p, 4 * p)).bubble for name in names]
+    assert abs(found[0] - (p - 1) / (5 * p - 1)) < 1e-12
+    rows.append((p, 4 * p, *(f"{100 * bubble:.1f}" for bubble in found)))
+head = [f"{name}: bubble (%)" for name in ("1F1B", "interleaved, v = 2", "ZB-H1", "ZB-V")]
+show.table(rows, ["p", "m = 4p", *head], caption="F = I = W, no hops")
+
+# %% [markdown]
+# **Stages.** As few as let the model fit: every stage more adds to the bubble.
+#
+# **Micro-batches.** As many as the batch gives, $m = B/(d \cdot b)$ with $d$ copies: choose $b$ small, down to where products get too small to keep a GPU busy.
+# Large jobs have less choice than it seems. 1,024 sequences and 64 copies leave 16 for a pipeline; with $b = 1$ and $p = 8$ the bubble is 7/23 = 30 %.
+#
+# **Schedule.** 1F1B first. When the bubble hurts and $m$ cannot grow, interleave, where hops are short beside a part's forward; or split the backward.
+#
+# (pipeline-torch)=
+# ## The production library
+#
+# `torch.distributed.pipelining` has a `PipelineStage` around a stage's module, and a class for each schedule. The first cell puts the same parts into it.
+
+# %%
+TORCHS = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+}
+
+
+def torchs(name, m, model, **options):
+    """Torch's pipeline around the parts that `pipeline.cut` makes: a step, and this rank's parts."""
+    schedule = pipeline.schedule(name, dist.get_world_size(), m)
+    parts = pipeline.cut(model, schedule.parts)
+    numbers = schedule.placement[dist.get_rank()]
+    stages = [
+        pipelining.PipelineStage(parts[i], i, schedule.parts, ranks.device()) for i in numbers
+    ]
+    kind = getattr(pipelining, "Schedule" + TORCHS[name])
+    theirs = kind(stages if schedule.chunks > 1 else stages[0], m, **{"loss_fn": loss} | options)
+
+    def step(tokens, targets):
+        first = [tokens] if 0 in numbers else []
+        last = {"target": targets} if schedule.parts - 1 in numbers else {}
+        theirs.step(*first, **last)
+
+    return step, nn.ModuleList(parts[i] for i in numbers)
+
+
+# %% [markdown]
+# The next one times both, in turn, and compares the gradients of the last step.
+
+# %%
+def side_by_side(names, rounds, m):
+    found = []
+    for name in names:
+        ours = staged(name, m)
+        step, parts = torchs(name, m, plain())
+        pair = {"ours": (ours.step, ours), "torch's": (step, parts)}
+        seconds = {who: [] for who in pair}
+        for number in range(rounds + 1):
+            for who in list(pair)[:: 1 if number % 2 else -1]:
+                run, module = pair[who]
+                for parameter in module.parameters():
+                    parameter.grad = None
+                dist.barrier()
+                begin = time.perf_counter()
+                run(*batch(4, number))
+                seconds[who].append(time.perf_counter() - begin)
+        pairs = zip(ours.parameters(), parts.parameters(), strict=True)
+        apart = max((a.grad - b.grad).abs().max().item() for a, b in pairs)
+        ratios = [a / b for a, b in zip(*(s[1:] for s in seconds.values()), strict=True)]
+        found.append((apart, statistics.median(ratios)))
+    return found
+
+
+# %% [markdown]
+# Look at the gradients first:
+
+# %% tags=["measured"]
+results = ranks.run(side_by_side, 2, list(TORCHS), 3, 4, device="cpu")
+rows = []
+for i, (name, theirs) in enumerate(TORCHS.items()):
+    apart = max(result[i][0] for result in results)
+    ratio = results[0][i][1]
+    assert apart == 0.0 and 0.4 < ratio < 1.6, (name, apart, ratio)  # two ranks, a busy machine
+    rows.append((name, f"Schedule{theirs}", f"{apart:.1f}", f"{ratio:.2f}"))
+head = ["ours", "torch.distributed.pipelining", "gradients differ by", "step time, ours / torch's"]
+show.table(rows, head, caption="Two ranks, loopback, m = 4")
+
+# %% [markdown]
+# The bits are the same. The time is, roughly, too; [the benchmark](../benchmarks/pipeline.py) measures it with more care, on two and four ranks and on a slow link, where receives that are posted early count.
+# The same things have several names:
+#
+# | here | `torch.distributed.pipelining` | Megatron | DeepSpeed |
+# |---|---|---|---|
+# | stage, rank | rank | stage | stage |
+# | part, chunk | stage (`stage_index`) | virtual stage, model chunk | |
+# | `cut(model, parts)` | by hand, or traced: `pipeline(module, …)` | by layer number | `PipelineModule(layers, num_stages)` |
+# | `gpipe` | `ScheduleGPipe` | | |
+# | `1f1b` | `Schedule1F1B` | the default | the only one |
+# | `interleaved` | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` | |
+# | `zb-v` | `ScheduleZBVZeroBubble` | | |
+# | $m$ | `n_microbatches` | global batch / ($d \cdot b$) | `gradient_accumulation_steps` |
+#
+# `````{admonition} Checked: "wrap an nn.Sequential in torch.distributed.pipeline.sync.Pipe"
+# :class: checked
+#
+# Tutorials still say so. The module is gone: it was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then retired ([127354](https://github.com/pytorch/pytorch/pull/127354)). In its place stands `torch.distributed.pipelining`, which came from a project of its own, PiPPy.
+# It is not the same with another name: `Pipe` was GPipe in *one* process over several GPUs, its successor is one process for each stage.
+# `````
+
+# %%
+gone = importlib.util.find_spec("torch.distributed.pipeline") is None
+there = [name for name in dir(pipelining) if name.startswith("Schedule")]
+print("torch.distributed.pipeline:", "gone" if gone else "still there")
+print("torch.distributed.pipelining:", *(name.removeprefix("Schedule") for name in there))
+assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= set(there)
+
+
+# %% [markdown]
+# `````{admonition} Checked: "DeepSpeed's pipeline goes with any ZeRO stage"
+# :class: checked
+#
+# With stage 1 alone, besides 0. Stages 2 and 3 scatter gradients after every micro-batch, and a pipeline adds them up over $m$ of them: $m$ times the messages ([ZeRO](zero.md)). The next cell asks DeepSpeed's own engine.
+# `````
+
+# %%
+def deepspeeds(zero):
+    """On a rank: the loss of a step of DeepSpeed's pipeline, or what it says instead."""
+    settings = de.config(1, 2, pp=2, accumulation=4)
+    settings["zero_optimization"] = {"stage": zero}
+    try:
+        engine = de.initialize(de.pipeline(plain(), 2), settings)
+    except AssertionError as error:
+        return str(error)
+    tokens, targets = batch(4)
+    return de.step(engine, list(zip(tokens.chunk(4), targets.chunk(4), strict=True)))
+
+
+de.prepare()
+with torch.no_grad():
+    tokens, targets = text.batch(64, 4)
+    alone = loss(plain(device="cpu")(tokens), targets).item()
+for zero in (0, 1, 2):
+    found = ranks.run(deepspeeds, 2, zero, device="cpu")[0]
+    trains = isinstance(found, float) and abs(found - alone) < 1e-5  # float32
+    print(f"stage {zero}:", "trains, with the loss of one process" if trains else found)
+    assert trains == (zero < 2)
+
+
+# %% [markdown]
+# ## With data parallelism
+#
+# A pipeline of $p$ stages on $N$ ranks leaves room for $d = N/p$ copies. Ranks that hold the same stage in different copies are *replicas*, and average their gradients.
+# When? Once, after the last micro-batch: the gradient of a step is the sum over all of them. The cell trains two copies of a two-stage pipeline, and counts.
+
+# %%
+def two_by_two(m):
+    """On a rank: largest difference of gradients from one process, and all-reduces in a step."""
+    rank = dist.get_rank()
+    pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    copy_, stage = divmod(rank, 2)
+    schedule = pipeline.schedule("1f1b", 2, m)
+    options = {"replicas": replicas[stage]}
+    mine = pipeline.distribute(plain(SMALL), schedule, pipelines[copy_], **options)
+    shares = [batch(8, step, SMALL.seq) for step in (0, 1)]  # a batch for each copy
+    with count.sent() as sent:
+        mine.step(*shares[copy_])
+    alone = plain(SMALL)
+    for tokens, targets in shares:
+        for x, y in zip(tokens.chunk(m), targets.chunk(m), strict=True):
+            (loss(alone(x), y) / m / 2).backward()
+    want = dict(alone.named_parameters())
+    apart = max((p.grad - want[name].grad).abs().max() for name, p in mine.named_parameters())
+    return apart.item(), sent.collectives["all_reduce"][0], len(list(mine.parameters()))
+
+
+rows = []
+for m in (2, 8):
+    results = ranks.run(two_by_two, 4, m)
+    apart = max(result[0] for result in results)
+    assert apart < 1e-5  # float32: (a + b) + (c + d) beside ((a + b) + c) + d; gradients reach 1
+    assert all(calls == parameters for _, calls, parameters in results)
+    rows.append((m, f"{apart:.0e}", results[0][1], results[0][2]))
+head = ["m", "gradients: from one process", "all-reduces of rank 0 in a step", "its parameters"]
+show.table(rows, head, caption="Two copies of two stages on four ranks")
+
+# %% [markdown]
+# One for each parameter, however many micro-batches: who averages after each of them, as a wrapper around each stage would, sends $m$ times as much.
+# (Larger messages would be better still: the buckets of [Data parallelism](data_parallel.md).)
+#
+# ## What goes wrong
+#
+# ### Two stages, two schedules
+#
+# One node starts with an old configuration. Stage 0 loops naively and wants gradient 0 before it goes on; stage 1 runs GPipe and wants both activations before it gives a gradient back.
+# Each list is right by itself. `validate` goes through both as ranks would:
+
+# %%
+mixed = pipeline.from_text("F0 B0 F1 B1", "F0 F1 B0 B1")
+try:
+    pipeline.validate(mixed)
+except ValueError as error:
+    print(error)
+else:
+    raise AssertionError("this was meant to be refused")
+
+
+# %% [markdown]
+# Without it the ranks hang. With a timeout of three seconds, this is what it looks like:
+
+# %%
+def unchecked(schedule):
+    mine = pipeline.distribute(plain(), schedule, dist.group.WORLD, check=False)
+    value = mine.step(*batch(2))
+    return None if value is None else value.item()
+
+
+try:
+    ranks.run(unchecked, 2, mixed, timeout=3, device="cpu")
+except ranks.RankError as error:
+    print(error)
+    assert error.ranks == [0, 1]
+else:
+    raise AssertionError("this was meant to hang")
+
+# %% [markdown]
+# The message names both ranks and where they stand: in `step`, waiting. With nccl the default timeout is ten minutes.
+#
+# ### Two messages swapped
+#
+# Worse is what does not hang. Here stage 1 posts its first two receives in the wrong order. All sizes fit.
+
+# %%
+right = pipeline.gpipe(2, 2)
+first, second, *others = right.actions[1]
+swapped = replace(right, given=(right.actions[0], (second, first, *others)))
+print("stage 1:", *swapped.actions[1])
+for schedule in (right, swapped):
+    print(f"loss: {ranks.run(unchecked, 2, schedule, device='cpu')[1]:.4f}")
+try:
+    pipeline.validate(swapped)
+except ValueError as error:
+    print(error)
+
+
+# %% [markdown]
+# No error, and a loss that looks like one. Activations of one half of the batch meet the targets of the other, and the model is trained on pairs that do not belong together.
+# Only a comparison with one process shows it, or `validate`, whose message is the last line.
+#
+# ### A stage that raises
+#
+# The others wait for messages that never come. `ranks.run` names the rank that failed of its own doing; under `torchrun` look for the *first* error by time.
+
+# %%
+def raises():
+    mine = staged("1f1b", 4)
+    passed = []
+
+    def look(module, inputs):
+        passed.append(module)
+        if dist.get_rank() == 2 and len(passed) == 3:
+            raise FloatingPointError("micro-batch 2: activations are not finite")
+
+    mine.parts[0].register_forward_pre_hook(look)
+    mine.step(*batch(8))
+
+
+try:
+    ranks.run(raises, 4, timeout=20, device="cpu")
+except ranks.RankError as error:
+    print(error)
+    assert error.ranks == [2]
+else:
+    raise AssertionError("this was meant to fail")
+
+
+# %% [markdown]
+# ### Forgotten: division by m
+#
+# Each micro-batch's loss is a mean over its own sequences, so their gradients add up to $m$ times the right one. Torch's schedules divide by $m$ (`scale_grads=True`); who divides the loss as well, out of habit from gradient accumulation, does it twice.
+
+# %%
+def norms(m):
+    """On a rank: by what is divided, the norm of this stage's gradients, in units of the right one."""
+    step = staged("gpipe", m)
+    step.step(*batch(8))
+    right = sum(p.grad.square().sum() for p in step.parameters()).sqrt()
+    found = {}
+    ways = {"torch divides (default)": {}, "nobody divides": {"scale_grads": False}}
+    ways["torch and the loss divide"] = {"loss_fn": lambda y, targets: loss(y, targets) / m}
+    for name, options in ways.items():
+        run, parts = torchs("gpipe", m, plain(), **options)
+        run(*batch(8))
+        norm = sum(p.grad.square().sum() for p in parts.parameters()).sqrt()
+        found[name] = (norm / right).item()
+    return found
+
+
+found = ranks.run(norms, 2, 4, device="cpu")[0]
+assert [round(ratio, 4) for ratio in found.values()] == [1, 4, 0.25]
+rows = [(name, f"{ratio:.2f}") for name, ratio in found.items()]
+show.table(rows, ["four micro-batches", "the gradient's norm, of the right one"])
+
+# %% [markdown]
+# AdamW hides both ([Data parallelism](data_parallel.md)); clipping does not. Compare the norm in the first step with one process.
+#
+# ## When to use it
+#
+# | for | against |
+# |---|---|
+# | Sends little: 0.5 MB from a stage in the step above, where data parallelism sends 9.9 MB | Waits: 27 % with 4 stages and 8 micro-batches, 16 % interleaved, 11 to 0 % with a split backward |
+# | Divides weights, gradients and optimizer states by $p$ | Does not divide activations: stage 0 keeps $p$ micro-batches of $1/p$ of the layers |
+# | Computes what one process computes, to the bit | Wants equal layers: Llama's head is 2.4 of them, and with four stages an even cut makes a step 12 % longer than it must be |
+# | Any layer, as it is; ZB-V without a bubble at 1F1B's memory | A split backward changes every linear layer, and two chunks double the messages |
+#
+# In a real job these show that it is set up right: the first loss and the first norm of the gradients equal those of one process; memory falls from the first stage to the last with 1F1B; with twice the micro-batches of the same size a step takes less than twice as long, by the bubble.
+#
+# ## Exercises
+#
+# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
+#
+# ```{exercise-start} How long do they wait? (easy)
+# :label: ex-pipeline-bubble
+# ```
+#
+# 8 stages run GPipe with 32 micro-batches; all stages take the same time.
+# Which share of the time does a stage stand idle, from the first stage's first forward to its last backward?
+
+# %%
+answer = ...  # between 0 and 1
+check(answer, "pipeline_bubble")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-pipeline-bubble
+# :label: sol-pipeline-bubble
+# :class: dropdown
+# ```
+#
+# Work for 32, waiting for 7: the others' turns in filling and draining.
+
+# %%
+answer = 7 / (32 + 7)
+check(answer, "pipeline_bubble")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} What a stage holds (easy)
+# :label: ex-pipeline-live
+# ```
+#
+# An order is given, such as `["F0", "F1", "B0", "B1"]`. How many micro-batches' activations does the stage hold at its fullest?
+# Where backward is split into `"I0"` and `"W0"`, activations go with the `W`.
+
+# %%
+def my_live(order):
+    pass  # your code
+
+
+check(my_live)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-pipeline-live
+# :label: sol-pipeline-live
+# :class: dropdown
+# ```
+#
+# A forward adds one, a backward takes one away.
+
+# %%
+def my_live(order):
+    live = most = 0
+    for action in order:
+        live += {"F": 1, "B": -1, "I": 0, "W": -1}[action[0]]
+        most = max(most, live)
+    return most
+
+
+check(my_live)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The order of a stage (medium)
+# :label: ex-pipeline-1f1b
+# ```
+#
+# Write the order of a stage in 1F1B as a list of strings, `"F0"` and `"B0"`, micro-batches counted from 0.
+# It must work for any number of micro-batches, also for fewer than stages.
+
+# %%
+def my_1f1b(stage, stages, microbatches):
+    pass  # your code
+
+
+check(my_1f1b)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-pipeline-1f1b
+# :label: sol-pipeline-1f1b
+# :class: dropdown
+# ```
+#
+# Ahead, alternate, and what is left.
+
+# %%
+def my_1f1b(stage, stages, microbatches):
+    ahead = min(stages - 1 - stage, microbatches)
+    order = [f"F{i}" for i in range(ahead)]
+    for i in range(microbatches - ahead):
+        order += [f"F{ahead + i}", f"B{i}"]
+    return order + [f"B{i}" for i in range(microbatches - ahead, microbatches)]
+
+
+check(my_1f1b)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Unequal layers (medium)
+# :label: ex-pipeline-balance
+# ```
+#
+# `costs` is the time of each layer, in order; the last one includes the head.
+# Cut it into `parts` runs of neighbours, none empty, so that the slowest run is as fast as possible. Return how many layers each run gets.
+
+# %%
+def my_balance(costs, parts):
+    pass  # your code
+
+
+check(my_balance)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-pipeline-balance
+# :label: sol-pipeline-balance
+# :class: dropdown
+# ```
+#
+# Try the place of the last cut; what stands before it is the same question with one part fewer.
+
+# %%
+def my_balance(costs, parts):
+    def best(end, parts):  # (slowest part, layers of each) of the first `end` layers
+        if parts == 1:
+            return sum(costs[:end]), [end]
+        cuts = []
+        for begin in range(parts - 1, end):
+            slowest, layers = best(begin, parts - 1)
+            cuts.append((max(slowest, sum(costs[begin:end])), [*layers, end - begin]))
+        return min(cuts)
+
+    return best(len(costs), parts)[1]
+
+
+check(my_balance)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} GPipe on real ranks (hard)
+# :label: ex-pipeline-gpipe
+# ```
+#
+# Write a step of GPipe on one stage. `part` is this rank's module, from [b, h] to [b, h]; `x_BH` and `y_BH` are the whole batch of inputs and targets, the same on every rank; `m` divides it.
+# The loss is `F.mse_loss`, the mean over the whole batch. Leave the gradients in the parameters of `part`.
+# `ranks.isend(tensor, peer, group)` and `ranks.irecv(tensor, peer, group)` return at once, and `.wait()` waits.
+
+# %%
+def my_gpipe(part, x_BH, y_BH, m, group):
+    pass  # your code
+
+
+check(my_gpipe)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-pipeline-gpipe
+# :label: sol-pipeline-gpipe
+# :class: dropdown
+# ```
+#
+# What is received is a leaf of autograd, and its gradient is what goes back.
+
+# %%
+def my_gpipe(part, x_BH, y_BH, m, group):
+    stage, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    passed, sent = [], []
+    for x, y in zip(x_BH.chunk(m), y_BH.chunk(m), strict=True):
+        if stage > 0:
+            x = torch.empty_like(x)
+            ranks.irecv(x, stage - 1, group).wait()
+            x.requires_grad_()
+        out = part(x)
+        if stage < last:
+            sent.append(ranks.isend(out.detach(), stage + 1, group))
+        else:
+            out = F.mse_loss(out, y) / m
+        passed.append((x, out))
+    for x, out in passed:
+        gradient = None
+        if stage < last:
+            gradient = torch.empty_like(out)
+            ranks.irecv(gradient, stage + 1, group).wait()
+        out.backward(gradient)
+        if stage > 0:
+            sent.append(ranks.isend(x.grad, stage - 1, group))
+    for message in sent:
+        message.wait()
+
+
+check(my_gpipe)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Who waits for ever? (hard)
+# :label: ex-pipeline-deadlock
+# ```
+#
+# `orders` has a list for each stage, such as `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`.
+# A forward waits for the same forward on the stage before, a backward for the same backward on the stage behind, and on the last stage for its own forward.
+# Return `{stage: action}`: the stages that wait for ever, and the action at which each stands. `{}` if all finish.
+
+# %%
+def my_deadlock(orders):
+    pass  # your code
+
+
+check(my_deadlock)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-pipeline-deadlock
+# :label: sol-pipeline-deadlock
+# :class: dropdown
+# ```
+#
+# Let every stage go on for as long as anything moves.
+
+# %%
+def my_deadlock(orders):
+    done, at, moved = set(), [0] * len(orders), True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                action = order[at[stage]]
+                need = (stage - 1 if action[0] == "F" else stage + 1, action)
+                if need[0] == len(orders):
+                    need = (stage, "F" + action[1:])
+                if need[0] >= 0 and need not in done:
+                    break
+                done.add((stage, action))
+                at[stage] += 1
+                moved = True
+    waiting = zip(at, orders, strict=True)
+    return {s: order[i] for s, (i, order) in enumerate(waiting) if i < len(order)}
+
+
+check(my_deadlock)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} How many micro-batches? (design)
+# :label: ex-pipeline-microbatches
+# ```
+#
+# 1F1B with `stages` stages; a step has `batch` sequences.
+# Return the smallest $m$ that divides the batch, keeps the bubble at or below `bubble`, and lets the first stage hold activations of no more than `room` sequences; `None` if there is none. (The smallest, because large micro-batches compute faster.)
+
+# %%
+def my_microbatches(stages, batch, bubble, room):
+    pass  # your code
+
+
+check(my_microbatches)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-pipeline-microbatches
+# :label: sol-pipeline-microbatches
+# :class: dropdown
+# ```
+#
+# The first stage holds $\min(p, m)$ micro-batches of $B/m$ sequences.
+
+# %%
+def my_microbatches(stages, batch, bubble, room):
+    for m in range(1, batch + 1):
+        idle = (stages - 1) / (m + stages - 1)
+        held = min(stages, m) * batch / m  # sequences
+        if batch % m == 0 and idle <= bubble and held <= room:
+            return m
+    return None
+
+
+check(my_microbatches)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - Cut by layers alone, $p$ GPUs do the work of one; micro-batches in the right order make the bubble $\frac{p-1}{m+p-1}$.
+# - 1F1B has GPipe's bubble and holds $p - s$ micro-batches on stage $s$ instead of $m$; so take 1F1B, and a larger $m$.
+# - Interleaving divides the filling by $v$ and multiplies messages by $v$; a split backward fills what is left.
+# - A schedule is a list for each stage: validate it, simulate it, and run that very list.
+# - The gradients have the bits of one process; each loss counts for its share of the batch.
+# - The slowest stage sets the pace: count the head as layers.
+# - Little is sent, $2bsh$ elements per micro-batch and boundary: less than gradients below $P/h$ tokens in a step.
+#
+# ## Further reading
+#
+# - {cite:t}`huang2019gpipe`: micro-batches, recomputation, and the first table of speed over stages and micro-batches.
+# - {cite:t}`narayanan2019pipedream`: one forward, one backward, at first without waiting for the end of a step, with weights of several ages.
+# - {cite:t}`fan2021dapple`: 1F1B that waits, and so equals one process; with a planner for stages and replicas.
+# - {cite:t}`narayanan2021megatron`: interleaving, and how pipeline, tensor and data parallelism divide thousands of GPUs; section 3 is how to choose.
+# - {cite:t}`qi2024zerobubble`: the split backward; section 2 has the schedules made by hand, section 4 the optimizer step without waiting, section 6 the V.
+# - {cite:t}`deepseek2024v3`: DualPipe, which feeds the pipeline from both ends and hides the messages of experts.

@@ -7,8 +7,8 @@ slowed down, so compute goes on while the wire is busy, as it does beside a real
 
 Every rank owns one wire in each direction, and its messages follow one another on it. A message of
 n bytes takes latency + n / bandwidth (Hockney 1994) once it was sent and its receive was posted,
-whichever comes last: neither gloo nor nccl lets data leave before. A collective takes what its ring does,
-whatever algorithm moves the data underneath (Thakur et al. 2005, section 4): see `ring_seconds`.
+whichever comes last: neither gloo nor nccl lets data leave before. A collective takes what its ring
+does, whatever moves the data underneath (Thakur et al. 2005, section 4): see `ring_seconds`.
 
 Measured beside a loopback interface that Linux itself limits to 1 Gbit/s (tc's token bucket filter,
 in a network namespace): messages of 16 and 64 MiB took the same time within 0.4 %. A network of

@@ -1,0 +1,397 @@
+"""Our pipeline beside torch.distributed.pipelining, schedule by schedule, in one run.
+
+    python benchmarks/pipeline.py            # tables; some five minutes on two cores
+    python benchmarks/pipeline.py --json     # {"rows": [{"case", "against", "ranks", …}, …], …}
+    python benchmarks/pipeline.py --quick    # toy sizes, seconds: only shows that it runs
+
+Every rank trains its stage of one model in turn, step by step: ours and torch's with GPipe, 1F1B,
+interleaved 1F1B and ZB-V, from the same parts; and it computes its parts' passes without a message
+(compute alone). All ranks start a step together, so each contender meets the same load; the order
+is reversed from round to round. A step is zero_grad, forward and backward of all micro-batches, and
+AdamW, and lasts until the slowest rank is done. Torch is spared what ours does not do: merging the
+outputs of the last stage (return_outputs=False).
+
+ratio: median step of ours over median step of torch's, in each repeat, which is a few rounds; of
+that the median over the repeats, and the quartiles: other work on the machine, which comes and
+goes, then meets both sides alike.
+
+floor: the share of the physical floor that ours reaches, floor / median step of ours. The floor is
+  compute: the passes of the slowest stage, one after another, without a bubble, where there are
+      more ranks than cores: other stages compute while one waits;
+  the simulated step of the schedule, from each stage's own passes, measured alone, and from what
+      one message takes on the link at hand, where each rank has a core or a GPU.
+To both comes the optimizer. Passes alone are the least of one repeat, the step is its median, and
+the share is the median over the repeats. Alone, all stages compute all the time and share what
+memory gives; in a step some wait: so a share slightly above 1 is possible.
+
+predictions: how far `simulate` is off. The measured cost of a step, the longest that a stage takes
+from its first pass to its last, over the simulated one, minus 1; the median of a few steps, and
+the quartiles. Where each rank has a core or a GPU, stages compute; where there are more ranks than
+cores, these would hold each other up, and so stages sleep. `error`: simulated before, from what
+passes take alone, or are to sleep; it grows with what else the machine does. `error_after`: from
+what the passes of that very step took on average; what is left is order, waiting and messages.
+
+What the ratio says on a CPU: how both do with gloo. A message costs a core there, and a rank that
+waits leaves it to the others. On GPUs a rank needs one of its own: torch's stages send from where
+their tensors lie, and gloo reads the memory of the host alone; so with fewer there is no row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from side_by_side import BANDWIDTH, LATENCY, Times, options, ratio, slowest
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from shardlab import link, pipeline, ranks, show
+from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+
+THEIRS = {  # schedule -> torch's class
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb-v": "ScheduleZBVZeroBubble",
+}
+NAPS = 0.024, 0.020, 0.012  # seconds of a sleeping stage's F, I and W
+Step = Callable[[], Any]
+Naps = tuple[float, ...]
+
+
+def ours(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
+    """Our contender: its training step on this rank."""
+    schedule = pipeline.schedule(name, group.size(), microbatches)
+    piped = pipeline.distribute(whole(config), schedule, group)
+    optimizer = torch.optim.AdamW(piped.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        piped.step(batch, batch)
+        optimizer.step()
+
+    return step
+
+
+def theirs(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
+    """Torch's contender, from the same parts on the same stages."""
+    schedule = pipeline.schedule(name, group.size(), microbatches)
+    mine = schedule.placement[group.rank()]
+    parts = pipeline.cut(whole(config), schedule.parts)
+    modules = nn.ModuleList(parts[part] for part in mine)
+    stages = [
+        pipelining.PipelineStage(parts[part], part, schedule.parts, batch.device, group=group)
+        for part in mine
+    ]
+    made = getattr(pipelining, THEIRS[name])(
+        stages if schedule.chunks > 1 else stages[0], microbatches, loss_fn=loss
+    )
+    given = (batch,) if 0 in mine else ()
+    wanted = {"target": batch} if schedule.parts - 1 in mine else {}
+    optimizer = torch.optim.AdamW(modules.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        made.step(*given, **wanted, return_outputs=False)
+        optimizer.step()
+
+    return step
+
+
+def whole(config: Config) -> GPT:
+    """The model, the same for all contenders and on all ranks."""
+    torch.manual_seed(0)
+    return GPT(config).to(ranks.device())
+
+
+class Alone:
+    """A stage's passes and its optimizer without a message; where it splits, in two halves."""
+
+    def __init__(self, schedule: pipeline.Schedule, config: Config, batch: Tensor):
+        parts = pipeline.cut(whole(config), schedule.parts)
+        self.mine = [parts[part] for part in schedule.placement[dist.get_rank()]]
+        self.later = [pipeline.defer(part) if schedule.splits else None for part in self.mine]
+        self.batches = batch.tensor_split(schedule.microbatches)
+        self.optimizer = torch.optim.AdamW(nn.ModuleList(self.mine).parameters(), lr=1e-3)
+
+    def __call__(self) -> dict[str, float]:
+        """Seconds of all forwards; of all backwards, or of their halves; of the optimizer."""
+        self.optimizer.zero_grad()
+        spent = dict.fromkeys(("F", "I", "W"), 0.0)
+        for tokens_BS in self.batches:
+            for part, later in zip(self.mine, self.later, strict=True):
+                x, dy, begin = self.around(part, tokens_BS)
+                y = part(x) if part.head is None else loss(part(x), tokens_BS)
+                forward = clock(x.device)
+                torch.autograd.backward(y, dy)
+                backward = clock(x.device)
+                if later is not None:
+                    pipeline.deferred.run(later.take())
+                spent["F"] += forward - begin
+                spent["I"] += backward - forward
+                spent["W"] += clock(x.device) - backward
+        begin = clock(tokens_BS.device)
+        self.optimizer.step()
+        return spent | {"optimizer": clock(tokens_BS.device) - begin}
+
+    @staticmethod
+    def around(part: nn.Module, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None, float]:
+        """What goes into a part, the gradient of what comes out of it, and when it may begin."""
+        shape, dtype = part.between(tokens_BS)
+        x = tokens_BS
+        if part.embedding is None:
+            x = torch.randn(shape, dtype=dtype, device=tokens_BS.device, requires_grad=True)
+        dy = torch.randn(shape, dtype=dtype, device=x.device) if part.head is None else None
+        return x, dy, clock(x.device)
+
+
+def hop_seconds(config: Config, batch: Tensor, microbatches: int, group: Any) -> float:
+    """Seconds of one message between two parts: half of there and back, the least of ten."""
+    if group.size() == 1:
+        return 0.0
+    rank, least = group.rank(), float("inf")
+    x_BSH = batch.new_zeros(len(batch) // microbatches, config.seq, config.hidden).float()
+    for _ in range(10):
+        dist.barrier()
+        begin = clock(batch.device)
+        for sender in (0, 1):
+            if rank == sender:
+                ranks.isend(x_BSH, 1 - rank, group).wait()
+            elif rank == 1 - sender:
+                ranks.irecv(x_BSH, 1 - rank, group).wait()
+        if rank == 0:
+            least = min(least, (clock(batch.device) - begin) / 2)
+    seconds = torch.tensor([least])
+    dist.broadcast(seconds, 0)
+    return seconds.item()
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def the_group(slow: bool) -> dist.ProcessGroup:
+    return link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
+
+
+def batch_of(config: Config, sequences: int) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randint(config.vocab, (sequences, config.seq), device=ranks.device())
+
+
+def layout(schedule: pipeline.Schedule) -> str:
+    """The same for schedules whose stages compute the same passes."""
+    halves = "halves" if schedule.splits else "whole"
+    return f"alone, parts {schedule.placement}, backward {halves}"
+
+
+def alternate(steps: dict[str, Step], rounds: int, times: dict[str, list[Any]]) -> None:
+    """Let all take turns; `times` gets the seconds of a step, or what the step itself says."""
+    order = list(steps)
+    for number in range(-2 if rounds > 3 else -1, rounds):  # first to warm up
+        for name in order if number % 2 else reversed(order):
+            dist.barrier()
+            begin = clock(ranks.device())
+            told = steps[name]()
+            if number >= 0:
+                times[name].append(told or clock(ranks.device()) - begin)
+
+
+def measure(config: Config, sequences: int, microbatches: int, slow: bool, rounds: int) -> Times:
+    """On a rank: seconds of `rounds` steps of each contender; of passes alone, by kind."""
+    batch, group = batch_of(config, sequences), the_group(slow)
+    steps: dict[str, Step] = {}
+    for name in THEIRS:
+        given = name, config, batch, microbatches, group
+        schedule = pipeline.schedule(name, group.size(), microbatches)
+        steps |= {name: ours(*given), f"torch {THEIRS[name]}": theirs(*given)}
+        steps.setdefault(layout(schedule), Alone(schedule, config, batch))
+    times: dict[str, list[Any]] = {name: [] for name in steps}
+    alternate(steps, rounds, times)
+    times["hop"] = [hop_seconds(config, batch, microbatches, group)]
+    return times
+
+
+def simulated(schedule: pipeline.Schedule, spent: list[dict], hop: float) -> pipeline.Timeline:
+    """The timeline to be expected when stages spend so many seconds on all passes of a kind."""
+    times = ([s[kind] / schedule.microbatches for s in spent] for kind in "FIW")
+    return pipeline.simulate(schedule, *times, hop)
+
+
+def apart(kind: str, size: int) -> bool:
+    """Whether each stage has a core or a GPU of its own."""
+    return kind == "gpu" or size <= (os.cpu_count() or 1)
+
+
+def floor(schedule: pipeline.Schedule, spent: list[dict], hop: float, each: bool) -> float:
+    """No step is shorter, in seconds: see above. each: whether all stages can compute at once."""
+    ends = [s["F"] + s["I"] + s["W"] for s in spent]
+    if each:
+        ends = [spans[-1].end for spans in simulated(schedule, spent, hop).spans]
+    return max(end + s["optimizer"] for end, s in zip(ends, spent, strict=True))
+
+
+def alone(results: list[dict[str, list]], name: str, rounds: slice) -> list[dict[str, float]]:
+    """Of passes alone, by stage and kind, the least of these rounds: nothing held them up."""
+    return [
+        {kind: min(one[kind] for one in r[name][rounds]) for kind in r[name][0]} for r in results
+    ]
+
+
+def row(name: str, case: str, microbatches: int, kind: str, results: list, repeats: int) -> dict:
+    """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
+    size = len(results)
+    schedule = pipeline.schedule(name, size, microbatches)
+    pair = [name, f"torch {THEIRS[name]}"]
+    seconds = slowest([{key: r[key] for key in pair} for r in results])
+    each = len(seconds[name]) // repeats
+    ratios, shares = [], []
+    for repeat in range(repeats):
+        rounds = slice(repeat * each, (repeat + 1) * each)
+        spent = alone(results, layout(schedule), rounds)
+        mine, other = (seconds[key][rounds].median().item() for key in pair)
+        least = floor(schedule, spent, results[0]["hop"][0], apart(kind, size))
+        ratios.append(mine / other)
+        shares.append((least / mine, least / other))
+    share, share_against = (statistics.median(side) for side in zip(*shares, strict=True))
+    return {
+        "case": f"{name}: {case}",
+        "against": pair[1],
+        "ranks": size,
+        "link": kind,
+        **ratio(ratios),
+        "floor": round(share, 4),
+        "seconds": round(seconds[name].median().item(), 4),
+        "floor_against": round(share_against, 4),
+    }
+
+
+def record(
+    config: Config, sequences: int, microbatches: int, slow: bool, rounds: int, naps: Naps | None
+) -> dict[str, list[Any]]:
+    """On a rank: measured timelines of all schedules, and the seconds of passes alone."""
+    batch, group = batch_of(config, sequences), the_group(slow)
+    steps: dict[str, Step] = {}
+
+    def recorded(piped: pipeline.Pipeline, batch: Tensor) -> Step:
+        def step() -> pipeline.Timeline:
+            piped.step(batch, batch)
+            return piped.timeline()
+
+        return step
+
+    for name in pipeline.NAMES:
+        schedule = pipeline.schedule(name, group.size(), microbatches)
+        if naps is not None:
+            size = len(batch) // microbatches * config.seq * config.hidden
+            piped = pipeline.asleep(schedule, group, *naps, size, record=True)
+            steps[name] = recorded(piped, torch.zeros(microbatches, 1))
+        else:
+            piped = pipeline.distribute(whole(config), schedule, group, record=True)
+            steps[name] = recorded(piped, batch)
+            steps.setdefault(layout(schedule), Alone(schedule, config, batch))
+    times: dict[str, list[Any]] = {name: [] for name in steps}
+    alternate(steps, rounds, times)
+    times["hop"] = [hop_seconds(config, batch, microbatches, group)]
+    return times
+
+
+def prediction(name: str, kind: str, results: list, naps: Naps | None) -> dict:
+    """How far the measured cost of a schedule is from the simulated one, see above."""
+    size, before, after = len(results), [], []
+    schedule, hop = results[0][name][0].schedule, results[0]["hop"][0]
+    for number, timeline in enumerate(results[0][name]):
+        if naps is None:
+            spent = alone(results, layout(schedule), slice(number, number + 1))
+        else:
+            passes = (nap * schedule.microbatches for nap in naps)
+            spent = [dict(zip("FIW", passes, strict=True))] * size
+        before.append(timeline.cost / simulated(schedule, spent, hop).cost - 1)
+        spent = [dict.fromkeys("FIW", 0.0) for _ in timeline.spans]
+        for took, spans in zip(spent, timeline.spans, strict=True):
+            for span in spans:
+                took["I" if span.kind == "B" else span.kind] += span.end - span.begin
+        after.append(timeline.cost / simulated(schedule, spent, hop).cost - 1)
+    return {
+        "case": f"{name}: stages that {'sleep' if naps else 'compute'}",
+        "ranks": size,
+        "link": kind,
+        **{key.replace("ratio", "error"): value for key, value in ratio(before).items()},
+        **{key.replace("ratio", "error") + "_after": v for key, v in ratio(after).items()},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(__doc__, arguments)
+    rows, predictions = [], []
+    for kind in chosen.links:
+        for size in chosen.ranks:
+            preset, each, rounds = ("gpt-2", 4, 4) if kind == "gpu" else ("mini", 1, 2)
+            if chosen.quick:
+                preset, each, rounds = "nano", 1, 1
+            if kind == "gpu" and size > torch.cuda.device_count():
+                continue  # see above
+            if sys.stderr.isatty():
+                print(f"{kind}, {size} ranks …", file=sys.stderr)
+            config = replace(
+                PRESETS[preset], layers=2 * size if chosen.quick else max(8, 2 * size), tied=False
+            )
+            microbatches = max(8, size)
+            sequences = each * microbatches
+            where = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0}
+            shape = config, sequences, microbatches, kind == "slow"
+            results = ranks.run(measure, size, *shape, rounds * chosen.repeats, **where)
+            millions = parameter_count(config) / 1e6
+            case = f"{preset}, {millions:.1f} M parameters, {microbatches} micro-batches"
+            case += f" of {each * config.seq} tokens"
+            rows += [row(n, case, microbatches, kind, results, chosen.repeats) for n in THEIRS]
+            naps = (
+                None if apart(kind, size) else tuple(n * (0.1 if chosen.quick else 1) for n in NAPS)
+            )
+            results = ranks.run(record, size, *shape, min(chosen.repeats, 3), naps, **where)
+            predictions += [prediction(n, kind, results, naps) for n in pipeline.NAMES]
+    if chosen.json:
+        hidden = ("seconds", "floor_against")
+        kept = [{k: r[k] for k in r if k not in hidden} for r in rows]
+        print(json.dumps({"rows": kept, "predictions": predictions}))
+        return
+    head = ["ours", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles"]
+    head += ["floor reached", "theirs"]
+    show.table(
+        [
+            [r["case"].split(":")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.3f}"]
+            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
+            + [f"{r[k] * 100:.0f} %" for k in ("floor", "floor_against")]
+            for r in rows
+        ],
+        head,
+    )
+    head = ["predicted", "ranks", "link", "measured / simulated - 1", "quartiles"]
+    head += ["from its own passes", "quartiles"]
+    show.table(
+        [
+            [p["case"], p["ranks"], p["link"]]
+            + [percent(p["error"]), percent(*p["quartiles"])]
+            + [percent(p["error_after"]), percent(*p["quartiles_after"])]
+            for p in predictions
+        ],
+        head,
+    )
+
+
+def percent(*shares: float) -> str:
+    return " to ".join(f"{100 * share:+.1f}" for share in shares) + " %"
+
+
+if __name__ == "__main__":
+    main()

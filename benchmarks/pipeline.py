@@ -1,6 +1,6 @@
 """Our pipeline beside torch.distributed.pipelining, schedule by schedule, in one run.
 
-    python benchmarks/pipeline.py            # tables; some five minutes on two cores
+    python benchmarks/pipeline.py            # tables; some seven minutes on two cores
     python benchmarks/pipeline.py --json     # {"rows": [{"case", "against", "ranks", …}, …], …}
     python benchmarks/pipeline.py --quick    # toy sizes, seconds: only shows that it runs
 
@@ -62,7 +62,7 @@ THEIRS = {  # schedule -> torch's class
     "interleaved": "ScheduleInterleaved1F1B",
     "zb-v": "ScheduleZBVZeroBubble",
 }
-NAPS = 0.024, 0.020, 0.012  # seconds of a sleeping stage's F, I and W
+NAPS = 0.048, 0.040, 0.024  # seconds of a sleeping stage's F, I and W
 Step = Callable[[], Any]
 Naps = tuple[float, ...]
 

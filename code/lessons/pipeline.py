@@ -33,6 +33,7 @@
 # %% tags=["hide-input"]
 import importlib.util
 import statistics
+import textwrap
 import time
 from dataclasses import replace
 
@@ -187,7 +188,7 @@ show.source(pipeline.naive, pipeline.gpipe)
 # `````
 
 # %% tags=["measured"]
-UNIT = 0.01  # seconds for each of forward, backward of the input, backward of the weights
+UNIT = 0.02  # seconds for each of forward, backward of the input, backward of the weights
 
 
 def sleeping_steps(names, microbatches, wire=None):
@@ -458,7 +459,7 @@ show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five s
 #
 # ### Time
 #
-# The simulator beside four ranks whose stages sleep. In the last two rows the wire is emulated, and a hop takes 5 ms, half of a forward.
+# The simulator beside four ranks whose stages sleep. In the last two rows the wire is emulated, and a hop takes 10 ms, half of a forward.
 
 # %% tags=["measured"]
 names = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
@@ -730,7 +731,7 @@ def side_by_side(names, rounds, m):
 # Look at the gradients first:
 
 # %% tags=["measured"]
-results = ranks.run(side_by_side, 2, list(TORCHS), 3, 4, device="cpu")
+results = ranks.run(side_by_side, 2, list(TORCHS), 7, 4, device="cpu")
 rows = []
 for i, (name, theirs) in enumerate(TORCHS.items()):
     apart = max(result[i][0] for result in results)
@@ -744,16 +745,16 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 # The bits are the same. The time is, roughly, too; [the benchmark](../benchmarks/pipeline.py) measures it with more care, on two and four ranks and on a slow link, where receives that are posted early count.
 # The same things have several names:
 #
-# | here | `torch.distributed.pipelining` | Megatron | DeepSpeed |
-# |---|---|---|---|
-# | stage, rank | rank | stage | stage |
-# | part, chunk | stage (`stage_index`) | virtual stage, model chunk | |
-# | `cut(model, parts)` | by hand, or traced: `pipeline(module, …)` | by layer number | `PipelineModule(layers, num_stages)` |
-# | `gpipe` | `ScheduleGPipe` | | |
-# | `1f1b` | `Schedule1F1B` | the default | the only one |
-# | `interleaved` | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` | |
-# | `zb-v` | `ScheduleZBVZeroBubble` | | |
-# | $m$ | `n_microbatches` | global batch / ($d \cdot b$) | `gradient_accumulation_steps` |
+# | here | PyTorch | Megatron |
+# |---|---|---|
+# | stage, rank | rank | stage |
+# | part, chunk | stage (`stage_index`) | virtual stage, model chunk |
+# | `cut(model, parts)` | by hand, or traced: `pipeline(…)` | by layer number |
+# | `1f1b` | `Schedule1F1B` | the default |
+# | `interleaved` | `ScheduleInterleaved1F1B` | with virtual stages |
+# | $m$ | `n_microbatches` | $B/(d \cdot b)$ |
+#
+# DeepSpeed's `PipelineModule(layers, num_stages)` runs 1F1B alone, and calls $m$ `gradient_accumulation_steps`.
 #
 # `````{admonition} Checked: "wrap an nn.Sequential in torch.distributed.pipeline.sync.Pipe"
 # :class: checked
@@ -861,7 +862,7 @@ else:
 
 
 # %% [markdown]
-# Without it the ranks hang. With a timeout of three seconds, this is what it looks like:
+# Without it the ranks hang. With a timeout of five seconds, this is what it looks like:
 
 # %%
 def unchecked(schedule):
@@ -871,7 +872,7 @@ def unchecked(schedule):
 
 
 try:
-    ranks.run(unchecked, 2, mixed, timeout=3, device="cpu")
+    ranks.run(unchecked, 2, mixed, timeout=5, device="cpu")
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [0, 1]
@@ -895,12 +896,12 @@ for schedule in (right, swapped):
 try:
     pipeline.validate(swapped)
 except ValueError as error:
-    print(error)
+    print(textwrap.fill(str(error), 90))
 
 
 # %% [markdown]
 # No error, and a loss that looks like one. Activations of one half of the batch meet the targets of the other, and the model is trained on pairs that do not belong together.
-# Only a comparison with one process shows it, or `validate`, whose message is the last line.
+# Only a comparison with one process shows it, or `validate`, whose message comes last.
 #
 # ### A stage that raises
 #

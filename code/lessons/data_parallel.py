@@ -522,7 +522,7 @@ show.table(
 # %% [markdown]
 # The buckets stay when `zero_grad()` frees gradients: between steps a rank holds one unit more than one process.
 # That is the moment at which activations begin to pile up, so it can matter.
-# Eight ranks hold eight copies of all four units. Taking those apart is the subject of ZeRO, a later lesson.
+# Eight ranks hold eight copies of all four units. Taking those apart is the subject of [ZeRO](zero.md).
 #
 # (seconds-overlap)=
 # ### Seconds: overlap

@@ -385,7 +385,7 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 # Both kinds of cut are in the engine: inside each matrix, and between layers.
 #
 # **Automatic tensor parallelism.** You name a degree, and which matrices are cut by columns and which by rows, as patterns over their names. For well-known models DeepSpeed knows the patterns.
-# **Pipeline.** The model becomes a list of layers, a `PipelineModule`, and each stage keeps its part. Here `train_batch` replaces forward, backward and step.
+# **[Pipeline](pipeline.md).** The model becomes a list of layers, a `PipelineModule`, and each stage keeps its part. Here `train_batch` replaces forward, backward and step.
 #
 # The cell runs both on two ranks, and looks at what each rank holds.
 

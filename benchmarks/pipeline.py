@@ -42,18 +42,17 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import BANDWIDTH, LATENCY, Times, options, ratio, slowest
+from side_by_side import Times, clock, options, ratio, slowest, the_group
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from shardlab import link, pipeline, ranks, show
+from shardlab import pipeline, ranks, show
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 
 THEIRS = {  # schedule -> torch's class
@@ -174,16 +173,6 @@ def hop_seconds(config: Config, batch: Tensor, microbatches: int, group: Any) ->
     seconds = torch.tensor([least])
     dist.broadcast(seconds, 0)
     return seconds.item()
-
-
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def the_group(slow: bool) -> dist.ProcessGroup:
-    return link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
 
 
 def batch_of(config: Config, sequences: int) -> Tensor:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from shardlab import ranks
+from shardlab import link, ranks
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # of the slow link: 50 microseconds, 1 Gbit/s
 Times = dict[str, list[float]]  # contender -> seconds of its steps
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the work of `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def the_group(slow: bool) -> dist.ProcessGroup:
+    """On a rank: all ranks, on the emulated link if `slow`."""
+    return link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
 
 
 def slowest(results: list[Times]) -> dict[str, torch.Tensor]:

@@ -40,19 +40,18 @@ import json
 import os
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import BANDWIDTH, LATENCY, Times, options, ratio, slowest
+from side_by_side import Times, clock, options, ratio, slowest, the_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import count, link, ranks, show, zero
+from shardlab import count, ranks, show, zero
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 
 OURS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "stage 3, kept": 3}
@@ -174,16 +173,6 @@ def messages(name: str, config: Config, group: dist.ProcessGroup) -> Step:
             work.wait()
 
     return step
-
-
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def the_group(slow: bool) -> dist.ProcessGroup:
-    return link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
 
 
 def batch_of(config: Config, batch: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "code/shardlab"
 TOPICS = sorted(path.stem for path in ROOT.glob("lessons/*.md"))
 
 FLOORS = {
-    0: "shapes model text ranks link count show",
+    0: "shapes model text ranks link count show options",
     1: "memory collectives gemm check record",
     2: "data_parallel zero pipeline tensor_parallel sequence_parallel experts",
     3: "mesh checkpoint train deepspeed_engine",

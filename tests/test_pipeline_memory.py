@@ -40,16 +40,15 @@ def counted(plans):
     return found
 
 
-def estimated(plan, stage, recompute=False):
-    return memory.estimate(
-        CONFIG,
-        EACH,
-        precision="fp32",
-        pp=plan.stages,
-        stage=stage,
-        microbatches=plan.microbatches,
-        recompute="full" if recompute else "none",
-    )
+def settings(plan, stage, recompute):
+    """What the estimate and its activations are told."""
+    return {
+        "precision": "fp32",
+        "pp": plan.stages,
+        "stage": stage,
+        "microbatches": plan.microbatches,
+        "recompute": "full" if recompute else "none",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +70,10 @@ PLANS = {
 
 def predicted(plan, stage, recompute):
     """The estimate for 1F1B, with as many activations as `plan` keeps, and all tokens."""
-    kept = memory.activations(
-        CONFIG,
-        EACH,
-        precision="fp32",
-        pp=plan.stages,
-        stage=stage,
-        microbatches=plan.microbatches,
-        recompute="full" if recompute else "none",
-    )
+    told = settings(plan, stage, recompute)
+    kept = memory.activations(CONFIG, EACH, **told)
     more = live(plan)[stage] - kept.in_flight
-    bytes_held = estimated(plan, stage, recompute).peak + more * kept.layers * kept.layer
+    bytes_held = memory.estimate(CONFIG, EACH, **told).peak + more * kept.layers * kept.layer
     if plan.placement[stage] == (plan.parts - 1,):  # the logits of each as well
         bytes_held += more * (kept.head + kept.logits)
     one = 8 * EACH * CONFIG.seq  # bytes of a micro-batch's tokens, which are its targets here

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
+from functools import partial
 from typing import Any
 
-from shardlab import memory
+from shardlab import memory, options
 from shardlab.shapes import PRESETS, Config
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -29,20 +29,9 @@ WHOLE = ("zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches")
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `memory` to the command line."""
-    parser = commands.add_parser(
-        "memory",
-        help="what one rank of a training job holds, in bytes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    # "-7.5e9" is a bad value, not an unknown option: let the message name the option before it.
-    parser._negative_number_matcher = re.compile(r"-[.\d]")  # type: ignore[attr-defined]
-
-    def add(name: str, words: str, metavar: str) -> None:
-        # A missing value arrives as "", and what every value may be is said in one place, below.
-        parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar)
-
+    words = "what one rank of a training job holds, in bytes"
+    parser = options.command(commands, "memory", words, __doc__)
+    add = partial(options.add, parser)
     add("params", "number of parameters, for example 7.5e9", "P")
     add("model", f"or a model: {', '.join(PRESETS)}", "NAME")
     add("dp", "data-parallel degree (1)", "D")
@@ -72,16 +61,16 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(command=_main)
 
 
-def _main(options: argparse.Namespace) -> int:
+def _main(chosen: argparse.Namespace) -> int:
     given = {
         name: value
-        for name, value in vars(options).items()
+        for name, value in vars(chosen).items()
         if value is not None and name not in ("command", "json", "unit")
     }
-    unit = "GB" if options.unit is None else options.unit
+    unit = "GB" if chosen.unit is None else chosen.unit
     memory.format_bytes(0, unit)  # an unknown unit is refused before anything is counted
     found, title = _counted(given)
-    if options.json:
+    if chosen.json:
         print(json.dumps(found))
     else:
         print(_table(found, title, unit, known="model" in given))
@@ -163,14 +152,7 @@ def _config(name: str) -> Config:
 
 
 def _whole(name: str, given: str) -> int:
-    allowed = "0, 1, 2 and 3" if name == "zero" else "whole numbers above 0"
-    try:
-        value = int(given)
-    except ValueError:
-        raise ValueError(f"{name}={given!r}: allowed are {allowed}") from None
-    if value < (0 if name == "zero" else 1):
-        raise ValueError(f"{name}={value}: allowed are {allowed}")
-    return value
+    return options.whole(name, given, *((0, "0, 1, 2 and 3") if name == "zero" else ()))
 
 
 def _parameters(given: str) -> int:

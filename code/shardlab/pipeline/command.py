@@ -18,10 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
+
+from shardlab import options
 
 from .schedules import NAMES, schedule
 from .simulate import Timeline, simulate
@@ -33,20 +35,9 @@ TIMES = ("forward", "backward_input", "backward_weight", "hop")
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `schedule` to the command line."""
-    parser = commands.add_parser(
-        "schedule",
-        help="who works when in a pipeline; bubble, memory and a picture",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    # "-1.5" is a bad value, not an unknown option: let the message name the option before it.
-    parser._negative_number_matcher = re.compile(r"-[.\d]")  # type: ignore[attr-defined]
-
-    def add(name: str, words: str, metavar: str) -> None:
-        # A missing value arrives as "", and what every value may be is said in one place, below.
-        parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar)
-
+    words = "who works when in a pipeline; bubble, memory and a picture"
+    parser = options.command(commands, "schedule", words, __doc__)
+    add = partial(options.add, parser)
     parser.add_argument("name", nargs="?", default="", help=", ".join(NAMES), metavar="NAME")
     add("stages", "of the pipeline, each on a rank", "P")
     add("microbatches", "of a step", "M")
@@ -60,21 +51,21 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(command=_main)
 
 
-def _main(options: argparse.Namespace) -> int:
-    given = {name: getattr(options, name) for name in (*WHOLE, *TIMES)}
-    if options.name not in NAMES:
-        raise ValueError(f"schedule={options.name!r}: allowed are {', '.join(NAMES)}")
+def _main(chosen: argparse.Namespace) -> int:
+    given = {name: getattr(chosen, name) for name in (*WHOLE, *TIMES)}
+    if chosen.name not in NAMES:
+        raise ValueError(f"schedule={chosen.name!r}: allowed are {', '.join(NAMES)}")
     whole = {
-        name: _whole(name, given[name])
+        name: options.whole(name, given[name])
         for name in WHOLE
         if given[name] is not None or name != "chunks"
     }
     times = {name: _times(name, given[name]) for name in TIMES if given[name] is not None}
-    path = None if options.svg is None else _writable(options.svg)
-    timeline = simulate(schedule(options.name, **whole), **times)
+    path = None if chosen.svg is None else _writable(chosen.svg)
+    timeline = simulate(schedule(chosen.name, **whole), **times)
     if path:
         _write(timeline, path)
-    if options.json:
+    if chosen.json:
         print(json.dumps(_facts(timeline)))
         return 0
     screen = sys.stdout
@@ -145,16 +136,6 @@ def _writable(given: str) -> Path:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ValueError(f"svg={given!r}: {allowed}")
     return path
-
-
-def _whole(name: str, given: str | None) -> int:
-    try:
-        value = int(given or "")
-    except ValueError:
-        raise ValueError(f"{name}={given or ''!r}: allowed are whole numbers above 0") from None
-    if value < 1:
-        raise ValueError(f"{name}={value}: allowed are whole numbers above 0")
-    return value
 
 
 def _times(name: str, given: str) -> float | list[float]:

@@ -1,0 +1,46 @@
+"""Options of the commands. A bad value gets one line: its name, the value, and what is allowed.
+
+argparse's own messages name types, not what is allowed, and stop at the first character of a
+negative number. So values arrive as text here, and their module judges them.
+
+The standard library alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+
+def command(
+    commands: argparse._SubParsersAction, name: str, words: str, description: str | None
+) -> argparse.ArgumentParser:
+    """A new command: `words` in the list of commands, `description` in its own help."""
+    parser = commands.add_parser(
+        name,
+        help=words,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    # "-1.5" is a bad value, not an unknown option: let the message name the option before it.
+    parser._negative_number_matcher = re.compile(r"-[.\d]")  # type: ignore[attr-defined]
+    return parser
+
+
+def add(parser: argparse.ArgumentParser, name: str, words: str, metavar: str) -> None:
+    """An option with a value. One that is missing arrives as "", and is judged like any other."""
+    parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar)
+
+
+def whole(
+    name: str, given: str | None, least: int = 1, allowed: str = "whole numbers above 0"
+) -> int:
+    """The value of an option as a whole number. Raises ValueError, which says what is allowed."""
+    try:
+        value = int(given or "")
+    except ValueError:
+        raise ValueError(f"{name}={given or ''!r}: allowed are {allowed}") from None
+    if value < least:
+        raise ValueError(f"{name}={value}: allowed are {allowed}")
+    return value

@@ -24,15 +24,15 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
         raise ValueError(f"costs={costs}: allowed are finite numbers, 0 or more")
     if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= len(costs):
         raise ValueError(f"parts={parts!r}: allowed are 1 to {len(costs)} for {len(costs)} layers")
-    # Whole numbers, in a unit that fits all: rounded sums would tell equal ways apart.
-    exact = [Fraction(cost) for cost in costs]
+    # Whole numbers, in a unit that fits all: rounded sums would tell equal ways apart, and so would
+    # the rounding of 4/7 to a float. So costs are the nearest simple shares of the largest one.
+    largest = max(costs) or 1
+    exact = [Fraction(cost / largest).limit_denominator(10**6) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
     upto = [0, *accumulate(int(cost * unit) for cost in exact)]  # the cost of the first i layers
     many = range(len(upto))
-    most: list[float] = [
-        0,
-        *[math.inf] * len(costs),
-    ]  # of the best cut of the first i layers: its largest
+    # Of the best cut of the first i layers, its largest part.
+    most: list[float] = [0, *[math.inf] * len(costs)]
     for _ in range(parts):
         most = [
             min((max(most[j], upto[i] - upto[j]) for j in range(i)), default=math.inf) for i in many

@@ -9,8 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shardlab import show
+
+# How long an example takes says something about the machine, and nothing about the code.
+settings.register_profile("course", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("course")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: waiting is not part of a test's timeout

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ran
 
 from shardlab import memory
-from shardlab.__main__ import main
 from shardlab.shapes import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,13 +16,7 @@ KEYS = ["parameters", "gradients", "optimizer", "activations", "buffers", "total
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, stdout, stderr."""
-    try:
-        status = main(["memory", *arguments])
-    except SystemExit as end:  # argparse's own way out
-        status = end.code
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
+    return ran(capsys, "memory", *arguments)
 
 
 def test_the_figure_of_zero(capsys) -> None:

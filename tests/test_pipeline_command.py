@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import ran
 
 from shardlab import pipeline
 from shardlab.__main__ import main
@@ -22,13 +23,7 @@ SMALL = ["--stages", "4", "--microbatches", "6"]
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, stdout, stderr."""
-    try:
-        status = main(["schedule", *arguments])
-    except SystemExit as end:  # argparse's own way out
-        status = end.code
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
+    return ran(capsys, "schedule", *arguments)
 
 
 def test_the_bubble_of_the_paper(capsys) -> None:

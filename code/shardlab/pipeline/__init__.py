@@ -31,8 +31,6 @@ from .validate import live, validate
 __all__ = [
     "NAMES",
     "Action",
-    "Later",
-    "Mail",
     "Part",
     "Pipeline",
     "Schedule",
@@ -69,8 +67,6 @@ __all__ = [
 # What needs torch or matplotlib is loaded when it is first asked for: who only looks at schedules
 # does not wait for them. Names are whole, so that a recording's key finds the files.
 _LATER = {
-    "Later": "shardlab.pipeline.deferred",
-    "Mail": "shardlab.pipeline.mail",
     "Part": "shardlab.pipeline.parts",
     "Pipeline": "shardlab.pipeline.execute",
     "Sleeping": "shardlab.pipeline.sleeping",

@@ -16,7 +16,8 @@ of size D, F width of the feed-forward network, V vocabulary, t tensor degree, e
     loss                 log-softmax in float32: 4bsV / t
 
 Tensor parallelism divides what stands between the cut matrices; sequence parallelism the rest
-(Korthikanti et al. 2022, arXiv 2205.05198, section 4).
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4), and there bshe stands whole for a moment, a
+few times: gathered, in another order, or received in parts. The head keeps what it gathered.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ class Activations:
     in_flight: int  # micro-batches kept at once
     head: int  # the last norm and the input of the output layer
     logits: int  # kept by the loss: log-softmax in float32
-    loss: int  # the loss's backward, beside what is kept: two more such tensors
+    loss: int  # its backward, beside what is kept: two more such tensors; cut by vocabulary, one
     stream: int  # one tensor of the residual stream
     last_norm: int  # held in backward of the last norm
+    rows: int  # where tokens stand in this rank's part of the vocabulary, and a sum of each
+    edge: int  # what sequence parallelism gathers at an edge of a cut part; 0 without
+    forward: int  # what the end of the last layer's forward pass needs there, beside what is kept
     working: dict[str, int]  # what backward of a layer adds to what it keeps, at its moments
 
     @property
     def saved(self) -> int:
         """Kept at the end of the forward pass (and, on a first stage, when most are in flight)."""
-        return self.layer * self.layers * self.in_flight + self.head + self.logits
+        return self.layer * self.layers * self.in_flight + self.head + self.logits + self.rows
 
     @property
     def total(self) -> int:
@@ -66,7 +70,7 @@ class Sizes:
     stream: int  # the residual stream, outside of the cut matrices
     stream_fp32: int
     tokens: int  # one float32 for each token of the stream
-    gathered: int  # the same for all tokens: what sequence parallelism gathers for a cut matrix
+    edge: int  # the stream of all tokens, where sequence parallelism gathers it; 0 without
     query: int
     key: int
     heads_fp32: int  # queries in float32
@@ -87,7 +91,7 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
         stream=tokens * h * element,
         stream_fp32=tokens * h * 4,
         tokens=tokens * 4,
-        gathered=b_s * h * element,
+        edge=b_s * h * element if sequence and tp > 1 else 0,
         query=b_s * h * element // tp,
         key=b_s * config.key_value_heads * config.head_size * element // tp,
         heads_fp32=b_s * h * 4 // tp,
@@ -166,27 +170,33 @@ def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) ->
 
 
 def _backward(
-    config: Config, z: Sizes, parts: dict[str, int], plain: bool, device: str
+    config: Config, z: Sizes, parts: dict[str, int], plain: bool, device: str, recomputed: bool
 ) -> dict[str, int]:
     """Held in backward of one layer at its fullest moments, without the gradients of weights.
 
     parts: what it keeps when its backward begins. "ffn": the inner gradients of the feed-forward
     network. "norm": its norm; on a CPU an RMSNorm makes four or five tensors in float32.
     "attention": its core; plain scores stand there two to four times. "end": the first norm.
+    With sequence parallelism three edges stand at once where a cut part begins and where it ends:
+    a gradient is gathered, and the part's input again; the input's gradient is reduced. A layer
+    that is `recomputed` keeps what its attention has gathered, too.
     """
-    kept = sum(parts.values()) + z.gathered - z.stream - parts["ffn_dropout"]
-    down = (2 if config.dropout else 1) * z.stream + z.wide
+    kept = sum(parts.values()) - parts["ffn_dropout"] + (2 if recomputed else 1) * z.edge
+    down = (2 if config.dropout else 1) * z.stream + z.wide + z.edge
     inner = z.stream + (2 if config.mlp == "swiglu" else 1) * z.wide
     first = parts["attention_norm"] + parts["attention_dropout"]
-    moments = {"ffn": kept + max(down, inner)}
+    moments = {"ffn": kept + max(down, inner, z.stream + 2 * z.edge)}
     norm = _norm_backward(config, z, device)
-    moments["norm"] = first + parts["attention"] + z.stream + norm
+    reduced = z.stream + 3 * z.edge if z.edge else 0
+    begun = first + parts["attention"] + z.stream
+    moments["norm"] = begun + max(norm, reduced and parts["ffn_norm"] + reduced)
     attention = 2 * (z.query + z.key)  # gradients of output, queries, keys, values
     if plain:
         attention = z.scores + (2 * z.heads_fp32 if config.dropout else z.scores)
     again = parts["attention_norm"] + _attention(config, z, "none", plain, device) - z.query
-    moments["attention"] = again + z.stream + attention
-    moments["end"] = 2 * z.stream + norm
+    moments["attention"] = max(again + z.stream + attention + z.edge, begun + 3 * z.edge)
+    end = 2 * z.stream + norm
+    moments["end"] = max(end, reduced and parts["attention_norm"] + z.stream + reduced)
     return moments
 
 
@@ -233,9 +243,10 @@ def activations(
     z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, sequence_parallel)
     # Full recomputation keeps a layer's input; backward computes the rest again, all of it.
     parts = layer_parts(config, z, recompute, attention, device)
-    backward = _backward(config, z, parts, is_plain(config, attention, device), device)
+    plain, full = is_plain(config, attention, device), recompute == "full"
+    backward = _backward(config, z, parts, plain, device, full)
     layer = shared = sum(parts.values())
-    if recompute == "full":
+    if full:
         upcast = config.norm == "rms" and device == "cpu" and z.element < 4
         layer, shared = z.stream, 0 if upcast else z.stream  # the norm keeps it too, or a copy
     working = {moment: size - shared for moment, size in backward.items()}
@@ -244,10 +255,15 @@ def activations(
         layer=layer,
         layers=config.layers // pp,
         in_flight=in_flight,
-        head=_norm(config, z, device) if last else 0,
-        logits=z.logits_fp32 + 4 if last else 0,
-        loss=2 * z.logits_fp32 if last else 0,
+        head=_norm(config, z, device) + z.edge if last else 0,
+        logits=z.logits_fp32 + (4 if tp == 1 else 0) if last else 0,
+        loss=(2 if tp == 1 else 1) * z.logits_fp32 if last else 0,
         stream=z.stream,
         last_norm=_norm_backward(config, z, device, last) if last else 0,
+        # The embedding: a number and a bit. The loss: the same, the sum and the target's logit.
+        rows=batch * seq * (9 * (stage == 0) + 17 * last) if tp > 1 else 0,
+        edge=z.edge,
+        # What entered and what leaves: as it is, in the order of the ranks, and received.
+        forward=4 * z.edge + z.stream + (z.wide if full else 0) if z.edge else 0,
         working=working,
     )

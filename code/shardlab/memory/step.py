@@ -182,12 +182,17 @@ def _moments(
     all_layers = kept.layer * kept.layers * kept.in_flight
 
     moments = {"loss": base + kept.saved + kept.loss}
+    if kept.edge:  # sequence parallelism
+        moments["leave"] = base + all_layers + kept.forward
     if zero == 3:  # a gathered buffer, and the parameters copied from it
         moments["forward"] = base + 2 * (gather * unit.root + layer) + kept.stream
     if unit.last:
-        logits = kept.logits * recipe.compute // 4 + unit.vocabulary * born + kept.stream
+        logits = kept.logits * recipe.compute // 4 + max(kept.stream, kept.edge)
+        if kept.edge:  # the gradient of what entered, in the order of the ranks, and received
+            logits = max(logits, 2 * kept.edge + kept.stream)
         gathered = gather * unit.root + prefetch * layer
-        moments["head"] = base + all_layers + kept.head + logits + gathered
+        output_gradient = unit.vocabulary * born
+        moments["head"] = base + all_layers + kept.head + logits + output_gradient + gathered
         head = unit.vocabulary * born + gathered
         moments["last norm"] = base + all_layers + head + kept.last_norm
     # At its inner gradients a layer has the gradient of `down`, at its norm all of the network's.
@@ -207,8 +212,9 @@ def _moments(
         # The embedding's gradient is dense; a tied head's is there already, and their sum is new.
         dense = unit.vocabulary * born
         layers = finished(kept.layers * unit.layer)
-        beside = max(kept.stream, dense if unit.tied else 0)
-        moments["embedding"] = base + outer + layers + dense + beside
+        beside = max(kept.stream, kept.edge, dense if unit.tied else 0)
+        gathering = kept.stream + 2 * kept.edge
+        moments["embedding"] = base + outer + layers + max(dense + beside, gathering)
         if zero == 3:
             whole_root = unit.root * (born + recipe.gradients)
             moments["reduce"] = base + layers + kept.stream + whole_root

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from answers import each, judged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, link, ranks, text
 from shardlab import data_parallel as dp
-from shardlab.check import check, names
 from shardlab.model import GPT, PRESETS, loss
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -603,14 +603,9 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, answer, words", ANSWERS, ids=[f"{a[0]}-{i}" for i, a in enumerate(ANSWERS)]
-)
+@each(ANSWERS)
 def test_exercises_accept_the_solution_and_help_with_mistakes(name, answer, words):
-    assert name in names()
-    verdict = check(answer, name)
-    assert verdict.ok == (words is None), verdict
-    assert words is None or words in verdict.message
+    judged(name, answer, words)
 
 
 def on_a_gpu():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
+from answers import each, judged
 
 from shardlab import zero
-from shardlab.check import check, names
 
 
 def bounds(elements, rank, size):
@@ -121,11 +120,6 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, answer, words", ANSWERS, ids=[f"{a[0]}-{i}" for i, a in enumerate(ANSWERS)]
-)
+@each(ANSWERS)
 def test_exercises_accept_the_solution_and_help_with_mistakes(name, answer, words):
-    assert name in names()
-    verdict = check(answer, name)
-    assert verdict.ok == (words is None), verdict
-    assert words is None or words in verdict.message
+    judged(name, answer, words)

@@ -17,7 +17,7 @@ of size D, F width of the feed-forward network, V vocabulary, t tensor degree, e
 
 Tensor parallelism divides what stands between the cut matrices; sequence parallelism the rest
 (Korthikanti et al. 2022, arXiv 2205.05198, section 4), and there bshe stands whole for a moment, a
-few times: gathered, in another order, or received in parts. The head keeps what it gathered.
+few times: gathered, in another order, or received in parts.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class Activations:
     in_flight: int  # micro-batches kept at once
     head: int  # the last norm and the input of the output layer
     logits: int  # kept by the loss: log-softmax in float32
-    loss: int  # its backward, beside what is kept: two more such tensors; cut by vocabulary, one
+    loss: int  # beside what is kept: two more such tensors; where the vocabulary is cut, the logits
     stream: int  # one tensor of the residual stream
     last_norm: int  # held in backward of the last norm
     rows: int  # where tokens stand in this rank's part of the vocabulary, and a sum of each
     edge: int  # what sequence parallelism gathers at an edge of a cut part; 0 without
+    order: int  # the same in the order of the ranks, where there are several sequences
+    sent: int  # held in backward where a cut part begins; 0 without tensor parallelism
     forward: int  # what the end of the last layer's forward pass needs there, beside what is kept
     working: dict[str, int]  # what backward of a layer adds to what it keeps, at its moments
 
@@ -71,6 +73,8 @@ class Sizes:
     stream_fp32: int
     tokens: int  # one float32 for each token of the stream
     edge: int  # the stream of all tokens, where sequence parallelism gathers it; 0 without
+    order: int  # the same in the order of the ranks; 0 for one sequence, which has that order
+    sent: int  # the gradient of a cut part's input; where it is scattered, received and input, too
     query: int
     key: int
     heads_fp32: int  # queries in float32
@@ -87,11 +91,14 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
     """Sizes for `element` bytes an element; `sequence`: the stream is cut along the sequence."""
     b_s, h = batch * seq, config.hidden
     tokens = -(-b_s // (tp if sequence else 1))
+    stream, edge = tokens * h * element, b_s * h * element if sequence and tp > 1 else 0
     return Sizes(
-        stream=tokens * h * element,
+        stream=stream,
         stream_fp32=tokens * h * 4,
         tokens=tokens * 4,
-        edge=b_s * h * element if sequence and tp > 1 else 0,
+        edge=edge,
+        order=edge if batch > 1 else 0,
+        sent=(3 * edge or stream) if tp > 1 else 0,
         query=b_s * h * element // tp,
         key=b_s * config.key_value_heads * config.head_size * element // tp,
         heads_fp32=b_s * h * 4 // tp,
@@ -170,33 +177,35 @@ def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) ->
 
 
 def _backward(
-    config: Config, z: Sizes, parts: dict[str, int], plain: bool, device: str, recomputed: bool
+    config: Config, z: Sizes, parts: dict[str, int], plain: bool, device: str
 ) -> dict[str, int]:
     """Held in backward of one layer at its fullest moments, without the gradients of weights.
 
     parts: what it keeps when its backward begins. "ffn": the inner gradients of the feed-forward
     network. "norm": its norm; on a CPU an RMSNorm makes four or five tensors in float32.
     "attention": its core; plain scores stand there two to four times. "end": the first norm.
-    With sequence parallelism three edges stand at once where a cut part begins and where it ends:
-    a gradient is gathered, and the part's input again; the input's gradient is reduced. A layer
-    that is `recomputed` keeps what its attention has gathered, too.
+    Where a cut part ends, sequence parallelism gathers a gradient; where it begins, the gradients
+    of all layers there are held while that of their input is on its way.
     """
-    kept = sum(parts.values()) - parts["ffn_dropout"] + (2 if recomputed else 1) * z.edge
+    kept = sum(parts.values()) - parts["ffn_dropout"]
     down = (2 if config.dropout else 1) * z.stream + z.wide + z.edge
-    inner = z.stream + (2 if config.mlp == "swiglu" else 1) * z.wide
+    inside = (2 if config.mlp == "swiglu" else 1) * z.wide
     first = parts["attention_norm"] + parts["attention_dropout"]
-    moments = {"ffn": kept + max(down, inner, z.stream + 2 * z.edge)}
+    begins = z.sent + z.order - parts["ffn"]
+    moments = {"ffn": kept + max(down, z.stream + inside + max(0, begins))}
+    moments["ffn"] = max(moments["ffn"], kept + z.stream + z.edge + z.order)
     norm = _norm_backward(config, z, device)
-    reduced = z.stream + 3 * z.edge if z.edge else 0
     begun = first + parts["attention"] + z.stream
-    moments["norm"] = begun + max(norm, reduced and parts["ffn_norm"] + reduced)
+    moments["norm"] = begun + max(norm, z.sent and parts["ffn_norm"] + inside + z.sent)
     attention = 2 * (z.query + z.key)  # gradients of output, queries, keys, values
     if plain:
         attention = z.scores + (2 * z.heads_fp32 if config.dropout else z.scores)
     again = parts["attention_norm"] + _attention(config, z, "none", plain, device) - z.query
-    moments["attention"] = max(again + z.stream + attention + z.edge, begun + 3 * z.edge)
-    end = 2 * z.stream + norm
-    moments["end"] = max(end, reduced and parts["attention_norm"] + z.stream + reduced)
+    inside = first + z.stream + z.query + 2 * z.key + z.sent
+    moments["attention"] = max(
+        again + z.stream + attention, begun + z.edge + z.order, inside + z.order
+    )
+    moments["end"] = max(2 * z.stream + norm, inside if z.sent else 0)
     return moments
 
 
@@ -243,10 +252,9 @@ def activations(
     z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, sequence_parallel)
     # Full recomputation keeps a layer's input; backward computes the rest again, all of it.
     parts = layer_parts(config, z, recompute, attention, device)
-    plain, full = is_plain(config, attention, device), recompute == "full"
-    backward = _backward(config, z, parts, plain, device, full)
+    backward = _backward(config, z, parts, is_plain(config, attention, device), device)
     layer = shared = sum(parts.values())
-    if full:
+    if recompute == "full":
         upcast = config.norm == "rms" and device == "cpu" and z.element < 4
         layer, shared = z.stream, 0 if upcast else z.stream  # the norm keeps it too, or a copy
     working = {moment: size - shared for moment, size in backward.items()}
@@ -255,15 +263,17 @@ def activations(
         layer=layer,
         layers=config.layers // pp,
         in_flight=in_flight,
-        head=_norm(config, z, device) + z.edge if last else 0,
+        head=_norm(config, z, device) if last else 0,
         logits=z.logits_fp32 + (4 if tp == 1 else 0) if last else 0,
-        loss=(2 if tp == 1 else 1) * z.logits_fp32 if last else 0,
+        loss=(2 * z.logits_fp32 if tp == 1 else z.logits_fp32 * z.element // 4) if last else 0,
         stream=z.stream,
         last_norm=_norm_backward(config, z, device, last) if last else 0,
         # The embedding: a number and a bit. The loss: the same, the sum and the target's logit.
         rows=batch * seq * (9 * (stage == 0) + 17 * last) if tp > 1 else 0,
         edge=z.edge,
-        # What entered and what leaves: as it is, in the order of the ranks, and received.
-        forward=4 * z.edge + z.stream + (z.wide if full else 0) if z.edge else 0,
+        order=z.order,
+        sent=z.sent,
+        # What leaves: as it is, in the order of the ranks, and received.
+        forward=2 * z.edge + z.order + z.stream + (z.wide if recompute == "full" else 0),
         working=working,
     )

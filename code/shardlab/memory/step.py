@@ -187,12 +187,10 @@ def _moments(
     if zero == 3:  # a gathered buffer, and the parameters copied from it
         moments["forward"] = base + 2 * (gather * unit.root + layer) + kept.stream
     if unit.last:
-        logits = kept.logits * recipe.compute // 4 + max(kept.stream, kept.edge)
-        if kept.edge:  # the gradient of what entered, in the order of the ranks, and received
-            logits = max(logits, 2 * kept.edge + kept.stream)
+        logits = kept.logits * recipe.compute // 4 + max(kept.stream, kept.sent)
         gathered = gather * unit.root + prefetch * layer
-        output_gradient = unit.vocabulary * born
-        moments["head"] = base + all_layers + kept.head + logits + output_gradient + gathered
+        logits += max(unit.vocabulary * born, kept.order)
+        moments["head"] = base + all_layers + kept.head + logits + gathered
         head = unit.vocabulary * born + gathered
         moments["last norm"] = base + all_layers + head + kept.last_norm
     # At its inner gradients a layer has the gradient of `down`, at its norm all of the network's.
@@ -213,7 +211,7 @@ def _moments(
         dense = unit.vocabulary * born
         layers = finished(kept.layers * unit.layer)
         beside = max(kept.stream, kept.edge, dense if unit.tied else 0)
-        gathering = kept.stream + 2 * kept.edge
+        gathering = kept.stream + kept.edge + kept.order
         moments["embedding"] = base + outer + layers + max(dense + beside, gathering)
         if zero == 3:
             whole_root = unit.root * (born + recipe.gradients)

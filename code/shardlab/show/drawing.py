@@ -99,6 +99,11 @@ def arrow(axes: Axes, start: Point, end: Point, **changes: Any) -> None:
     axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", shrinkA=0, shrinkB=0, **look))
 
 
+def words(axes: Axes, x: float, y: float, text: str, **changes: Any) -> None:
+    """Words around (x, y)."""
+    axes.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 10, **changes})
+
+
 def title(axes: Axes, x: float, y: float, text: str, **changes: Any) -> None:
     """Bold words around (x, y)."""
     axes.text(x, y, text, **{"ha": "center", "va": "center", "weight": "bold", **changes})

@@ -1,0 +1,68 @@
+"""One matrix product on many ranks: where to cut it, what that costs, and when it pays.
+
+- `by_rows`, `by_columns`, `by_inner` (split): one dimension cut, and the collective that follows;
+- `summa` (summa): all three matrices cut into blocks, on a grid of ranks;
+- `predict`, `seconds`, `pays_from` (cost): bytes held and sent, and time, before anything runs;
+- `measure`, `shard_throughput` (measure): the rates that the predictions start from.
+"""
+
+from .cost import (
+    WAYS,
+    Cost,
+    Machine,
+    OverBudget,
+    Seconds,
+    check_budget,
+    near_square,
+    pays_from,
+    predict,
+    seconds,
+)
+from .measure import Shard, measure, shard_throughput, stopwatch
+from .split import (
+    CUTS,
+    by_columns,
+    by_inner,
+    by_rows,
+    cut,
+    gather_columns,
+    gather_rows,
+    multiply,
+    narrated,
+    share,
+    shares,
+)
+from .summa import Grid, Panel, grid, panels, summa
+
+__all__ = [
+    "CUTS",
+    "WAYS",
+    "Cost",
+    "Grid",
+    "Machine",
+    "OverBudget",
+    "Panel",
+    "Seconds",
+    "Shard",
+    "by_columns",
+    "by_inner",
+    "by_rows",
+    "check_budget",
+    "cut",
+    "gather_columns",
+    "gather_rows",
+    "grid",
+    "measure",
+    "multiply",
+    "narrated",
+    "near_square",
+    "panels",
+    "pays_from",
+    "predict",
+    "seconds",
+    "share",
+    "shard_throughput",
+    "shares",
+    "stopwatch",
+    "summa",
+]

@@ -1,0 +1,264 @@
+"""What each way to cut a product costs a rank, predicted: bytes held, bytes sent, seconds.
+
+C_MN = A_MK @ B_KN on t ranks, letters as in `split`, e bytes an element, S = M N e bytes of C.
+
+    way      a rank holds, of A, B, C           all t ranks together send
+    rows     MK/t, KN, MN/t; MN with all of C   nothing; t (t - 1) ceil(M/t) N e for all of C
+    columns  MK, KN/t, MN/t; MN with all of C   nothing; t (t - 1) M ceil(N/t) e for all of C
+    inner    MK/t, KN/t, MN                     (t - 1) S for its rows; 2 (t - 1) S for all of C
+    summa    MK/t, KN/t, MN/t                   ((q - 1) MK + (p - 1) KN) e, on p x q ranks
+
+Sent is what rings put on the wire, and trees for broadcasts (Chan et al., CCPE 19 (2007)).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from shardlab.link import ring_seconds
+
+from .split import CUTS, check_way, share, shares
+from .summa import panels
+
+WAYS = (*CUTS, "summa")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one rank, but for `wire`. Bytes, and floating-point operations."""
+
+    flops: int  # a multiplication and an addition for each term of each sum
+    a: int  # bytes of its part of A
+    b: int
+    c: int  # bytes of what it has of C in the end
+    held: int  # the most at one moment: these, and what passes through
+    collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # as `count.sent` has it: name -> (times called, bytes of the tensors handed over)
+    wire: int = 0  # bytes that all ranks together put on the wire
+
+
+def near_square(ranks: int) -> tuple[int, int]:
+    """Rows and columns of the grid of `ranks` that is nearest to a square: 6 is 2 x 3."""
+    rows = max(p for p in range(1, math.isqrt(ranks) + 1) if ranks % p == 0)
+    return rows, ranks // rows
+
+
+def predict(
+    way: str,
+    M: int,
+    N: int,
+    K: int,
+    ranks: int,
+    itemsize: int = 4,
+    whole: bool = True,
+    rank: int = 0,
+    shape: tuple[int, int] | None = None,
+    width: int | None = None,
+) -> Cost:
+    """The cost of the product of M x K and K x N on `ranks` ranks, for `rank`: exact for any sizes.
+
+    way: "rows", "columns", "inner" or "summa"; on one rank all are the plain product. whole: all of
+    C on every rank ("summa" leaves it cut: pass False). shape: rows and columns of SUMMA's grid,
+    by default `near_square`; width: of its panels. `held` is for ranks on CPUs, over gloo.
+    """
+    _check(way, M, N, K, ranks, itemsize, whole, shape)
+    share(M, ranks, rank)  # refuses a rank that is not there
+    if way == "summa":
+        return _summa(M, N, K, shape or near_square(ranks), itemsize, rank, width)
+    cut = {"rows": M, "columns": N, "inner": K}[way]
+    own, longest = shares(cut, ranks)[rank], shares(cut, ranks)[0]
+    m, n, k = (own if way == w else size for w, size in (("rows", M), ("columns", N), ("inner", K)))
+    a, b, c = (x * itemsize for x in (m * k, k * n, m * n))
+    S = M * N * itemsize
+    flops, held = 2 * m * n * k, a + b + c
+    if ranks == 1 or (way != "inner" and not whole):
+        return Cost(flops, a, b, c, held)
+    if way == "inner" and whole:
+        calls = {"all_reduce": (1, S)}
+        return Cost(flops, a, b, S, held, calls, 2 * (ranks - 1) * S)
+    if way == "inner":
+        mine = shares(M, ranks)[rank] * N * itemsize
+        calls = {"all_to_all_single": (1, S)}  # a reduce-scatter: see `by_inner`
+        return Cost(flops, a, b, mine, held + (ranks + 1) * mine, calls, (ranks - 1) * S)
+    piece = longest * S // cut
+    padded = piece if own < longest else 0
+    copied = S if way == "columns" or cut % ranks else 0  # beside what the collective filled
+    calls = {"all_gather_into_tensor": (1, piece)}
+    held += padded + ranks * piece + copied
+    return Cost(flops, a, b, S, held, calls, ranks * (ranks - 1) * piece)
+
+
+def _summa(
+    M: int, N: int, K: int, shape: tuple[int, int], itemsize: int, rank: int, width: int | None
+) -> Cost:
+    rows, columns = shape
+    row, column = divmod(rank, columns)
+    m, n = shares(M, rows)[row], shares(N, columns)[column]
+    a, b = m * shares(K, columns)[column] * itemsize, shares(K, rows)[row] * n * itemsize
+    c = m * n * itemsize
+    steps = panels(K, rows, columns, width)
+    widest = max(step.end - step.begin for step in steps)
+    travels = (m if columns > 1 else 0) + (n if rows > 1 else 0)  # in each step, for each of w
+    room = min(2, len(steps)) * widest * travels * itemsize
+    calls = len(steps) * ((columns > 1) + (rows > 1))
+    broadcasts = {"broadcast": (calls, travels * K * itemsize)} if calls else {}
+    wire = ((columns - 1) * M * K + (rows - 1) * K * N) * itemsize
+    return Cost(2 * m * n * K, a, b, c, a + b + c + room, broadcasts, wire)
+
+
+class OverBudget(MemoryError):
+    """More bytes are needed than there are."""
+
+
+def check_budget(needed: int, budget: int, what: str = "the product") -> None:
+    """Raise OverBudget if `what` needs more than `budget` bytes: before anything is allocated."""
+    for name, value in (("needed", needed), ("budget", budget)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value!r}: allowed are bytes, 0 or more")
+    if needed > budget:
+        raise OverBudget(
+            f"{what} needs {needed / 1e6:,.1f} MB, which is {(needed - budget) / 1e6:,.1f} MB more "
+            f"than the budget of {budget / 1e6:,.1f} MB"
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank computes and what its link carries; `measure` finds out."""
+
+    flops: float  # FLOP/s of one rank, while all of them compute
+    latency: float  # alpha: seconds per message
+    bandwidth: float  # 1 / beta: bytes per second and direction
+
+    def __post_init__(self) -> None:
+        if not (self.flops > 0 and self.latency >= 0 and self.bandwidth > 0):
+            raise ValueError(f"{self}: flops and bandwidth are above 0, latency is at least 0")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Predicted seconds of the rank with the largest share."""
+
+    compute: float
+    communicate: float  # that no compute hides
+
+    @property
+    def total(self) -> float:
+        """From start to end."""
+        return self.compute + self.communicate
+
+
+def seconds(
+    way: str,
+    M: int,
+    N: int,
+    K: int,
+    ranks: int,
+    machine: Machine,
+    itemsize: int = 4,
+    whole: bool = True,
+    shape: tuple[int, int] | None = None,
+    width: int | None = None,
+) -> Seconds:
+    """Predicted seconds of the product; arguments as in `predict`. ranks=1: the plain product.
+
+    Compute at the machine's rate, whatever the shape of a share; collectives as
+    `link.ring_seconds` has them. SUMMA's row and column of the grid have a link of their own each.
+    """
+    _check(way, M, N, K, ranks, itemsize, whole, shape)
+    cost = predict(way, M, N, K, ranks, itemsize, whole, 0, shape, width)
+    compute = cost.flops / machine.flops
+    link = machine.latency, machine.bandwidth
+    if way == "summa":
+        return _pipelined(M, N, K, shape or near_square(ranks), machine, itemsize, width)
+    total = 0.0
+    for name, (_, size) in cost.collectives.items():
+        operation = {"all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all"}
+        bytes_in_all = size * ranks if name == "all_gather_into_tensor" else size
+        total += ring_seconds(operation.get(name, name), bytes_in_all, ranks, *link)
+    return Seconds(compute, total)
+
+
+def _pipelined(
+    M: int,
+    N: int,
+    K: int,
+    shape: tuple[int, int],
+    machine: Machine,
+    itemsize: int,
+    width: int | None,
+) -> Seconds:
+    """SUMMA, step by step: the next panel sets out when the product of this one is due."""
+    rows, columns = shape
+    m, n = shares(M, rows)[0], shares(N, columns)[0]
+    link = machine.latency, machine.bandwidth
+    widths = [step.end - step.begin for step in panels(K, rows, columns, width)]
+
+    def travel(w: int) -> float:
+        along = ring_seconds("broadcast", m * w * itemsize, columns, *link)
+        return max(along, ring_seconds("broadcast", w * n * itemsize, rows, *link))
+
+    now, arrival = 0.0, travel(widths[0])
+    for number, w in enumerate(widths):
+        here = arrival
+        if number + 1 < len(widths):
+            arrival = max(now, here) + travel(widths[number + 1])
+        now = max(now, here) + 2 * m * n * w / machine.flops
+    compute = 2 * m * n * K / machine.flops
+    return Seconds(compute, now - compute)
+
+
+def pays_from(
+    way: str,
+    ranks: int,
+    machine: Machine,
+    itemsize: int = 4,
+    whole: bool = True,
+    limit: int = 2**20,
+) -> int | None:
+    """The side of square matrices from which the product on `ranks` ranks beats one rank's.
+
+    Of multiples of `ranks`, where shares are equal: what splitting saves grows with the cube of the
+    side, what is sent with its square, so from there on it always pays. None: not up to `limit`.
+    """
+
+    def faster(step: int) -> bool:
+        n = step * ranks
+        one, split = (seconds(way, n, n, n, r, machine, itemsize, whole) for r in (1, ranks))
+        return split.total < one.total
+
+    _check(way, 1, 1, 1, ranks, itemsize, whole, None)
+    if ranks == 1:
+        raise ValueError("ranks=1: allowed are 2 or more, for there is nothing to split on one")
+    high = 1
+    while not faster(high):
+        if high * ranks > limit:
+            return None
+        high *= 2
+    low = high // 2  # does not pay, or is 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if faster(middle) else (middle, high)
+    return high * ranks
+
+
+def _check(
+    way: str,
+    M: int,
+    N: int,
+    K: int,
+    ranks: int,
+    itemsize: int,
+    whole: bool,
+    shape: tuple[int, int] | None,
+) -> None:
+    check_way(way, WAYS)
+    given = {"M": M, "N": N, "K": K, "ranks": ranks, "itemsize": itemsize}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
+    if way == "summa" and whole:
+        raise ValueError("whole=True: allowed with way='summa' is False, for it leaves C in blocks")
+    if shape is not None and (way != "summa" or shape[0] * shape[1] != ranks):
+        raise ValueError(f"shape={shape}: allowed is a grid of {ranks} ranks, for way='summa'")

@@ -1,0 +1,151 @@
+"""What this machine and this group of ranks reach: the numbers that `cost.seconds` starts from."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup as Group
+
+from shardlab import ranks
+
+from .cost import Machine
+from .split import CUTS, _all_gather, check_group, check_way, shares
+
+
+def stopwatch(call: Callable[[], Any], group: Group, repeats: int = 5) -> float:
+    """Median seconds of `call` until the last rank has finished it; the same on every rank.
+
+    Every rank of `group` calls it. One call to warm up; a barrier before each repeat.
+    """
+    check_group(group)
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier(group=group)
+        begin = _clock()
+        call()
+        times.append(_clock() - begin)
+    slowest = torch.tensor(times[1:], dtype=torch.float64, device=_wire_device(group))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # [repeats]
+    return statistics.median(slowest.tolist())
+
+
+def _clock() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _wire_device(group: Group) -> torch.device:
+    """Where a tensor has to be for `group` to carry it: nccl knows GPUs alone."""
+    return ranks.device() if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def measure(
+    group: Group,
+    device: torch.device | None = None,
+    side: int | None = None,
+    size: int = 2**22,
+    repeats: int = 5,
+) -> Machine:
+    """Measure what a rank computes while all do, and what `group` carries: the same on every rank.
+
+    Compute: a product of square float32 matrices of `side`, on all ranks at once; the slowest rank
+    counts. Link: an all-gather of few bytes, and one of `size` bytes in all, which take
+    (t - 1)(latency + bytes / t / bandwidth) seconds each. With one rank there is no link to
+    measure: latency 0, bandwidth without end.
+    """
+    _, number = check_group(group)
+    device = ranks.device() if device is None else device
+    side = (8192 if device.type == "cuda" else 768) if side is None else side
+    a, b = (torch.randn(side, side, device=device) for _ in range(2))
+    flops = 2 * side**3 / stopwatch(lambda: a @ b, group, repeats)  # [side, side] @ [side, side]
+    if number == 1:
+        return Machine(flops, 0.0, float("inf"))
+
+    def hop(numbers: int) -> float:  # seconds from one rank to the next
+        piece = torch.ones(numbers, device=device)
+        all_pieces = torch.empty(number * numbers, device=device)
+        return stopwatch(lambda: _all_gather(all_pieces, piece, group=group), group, repeats) / (
+            number - 1
+        )
+
+    small, large = 1, max(2, size // 4 // number)  # numbers of 4 bytes that each rank has
+    short, long = hop(small), hop(large)
+    # A quiet link takes longer for more bytes; on a busy machine it may seem not to.
+    per_byte = max(long - short, 1e-3 * long) / (4 * (large - small))
+    return Machine(flops, max(0.0, short - 4 * small * per_byte), 1 / per_byte)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The product that one of `degree` ranks would compute, and what this device makes of it."""
+
+    degree: int
+    M: int
+    N: int
+    K: int
+    seconds: float
+    flops: float  # FLOP/s
+
+
+def shard_throughput(
+    M: int,
+    N: int,
+    K: int,
+    degrees: Sequence[int] = (1, 2, 4, 8, 16),
+    cut: str = "columns",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    repeats: int = 5,
+) -> list[Shard]:
+    """Time the largest share of the product M x K times K x N for each degree, on one device.
+
+    cut: "rows", "columns" or "inner". No ranks are needed: it is what one of them would compute.
+    A kernel that is fast on large matrices is slower on thin ones, so the rate falls as degrees
+    grow. The median of `repeats`, each of enough products to be told from the clock's own time;
+    degrees alternate, so that what disturbs the machine disturbs all.
+    """
+    check_way(cut, CUTS)
+    device = ranks.device() if device is None else device
+    sizes = []
+    for degree in degrees:
+        full = {"rows": M, "columns": N, "inner": K}
+        if not 1 <= degree <= full[cut]:
+            raise ValueError(f"degrees={degrees}: allowed here are 1 to {full[cut]}")
+        full[cut] = shares(full[cut], degree)[0]
+        sizes.append((full["rows"], full["columns"], full["inner"]))
+    works = [_product(*size, dtype, device) for size in sizes]
+    times: list[list[float]] = [[] for _ in works]
+    for work in works:  # warm up: kernels are chosen, caches are filled
+        work(1)
+    calls = [max(1, round(0.005 / max(work(1), 1e-7))) for work in works]
+    for _ in range(repeats):
+        for work, number, found in zip(works, calls, times, strict=True):
+            found.append(work(number) / number)
+    medians = [statistics.median(found) for found in times]
+    return [
+        Shard(degree, m, n, k, s, 2 * m * n * k / s)
+        for degree, (m, n, k), s in zip(degrees, sizes, medians, strict=True)
+    ]
+
+
+def _product(
+    M: int, N: int, K: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[int], float]:
+    """A function that multiplies so many times and says how many seconds that took."""
+    a, b = torch.randn(M, K, device=device).to(dtype), torch.randn(K, N, device=device).to(dtype)
+    c = a.new_empty(M, N)
+
+    def work(times: int) -> float:
+        begin = _clock()
+        for _ in range(times):
+            torch.mm(a, b, out=c)  # [M, K] @ [K, N]
+        return _clock() - begin
+
+    return work

@@ -1,0 +1,568 @@
+"""Lesson `gemm`: equal to torch.matmul, bytes as predicted, seconds, bad input."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardlab import count, gemm, link, ranks
+from shardlab.gemm import Machine
+
+HALF_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+# Each example starts processes: few examples, each with many shapes in one run.
+few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+sizes = st.integers(1, 17)
+ALWAYS = [(1, 1, 1), (10, 9, 7), (8, 12, 16), (3, 2, 2)]  # M, N, K; 1 and 2: some have nothing
+
+
+def grids(ranks: int) -> list[tuple[int, int]]:
+    return [(p, ranks // p) for p in range(1, ranks + 1) if ranks % p == 0]
+
+
+def way_by_hand(way: str, a: torch.Tensor, b: torch.Tensor, full: Any, group: Any, whole: bool):
+    """The steps that a reader takes: multiply the parts `a` and `b`, then collect, or do not."""
+    if way == "inner":
+        return gemm.by_inner(a, b, group, whole)
+    if way == "rows":
+        c = gemm.by_rows(a, b)
+        return gemm.gather_rows(c, full.shape[0], group) if whole else c
+    c = gemm.by_columns(a, b)
+    return gemm.gather_columns(c, full.shape[1], group) if whole else c
+
+
+def compare(M: int, N: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup) -> list[str]:
+    """What differs on this rank from torch.matmul, and from what was predicted."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    device = ranks.device()
+    generator = torch.Generator().manual_seed(M * N * K)
+    a_MK, b_KN = (
+        torch.randn(shape, generator=generator).to(device, dtype) for shape in ((M, K), (K, N))
+    )
+    exact = a_MK.double() @ b_KN.double()
+    # Each element is a sum of K products. A sum of K terms in any order, each addition rounded, and
+    # the product too, is within K u sum|a||b| of the exact one, and there are at most `size` more
+    # roundings where ranks or panels are added up.
+    u = HALF_UNIT[dtype]
+    allowed = 1.01 * (K + 1 + max(size, K)) * u * (a_MK.double().abs() @ b_KN.double().abs())
+    wrong: list[str] = []
+
+    def judge(name: str, c: torch.Tensor, expected: torch.Tensor, limit: torch.Tensor) -> None:
+        if c.shape != expected.shape or c.dtype != dtype or not c.is_contiguous():
+            wrong.append(f"{name}: {list(c.shape)} {c.dtype} {c.stride()}")
+        elif not ((c.double() - expected).abs() <= limit).all():
+            wrong.append(f"{name} of {M, N, K} {dtype} on rank {rank} of {size}: {c} {expected}")
+
+    def count_up(name: str, work: Any, cost: gemm.Cost, a: torch.Tensor, b: torch.Tensor) -> Any:
+        with count.held(a, b, device=device) as held, count.sent() as sent:
+            c = work()
+        found = {"sent": sent.collectives, "c": c.nbytes, "a": a.nbytes, "b": b.nbytes}
+        if device.type == "cpu":
+            found["held"] = held.peak
+        predicted = {
+            "sent": cost.collectives, "c": cost.c, "a": cost.a, "b": cost.b, "held": cost.held,
+        }  # fmt: skip
+        for what, value in found.items():
+            if value != predicted[what]:
+                wrong.append(f"{name} of {M, N, K}: {what} {value}, predicted {predicted[what]}")
+        return c
+
+    for way in gemm.CUTS:
+        for whole in (True, False):
+            a, b = (x.clone() for x in gemm.cut(way, a_MK, b_KN, size, rank))
+            cost = gemm.predict(way, M, N, K, size, dtype.itemsize, whole, rank)
+            work = functools.partial(way_by_hand, way, a, b, exact, group, whole)
+            c = count_up(f"{way} {whole=}", work, cost, a, b)
+            part = gemm.share(N if way == "columns" else M, size, rank)
+            own = slice(None) if whole else (slice(None), part) if way == "columns" else part
+            judge(f"{way} {whole=}", c, exact[own], allowed[own])
+            same = gemm.multiply(way, a_MK, b_KN, group, whole)  # from views, with their strides
+            judge(f"multiply {way} {whole=}", same.contiguous(), exact[own], allowed[own])
+            if whole:
+                first = c.clone()
+                dist.broadcast(first, group=group, group_src=0)
+                judge(f"bits of {way}", c, first.double(), torch.zeros_like(allowed))
+    for shape in grids(size):
+        grid = gemm.grid(group, *shape)
+        for width in (None, 1, 3):
+            a, b = (x.clone() for x in grid.cut(a_MK, b_KN))
+            cost = gemm.predict("summa", M, N, K, size, dtype.itemsize, False, rank, shape, width)
+            work = functools.partial(gemm.summa, a, b, K, grid, width)
+            c = count_up(f"summa {shape} {width=}", work, cost, a, b)
+            judge(f"summa {shape} {width=}", c, grid.block(exact), grid.block(allowed))
+    return wrong
+
+
+def all_cases(shapes: list[tuple[int, int, int]]) -> list[str]:
+    dtypes = list(HALF_UNIT)
+    return [
+        problem
+        for number, shape in enumerate([*ALWAYS, *shapes])
+        for problem in compare(*shape, dtypes[number % len(dtypes)], dist.group.WORLD)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@few
+@given(shapes=st.lists(st.tuples(sizes, sizes, sizes), min_size=2, max_size=4))
+def test_equals_matmul_and_costs_what_was_predicted(
+    size: int, shapes: list[tuple[int, int, int]]
+) -> None:
+    assert ranks.run(all_cases, size, shapes, device="cpu") == [[]] * size
+
+
+def test_on_a_group_of_other_ranks() -> None:
+    def run() -> list[str]:
+        group = dist.new_group([3, 1])  # torch numbers its ranks in the order of the world
+        if dist.get_rank() not in (1, 3):
+            return []
+        return compare(5, 6, 7, torch.float64, group)
+
+    assert ranks.run(run, 4, device="cpu") == [[]] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.device_count(), reason="this machine has no CUDA GPU")
+@pytest.mark.parametrize("size", [1, 4])
+def test_equals_matmul_on_a_gpu(size: int) -> None:
+    def run() -> list[str]:
+        return compare(10, 9, 7, torch.float64, dist.group.WORLD)
+
+    assert ranks.run(run, size) == [[]] * size
+
+
+def test_a_reduce_scatter_adds_in_the_order_of_the_ranks() -> None:
+    def run() -> tuple[bool, bool]:
+        group, rank = dist.group.WORLD, dist.get_rank()
+        torch.manual_seed(0)
+        a_MK, b_KN = torch.randn(10, 33), torch.randn(33, 5)
+        parts = [gemm.cut("inner", a_MK, b_KN, 4, r) for r in range(4)]
+        total = parts[0][0] @ parts[0][1]
+        for a, b in parts[1:]:
+            total = total + a @ b
+        ours = gemm.by_inner(*parts[rank], group, whole=False)
+        # Another order of the sum has other bits: this test can fail.
+        reverse = parts[3][0] @ parts[3][1]
+        for a, b in parts[2::-1]:
+            reverse = reverse + a @ b
+        return torch.equal(ours, total[gemm.share(10, 4, rank)]), torch.equal(total, reverse)
+
+    assert ranks.run(run, 4, device="cpu") == [(True, False)] * 4
+
+
+def test_whole_numbers_are_exact() -> None:
+    def run() -> list[bool]:
+        group = dist.group.WORLD
+        a_MK, b_KN = torch.arange(35).view(5, 7), torch.arange(42).view(7, 6)
+        grid = gemm.grid(group, 3, 1)
+        found = [gemm.multiply(way, a_MK, b_KN, group) for way in gemm.CUTS]
+        found += [gemm.summa(*grid.cut(a_MK, b_KN), 7, grid)]
+        expected = [a_MK @ b_KN] * 3 + [grid.block(a_MK @ b_KN)]
+        return [torch.equal(x, y) for x, y in zip(found, expected, strict=True)]
+
+    assert ranks.run(run, 3, device="cpu") == [[True] * 4] * 3
+
+
+def test_narrated_tells_what_each_rank_sees() -> None:
+    a_MK, b_KN = torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.tensor([[1, 0], [0, 2]])
+
+    def run() -> tuple[list[str], bool]:
+        lines: list[str] = []
+        rank = dist.get_rank()
+        b = b_KN.clone() if rank == 0 else torch.zeros_like(b_KN)
+        a_mK = a_MK[gemm.share(3, 2, rank)]
+        c = gemm.narrated(a_mK, b, 3, dist.group.WORLD, lines.append)
+        return lines, torch.equal(c, a_MK @ b_KN)
+
+    last = "after the all-gather: C = [[1, 4], [3, 8], [5, 12]]"
+    told = [
+        [
+            "my part:              rows 0 to 1 of A = [[1, 2], [3, 4]]",
+            "before the broadcast: B = [[1, 0], [0, 2]]",
+            "after the broadcast:  B = [[1, 0], [0, 2]]",
+            "my product:           rows 0 to 1 of C = [[1, 4], [3, 8]]",
+            last,
+        ],
+        [
+            "my part:              row 2 of A = [[5, 6]]",
+            "before the broadcast: B = [[0, 0], [0, 0]]",
+            "after the broadcast:  B = [[1, 0], [0, 2]]",
+            "my product:           row 2 of C = [[5, 12]]",
+            last,
+        ],
+    ]
+    assert ranks.run(run, 2, device="cpu") == [(lines, True) for lines in told]
+
+
+# ------------------------------------------------------------------------------- who has what
+
+
+@given(size=st.integers(0, 1000), number=st.integers(1, 40))
+def test_shares_are_as_equal_as_it_goes(size: int, number: int) -> None:
+    parts = [gemm.share(size, number, rank) for rank in range(number)]
+    assert [i for part in parts for i in range(size)[part]] == list(range(size))
+    lengths = gemm.shares(size, number)
+    assert lengths == [part.stop - part.start for part in parts]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+
+
+@given(
+    inner=st.integers(1, 200),
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 6),
+    width=st.none() | st.integers(1, 50),
+)
+def test_panels_have_one_owner_each(inner: int, rows: int, columns: int, width: int | None) -> None:
+    found = gemm.panels(inner, rows, columns, width)
+    assert [k for panel in found for k in range(panel.begin, panel.end)] == list(range(inner))
+    for panel in found:
+        of_a, of_b = gemm.share(inner, columns, panel.column), gemm.share(inner, rows, panel.row)
+        assert max(of_a.start, of_b.start) <= panel.begin < panel.end <= min(of_a.stop, of_b.stop)
+        assert width is None or panel.end - panel.begin <= width
+    if width is None:  # no more of them than the cuts ask for
+        assert len(found) <= rows + columns - 1
+
+
+@given(M=sizes, N=sizes, K=sizes, number=st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_a_grid_holds_each_element_once(M: int, N: int, K: int, number: int) -> None:
+    shape = gemm.near_square(number)
+    assert shape[0] * shape[1] == number
+    assert shape[0] == max(p for p, q in grids(number) if p <= q)
+    costs = [gemm.predict("summa", M, N, K, number, 1, False, r) for r in range(number)]
+    assert sum(cost.a for cost in costs) == M * K
+    assert sum(cost.b for cost in costs) == K * N
+    assert sum(cost.c for cost in costs) == M * N
+    assert sum(cost.flops for cost in costs) == 2 * M * N * K
+
+
+# ------------------------------------------------------------------------------- bytes
+
+
+@given(
+    M=sizes, N=sizes, K=sizes, number=st.integers(1, 9), way=st.sampled_from(gemm.WAYS),
+    whole=st.booleans(),
+)  # fmt: skip
+def test_bytes_of_all_ranks_together(
+    M: int, N: int, K: int, number: int, way: str, whole: bool
+) -> None:
+    whole = whole and way != "summa"
+    costs = [gemm.predict(way, M, N, K, number, 4, whole, r) for r in range(number)]
+    assert len({cost.wire for cost in costs}) == 1
+    assert sum(cost.flops for cost in costs) == 2 * M * N * K
+    rows, columns = gemm.near_square(number)
+    even = way == "inner" or {"rows": M, "columns": N}.get(way, number) % number == 0
+    formula = {
+        ("rows", True): (number - 1) * M * N,
+        ("columns", True): (number - 1) * M * N,
+        ("inner", True): 2 * (number - 1) * M * N,
+        ("inner", False): (number - 1) * M * N,
+        ("summa", False): (columns - 1) * M * K + (rows - 1) * K * N,
+    }.get((way, whole), 0)
+    padding = {"rows": N, "columns": M}.get(way, 0) * number * (number - 1)
+    extra = costs[0].wire - 4 * formula
+    assert extra == 0 if even or not whole else 0 <= extra <= 4 * padding
+
+
+@pytest.mark.alone
+def test_the_interface_saw_what_the_formula_says() -> None:
+    if count.wire_bytes() is None:
+        pytest.skip("this system does not say what its loopback interface transmitted")
+    n = 768
+
+    def run() -> dict[tuple[str, bool], int]:
+        group = dist.group.WORLD
+        a_MK, b_KN = torch.randn(n, n), torch.randn(n, n)
+        grid = gemm.grid(group, 2, 2)
+        works = {
+            (way, whole): functools.partial(gemm.multiply, way, a_MK, b_KN, group, whole)
+            for way, whole in (("rows", True), ("columns", True), ("inner", True), ("inner", False))
+        }
+        works["summa", False] = functools.partial(gemm.summa, *grid.cut(a_MK, b_KN), n, grid)
+        found = {}
+        for key, work in works.items():
+            readings = []
+            for _ in range(4):  # the first one builds connections
+                dist.barrier()
+                before = count.wire_bytes()
+                dist.barrier()
+                work()
+                dist.barrier()
+                readings.append(count.wire_bytes() - before)
+                dist.barrier()
+            found[key] = min(readings)
+        return found
+
+    for (way, whole), seen in ranks.run(run, 4, device="cpu")[0].items():
+        formula = gemm.predict(way, n, n, n, 4, whole=whole).wire
+        # Headers add some percent, and whatever else talks on this machine more: the upper limit
+        # is to catch twice as many bytes, as gloo's own reduce-scatter sends.
+        assert formula <= seen < 1.6 * formula, (way, whole, seen / formula)
+
+
+def test_predictions_by_hand() -> None:
+    # 8 x 6 times 6 x 4 on 4 ranks, one byte an element.
+    by_hand = {
+        ("rows", False): (2 * 6, 6 * 4, 2 * 4, {}, 0),
+        ("rows", True): (2 * 6, 6 * 4, 8 * 4, {"all_gather_into_tensor": (1, 8)}, 3 * 32),
+        ("columns", False): (8 * 6, 6 * 1, 8 * 1, {}, 0),
+        ("columns", True): (8 * 6, 6 * 1, 8 * 4, {"all_gather_into_tensor": (1, 8)}, 3 * 32),
+        ("inner", True): (8 * 2, 2 * 4, 8 * 4, {"all_reduce": (1, 32)}, 6 * 32),
+        ("inner", False): (8 * 2, 2 * 4, 2 * 4, {"all_to_all_single": (1, 32)}, 3 * 32),
+        # A grid of 2 x 2, with panels of 3: 4 x 3 of A and 3 x 2 of B in each of two steps.
+        ("summa", False): (4 * 3, 3 * 2, 4 * 2, {"broadcast": (4, 2 * (12 + 6))}, 8 * 6 + 6 * 4),
+    }
+    for (way, whole), (a, b, c, collectives, wire) in by_hand.items():
+        cost = gemm.predict(way, 8, 4, 6, 4, 1, whole)
+        assert (cost.a, cost.b, cost.c) == (a, b, c), way
+        assert (cost.collectives, cost.wire) == (collectives, wire), way
+    assert [gemm.predict("inner", 8, 4, 6, 4, 1, rank=r).flops for r in range(4)] == [
+        2 * 8 * 4 * k for k in (2, 2, 1, 1)
+    ]
+
+
+def test_a_budget_is_refused_before_anything_is_allocated() -> None:
+    one = gemm.predict("rows", 8192, 8192, 8192, 1)
+    assert one.held == 3 * 4 * 8192**2
+    gemm.check_budget(one.held, one.held)
+    with pytest.raises(MemoryError) as caught:
+        gemm.check_budget(one.held, 512 * 10**6, "8192 x 8192 times 8192 x 8192")
+    assert isinstance(caught.value, gemm.OverBudget)
+    assert str(caught.value) == (
+        "8192 x 8192 times 8192 x 8192 needs 805.3 MB, which is 293.3 MB more than the budget of "
+        "512.0 MB"
+    )
+    four = [gemm.predict(way, 8192, 8192, 8192, 4, whole=False).held for way in gemm.WAYS]
+    rows, columns, inner, summa = four
+    assert rows == columns == 1.5 * 4 * 8192**2  # a quarter of two, all of one
+    assert inner > rows  # a summand of all of C, and what arrives of it
+    assert summa == (3 / 4 + 2 / 2) * 4 * 8192**2  # a quarter of each, and two panels of each
+
+
+def test_narrow_panels_hold_less() -> None:
+    held = [
+        gemm.predict("summa", 4096, 4096, 4096, 16, whole=False, width=width).held
+        for width in (None, 256, 64, 8)
+    ]
+    assert held == sorted(held, reverse=True)
+    assert held[-1] < 1.02 * 3 * 4 * 4096**2 / 16  # almost nothing but the blocks
+
+
+# ------------------------------------------------------------------------------- seconds
+
+
+def test_seconds_by_hand() -> None:
+    machine = Machine(flops=1.0, latency=1.0, bandwidth=1.0)  # a second for everything
+    flops = 2 * 8 * 4 * 6
+    by_hand = {  # 4 ranks, one byte an element, 32 bytes of C
+        ("rows", True): 3 * (1 + 8),
+        ("rows", False): 0,
+        ("columns", True): 3 * (1 + 8),
+        ("inner", True): 6 * (1 + 8),
+        ("inner", False): 3 * (1 + 8),
+    }
+    for (way, whole), communicate in by_hand.items():
+        found = gemm.seconds(way, 8, 4, 6, 4, machine, 1, whole)
+        largest = flops / 4 if way != "inner" else 2 * 8 * 4 * 2
+        assert (found.compute, found.communicate) == (largest, communicate), way
+        assert found.total == largest + communicate
+    # Two panels of 3: the first comes after 1 + 12 s, and the second while that is multiplied.
+    summa = gemm.seconds("summa", 8, 4, 6, 4, machine, 1, False)
+    assert (summa.compute, summa.communicate) == (flops / 4, 1 + 12)
+    # A link that is slower than compute: nothing but the last product is left over.
+    slow = gemm.seconds("summa", 8, 4, 6, 4, Machine(48.0, 1.0, 1.0), 1, False)
+    assert slow.total == 2 * (1 + 12) + 1
+    for way in gemm.WAYS:
+        alone = gemm.seconds(way, 8, 4, 6, 1, machine, 1, False)
+        assert (alone.compute, alone.communicate) == (flops, 0)
+
+
+@given(
+    way=st.sampled_from(gemm.WAYS),
+    number=st.integers(2, 64),
+    flops=st.floats(1e9, 1e15),
+    latency=st.floats(1e-6, 1e-2),
+    bandwidth=st.floats(1e7, 1e12),
+    whole=st.booleans(),
+)
+def test_it_pays_from_where_both_take_as_long(
+    way: str, number: int, flops: float, latency: float, bandwidth: float, whole: bool
+) -> None:
+    machine, whole = Machine(flops, latency, bandwidth), whole and way != "summa"
+    n = gemm.pays_from(way, number, machine, whole=whole)
+
+    def gain(n: int) -> float:
+        one, split = (gemm.seconds(way, n, n, n, t, machine, whole=whole) for t in (1, number))
+        return one.total - split.total
+
+    if n is None:
+        assert gain(2**20 // number * number) <= 0
+        return
+    assert n % number == 0
+    assert gain(n) > 0
+    assert gain(2 * n) > 0
+    assert n == number or gain(n - number) <= 0
+
+
+def test_it_may_never_pay() -> None:
+    assert gemm.pays_from("inner", 2, Machine(1e15, 1.0, 1e6)) is None
+    # Nothing is sent, nothing is lost.
+    assert gemm.pays_from("rows", 4, Machine(1e15, 1.0, 1e6), whole=False) == 4
+
+
+@pytest.mark.alone
+def test_seconds_on_the_slow_link() -> None:
+    latency, bandwidth, n = 0.02, 20e6, 256
+
+    def run() -> tuple[list[Machine], dict[Any, float]]:
+        group, cpu = dist.group.WORLD, torch.device("cpu")
+        slow = functools.partial(link.slow, latency, bandwidth)
+        wire = slow(group)
+        machines = [gemm.measure(wire, cpu, repeats=3), gemm.measure(wire, cpu, repeats=1)]
+        a_MK, b_KN = torch.randn(n, n), torch.randn(n, n)
+        grid = gemm.grid(group, 2, 2, slow)
+        found: dict[Any, float] = {}
+        for way in gemm.CUTS:
+            for whole in (True, False):
+                work = functools.partial(gemm.multiply, way, a_MK, b_KN, wire, whole)
+                found[way, whole, None] = gemm.stopwatch(work, group, 3)
+        for width in (None, 64):
+            work = functools.partial(gemm.summa, *grid.cut(a_MK, b_KN), n, grid, width)
+            found["summa", False, width] = gemm.stopwatch(work, group, 3)
+        return machines, found
+
+    results = ranks.run(run, 4, device="cpu")
+    assert all(result == results[0] for result in results)  # everyone got the same numbers
+    machines, found = results[0]
+    for machine in machines:
+        # What gloo adds to the emulated wire on a busy machine: some milliseconds.
+        assert latency <= 1.01 * machine.latency < 1.5 * latency
+        assert 0.8 < machine.bandwidth / bandwidth < 1.3
+        assert machine.flops > 1e8
+    known = Machine(machines[0].flops, latency, bandwidth)
+    for (way, whole, width), seconds in found.items():
+        predicted = gemm.seconds(way, n, n, n, 4, known, whole=whole, width=width)
+        # Never faster than the wire; above it the room is for a machine with more ranks than
+        # cores. The ways differ by more: 2, or all of it.
+        assert 0.99 * predicted.communicate <= seconds, (way, whole, width)
+        assert seconds < 1.4 * predicted.total + 0.02, (way, whole, width, seconds, predicted)
+
+
+def test_one_rank_has_no_link_to_measure() -> None:
+    def run() -> Machine:
+        return gemm.measure(dist.group.WORLD, torch.device("cpu"), side=32, repeats=1)
+
+    (machine,) = ranks.run(run, 1, device="cpu")
+    assert (machine.latency, machine.bandwidth) == (0.0, math.inf)
+    assert gemm.seconds("inner", 4, 4, 4, 1, machine).communicate == 0
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        ("rows", [(20, 12, 9), (10, 12, 9), (7, 12, 9)]),
+        ("columns", [(20, 12, 9), (20, 6, 9), (20, 4, 9)]),
+        ("inner", [(20, 12, 9), (20, 12, 5), (20, 12, 3)]),
+    ],
+)
+def test_shards_are_the_largest_shares(cut: str, expected: list[tuple[int, int, int]]) -> None:
+    cpu = torch.device("cpu")
+    found = gemm.shard_throughput(20, 12, 9, (1, 2, 3), cut, torch.float64, cpu, repeats=1)
+    assert [(shard.M, shard.N, shard.K) for shard in found] == expected
+    assert [shard.degree for shard in found] == [1, 2, 3]
+    for shard in found:
+        assert shard.seconds > 0
+        assert shard.flops * shard.seconds == pytest.approx(2 * shard.M * shard.N * shard.K)
+
+
+# ------------------------------------------------------------------------------- bad input
+
+
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    def run() -> list[tuple[str, str, Any]]:
+        group, rank = dist.group.WORLD, dist.get_rank()
+        a, b = torch.zeros(8, 4), torch.zeros(4, 6)
+        grid = gemm.grid(group, 2, 2)
+        two = dist.new_group([0, 1])
+        block = torch.zeros(4, 2)
+        cases = {
+            "the inner dimensions are 4 and 6": lambda: gemm.by_rows(a, b.T),
+            "[8] @": lambda: gemm.by_columns(torch.zeros(8), b),
+            "list @": lambda: gemm.by_inner([[1.0]], b, group),
+            "torch.float32 on cpu and torch.float64 on cpu": lambda: gemm.by_rows(a, b.double()),
+            "[8, 4] @ [5, 6]": lambda: gemm.by_inner(a, torch.zeros(5, 6), group, False),
+            "group=None": lambda: gemm.by_inner(a, b, None),
+            "has 2 of 8 rows": lambda: gemm.gather_rows(torch.zeros(3, 6), 8, group),
+            "has 3 of 12 columns": lambda: gemm.gather_columns(torch.zeros(3, 2), 12, group),
+            "way='diagonal': allowed are 'rows', 'columns', 'inner'": lambda: gemm.multiply(
+                "diagonal", a, b, group
+            ),
+            "rows=3, columns=2: 6 ranks, and the group has 4; allowed are 1 x 4, 2 x 2, 4 x 1": (
+                lambda: gemm.grid(group, 3, 2)
+            ),
+            "rows=0": lambda: gemm.grid(group, 0, 4),
+            "columns of A and": lambda: gemm.summa(block, block.T, 7, grid),
+            "the two factors have to be of one kind": lambda: gemm.summa(
+                block, block.T.double(), 4, grid
+            ),
+            "width=0": lambda: gemm.summa(block, block.T, 4, grid, 0),
+            "a contiguous tensor is needed": lambda: gemm.narrated(
+                a[:2], torch.zeros(6, 4).T, 8, group
+            ),
+            "a_mK of [8, 4]": lambda: gemm.narrated(a, b, 8, group),
+        }
+        if rank >= 2:
+            cases["a process group that holds this rank"] = lambda: gemm.by_inner(a, b, two)
+        found = []
+        for expected, call in cases.items():
+            with count.sent() as sent:
+                try:
+                    call()
+                except ValueError as error:
+                    found.append((expected, str(error), sent.collectives))
+                except Exception as error:
+                    kind = f"{type(error).__name__}, no ValueError: {error}"
+                    found.append((expected, kind, sent.collectives))
+                else:
+                    found.append((expected, "nothing was raised", sent.collectives))
+        return found
+
+    for found in ranks.run(run, 4, device="cpu"):
+        for expected, message, sent in found:
+            assert expected in message
+            assert sent == {}, expected
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: gemm.share(-1, 2, 0), "size=-1: allowed are whole numbers from 0"),
+        (lambda: gemm.share(4, 0, 0), "ranks=0: allowed are whole numbers from 1"),
+        (lambda: gemm.share(4, 2, 2), "rank=2: allowed are 0 to 1"),
+        (lambda: gemm.share(4, 2, True), "rank=True"),
+        (lambda: gemm.predict("cubes", 1, 1, 1, 1), "'columns', 'inner', 'summa'"),
+        (lambda: gemm.predict("rows", 0, 1, 1, 1), "M=0"),
+        (lambda: gemm.predict("rows", 1, 1, 1.5, 1), "K=1.5"),
+        (lambda: gemm.predict("rows", 4, 4, 4, 2, rank=2), "rank=2: allowed are 0 to 1"),
+        (lambda: gemm.predict("summa", 4, 4, 4, 4), "allowed with way='summa' is False"),
+        (lambda: gemm.predict("summa", 4, 4, 4, 4, whole=False, shape=(1, 3)), "a grid of 4"),
+        (lambda: gemm.predict("rows", 4, 4, 4, 4, shape=(2, 2)), "for way='summa'"),
+        (lambda: gemm.panels(4, 2, 2, -1), "width=-1"),
+        (lambda: gemm.pays_from("rows", 1, Machine(1, 1, 1)), "ranks=1: allowed are 2 or more"),
+        (lambda: Machine(0, 1, 1), "flops and bandwidth are above 0"),
+        (lambda: Machine(1, -1, 1), "latency is at least 0"),
+        (lambda: gemm.check_budget(-1, 2), "needed=-1"),
+        (lambda: gemm.check_budget(1, math.nan), "budget=nan"),
+        (lambda: gemm.shard_throughput(8, 8, 8, (1, 9)), "allowed here are 1 to 8"),
+        (lambda: gemm.shard_throughput(8, 8, 8, (1,), "summa"), "way='summa'"),
+    ],
+)
+def test_bad_numbers_are_refused(call: Any, says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert says in str(caught.value)

@@ -1,0 +1,97 @@
+"""What a rank holds and sends, by formula: exact, where the ranks divide everything.
+
+t ranks, L layers, b sequences of s tokens, h hidden, e bytes an element.
+
+    all-reduces            forward   backward   bytes handed to each
+    each block             2         2          bshe
+    embedding              1                    bshe
+    head                             1          bshe
+    loss                   2                    4bs, 8bs
+
+An all-reduce of S bytes moves 2(t-1)/t S from each rank (Patarasuk and Yuan 2009, section 4).
+Shoeybi et al. 2019 (arXiv 1909.08053), section 3: "two all-reduces in the forward path and two in
+the backward path" for each layer.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+from shardlab import memory
+from shardlab.shapes import Config
+
+from .operators import multiples
+
+WIDTHS = "heads", "key_value_heads", "ffn_width", "vocab"  # what is cut, besides what follows
+
+
+def predicted_states(
+    config: Config, t: int, itemsize: int = 4, bytes_per_state: int = 8
+) -> dict[str, int]:
+    """Bytes of model states on each of t ranks after a step: parameters, gradients, optimizer.
+
+    itemsize: bytes an element of parameters and gradients. bytes_per_state: of the optimizer for
+    each element, 8 for AdamW's two in float32; its step counters are not in it.
+
+    Raises ValueError for a t that does not divide heads, key-value heads, width and vocabulary.
+    """
+    check_degree(config, t)
+    held = sum(memory.parameters(config, tp=t).values())
+    return {
+        "parameters": held * itemsize,
+        "gradients": held * itemsize,
+        "optimizer": held * bytes_per_state,
+    }
+
+
+def predicted_calls(config: Config, t: int) -> dict[str, int]:
+    """All-reduces of one step, by purpose."""
+    check_degree(config, t)
+    several = int(t > 1)
+    blocks = 2 * config.layers
+    return {
+        "forward": several * (blocks + 1),
+        "loss": several * 2,
+        "backward": several * (blocks + 1),
+    }
+
+
+def predicted_sent(
+    config: Config, t: int, batch: int, seq: int, itemsize: int = 4
+) -> dict[str, int]:
+    """Bytes that a rank hands to all-reduce in one step, by purpose; see `on_wire`.
+
+    batch: sequences of `seq` tokens. itemsize: of activations; the loss's numbers have 4 bytes.
+    """
+    calls = predicted_calls(config, t)
+    stream = batch * seq * config.hidden * itemsize  # [B, S, H]
+    return {
+        "forward": calls["forward"] * stream,
+        "loss": calls["loss"] * 3 * batch * seq * max(4, itemsize) // 2,  # [B, S] and [2, B, S]
+        "backward": calls["backward"] * stream,
+    }
+
+
+def on_wire(payload: int, t: int) -> float:
+    """Bytes that each of t ranks sends when it hands `payload` bytes to all-reduce."""
+    return 2 * (t - 1) / t * payload
+
+
+def degrees(config: Config) -> list[int]:
+    """The numbers of ranks that divide heads, key-value heads, width and vocabulary."""
+    common = gcd(*(getattr(config, name) for name in WIDTHS))
+    return [t for t in range(1, common + 1) if common % t == 0]
+
+
+def check_degree(config: Config, t: int) -> None:
+    """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
+    if isinstance(t, bool) or not isinstance(t, int) or t < 1:
+        raise ValueError(f"t={t!r}: allowed are whole numbers above 0")
+    for name in WIDTHS:
+        if (value := getattr(config, name)) % t:
+            *some, last = map(str, degrees(config))
+            fits = f"{', '.join(some)} and {last}" if some else last
+            raise ValueError(
+                f"{name}={value}: allowed on {t} ranks are {multiples(value, t)}; "
+                f"allowed ranks for this model are {fits}"
+            )

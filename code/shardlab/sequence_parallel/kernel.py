@@ -1,0 +1,148 @@
+"""Attention between some queries and some keys: its output, and the logarithm of its sums.
+
+Softmax over all keys can be put together from softmaxes over blocks of keys when each block says,
+beside its output, how large the sum of its exponentials was. torch's fused kernels compute that
+number, because their own backward needs it, but `scaled_dot_product_attention` does not hand it
+out; so they are called here by their inner names.
+
+Backward of one block is the fused kernel's own, given the output and the logarithms of the *whole*
+row: the probabilities are exp(score - logarithm), so each block finds its share of the gradients
+without the others (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, appendix B.2).
+
+Shapes: B batch, A query heads, K key and value heads, Q queries, T keys, D size of a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Gradients(NamedTuple):
+    """Of one block: for queries [B, A, Q, D], keys and values [B, K, T, D]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def block_attention(
+    q_BAQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output [B, A, Q, D] and logarithms [B, A, Q] of attention over these keys alone.
+
+    causal: query i sees keys 0 to i. The logarithms are of the sums of exp(q . k / sqrt(D)), in
+    float32, or float64 for such queries.
+    """
+    kind = _kernel(q_BAQD)
+    if kind == "cpu":
+        # This kernel lets several heads share keys and values.
+        return aten._scaled_dot_product_flash_attention_for_cpu(q_BAQD, k_BKTD, v_BKTD, 0.0, causal)
+    k_BATD, v_BATD = _widened(k_BKTD, q_BAQD), _widened(v_BKTD, q_BAQD)
+    if kind == "flash":
+        y, lse, *_ = aten._scaled_dot_product_flash_attention(q_BAQD, k_BATD, v_BATD, 0.0, causal)
+        return y, lse
+    if kind == "efficient":
+        y, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q_BAQD, k_BATD, v_BATD, None, True, 0.0, causal
+        )
+        return y, lse[..., : q_BAQD.shape[-2]]  # it rounds the rows up to a multiple of 32
+    scores_BAQT = _scores(q_BAQD, k_BATD, causal)
+    lse_BAQ = scores_BAQT.logsumexp(-1)
+    y_BAQD = (scores_BAQT - lse_BAQ[..., None]).exp() @ v_BATD.to(scores_BAQT.dtype)
+    return y_BAQD.to(q_BAQD.dtype), lse_BAQ  # [B, A, Q, T] @ [B, A, T, D]
+
+
+def block_gradients(
+    dy_BAQD: Tensor,
+    q_BAQD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    y_BAQD: Tensor,
+    lse_BAQ: Tensor,
+    causal: bool = False,
+) -> Gradients:
+    """This block's share of the gradients; `y` and `lse` are those over all keys."""
+    kind = _kernel(q_BAQD)
+    if kind == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy_BAQD, q_BAQD, k_BKTD, v_BKTD, y_BAQD, lse_BAQ, 0.0, causal
+        )
+        return Gradients(*grads)
+    if dy_BAQD.stride(-1) != 1:  # the gradient of a plain sum is one number, seen many times
+        dy_BAQD = dy_BAQD.contiguous()
+    k_BATD, v_BATD = _widened(k_BKTD, q_BAQD), _widened(v_BKTD, q_BAQD)
+    if kind == "flash":
+        queries, keys = q_BAQD.shape[-2], k_BKTD.shape[-2]
+        # The state of a generator that dropout would have used.
+        state, unused = (q_BAQD.new_empty(n, dtype=torch.uint64) for n in ((2,), ()))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            dy_BAQD, q_BAQD, k_BATD, v_BATD, y_BAQD, lse_BAQ.contiguous(), None, None,
+            queries, keys, 0.0, causal, state, unused,
+        )  # fmt: skip
+    elif kind == "efficient":
+        padded = lse_BAQ.new_full(
+            (*lse_BAQ.shape[:-1], -(-lse_BAQ.shape[-1] // 32) * 32), torch.inf
+        )
+        padded[..., : lse_BAQ.shape[-1]] = lse_BAQ
+        none = torch.zeros((), dtype=torch.int64, device=q_BAQD.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dy_BAQD, q_BAQD, k_BATD, v_BATD, None, y_BAQD, padded, none, none, 0.0,
+            [True, True, True, False], causal,
+        )  # fmt: skip
+    else:
+        dq, dk, dv = _plain_gradients(dy_BAQD, q_BAQD, k_BATD, v_BATD, y_BAQD, lse_BAQ, causal)
+    heads = k_BKTD.shape[1]
+    return Gradients(dq, *(d.unflatten(1, (heads, -1)).sum(2).to(d.dtype) for d in (dk, dv)))
+
+
+def _kernel(q: Tensor) -> str:
+    """Which kernel: a CPU has one for all dtypes; a GPU's flash attention wants 16 bits."""
+    if q.device.type != "cuda":
+        return "cpu" if q.device.type == "cpu" else "plain"
+    size = q.shape[-1]
+    narrow = q.dtype in (torch.float16, torch.bfloat16)
+    if narrow and size % 8 == 0 and size <= 256 and _capability(q.device) >= (8, 0):
+        return "flash"
+    if (narrow and size % 8 == 0) or (q.dtype == torch.float32 and size % 4 == 0):
+        return "efficient"
+    return "plain"  # none is for float64
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _widened(x_BKTD: Tensor, q_BAQD: Tensor) -> Tensor:
+    """Keys or values once for every query head."""
+    repeats = q_BAQD.shape[1] // x_BKTD.shape[1]
+    return x_BKTD if repeats == 1 else x_BKTD.repeat_interleave(repeats, dim=1)
+
+
+def _scores(q_BAQD: Tensor, k_BATD: Tensor, causal: bool) -> Tensor:
+    """Scaled and masked [B, A, Q, T], in float32 at least."""
+    wide = torch.promote_types(q_BAQD.dtype, torch.float32)
+    scores = q_BAQD.to(wide) @ k_BATD.to(wide).mT * q_BAQD.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q_BAQD.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores
+
+
+def _plain_gradients(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    p_BAQT = (_scores(q, k, causal) - lse[..., None]).exp()
+    wide = p_BAQT.dtype
+    dy_BAQD = dy.to(wide)
+    dv_BATD = p_BAQT.mT @ dy_BAQD  # [B, A, T, Q] @ [B, A, Q, D]
+    dp_BAQT = dy_BAQD @ v.to(wide).mT  # [B, A, Q, D] @ [B, A, D, T]
+    row_BAQ1 = (dy_BAQD * y.to(wide)).sum(-1, keepdim=True)
+    ds_BAQT = p_BAQT * (dp_BAQT - row_BAQ1) * q.shape[-1] ** -0.5
+    dq_BAQD = ds_BAQT @ k.to(wide)  # [B, A, Q, T] @ [B, A, T, D]
+    dk_BATD = ds_BAQT.mT @ q.to(wide)  # [B, A, T, Q] @ [B, A, Q, D]
+    return dq_BAQD.to(q.dtype), dk_BATD.to(k.dtype), dv_BATD.to(v.dtype)

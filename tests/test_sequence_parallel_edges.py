@@ -1,0 +1,318 @@
+"""Megatron's sequence parallelism on top of tensor parallelism equals one process; its costs."""
+
+import copy
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlab import count, link, memory, ranks
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp
+from shardlab.model import GPT, Config, loss
+
+SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
+LLAMA = {"kv_heads": 4, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": False}
+CASES = {"gpt": {}, "llama": LLAMA, "dropout": {"dropout": 0.1}}
+
+
+def run(fn, size, *args, timeout=100):
+    return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
+
+
+def gpt(**choices):
+    torch.manual_seed(0)
+    return GPT(Config(**(SHAPE | choices)))
+
+
+def batch(step, sequences=2):
+    torch.manual_seed(step)
+    tokens = torch.randint(64, (sequences, 17))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def cut(model, group, edges=sp.ALONG_SEQUENCE, recompute=False):
+    """`model`, cut by width where it is wide and by tokens where it is not."""
+    model = tp.parallelize(model, group, edges=edges)
+    sp.slice_dropouts(model, group)
+    for block in model.blocks if recompute else ():
+        block.forward = Recomputed(block.forward)
+    return model
+
+
+class Recomputed:
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, x):
+        return checkpoint(self.forward, x, use_reentrant=False)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def five_steps(choices, keep=False, recompute=False, dtype=torch.float64, group=None):
+    """Largest differences to one process: losses; weights after five steps."""
+    group = group or dist.group.WORLD
+    serial = gpt(**choices).to(dtype)
+    model = cut(copy.deepcopy(serial), group, sp.AlongSequence(keep), recompute)
+    optimizers = [adamw(model), adamw(serial)]
+    losses = 0.0
+    for step in range(5):
+        tokens, targets = batch(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.manual_seed(100 + step)
+        value = tp.loss(model(tokens), targets, group)
+        value.backward()
+        sp.sum_gradients(model, group)
+        torch.manual_seed(100 + step)  # dropout draws the same
+        expected = loss(serial(tokens), targets)
+        expected.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses = max(losses, abs(value.item() - expected.item()))
+    full = tp.full_state_dict(model)
+    weights = [(full[n] - t).abs().max().item() for n, t in serial.state_dict().items()]
+    return losses, max(weights)
+
+
+def all_cases():
+    found = {name: five_steps(choices) for name, choices in CASES.items()}
+    found["kept"] = five_steps({}, keep=True)
+    found["recomputed"] = five_steps(CASES["dropout"], recompute=True)
+    if dist.get_world_size() == 2:
+        found["slow"] = five_steps({}, group=link.slow(1e-5, 1e9))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_five_steps_equal_one_process(size):
+    for results in run(all_cases, size):
+        for case, differences in results.items():
+            # float64 rounds at 1e-16; sums in another order, then five AdamW steps of 1e-2, which
+            # divide by gradients of 1e-4 and more. A norm whose gradient is not summed: 1e-2.
+            assert max(differences) < 1e-10, (case, differences)
+
+
+def narrow():
+    return five_steps({}, dtype=torch.float32), forgotten()
+
+
+def forgotten():
+    """The same without `sum_gradients`: what goes wrong, and where."""
+    group, serial = dist.group.WORLD, gpt().double()
+    model = cut(copy.deepcopy(serial), group)
+    tokens, targets = batch(0)
+    tp.loss(model(tokens), targets, group).backward()
+    loss(serial(tokens), targets).backward()
+    whole = {name for name, where in tp.cuts(model).items() if where is None}
+    plain = dict(serial.named_parameters())
+    wrong = {
+        name
+        for name, p in model.named_parameters()
+        if name in whole and not torch.allclose(p.grad, plain[name].grad, rtol=1e-6, atol=1e-12)
+    }
+    return wrong == whole, len(whole)
+
+
+def test_float32_and_what_is_wrong_without_the_sum():
+    for (losses, weights), (all_wrong, number) in run(narrow, 2):
+        # Units of 6e-8, which AdamW's division by small gradients makes larger in few weights.
+        assert losses < 1e-5 and weights < 1e-3
+        assert all_wrong and number == 14  # five norms of two, and two late biases in each layer
+
+
+def operators():
+    """Each edge by itself: forward and backward, against sums that this rank makes alone."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    gaps = []
+    for sequences in (1, 3):  # gathered pieces of one sequence are a sequence without a copy
+        torch.manual_seed(0)
+        x, dy = (torch.randn(size, sequences, 4 * size, 5).double() for _ in range(2))
+
+        def own(whole, sequences=sequences):
+            return whole.view(sequences, size, 4, 5)[:, rank]
+
+        share = own(x[0]).clone().requires_grad_()
+        whole = sp.gather_sequence(share, group)
+        whole.backward(dy[rank])
+        gaps += [whole - x[0], share.grad - own(dy.sum(0))]
+        addend = x[rank].clone().requires_grad_()
+        mine = sp.scatter_sequence(addend, group)
+        mine.backward(own(dy[0]).clone())
+        gaps += [mine - own(x.sum(0)), addend.grad - dy[0]]
+    return max(gap.abs().max().item() for gap in gaps)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_enter_and_leave_are_each_others_mirror(size):
+    assert max(run(operators, size)) < 1e-14  # sums of four numbers
+
+
+# What is sent
+
+
+def one_step(edges, choices, sequences=2):
+    """What a step sends, by purpose."""
+    group = dist.group.WORLD
+    model = gpt(**choices)
+    model = tp.parallelize(model, group, **({"edges": edges} if edges else {}))
+    tokens, targets = batch(0, sequences)
+    with count.sent() as forward:
+        logits = model(tokens)
+    value = tp.loss(logits, targets, group)
+    with count.sent() as backward:
+        value.backward()
+    with count.sent() as gradients:
+        if edges:
+            sp.sum_gradients(model, group)
+    return forward, backward, gradients
+
+
+def wire(sent, size):
+    """Bytes that leave a rank, for what it hands to collectives."""
+    one = Fraction(size - 1, size)
+    each = {"all_gather_into_tensor": size * one, "all_to_all_single": one, "all_reduce": 2 * one}
+    assert sum(sent.calls.values()) == sum(sent.calls[name] for name in each) and not sent.messages
+    return sum(sent.payload[name] * factor for name, factor in each.items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
+    kinds = {"replicated": None, "again": sp.ALONG_SEQUENCE, "kept": sp.AlongSequence(keep=True)}
+    models = {"gpt": {}, "llama": LLAMA}
+
+    def work():
+        return {(k, m): one_step(kinds[k], models[m]) for k in kinds for m in models}
+
+    for results in run(work, size):
+        sums = {}
+        for (kind, model), sent in results.items():
+            config = Config(**(SHAPE | models[model]))
+            predicted = sp.edges_sent(
+                config, 2, 16, size, 4, along_sequence=kind != "replicated", keep=kind == "kept"
+            )
+            counted = [wire(one, size) for one in sent]
+            assert counted == [predicted[name] for name in ("forward", "backward", "gradients")]
+            calls = sum((one.calls for one in sent), start=type(sent[0].calls)())
+            payload = sum((one.payload for one in sent), start=type(sent[0].payload)())
+            assert sum(calls.values()) == predicted["calls"]
+            assert payload["all_gather_into_tensor"] == predicted["all_gather"]
+            assert payload["all_to_all_single"] == predicted["reduce_scatter"]
+            assert payload["all_reduce"] == predicted["all_reduce"]
+            sums[kind, model] = counted
+        for model in models:
+            # The same bytes as with all-reduces; a backward that gathers again, half as many more.
+            plain, again, kept = (sums[kind, model] for kind in kinds)
+            assert plain[:2] == kept[:2] and again[0] == plain[0]
+            assert again[1] == plain[1] * Fraction(3, 2)
+
+
+# What is kept
+
+
+def kept_by_layers(edges, choices):
+    """Bytes that two more layers keep between forward and backward, on this rank."""
+    group, found = dist.group.WORLD, []
+    for layers in (1, 3):
+        model = gpt(layers=layers, **choices)
+        model = tp.parallelize(model, group, **({"edges": edges} if edges else {}))
+        tokens, _ = batch(0)
+        with count.saved(model, tokens) as saved:
+            model(tokens)
+        found.append(saved.bytes)
+    return found[1] - found[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_a_layer_keeps_is_divided_by_the_ranks(size):
+    kinds = {"replicated": None, "again": sp.ALONG_SEQUENCE, "kept": sp.AlongSequence(keep=True)}
+    models = {"gpt": {}, "llama": LLAMA}
+
+    def work():
+        return {(k, m): kept_by_layers(kinds[k], models[m]) for k in kinds for m in models}
+
+    for results in run(work, size):
+        for model, choices in models.items():
+            config = Config(**(SHAPE | choices))
+            plain, again, kept = (results[kind, model] for kind in kinds)
+            for counted, sequence in ((plain, False), (again, True)):
+                predicted = memory.activations(
+                    config, 2, 16, "fp32", tp=size, sequence_parallel=sequence
+                ).layer
+                # Within a hundredth: cosines and sines are kept once more or less.
+                assert abs(counted - 2 * predicted) < 0.01 * counted, (counted, 2 * predicted)
+            # Kept whole, what both norms of a layer put out is not divided.
+            stream = 2 * 16 * 32 * 4
+            assert kept - again == 2 * 2 * stream * (size - 1) // size
+
+
+def two_forwards():
+    """Two forward passes before the first backward: gradients add up as in one process."""
+    group, serial = dist.group.WORLD, gpt().double()
+    model = cut(copy.deepcopy(serial), group)
+    values = [tp.loss(model(batch(i)[0]), batch(i)[1], group) for i in range(2)]
+    plain = [loss(serial(batch(i)[0]), batch(i)[1]) for i in range(2)]
+    for value in reversed(values):
+        value.backward()
+    sum(plain).backward()
+    sp.sum_gradients(model, group)
+    for p, q in zip(sp.seen_partly(model), [p for n, p in serial.named_parameters() if
+        tp.cuts(model)[n] is None], strict=True):  # fmt: skip
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        return model(batch(0)[0]).shape
+
+
+def test_several_forward_passes_may_wait_for_backward():
+    assert run(two_forwards, 2) == [torch.Size([2, 16, 32])] * 2
+
+
+# Dropout, and mistakes
+
+
+def dropped():
+    group = dist.group.WORLD
+    x = torch.randn(3, 8, 5)
+    found = []
+    for layout in sp.LAYOUTS:
+        mine = sp.split(x, 2, dist.get_rank(), layout)
+        torch.manual_seed(1)
+        plain = nn.Dropout(0.4)(x)
+        torch.manual_seed(1)
+        got = sp.TokenDropout(0.4, group, layout)(mine)
+        found.append(bool(got.equal(sp.split(plain, 2, dist.get_rank(), layout))))
+        quiet = sp.TokenDropout(0.4, group, layout).eval()
+        found.append(quiet(mine) is mine)
+    return found
+
+
+def test_dropout_has_the_bits_of_one_process():
+    assert run(dropped, 2) == [[True] * 4] * 2
+
+
+def test_mistakes():
+    def work():
+        group, found = dist.group.WORLD, []
+        model = tp.parallelize(gpt(), group, edges=sp.ALONG_SEQUENCE)
+        for call in (
+            lambda: model(torch.zeros(1, 15, dtype=torch.int64)),
+            lambda: sp.sum_gradients(gpt(), group),
+            lambda: sp.TokenDropout(0.1, group, "striped"),
+        ):
+            with count.sent() as sent, pytest.raises(ValueError) as caught:
+                call()
+            assert not sent.calls and not sent.bytes
+            found.append(str(caught.value))
+        return found
+
+    first, second = run(work, 2)
+    assert first == second
+    assert first[0].startswith("seq=15: 2 ranks in layout 'contiguous' need a multiple of 2; the")
+    assert first[1].startswith("model: no part of it is cut by tensor parallelism; allowed is what")
+    assert first[2] == "layout='striped': allowed are 'contiguous' and 'zigzag'"

@@ -1,0 +1,1010 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One matrix product on many GPUs
+#
+# After this lesson you can
+#
+# - cut a matrix product in three ways among ranks, and say for each what travels, and when;
+# - predict the bytes that a rank holds and sends, to the byte;
+# - cut all three matrices at once, on a grid of ranks, and say when that is worth it;
+# - predict from three measured numbers from what size on splitting a product pays;
+# - say why each GPU computes more slowly when its shard gets thin.
+#
+# It takes about forty-five minutes to read and forty minutes for the exercises. Running it takes half a minute.
+# It needs [Collectives](collectives.md), and leads to tensor parallelism, which is this lesson applied to a whole transformer.
+#
+# One number to begin with. Take GPUs that multiply with 400 TFLOP/s each and send 200 GB/s to one another, without delay.
+# Two matrices of 16-bit numbers, with 2,000 rows and columns, are to be multiplied, and every GPU needs the result.
+# Two GPUs take as long as one. So do 64.
+# You will be able to say where the 2,000 comes from, and why the number of GPUs is not in it.
+
+# %% tags=["hide-input"]
+import statistics
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional as F
+
+from shardlab import collectives, count, gemm, link, ranks, show
+from shardlab.check import check
+
+show.style()
+
+
+def random(M, K, N, dtype=torch.float32):
+    """The same two matrices on every rank that asks: a_MK, b_KN."""
+    generator = torch.Generator().manual_seed(0)
+    a_MK, b_KN = (torch.randn(*s, generator=generator) for s in ((M, K), (K, N)))
+    return a_MK.to(ranks.device(), dtype), b_KN.to(ranks.device(), dtype)
+
+
+# %% [markdown]
+# ## A product that does not fit
+#
+# The last product of a language model is its largest: tokens times vocabulary.
+# Here are 2,048 tokens, a hidden size of 512, and a vocabulary of 8,192.
+# In float32 the three matrices take 88 MB, and we allow a rank to hold 40 MB.
+#
+# In this lesson sizes have the names that linear algebra gives them: $C_{MN} = A_{MK}\,B_{KN}$.
+# A lower-case letter is a rank's share of that dimension: `a_mK` has $m$ of the $M$ rows of $A$.
+# The ranks are counted by $t$.
+
+# %%
+M, K, N = 2048, 512, 8192
+BUDGET = 40e6  # bytes on each rank
+
+try:
+    needed = gemm.predict("rows", M, N, K, ranks=1).held
+    gemm.check_budget(needed, BUDGET, f"[{M}, {K}] @ [{K}, {N}]")
+except gemm.OverBudget as error:
+    print(f"{type(error).__name__}: {error}")
+else:
+    raise AssertionError("this was meant to fail")
+
+
+# %% [markdown]
+# A GPU has such a budget, its memory, and says so in its own words:
+
+# %%
+def too_large():
+    side = int((torch.cuda.mem_get_info()[1] / 4) ** 0.5) + 1024
+    a, b = (torch.zeros(shape, device="cuda") for shape in ((side, 8), (8, side)))
+    try:
+        a @ b  # [side, 8] @ [8, side]: the result alone is more than the GPU has
+    except torch.OutOfMemoryError as error:
+        return ". ".join(str(error).split(". ")[:3])
+    raise AssertionError("this was meant to fail")
+
+
+if ranks.place(1)[1] == "cuda":
+    print(ranks.run(too_large, 1)[0])
+else:
+    print("There is no GPU here: the budget stands in for it.")
+
+# %% [markdown]
+# ## The picture
+#
+# There are three dimensions, $M$, $N$ and $K$, and you can cut along any of them.
+#
+# ![Three ways to share C = A @ B among four ranks. By rows: each rank has a quarter of A's rows and all of B, and makes a quarter of C's rows. By columns: each has all of A and a quarter of B's columns, and makes a quarter of C's columns. By the inner dimension: each has a quarter of A's columns and of B's rows, and makes a whole matrix; the four have to be summed.](../figures/gemm_ways.svg)
+#
+# A row of $C$ needs one row of $A$ and all of $B$. A column of $C$ needs one column of $B$ and all of $A$:
+#
+# $$A\,[\,B_1 \mid B_2\,] = [\,A B_1 \mid A B_2\,]$$
+#
+# The inner dimension is the one that is summed over, so cutting it cuts the sum:
+#
+# $$[\,A_1 \mid A_2\,] \begin{bmatrix} B_1 \\ B_2 \end{bmatrix} = A_1 B_1 + A_2 B_2$$
+#
+# Each summand is as large as all of $C$.
+# So two of the ways need a whole factor on every rank and leave $C$ cut; the third needs no whole factor, and an addition over all ranks.
+#
+# ## The mechanism, one cut at a time
+#
+# ### By rows and by columns
+#
+# The code is as short as the formula. Nothing travels in it.
+
+# %%
+show.source(gemm.share, gemm.by_rows, gemm.by_columns)
+
+
+# %% [markdown]
+# `share` says who has which rows. Nothing has to divide: of 10 rows four ranks have 3, 3, 2 and 2.
+#
+# What has to travel depends on where the matrices are, and on who needs the result.
+# Suppose that rank 0 has read $B$, and that in the end everybody wants $C$.
+#
+# ![A product by rows on four ranks, step by step. At first rank 0 alone holds A and B. Then B is broadcast to all, and each rank gets its quarter of the rows of A. Each multiplies, and holds a quarter of the rows of C. After an all-gather every rank holds all of C.](../figures/gemm_story.svg)
+#
+# Here are the same steps on two ranks, told by each of them. There are three rows, so rank 1 has one row less.
+# Follow $B$ on rank 1, then $C$ on both.
+
+# %%
+def story():
+    a_MK = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    b_KN = torch.tensor([[1, 0], [10, 1]])
+    if dist.get_rank() > 0:
+        b_KN.zero_()  # only rank 0 knows B
+    own = gemm.share(3, 2, dist.get_rank())
+    return gemm.narrated(a_MK[own], b_KN, 3, dist.group.WORLD)
+
+
+found = ranks.run(story, 2, device="cpu")
+assert all(c_MN.tolist() == [[21, 2], [43, 4], [65, 6]] for c_MN in found)
+
+# %% [markdown]
+# `B` changes on rank 1 and on nobody else; that was the broadcast.
+# Each rank's product has only its own rows; the all-gather puts them below one another, everywhere.
+#
+# Where rows do not divide, the shorter shares are padded, because the collective wants equal pieces:
+
+# %%
+show.source(gemm.gather_rows, gemm.gather_columns)
+
+# %% [markdown]
+# Compare the last lines.
+# Rows that arrive one after another are a matrix: they lie in memory as the matrix does.
+# Columns do not: what arrives are $t$ narrow matrices, which have to be copied side by side. [Below](#gemm-wrong) is what happens if they are not.
+#
+# ### By the inner dimension
+#
+# No rank has an entry of $C$ that is right before the sum.
+#
+# ![After a product by the inner dimension each of four ranks holds a matrix of the size of C, with its own products in it. A reduce-scatter leaves each rank a quarter of C, summed over all ranks. An all-gather then gives every rank all of C. The two are an all-reduce.](../figures/gemm_inner.svg)
+#
+# If everybody needs all of $C$, the sum is an all-reduce. If $C$ may stay cut, a reduce-scatter is enough, and moves half as much.
+
+# %%
+show.source(gemm.by_inner)
+
+# %% [markdown]
+# ### Who holds what
+#
+# Now the budget. The cell counts what a rank holds at its peak on four ranks, beside the prediction.
+
+# %%
+WAYS = {
+    "rows, C stays cut": ("rows", False),
+    "columns, C stays cut": ("columns", False),
+    "inner, all-reduce": ("inner", True),
+}
+
+
+def held_by_four():
+    group, rank, peaks = dist.group.WORLD, dist.get_rank(), []
+    for way, _ in WAYS.values():
+        a, b = (x.clone() for x in gemm.cut(way, *random(M, K, N), 4, rank))
+        with count.held(a, b) as held:
+            if way == "inner":
+                gemm.by_inner(a, b, group)
+            else:
+                (gemm.by_rows if way == "rows" else gemm.by_columns)(a, b)
+        peaks.append(held.peak)
+    return peaks
+
+
+rows = []
+measured = ranks.run(held_by_four, 4, device="cpu")[0]
+for (name, (way, whole)), peak in zip(WAYS.items(), measured, strict=True):
+    cost = gemm.predict(way, M, N, K, ranks=4, whole=whole)
+    assert peak == cost.held
+    parts = (f"{size / 1e6:.2f}" for size in (cost.a, cost.b, cost.c, cost.held))
+    fits = "yes" if cost.held <= BUDGET else "no"
+    rows.append((name, *parts, f"{peak / 1e6:.2f}", peak - cost.held, fits))
+head = ["way", "A (MB)", "B (MB)", "C (MB)", "held, predicted (MB)", "measured (MB)"]
+show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
+
+# %% [markdown]
+# `````{admonition} Checked: "four ranks need a quarter of the memory each"
+# :class: checked
+#
+# Of 88.1 MB a quarter would be 22 MB. By columns it is 25.2 MB, by rows 34.6 MB, and by the inner dimension 72.4 MB (the cell above).
+# Whatever is not cut stays whole on every rank: one factor, or the sum.
+# So cut along a dimension of the *largest* matrix; here that is $C$, and of its two dimensions the one that leaves the smaller factor whole.
+# `````
+#
+# ### Both at once: SUMMA
+#
+# With many ranks the whole factor is what fills the memory.
+# On a grid of ranks nobody needs one: every matrix is cut in both directions, and each rank has a block of each.
+# To multiply, the blocks travel, a few columns of $A$ and a few rows of $B$ at a time {cite}`vandegeijn1997summa`.
+#
+# ![SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. Step 1: ranks 0 and 2 hand their block of A along their row of the grid, ranks 0 and 1 their block of B down their column; every rank adds the product of the two blocks it then has to its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the blocks of B of ranks 2 and 3.](../figures/gemm_summa.svg)
+#
+# Each step is a product by the inner dimension, but the summands are added up in one place, one after another.
+# In the code, look for the two broadcasts in `fetch`, and for `fetch(number + 1)`: the next panel is under way while this one is multiplied.
+
+# %%
+show.source(gemm.summa, fold=70)
+
+# %% [markdown]
+# ## Equal
+#
+# Every way against one process, on 1, 2, 3 and 4 ranks, with sizes that do not divide.
+# Each entry of $C$ is a sum of $K$ products, and each addition rounds by at most a share $u$ of its result, $2^{-24}$ in float32.
+# So two orders of adding differ by at most $2 K u\,(|A|\,|B|)$: that is *allowed*. In float64 $u$ is $2^{-53}$.
+
+# %%
+GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (1, 4)]}
+SIZES = (10, 7, 9), (3, 50, 2), (129, 257, 65)
+ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53}
+
+
+def differences(dtype):
+    """Way -> (largest difference from one process, allowed)."""
+    group, found = dist.group.WORLD, {}
+    for sizes in SIZES:
+        a_MK, b_KN = random(*sizes, dtype)
+        right, inner = a_MK @ b_KN, sizes[1]
+        allowed = 2 * inner * ROUNDING[dtype] * (a_MK.abs() @ b_KN.abs()).max().item()
+        pairs = [(way, gemm.multiply(way, a_MK, b_KN, group), right) for way in gemm.CUTS]
+        cut = gemm.multiply("inner", a_MK, b_KN, group, whole=False)
+        gathered = gemm.gather_rows(cut, sizes[0], group)
+        pairs.append(("inner, reduce-scattered", gathered, right))
+        for shape in GRIDS[dist.get_world_size()]:
+            grid = gemm.grid(group, *shape)
+            block = gemm.summa(*grid.cut(a_MK, b_KN), inner, grid, width=20)
+            pairs.append(("summa", block, grid.block(right)))
+        for way, got, want in pairs:
+            off = (got - want).abs().max().item() if want.numel() else 0.0
+            assert got.shape == want.shape and off <= allowed, (way, sizes, off, allowed)
+            worst = found.setdefault(way, (0.0, allowed))
+            found[way] = max(worst[0], off), max(worst[1], allowed)
+    return found
+
+
+def both():
+    return [differences(dtype) for dtype in ROUNDING]
+
+
+# %% [markdown]
+# The assert in the middle is the claim. The table has the largest difference over all ranks, sizes and grids.
+
+# %%
+by_size = [found for size in GRIDS for found in ranks.run(both, size)]
+rows = []
+for way in by_size[0][0]:
+    cells = []
+    for number in range(len(ROUNDING)):
+        off = max(found[number][way][0] for found in by_size)
+        limit = max(found[number][way][1] for found in by_size)
+        cells += [f"{off:.0e}" if off else "0", f"{limit:.0e}"]
+    rows.append((way, *cells))
+head = [f"{kind}: {what}" for kind in ("float32", "float64") for what in ("off by", "allowed")]
+show.table(rows, ["way", *head])
+
+# %% [markdown]
+# By rows and by columns each entry is computed on one rank, all $K$ products of it.
+# That it can differ at all has another reason: the library that multiplies chooses its order of adding by the shape of the matrices.
+#
+# ## What it costs
+#
+# ### Bytes
+#
+# With $S_C = MN \cdot$ itemsize, and by the formulas of [Collectives](collectives.md), a rank sends
+#
+# - by rows or columns: nothing, or $\frac{t-1}{t} S_C$ if everybody is to have $C$;
+# - by the inner dimension: $\frac{t-1}{t} S_C$ if $C$ may stay cut, twice that if everybody is to have it;
+# - on a grid of $p \times q$: what it receives is $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
+#
+# Our reduce-scatter is an `all_to_all_single` and a sum in the order of the ranks, which moves as much, and has the same bits each time.
+# The cell holds the formulas against two witnesses: each operation's bytes, counted, which have to be exact, and what the loopback interface transmitted, headers included.
+
+# %%
+CASES = [("rows", True), ("columns", True), ("inner", False), ("inner", True), ("summa", False)]
+SHAPE = 1024, 1024, 2048  # M, K, N
+
+
+def bytes_sent():
+    group, found = dist.group.WORLD, []
+    a_MK, b_KN = random(*SHAPE)
+    grid = gemm.grid(group, 2, 2)
+
+    def multiply(way, whole):
+        if way == "summa":
+            return gemm.summa(*grid.cut(a_MK, b_KN), SHAPE[1], grid)
+        return gemm.multiply(way, a_MK, b_KN, group, whole)
+
+    for way, whole in CASES:
+        with count.sent() as sent:
+            multiply(way, whole)
+        readings = []
+        for _ in range(3):  # the least of three: others may use the interface, too
+            dist.barrier()
+            before = count.wire_bytes()
+            dist.barrier()
+            multiply(way, whole)
+            dist.barrier()
+            readings.append((count.wire_bytes() or 0) - (before or 0))
+            dist.barrier()
+        found.append((sent.collectives, min(readings)))
+    return found
+
+
+# %% [markdown]
+# Here is what they say; look at the two columns in the middle.
+
+# %% tags=["measured"]
+by_rank, rows = ranks.run(bytes_sent, 4, device="cpu"), []
+m, k, n = SHAPE
+for number, (way, whole) in enumerate(CASES):
+    for rank, found in enumerate(by_rank):
+        cost = gemm.predict(
+            way, m, n, k, 4, whole=whole, rank=rank, shape=(2, 2) if way == "summa" else None
+        )
+        assert found[number][0] == cost.collectives  # calls and bytes, exactly
+    seen = by_rank[0][number][1]
+    # Headers add some percent, other traffic of the machine more; nothing takes away.
+    assert not seen or 1 <= seen / cost.wire < 1.25, (way, seen, cost.wire)
+    name = f"{way}, C on all" if whole else f"{way}, C cut"
+    calls = ", ".join(f"{times} {what}" for what, (times, _) in cost.collectives.items())
+    wire = (f"{value / 4 / 1e6:.2f}" for value in (cost.wire, seen))
+    rows.append((name, calls, *wire, f"{seen / cost.wire - 1:+.1%}"))
+head = ["way", "collectives of a rank", "predicted (MB per rank)", "on the wire (MB per rank)"]
+show.table(rows, [*head, "difference"], caption=f"4 ranks, C takes {4 * m * n / 1e6:.1f} MB")
+
+# %% [markdown]
+# ### Why a grid
+#
+# Four ranks do not show what SUMMA is for. Let all of $A$, $B$ and $C$ be cut, and stay cut, and let the number of ranks grow.
+# A product by rows then has to gather $B$ first.
+
+# %%
+side, rows = 16384, []
+whole = 2 * side**2  # bytes of one matrix in 16 bits
+for t in (4, 16, 64, 256):
+    p = int(t**0.5)
+    one_d = gemm.predict("rows", side, side, side, t, 2, whole=False)
+    received = collectives.bytes_sent("all_gather", whole, 2, t, 0)  # sent = received
+    two_d = gemm.predict("summa", side, side, side, t, 2, whole=False, shape=(p, p), width=256)
+    cells = (one_d.held, two_d.held, received, two_d.wire / t)
+    rows.append((t, *(f"{value / 1e6:,.0f}" for value in cells)))
+head = ["held: by rows (MB)", "on a grid (MB)", "received: by rows (MB)", "on a grid (MB)"]
+assert float(rows[-1][4]) < float(rows[-1][3]) / 5
+show.table(rows, ["ranks", *head], caption=f"Square matrices of 16-bit numbers, side {side:,}")
+
+# %% [markdown]
+# By rows, a rank receives all of $B$, however many ranks there are.
+# On a grid it receives $2(\sqrt t - 1)\,n^2/t$ entries, and holds $3 n^2/t$ and two panels of each factor.
+# With only one copy of the matrices in memory nobody can do with fewer than that, up to a constant factor {cite}`irony2004lower`.
+# So supercomputers multiply on grids. Transformers mostly do not: their $t$ is small, 2 to 8, and their products come in pairs that fit together (the fifth exercise).
+#
+# ### Seconds: when splitting pays
+#
+# A rank computes $2MNK/t$ operations. With $F$ operations per second, and the collective of [Collectives](collectives.md), the split product takes
+#
+# $$\frac{2MNK}{tF} + (t-1)\,\alpha + \frac{t-1}{t}\,\beta\,S_C$$
+#
+# and one process takes $2MNK/F$. For square matrices of side $n$ with $w$ bytes per entry, and without latency, the two are equal when
+#
+# $$\frac{2n^3}{F}\cdot\frac{t-1}{t} = \frac{t-1}{t}\,\beta\,w\,n^2, \qquad\text{so}\qquad n^* = \frac{w}{2}\,\beta F.$$
+#
+# The factor with $t$ cancels: it is in the work that you save and in the bytes that you wait for.
+# If $B$ has to be broadcast first, its time is added, and $n^*$ is larger.
+# With 400 TFLOP/s, 200 GB/s and 2 bytes that is the 2,000 of the beginning.
+#
+# `````{admonition} Checked: "if two GPUs are slower than one, take more of them"
+# :class: checked
+#
+# Below $n^*$ more ranks do not help; with a latency they make it worse.
+# The next cell computes the crossing for 2 to 64 ranks, by rows with an all-gather, and by the inner dimension with an all-reduce, in multiples of $t$.
+# `````
+
+# %%
+rows = []
+for t in (2, 4, 8, 64):
+    cells = []
+    for way, latency in (("rows", 0.0), ("inner", 0.0), ("rows", 10e-6), ("inner", 10e-6)):
+        fast = gemm.Machine(flops=400e12, latency=latency, bandwidth=200e9)
+        cells.append(gemm.pays_from(way, t, fast, itemsize=2))
+    # The formula's 2000 and 4000, and the next multiple of t above them.
+    assert 0 < cells[0] - 2000 <= t and 0 < cells[1] - 4000 <= t, cells
+    rows.append((t, *(f"{side:,}" for side in cells)))
+head = ["rows, α = 0 (side)", "inner, α = 0 (side)", "rows, α = 10 µs (side)"]
+show.table(rows, ["ranks", *head, "inner, α = 10 µs (side)"])
+
+# %% [markdown]
+# Now a machine that we have: this one, with two ranks, one core each, and an emulated link of 400 MB/s between them.
+# `gemm.measure` finds three numbers: operations per second, latency, bandwidth.
+# They hold what the emulated link adds and what the machine itself needs to send.
+# From them come the predictions; the other columns are measured.
+
+# %% tags=["measured"]
+SIDES = [128, 256, 512, 1024, 2048]
+
+
+def one_and_two():
+    wire = link.slow(2e-4, 400e6)
+    machine, found = gemm.measure(wire), []
+    for side in SIDES:
+        a, b = random(side, side, side)
+        alone = gemm.stopwatch(lambda a=a, b=b: a @ b, wire)
+        split = gemm.stopwatch(lambda a=a, b=b: gemm.multiply("rows", a, b, wire), wire)
+        found.append((alone, split))
+    return machine, found
+
+
+machine, times = ranks.run(one_and_two, 2, device="cpu")[0]
+predicted = [
+    [gemm.seconds("rows", side, side, side, t, machine).total for t in (1, 2)] for side in SIDES
+]
+crossing = gemm.pays_from("rows", 2, machine)
+rows = []
+for side, (one, two), (alone, split) in zip(SIDES, predicted, times, strict=True):
+    ms = (f"{1e3 * value:.2f}" for value in (one, alone, two, split))
+    rows.append((side, *ms, f"{two / one:.2f}", f"{split / alone:.2f}"))
+# Predicted: about 2 and more at 128, 0.6 to 0.8 at 2048. A busy machine blurs, not swaps them.
+assert times[0][1] > times[0][0] and times[-1][1] < times[-1][0], times
+print(f"{machine.flops / 1e9:.0f} GFLOP/s, {1e6 * machine.latency:.0f} µs, ", end="")
+print(f"{machine.bandwidth / 1e6:.0f} MB/s: splitting pays from side {crossing:,}")
+head = ["1 rank, predicted (ms)", "measured (ms)", "2 ranks, predicted (ms)", "measured (ms)"]
+show.table(rows, ["side", *head, "two / one, predicted", "measured"])
+
+# %% [markdown]
+# A link of 400 MB/s is slow, but so is a processor's core: what counts is the ratio of the two.
+
+# %% tags=["hide-input", "measured"]
+figure, axes = plt.subplots(figsize=(5.2, 3.3))
+looks = (("1 rank", show.RANK_COLORS[0]), ("2 ranks", show.RANK_COLORS[1]))
+for number, (name, color) in enumerate(looks):
+    line = [1e3 * pair[number] for pair in predicted]
+    axes.plot(SIDES, line, color=color, lw=1.6)
+    axes.plot(SIDES, [1e3 * pair[number] for pair in times], "o", color=color, ms=5)
+    axes.text(1.1 * SIDES[-1], line[-1], name, va="center")
+if crossing:
+    axes.axvline(crossing, color=show.INK, lw=1, ls=(0, (2, 2)))
+    axes.text(1.05 * crossing, 1e3 * min(map(min, times)), f"equal at {crossing}", va="bottom")
+axes.set(xscale="log", yscale="log", xlabel="side of the matrices", ylabel="time (ms)")
+axes.set_xticks(SIDES, map(str, SIDES))
+axes.minorticks_off()
+axes.set_title("dots measured, lines predicted", fontsize="medium")
+show.figure(
+    figure,
+    "Time of a product of square matrices over their side, with one rank and with two over a slow "
+    "link. For small matrices two ranks take longer, for large ones less; the lines cross at the "
+    "predicted side.",
+    "gemm-pays",
+)
+
+
+# %% [markdown]
+# The line for two ranks is flat on the left, where it is all latency, and nearly parallel to the other on the right, where it is nearly all compute.
+#
+# ### Thin shards
+#
+# The formula hides an assumption: that a rank which gets a $t$-th of the work needs a $t$-th of the time.
+# It reads more than a $t$-th, though.
+#
+# ![What one rank reads and writes for its share of a square product, cut by columns. On 1 rank: all of A, B and C. On 2: all of A, half of B and C; half the work for 0.67 of the bytes. On 4: a quarter of the work for 0.50 of the bytes. On 16: a sixteenth of the work for 0.38 of the bytes.](../figures/gemm_thin.svg)
+#
+# Operations per byte moved are the product's {term}`arithmetic intensity`.
+# For square matrices it is $2n/(w(t+2))$, so a thin shard comes nearer to the memory's limit ([Memory](memory.md) has the {term}`roofline`).
+# On top of that a kernel cuts $C$ into tiles and deals them out to the processor's units; from a thin shard there are few tiles, the last round is half empty, and a tile at the edge is computed in full {cite}`nvidia2023gemm`.
+#
+# The cell measures the share that each rank would get, for 1 to 16 ranks, on one device: no communication, just the thin product.
+# *Reachable* is the roofline for this device's measured rates: a ceiling, which thin products do not reach.
+
+# %% tags=["measured"]
+def thin_shards():
+    device = ranks.device()
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    shape = (1024, 4096, 16384) if gpu else (64, 2048, 2048)
+    m, k, n = shape
+    rates = count.rates(dtype, device)
+    shards = {
+        cut: gemm.shard_throughput(m, n, k, cut=cut, dtype=dtype, device=device)
+        for cut in ("columns", "rows")
+    }
+    return shape, dtype.itemsize, rates, shards
+
+
+(m, k, n), itemsize, rates, found = ranks.run(thin_shards, 1)[0]
+rows = []
+for cut, shards in found.items():
+    for shard in shards:
+        moved = itemsize * (shard.M * shard.K + shard.K * shard.N + shard.M * shard.N)
+        intensity = 2 * shard.M * shard.K * shard.N / moved
+        reachable = rates.reachable(intensity)
+        rows.append(
+            (
+                f"{cut}, t = {shard.degree}",
+                f"[{shard.M}, {shard.K}] @ [{shard.K}, {shard.N}]",
+                f"{intensity:.0f}",
+                f"{reachable / 1e9:,.0f}",
+                f"{shard.flops / 1e9:,.0f}",
+                f"{shard.flops / shards[0].flops:.0%}",
+            )
+        )
+thin = found["rows"]  # sixteen times fewer FLOP per byte: below half of the speed, and 0.8 at most
+assert thin[-1].flops < 0.8 * thin[0].flops
+head = ["cut", "shard", "FLOP per byte", "reachable (GFLOP/s)", "measured (GFLOP/s)", "of t = 1"]
+show.table(rows, head)
+
+# %% [markdown]
+# `````{admonition} Checked: "cut into 16, each rank computes 16 times less, so it is done 16 times sooner"
+# :class: checked
+#
+# The last column says what is left of the speed, before anything is sent.
+# By rows, at $t = 16$, a rank reads all of $B$ and uses each entry for a few rows only. At a fifth of the speed, say, it is done 3 times sooner, not 16.
+# By columns it depends on the device. A GPU has fewer tiles to deal out; a processor's core may even gain, because its part of $B$ fits into a cache.
+# `````
+#
+# ## The library beside ours
+#
+# PyTorch's `DTensor` is a tensor that knows how it is cut. You multiply two of them with `@`, and it works out what the result is.
+# Look at its names for our three ways, and at when it talks.
+
+# %%
+PLACED = {
+    "rows": ([Shard(0)], [Replicate()]),
+    "columns": ([Replicate()], [Shard(1)]),
+    "inner": ([Shard(1)], [Shard(0)]),
+    "grid": ([Shard(0), Shard(1)], [Shard(0), Shard(1)]),
+}
+
+
+def calls(mode):
+    counts = mode.get_comm_counts().items()
+    return ", ".join(f"{n} {str(k).split('.')[-1]}" for k, n in counts) or "nothing"
+
+
+def with_dtensor():
+    a_MK, b_KN = random(130, 258, 66)
+    meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]
+    found = {}
+    for way, placements in PLACED.items():
+        mesh = meshes[len(placements[0]) - 1]
+        a, b = (
+            distribute_tensor(x, mesh, p, src_data_rank=None)
+            for x, p in zip((a_MK, b_KN), placements, strict=True)
+        )
+        with CommDebugMode() as first:
+            c = a @ b
+        with CommDebugMode() as second:
+            whole = c.full_tensor()
+        if way != "grid":
+            ours = gemm.multiply(way, a_MK, b_KN, dist.group.WORLD)
+            torch.testing.assert_close(whole, ours, rtol=0, atol=1e-4)  # 258 float32 products
+        kinds = [", ".join(map(str, p)) for p in (*placements, c.placements)]
+        found[way] = (*kinds, calls(first), calls(second))
+    return found
+
+
+found = ranks.run(with_dtensor, 4, device="cpu")[0]
+head = ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"]
+show.table([(way, *cells) for way, cells in found.items()], head)
+
+
+# %% [markdown]
+# S(0), `Shard(0)` in full, is cut by rows, S(1) by columns, R is whole on every rank (`Replicate`), and P is a summand that nobody has added up yet (`Partial`).
+# It adds up late: only when something needs the sum. On a grid it gathers a whole row of $A$ and a whole column of $B$ at once, where SUMMA brings them in panels.
+# Tensor parallelism in PyTorch is made of these.
+#
+# The knowing has a price. Both ways multiply by rows and gather $C$, alternating in one run, on two ranks.
+# Look at the small matrices, where there is little else.
+
+# %% tags=["measured"]
+def beside_dtensor():
+    group, mesh, found = dist.group.WORLD, init_device_mesh("cpu", (2,)), []
+    for side in (64, 1024):
+        a_MK, b_KN = random(side, side, side)
+        a_mK, _ = gemm.cut("rows", a_MK, b_KN, 2, dist.get_rank())
+        a = distribute_tensor(a_MK, mesh, [Shard(0)], src_data_rank=None)
+        b = distribute_tensor(b_KN, mesh, [Replicate()], src_data_rank=None)
+        works = (
+            lambda a=a_mK, b=b_KN, n=side: gemm.gather_rows(gemm.by_rows(a, b), n, group),
+            lambda a=a, b=b: (a @ b).full_tensor(),
+        )
+        found.append([[gemm.stopwatch(work, group, 3) for work in works] for _ in range(9)])
+    return found
+
+
+rows = []
+for side, pairs in zip((64, 1024), ranks.run(beside_dtensor, 2, device="cpu")[0], strict=True):
+    low, middle, high = statistics.quantiles([ours / theirs for ours, theirs in pairs], n=4)
+    ms = (f"{1e3 * statistics.median(times):.2f}" for times in zip(*pairs, strict=True))
+    rows.append((side, *ms, f"{middle:.2f} [{low:.2f}, {high:.2f}]"))
+    if side == 64:
+        assert middle < 0.95, pairs  # 0.5 to 0.7 was seen
+show.table(rows, ["side", "ours (ms)", "DTensor (ms)", "ours / DTensor"])
+
+
+# %% [markdown]
+# `DTensor` works out placements in Python for each operation. That takes a few tenths of a millisecond, whatever the size: a lot beside a product of side 64, nothing beside one that needs two GPUs.
+#
+# (gemm-wrong)=
+# ## What goes wrong
+#
+# None of these three raises an error.
+
+# %%
+def mistakes():
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    a_MK, b_KN = random(256, 256, 256)
+    right, found = a_MK @ b_KN, {}
+    a_Mk, b_kN = gemm.cut("inner", a_MK, b_KN, size, rank)
+    found["inner, never added up"] = a_Mk @ b_kN
+    a, b_Kn = gemm.cut("columns", a_MK, b_KN, size, rank)
+    pieces = [torch.empty_like(a @ b_Kn) for _ in range(size)]
+    dist.all_gather(pieces, a @ b_Kn, group=group)
+    found["columns, joined as rows"] = torch.cat([p.reshape(-1) for p in pieces]).view(256, 256)
+    mean = a_Mk @ b_kN
+    dist.all_reduce(mean, group=group)
+    found["inner, averaged"] = mean / size
+    return [(name, c, (c - right).norm() / right.norm()) for name, c in found.items()]
+
+
+by_rank = ranks.run(mistakes, 4, device="cpu")
+rows = []
+for (name, c, off), (_, other, _) in zip(by_rank[0], by_rank[1], strict=True):
+    agree = "yes" if torch.equal(c, other) else "no"
+    rows.append((name, str(list(c.shape)), agree, f"{off:.2f}"))
+    assert off > 0.5
+show.table(rows, ["mistake", "shape", "the same on all ranks", "relative error of C"])
+
+
+# %% [markdown]
+# The shape is right each time, so nothing downstream complains, and two of the three even agree on all ranks.
+# Therefore: compare with one process, once, on small matrices whose sizes are all different and do not divide. Square ones hide most mistakes.
+#
+# The fourth is a small one. In bfloat16 the summands are rounded to eight bits *before* they are added, and each addition rounds again:
+
+# %%
+def rounding():
+    a_MK, b_KN = random(256, 1024, 256, torch.bfloat16)
+    right = a_MK.double() @ b_KN.double()
+    group = dist.group.WORLD
+    found = [gemm.multiply(way, a_MK, b_KN, group) for way in ("rows", "inner")]
+    a_Mk, b_kN = gemm.cut("inner", a_MK, b_KN, dist.get_world_size(), dist.get_rank())
+    found.append(gemm.by_inner(a_Mk.float(), b_kN.float(), group).bfloat16())
+    return [((c.double() - right).norm() / right.norm()).item() for c in found]
+
+
+rows = []
+for t in (1, 2, 4, 8):
+    by_rows, summed, in_float32 = ranks.run(rounding, t, device="cpu")[0]
+    rows.append((t, *(f"{100 * off:.2f}" for off in (by_rows, summed, in_float32))))
+assert summed > 1.5 * by_rows and in_float32 < 1.1 * by_rows
+head = ["by rows (%)", "inner, summed in bfloat16 (%)", "inner, summed in float32 (%)"]
+show.table(rows, ["ranks", *head], caption="Relative error of a product in bfloat16")
+
+# %% [markdown]
+# By rows the error does not depend on $t$. By the inner dimension it grows; to sum in float32 keeps it where it was, for twice the bytes.
+#
+# ## When to use which
+#
+# | | for | against |
+# |---|---|---|
+# | rows | nothing to send if $C$ may stay cut | all of $B$ on every rank; shards thin in $M$ |
+# | columns | nothing to send if $C$ may stay cut; joins with *inner* | all of $A$ on every rank |
+# | inner | neither factor whole; takes what *columns* leaves | all of $C$ on every rank, for a moment; a sum in every product |
+# | grid | nothing whole; received bytes fall with $\sqrt t$ | more and smaller messages, $t = p \cdot q$ |
+# | one rank | no communication | it has to fit, and is slower above $n^*$ |
+#
+# In data parallelism tokens are the rows: each rank has its own, and all of the weights. That is *by rows*, without the all-gather.
+# ZeRO's stage 3 gathers $B$ first, as above.
+# Tensor parallelism cuts weights, by columns and by the inner dimension.
+#
+# ## Exercises
+#
+# Each has a check; where ranks are needed, it runs your answer on real ones.
+#
+# ```{exercise-start} Bytes of a sum (easy)
+# :label: ex-gemm-bytes
+# ```
+#
+# $A$ is 4096 × 2048, $B$ is 2048 × 11008, both in float32. Four ranks multiply by the inner dimension and sum with a ring all-reduce.
+# How many bytes does each rank send?
+
+# %%
+answer = ...  # bytes
+check(answer, "gemm_bytes")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-gemm-bytes
+# :label: sol-gemm-bytes
+# :class: dropdown
+# ```
+#
+# What is summed has the shape of $C$.
+
+# %%
+answer = 2 * 3 / 4 * 4096 * 11008 * 4
+check(answer, "gemm_bytes")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} From what size on? (easy)
+# :label: ex-gemm-pays
+# ```
+#
+# Eight GPUs multiply with 400 TFLOP/s each, and each receives 200 GB/s. Two square matrices of 2-byte numbers are multiplied by rows, and $C$ is gathered on all.
+# Leave latency aside. From what side on are eight GPUs faster than one?
+
+# %%
+answer = ...  # rows of the matrices
+check(answer, "gemm_pays")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-gemm-pays
+# :label: sol-gemm-pays
+# :class: dropdown
+# ```
+#
+# $n^* = \frac{w}{2} \beta F$, whatever the number of GPUs.
+
+# %%
+answer = 2 * 400e12 / (2 * 200e9)
+check(answer, "gemm_pays")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Columns, side by side (medium)
+# :label: ex-gemm-columns
+# ```
+#
+# Return all of $C$ on every rank. `a_MK` is whole, `b_Kn` has this rank's columns, `N` is the number of all columns, and need not divide.
+
+# %%
+def my_columns(a_MK, b_Kn, N, group):
+    pass  # your code
+
+
+check(my_columns)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-gemm-columns
+# :label: sol-gemm-columns
+# :class: dropdown
+# ```
+#
+# Pad to the widest share, gather, drop the padding, and join along the second dimension.
+
+# %%
+def my_columns(a_MK, b_Kn, N, group):
+    size = dist.get_world_size(group)
+    parts = [gemm.share(N, size, rank) for rank in range(size)]
+    widths = [part.stop - part.start for part in parts]
+    own = F.pad(a_MK @ b_Kn, (0, widths[0] - b_Kn.shape[1]))  # [M, K] @ [K, n]
+    strips = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(strips, own, group=group)  # [M, n] to t of them
+    return torch.cat([s[:, :n] for s, n in zip(strips, widths, strict=True)], dim=1)
+
+
+check(my_columns)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The bias, once (medium)
+# :label: ex-gemm-inner
+# ```
+#
+# Return $AB + \text{bias}$ on every rank. `a_Mk` and `b_kN` are this rank's shares of the inner dimension; `bias_N` is whole on every rank.
+
+# %%
+def my_inner(a_Mk, b_kN, bias_N, group):
+    pass  # your code
+
+
+check(my_inner)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-gemm-inner
+# :label: sol-gemm-inner
+# :class: dropdown
+# ```
+#
+# After the sum. Before it, the bias would be summed as well, $t$ times.
+
+# %%
+def my_inner(a_Mk, b_kN, bias_N, group):
+    c_MN = a_Mk @ b_kN  # [M, k] @ [k, N]
+    dist.all_reduce(c_MN, group=group)
+    return c_MN + bias_N
+
+
+check(my_inner)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Two products, one collective (medium)
+# :label: ex-gemm-two
+# ```
+#
+# A feed-forward network is $\text{gelu}(XV)\,W$. `x_MK` is whole, `v_Kf` has this rank's columns of $V$, and `w_fN` the rows of $W$ with the same numbers.
+# Return the result on every rank, with a single collective.
+
+# %%
+def my_two_products(x_MK, v_Kf, w_fN, group):
+    pass  # your code
+
+
+check(my_two_products)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-gemm-two
+# :label: sol-gemm-two
+# :class: dropdown
+# ```
+#
+# By columns leaves its result cut just as *by the inner dimension* wants its input, and GELU works on each entry alone. This is the heart of tensor parallelism {cite}`shoeybi2019megatron`.
+
+# %%
+def my_two_products(x_MK, v_Kf, w_fN, group):
+    y_Mf = F.gelu(x_MK @ v_Kf)  # [M, K] @ [K, f]
+    z_MN = y_Mf @ w_fN  # [M, f] @ [f, N]
+    dist.all_reduce(z_MN, group=group)
+    return z_MN
+
+
+check(my_two_products)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} B goes around (hard)
+# :label: ex-gemm-ring
+# ```
+#
+# `a_mK` has this rank's rows of $A$, `b_kN` this rank's rows of $B$; $t$ divides $K$. Return this rank's rows of $C$.
+# No rank may hold all of $B$: let the pieces go around a ring, with `ranks.isend` and `ranks.irecv`.
+
+# %%
+def my_ring_product(a_mK, b_kN, group):
+    pass  # your code
+
+
+check(my_ring_product)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-gemm-ring
+# :label: sol-gemm-ring
+# :class: dropdown
+# ```
+#
+# Send before you multiply, so that the piece travels meanwhile. The piece that is here in step $i$ set out from rank $r - i$, and belongs to that rank's columns of $A$.
+
+# %%
+def my_ring_product(a_mK, b_kN, group):
+    rank, size, k = dist.get_rank(group), dist.get_world_size(group), len(b_kN)
+    c_mN, piece = a_mK.new_zeros(len(a_mK), b_kN.shape[1]), b_kN
+    for step in range(size):
+        travelling = []
+        if step < size - 1:
+            following = torch.empty_like(piece)
+            travelling = [
+                ranks.isend(piece, (rank + 1) % size, group),
+                ranks.irecv(following, (rank - 1) % size, group),
+            ]
+        source = (rank - step) % size
+        c_mN += a_mK[:, source * k : (source + 1) * k] @ piece  # [m, k] @ [k, N]
+        if travelling:
+            for message in travelling:
+                message.wait()
+            piece = following
+    return c_mN
+
+
+check(my_ring_product)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Which way? (design)
+# :label: ex-gemm-way
+# ```
+#
+# Return `"rows"`, `"columns"` or `"inner"`: the way in which the fullest rank holds the fewest entries of its shares of $A$ and $B$ and of its own product together.
+# Sizes need not divide; $C$ stays as it falls.
+
+# %%
+def my_way(M, K, N, ranks_):
+    pass  # your code
+
+
+check(my_way)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-gemm-way
+# :label: sol-gemm-way
+# :class: dropdown
+# ```
+#
+# Round shares up, and count all of $C$ for the inner dimension.
+
+# %%
+def my_way(M, K, N, ranks_):
+    m, k, n = (-(-size // ranks_) for size in (M, K, N))
+    held = {
+        "rows": m * K + K * N + m * N,
+        "columns": M * K + K * n + M * n,
+        "inner": M * k + k * N + M * N,
+    }
+    return min(held, key=held.get)
+
+
+check(my_way)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# A last one without a check: in the ring product each rank computes $t$ products of $[m, k] \times [k, N]$ instead of one. When is that slower, though nobody waits for a message?
+#
+# ## Summary
+#
+# - A product can be cut along $M$, $N$ or $K$. Along $M$ and $N$ nothing is sent as long as $C$ may stay cut; along $K$ there is a sum over ranks.
+# - Whatever is not cut is whole on every rank: $B$, $A$, or the summand of $C$.
+# - All of $C$ on all ranks costs $\frac{t-1}{t} S_C$ by rows and columns, twice that by the inner dimension.
+# - On a grid nothing is whole, and bytes per rank fall with $\sqrt t$.
+# - Splitting pays from $n^* = \frac{w}{2}\beta F$ on, for any number of ranks.
+# - Thin shards do fewer operations per byte, and each rank gets slower.
+# - By columns, then by the inner dimension: two products for one sum. That is tensor parallelism.
+#
+# ## Further reading
+#
+# - {cite:t}`vandegeijn1997summa`: SUMMA in full, with the pipelining of its broadcasts.
+# - {cite:t}`chan2007collective`: the collectives of this lesson, what each costs, and why no algorithm can do with less.
+# - {cite:t}`irony2004lower`: how many bytes a product has to move, for a given memory. {cite:t}`solomonik2011matmul` spend memory on copies of the matrices, and move fewer.
+# - {cite:t}`nvidia2023gemm`: tiles and waves: what a GPU does with the shape of a product.

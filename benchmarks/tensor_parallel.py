@@ -1,0 +1,382 @@
+"""Our tensor parallelism beside torch's parallelize_module (DTensor), in one run.
+
+    python benchmarks/tensor_parallel.py            # tables; some four minutes on two cores
+    python benchmarks/tensor_parallel.py --json     # {"rows": [{"case", "against", …}, …], …}
+    python benchmarks/tensor_parallel.py --quick    # toy sizes, seconds: only shows that it runs
+
+Every rank trains its share of one model in turn, step by step: ours; torch's with ColwiseParallel,
+RowwiseParallel and loss_parallel, once told by PrepareModuleInput that queries, keys and values
+share an input, as ours do, and once as its tutorial has it, where each of them sends a gradient of
+its own; and two that send nothing, a rank's share of all compute, and of it what nothing can be
+computed beside. It sends the messages of a step without a model, too (wire alone). All ranks start
+a step together, so each contender meets the same load; the order is reversed from round to round. A
+step is forward, backward, AdamW and zero_grad, and lasts until the slowest rank is done.
+
+ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
+that the median over the repeats, and the quartiles. peak_ratio: the same of the largest number of
+bytes held in a step, counted apart from the timing: exact, but for what gloo uses inside. (Its
+threads may hold a message a moment longer than it takes; so it is the least of three steps.)
+
+floor: the share of the physical floor that ours reaches, floor / median step of ours. A message of
+the forward pass needs what was computed before it, and what is computed after it needs the message:
+nothing hides it. In backward the gradients of weights can be computed while a message travels, for
+nobody waits for them. So no step is shorter than any of these, and the floor is the greatest:
+  compute + forward wire: all compute, and what nothing hides;
+  chain + wire: all messages, and all compute but the gradients of weights and the optimizer;
+  compute + work: all compute, and the work of moving the bytes, where all cores are busy computing
+      (as many ranks as cores, or more). The work is the wire alone on loopback.
+Medians of one repeat, and the share is the median over the repeats.
+
+where: where the time of one step goes, on loopback, by torch's profiler: `kernels`, operations on
+plain tensors; `messages`, where a message is under way and no kernel runs; `rest`: Python, autograd
+and, with DTensor, the dispatch of each operation: its rule is looked up, arguments are unwrapped
+and redistributed, results wrapped. Milliseconds of the shortest of a few steps on any rank.
+Counted, and so the same however busy the machine is: `operations` on plain tensors, `dispatched` by
+DTensor, and `calls` of Python functions.
+
+What the ratio says on a CPU: how much the dispatch costs beside layers as small as these. It grows
+with the number of operations and not with their size: so the larger the layers, the nearer is the
+ratio to 1, as the case "wide" shows; and a GPU computes while the dispatch runs ahead, as long as
+its kernels take longer than that.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from side_by_side import Times, clock, options, ratio, slowest, the_group
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shardlab import count, ranks, show, tensor_parallel
+from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+
+OURS, THEIRS = "ours", ("parallelize_module", "parallelize_module, tutorial")
+PARTS = "kernels", "messages", "rest"
+Step = Callable[[], Any]
+
+
+def by_torch(model: GPT, group: dist.ProcessGroup, tutorial: bool = False) -> GPT:
+    """The model, cut by torch, in place."""
+    column, row = ColwiseParallel, RowwiseParallel
+    plan: dict[str, Any] = {
+        "embedding": row(input_layouts=Replicate()),
+        "head": column(output_layouts=Shard(-1), use_local_output=False),
+        "blocks.*.attention.out": row(),
+        "blocks.*.ffn.down": row(),
+    }
+    for name in ("attention.query", "attention.key", "attention.value", "ffn.up"):
+        plan[f"blocks.*.{name}"] = column()
+    if model.config.mlp == "swiglu":
+        plan["blocks.*.ffn.gate"] = column()
+    if not tutorial:
+        for name in ("attention", "ffn"):
+            plan[f"blocks.*.{name}"] = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+            )
+    mesh = DeviceMesh.from_group(group, ranks.device().type)
+    # Every rank has built the same model: nothing has to be sent (src_data_rank).
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    if model.config.tied:
+        model.head.weight = model.embedding.weight  # it has cut them one by one
+    return model
+
+
+def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
+    """A contender with a model of its own: its training step."""
+    torch.manual_seed(0)
+    model = GPT(config).to(ranks.device())
+    if name == OURS:
+        tensor_parallel.parallelize(model, group)
+    else:
+        by_torch(model, group, name.endswith("tutorial"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+    def step() -> None:
+        with nullcontext() if name == OURS else loss_parallel():
+            logits_BSv = model(tokens_BS)
+            if name == OURS:
+                value = tensor_parallel.loss(logits_BSv, tokens_BS, group)
+            else:
+                value = loss(logits_BSv, tokens_BS)
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def share_of(config: Config, size: int) -> GPT:
+    """A model as large as one rank's share, which knows of no others: attention by fewer heads."""
+    model = GPT(config)
+    for block in model.blocks:
+        for part in (block.attention, block.ffn):
+            for name, linear in part.named_children():
+                inputs, outputs, bias = linear.in_features, linear.out_features, linear.bias
+                inner = name in ("out", "down")
+                cut = (inputs // size, outputs) if inner else (inputs, outputs // size)
+                setattr(part, name, nn.Linear(*cut, bias is not None))
+    model.embedding = nn.Embedding(config.vocab // size, config.hidden)
+    model.head = nn.Linear(config.hidden, config.vocab // size, bias=False)
+    if config.tied:
+        model.head.weight = model.embedding.weight
+    return model.to(ranks.device())
+
+
+def bare(config: Config, size: int, tokens_BS: torch.Tensor, chain: bool) -> Step:
+    """Compute alone. chain: without the gradients of weights and the optimizer."""
+    model, tokens_BS = share_of(config, size), tokens_BS % (config.vocab // size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    if chain:
+        model.requires_grad_(False)
+        model.embedding.register_forward_hook(lambda _m, _a, x_BSH: x_BSH.requires_grad_())
+
+    def step() -> None:
+        loss(model(tokens_BS), tokens_BS).backward()
+        if not chain:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def messages(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
+    """The messages of a step, one after another, without a model. Returns forward's seconds."""
+    x_BSH = torch.zeros(*tokens_BS.shape, config.hidden, device=tokens_BS.device)
+    # The loss: of each token the maximum; the sum of exponentials, and the target's logit.
+    rows = [torch.zeros(n, *tokens_BS.shape, device=tokens_BS.device) for n in (1, 2)]
+
+    def step() -> float:
+        begin = clock(tokens_BS.device)
+        for _ in range(1 + 2 * config.layers):  # behind the embedding; attention and ffn
+            dist.all_reduce(x_BSH, group=group)
+        for row in rows:
+            dist.all_reduce(row, group=group)
+        forward = clock(tokens_BS.device) - begin
+        for _ in range(2 * config.layers + 1):
+            dist.all_reduce(x_BSH, group=group)
+        return forward
+
+    return step
+
+
+def batch_of(config: Config, batch: int) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(config.vocab, (batch, config.seq), device=ranks.device())
+
+
+def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence[str]) -> Times:
+    """On a rank: seconds of `rounds` steps of each contender."""
+    tokens_BS, group, device = batch_of(config, batch), the_group(slow), ranks.device()
+    steps = {name: build(name, config, group, tokens_BS) for name in names}
+    steps["compute"] = bare(config, group.size(), tokens_BS, chain=False)
+    steps["chain"] = bare(config, group.size(), tokens_BS, chain=True)
+    steps["wire"] = messages(config, group, tokens_BS)
+    if slow:
+        steps["work"] = messages(config, dist.group.WORLD, tokens_BS)
+    times: Times = {name: [] for name in [*steps, "forward wire"]}
+    order = list(steps)
+    for number in range(-2, rounds):  # two rounds to warm up
+        for name in order if number % 2 else reversed(order):
+            dist.barrier()
+            begin = clock(device)
+            inner = steps[name]()
+            if number >= 0:
+                times[name].append(clock(device) - begin)
+                if name == "wire":
+                    times["forward wire"].append(inner)
+    return times
+
+
+def peak(config: Config, batch: int, name: str) -> int:
+    """On a rank: most bytes held in a step of one contender, after two to settle."""
+    tokens_BS = batch_of(config, batch)
+    with count.held(device=ranks.device()) as held:
+        step = build(name, config, dist.group.WORLD, tokens_BS)
+        for _ in range(2):
+            step()
+        peaks = []
+        for _ in range(3):
+            gc.collect()
+            held.reset_peak()
+            step()
+            peaks.append(held.peak)
+        return min(peaks)
+
+
+def where(config: Config, batch: int, name: str) -> dict[str, float]:
+    """On a rank: where the milliseconds of one step go, see above."""
+    step = build(name, config, dist.group.WORLD, batch_of(config, batch))
+    for _ in range(2):
+        step()
+    found = []
+    for _ in range(4):
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU]) as seen, record_function("the step"):
+            step()
+        found.append(split(seen.events()))
+    calls = cProfile.Profile()
+    calls.runcall(step)
+    shortest = min(found, key=lambda one: sum(one[part] for part in PARTS))
+    return shortest | {"calls": sum(entry.callcount for entry in calls.getstats())}
+
+
+def split(events: Any) -> dict[str, float]:
+    """The profile of a step, in its parts."""
+    (whole,) = (e for e in events if e.name == "the step")
+    plain, dispatched = operations(whole)
+    moved = [e for e in events if e.name.startswith(("gloo:", "c10d::", "_c10d_functional::"))]
+    kernels, both = length(plain), length(plain + moved)
+    return {
+        "kernels": kernels,
+        "messages": both - kernels,
+        "rest": whole.cpu_time_total / 1e3 - both,
+        "operations": len(plain),
+        "dispatched": dispatched,
+    }
+
+
+def operations(event: Any) -> tuple[list[Any], int]:
+    """The outermost operations on plain tensors in `event`; how many DTensor dispatches there."""
+    found = [operations(child) for child in event.cpu_children]
+    dispatched = sum(number for _, number in found) + (event.name == "PythonSubclass")
+    if event.name.startswith("aten::") and not dispatched:
+        return [event], 0
+    return [one for plain, _ in found for one in plain], dispatched
+
+
+def length(events: list[Any]) -> float:
+    """Milliseconds in which at least one of these goes on."""
+    total = end = 0.0
+    for span in sorted((e.time_range for e in events), key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
+    return total / 1e3
+
+
+def row(
+    theirs: str,
+    case: str,
+    size: int,
+    kind: str,
+    times: dict[str, torch.Tensor],
+    peaks: dict[str, int],
+    repeats: int,
+) -> dict[str, Any]:
+    """One line of the result, see above; `seconds` go into the table alone."""
+    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
+    full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
+    ratios, shares = [], []
+    for repeat in range(repeats):
+        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
+        work = middle.get("work", middle["wire"]) if full else 0.0
+        floor = max(
+            middle["compute"] + middle["forward wire"],
+            middle["chain"] + middle["wire"],
+            middle["compute"] + work,
+        )
+        ratios.append(middle[OURS] / middle[theirs])
+        shares.append(floor / middle[OURS])
+    return {
+        "case": case,
+        "against": theirs,
+        "ranks": size,
+        "link": kind,
+        **ratio(ratios),
+        "floor": round(statistics.median(shares), 4),
+        "peak_ratio": round(peaks[OURS] / peaks[theirs], 4),
+        "peak_bytes": [peaks[OURS], peaks[theirs]],
+        "seconds": round(times[OURS].median().item(), 4),
+    }
+
+
+def cases(kind: str, quick: bool) -> list[tuple[str, Config, int, int]]:
+    """Name, shape, batch and rounds of what is measured on a link."""
+    if quick:
+        return [("nano", PRESETS["nano"], 1, 1)]
+    if kind == "gpu":
+        return [("gpt-2", PRESETS["gpt-2"], 4, 4)]
+    wide = replace(PRESETS["mini"], layers=2, heads=16, hidden=1024)
+    return [("mini", PRESETS["mini"], 2, 2)] + [("wide", wide, 2, 1)] * (kind == "loopback")
+
+
+def dividing(config: Config, size: int) -> Config:
+    """The shape, changed a little where `size` ranks cannot share it out."""
+    heads, vocab = (-(-n // size) * size for n in (config.heads, config.vocab))
+    return replace(config, heads=heads, hidden=heads * config.head_size, vocab=vocab)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(__doc__, arguments)
+    rows: list[dict[str, Any]] = []
+    spent: list[dict[str, Any]] = []
+    peaks_of: dict[tuple[str, int], dict[str, int]] = {}
+    for kind in chosen.links:
+        device = "cuda" if kind == "gpu" else "cpu"
+        on = {"device": device, "timeout": 900.0, "show": False}  # what torch warns of is no row
+        for size in chosen.ranks:
+            for name, config, batch, rounds in cases(kind, chosen.quick):
+                config = dividing(config, size)
+                if sys.stderr.isatty():
+                    print(f"{name}, {kind}, {size} ranks …", file=sys.stderr)
+                names = [OURS, *(THEIRS[:1] if name == "wide" else THEIRS)]
+                if (name, size) not in peaks_of:  # the link does not matter
+                    peaks_of[name, size] = {
+                        who: max(ranks.run(peak, size, config, batch, who, **on)) for who in names
+                    }
+                how = config, batch, kind == "slow", rounds * chosen.repeats, names
+                results = ranks.run(measure, size, *how, **on)
+                millions = parameter_count(config) / 1e6
+                case = f"{name}, {millions:.1f} M parameters, {batch * config.seq} tokens"
+                given = case, size, kind, slowest(results), peaks_of[name, size], chosen.repeats
+                rows += [row(theirs, *given) for theirs in names[1:]]
+                if kind != "loopback":
+                    continue
+                for who in names:
+                    told = ranks.run(where, size, config, batch, who, **on)
+                    shortest = min(told, key=lambda one: sum(one[part] for part in PARTS))
+                    numbers = {k: round(v, 1) if k in PARTS else v for k, v in shortest.items()}
+                    spent.append({"case": f"{who}: {name}", "ranks": size, **numbers})
+    if chosen.json:
+        kept = [{k: r[k] for k in r if k != "seconds"} for r in rows]
+        print(json.dumps({"rows": kept, "where": spent}))
+        return
+    head = ["case", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles"]
+    head += ["floor reached", "peak (MB)", "theirs", "ours / theirs"]
+    show.table(
+        [
+            [r["case"].split(",")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.3f}"]
+            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
+            + [f"{r['floor'] * 100:.0f} %", *(f"{n / 1e6:.1f}" for n in r["peak_bytes"])]
+            + [f"{r['peak_ratio']:.3f}"]
+            for r in rows
+        ],
+        head,
+    )
+    head = ["where the time goes", "ranks", *(f"{part} (ms)" for part in PARTS)]
+    head += ["operations", "dispatched by DTensor", "calls of Python functions"]
+    show.table([list(s.values()) for s in spent], head)
+
+
+if __name__ == "__main__":
+    main()

@@ -1018,7 +1018,7 @@ def refused():
             raise AssertionError("this was meant to be refused")
 
 
-ranks.run(lambda: refused() if dist.get_rank() == 0 else None, 4, device="cpu")
+_ = ranks.run(lambda: refused() if dist.get_rank() == 0 else None, 4, device="cpu")
 
 # %% [markdown]
 # In practice sequences are padded to a multiple of $2N$, and the padding's targets left out of the loss. Then ranks have unequal numbers of targets, and each loss has to count by its number: sum the losses, and divide by the targets of *all* ranks ([Data parallelism](data_parallel.md) has the same pitfall).

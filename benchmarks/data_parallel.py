@@ -34,26 +34,32 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from side_by_side import BANDWIDTH, LATENCY, Times, options, ratio, slowest
+from side_by_side import (
+    Step,
+    Times,
+    alternately,
+    clock,
+    options,
+    ratio,
+    slowest,
+    the_group,
+)
 from torch import nn
 
-from shardlab import link, ranks, show
+from shardlab import ranks, show
 from shardlab.data_parallel import MIB, DataParallel
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
-
-NAMES = ["ours", "theirs", "compute", "backward", "wire", "work"]
 
 
 def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
     """On a rank: seconds of `rounds` steps of each contender, the slowest rank's."""
     torch.manual_seed(0)
     device, world = ranks.device(), dist.group.WORLD
-    group = link.slow(LATENCY, BANDWIDTH) if slow else world
+    group = the_group(slow)
     plain = GPT(config).to(device)
     ours_in = {"bucket_bytes": MIB} if slow else {}
     theirs_in = {"bucket_cap_mb": 1} if slow else {}
@@ -63,20 +69,14 @@ def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
     )
     tokens_BS = torch.randint(config.vocab, (batch, config.seq), device=device)
     flats = [torch.zeros_like(bucket.flat) for bucket in ours.buckets]
-    times: Times = {name: [] for name in NAMES}
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], float]:
         def run() -> float:
             optimizer.zero_grad()
             value = loss(model(tokens_BS), tokens_BS)
-            begin = clock()
+            begin = clock(device)
             value.backward()
-            seconds = clock() - begin
+            seconds = clock(device) - begin
             optimizer.step()
             return seconds
 
@@ -90,22 +90,12 @@ def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
 
         return run
 
-    contenders: dict[str, Callable[[], float | None]] = {
+    contenders: dict[str, Step] = {
         name: step(model, torch.optim.AdamW(model.parameters()))
         for name, model in {"ours": ours, "theirs": theirs, "compute": plain}.items()
     }
     contenders |= {"wire": messages(group)} | ({"work": messages(world)} if slow else {})
-    order = list(contenders)
-    for number in range(-2, rounds):  # two rounds to warm up
-        for name in order if number % 2 else reversed(order):
-            dist.barrier()
-            begin = clock()
-            backward = contenders[name]()
-            if number >= 0:
-                times[name].append(clock() - begin)
-                if name == "compute":
-                    times["backward"].append(backward or 0.0)
-    return times
+    return alternately(contenders, rounds, device, {"compute": "backward"})
 
 
 def row(case: str, size: int, kind: str, times: dict[str, torch.Tensor], repeats: int) -> dict:

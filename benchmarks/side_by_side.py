@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardlab import link, ranks
+from shardlab import count, link, ranks
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # of the slow link: 50 microseconds, 1 Gbit/s
 Times = dict[str, list[float]]  # contender -> seconds of its steps
+Step = Callable[[], Any]
 
 
 def clock(device: torch.device) -> float:
@@ -27,6 +29,46 @@ def clock(device: torch.device) -> float:
 def the_group(slow: bool) -> dist.ProcessGroup:
     """On a rank: all ranks, on the emulated link if `slow`."""
     return link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
+
+
+def alternately(
+    steps: Mapping[str, Step], rounds: int, device: torch.device, told: Mapping[str, str]
+) -> Times:
+    """On a rank: seconds of `rounds` steps of each contender, which take turns.
+
+    The order is reversed from round to round; two rounds warm up. told: contender -> the name of
+    the seconds that its step itself returns.
+    """
+    times: Times = {name: [] for name in [*steps, *told.values()]}
+    order = list(steps)
+    for number in range(-2, rounds):
+        for name in order if number % 2 else reversed(order):
+            dist.barrier()
+            begin = clock(device)
+            seconds = steps[name]()
+            if number >= 0:
+                times[name].append(clock(device) - begin)
+                if name in told:
+                    times[told[name]].append(seconds)
+    return times
+
+
+def peak(build: Callable[[], Step]) -> int:
+    """On a rank: most bytes held in a step of what `build` makes, after two to settle.
+
+    The least of three steps: gloo's threads may hold a message a moment longer than it takes.
+    """
+    with count.held(device=ranks.device()) as held:
+        step = build()
+        for _ in range(2):
+            step()
+        peaks = []
+        for _ in range(3):
+            gc.collect()
+            held.reset_peak()
+            step()
+            peaks.append(held.peak)
+        return min(peaks)
 
 
 def slowest(results: list[Times]) -> dict[str, torch.Tensor]:

@@ -43,19 +43,18 @@ its kernels take longer than that.
 from __future__ import annotations
 
 import cProfile
-import gc
 import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Times, clock, options, ratio, slowest, the_group
+from side_by_side import Step, Times, alternately, clock, options, peak, ratio, slowest, the_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -68,12 +67,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardlab import count, ranks, show, tensor_parallel
+from shardlab import ranks, show, tensor_parallel
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 
 OURS, THEIRS = "ours", ("parallelize_module", "parallelize_module, tutorial")
 PARTS = "kernels", "messages", "rest"
-Step = Callable[[], Any]
 
 
 def by_torch(model: GPT, group: dist.ProcessGroup, tutorial: bool = False) -> GPT:
@@ -194,34 +192,13 @@ def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence
     steps["wire"] = messages(config, group, tokens_BS)
     if slow:
         steps["work"] = messages(config, dist.group.WORLD, tokens_BS)
-    times: Times = {name: [] for name in [*steps, "forward wire"]}
-    order = list(steps)
-    for number in range(-2, rounds):  # two rounds to warm up
-        for name in order if number % 2 else reversed(order):
-            dist.barrier()
-            begin = clock(device)
-            inner = steps[name]()
-            if number >= 0:
-                times[name].append(clock(device) - begin)
-                if name == "wire":
-                    times["forward wire"].append(inner)
-    return times
+    return alternately(steps, rounds, device, {"wire": "forward wire"})
 
 
-def peak(config: Config, batch: int, name: str) -> int:
-    """On a rank: most bytes held in a step of one contender, after two to settle."""
+def peak_of(config: Config, batch: int, name: str) -> int:
+    """On a rank: most bytes that one contender holds in a step."""
     tokens_BS = batch_of(config, batch)
-    with count.held(device=ranks.device()) as held:
-        step = build(name, config, dist.group.WORLD, tokens_BS)
-        for _ in range(2):
-            step()
-        peaks = []
-        for _ in range(3):
-            gc.collect()
-            held.reset_peak()
-            step()
-            peaks.append(held.peak)
-        return min(peaks)
+    return peak(lambda: build(name, config, dist.group.WORLD, tokens_BS))
 
 
 def where(config: Config, batch: int, name: str) -> dict[str, float]:
@@ -342,7 +319,8 @@ def main(arguments: list[str] | None = None) -> None:
                 names = [OURS, *(THEIRS[:1] if name == "wide" else THEIRS)]
                 if (name, size) not in peaks_of:  # the link does not matter
                     peaks_of[name, size] = {
-                        who: max(ranks.run(peak, size, config, batch, who, **on)) for who in names
+                        who: max(ranks.run(peak_of, size, config, batch, who, **on))
+                        for who in names
                     }
                 how = config, batch, kind == "slow", rounds * chosen.repeats, names
                 results = ranks.run(measure, size, *how, **on)

@@ -34,24 +34,23 @@ possible.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import os
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Times, clock, options, ratio, slowest, the_group
+from side_by_side import Step, Times, alternately, clock, options, peak, ratio, slowest, the_group
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import count, ranks, show, zero
+from shardlab import ranks, show, zero
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 
 OURS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "stage 3, kept": 3}
@@ -63,7 +62,6 @@ ROWS = [  # ours, theirs
     ("stage 3", "FSDP2, reshard_after_forward=True"),
     ("stage 3, kept", "FSDP2, reshard_after_forward=False"),
 ]
-Step = Callable[[], Any]
 
 
 def block_bytes(config: Config) -> int:
@@ -189,31 +187,13 @@ def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence
             steps[f"wire {name}"] = messages(name, config, group)
             if slow:
                 steps[f"work {name}"] = messages(name, config, dist.group.WORLD)
-    times: Times = {name: [] for name in [*steps, "optimizer"]}
-    order = list(steps)
-    for number in range(-2, rounds):  # two rounds to warm up
-        for name in order if number % 2 else reversed(order):
-            dist.barrier()
-            begin = clock(device)
-            inner = steps[name]()
-            if number >= 0:
-                times[name].append(clock(device) - begin)
-                if name == "compute":
-                    times["optimizer"].append(inner)
-    return times
+    return alternately(steps, rounds, device, {"compute": "optimizer"})
 
 
-def peak(config: Config, batch: int, name: str) -> int:
-    """On a rank: most bytes held in a step of one contender, after two to settle."""
+def peak_of(config: Config, batch: int, name: str) -> int:
+    """On a rank: most bytes that one contender holds in a step."""
     tokens_BS = batch_of(config, batch)
-    with count.held(device=ranks.device()) as held:
-        step = build(name, config, dist.group.WORLD, tokens_BS)
-        for _ in range(2):
-            step()
-        gc.collect()
-        held.reset_peak()
-        step()
-        return held.peak
+    return peak(lambda: build(name, config, dist.group.WORLD, tokens_BS))
 
 
 def row(
@@ -267,7 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"{kind}, {size} ranks …", file=sys.stderr)
             if (preset, size) not in peaks_of:  # the link does not matter
                 peaks_of[preset, size] = {
-                    name: max(ranks.run(peak, size, config, batch, name, **where)) for name in names
+                    name: max(ranks.run(peak_of, size, config, batch, name, **where))
+                    for name in names
                 }
             peaks, slow = peaks_of[preset, size], kind == "slow"
             total = rounds * chosen.repeats

@@ -25,7 +25,7 @@
 # - say why each GPU computes more slowly when its shard gets thin.
 #
 # It takes about forty-five minutes to read and forty minutes for the exercises. Running it takes half a minute.
-# It needs [Collectives](collectives.md), and leads to tensor parallelism, which is this lesson applied to a whole transformer.
+# It needs [Collectives](collectives.md), and leads to [Tensor parallelism](tensor_parallel.md), which is this lesson applied to a whole transformer.
 #
 # One number to begin with. Take GPUs that multiply with 400 TFLOP/s each and send 200 GB/s to one another, without delay.
 # Two matrices of 16-bit numbers, with 2,000 rows and columns, are to be multiplied, and every GPU needs the result.

@@ -131,8 +131,10 @@ show.table(rows, ["ranks", "kept on each (B)", "of one rank's (%)", "divided eve
 # With $s$ tokens, micro-batch $b$, hidden size $h$, $a$ heads and $t$ ranks, a layer of GPT-3's kind in 16 bits keeps {cite}`korthikanti2022recomputation`
 #
 # $$
-# sbh\Big(10 + \frac{24}{t} + \frac{5as}{ht}\Big)\ \text{bytes with tensor parallelism,}\qquad
-# \frac{sbh}{t}\Big(34 + \frac{5as}{h}\Big)\ \text{with the sequence cut as well.}
+# \begin{aligned}
+# sbh\Big(10 + \frac{24}{t} + \frac{5as}{ht}\Big) \quad & \text{bytes with tensor parallelism,} \\
+# \frac{sbh}{t}\Big(34 + \frac{5as}{h}\Big) \quad & \text{with the sequence cut as well.}
+# \end{aligned}
 # $$
 #
 # The 10 are the inputs of two norms (4), of the cut matrices (4), and two dropout masks of one byte (2). The term $5as/h$ is attention's scores, of $a/t$ heads on each rank either way; fused kernels never keep them.

@@ -495,7 +495,7 @@ show.table(rows, [*head, "counted (MB)"], caption="Sent by a rank for one loss")
 # ## Equal
 #
 # One process and $t$ ranks train the same model for five steps of AdamW on the same batches.
-# The first two rows are GPT-2's choices (GELU, LayerNorm, biases, a tied head), the next two Llama's (SwiGLU, RMSNorm, two heads of queries for each of keys and values, no tied head); the last two have dropout of 10 %.
+# "GPT-2's" are its choices (GELU, LayerNorm, biases, a tied head), "Llama's" its own (SwiGLU, RMSNorm, two heads of queries for each of keys and values, no tied head); "dropout" is the first with dropout of 10 %.
 
 # %%
 GPT2ISH = Config(seq=32, layers=2, heads=8, hidden=64)
@@ -551,7 +551,7 @@ def compare_all(names):
 
 
 # %% [markdown]
-# Look at the two rows of each pair: float64 has nine digits more, and the differences shrink by as many.
+# Compare float32 with float64, which has nine digits more: the differences shrink by as many.
 
 # %%
 rows = []
@@ -566,10 +566,9 @@ for names, device in ((["GPT-2's", "Llama's"], "auto"), (["dropout"], "cpu")):
         room = (1e-4, 1e-4, 5e-3) if dtype == "float32" else (1e-12, 1e-12, 1e-9)
         for t in (2, 4):
             assert all(x <= limit for x, limit in zip(found[t][i], room, strict=True)), found
-        rows.append((name, dtype, *(short(x) for t in (2, 4) for x in found[t][i])))
-what = ("logits", "gradients", "weights")
-head = [f"{quantity}, t = {t}" for t in (2, 4) for quantity in what]
-show.table(rows, ["model", "type", *head], caption="Largest difference from one process")
+            rows.append((name, dtype, t, *map(short, found[t][i])))
+head = ["model", "type", "t", "logits", "gradients", "weights after 5 steps"]
+show.table(rows, head, caption="Largest difference from one process")
 
 # %% [markdown]
 # Why not zero, as in [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md)? There each product had the same operands. Here a sum of products is made in parts, on several ranks, and the parts are added afterwards: rounding comes at other places.

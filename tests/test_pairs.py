@@ -7,11 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from throwaway import Book
 
-from shardlab import __main__, record, show
+from shardlab import __main__, record
 from shardlab.record import pairs
 
 
@@ -38,27 +39,33 @@ exec(compile(open(script, encoding="utf-8").read(), script, "exec", optimize=1))
 """
 
 
-@pytest.mark.timeout(600)  # a lesson takes a minute on two free cores
-@pytest.mark.parametrize("topic", record.lessons(show.ROOT))
-def test_script_runs_without_jupyter(topic, tmp_path):
-    """`python code/lessons/<topic>.py` ends with 0, wherever it is started.
+@pytest.mark.alone
+@pytest.mark.timeout(1200)  # a lesson takes a minute on two free cores
+def test_scripts_run_without_jupyter(root, tmp_path):
+    """`python code/lessons/<topic>.py` ends with 0, wherever it is started; two at a time.
 
-    What its cells assert is judged where they are executed for the book, with the machine to
-    themselves. Here other tests run beside, and would disturb what is asserted of times.
+    What their cells assert is judged where they are executed for the book, with the machine to
+    themselves: here they would disturb what the other asserts of times.
     """
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "for name in ('IPython', 'ipykernel', 'jupyter_client', 'jupytext', 'nbformat'):\n"
         "    sys.modules[name] = None\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", AS_MAIN, show.ROOT / "code/lessons" / f"{topic}.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+    def run(topic):
+        return subprocess.run(
+            [sys.executable, "-c", AS_MAIN, root / "code/lessons" / f"{topic}.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        topics = record.lessons(root)
+        for topic, done in zip(topics, pool.map(run, topics), strict=True):
+            assert done.returncode == 0, topic + done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_script_holds_prose_and_cells(tmp_path):

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup as Group
 
 from shardlab import ranks
+from shardlab.ranks.renamed import all_gather_single
 
 from .cost import Machine
-from .split import CUTS, _all_gather, check_group, check_way, shares
+from .split import CUTS, check_group, check_way, shares
 
 
 def stopwatch(call: Callable[[], Any], group: Group, repeats: int = 5) -> float:
@@ -71,9 +73,8 @@ def measure(
     def hop(numbers: int) -> float:  # seconds from one rank to the next
         piece = torch.ones(numbers, device=device)
         all_pieces = torch.empty(number * numbers, device=device)
-        return stopwatch(lambda: _all_gather(all_pieces, piece, group=group), group, repeats) / (
-            number - 1
-        )
+        gather = partial(all_gather_single, all_pieces, piece, group=group)
+        return stopwatch(gather, group, repeats) / (number - 1)
 
     small, large = 1, max(2, size // 4 // number)  # numbers of 4 bytes that each rank has
     short, long = hop(small), hop(large)

@@ -25,10 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
 from shardlab.ranks.p2p import carrier
-
-# torch 2.13 has a new name for each, and a warning for the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
 CUTS = "rows", "columns", "inner"
 
@@ -108,7 +105,7 @@ def _scattered_sum(x_MN: Tensor, group: Group) -> Tensor:
     m, columns = rows[rank], x_MN.shape[1]
     if carrier(x_MN.device, group) == "nccl" and len(x_MN) % size == 0:
         sum_mN = x_MN.new_empty(m, columns)
-        _reduce_scatter(sum_mN, x_MN, group=group)  # [M, N] to [m, N]
+        reduce_scatter_single(sum_mN, x_MN, group=group)  # [M, N] to [m, N]
         return sum_mN
     received = x_MN.new_empty(size * m, columns)
     dist.all_to_all_single(received, x_MN, [m] * size, rows, group=group)  # [M, N] to [t * m, N]
@@ -167,7 +164,7 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 def _gathered(x: Tensor, group: Group) -> Tensor:
     gathered = x.new_empty(dist.get_world_size(group) * len(x), x.shape[1])
-    _all_gather(gathered, x, group=group)
+    all_gather_single(gathered, x, group=group)
     return gathered.view(-1, *x.shape)
 
 

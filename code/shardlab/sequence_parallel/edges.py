@@ -30,12 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardlab.ranks.p2p import carrier
+from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
 from .layout import check_layout, check_seq, group_of, split
-
-# torch 2.13 has new names for them, and a warning for the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Finish = Callable[[], Tensor]
 
@@ -174,7 +171,7 @@ def _gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:
         return lambda: x_BsH.clone()
     batch, share, hidden = x_BsH.shape
     parts = x_BsH.new_empty((ranks * batch, share, hidden))
-    work = _all_gather(parts, x_BsH.contiguous(), group=group, async_op=True)  # each sends its own
+    work = all_gather_single(parts, x_BsH.contiguous(), group=group, async_op=True)  # t [B, s, H]
 
     def finish() -> Tensor:
         work.wait()
@@ -197,7 +194,8 @@ def _scatter(y_BSH: Tensor, group: dist.ProcessGroup) -> Finish:
     parts_tBsH = y_BSH.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     if carrier(y_BSH.device, group) == "nccl":
         total_BsH = torch.empty_like(parts_tBsH[0])
-        work = _reduce_scatter(total_BsH, parts_tBsH.flatten(0, 1), group=group, async_op=True)
+        parts = parts_tBsH.flatten(0, 1)  # [t B, s, H] to [B, s, H]
+        work = reduce_scatter_single(total_BsH, parts, group=group, async_op=True)
         return lambda: (work.wait(), total_BsH)[1]
     received_tBsH = torch.empty_like(parts_tBsH)
     work = dist.all_to_all_single(received_tBsH, parts_tBsH, group=group, async_op=True)

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LAYOUTS = "contiguous", "zigzag"
+from shardlab.ranks.renamed import all_gather_single
 
-# torch 2.13 has a new name for it, and a warning for the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+LAYOUTS = "contiguous", "zigzag"
 
 
 def check_layout(layout: str) -> None:
@@ -93,5 +92,5 @@ def gather(share: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim:
     check_layout(layout)
     ranks, _ = group_of(group)
     parts = share.new_empty((ranks, *share.shape))
-    _all_gather(parts.flatten(0, 1), share.detach().contiguous(), group=group)
+    all_gather_single(parts.flatten(0, 1), share.detach().contiguous(), group=group)
     return join(list(parts), layout, dim)

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Group = dist.ProcessGroup
+from shardlab.ranks.renamed import all_gather_single
 
-# torch 2.13 has a new name for it, and a warning for the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Group = dist.ProcessGroup
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
@@ -113,7 +112,8 @@ def gathered_last(x: Tensor, group: Group) -> Tensor:
     """All ranks' `x` [..., n] in one tensor [..., t n], without a backward."""
     ranks = ranks_in(group)
     parts = x.new_empty((ranks, *x.shape))
-    _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)  # [..., n] to [t, ..., n]
+    # [..., n] to [t, ..., n]
+    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group)
     return parts.movedim(0, -2).flatten(-2)  # to [..., t, n] to [..., t n]
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from shardlab import ranks
 from shardlab.model import GPT
+from shardlab.ranks.renamed import all_gather_single
 
 from .layers import ColumnLinear, RowLinear, VocabEmbedding, take
-from .operators import Group, _all_gather, ranks_in, share
+from .operators import Group, ranks_in, share
 
 
 def cuts(model: nn.Module) -> dict[str, int | None]:
@@ -72,7 +73,7 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
         if to in (None, rank):
             parts = mine.new_empty((size, *mine.shape))
         if to is None:
-            _all_gather(parts.view(-1), mine.view(-1), group=group)  # a share to [t, share]
+            all_gather_single(parts.view(-1), mine.view(-1), group=group)  # a share to [t, share]
         elif to != rank:
             ranks.isend(mine, to, group).wait()
         else:

@@ -16,10 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
-
-# torch 2.13 has a new name for it, and a warning for the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
 
 class Flat:
@@ -139,7 +136,7 @@ def all_gather(flat: Tensor, own: slice, group: dist.ProcessGroup) -> dist.Work:
 
     Each rank sends (N-1)/N of the flat tensor's bytes (`collectives.bytes_sent`).
     """
-    work = _all_gather(flat, flat[own], group=group, async_op=True)  # [size / N] to [size]
+    work = all_gather_single(flat, flat[own], group=group, async_op=True)  # [size / N] to [size]
     assert work is not None
     return work
 
@@ -161,7 +158,8 @@ class ReduceScatter:
         self.works: list[Any] = []
         if not ordered:
             self.sum = torch.empty_like(self.shards[0])
-            work = _reduce_scatter(self.sum, flat, group=group, async_op=True)  # [size] to shard
+            # [size] to shard
+            work = reduce_scatter_single(self.sum, flat, group=group, async_op=True)
             self.works.append(work)
             return
         self.sum = None

@@ -168,8 +168,8 @@ show.source(sp.edges._scatter)
 
 # %% [markdown]
 # The whole is `AlongSequence` in [edges.py](../code/shardlab/sequence_parallel/edges.py).
-# There the all-gather in front of several layers, such as queries, keys and values, is one operator with their products (`_Columns`): it computes the same, and its backward sends while it multiplies.
-# It also decides what is kept, which we come to [below](#sequence-bytes).
+# Its `begin` and `back` are the same two collectives, started and not waited for: with them `tensor_parallel` sends in backward while it multiplies.
+# Its `keep` decides what is kept, which we come to [below](#sequence-bytes).
 #
 # Nothing else changes in the model. One thing changes around it.
 # A norm's weight has seen only this rank's tokens, and so its gradient is this rank's summand. The same goes for the biases that are added behind the reduce-scatter.

@@ -11,16 +11,16 @@ in place of identity and all-reduce. An all-reduce is a reduce-scatter and an al
 bytes on the wire are the same (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
 
 What `enter` has gathered is an input of the cut matrices, whose backward needs it. Kept whole, it
-would be the one large tensor that is not divided by t. So `columns`, which is `enter` and the
-products behind it, keeps the share alone and gathers it once more in backward: one all-gather more
-for each place of entry, half as many bytes again in backward. `AlongSequence(keep=True)` does not.
+would be the one large tensor that is not divided by t. So the share alone is kept, and gathered
+once more in backward (`tensor_parallel.columns`): one all-gather more for each place of entry, half
+as many bytes again in backward. `AlongSequence(keep=True)` does without.
 
-Shapes: B batch, S tokens in all, s = S/t of one rank, H hidden, o this rank's share of the outputs.
+Shapes: B batch, S tokens in all, s = S/t of one rank, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,16 +60,14 @@ class AlongSequence:
         check_seq(y_BSH.shape[1], ranks, "contiguous")
         return _Leave.apply(y_BSH, group)
 
-    def columns(
-        self,
-        x_BsH: Tensor,
-        weights_oH: Sequence[Tensor],
-        biases_o: Sequence[Tensor | None],
-        group: dist.ProcessGroup,
-    ) -> tuple[Tensor, ...]:
-        """`enter(x) @ weight.T + bias`, [B, S, o], for each of the layers that see the same x."""
+    def begin(self, x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:
+        """Start what `enter` does forward; see `tensor_parallel.Edges`."""
         group_of(group)
-        return _Columns.apply(x_BsH, group, self.keep, *weights_oH, *biases_o)
+        return _gather(x_BsH, group)
+
+    def back(self, dx_BSH: Tensor, group: dist.ProcessGroup) -> Finish:
+        """Start what `enter` does backward."""
+        return _scatter(dx_BSH, group)
 
     def __repr__(self) -> str:
         return f"AlongSequence(keep={self.keep})"
@@ -110,58 +108,6 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BsH: Tensor) -> tuple[Tensor, None]:
         return _gather(dy_BsH, ctx.group)(), None
-
-
-class _Columns(torch.autograd.Function):
-    """Backward sends twice, and computes meanwhile: x comes in, dx is computed and goes out, dW."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BsH: Tensor, group: dist.ProcessGroup, keep: bool, *parameters: Tensor | None
-    ) -> Any:
-        weights, biases = _halves(parameters)
-        x_BSH = _gather(x_BsH, group)()
-        ys = tuple(F.linear(x_BSH, w, b) for w, b in zip(weights, biases, strict=True))
-        kept = x_BSH if keep else x_BsH
-        ctx.save_for_backward(kept.to(ys[0].dtype), *weights)  # under autocast, what was multiplied
-        ctx.group, ctx.keep = group, keep
-        return ys
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys_BSo: Tensor) -> tuple[Any, ...]:
-        kept, *weights_oH = ctx.saved_tensors
-        wanted, biases_wanted = _halves(ctx.needs_input_grad[3:])
-        come = None
-        if any(wanted):
-            come = (lambda: kept) if ctx.keep else _gather(kept, ctx.group)
-        arrive = None
-        if ctx.needs_input_grad[0]:
-            dys_No = [dy.reshape(-1, dy.shape[-1]) for dy in dys_BSo]  # N = B * S
-            dx_NH = dys_No[0] @ weights_oH[0].to(kept.dtype)  # [N, o] @ [o, H]
-            for dy_No, weight_oH in zip(dys_No[1:], weights_oH[1:], strict=True):
-                dx_NH.addmm_(dy_No, weight_oH.to(kept.dtype))
-            arrive = _scatter(dx_NH.view(*dys_BSo[0].shape[:2], -1), ctx.group)
-            del dx_NH
-        dweights: list[Tensor | None] = [None] * len(weights_oH)
-        if come is not None:
-            x_NH = come().flatten(0, 1)
-            come = None
-            dweights = [
-                (dy.flatten(0, 1).t() @ x_NH).to(weight.dtype) if want else None  # [o, N] @ [N, H]
-                for dy, weight, want in zip(dys_BSo, weights_oH, wanted, strict=True)
-            ]
-            del x_NH
-        dbiases = [
-            dy.sum((0, 1)).to(weight.dtype) if want else None
-            for dy, weight, want in zip(dys_BSo, weights_oH, biases_wanted, strict=True)
-        ]
-        return arrive and arrive(), None, None, *dweights, *dbiases
-
-
-def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Those of the weights, and those of the biases."""
-    return values[: len(values) // 2], values[len(values) // 2 :]
 
 
 def _gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:

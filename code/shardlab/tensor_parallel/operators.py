@@ -27,6 +27,7 @@ from torch import Tensor
 from shardlab.ranks.renamed import all_gather_single
 
 Group = dist.ProcessGroup
+Finish = Callable[[], Tensor]
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
@@ -72,13 +73,17 @@ class Edges:
     `enter` stands in front of an attention, a feed-forward network or the head, `leave` behind the
     product that ends one, and behind the embedding. `leave` may change the tensor that it is given.
 
-    columns: computes the same as `enter` and all the layers that follow it (see `columns`), with
-    less waiting; None: there is no such shortcut.
+    begin, back: start what `enter` does forward and backward, and return a function that waits and
+    gives the result; `back` may change what it is given. With them, `columns` sends while it
+    computes; None: `enter` and the layers behind it stand one after the other. keep: hold on to
+    what has entered until backward; otherwise to what was there before, which enters once more.
     """
 
     enter: Callable[[Tensor, Group], Tensor]
     leave: Callable[[Tensor, Group], Tensor]
-    columns: Callable[..., tuple[Tensor, ...]] | None = None
+    begin: Callable[[Tensor, Group], Finish] | None = None
+    back: Callable[[Tensor, Group], Finish] | None = None
+    keep: bool = True
 
 
 def ranks_in(group: Group) -> int:

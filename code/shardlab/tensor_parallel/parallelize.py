@@ -18,7 +18,7 @@ from torch import nn
 
 from shardlab.model import GPT, Attention, FeedForward
 
-from .columns import REPLICATED
+from .columns import REPLICATED, columns
 from .dropout import DROPOUTS, drop_by_heads
 from .layers import ColumnLinear, RowLinear, VocabEmbedding
 from .operators import Edges, Group, ranks_in, share
@@ -91,15 +91,14 @@ def cut_ffn(ffn: FeedForward, group: Group, edges: Edges = REPLICATED) -> None:
 
 def _enter(module: nn.Module, first: Sequence[str], group: Group, edges: Edges) -> None:
     """Let what `module` is given enter once, for all the layers in it that see it `first`."""
-    columns = getattr(edges, "columns", None)
 
     def entering(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x = inputs[0]
-        if columns is None:
+        if edges.begin is None:
             return edges.enter(x, group), *inputs[1:]
         layers = [module.get_submodule(name) for name in first]  # "" is the module itself
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        for layer, y in zip(layers, columns(x, weights, biases, group), strict=True):
+        for layer, y in zip(layers, columns(x, weights, biases, group, edges), strict=True):
             layer.ready = y  # for when `module` calls it
         return inputs
 

@@ -114,7 +114,7 @@ def test_positions_are_those_of_the_whole_sequence():
     for layout in sp.LAYOUTS:
         for rank in range(3):
             mine = sp.split(x, 3, rank, layout, dim=2)
-            turned = sp.rotate_at(mine, sp.positions(layout, 12, 3, rank), 1e4)
+            turned = rotate(mine, 1e4, sp.positions(layout, 12, 3, rank))
             assert turned.equal(sp.split(whole, 3, rank, layout, dim=2))  # the same operations
 
 

@@ -47,15 +47,17 @@ class Attention(nn.Module):
         return self.out(y_BASD.transpose(1, 2).flatten(-2))  # [B, S, A*D] @ [A*D, H]
 
 
-def rotate(x_BASD: Tensor, base: float) -> Tensor:
+def rotate(x_BASD: Tensor, base: float, positions_S: Tensor | None = None) -> Tensor:
     """Rotary positions: turn each pair of features by an angle that grows with the position.
 
-    Su et al. 2021 (arXiv 2104.09864), section 3.2; pairs are (i, i + D/2), as in Llama's code.
+    positions_S: where the tokens stand; None: 0, 1, 2, … Su et al. 2021 (arXiv 2104.09864), section
+    3.2; pairs are (i, i + D/2), as in Llama's code.
     """
     sequence, size = x_BASD.shape[-2:]
     steps_D = torch.arange(0, size, 2, device=x_BASD.device, dtype=torch.float32) / size
-    positions_S = torch.arange(sequence, device=x_BASD.device, dtype=torch.float32)
-    angles_SD = torch.outer(positions_S, base**-steps_D)  # [S, D/2]
+    if positions_S is None:
+        positions_S = torch.arange(sequence, device=x_BASD.device)
+    angles_SD = torch.outer(positions_S.to(torch.float32), base**-steps_D)  # [S, D/2]
     cos_SD, sin_SD = angles_SD.cos().to(x_BASD.dtype), angles_SD.sin().to(x_BASD.dtype)
     a, b = x_BASD.chunk(2, dim=-1)  # each [B, A, S, D/2]
     return torch.cat((a * cos_SD - b * sin_SD, a * sin_SD + b * cos_SD), dim=-1)

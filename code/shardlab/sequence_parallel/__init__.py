@@ -11,7 +11,7 @@ under a mask; `ring_sent`, `ulysses_sent`, `edges_sent`, `score_turns`, `attenti
 what it costs, and `tokens_that_fit`, `tokens_table` (fit) how long a context may be.
 """
 
-from .context import average, average_gradients, distribute, rotate_at, share
+from .context import average, average_gradients, distribute, share
 from .edges import (
     ALONG_SEQUENCE,
     AlongSequence,
@@ -64,7 +64,6 @@ __all__ = [
     "positions",
     "ring_attention",
     "ring_sent",
-    "rotate_at",
     "scatter_sequence",
     "score_pairs",
     "score_turns",

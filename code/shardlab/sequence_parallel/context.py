@@ -22,11 +22,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.model import GPT, Attention
+from shardlab.model import GPT, Attention, rotate
 
 from .edges import sum_gradients
 from .layout import check_layout, group_of, positions, split
@@ -100,16 +99,6 @@ def _attention(
     )
     ranks, rank = group_of(group)
     at_s = positions(layout, ranks * x_BsH.shape[1], ranks, rank, x_BsH.device)
-    q_BAsD, k_BKsD = (rotate_at(x, at_s, module.config.rotary_base) for x in (q_BAsD, k_BKsD))
+    q_BAsD, k_BKsD = (rotate(x, module.config.rotary_base, at_s) for x in (q_BAsD, k_BKsD))
     y_BAsD = ATTENTIONS[attention](q_BAsD, k_BKsD, v_BKsD, group, True, layout)
     return module.out(y_BAsD.transpose(1, 2).flatten(-2))  # [B, s, A*D] @ [A*D, H]
-
-
-def rotate_at(x_BAsD: Tensor, positions_s: Tensor, base: float) -> Tensor:
-    """`shardlab.model.rotate` for tokens that stand at `positions_s` of the sequence."""
-    size = x_BAsD.shape[-1]
-    steps_D = torch.arange(0, size, 2, device=x_BAsD.device, dtype=torch.float32) / size
-    angles_sD = torch.outer(positions_s.to(torch.float32), base**-steps_D)  # [s, D/2]
-    cos_sD, sin_sD = angles_sD.cos().to(x_BAsD.dtype), angles_sD.sin().to(x_BAsD.dtype)
-    a, b = x_BAsD.chunk(2, dim=-1)  # each [B, A, s, D/2]
-    return torch.cat((a * cos_sD - b * sin_sD, a * sin_sD + b * cos_sD), dim=-1)

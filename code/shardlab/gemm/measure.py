@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup as Group
 
 from shardlab import ranks
+from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
 
 from .cost import Machine
-from .split import CUTS, check_group, check_way, shares
+from .split import CUTS, check_way, shares
 
 
 def stopwatch(call: Callable[[], Any], group: Group, repeats: int = 5) -> float:

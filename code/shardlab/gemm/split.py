@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
+from shardlab.ranks import check_group
 from shardlab.ranks.p2p import carrier
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
@@ -230,13 +231,6 @@ def check_product(a: Tensor, b: Tensor) -> None:
     if (a.dtype, a.device) != (b.dtype, b.device):
         kinds = f"{a.dtype} on {a.device} and {b.dtype} on {b.device}"
         raise ValueError(f"{kinds}: the two factors have to be of one kind")
-
-
-def check_group(group: Group) -> tuple[int, int]:
-    """This rank's number in `group` and the group's size; ValueError if it is not in there."""
-    if not isinstance(group, Group) or dist.get_rank(group) < 0:
-        raise ValueError(f"group={group!r}: allowed is a process group that holds this rank")
-    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def check_share(name: str, x: Tensor, dim: int, size: int, ranks: int, rank: int) -> None:

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
-from .split import check_group, check_product, share
+from shardlab.ranks import check_group
+
+from .split import check_product, share
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlab.ranks import check_group
+
 from .actions import Schedule
 from .validate import validate
 
@@ -117,12 +119,11 @@ def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:
     """This rank's stage. Raises ValueError for a group that does not have a rank for each stage."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"schedule={schedule!r}: allowed is what pipeline.schedule(...) returns")
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(f"group={group!r}: allowed is a process group that holds this rank")
-    if (size := dist.get_world_size(group)) != schedule.stages:
+    rank, size = check_group(group)
+    if size != schedule.stages:
         what = f"allowed are {schedule.stages}, one for each stage of {schedule.name}"
         raise ValueError(f"group has {size} ranks: {what}")
-    return dist.get_rank(group)
+    return rank
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from . import blame, start, torchrun, worker
-from .agree import check_bytes, check_model
+from .agree import check_bytes, check_group, check_model
 from .p2p import Message, irecv, isend
 from .pretended import pretend
 
@@ -38,6 +38,7 @@ __all__ = [
     "RankError",
     "WorldSizeError",
     "check_bytes",
+    "check_group",
     "check_model",
     "device",
     "irecv",

@@ -1,4 +1,4 @@
-"""What every kind of data parallelism asks of its model first, on every rank alike."""
+"""What techniques ask of their group and their model first, on every rank alike."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import torch.distributed as dist
 from torch import nn
 
 
+def check_group(group: dist.ProcessGroup) -> tuple[int, int]:
+    """This rank's number in `group` and the group's size; ValueError if it is not in there."""
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(f"group={group!r}: allowed is a process group that holds this rank")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def check_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError unless all ranks of `group` have the same model, one that can be trained.
 
     Every rank of the group calls it, and all of them raise the same error: a rank that went on
     alone would wait for the others for ever.
     """
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(f"group={group!r}: allowed is a process group that holds this rank")
+    check_group(group)
     kind = type(module).__name__
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
         raise ValueError(

@@ -677,7 +677,7 @@ show.table(rows, [*head, "counted (MB)"], caption="A step, 4 blocks, 8 sequences
 # Worse, forward's half cannot be put behind computation, as gradients can: the next product *needs* the sum.
 #
 # In backward there is a way. The layers before wait for the gradient of $X$, but nobody waits for the gradients of the weights. So compute the first, send it, and compute the others meanwhile.
-# For that the entrance and all layers that see $X$ become one function of autograd, as Megatron-LM has it for one matrix. `parallelize` uses it unless it is given other `edges`. Look at what stands between `back`, which starts the sum, and `arrive()`, which waits for it.
+# For that the entrance and all layers that see $X$ become one function of autograd, as Megatron-LM has it for one matrix. `parallelize` uses it unless it is given `edges` that have no `begin` and `back`. Look at what stands between `back`, which starts the sum, and `arrive()`, which waits for it.
 
 # %%
 show.source(tp.REPLICATED.back, _Columns.backward)

@@ -1,0 +1,172 @@
+"""What a layout costs: arithmetic, traffic, and the floor of a step in seconds.
+
+P parameters, L layers, h hidden, s tokens of a sequence, b sequences of a micro-batch, m
+micro-batches, d copies, t and p cuts, e bytes an element, G bytes of a rank's gradients, W of its
+weights.
+
+    arithmetic  6 for each token and weight of a matrix, and 6 L s h for each token's attention;
+                full recomputation repeats the layers' forward pass: 8
+    tensor      4 all-reduces of bshe in each layer and micro-batch, 6 with recomputation, each
+                2(t-1)/t on the wire
+    bubble      (p-1)/m of both; (p-1)/(vm) with v interleaved chunks
+    data        what `zero_bytes` says, between the copies
+    messages    2 bshe for each micro-batch, from a stage to the next
+
+Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2, 3.2, 5.1 and appendix; Shoeybi et
+al. 2019 (arXiv 1909.08053), section 3; Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from shardlab import memory
+from shardlab.memory.units import ceil_div, whole
+from shardlab.shapes import Config
+
+from .layout import Layout
+from .machines import Machine
+
+ELEMENT = 2  # bytes: activations, weights and gradients travel in 16 bits
+DAY = 86_400.0
+
+
+def flops(
+    config: Config,
+    tokens: int,
+    seq: int | None = None,
+    recompute: str = "none",
+    causal: bool = True,
+) -> int:
+    """Floating-point operations of a step on `tokens` tokens, on all GPUs together.
+
+    causal: attention leaves out the pairs that the mask hides, half of them; papers count all,
+    as Narayanan et al. do: 96 B s L h² (1 + s/6h + V/16Lh) with full recomputation.
+    """
+    seq = config.seq if seq is None else whole("seq", seq)
+    tokens = whole("tokens", tokens)
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute={recompute!r}: allowed are 'none', 'selective' and 'full'")
+    named = memory.shapes(config).items()
+    layers = sum(prod(s) for name, s in named if len(s) == 2 and name.startswith("blocks."))
+    head = config.vocab * config.hidden
+    pairs = 2 * config.layers * seq * config.hidden // (2 if causal else 1)  # q·k, and times v
+    passes = {"none": (3, 3), "selective": (3, 4), "full": (4, 4)}[recompute]  # backward is two
+    return tokens * 2 * (passes[0] * layers + passes[1] * pairs + 3 * head)
+
+
+def zero_bytes(
+    params: int,
+    zero: int,
+    dp: int,
+    microbatches: int = 1,
+    weight: int = ELEMENT,
+    gradient: int = ELEMENT,
+) -> dict[str, int]:
+    """Bytes that a rank sends to the other copies in one step, by purpose.
+
+    params: that the rank would hold without ZeRO. weight, gradient: bytes of one. With G and W of
+    all of them, each times (d-1)/d:
+
+        stage   gradients   weights
+        0       2 G                     one all-reduce
+        1       G           W           the same bytes, in its two halves
+        2       m G         W           each micro-batch's gradients leave before the next one's
+        3       m G         2 m W       and its weights come twice, for forward and for backward
+
+    So 1 costs what 0 does, and 2 and 3 multiply by the m that a pipeline needs. What stands outside
+    of the layers counts like the rest, though stage 3 may keep it from forward to backward.
+    """
+    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
+        raise ValueError(f"zero={zero!r}: allowed are 0, 1, 2 and 3")
+    params, dp = whole("params", params), whole("dp", dp)
+    m = whole("microbatches", microbatches)
+    share = ceil_div(params, dp) * (dp - 1)
+    gradients, weights = {0: (2, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero]
+    return {"gradients": gradients * share * gradient, "weights": weights * share * weight}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Parts of one step's floor. The first three follow one another on every GPU."""
+
+    arithmetic: float
+    tensor: float  # all-reduces inside of layers: the next product waits for them
+    bubble: float
+    data: float  # between the copies
+    messages: float  # from stage to stage
+
+    @property
+    def total(self) -> float:
+        """With all that can be hidden behind the arithmetic hidden: no step takes less."""
+        return max(self.arithmetic + self.tensor + self.bubble, self.data, self.messages)
+
+    @property
+    def busy(self) -> float:
+        """Share of the step that is arithmetic."""
+        return self.arithmetic / self.total
+
+
+def seconds(
+    config: Config,
+    machine: Machine,
+    layout: Layout,
+    seq: int | None = None,
+    chunks: int = 1,
+    causal: bool = True,
+) -> Seconds:
+    """A floor of one step: every GPU at its data sheet's rate, every link full, no latency.
+
+    chunks: v of an interleaved pipeline. Real steps take about twice as long: products do not
+    reach the data sheet's rate, and norms, masks and additions are not counted.
+
+    The copies of one node add up gradients there first, and share the node's links to others: of
+    g of them, each carries a g-th. Tensor-parallel ranks stand inside a node if they fit there.
+    """
+    seq = config.seq if seq is None else whole("seq", seq)
+    chunks = whole("chunks", chunks)
+    memory.shapes(config, layout.tp, layout.pp)  # refuses what cannot be cut so
+    tokens = layout.batch * seq
+    work = flops(config, tokens, seq, layout.recompute, causal)
+    arithmetic = work / (layout.ranks * machine.flops)
+
+    stream = layout.micro_batch * seq * config.hidden * ELEMENT * layout.microbatches
+    reduces = (6 if layout.recompute == "full" else 4) * config.layers / layout.pp
+    near = machine.inside if layout.tp <= machine.per_node else machine.between
+    tensor = reduces * 2 * (layout.tp - 1) / layout.tp * stream / near
+    bubble = (layout.pp - 1) / (chunks * layout.microbatches) * (arithmetic + tensor)
+
+    messages = 0.0
+    if layout.pp > 1:
+        link = machine.inside if layout.ranks <= machine.per_node else machine.between
+        messages = 2 * chunks * stream / layout.tp / link
+    return Seconds(arithmetic, tensor, bubble, _data_seconds(config, machine, layout), messages)
+
+
+def _data_seconds(config: Config, machine: Machine, layout: Layout) -> float:
+    if layout.dp == 1:
+        return 0.0
+    held = max(
+        sum(memory.parameters(config, layout.tp, layout.pp, stage).values())
+        for stage in (0, layout.pp - 1)
+    )
+    sent = zero_bytes(held, layout.zero, layout.dp, layout.microbatches)
+    volume = sum(sent.values()) * layout.dp / (layout.dp - 1)
+    here = min(layout.dp, max(1, machine.per_node // layout.tp))  # copies in a node
+    nodes = ceil_div(layout.dp, here)
+    inside = (here - 1) / here * volume / machine.inside
+    return max(inside, (nodes - 1) / nodes * volume / here / machine.between)
+
+
+def training_days(params: float, tokens: float, gpus: int, flops: float) -> float:
+    """Days of a whole training: 8TP/(nX), with full recomputation.
+
+    T tokens, P parameters, n GPUs that reach X = `flops` FLOP/s each. Narayanan et al. 2021,
+    section 5.1: 34 days for 175 billion parameters and 300 billion tokens on 1,024 GPUs
+    at 140 TFLOP/s.
+    """
+    for name, value in (("params", params), ("tokens", tokens), ("gpus", gpus), ("flops", flops)):
+        if not value > 0:
+            raise ValueError(f"{name}={value!r}: allowed are numbers above 0")
+    return 8 * params * tokens / (gpus * flops) / DAY

@@ -1,0 +1,337 @@
+"""Which layout: against printed step times, against the other modules, and the chart's promises."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab import (
+    memory,
+    model,
+    pipeline,
+    ranks,
+    sequence_parallel,
+    strategy,
+    tensor_parallel,
+    zero,
+)
+from shardlab.shapes import PRESETS, Config
+from shardlab.strategy import MACHINES, RUNGS, Layout, Machine
+
+GPT3, A100 = PRESETS["gpt-3-175b"], MACHINES["a100"]
+V100 = Machine("V100", 32e9, 16, 150e9, 12.5e9, 125e12)  # DGX-2H: NVLink of 300 GB/s, 16 GPUs
+few = settings(max_examples=8, deadline=None)
+
+
+def test_the_standard_library_is_all_it_needs() -> None:
+    code = "import sys, shardlab.strategy; print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def gpt(layers: int, hidden: int, heads: int, seq: int = 2048) -> Config:
+    """As Megatron-LM's papers have them."""
+    return Config(vocab=51_200, seq=seq, layers=layers, heads=heads, hidden=hidden)
+
+
+def paper_flops(config: Config, batch: int) -> float:
+    """Narayanan et al. 2021 (arXiv 2104.04473), section 5.1: with recomputation."""
+    s, h, layers = config.seq, config.hidden, config.layers
+    inner = 1 + s / (6 * h) + config.vocab / (16 * layers * h)
+    return 96 * batch * s * layers * h**2 * inner
+
+
+# Narayanan et al. 2021, Table 1: layers, hidden, heads; batch, micro-batch, t, p, d; chunks (from
+# the scripts in Megatron-LM's repository); TFLOP/s that each A100 reached, with full recomputation.
+TABLE_1 = [
+    (24, 2304, 24, 512, 16, 1, 1, 32, 1, 137),
+    (36, 4096, 32, 512, 16, 4, 1, 32, 1, 142),
+    (48, 8192, 64, 1536, 4, 8, 2, 32, 1, 138),
+    (80, 12_288, 96, 2304, 2, 8, 8, 24, 2, 148),
+    (128, 25_600, 160, 3072, 1, 8, 64, 6, 1, 163),
+]
+
+
+@pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row[0]}x{row[1]}")
+def test_no_step_of_the_paper_is_below_the_floor(row: tuple[int, ...]) -> None:
+    layers, hidden, heads, batch, b, t, p, d, chunks, teraflops = row
+    config = gpt(layers, hidden, heads)
+    layout = Layout(d, t, p, micro_batch=b, microbatches=batch // d // b, recompute="full")
+    assert layout.batch == batch
+    work = strategy.flops(config, batch * 2048, recompute="full", causal=False)
+    assert work == pytest.approx(paper_flops(config, batch), rel=1e-9)
+    step = work / (layout.ranks * teraflops * 1e12)
+    found = strategy.seconds(config, A100, layout, chunks=chunks)
+    assert 0.4 < found.total / step < 0.65
+    assert strategy.peak(config, layout) < 80e9  # they ran
+
+
+# Korthikanti et al. 2022 (arXiv 2205.05198), Tables 3 and 5: batch 4 on t = 8; batch 64 on t = 8,
+# p = 8 with 3 chunks; seconds of a step with full recomputation, and with selective recomputation
+# and sequence parallelism.
+@pytest.mark.parametrize(
+    ("config", "layout", "chunks", "full", "selective"),
+    [
+        (gpt(48, 6144, 64), Layout(1, 8, 1, micro_batch=4), 1, 1.42, 1.10),
+        (gpt(96, 12_288, 96), Layout(1, 8, 8, microbatches=64), 3, 18.13, 13.75),
+    ],
+)
+def test_seconds_of_korthikanti(
+    config: Config, layout: Layout, chunks: int, full: float, selective: float
+) -> None:
+    again = replace(layout, recompute="full")
+    some = replace(layout, recompute="selective", sequence_parallel=True)
+    slow, fast = (strategy.seconds(config, A100, x, chunks=chunks).total for x in (again, some))
+    assert 0.5 < slow / full < 0.65 and 0.5 < fast / selective < 0.65
+    # What it gains by not recomputing everything, predicted within a twentieth.
+    assert slow / fast == pytest.approx(full / selective, rel=0.05)
+
+
+# Megatron-LM's repository, images/tables.tex of 2020: layers, hidden, heads, t; milliseconds of a
+# step with batch 8 on V100s, with batch 16 on A100s, and with 128 copies of that.
+MEGATRON_2020 = [
+    (24, 1920, 15, 1, 1121, 1076, 1153),
+    (30, 2304, 18, 2, 1093, 1026, 1101),
+    (36, 3072, 24, 4, 1238, 1162, 1242),
+]
+
+
+@pytest.mark.parametrize("row", MEGATRON_2020, ids=lambda row: f"t{row[3]}")
+def test_milliseconds_of_megatron_2020(row: tuple[int, ...]) -> None:
+    layers, hidden, heads, t, *printed = row
+    config = gpt(layers, hidden, heads, seq=1024)
+    for machine, b, copies, ms in zip(
+        (V100, A100, A100), (8, 16, 16), (1, 1, 128), printed, strict=True
+    ):
+        layout = Layout(copies, t, micro_batch=b, recompute="full")
+        found = strategy.seconds(config, machine, layout)
+        assert 0.4 < found.total / (ms / 1e3) < 0.65
+        assert found.data < found.arithmetic  # so hidden: print adds 7 % for 128 copies
+
+
+def test_days_of_training() -> None:
+    """Narayanan et al. 2021, section 5.1: 34 days for GPT-3, 84 for a trillion parameters."""
+    assert round(strategy.training_days(175e9, 300e9, 1024, 140e12)) == 34
+    assert strategy.training_days(1e12, 450e9, 3072, 163e12) == pytest.approx(84, rel=0.01)
+
+
+def test_traffic_of_zero_is_that_of_its_paper() -> None:
+    """Rajbhandari et al. 2020 (arXiv 1910.02054), section 7: twice, twice, twice, three times P."""
+    params, d = 6_400, 64
+    sent = [sum(strategy.zero_bytes(params, z, d, weight=1, gradient=1).values()) for z in range(4)]
+    share = params * (d - 1) // d
+    assert sent == [2 * share, 2 * share, 2 * share, 3 * share]
+    m = 8
+    sent = [sum(strategy.zero_bytes(params, z, d, m, 1, 1).values()) for z in range(4)]
+    assert sent == [2 * share, 2 * share, (m + 1) * share, 3 * m * share]
+    assert strategy.zero_bytes(7, 2, 1, 5) == {"gradients": 0, "weights": 0}
+
+
+def predicted() -> list[dict[str, int]]:
+    """Bytes that a rank of two sends in three micro-batches, by stage, as `zero` has it."""
+    found = []
+    for stage in (1, 2, 3):
+        options = {"units": []} if stage == 3 else {}
+        sharded = zero.shard(model.GPT(PRESETS["nano"]), dist.group.WORLD, stage, **options)
+        found.append(zero.predicted_sent(sharded, backwards=3))
+    return found
+
+
+def test_traffic_of_zero_is_that_of_the_module() -> None:
+    """In float32; without units of its own stage 3 keeps everything from forward to backward."""
+    params = memory.parameter_count(PRESETS["nano"])
+    for stage, found in zip((1, 2, 3), ranks.run(predicted, 2)[0], strict=True):
+        sent = strategy.zero_bytes(params, stage, 2, 3, weight=4, gradient=4)
+        weights = sent["weights"] / (2 if stage == 3 else 1)
+        assert found == {
+            "gradients": pytest.approx(sent["gradients"], rel=1e-3),  # padding
+            "parameters": pytest.approx(weights, rel=1e-3),
+        }
+
+
+def test_tensor_seconds_are_the_bytes_that_tensor_parallelism_counts() -> None:
+    config, layout = PRESETS["micro"], Layout(tp=4, micro_batch=2, microbatches=3)
+    found = strategy.seconds(config, A100, layout).tensor
+    sent = tensor_parallel.predicted_sent(config, 4, 2, config.seq, itemsize=2)
+    sent = (sent["forward"] + sent["backward"]) * 2 * config.layers / (2 * config.layers + 1)
+    assert found * A100.inside == pytest.approx(3 * tensor_parallel.on_wire(sent, 4))
+    edges = sequence_parallel.edges_sent(config, 2, config.seq, 4, itemsize=2, keep=True)
+    blocks = (edges["forward"] + edges["backward"]) * 2 * config.layers / (2 * config.layers + 1)
+    assert found * A100.inside == pytest.approx(3 * blocks)
+
+
+@pytest.mark.parametrize(("p", "m", "chunks"), [(2, 2, 1), (4, 4, 1), (4, 8, 1), (4, 8, 2)])
+def test_the_bubble_is_that_of_the_simulated_schedule(p: int, m: int, chunks: int) -> None:
+    config = replace(PRESETS["micro"], layers=8)
+    found = strategy.seconds(config, A100, Layout(pp=p, microbatches=m), chunks=chunks)
+    name = "1f1b" if chunks == 1 else "interleaved"
+    timeline = pipeline.simulate(pipeline.schedule(name, p, m, chunks))
+    share = found.bubble / (found.arithmetic + found.tensor + found.bubble)
+    assert share == pytest.approx(timeline.bubble)
+
+
+def test_gpt3_on_64_gpus() -> None:
+    """t 8, p 4, d 2: copies alone do not fit into 80 GB; with ZeRO-1 they do, for no more bytes."""
+    layouts = [Layout(2, 8, 4, zero, microbatches=256, sequence_parallel=True) for zero in range(4)]
+    assert {(x.ranks, x.batch) for x in layouts} == {(64, 512)}
+    peaks = [strategy.peak(GPT3, x) / 1e9 for x in layouts]
+    assert peaks == pytest.approx([109.6, 65.5, 60.0, 55.9], abs=0.05)
+    floors = [strategy.seconds(GPT3, A100, x) for x in layouts]
+    assert floors[0] == floors[1]
+    assert floors[2].data == pytest.approx(floors[1].data * 257 / 2)
+    assert floors[3].data == pytest.approx(floors[1].data * 3 * 256 / 2)
+    assert [f.total for f in floors] == pytest.approx([63.7, 63.7, 63.7, 169.4], abs=0.05)
+    whole = strategy.peak(GPT3, replace(layouts[1], sequence_parallel=False)) / 1e9
+    assert whole == pytest.approx(82.4, abs=0.05)
+
+
+def test_copies_of_a_node_share_its_links() -> None:
+    """An all-reduce of S: 2(n-1)/n S/g through each card, for n nodes of g copies."""
+    params = memory.parameter_count(PRESETS["gpt-2"])
+    found = strategy.seconds(PRESETS["gpt-2"], A100, Layout(dp=128))
+    assert found.data == pytest.approx(2 * (15 / 16) * 2 * params / 8 / A100.between, rel=1e-6)
+    inside = strategy.seconds(PRESETS["gpt-2"], A100, Layout(dp=8)).data
+    assert inside == pytest.approx(2 * (7 / 8) * 2 * params / A100.inside, rel=1e-6)
+
+
+# The chart's promises. A model, GPUs, and a step; machines from a small card to a large one.
+JOBS = st.tuples(
+    st.sampled_from(["gpt-2", "llama-3-8b", "llama-3-70b", "gpt-3-175b"]),
+    st.sampled_from([1, 2, 8, 64, 512]),
+    st.sampled_from([64, 512, 1536]),
+)
+
+
+def rank_of(rung: strategy.Rung) -> tuple[bool, int]:
+    return (not rung.ok, RUNGS.index(rung.name))
+
+
+@few
+@given(JOBS, st.sampled_from(sorted(MACHINES)), st.floats(8e9, 160e9))
+def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: float) -> None:
+    model, gpus, batch = job
+    config, machine = PRESETS[model], replace(MACHINES[name], memory=size)
+    found = strategy.rungs(config, machine, gpus, batch)
+    assert [rung.name for rung in found] == list(RUNGS)
+    try:
+        chosen = strategy.choose(config, machine, gpus, batch)
+    except ValueError as error:
+        assert not any(rung.fits for rung in found)
+        assert "no rung fits" in str(error) or "share" in str(error)
+        return
+    layout = chosen.layout
+    assert layout.ranks == gpus and layout.batch == batch
+    assert layout.tp <= machine.per_node
+    needs = memory.estimate(
+        config, layout.micro_batch, zero=layout.zero, dp=layout.dp, tp=layout.tp, pp=layout.pp,
+        recompute=layout.recompute, microbatches=layout.microbatches, device="gpu",
+        sequence_parallel=layout.sequence_parallel, accumulate=layout.microbatches > 1,
+    ).peak  # fmt: skip
+    assert needs == chosen.peak <= 0.9 * size
+    earlier = found[: RUNGS.index(chosen.name)]
+    assert not any(rung.ok for rung in earlier)
+    if chosen.ok:
+        more = replace(machine, memory=1.5 * size)
+        assert rank_of(strategy.choose(config, more, gpus, batch)) <= rank_of(chosen)
+
+
+def test_the_chart_by_model_size() -> None:
+    jobs = {
+        ("gpt-2", "rtx-4090", 8, 512): ("data parallel", "d 8"),
+        ("llama-3-8b", "h100", 64, 512): ("ZeRO-3", "d 64, ZeRO-3"),
+        ("llama-3-8b", "a100", 8, 512): ("recompute", "d 8, ZeRO-1, recompute"),
+        ("llama-3-70b", "a100", 64, 512): ("recompute", "d 64, ZeRO-3, recompute"),
+        ("llama-3-8b", "rtx-4090", 8, 512): ("tensor in the node", "d 1 · t 8, recompute"),
+        ("gpt-3-175b", "a100", 1024, 1536): (
+            "pipeline across nodes",
+            "d 64 · t 8 · p 2, ZeRO-1",
+        ),
+    }
+    for (shape, gpu, gpus, batch), answer in jobs.items():
+        rung = strategy.choose(PRESETS[shape], MACHINES[gpu], gpus, batch)
+        assert (rung.name, str(rung.layout)) == answer and rung.ok
+
+
+def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
+    """ZeRO-3 is passed over for a cut when it sends for longer than it computes."""
+    config, slow = PRESETS["llama-3-70b"], replace(A100, between=0.1e9)
+    found = {rung.name: rung for rung in strategy.rungs(config, slow, 64, 512)}
+    assert found["recompute"].fits and not found["recompute"].ok
+    assert "a step sends for" in found["recompute"].why
+    assert strategy.choose(config, slow, 64, 512).name == "tensor in the node"
+    # Without another way it is taken all the same: slow is better than not at all.
+    alone = replace(config, heads=1, kv_heads=1, layers=79)
+    narrow = replace(slow, memory=150e9)
+    chosen = strategy.choose(alone, narrow, 64, 512)
+    assert chosen.layout.zero == 3 and chosen.fits and not chosen.ok
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch"), [("llama-3-8b", 8, 64), ("llama-3-70b", 64, 512)]
+)
+def test_the_fastest_is_no_slower_than_the_chart_and_not_much_faster(
+    model: str, gpus: int, batch: int
+) -> None:
+    config = PRESETS[model]
+    chosen = strategy.choose(config, A100, gpus, batch)
+    found = strategy.fastest(config, A100, gpus, batch)
+    floors = [choice.seconds.total for choice in found]
+    assert floors == sorted(floors) and all(choice.peak <= 72e9 for choice in found)
+    assert {(c.layout.ranks, c.layout.batch) for c in found} == {(gpus, batch)}
+    assert chosen.layout in [choice.layout for choice in found]
+    taken = strategy.seconds(config, A100, chosen.layout).total
+    assert 1 <= taken / floors[0] < 1.4  # at most what recomputation costs, a third
+    for choice in found[:: max(1, len(found) // 20)]:
+        assert choice.peak == strategy.peak(config, choice.layout)
+
+
+def test_what_is_short_is_said() -> None:
+    with pytest.raises(ValueError, match=r"gpus=8: no rung fits; .* 16 of these GPUs would be en"):
+        strategy.choose(PRESETS["llama-3-70b"], MACHINES["h200"], 8, 512)
+    with pytest.raises(ValueError, match="larger ones or shorter sequences would"):
+        strategy.choose(PRESETS["llama-3-70b"], replace(A100, memory=4e9), 8, 8)
+    with pytest.raises(ValueError, match=r"batch=3: .*8 copies cannot share 3 sequences"):
+        strategy.choose(replace(PRESETS["gpt-2"], heads=1, layers=1), A100, 8, 3)
+    assert strategy.fastest(PRESETS["llama-3-70b"], A100, 8, 512) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: replace(A100, memory=0), "memory=0: allowed are numbers above 0"),
+        (lambda: replace(A100, per_node=2.5), "per_node=2.5: allowed are whole"),
+        (lambda: strategy.room(A100, 1.0), "reserve=1.0: allowed are"),
+        (lambda: Layout(dp=0), "dp=0: allowed are whole numbers above 0"),
+        (lambda: Layout(tp=True), "tp=True: allowed are"),
+        (lambda: Layout(zero=4), "zero=4: allowed are 0, 1, 2 and 3"),
+        (lambda: Layout(recompute="some"), "recompute='some': allowed are"),
+        (lambda: strategy.peak(GPT3, Layout(tp=5)), "tp=5: allowed are divisors of heads=96"),
+        (lambda: strategy.seconds(GPT3, A100, Layout(pp=5)), "pp=5: allowed are divisors of"),
+        (lambda: strategy.seconds(GPT3, A100, Layout(), chunks=0), "chunks=0: allowed are"),
+        (lambda: strategy.flops(GPT3, 0), "tokens=0: allowed are"),
+        (lambda: strategy.flops(GPT3, 8, recompute="x"), "recompute='x': allowed are"),
+        (lambda: strategy.zero_bytes(8, 4, 2), "zero=4: allowed are"),
+        (lambda: strategy.zero_bytes(8, 1, 0), "dp=0: allowed are"),
+        (lambda: strategy.training_days(1e9, 0, 8, 1e12), "tokens=0: allowed are"),
+        (lambda: strategy.rungs(GPT3, A100, 12, 512), "gpus=12: allowed are 1 to 8, and whole"),
+        (lambda: strategy.fastest(GPT3, A100, 64, 0), "batch=0: allowed are"),
+        (lambda: strategy.choose(GPT3, A100, 64, 512, reserve=-1), "reserve=-1: allowed are"),
+    ],
+)
+def test_bad_input_is_refused_in_words(call, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert words in str(error.value)
+
+
+def test_advice() -> None:
+    good = Layout(2, 8, 4, 1, microbatches=256, sequence_parallel=True)
+    assert strategy.fullness(GPT3, A100, good) == ""
+    assert "copies can share one" in strategy.fullness(GPT3, A100, replace(good, zero=0))
+    assert "are sums inside of the layers" in strategy.slowness(GPT3, A100, good)
+    alone = strategy.slowness(PRESETS["gpt-2"], A100, Layout())
+    assert alone.endswith("at least.") and "of it" not in alone

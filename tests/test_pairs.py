@@ -39,9 +39,27 @@ exec(compile(open(script, encoding="utf-8").read(), script, "exec", optimize=1))
 """
 
 
+# What lessons use of Jupyter they use through `show`; the rest of a script is the cells that the
+# book's build executes. These use all of `show` that lessons use: without ranks, with ranks, and
+# with an engine that starts its own. `--whole` (the weekly run) takes every lesson.
+RUN_AS_SCRIPTS = ["memory", "collectives", "deepspeed_engine"]
+
+
+def shown(topic, root):
+    """What a lesson uses of `show`."""
+    tree = ast.parse(pairs.script(topic, root))
+    attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    return {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == "show"}
+
+
+def test_the_scripts_that_run_use_all_that_lessons_show_with(root):
+    every = {name for topic in record.lessons(root) for name in shown(topic, root)}
+    assert every == {name for topic in RUN_AS_SCRIPTS for name in shown(topic, root)}
+
+
 @pytest.mark.alone
 @pytest.mark.timeout(1200)  # a lesson takes a minute on two free cores
-def test_scripts_run_without_jupyter(root, tmp_path):
+def test_scripts_run_without_jupyter(root, tmp_path, request):
     """`python code/lessons/<topic>.py` ends with 0, wherever it is started; two at a time.
 
     What their cells assert is judged where they are executed for the book, with the machine to
@@ -62,8 +80,8 @@ def test_scripts_run_without_jupyter(root, tmp_path):
             text=True,
         )
 
+    topics = record.lessons(root) if request.config.getoption("--whole") else RUN_AS_SCRIPTS
     with ThreadPoolExecutor(2) as pool:
-        topics = record.lessons(root)
         for topic, done in zip(topics, pool.map(run, topics), strict=True):
             assert done.returncode == 0, topic + done.stdout[-2000:] + done.stderr[-2000:]
 

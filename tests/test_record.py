@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from test_house import BRINGS
 from throwaway import HEADER, Book
 
 from shardlab import __main__, record
@@ -122,7 +123,7 @@ def test_recording_that_was_edited_or_cut_does_not_hold(book):
 def test_a_lessons_key_holds_every_file_of_its_topic(root):
     """A module that is loaded by a name made up at run time would be missing."""
     for lesson in sorted((root / "lessons").glob("*.md")):
-        package = root / "code/shardlab" / lesson.stem
+        package = root / "code/shardlab" / BRINGS.get(lesson.stem, lesson.stem)
         files = [p for p in package.glob("*.py") if p.stem != "command"] or [
             package.with_suffix(".py")
         ]

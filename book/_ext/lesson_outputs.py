@@ -1,4 +1,4 @@
-"""Give each lesson its outputs: recorded ones while they hold, freshly executed ones otherwise.
+"""Give each page its outputs: recorded ones while they hold, freshly executed ones otherwise.
 
 Before Sphinx reads any page, for each lesson, the first of these that there is:
 
@@ -8,8 +8,13 @@ Before Sphinx reads any page, for each lesson, the first of these that there is:
    torch and DeepSpeed are the same versions;
 3. the lesson executed now, on the CPU, and kept as 2.
 
-The outputs are grafted into the lesson as myst-nb reads it and put into jupyter-cache, where
+Pages in book/ that have cells are treated alike, but for 1: nobody records them.
+
+The outputs are grafted into the page as myst-nb reads it and put into jupyter-cache, where
 myst-nb then finds them. jupyter-cache alone would not do: its key knows nothing of imported code.
+
+`env.page_outputs` says of every page how its outputs came to be; `env.lesson_outputs` holds the
+lessons among them, and `app.lesson_books` the lessons' code cells with their outputs.
 """
 
 from __future__ import annotations
@@ -35,13 +40,15 @@ from shardlab import record
 
 logger = logging.getLogger(__name__)
 
+LESSONS = "lessons/"
 NONE = "there is no recording"
+NEVER = "pages that are no lesson are not recorded"
 UNREADABLE = "the recording cannot be read"
 IGNORED = "recordings were ignored (RECORDED=0)"
 
 
 class LessonFailed(SphinxError):
-    """A cell of a lesson raised: there is no page to build."""
+    """A cell of a page raised: there is no page to build."""
 
     category = "Lesson failed"
 
@@ -49,22 +56,27 @@ class LessonFailed(SphinxError):
 def choose(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
-    """Find outputs for all lessons; return the pages whose outputs are not what they were."""
-    before: dict[str, Any] = getattr(env, "lesson_outputs", {})
+    """Find outputs for all pages; return those whose outputs are not what they were."""
+    before: dict[str, Any] = getattr(env, "page_outputs", {})
     now: dict[str, Any] = {}
     failures = []
     app.lesson_books = {}
-    for docname in sorted(d for d in env.found_docs if d.startswith("lessons/")):
+    names = set(record.pages(Path(app.srcdir)))
+    for docname in sorted(env.found_docs):
+        name = docname.removeprefix(LESSONS)
+        if name not in names:
+            continue
         try:
-            book, how, reasons = _outputs(docname.removeprefix("lessons/"), app)
+            book, how, reasons = _outputs(name, app)
         except record.LessonError as error:
             failures.append(str(error))
             continue
-        app.lesson_books[docname] = book
+        if docname != name:
+            app.lesson_books[docname] = book
         now[docname] = {
             "how": how,
             "reasons": reasons,
-            "stale": bool(reasons) and reasons != [NONE] and reasons != [IGNORED],
+            "stale": bool(reasons) and reasons not in ([NONE], [IGNORED], [NEVER]),
             "about": record.about(book),
             "content": hashlib.sha256(nbformat.writes(book).encode()).hexdigest(),
         }
@@ -74,17 +86,20 @@ def choose(
     outdated = [docname for docname in now if now[docname] != before.get(docname)]
     if now != before:
         outdated += [d for d in getattr(env, "executions_pages", ()) if d in env.found_docs]
-    env.lesson_outputs = now
+    env.page_outputs = now
+    env.lesson_outputs = {d: state for d, state in now.items() if d.startswith(LESSONS)}
     return outdated
 
 
-def _outputs(topic: str, app: Sphinx) -> tuple[nbformat.NotebookNode, str, list[str]]:
-    """A lesson's outputs, how they were made, and why they are not recorded ones."""
+def _outputs(name: str, app: Sphinx) -> tuple[nbformat.NotebookNode, str, list[str]]:
+    """A page's outputs, how they were made, and why they are not recorded ones."""
     root = Path(app.srcdir)
-    key = record.reach(topic, root)
-    path = root / record.RECORDED / f"{topic}.ipynb"
+    key = record.reach(name, root)
+    path = root / record.RECORDED / f"{name}.ipynb"
     recording = record.load(path)
-    if os.environ.get("RECORDED") == "0":
+    if "/" in name:
+        reasons = [NEVER]
+    elif os.environ.get("RECORDED") == "0":
         reasons = [IGNORED]
     elif recording is None:
         reasons = [UNREADABLE] if path.exists() else [NONE]
@@ -92,16 +107,16 @@ def _outputs(topic: str, app: Sphinx) -> tuple[nbformat.NotebookNode, str, list[
         reasons = record.changed(recording, key)
         if not reasons:
             return recording, "recorded", []
-    kept = Path(app.outdir).parent / "executed" / f"{topic}.ipynb"
+    kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
     book = record.load(kept)
     if book is not None and not record.changed(book, key) and _same_versions(book):
         return book, "executed", reasons
-    logger.info("executing %s: %s", topic, "; ".join(reasons))
-    book = record.execute(topic, root, cpu=True)
+    logger.info("executing %s: %s", name, "; ".join(reasons))
+    book = record.execute(name, root, cpu=True)
     record.save(book, kept)
     made = record.about(book)
     twice = "".join(f"; code cell {number} measured again" for number in made["again"])
-    logger.info("executed %s in %s s%s", topic, made["seconds"], twice)
+    logger.info("executed %s in %s s%s", name, made["seconds"], twice)
     return book, "executed", reasons
 
 
@@ -139,7 +154,7 @@ def _offer(env: BuildEnvironment, docname: str, book: nbformat.NotebookNode) -> 
 
 def verify(app: Sphinx, env: BuildEnvironment) -> list[str]:
     """Make sure that myst-nb took what it was offered, and executed nothing by itself."""
-    for docname, state in env.lesson_outputs.items():
+    for docname, state in env.page_outputs.items():
         ran = env.nb_metadata[docname].get("exec_data")
         if not ran or ran["runtime"] != state["about"]["seconds"]:
             raise LessonFailed(f"{docname}: myst-nb did not take the outputs it was offered")

@@ -7,7 +7,8 @@
 
 A recording is book/recorded/<topic>.ipynb: the code cells with their outputs, on what machine they
 were made (`facts`), and a key over everything that they depend on (`key`). The book's build uses a
-recording as long as its key fits; otherwise it executes the lesson with the same `execute`.
+recording as long as its key fits; otherwise it executes the lesson with the same `execute`, as it
+does with the pages in book/ that have cells (`pages`): these are cheap, and are not recorded.
 Neither needs Sphinx: nbclient, ipykernel and jupytext, and what the lessons import.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 import nbformat
 
 from .kernel import LessonError, about, changed, execute
-from .key import Key, cell_hash, code_cells, lessons, notebook, reach
+from .key import Key, cell_hash, code_cells, lessons, notebook, pages, reach, source
 
 __all__ = [
     "Key",
@@ -40,9 +41,11 @@ __all__ = [
     "lessons",
     "load",
     "notebook",
+    "pages",
     "reach",
     "save",
     "selected",
+    "source",
     "unpack",
 ]
 

@@ -1,4 +1,4 @@
-"""Execute one lesson in a kernel of this very interpreter, and keep what its cells put out."""
+"""Execute one page in a kernel of this very interpreter, and keep what its cells put out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import nbformat
 
 from . import facts
-from .key import Key, cell_hash, code_cells, notebook, reach
+from .key import Key, cell_hash, code_cells, notebook, reach, source
 
 CELL_TIMEOUT = 600  # seconds: a lesson as a whole is meant to take one minute
 TRIES = 3  # of a cell that measures times, on a machine that others use as well
@@ -25,27 +25,27 @@ _ARROW = re.compile(r"(?m)^-+> *(\d+) ")  # marks the line of a cell in IPython'
 
 
 class LessonError(RuntimeError):
-    """A cell of a lesson failed."""
+    """A cell of a lesson, or of another page, failed."""
 
 
-def execute(topic: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
-    """Run the cells of lesson `topic` of the course in `root`; return them with their outputs.
+def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
+    """Run the cells of the page `name` (see `key`) of the course in `root`, in the page's folder.
 
-    The notebook holds the code cells alone, and in `metadata["shardlab"]` what the outputs depend
-    on and where they were made. `cpu`: hide GPUs from the lesson.
+    The notebook that is returned holds the code cells alone, with their outputs, and in
+    `metadata["shardlab"]` what these depend on and where they were made. `cpu`: hide GPUs.
 
-    Raises LessonError, which names the lesson, the cell and its error.
+    Raises LessonError, which names the page, the cell and its error.
     """
     root = root.resolve()
-    book = notebook(topic, root)
-    key = reach(topic, root, book)
+    book = notebook(name, root)
+    key = reach(name, root, book)
     cells = [_blank(cell) for cell in code_cells(book)]
     _name(cells)
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": _kernelspec()})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    about, seconds, again = _run(topic, lesson, root, cpu)
+    about, seconds, again = _run(name, lesson, root, cpu)
     lesson.metadata["shardlab"] = {
-        "topic": topic,
+        "topic": name,
         "key": key.text,
         "date": date,
         "seconds": round(seconds, 1),
@@ -123,7 +123,7 @@ def _environment(root: Path, home: str, cpu: bool) -> dict[str, str]:
 
 
 def _run(
-    topic: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool
+    name: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool
 ) -> tuple[dict, float, list[int]]:
     """Fill in the outputs.
 
@@ -143,7 +143,8 @@ def _run(
             cell.outputs = []
             attempt(cell, tries - 1)
 
-    folder = str(root / "lessons")
+    path = source(name, root)
+    shown = path.relative_to(root).as_posix()
     question = nbformat.v4.new_code_cell(
         f"exec({Path(facts.__file__).read_text('utf-8')!r}, {{'__name__': '__main__'}})"
     )
@@ -157,9 +158,9 @@ def _run(
         with tempfile.TemporaryDirectory(prefix="lesson-", ignore_cleanup_errors=True) as home:
             client = NotebookClient(lesson, km=_manager(home), **options)
             environment = _environment(root, home, cpu)
-            with client.setup_kernel(env=environment, cwd=folder, cleanup_kc=True):
+            with client.setup_kernel(env=environment, cwd=str(path.parent), cleanup_kc=True):
                 for number, cell in enumerate(cells, 1):
-                    _progress(topic, number, len(cells))
+                    _progress(name, number, len(cells))
                     attempt(cell, TRIES if "measured" in cell.metadata.get("tags", []) else 1)
                 seconds = time.monotonic() - begin
                 client.execute_cell(question, len(cells))
@@ -167,26 +168,26 @@ def _run(
         where = _ARROW.search(_ANSI.sub("", error.traceback))  # the first: the cell's own line
         line = f", line {where[1]}" if where else ""
         what = f"{error.ename}{line}: {_ANSI.sub('', error.evalue)}"
-        raise LessonError(_message(topic, number, cells, what)) from None
+        raise LessonError(_message(shown, number, cells, what)) from None
     except CellTimeoutError:
         what = f"it did not end within {CELL_TIMEOUT} s"
-        raise LessonError(_message(topic, number, cells, what)) from None
+        raise LessonError(_message(shown, number, cells, what)) from None
     except DeadKernelError:
-        raise LessonError(_message(topic, number, cells, "its kernel died")) from None
+        raise LessonError(_message(shown, number, cells, "its kernel died")) from None
     finally:
         lesson.cells = cells
-        _progress(topic, 0, 0)
+        _progress(name, 0, 0)
     return json.loads(question.outputs[0].text), seconds, again
 
 
-def _message(topic: str, number: int, cells: list[nbformat.NotebookNode], what: str) -> str:
+def _message(path: str, number: int, cells: list[nbformat.NotebookNode], what: str) -> str:
     source = cells[number - 1].source.strip() if cells and number else ""
     lines = "\n".join(f"    | {line}" for line in source.splitlines())
-    return f"lessons/{topic}.md, code cell {number} of {len(cells)}: {what}\n{lines}"
+    return f"{path}, code cell {number} of {len(cells)}: {what}\n{lines}"
 
 
-def _progress(topic: str, number: int, total: int) -> None:
-    """One line in a terminal that says how far the lesson is; nothing elsewhere."""
+def _progress(name: str, number: int, total: int) -> None:
+    """One line in a terminal that says how far the page is; nothing elsewhere."""
     if sys.stderr.isatty():
-        text = f"{topic}: code cell {number} of {total}" if total else ""
+        text = f"{name}: code cell {number} of {total}" if total else ""
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

@@ -1,10 +1,13 @@
-"""What a lesson's outputs depend on: its code cells, and every course file that they reach.
+"""What a page's outputs depend on: its code cells, and every course file that they reach.
 
     >>> reach("collectives", root)
     Key(cells='3f…', files={'code/shardlab/__init__.py': '9a…', …})
 
-A recording carries the key of the lesson that it was made from. Equal keys: nothing that a cell
+A recording carries the key of the page that it was made from. Equal keys: nothing that a cell
 runs has changed since. Prose does not count; neither do tags, but for `raises-exception`.
+
+A lesson goes by its topic alone, "collectives"; a page of the book that has cells to execute goes
+by its path, "book/questions_map".
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _SOURCES = ("code", "")  # where a module's file may stand, below the root
 
 @dataclass(frozen=True)
 class Key:
-    """The code cells of a lesson (one hash each, in order) and the files that they reach."""
+    """The code cells of a page (one hash each, in order) and the files that they reach."""
 
     cells: tuple[str, ...]
     files: dict[str, str]  # path below the root -> hash of its bytes
@@ -59,12 +62,28 @@ def lessons(root: Path) -> list[str]:
     return sorted(path.stem for path in (root / "lessons").glob("*.md"))
 
 
-def notebook(topic: str, root: Path) -> nbformat.NotebookNode:
-    """The lesson as a notebook without outputs."""
+def pages(root: Path) -> list[str]:
+    """The names of all pages with cells to execute: the lessons, and what book/ has of them."""
+    book = sorted((root / "book").glob("*.md"))
+    return [*lessons(root), *(f"book/{path.stem}" for path in book if _has_cells(path))]
+
+
+def _has_cells(path: Path) -> bool:
+    """Whether the page in the file `path` has a notebook's header."""
+    header, end, _ = path.read_text("utf-8").partition("\n---\n")
+    return header.startswith("---\n") and bool(end) and "format_name: myst" in header
+
+
+def source(name: str, root: Path) -> Path:
+    """The file that the page `name` is written in."""
+    return root / (f"{name}.md" if "/" in name else f"lessons/{name}.md")
+
+
+def notebook(name: str, root: Path) -> nbformat.NotebookNode:
+    """The page as a notebook without outputs."""
     import jupytext
 
-    text = (root / "lessons" / f"{topic}.md").read_text("utf-8")
-    return jupytext.reads(text, fmt="md:myst")
+    return jupytext.reads(source(name, root).read_text("utf-8"), fmt="md:myst")
 
 
 def code_cells(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -78,23 +97,24 @@ def cell_hash(cell: nbformat.NotebookNode) -> str:
     return _hash(json.dumps([cell.source.strip("\n"), raises]).encode())
 
 
-def reach(topic: str, root: Path, book: nbformat.NotebookNode | None = None) -> Key:
-    """The key of the lesson `topic` of the course in the folder `root`, as it stands now.
+def reach(name: str, root: Path, book: nbformat.NotebookNode | None = None) -> Key:
+    """The key of the page `name` of the course in the folder `root`, as it stands now.
 
-    book: the lesson when it was read already, by whichever reader.
+    book: the page when it was read already, by whichever reader.
     """
     root = root.resolve()
-    cells = code_cells(book or notebook(topic, root))
+    cells = code_cells(book or notebook(name, root))
+    home = source(name, root).parent  # where the cells run: their paths start there
     found: dict[Path, None] = {}
-    todo = [path for cell in cells for path in _reached(cell.source, root / "lessons", root)]
-    exercises = root / "code/shardlab/check" / f"{topic}.py"
+    todo = [path for cell in cells for path in _reached(cell.source, home, root, home)]
+    exercises = root / "code/shardlab/check" / f"{name}.py"
     while todo:
         path = todo.pop()
         if path in found:
             continue
         found[path] = None
         if path.suffix == ".py":
-            todo += _reached(path.read_text("utf-8", "replace"), path.parent, root)
+            todo += _reached(path.read_text("utf-8", "replace"), path.parent, root, home)
         # check() finds a lesson's exercises by the topic's name: no import names them.
         if path.parent == exercises.parent and exercises.is_file():
             todo.append(exercises)
@@ -102,10 +122,10 @@ def reach(topic: str, root: Path, book: nbformat.NotebookNode | None = None) -> 
     return Key(tuple(cell_hash(cell) for cell in cells), dict(sorted(files.items())))
 
 
-def _reached(source: str, folder: Path, root: Path) -> Iterator[Path]:
-    """The course files that `source`, which stands in `folder`, names itself."""
+def _reached(text: str, folder: Path, root: Path, home: Path) -> Iterator[Path]:
+    """The course files that the source `text`, which stands in `folder`, names itself."""
     try:
-        tree = ast.parse(source)
+        tree = ast.parse(text)
     except SyntaxError:
         return  # running it will tell
     for node in ast.walk(tree):
@@ -128,7 +148,7 @@ def _reached(source: str, folder: Path, root: Path) -> Iterator[Path]:
                     dotted = f"{node.module}.{name}".rstrip(".")
                     yield from _module(dotted, folder, root)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from _path(node.value, folder, root)
+            yield from _path(node.value, folder, root, home)
 
 
 def _module(dotted: str, folder: Path, root: Path) -> Iterator[Path]:
@@ -148,13 +168,13 @@ def _parts(parts: list[str], root: Path) -> Iterator[Path]:
                 yield path
 
 
-def _path(text: str, folder: Path, root: Path) -> Iterator[Path]:
+def _path(text: str, folder: Path, root: Path, home: Path) -> Iterator[Path]:
     """The file below the root that a string names: as a path, or as a module of the package."""
     if not 0 < len(text) < 200 or "\n" in text or "\0" in text:
         return
     if _MODULE.fullmatch(text):
         yield from _module(text, folder, root)
-    for base in (root, root / "lessons"):
+    for base in (root, home):
         try:
             path = (base / text).resolve()
             if path.is_relative_to(root) and path.is_file():

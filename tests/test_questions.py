@@ -1,0 +1,147 @@
+"""The pages of questions: what they hold, and that the build treats them as it treats lessons."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from throwaway import HEADER, Book
+
+from shardlab import record, show
+
+ROOT = show.ROOT
+PAGES = {  # page: the least number of questions
+    "questions_map": 6,
+    "questions_one_gpu": 8,
+    "questions_copies": 8,
+    "questions_cuts": 8,
+    "questions_together": 8,
+}
+LEVELS = ("recall", "understanding", "application", "design", "design review")
+QUESTION = re.compile(r"^## (\d+)\. (.+) \((.+)\)\n\n(.+?)\n\n<details", re.DOTALL)
+SUMMARY = '<details class="answer"><summary>Answer to question {}</summary>\n'
+
+
+def parts(page: str) -> list[str]:
+    """The questions of a page, each with its answer."""
+    text = (ROOT / f"book/{page}.md").read_text("utf-8")
+    return re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_questions_go_from_recall_to_design_and_each_answer_is_computed(page: str) -> None:
+    found = parts(page)
+    assert PAGES[page] <= len(found) <= 12
+    levels = []
+    for number, part in enumerate(found, 1):
+        head = QUESTION.match(part)
+        assert head and int(head[1]) == number
+        assert "?" in head[4], head[2]
+        levels.append(head[3])
+        question, answer = part.split(SUMMARY.format(number))
+        assert "code-cell" not in question and answer.rstrip().endswith("\n\n</details>")
+        cells = re.findall(r"```{code-cell} ipython3\n(.*?)```", answer, re.DOTALL)
+        assert len(cells) == 1 and re.search(r"^ *assert ", cells[0], re.MULTILINE), head[2]
+    assert set(levels) <= set(LEVELS)
+    assert levels[0] == "recall" and levels[-1].startswith("design")
+
+
+def test_every_page_of_questions_ends_its_part() -> None:
+    contents = yaml.safe_load((ROOT / "_toc.yml").read_text("utf-8"))
+    listed = [[chapter["file"] for chapter in part["chapters"]] for part in contents["parts"]]
+    ends = [part[-1] for part in listed if part[-1].startswith("book/questions_")]
+    assert ends == [f"book/{page}" for page in PAGES]
+    assert set(record.pages(ROOT)) == {*record.lessons(ROOT), *ends}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_start_no_ranks_and_reach_the_course_code_that_they_use(page: str) -> None:
+    found = record.reach(f"book/{page}", ROOT).files
+    text = (ROOT / f"book/{page}.md").read_text("utf-8")
+    assert "ranks.run" not in text and ":tags: [measured]" not in text
+    assert "code/shardlab/memory/step.py" in found
+    assert not any(name.startswith("lessons/") for name in found)
+
+
+# --- The build of a small book with such a page -----------------------------------------------
+
+PAGE = """\
+# Questions
+
+## 1. What is it? (recall)
+
+What is the answer?
+
+<details class="answer"><summary>Answer to question 1</summary>
+
+It is computed.
+
+```{code-cell} ipython3
+from shardlab.first import answer
+
+print("the answer is", answer(), open("note.txt").read())
+```
+
+</details>
+"""
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Book:
+    book = Book(tmp_path)
+    book.write("book/questions.md", HEADER + PAGE)
+    book.write("book/note.txt", "beside it")
+    book.edit("_toc.yml", "  - file: book/execution\n", "  - file: book/questions\n")
+    book.edit("_toc.yml", "questions\n", "questions\n  - file: book/execution\n")
+    return book
+
+
+def test_pages_are_the_lessons_and_the_notebooks_of_the_book(book: Book) -> None:
+    fake = HEADER.replace("format_name: myst\n", "")
+    book.write("book/other.md", fake + "# No notebook\n\n    format_name: myst\n")
+    assert record.pages(book.root) == ["small", "book/questions"]
+    assert record.lessons(book.root) == ["small"]
+    assert record.selected([], book.root) == ["small"]
+    with pytest.raises(ValueError, match="no such lesson: book/questions; allowed are small"):
+        record.selected(["book/questions"], book.root)
+
+
+def test_a_page_runs_in_its_own_folder_and_its_key_holds_what_it_reaches(book: Book) -> None:
+    made = record.execute("book/questions", book.root)
+    assert made.cells[0].outputs[0].text == "the answer is 42 beside it\n"
+    key = record.reach("book/questions", book.root)
+    assert record.changed(made, key) == []
+    assert {"book/note.txt", "code/shardlab/second.py"} <= set(key.files)
+    book.edit("book/questions.md", "answer()", "1 / 0")
+    with pytest.raises(record.LessonError, match="^book/questions.md, code cell 1 of 1: Zero"):
+        record.execute("book/questions", book.root)
+
+
+def test_the_build_executes_such_a_page_when_what_it_reaches_changes(book: Book) -> None:
+    book.built()
+    assert book.executed == ["book/questions", "small"]
+    page = book.page("book/questions")
+    assert "the answer is 42 beside it" in page
+    assert "lesson-outputs" not in page  # the line under the title is a lesson's
+    assert page.count("<details") == page.count("</details>") == 1
+    assert page.index("<details") < page.index("the answer is 42") < page.index("</details>")
+
+    book.built()
+    assert book.executed == []
+    book.edit("book/note.txt", "beside", "next to")
+    book.built()
+    assert book.executed == ["book/questions"]
+    assert "the answer is 42 next to it" in book.page("book/questions")
+    book.edit("code/shardlab/second.py", "42", "41")
+    book.edit("book/questions.md", "It is computed.", "It was computed.")
+    book.built()
+    assert book.executed == ["book/questions", "small"]
+    assert "the answer is 41" in book.page("book/questions")
+    downloads = {path.name for path in (book.root / "_build/html/downloads").rglob("*")}
+    assert not any("questions" in name for name in downloads)
+
+    book.edit("book/questions.md", "answer()", "1 / 0")
+    assert book.build() != 0
+    assert "book/questions.md, code cell 1 of 1: ZeroDivisionError" in book.log

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from shardlab import show
-from shardlab.show.drawing import Cell, arrow, board, canvas, cell, names, on, title
+from shardlab.show.drawing import Cell, arrow, board, box, canvas, cell, names, on, title
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -195,68 +194,46 @@ def tree() -> None:
     )
 
 
-def ring_states() -> list[tuple[list[list[Cell]], set[tuple[int, int]]]]:
-    """What each rank holds after each step, and what has just arrived: (rank, piece)."""
-    rows: list[list[Cell]] = [[(r,)] * RANKS for r in range(RANKS)]
-    states = [([list(row) for row in rows], set())]
-    for step in range(RANKS - 1):  # reduce-scatter: rank r receives piece r - 2 - step
-        before = [list(row) for row in rows]
-        new = set()
-        for r in range(RANKS):
-            piece = (r - 2 - step) % RANKS
-            rows[r][piece] = tuple(sorted(before[r - 1][piece] + before[r][piece]))
-            new.add((r, piece))
-        states.append(([list(row) for row in rows], new))
-    for step in range(RANKS - 1):  # all-gather: rank r receives piece r - 1 - step
-        before = [list(row) for row in rows]
-        new = set()
-        for r in range(RANKS):
-            piece = (r - step - 1) % RANKS
-            rows[r][piece] = before[r - 1][piece]
-            new.add((r, piece))
-        states.append(([list(row) for row in rows], new))
-    return states
-
-
-def ring() -> None:
-    figure, axes = canvas(4.8, 8.0)
-    size, gap = 0.3, 0.09
-    heads = ["start", "step 1", "step 2", "step 3", "step 4", "step 5", "step 6"]
-    for i, ((rows, new), head) in enumerate(zip(ring_states(), heads, strict=True)):
-        column, row = (0, i) if i < 4 else (1, i - 3)
-        left, top = 0.72 + column * 2.4, 0.72 + row * 1.9
-        title(axes, left + 2 * size, top - 0.17, head)
-        board(axes, left, top, rows, size, gap, new)
-        names(axes, left - 0.08, top)
-    title(axes, 1.32, 0.18, "reduce-scatter")
-    title(axes, 3.72, 2.08, "all-gather")
-    # In the free corner, the ring itself.
-    x0, y0, radius = 3.55, 0.95, 0.52
-    spots = [(x0, y0 - radius), (x0 + radius, y0), (x0, y0 + radius), (x0 - radius, y0)]
-    for rank, (x, y) in enumerate(spots):
-        color = show.RANK_COLORS[rank]
-        nx, ny = spots[(rank + 1) % RANKS]
-        dx, dy = nx - x, ny - y
-        arrow(axes, (x + 0.33 * dx, y + 0.33 * dy), (x + 0.7 * dx, y + 0.7 * dy))
-        axes.add_patch(plt.Circle((x, y), 0.17, fc=color, ec=INK, lw=0.8))
-        axes.text(x, y, str(rank), ha="center", va="center", color=on(color), weight="bold")
+def mistakes() -> None:
+    figure, axes = canvas(4.4, 3.55)
+    panels = {  # what each rank calls first, and second; "": it calls nothing
+        "another order": [["all-reduce"], ["broadcast"], ["all-reduce"], ["all-reduce"]],
+        "one rank missing": [["all-reduce"], ["all-reduce"], [], ["all-reduce"]],
+        "another shape": [["of 4"], ["of 4"], ["of 3"], ["of 4"]],
+        "another tensor": [["sum a", "sum b"], ["sum b", "sum a"]],
+    }
+    for number, (head, rows) in enumerate(panels.items()):
+        left, top = 0.57 + 2.25 * (number % 2), 0.34 + 1.75 * (number // 2)
+        title(axes, left, top - 0.2, head, ha="left")
+        names(axes, left - 0.07, top, 0.24, 0.06, len(rows))
+        after = "waits" if [] in rows else "no match"
+        for rank, calls in enumerate(rows):
+            y, wide = top + rank * 0.3, 0.82 if len(rows) > 2 else 0.62
+            for i, call in enumerate(calls):
+                box(axes, left + i * wide, y, wide, 0.24, call, show.RANK_COLORS[rank])
+            if calls and len(rows) > 2:
+                edge = {"ls": (0, (2, 2)), "ec": INK, "lw": 0.8, "fill": False}
+                axes.add_patch(Rectangle((left + wide, y), 0.68, 0.24, **edge))
+                axes.text(left + wide + 0.34, y + 0.12, after, ha="center", va="center", size=9.5)
+        if len(rows) == 2:
+            axes.text(left, top + 0.75, "nobody waits:\nboth sums are a + b", va="center")
     show.svg(
         figure,
-        HERE / "collectives_ring.svg",
-        "The ring all-reduce on four ranks, step by step. In every step each rank sends one piece "
-        "to the next rank. In steps 1 to 3 the piece that arrives is added to its own: after "
-        "step 3 rank r holds the complete sum of piece r. In steps 4 to 6 the complete sums go "
-        "around: after step 6 every rank holds all four.",
+        HERE / "collectives_mistakes.svg",
+        "Four mistakes. Another order: rank 1 begins with a broadcast, the others with an "
+        "all-reduce. One rank missing: rank 2 does not call, and the others wait. Another shape: "
+        "rank 2 sums three numbers, the others four. Another tensor: rank 0 sums a, then b, rank 1 "
+        "b, then a; nobody waits, and both sums are a + b.",
     )
 
 
 def main() -> None:
+    mistakes()
     groups()
     roots()
     halves()
     exchange_and_barrier()
     tree()
-    ring()
 
 
 if __name__ == "__main__":

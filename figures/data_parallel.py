@@ -81,7 +81,7 @@ def middle(runs: list[Run]) -> Run:
 def timeline(without: Run, with_overlap: Run) -> Figure:
     """Compute and wire of one rank, without overlap and with it, on one axis of time."""
     show.style()
-    figure, panels = plt.subplots(2, 1, figsize=(6.4, 4.1), sharex=True)
+    figure, panels = plt.subplots(2, 1, figsize=(4.7, 3.9), sharex=True)
     figure.subplots_adjust(hspace=0.42)
     longest = max(without["step"], with_overlap["step"])
     for axes, run, words in (
@@ -89,7 +89,7 @@ def timeline(without: Run, with_overlap: Run) -> Figure:
         (panels[1], with_overlap, "each bucket leaves as soon as it is full"),
     ):
         _lanes(axes, run)
-        axes.set_title(f"{words}: {1e3 * run['step']:.0f} ms", loc="left", fontsize=12)
+        axes.set_title(f"{words}: {1e3 * run['step']:.0f} ms", loc="left", fontsize=10.5)
         axes.set_xlim(0, 1.03 * longest)
     gain = 1 - with_overlap["step"] / without["step"]
     end = with_overlap["step"]
@@ -97,10 +97,10 @@ def timeline(without: Run, with_overlap: Run) -> Figure:
         panels[1].annotate(
             f"{100 * gain:.0f} % less",
             (end, 1.4),
-            ((end + 1.03 * longest) / 2, 1.4),
-            ha="center",
+            (end + 0.02 * longest, 1.4),
+            ha="left",
             va="center",
-            fontsize=13,
+            fontsize=12,
             fontweight="bold",
         )
     panels[1].set_xlabel("milliseconds since the step began")
@@ -144,29 +144,29 @@ def _lanes(axes: Axes, run: Run) -> None:
 
 
 def draw_replicas() -> None:
-    figure, axes = canvas(6.2, 4.55)
-    left, width, gap = 0.05, 1.35, 0.23
+    figure, axes = canvas(4.4, 4.55)
+    left, width, gap = 0.05, 0.97, 0.14
     for rank in range(4):
         x = left + rank * (width + gap)
         middle_x = x + width / 2
         title(axes, middle_x, 0.12, f"rank {rank}")
         for sample in range(4):
-            square = Rectangle((x + 0.31 * sample + 0.07, 0.3), 0.26, 0.26, fc=COLORS[rank], lw=0)
+            square = Rectangle((x + 0.23 * sample + 0.04, 0.3), 0.2, 0.26, fc=COLORS[rank], lw=0)
             axes.add_patch(square)
         arrow(axes, (middle_x, 0.62), (middle_x, 0.84))
         box(axes, x, 0.88, width, 0.6, "all weights", "none")
         arrow(axes, (middle_x, 1.52), (middle_x, 1.74))
-        box(axes, x, 1.78, width, 0.5, "own gradients", COLORS[rank])
+        box(axes, x, 1.78, width, 0.5, "gradients", COLORS[rank])
         arrow(axes, (middle_x, 2.32), (middle_x, 2.5))
         arrow(axes, (middle_x, 2.88), (middle_x, 3.06))
         stripes(axes, x, 3.1, width, 0.5, (0, 1, 2, 3))
         box(axes, x, 3.1, width, 0.5, "")
         arrow(axes, (middle_x, 3.64), (middle_x, 3.86))
-        box(axes, x, 3.9, width, 0.6, "the same step", "none")
+        box(axes, x, 3.9, width, 0.6, "same step", "none")
     span = 4 * width + 3 * gap
     axes.add_patch(Rectangle((left, 2.53), span, 0.34, fill=False, ec=INK, lw=1.4))
     words = "all-reduce: every rank gets the average of all four"
-    title(axes, left + span / 2, 2.7, words)
+    title(axes, left + span / 2, 2.7, words, fontsize=10)
     show.svg(
         figure,
         HERE / "data_parallel_replicas.svg",

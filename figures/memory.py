@@ -16,13 +16,13 @@ from matplotlib.patches import Polygon, Rectangle
 
 from shardlab import count, memory, show
 from shardlab.model import PRESETS
-from shardlab.show.drawing import arrow, canvas, on, title
+from shardlab.show.drawing import arrow, box, canvas, on, title
 
 HERE = Path(__file__).parent
 INK = show.INK
 COLORS = show.RANK_COLORS
-# The course's colours are those of ranks. Here, on one rank, they tell its four kinds of bytes.
-WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[0], COLORS[1], COLORS[4], COLORS[2]
+# What the pictures tell apart is no rank; so these are not the first four colours. See zero, too.
+WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]
 PHASES = ("forward", "backward", "step")
 Trace = Sequence[tuple[float, int]]
 
@@ -36,7 +36,7 @@ def timeline(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> Fi
     """
     show.style()
     figure, panels = plt.subplots(
-        len(runs), 1, figsize=(6.2, 2.7 * len(runs)), sharey=True, squeeze=False
+        len(runs), 1, figsize=(4.8, 2.7 * len(runs)), sharey=True, squeeze=False
     )
     top = 1.28 * max(size for _, trace, *_ in runs for _, size in trace) / 1e6
     for axes, (words, trace, marks, weights, moments) in zip(panels[:, 0], runs, strict=True):
@@ -95,13 +95,8 @@ def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> 
     low = min(reached for _, _, reached in points) / 1e9 / 4
     axes.set_ylim(low, rates.flops / 1e9 * 4)
     axes.set_xlim(left, right)
-    axes.annotate(
-        f"ridge: {rates.ridge:.1f} FLOP per byte",
-        (rates.ridge, low),
-        (6, 6),
-        textcoords="offset points",
-        fontsize=10,
-    )
+    words = f"ridge: {rates.ridge:.1f} FLOP per byte"
+    axes.annotate(words, (rates.ridge, low), (6, 6), textcoords="offset points", fontsize=10)
     high = rates.flops / 1e9 * 3.6
     for words, side, shift in (("memory limits", "right", -8), ("compute limits", "left", 8)):
         style = {"ha": side, "va": "top", "fontsize": 10, "fontweight": "bold"}
@@ -125,36 +120,36 @@ def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> 
 
 def draw_life() -> None:
     """A schematic: which bytes live when. Heights show how much is held, not to scale."""
-    figure, axes = canvas(6.2, 4.3)
-    left, right = 1.55, 6.1
-    phases = {"forward": (left, 3.0), "backward": (3.0, 4.9), "step": (4.9, 5.65)}
+    figure, axes = canvas(4.4, 4.3)
+    left, right = 0.98, 4.35
+    phases = {"forward": (left, 2.0), "backward": (2.0, 3.4), "step": (3.4, 3.92)}
     top, tall, gap = 0.55, 0.52, 0.2
     for name, (start, stop) in phases.items():
         title(axes, (start + stop) / 2, 0.2, name)
         axes.plot([stop, stop], [0.38, 4.1], color=INK, lw=0.6, alpha=0.5)
-    loss, begin, step, end = 3.0, 3.0, 4.9, 5.65
+    loss, begin, step, end = 2.0, 2.0, 3.4, 3.92
     rows = [
         ("weights", WEIGHTS, [(left, 0), (left, 1), (right, 1), (right, 0)]),
-        ("optimizer’s\nmoments", MOMENTS, [(left, 0), (left, 1), (right, 1), (right, 0)]),
+        ("moments", MOMENTS, [(left, 0), (left, 1), (right, 1), (right, 0)]),
         ("gradients", GRADIENTS, [(begin, 0), (step, 1), (end, 1), (end, 0)]),
         ("activations", ACTIVATIONS, [(left, 0), (loss, 1), (step, 0)]),
         (
             "temporary",
-            COLORS[5],
+            INK,
             [(loss - 0.12, 0), (loss - 0.12, 0.45), (loss, 0.45), (loss, 1), (loss + 0.15, 1)]
             + [(loss + 0.15, 0.15), (step, 0.15), (step, 0.3), (end, 0.3), (end, 0)],
         ),
     ]
     for i, (name, color, shape) in enumerate(rows):
         floor = top + i * (tall + gap) + tall
-        axes.text(
-            left - 0.12, floor - tall / 2, name, ha="right", va="center", multialignment="right"
-        )
+        axes.text(left - 0.12, floor - tall / 2, name, ha="right", va="center")
         points = [(x, floor - tall * y) for x, y in shape]
-        axes.add_patch(Polygon(points, closed=True, fc=color, lw=0))
+        axes.add_patch(Polygon(points, closed=True, fc=color, lw=0, alpha=1 - 0.5 * (color == INK)))
         axes.plot([left, right], [floor, floor], color=INK, lw=0.6, alpha=0.5)
-    axes.text(5.72, top + 2 * (tall + gap) + tall / 2, "zero\n_grad", fontsize=9, va="center")
-    axes.text(3.24, top + 4 * (tall + gap) + 0.12, "the logits’ gradient", fontsize=9, va="center")
+    axes.text(3.97, top + 2 * (tall + gap) + tall / 2, "zero\n_grad", fontsize=9.2, va="center")
+    axes.text(
+        2.24, top + 4 * (tall + gap) + 0.12, "the logits’ gradient", fontsize=9.2, va="center"
+    )
     arrow(axes, (loss + 0.07, 4.26), (loss + 0.07, 4.1 - 0.08))
     axes.text(loss + 0.22, 4.2, "the peak is here", va="center", fontsize=10, fontweight="bold")
     show.svg(
@@ -178,39 +173,33 @@ RECIPES = [
 
 
 def draw_recipes() -> None:
-    figure, axes = canvas(6.2, 3.6)
-    left, unit, tall = 2.25, 0.192, 0.36
+    figure, axes = canvas(4.6, 3.6)
+    left, unit, tall = 1.8, 0.13, 0.36
     parts = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("optimizer", MOMENTS))
-    x = left
+    x = 0.55
     for name, color in parts:
         axes.add_patch(Rectangle((x, 0.1), 0.2, 0.2, fc=color, lw=0))
         axes.text(x + 0.27, 0.2, name, va="center", fontsize=10)
-        x += 1.25
+        x += 0.97
     for i, (words, precision, optimizer) in enumerate(RECIPES):
         y = 0.48 + i * 0.5
         n = 10**9
         states = memory.states(n, precision=precision, optimizer=optimizer)
         axes.text(left - 0.12, y + tall / 2, words, ha="right", va="center", fontsize=10)
         x = left
-        for size, (_, color) in zip(
-            (states.parameters, states.gradients, states.optimizer), parts, strict=True
-        ):
+        sizes = states.parameters, states.gradients, states.optimizer
+        for size, (_, color) in zip(sizes, parts, strict=True):
             wide = unit * size / n
             axes.add_patch(Rectangle((x, y), wide, tall, fc=color, ec=INK, lw=0.6))
             if wide > 0.25:
                 style = {"ha": "center", "va": "center", "color": on(color)}
                 axes.text(x + wide / 2, y + tall / 2, f"{round(size / n, 1):g}", **style)
             x += wide
-        axes.text(
-            x + 0.1, y + tall / 2, f"{round(states.total / n, 1):g}", va="center", fontweight="bold"
-        )
-    sizes = ", ".join(
-        f"{words}: {memory.states(10**9, precision=p, optimizer=o).total / 1e9:.0f}"
-        for words, p, o in RECIPES
-    )
-    show.svg(
-        figure, HERE / "memory_recipes.svg", f"Bytes of states for each parameter. {sizes} bytes."
-    )
+        total = f"{round(states.total / n, 1):g}"
+        axes.text(x + 0.1, y + tall / 2, total, va="center", fontweight="bold")
+    said = [f"{words}: {memory.states(10**9, p, o).total / 1e9:.0f}" for words, p, o in RECIPES]
+    alt = "Bytes of states for each parameter, as bars of weights, gradients and optimizer. "
+    show.svg(figure, HERE / "memory_recipes.svg", f"{alt}{'; '.join(said)} bytes.")
 
 
 def crossing(name: str, seq: int, **settings: str) -> float:
@@ -226,13 +215,13 @@ def crossing(name: str, seq: int, **settings: str) -> float:
 
 def draw_overtake() -> None:
     show.style()
-    figure, axes = plt.subplots(figsize=(6.2, 4.1))
+    figure, axes = plt.subplots(figsize=(4.8, 4.1))
     lengths = np.array([2**k for k in range(9, 18)])
     axes.set_xlim(lengths[0], lengths[-1])
     axes.set_ylim(0.25, 512)
     axes.loglog()
     cases = [
-        ("scores kept (plain attention)", {"attention": "plain"}, COLORS[5], (1, 2), -9),
+        ("plain attention", {"attention": "plain"}, COLORS[5], (1, 2), -9),
         ("fused attention", {}, COLORS[2], (3, 5), 9),
         ("every layer recomputed", {"recompute": "full"}, COLORS[0], (3, 6), 9),
     ]
@@ -241,21 +230,10 @@ def draw_overtake() -> None:
         axes.plot(lengths, batch, color=color, lw=2.2)
         ends = axes.transData.transform([(lengths[i], batch[i]) for i in (begin, end)])
         angle = float(np.degrees(np.arctan2(*(ends[1] - ends[0])[::-1])))
-        place = (
-            float(np.sqrt(lengths[begin] * lengths[end])),
-            float(np.sqrt(batch[begin] * batch[end])),
-        )
-        axes.annotate(
-            words,
-            place,
-            (above * np.sin(np.radians(-angle)), above * np.cos(np.radians(angle))),
-            textcoords="offset points",
-            rotation=angle,
-            rotation_mode="anchor",
-            ha="center",
-            va="center",
-            fontsize=10,
-        )
+        place = np.sqrt(lengths[begin] * lengths[end]), np.sqrt(batch[begin] * batch[end])
+        off = above * np.sin(np.radians(-angle)), above * np.cos(np.radians(angle))
+        look = {"textcoords": "offset points", "rotation": angle, "rotation_mode": "anchor"}
+        axes.annotate(words, place, off, ha="center", va="center", fontsize=10, **look)
     axes.set_xticks([512, 2048, 8192, 32_768, 131_072])
     axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -276,7 +254,37 @@ def draw_overtake() -> None:
     )
 
 
+def draw_recompute() -> None:
+    figure, axes = canvas(4.4, 4.8)
+    passes = ("F1 F2 F3 F4 B4 B3 B2 B1", "F1 F2 F3 F4 F4 B4 F3 B3 F2 B2 F1 B1")
+    for panel, (words, text) in enumerate(zip(("keep all", "recompute"), passes, strict=True)):
+        order, left, unit, y = text.split(), 0.66, 0.305, 0.14 + 2.45 * panel
+        title(axes, 0.04, y, words, ha="left")
+        for moment, name in enumerate(order):
+            color = "none" if name[0] == "B" else ACTIVATIONS
+            box(axes, left + moment * unit, y + 0.2, unit, 0.26, name, color)
+        for layer in range(1, 5):
+            foot = y + 0.6 + 0.38 * layer
+            runs = [i for i, name in enumerate(order) if name == f"F{layer}"]
+            end = order.index(f"B{layer}") + 1
+            spans = [(runs[0], end, 0.07)]  # its input, and what it makes on the way
+            spans += [(runs[-1], end, 0.28)] + [(i, i + 1, 0.28) for i in runs[:-1]]
+            for begin, stop, high in spans:
+                place = (left + begin * unit, foot - high)
+                axes.add_patch(Rectangle(place, (stop - begin) * unit, high, fc=ACTIVATIONS, lw=0))
+            axes.text(left - 0.08, foot - 0.12, f"layer {layer}", ha="right", va="center")
+    show.svg(
+        figure,
+        HERE / "memory_recompute.svg",
+        "Activations of four layers in time, twice. Keep all: each layer's stay from its forward "
+        "to its backward, and at the end of forward all four are there. Recompute: each layer "
+        "keeps its input alone, runs forward again right before its backward, and only one layer's "
+        "activations are whole at any time.",
+    )
+
+
 def main() -> None:
+    draw_recompute()
     draw_life()
     draw_recipes()
     draw_overtake()

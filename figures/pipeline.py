@@ -226,11 +226,11 @@ def draw_microbatches() -> None:
     )
     shown = (whole, loop, gpipe)
     titles = [
-        f"{name}: a stage works {percent(1 - timeline.bubble)} of the time"
+        f"{name}: busy {percent(1 - timeline.bubble)}"
         for name, timeline in zip(names, shown, strict=True)
     ]
     show.svg(
-        draw(shown, titles),
+        draw(shown, titles, width=4.8),
         HERE / "pipeline_microbatches.svg",
         "Three timelines of four stages on one axis. The whole batch at once: one stage computes "
         f"at a time, and each is busy {percent(1 - whole.bubble)} of the time. Four micro-batches "

@@ -261,7 +261,7 @@ def fit() -> Figure:
     twice as many tokens fit, with full recomputation four times, with both thirteen times.
     """
     show.style()
-    figure, axes = plt.subplots(figsize=(6.4, 3.8))
+    figure, axes = plt.subplots(figsize=(4.4, 3.8))
     cases = {"tensor parallelism": {"tp": 8}, "full recomputation": {"tp": 8, "recompute": "full"}}
     cases["sequence parallelism"] = {"tp": 8, "sequence_parallel": True}
     cases["both"] = cases["full recomputation"] | cases["sequence parallelism"]
@@ -271,10 +271,11 @@ def fit() -> Figure:
         look = {"color": COLORS[4 + ("sequence_parallel" in case)], "lw": 2, "marker": "o"}
         look["ls"] = "--" if "recompute" in case else "-"
         axes.plot([row["cp"] for row in rows], fitting, **look)
-        axes.text(75, fitting[-1], name, va="center", fontsize=10)
+        short = name.removeprefix("full ").removesuffix(" parallelism")
+        axes.text(80, fitting[-1], short, va="center", fontsize=10)
     for tokens in (8192, 131_072):
         axes.axhline(tokens / 1000, color=INK, lw=0.8, ls=":")
-        axes.text(64, tokens / 1000, f"{tokens:,} tokens", ha="right", va="bottom", fontsize=SMALL)
+        axes.text(64, tokens / 1000, f"{tokens:,} tokens", ha="right", va="bottom", fontsize=9.5)
     axes.set(xscale="log", yscale="log", xlim=(0.9, 64))
     axes.set(xlabel="context ranks, each of 8 tensor ranks", ylabel="tokens that fit (thousands)")
     for axis, ticks in ((axes.xaxis, (1, 4, 16, 64)), (axes.yaxis, (10, 100, 1000, 10_000))):

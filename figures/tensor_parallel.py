@@ -61,29 +61,31 @@ def ffn() -> Figure:
     second is cut by rows: each rank has 8192 x 4096 of it, and computes a summand of Y, as large
     as all of Y. An all-reduce adds the two, and each rank has all of Y.
     """
-    h, wide = 0.34, 1.2
-    figure, axes = canvas(6.75, 3.72)
-    x = {"X": 0.62, "W₁": 1.16, "GELU(XW₁)": 2.68, "W₂": 4.14, "summand": 4.86, "Y": 6.3}
+    h, wide = 0.27, 0.8
+    figure, axes = canvas(4.66, 2.9)
+    x = {"X": 0.56, "W₁": 0.93, "GELU(XW₁)": 1.95, "W₂": 2.88, "Y": 4.26}
     for name, left in x.items():
         title(axes, left + (wide if "W₁" in name else h) / 2, 0.15, name, fontsize=10)
     for rank in range(2):
-        y = 0.42 + rank * (wide + 0.3)
+        y = 0.38 + rank * (wide + 0.3)
         middle = y + wide / 2
-        words(axes, 0.52, middle, f"rank {rank}", fontsize=11, ha="right")
+        words(axes, 0.5, middle, f"rank {rank}", ha="right")
         piece(axes, (x["X"], middle - h / 2, h, h), SAME)
         matrix(axes, (x["W₁"], middle - h / 2, wide, h), "columns", (rank,))
         matrix(axes, (x["GELU(XW₁)"], middle - h / 2, wide, h), "columns", (rank,))
         matrix(axes, (x["W₂"], y, h, wide), "rows", (rank,))
-        piece(axes, (x["summand"], middle - h / 2, h, h), (rank,))
+        piece(axes, (3.36, middle - h / 2, h, h), (rank,))
+        words(axes, 3.5, middle - h / 2 - 0.12, "summand", fontsize=SMALL)
         piece(axes, (x["Y"], middle - h / 2, h, h), (0, 1))
-        words(axes, x["Y"] + h / 2, middle + h / 2 + 0.14, "the sum", fontsize=SMALL)
-        for at, sign in ((1.06, "·"), (2.52, "→"), (4.01, "·"), (4.67, "→")):
-            words(axes, at, middle, sign, fontsize=13)
-        arrow(axes, (5.24, middle), (5.45, middle), lw=1.1)
-        arrow(axes, (5.93, middle), (6.26, middle), lw=1.1)
-    exchange(axes, (5.48, 0.42, 0.42, 2 * wide + 0.3), "all-reduce")
-    for at, size in ((1.76, "4096 × 8192"), (4.31, "8192 × 4096")):
-        words(axes, at, 3.34, f"{size}\n33.6 M each", fontsize=SMALL)
+        words(axes, x["Y"] + h / 2, middle - h / 2 - 0.12, "the sum", fontsize=SMALL)
+        for at, sign in ((0.88, "·"), (1.84, "→"), (2.815, "·"), (3.25, "→")):
+            words(axes, at, middle, sign, fontsize=12)
+        arrow(axes, (3.63, middle), (3.86, middle), lw=1.1, mutation_scale=9)
+        arrow(axes, (4.1, middle), (4.26, middle), lw=1.1, mutation_scale=9)
+    exchange(axes, (3.86, 0.38, 0.24, 2 * wide + 0.3), "all-reduce")
+    for at, size in ((1.33, "4096 × 8192"), (3.01, "8192 × 4096")):
+        words(axes, at, 2.45, size, fontsize=SMALL)
+        words(axes, at, 2.62, "33.6 M each", fontsize=SMALL)
     return figure
 
 

@@ -36,8 +36,8 @@ Trace = list[tuple[float, int]]
 
 
 def draw_stages() -> None:
-    figure, axes = canvas(6.75, 4.6)
-    size, between = 0.19, 0.16
+    figure, axes = canvas(4.95, 4.6)
+    size, between = 0.13, 0.13
     panels = (
         ("stage 0: data parallelism", ()),
         ("stage 1: shard the optimizer", ("O",)),
@@ -45,8 +45,8 @@ def draw_stages() -> None:
         ("stage 3: and the weights", ("O", "G", "P")),
     )
     for number, (words, sharded) in enumerate(panels):
-        x, y = 0.62 + 3.42 * (number % 2), 0.2 + 2.35 * (number // 2)
-        axes.text(x - 0.57, y, words, va="center", weight="bold", fontsize=11)
+        x, y = 0.56 + 2.47 * (number % 2), 0.2 + 2.35 * (number // 2)
+        axes.text(x - 0.51, y, words, va="center", weight="bold", fontsize=10)
         names(axes, x - 0.06, y + 0.5, 0.3, 0.09)
         for column, kind in enumerate("PGO"):
             left = x + column * (N * size + between)
@@ -153,7 +153,7 @@ def draw_life() -> None:
 
 def draw_memory() -> None:
     show.style()
-    figure, axes = plt.subplots(figsize=(6.4, 3.5))
+    figure, axes = plt.subplots(figsize=(5.0, 3.5))
     params, activations = 7e9, 10e9
     for stage in range(4):
         held = memory.states(params, "bf16", "adamw", zero=stage, dp=8)
@@ -162,23 +162,23 @@ def draw_memory() -> None:
         y = 0.0
         for kind, size in parts.items():
             high = size / 1e9
-            axes.bar(stage, high, 0.62, y, color=KINDS[kind], edgecolor=INK, lw=0.8)
+            axes.bar(stage, high, 0.5, y, color=KINDS[kind], edgecolor=INK, lw=0.8)
             label = f"{high:.4g}"
             if high > 5:
                 style = {"ha": "center", "va": "center", "fontsize": 10}
                 axes.text(stage, y + high / 2, label, color=on(KINDS[kind]), **style)
             elif kind == "gradients":
                 words = label if stage == 2 else f"{label} each"
-                axes.text(stage + 0.35, y + high, words, va="center", fontsize=9)
+                axes.text(stage + 0.28, y + high, words, va="center", fontsize=9)
             y += high
             if stage == 0:
-                axes.text(-0.36, y - high / 2, kind, ha="right", va="center", fontsize=10)
+                axes.text(-0.3, y - high / 2, kind, ha="right", va="center", fontsize=10)
         total = f"{y:.4g} GB"
         axes.text(stage, y + 2.5, total, ha="center", va="bottom", weight="bold")
-    axes.plot([-0.31, 3.75], [122 / 8] * 2, color=INK, lw=1, ls=":", zorder=0)
+    axes.plot([-0.25, 3.75], [122 / 8] * 2, color=INK, lw=1, ls=":", zorder=0)
     axes.text(3.8, 122 / 8, "122 / 8", va="center", fontsize=10)
-    axes.set_xticks(range(4), [f"stage {stage}" for stage in range(4)])
-    axes.set_xlim(-1.5, 4.4)
+    axes.set_xticks(range(4), [f"stage {stage}" for stage in range(4)], fontsize=10)
+    axes.set_xlim(-1.65, 4.4)
     axes.set_ylim(0, 135)
     axes.set_ylabel("GB on each of 8 ranks")
     show.svg(

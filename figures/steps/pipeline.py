@@ -1,0 +1,109 @@
+"""Draw 1F1B in steps: python figures/steps/pipeline.py
+
+The timeline is simulated, as everywhere in that lesson; a step shows it up to a moment.
+"""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+from sheet import INK, boxes, keep
+
+from shardlab import pipeline
+from shardlab.pipeline.picture import IDLE, KIND_COLORS, box
+from shardlab.pipeline.simulate import Span, Timeline
+from shardlab.show.drawing import canvas, on, title, words
+
+STAGES, MICROBATCHES = 4, 6
+LEFT, TOP, HELD = 0.66, 0.48, 2.18  # of the rows: their left; tops of both tables
+UNIT, TALL, GAP = 0.105, 0.26, 0.06
+TIMES = (1, 4, 6, 10, 13, 16, 19, 22, 27)  # the ends of the steps
+
+
+def timeline() -> Timeline:
+    """A forward takes 1, a whole backward 2."""
+    return pipeline.simulate(pipeline.schedule("1f1b", STAGES, MICROBATCHES))
+
+
+def held(spans: tuple[Span, ...], now: float) -> list[int]:
+    """The micro-batches whose activations a stage holds: forward begun, backward not over."""
+    begun = [span.microbatch for span in spans if span.kind == "F" and span.begin < now]
+    over = {span.microbatch for span in spans if span.kind == "B" and span.end <= now}
+    return [number for number in begun if number not in over]
+
+
+def describe(whole: Timeline, since: float, now: float) -> str:
+    """The alternative text: what each stage computes in the step, and what it then holds."""
+    said = [f"Time {since:g} to {now:g}."]
+    for stage, spans in enumerate(whole.spans):
+        kinds = {"F": "forward", "B": "backward"}
+        passes = [s for s in spans if s.begin < now and s.end > since]
+        computes = ", ".join(f"{kinds[s.kind]} {s.microbatch}" for s in passes) or "idle"
+        kept = ", ".join(map(str, held(spans, now))) or "nothing"
+        said.append(f"Stage {stage}: {computes}; then holds {kept}.")
+    return " ".join(said)
+
+
+def row(axes: Axes, spans: tuple[Span, ...], top: float, since: float, now: float) -> None:
+    """A stage's passes up to now; those of this step have a thick edge."""
+    shapes: dict[tuple[str, bool], list[Outline]] = {}
+    free = 0.0
+    idle = []
+    for span in [s for s in spans if s.begin < now] + [Span("F", 0, 0, now, now)]:
+        if span.begin > free:
+            idle.append((LEFT + free * UNIT, top, (span.begin - free) * UNIT, TALL))
+        free = max(free, span.end)
+        end = min(span.end, now)
+        wide = (end - span.begin) * UNIT
+        if not wide:
+            continue
+        x = LEFT + span.begin * UNIT
+        for color, corners in box(x, top, wide, TALL, span):
+            outline = Outline([*corners, corners[0]], closed=True)
+            shapes.setdefault((color, span.end > since), []).append(outline)
+        words(
+            axes, x + wide / 2, top + TALL / 2, str(span.microbatch), fontsize=8,
+            color=on(KIND_COLORS[span.kind]),
+        )  # fmt: skip
+    boxes(axes, idle, **IDLE)
+    for (color, current), outlines in shapes.items():
+        look = {"fc": color, "ec": INK if current else "#222222", "lw": 1.6 if current else 0.4}
+        patch = PathPatch(Outline.make_compound_path(*outlines), clip_on=False, **look)
+        axes.add_patch(patch)
+
+
+def draw(number: int, whole: Timeline, since: float, now: float) -> None:
+    figure, axes = canvas(LEFT + 27 * UNIT + 0.08, 3.5)
+    title(axes, LEFT, 0.16, f"time {since:g} to {now:g}", ha="left")
+    for said, kind, x in (("forward", "F", 1.55), ("backward", "B", 2.45)):
+        boxes(axes, [(LEFT + x - 0.26, 0.06, 0.2, 0.2)], fc=KIND_COLORS[kind], lw=0)
+        words(axes, LEFT + x, 0.16, said, ha="left", fontsize=9)
+    title(axes, LEFT, HELD - 0.16, "holds activations of", ha="left")
+    for stage, spans in enumerate(whole.spans):
+        top = TOP + stage * (TALL + GAP)
+        row(axes, spans, top, since, now)
+        below = HELD + stage * (TALL + GAP)
+        for y in (top, below):
+            words(axes, LEFT - 0.08, y + TALL / 2, f"stage {stage}", ha="right")
+        kept = held(spans, now)
+        places = [(LEFT + i * 0.3, below, 0.26, TALL) for i in range(len(kept))]
+        boxes(axes, places, fc=KIND_COLORS["F"], ec=INK, lw=0.8)
+        for (x, _, wide, _), microbatch in zip(places, kept, strict=True):
+            ink = on(KIND_COLORS["F"])
+            words(axes, x + wide / 2, below + TALL / 2, str(microbatch), color=ink)
+    x, foot = LEFT + now * UNIT, TOP + STAGES * (TALL + GAP)
+    axes.plot([x, x], [TOP - 0.1, foot], color=INK, lw=1.2, ls=":", clip_on=False)
+    axes.plot([LEFT, LEFT + 27 * UNIT], [foot, foot], color=INK, lw=0.8, clip_on=False)
+    axes.plot([LEFT + since * UNIT, x], [foot, foot], color=INK, lw=4, clip_on=False)
+    keep(figure, "pipeline", number, describe(whole, since, now))
+
+
+def main() -> None:
+    whole = timeline()
+    for number, (since, now) in enumerate(zip((0, *TIMES[:-1]), TIMES, strict=True), 1):
+        draw(number, whole, since, now)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Draw ZeRO's stage 3 in steps: python figures/steps/zero.py"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sheet import Place, cells, keep
+
+from shardlab.show.drawing import Cell, canvas, names, title, words
+
+RANKS, BLOCKS = 4, (1, 2, 3)
+ALL = tuple(range(RANKS))
+WIDE, HIGH, GAP, BETWEEN = 0.19, 0.2, 0.07, 0.15
+LEFT, WEIGHTS, GRADIENTS = 0.68, 0.86, 2.6  # of the boards: their left, their tops
+
+
+@dataclass
+class Moment:
+    """What every rank holds when a moment of the step is over, and what has happened in it."""
+
+    head: str
+    alt: str
+    whole: tuple[int, ...] = ()  # blocks whose weights every rank has whole
+    own: tuple[int, ...] = ()  # blocks of which a rank has the gradients of its own batch
+    averaged: tuple[int, ...] = ()  # blocks of which it has its shard of the average
+    does: dict[int, str] = field(default_factory=dict)  # by block: words over its weights
+    gradients: dict[int, str] = field(default_factory=dict)  # and over its gradients
+    came: tuple[int, ...] = ()  # blocks whose weights arrived
+
+
+MOMENTS = (
+    Moment(
+        "before the step",
+        "Before the step. Two tables, weights above and gradients below, with a row for each of "
+        "four ranks and three blocks side by side, each cut into four pieces. Of each block's "
+        "weights rank r holds piece r alone. There are no gradients.",
+    ),
+    Moment(
+        "forward begins",
+        "Block 1 is gathered: each rank sends its piece, and every rank now has all four pieces "
+        "of block 1. Of blocks 2 and 3 each rank still has its own piece alone.",
+        whole=(1,),
+        does={1: "gather"},
+        came=(1,),
+    ),
+    Moment(
+        "forward of block 1",
+        "Every rank computes the forward of block 1 while block 2 is gathered: blocks 1 and 2 are "
+        "whole on every rank, block 3 is in shards.",
+        whole=(1, 2),
+        does={1: "forward", 2: "gather"},
+        came=(2,),
+    ),
+    Moment(
+        "forward of block 2",
+        "Block 1 is freed, down to each rank's own piece. Every rank computes the forward of "
+        "block 2 while block 3 is gathered: blocks 2 and 3 are whole.",
+        whole=(2, 3),
+        does={1: "freed", 2: "forward", 3: "gather"},
+        came=(3,),
+    ),
+    Moment(
+        "forward of block 3",
+        "Block 2 is freed. Every rank computes the forward of block 3, the only one that is whole.",
+        whole=(3,),
+        does={2: "freed", 3: "forward"},
+    ),
+    Moment(
+        "loss",
+        "Block 3 was freed after its forward like the others. While every rank computes its loss, "
+        "block 3 is gathered again, for backward.",
+        whole=(3,),
+        does={3: "gather"},
+        came=(3,),
+    ),
+    Moment(
+        "backward of block 3",
+        "Every rank computes the backward of block 3 while block 2 is gathered: blocks 2 and 3 are "
+        "whole. In the lower table every rank has all four pieces of block 3's gradients, of its "
+        "own batch.",
+        whole=(2, 3),
+        own=(3,),
+        does={2: "gather", 3: "backward"},
+        gradients={3: "own batch"},
+        came=(2,),
+    ),
+    Moment(
+        "backward of block 2",
+        "Block 3's weights are freed and its gradients reduce-scattered: rank r keeps piece r, "
+        "the average over all four ranks. Every rank computes the backward of block 2, whose "
+        "gradients it now has of its own batch, while block 1 is gathered: blocks 1 and 2 are "
+        "whole.",
+        whole=(1, 2),
+        own=(2,),
+        averaged=(3,),
+        does={1: "gather", 2: "backward", 3: "freed"},
+        gradients={2: "own batch", 3: "averaged"},
+        came=(1,),
+    ),
+    Moment(
+        "backward of block 1",
+        "Block 2's weights are freed and its gradients reduce-scattered. Every rank computes the "
+        "backward of block 1, the only one that is whole, and has its gradients of its own batch.",
+        whole=(1,),
+        own=(1,),
+        averaged=(2, 3),
+        does={1: "backward", 2: "freed"},
+        gradients={1: "own batch", 2: "averaged"},
+    ),
+    Moment(
+        "after backward",
+        "Block 1's weights are freed and its gradients reduce-scattered. Of the weights and of the "
+        "averaged gradients of all three blocks rank r now holds piece r and nothing else.",
+        averaged=(1, 2, 3),
+        does={1: "freed"},
+        gradients={1: "averaged"},
+    ),
+)
+
+
+def place(top: float, block: int, rank: int, piece: int) -> Place:
+    x = LEFT + (block - 1) * (RANKS * WIDE + BETWEEN) + piece * WIDE
+    return x, top + rank * (HIGH + GAP), WIDE, HIGH
+
+
+def weights(moment: Moment, block: int, rank: int, piece: int) -> Cell:
+    """A piece of the weights has the colour of the rank that it belongs to."""
+    return (piece,) if block in moment.whole or piece == rank else ()
+
+
+def gradients(moment: Moment, block: int, rank: int, piece: int) -> Cell:
+    """A piece of a gradient has the colours of the ranks whose batches are in it."""
+    if block in moment.own:
+        return (rank,)
+    return ALL if block in moment.averaged and piece == rank else ()
+
+
+def draw(number: int, moment: Moment) -> None:
+    figure, axes = canvas(3.42, 3.7)
+    pieces = [(b, r, p) for b in BLOCKS for r in ALL for p in ALL]
+    title(axes, 1.71, 0.16, f"{number}. {moment.head}")
+    for top, what, holds, said in (
+        (WEIGHTS, "weights", weights, moment.does),
+        (GRADIENTS, "gradients", gradients, moment.gradients),
+    ):
+        words(axes, 0.05, top - 0.34, what, ha="left", weight="bold")
+        names(axes, LEFT - 0.08, top, HIGH, GAP)
+        for block in BLOCKS:
+            x, _, _, _ = place(top, block, 0, 0)
+            middle = x + RANKS * WIDE / 2
+            does = said.get(block, "")
+            weight = "bold" if does in ("forward", "backward") else "normal"
+            y = top - (0.34 if top == WEIGHTS else 0.14)
+            words(axes, middle, y, does, weight=weight)
+            if top == WEIGHTS:
+                words(axes, middle, top - 0.14, f"block {block}")
+        held = [(place(top, *at), holds(moment, *at)) for at in pieces]
+        # What has arrived: pieces of others; or the one piece that is now an average.
+        new = [
+            place(top, b, r, p)
+            for b, r, p in pieces
+            if (b in moment.came and r != p and top == WEIGHTS)
+            or (said.get(b) == "averaged" and r == p)
+        ]
+        cells(axes, held, new)
+    keep(figure, "zero", number, moment.alt)
+
+
+def main() -> None:
+    for number, moment in enumerate(MOMENTS, 1):
+        draw(number, moment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Pictures in steps, in a browser: clicked, by keyboard, without a script, on paper."""
+
+from __future__ import annotations
+
+import pytest
+
+STEPS = {"collectives": 7, "zero": 10, "pipeline": 9, "sequence_parallel": 6}
+SHOWN = "e => [...e.querySelectorAll('li')].map(x => getComputedStyle(x).visibility == 'visible')"
+
+
+def shown(box) -> list[int]:
+    """The numbers of the steps that can be seen, from 1."""
+    return [i for i, seen in enumerate(box.evaluate(SHOWN), 1) if seen]
+
+
+@pytest.mark.parametrize("topic", STEPS)
+def test_buttons_lead_through_the_steps(visit, topic):
+    seen = visit(f"lessons/{topic}.html", width=360)
+    box, count = seen.page.locator(".steps"), STEPS[topic]
+    back, forth = (box.get_by_role("button", name=name) for name in ("Previous", "Next"))
+    assert shown(box) == [1]
+    assert box.get_by_text(f"1 of {count}").is_visible()
+    assert (back.get_attribute("aria-disabled"), forth.get_attribute("aria-disabled")) == (
+        "true",
+        "false",
+    )
+    place = forth.bounding_box()["y"] - box.bounding_box()["y"]
+    high = box.bounding_box()["height"]
+    for step in range(2, count + 1):
+        forth.click()
+        assert shown(box) == [step]
+        assert box.get_by_text(f"{step} of {count}").is_visible()
+        assert box.locator("li").nth(step - 1).locator("svg").is_visible()
+        # Neither the buttons nor the page below move.
+        assert forth.bounding_box()["y"] - box.bounding_box()["y"] == place
+        assert box.bounding_box()["height"] == high
+    assert forth.get_attribute("aria-disabled") == "true"
+    forth.click(force=True)  # Playwright takes it for disabled, a reader may click
+    assert shown(box) == [count]
+    back.click()
+    assert shown(box) == [count - 1]
+    assert box.evaluate("e => e.scrollWidth <= e.clientWidth")
+    assert seen.wrong == []
+
+
+def test_keys_lead_through_the_steps(visit):
+    page = visit("lessons/zero.html").page
+    box, count = page.locator(".steps"), STEPS["zero"]
+    page.locator("a, button").first.focus()
+    box.get_by_role("button", name="Previous").focus()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Next"
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(outline) == "solid"
+    for key, step in (
+        ("Enter", 2),
+        ("Space", 3),
+        ("ArrowRight", 4),
+        ("ArrowLeft", 3),
+        ("End", count),
+        ("ArrowRight", count),
+        ("Home", 1),
+        ("ArrowLeft", 1),
+        ("Control+ArrowRight", 1),
+    ):
+        page.keyboard.press(key)
+        assert shown(box) == [step], key
+    # The focus stays where it was, on a button that does nothing at the moment, too.
+    assert page.evaluate("document.activeElement.textContent") == "Next"
+
+
+def test_what_changes_is_read_out(visit):
+    box = visit("lessons/pipeline.html").page.locator(".steps")
+    assert box.get_attribute("role") == "group"
+    assert box.get_attribute("aria-label") == "1F1B on four stages, six micro-batches, in steps"
+    assert box.locator(".steps-count").get_attribute("aria-live") == "polite"
+    assert box.locator("ol").get_attribute("aria-live") == "polite"
+    assert box.get_by_role("img").count() == 1  # the others are hidden from everybody
+    box.get_by_role("button", name="Next").click()
+    assert box.get_by_role("img").get_attribute("aria-label").startswith("Time 1 to 4.")
+
+
+@pytest.mark.parametrize("topic", STEPS)
+def test_without_a_script_all_steps_can_be_read(visit, topic):
+    page = visit(f"lessons/{topic}.html", java_script_enabled=False).page
+    items = page.locator(".steps li")
+    assert items.count() == STEPS[topic]
+    tops = [item.bounding_box()["y"] for item in items.all()]
+    assert tops == sorted(tops) and len(set(tops)) == len(tops)  # one below the other
+    assert all(item.locator("svg").is_visible() for item in items.all())
+    assert page.locator(".steps button").count() == 0
+
+
+def test_on_paper_all_steps_can_be_read(visit):
+    page = visit("lessons/collectives.html").page
+    page.emulate_media(media="print")
+    box = page.locator(".steps")
+    assert shown(box) == list(range(1, STEPS["collectives"] + 1))
+    tops = [item.bounding_box()["y"] for item in box.locator("li").all()]
+    assert tops == sorted(tops) and len(set(tops)) == len(tops)
+    assert not box.get_by_role("button").first.is_visible()
+
+
+def test_several_on_a_page_keep_apart(visit):
+    """The script takes each group for itself, and a second run of it changes nothing."""
+    page = visit("lessons/collectives.html").page
+    page.evaluate(
+        """async () => {
+          const copy = document.createElement("div");
+          copy.className = "steps";
+          copy.innerHTML = "<ol><li>one</li><li>two</li></ol>";
+          document.querySelector(".steps").after(copy);
+          const script = document.createElement("script");
+          script.src = document.querySelector("script[src*='steps.js']").src;
+          await new Promise((done) => { script.onload = done; document.body.append(script); });
+        }"""
+    )
+    first, second = page.locator(".steps").all()
+    second.get_by_role("button", name="Next").click()
+    assert (shown(first), shown(second)) == ([1], [2])
+    assert [box.get_by_role("button").count() for box in (first, second)] == [2, 2]

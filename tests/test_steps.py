@@ -1,0 +1,143 @@
+"""Pictures in steps: what the directive writes, and that the pictures are what scripts draw."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+from throwaway import Book
+
+from shardlab import pipeline, sequence_parallel, show
+
+FOLDER = show.ROOT / "figures/steps"
+TOPICS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "sheet")
+ITEM = "{0}. ![Two boxes, {0}](../figures/boxes.svg)\n\n   Sentence {0} says why.\n"
+STEPS = "\n:::{step-through} A & B\n" + "\n".join(map(ITEM.format, (1, 2, 3))) + ":::\n"
+
+
+def number(path: Path) -> int:
+    """The step's number in `zero_10.svg`."""
+    return int(path.stem.rpartition("_")[2])
+
+
+# --- The pictures -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_pictures_are_what_their_script_draws(topic: str, tmp_path: Path) -> None:
+    for name in ("sheet.py", f"{topic}.py"):
+        shutil.copy(FOLDER / name, tmp_path)
+    subprocess.run([sys.executable, tmp_path / f"{topic}.py"], check=True, cwd=tmp_path)
+    kept = {path.name: path.read_text("utf-8") for path in FOLDER.glob(f"{topic}_*.svg")}
+    assert {path.name: path.read_text("utf-8") for path in tmp_path.glob("*.svg")} == kept
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_pictures_are_small_and_of_one_size(topic: str) -> None:
+    texts = [path.read_text("utf-8") for path in FOLDER.glob(f"{topic}_*.svg")]
+    assert len(texts) >= 6
+    assert max(map(len, texts)) < 12_000
+    boxes = {re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text).groups() for text in texts}
+    assert len(boxes) == 1, "nothing but what moves may change from step to step"
+    wide = float(boxes.pop()[0]) * 4 / 3  # in pixels
+    least = min(float(size) * 4 / 3 for size in re.findall(r"font-size:([\d.]+)px", "".join(texts)))
+    assert least * min(1, 310 / wide) > 9, "on a phone, text has 9 pixels or more"
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_lessons_show_all_steps_in_order_and_describe_what_is_drawn(topic: str) -> None:
+    lesson = (show.ROOT / f"lessons/{topic}.md").read_text("utf-8")
+    block = re.search(r"^:::\{step-through\} \S.*?^:::$", lesson, re.DOTALL | re.MULTILINE)[0]
+    files = sorted(FOLDER.glob(f"{topic}_*.svg"), key=number)
+    items = re.findall(
+        r"^(\d+)\. !\[(.*?)\]\(\.\./figures/steps/(\w+\.svg)\)$", block, re.MULTILINE
+    )
+    assert [name for _, _, name in items] == [path.name for path in files]
+    assert [int(step) for step, _, _ in items] == [number(path) for path in files]
+    for (_, alt, _), path in zip(items, files, strict=True):
+        label = re.search(r'aria-label="([^"]*)"', path.read_text("utf-8"))[1]
+        assert alt == unescape(label)
+
+
+def test_what_the_sentences_of_1f1b_say() -> None:
+    whole = pipeline.simulate(pipeline.schedule("1f1b", 4, 6))
+    assert (whole.cost, set(whole.busy)) == (27, {18})
+    assert whole.bubble == pytest.approx(3 / 9)
+    gpipe = pipeline.simulate(pipeline.schedule("gpipe", 4, 6))
+    assert gpipe.bubble == pytest.approx(whole.bubble)
+    assert whole.peak_activations == (4, 3, 2, 1)
+    # From 10 to 18 no stage idles.
+    for spans in whole.spans:
+        inside = [min(s.end, 18) - max(s.begin, 10) for s in spans if s.begin < 18 and s.end > 10]
+        assert sum(inside) == 8
+
+
+def test_what_the_sentences_of_the_zig_zag_say() -> None:
+    tokens = 2**14  # so many that half a square and half its diagonal are half a square
+    turns = sequence_parallel.score_turns("zigzag", 8 * tokens, 4)
+    squares = [[pairs / tokens**2 for pairs in rank] for rank in turns]
+    assert squares == [pytest.approx([2] * 4, rel=1e-3)] * 4
+
+
+# --- The directive ----------------------------------------------------------------------------
+
+
+WRONG = {
+    "allowed is one ordered list, and here is paragraph": "Words.\n",
+    "allowed is one ordered list, and here is nothing": "",
+    "and here is enumerated_list, paragraph": ITEM.format(1) + ITEM.format(2) + "\nWords.\n",
+    "one step is a picture; allowed are two or more": ITEM.format(1),
+    "step 2 does not begin with ![what it shows](…)": ITEM.format(1) + "2. Words.\n",
+    "step 1 does not begin with": "1. ![](../figures/boxes.svg)\n\n   Why.\n" + ITEM.format(2),
+    "step 2 has a picture and no sentence": ITEM.format(1) + "2. ![a](../figures/boxes.svg)\n",
+}
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
+    """The small book: steps on its first page, none on its lesson, wrong ones on its last page."""
+    book = Book(tmp_path_factory.mktemp("steps"))
+    book.write("book/index.md", "# A book\n" + STEPS + "\nBetween.\n" + STEPS)
+    wrong = [f"\n:::{{step-through}} Title\n{content}:::\n" for content in WRONG.values()]
+    text = (book.root / "book/execution.md").read_text("utf-8")
+    book.write("book/execution.md", text + "".join(wrong))
+    book.status = book.build()
+    return book
+
+
+def test_steps_are_a_list_that_reads_without_a_script(book: Book) -> None:
+    page = book.page("book/index")
+    groups = re.findall(r'<div class="steps".*?</ol>\s*</div>', page, re.DOTALL)
+    assert len(groups) == 2
+    for group in groups:
+        assert group.startswith('<div class="steps" role="group" aria-label="A &amp; B, in steps">')
+        assert '<p class="steps-title">A &amp; B</p>' in group
+        assert re.findall(r'aria-label="(Two boxes, \d)"', group) == [
+            f"Two boxes, {step}" for step in (1, 2, 3)
+        ]
+        assert re.findall(r"Sentence \d", group) == ["Sentence 1", "Sentence 2", "Sentence 3"]
+        assert not re.search(r"<button|hidden", group)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_pages_without_steps_load_nothing_for_them(book: Book) -> None:
+    assert re.search(r'<script defer[^>]* src="\.\./_static/steps\.js', book.page("book/index"))
+    assert re.search(r'<link[^>]* href="\.\./_static/steps\.css', book.page("book/index"))
+    assert "_static/steps." not in book.page()
+    assert (book.root / "_build/html/_static/steps.js").stat().st_size < 2_000
+    assert (book.root / "_build/html/_static/steps.css").stat().st_size < 2_000
+
+
+def test_what_is_no_list_of_pictures_is_refused(book: Book) -> None:
+    assert book.status != 0
+    errors = [line for line in book.log.splitlines() if "ERROR" in line or "WARNING" in line]
+    assert len(errors) == len(WRONG)
+    for complaint, error in zip(WRONG, errors, strict=True):
+        assert re.search(r"book/execution\.md:\d+: ", error)
+        assert complaint in error

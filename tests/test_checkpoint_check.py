@@ -1,5 +1,6 @@
 """The exercises of lesson `checkpoint` help with the wrong answers that readers give."""
 
+import math
 import os
 
 import pytest
@@ -168,3 +169,38 @@ def test_plan(answer, words):
 
 def test_plan_row_by_row_is_right_too():
     assert check(plan(lambda rows, n: -(-rows // n)), "my_plan").ok
+
+
+def every(hold, wait=lambda size, write: size / write, root=2):
+    """An answer to `my_save_interval` from what it takes for the hold-up and the shortest wait."""
+
+    def answer(size, ranks, copy, write, mtbf):
+        return max(math.sqrt(root * hold(size, ranks, copy, write) * mtbf), wait(size, write))
+
+    return answer
+
+
+def own_share(size, ranks, copy, write):
+    return size / ranks / copy
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (every(own_share, lambda size, write: 0), "there is a shortest interval, too"),
+        (lambda size, ranks, copy, write, mtbf: size / write, "more often than it pays"),
+        (every(lambda size, ranks, copy, write: size / copy), "Each rank copies its own share"),
+        (every(lambda size, ranks, copy, write: size / write), "only the copy holds it up"),
+        (every(own_share, root=1), "A factor is missing under the root"),
+        (every(own_share, root=2 / 64), "that of the whole job already"),
+        (every(own_share, root=3), "is too large"),
+        (lambda *_: "often", "should be a number of seconds"),
+        (lambda size: size, "raised TypeError"),
+    ],
+)
+def test_save_interval(answer, words):
+    wrong(answer, "my_save_interval", words)
+
+
+def test_save_interval_is_youngs_or_what_storage_takes():
+    assert check(every(own_share), "my_save_interval").ok

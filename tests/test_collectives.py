@@ -599,4 +599,31 @@ def test_wrong_broadcast_large(answer, says: str) -> None:
     assert says in found.message
 
 
-# ------------------------------------------------------------------------------- pictures
+def bucket(size, latency, bandwidth, share):
+    return size * latency * bandwidth * (1 - share) / share
+
+
+def bucket_up_to_the_crossing(size, latency, bandwidth, share):
+    return collectives.CostModel(latency, bandwidth).crossover(size)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda n, a, b, s: bucket(1, a, b, s), "it has to be N times as large"),
+        (lambda n, a, b, s: n * a * b / s, "The share is of all the time"),
+        (lambda n, a, b, s: a * b / s, "and the share is of all the time"),
+        (lambda n, a, b, s: 2 * bucket(n, a, b, s), "both have bytes"),
+        (lambda n, a, b, s: bucket(2 * (n - 1), a, b, s), "Count 2 (N - 1)/N"),
+        (lambda n, a, b, s: bucket(n, a, b, s) / 4, "bytes are asked"),
+        (bucket_up_to_the_crossing, "begins to beat the tree"),
+        (lambda n, a, b, s: "25 MB", "should be a number of bytes"),
+        (lambda n, a: 0, "raised TypeError"),
+        (lambda n, a, b, s: 25e6 + n, "bytes, on 8 ranks, is too large"),
+    ],
+)
+def test_wrong_bucket_bytes(answer, says: str) -> None:
+    found = check(answer, "my_bucket_bytes")
+    assert not found.ok
+    assert says in found.message
+    assert check(bucket, "my_bucket_bytes").ok

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -573,6 +574,18 @@ def total_of(samples, group):
     return total
 
 
+def micro_batches(hidden=1, ring=True, with_forward=True, of_step=True, every=False):
+    def answer(size, n, bandwidth, forward, backward, share):
+        wire = (2 * (n - 1) / n if ring else 1) * size / bandwidth
+        work = backward + (forward if with_forward else 0)
+        waiting = max(0, wire - hidden * backward)
+        if every:
+            return max(1, math.ceil(wire / (backward + share / (1 - share) * work)))
+        return max(1, math.ceil(waiting * (1 - share if of_step else 1) / share / work))
+
+    return answer
+
+
 ANSWERS = [
     ("my_average_gradients", averaged, None),
     ("my_average_gradients", lambda module, group: ..., "nothing was averaged"),
@@ -600,6 +613,16 @@ ANSWERS = [
     ("overlap_floor", 0.19, "without any overlap"),
     ("overlap_floor", 0.10, "before forward"),
     ("overlap_floor", 0.09, "compute alone"),
+    ("my_micro_batches", micro_batches(), None),
+    ("my_micro_batches", lambda *job: None, "It returned None"),
+    ("my_micro_batches", lambda *job: 22.8, "It returned 22.8"),
+    ("my_micro_batches", lambda size, n: 1, "raised TypeError"),
+    ("my_micro_batches", lambda *job: 40, "With 2 GB on 8 ranks, 40 is too many."),
+    ("my_micro_batches", micro_batches(hidden=0), "let nothing overlap"),
+    ("my_micro_batches", micro_batches(ring=False), "and not the gradients once"),
+    ("my_micro_batches", micro_batches(with_forward=False), "computes forward passes as well"),
+    ("my_micro_batches", micro_batches(of_step=False), "waiting included"),
+    ("my_micro_batches", micro_batches(every=True), "the last one alone hides anything"),
 ]
 
 

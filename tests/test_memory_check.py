@@ -189,3 +189,55 @@ def backward_one_by_one(model, tokens, targets):
 
 def test_another_right_backward() -> None:
     assert check(backward_one_by_one, "my_backward").ok
+
+
+def pieces(config, batch, limit, fits="peak", divide=True, order=("none", "full"), **choices):
+    for recompute in order:
+        for piece in range(batch, 0, -1):
+            given = {"accumulate": piece < batch, **choices}
+            needs = memory.estimate(config, batch=piece, recompute=recompute, **given)
+            if (not divide or batch % piece == 0) and getattr(needs, fits) <= limit:
+                return piece, recompute
+    return None
+
+
+def pieces_as_steps(config, batch, limit):
+    return pieces(config, batch, limit, accumulate=False)
+
+
+def pieces_that_do_not_divide(config, batch, limit):
+    return pieces(config, batch, limit, divide=False)
+
+
+def pieces_recomputed_first(config, batch, limit):
+    return pieces(config, batch, limit, order=("full", "none"))
+
+
+def pieces_by_the_sum(config, batch, limit):
+    return pieces(config, batch, limit, fits="total")
+
+
+def pieces_never_recomputed(config, batch, limit):
+    return pieces(config, batch, limit, order=("none",))
+
+
+def pieces_of_one_when_nothing_fits(config, batch, limit):
+    return pieces(config, batch, limit) or (1, "full")
+
+
+PIECES = [
+    (pieces_as_steps, "The gradients of earlier pieces are there from the start"),
+    (pieces_that_do_not_divide, "pieces of 5 do not share out 12 evenly"),
+    (pieces_recomputed_first, "computes a third more"),
+    (pieces_by_the_sum, "Compare the peak with the limit"),
+    (pieces_never_recomputed, "None, but there is a way"),
+    (pieces_of_one_when_nothing_fits, "(1, 'full') needs 131 MB at its peak"),
+    (lambda config, batch, limit: batch, "expected is (sequences, 'none' or 'full') or None"),
+    (lambda config, batch, limit: (batch / 2, "none"), "allowed are 1 to 12"),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), PIECES)
+def test_micro_batches(answer, words: str) -> None:
+    assert words in said(answer, "my_micro_batch")
+    assert check(pieces, "my_micro_batch").ok

@@ -899,6 +899,14 @@ except Exception as error:
 #
 # In a real job, these show that it is set up right: the first checkpoint was loaded by another process; the loss of the first resumed step equals that of the run that went on; the time between two saves is near $\sqrt{2\delta M}$; the disk has room for one checkpoint more than `keep`.
 #
+# ```{admonition} On more GPUs
+# :class: note
+#
+# What is saved, and that training resumes with the same bits, does not depend on where ranks compute.
+# A second GPU would change the seconds of a save: each GPU copies its shards to the host over a connection of its own, at the same time as the others,
+# so the part for which training waits becomes shorter with every GPU, until the storage is the limit.
+# ```
+#
 # ## Exercises
 #
 # ```{exercise-start} Bytes of a checkpoint (easy)
@@ -1084,6 +1092,45 @@ def my_plan(rows, old, new, rank):
 
 
 check(my_plan)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Save in the background (design)
+# :label: ex-checkpoint-background
+# ```
+#
+# A checkpoint of `size` bytes is saved by `ranks_` ranks at once. Each copies its share to the host, at `copy` bytes per second, and training waits for that. Then training goes on while the shares are written; storage takes `write` bytes per second from all of them together. A save begins only when the one before is written. The job, all of it, fails every `mtbf` seconds.
+# Return after how many seconds of training to save, so that the least is lost.
+
+# %%
+def my_save_interval(size, ranks_, copy, write, mtbf):
+    pass  # your code
+
+
+check(my_save_interval)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-checkpoint-background
+# :label: sol-checkpoint-background
+# :class: dropdown
+# ```
+#
+# The copy alone holds training up, so it alone stands under the root. What storage takes is the least that there can be between two saves.
+
+# %%
+def my_save_interval(size, ranks_, copy, write, mtbf):
+    held_up = size / ranks_ / copy
+    return max(math.sqrt(2 * held_up * mtbf), size / write)
+
+
+check(my_save_interval)
 
 # %% [markdown]
 # ```{solution-end}

@@ -297,12 +297,43 @@ show.source(*trees, collectives.all_reduce_naive, collectives.barrier, fold=4)
 # The ring {cite}`patarasuk2009ring` cuts the tensor into $N$ pieces and keeps every rank busy in every step.
 # Each rank only ever sends to the next one.
 #
-# ![The ring all-reduce on four ranks, step by step. In every step each rank sends one piece to the next. In steps 1 to 3 the piece that arrives is added to the rank's own: after step 3 rank r holds the complete sum of piece r. In steps 4 to 6 the complete sums go around: after step 6 every rank holds all four.](../figures/collectives_ring.svg)
+# :::{step-through} The ring all-reduce on four ranks
+# 1. ![The start. A table: a row for each of four ranks, a column for each of four pieces. Each rank holds four pieces of its own, in its own colour.](../figures/steps/collectives_1.svg)
 #
-# Follow piece 0, the first column, through the left half.
+#    Every rank has a tensor of its own, cut into four pieces.
+#
+# 2. ![Step 1: rank 0 sends piece 3 to rank 1, rank 1 sends piece 0 to rank 2, rank 2 sends piece 1 to rank 3, rank 3 sends piece 2 to rank 0. What arrives is added there, and now holds the numbers of two ranks.](../figures/steps/collectives_2.svg)
+#
+#    Each rank sends one piece to the next rank, which adds it to its own.
+#    No two ranks send the same piece, so all of them send and receive at once.
+#
+# 3. ![Step 2: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. What arrives is added there, and now holds the numbers of three ranks.](../figures/steps/collectives_3.svg)
+#
+#    What has just arrived goes on: each rank sends the sum of two shares, and the next one adds the third.
+#
+# 4. ![Step 3: rank 0 sends piece 1 to rank 1, rank 1 sends piece 2 to rank 2, rank 2 sends piece 3 to rank 3, rank 3 sends piece 0 to rank 0. What arrives is added there, and now holds the numbers of all four ranks.](../figures/steps/collectives_4.svg)
+#
+#    The fourth share comes in: rank 0 has the complete sum of piece 0, rank 1 that of piece 1, and so on. This was a reduce-scatter.
+#    Each rank has sent three of its four pieces.
+#
+# 5. ![Step 4: rank 0 sends piece 0 to rank 1, rank 1 sends piece 1 to rank 2, rank 2 sends piece 2 to rank 3, rank 3 sends piece 3 to rank 0. What arrives is complete, and replaces what was there: every rank now has two complete pieces.](../figures/steps/collectives_5.svg)
+#
+#    Now the complete pieces go around. Nothing is added any more: what arrives replaces what was there.
+#
+# 6. ![Step 5: rank 0 sends piece 3 to rank 1, rank 1 sends piece 0 to rank 2, rank 2 sends piece 1 to rank 3, rank 3 sends piece 2 to rank 0. What arrives is complete, and replaces what was there: every rank now has three.](../figures/steps/collectives_6.svg)
+#
+#    Each rank passes on what has just arrived.
+#
+# 7. ![Step 6: rank 0 sends piece 2 to rank 1, rank 1 sends piece 3 to rank 2, rank 2 sends piece 0 to rank 3, rank 3 sends piece 1 to rank 0. What arrives is complete, and replaces what was there: every rank now has all four.](../figures/steps/collectives_7.svg)
+#
+#    Every rank has all four sums: this was an all-gather, three pieces again.
+#    Together each rank has sent 6 pieces of 4, which is $2(N-1)/N$ of its tensor.
+# :::
+#
+# The thick outline marks what has just arrived, and the arrows where it came from.
+# Follow piece 0, the first column.
 # It sets out from rank 1, collects rank 2's share, then rank 3's, and comes home to rank 0 in step 3, complete.
-# The thick outline marks what has just arrived.
-# In the right half nothing is added any more: the complete pieces go around once.
+# In steps 4 to 6 it goes around once more, and every rank keeps a copy.
 
 # %%
 show.source(
@@ -910,6 +941,8 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 #
 # Every rank has to make the same calls, in the same order, with the same sizes.
 # Nothing checks that. Here is what each mistake looks like.
+#
+# ![Four mistakes. Another order: rank 1 begins with a broadcast, the others with an all-reduce. One rank missing: rank 2 does not call, and the others wait. Another shape: rank 2 sums three numbers, the others four. Another tensor: rank 0 sums a, then b, rank 1 b, then a; nobody waits, and both sums are a + b.](../figures/collectives_mistakes.svg)
 
 # %% tags=["hide-input"]
 def failure(function):
@@ -1026,13 +1059,21 @@ print(message)
 # | tree | $2\lceil\log_2 N\rceil$ latencies: 20 on 1,024 ranks | the busiest rank sends $\lceil\log_2 N\rceil\, S$ down alone: 2 S on 4 ranks, and half the ranks idle |
 # | ring | less than 2 S per rank for any $N$, all links busy; halves useful on their own | $2(N-1)$ latencies: 2,046 on 1,024 ranks, 20 ms at 10 µs each |
 #
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Bytes, messages and results on this page are those of any machine; the seconds are those of a loopback and of an emulated link, because all ranks share one machine.
+# A second GPU would add a real link: fit $\alpha$ and $\beta$ to it, and the crossing of ring and tree moves to where your job has it.
+# It would also bring nccl, whose own choice of algorithm you could then see change with the size.
+# ```
+#
 # ## Exercises
 #
-# ```{exercise-start} Bytes of a ring
+# ```{exercise-start} Bytes of a ring (easy)
 # :label: ex-collectives-ring-bytes
 # ```
 #
-# Easy. Four ranks all-reduce ten `float32` numbers with the ring.
+# Four ranks all-reduce ten `float32` numbers with the ring.
 # How many bytes does rank 0 send?
 
 # %%
@@ -1058,11 +1099,11 @@ check((40 - 12) + (40 - 12), "ring_bytes")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} The largest instead of the sum
+# ```{exercise-start} The largest instead of the sum (medium)
 # :label: ex-collectives-max
 # ```
 #
-# Medium. Write an all-reduce that leaves the element-wise *maximum* on all ranks, in place.
+# Write an all-reduce that leaves the element-wise *maximum* on all ranks, in place.
 # Loss scaling in mixed precision needs one: has any rank seen an infinity?
 # You may use `ranks.isend` and `ranks.irecv`, and everything in this lesson's module.
 
@@ -1100,11 +1141,11 @@ check(all_reduce_max)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Find the deadlock
+# ```{exercise-start} Find the deadlock (medium)
 # :label: ex-collectives-shift
 # ```
 #
-# Medium. Every rank wants to hand its tensor to the next one, and to return what the one before handed over.
+# Every rank wants to hand its tensor to the next one, and to return what the one before handed over.
 # This function looks right, and hangs. Repair it.
 
 # %%
@@ -1150,11 +1191,11 @@ check(shift)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} A broadcast for large tensors
+# ```{exercise-start} A broadcast for large tensors (hard)
 # :label: ex-collectives-broadcast
 # ```
 #
-# Hard. In the tree, the root of a broadcast to four ranks sends 2 S, and to 1,024 ranks 10 S.
+# In the tree, the root of a broadcast to four ranks sends 2 S, and to 1,024 ranks 10 S.
 # Write one in which no rank ever sends more than $2\,\frac{N-1}{N} S$, in pieces of an $N$-th.
 # It works in place, for any root. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
 
@@ -1192,6 +1233,46 @@ def broadcast_large(tensor, root, group):
 
 
 check(broadcast_large)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} How large should a bucket be? (design)
+# :label: ex-collectives-bucket
+# ```
+#
+# Gradients are joined into buckets, and a ring all-reduces each of them on `size` ranks. A message takes `latency` seconds and its bytes over `bandwidth`, in bytes per second.
+# Return the smallest bucket, in bytes, of whose all-reduce at most the share `share` is latency: 0.1 for a tenth of its time. Take the pieces as equal.
+# What does that say about buckets on a thousand ranks?
+
+# %%
+def my_bucket_bytes(size, latency, bandwidth, share):
+    pass  # your code
+
+
+check(my_bucket_bytes)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-collectives-bucket
+# :label: sol-collectives-bucket
+# :class: dropdown
+# ```
+#
+# $2(N-1)$ messages, each of an $N$-th of the bucket $n$: latency is $\alpha / (\alpha + \beta n / N)$ of the time, whatever the number of messages.
+# So $n = N \frac{\alpha}{\beta} \frac{1 - \text{share}}{\text{share}}$: on a thousand ranks buckets have to be a hundred times what suits ten, or the ring is the wrong way.
+
+# %%
+def my_bucket_bytes(size, latency, bandwidth, share):
+    return size * latency * bandwidth * (1 - share) / share
+
+
+check(my_bucket_bytes)
 
 # %% [markdown]
 # ```{solution-end}

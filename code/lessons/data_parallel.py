@@ -1078,6 +1078,14 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 #
 # In a real job, these show that it is set up right: `drift` is 0 after the first step; the throughput with $N$ ranks is near $N$ times that of one; bytes sent are $2\frac{N-1}{N}$ of the gradients' size per *step*, not per micro-batch; the loss of step 1 on $N$ ranks equals that of one process on the joined batch.
 #
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Here the link is emulated and the cores are shared, so the overlap that you see is that of waiting, not of copying.
+# A second GPU would show the overlap that jobs live on: nccl's all-reduce beside backward's kernels, and what it takes from them in processors and memory bandwidth.
+# Gradients, buckets and bytes would be the same.
+# ```
+#
 # ## Exercises
 #
 # Each exercise has a check that runs your answer on real ranks.
@@ -1262,6 +1270,49 @@ def my_accumulate(model, loss_of, micro_batches):
 
 
 check(my_accumulate)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} How much to accumulate? (design)
+# :label: ex-data-parallel-micro-batches
+# ```
+#
+# On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward hides as much of the all-reduce as it takes time.
+# Return the least number of micro-batches with which ranks wait for at most the share `share` of the step. Latency and the first bucket's backward do not count.
+
+# %%
+def my_micro_batches(size, n, bandwidth, forward, backward, share):
+    pass  # your code
+
+
+check(my_micro_batches)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-data-parallel-micro-batches
+# :label: sol-data-parallel-micro-batches
+# :class: dropdown
+# ```
+#
+# What is left of the wire after one backward is waited for, however many micro-batches there are. With $w$ of it and $m$ of them the share is $w / (w + m (f + b))$.
+# So a slow link is paid for with a larger batch, which the learning rate has to bear.
+
+# %%
+def my_micro_batches(size, n, bandwidth, forward, backward, share):
+    waiting = max(0, 2 * (n - 1) / n * size / bandwidth - backward)
+    m = 1
+    while waiting > share * (waiting + m * (forward + backward)):
+        m += 1
+    return m
+
+
+check(my_micro_batches)
 
 # %% [markdown]
 # ```{solution-end}

@@ -728,6 +728,14 @@ except ValueError as error:
 # - Memory does not fall from stage 2 to 3: most of it is activations, which ZeRO does not touch.
 # - `engine.train_batch_size()` (but see its box), `engine.zero_optimization_stage()` and `engine.gradient_clipping()` are what the engine believes. Print them in the first line of every job's log.
 #
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Equality and bytes carry over from here; DeepSpeed's times do not, for its ranks talk through gloo.
+# A second GPU would bring nccl and `overlap_comm`: how much of stage 3 hides behind compute,
+# and offload with a host connection for each GPU. The lab's table of tokens per second and cost is the one to fill in again.
+# ```
+#
 # ## Exercises
 #
 # Each exercise has a check; the third runs DeepSpeed on two real ranks.
@@ -872,7 +880,7 @@ check(my_accumulation)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Choose (hard)
+# ```{exercise-start} Choose (design)
 # :label: ex-deepspeed-engine-choose
 # ```
 #

@@ -705,6 +705,14 @@ show.table(rows, ["ranks", *head], caption="Relative error of a product in bfloa
 # ZeRO's stage 3 gathers $B$ first, as above.
 # Tensor parallelism cuts weights, by columns and by the inner dimension.
 #
+# ```{admonition} On more GPUs
+# :class: note
+#
+# One GPU shows what a thinner shard does to the rate of one rank; ranks that share it, or share cores, do not compute at the same time on hardware of their own.
+# A second GPU would make the size from which splitting pays a measured one, with a real link in it,
+# and show how much of the gathering a library hides behind the next product.
+# ```
+#
 # ## Exercises
 #
 # Each has a check; where ranks are needed, it runs your answer on real ones.

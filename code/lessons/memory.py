@@ -165,7 +165,7 @@ print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
 # But steps are small beside the weights: bfloat16 has two to three decimal digits, and adding 0.0001 to 1 changes nothing in it.
 # So the optimizer keeps a float32 copy of the weights, the *master weights*, beside its moments: $2 + 2 + 4 + 8 = 16$ {cite}`rajbhandari2020zero`.
 #
-# ![Bytes of states for each parameter, in six recipes, as stacked bars: weights, gradients, optimizer.](../figures/memory_recipes.svg)
+# ![Bytes of states for each parameter, as bars of weights, gradients and optimizer. float32: 16; bfloat16, float32 master: 16; … and float32 gradients: 18; 8-bit moments: 10; bfloat16, momentum: 12; bfloat16, SGD: 8 bytes.](../figures/memory_recipes.svg)
 #
 # Here is the whole calculation. `zero`, `dp`, `tp` and `pp` say how many ranks share what; on one rank all are 1 or 0, and you can read past them.
 
@@ -473,7 +473,7 @@ show.table(rows, head)
 # So when do activations matter more than states? The states are fixed by the model; activations grow with the tokens on the GPU, $bs$.
 # On each line of the picture both are equal; above it, activations are the larger part.
 #
-# ![Llama 3 8B: for each sequence length, the number of sequences at which activations become larger than states, for plain attention, fused attention and full recomputation.](../figures/memory_overtake.svg)
+# ![Llama 3 8B: the number of sequences, for each sequence length, at which activations become larger than the states. With fused attention it is the product of the two that counts; with plain attention long sequences count twice; recomputing every layer moves the line up.](../figures/memory_overtake.svg)
 #
 # With fused attention only the product counts: four sequences of 2048 tokens weigh as much as one of 8192.
 # Where the attention matrix is kept, a long sequence counts twice, and the line falls more steeply.
@@ -484,6 +484,8 @@ show.table(rows, head)
 #
 # A layer's activations can be computed again from its input. So keep the inputs alone, $bsh$ numbers for each layer instead of about $17\,bsh$, and run each layer's forward once more when backward gets there.
 # In PyTorch that is one call, `torch.utils.checkpoint.checkpoint`, around each block: the function `recomputed` above.
+#
+# ![Activations of four layers in time, twice. Keep all: each layer's stay from its forward to its backward, and at the end of forward all four are there. Recompute: each layer keeps its input alone, runs forward again right before its backward, and only one layer's activations are whole at any time.](../figures/memory_recompute.svg)
 #
 # A step costs about two units of arithmetic in backward for each in forward, so one more forward is a third more. The cell measures what it saves and what it costs, alternating.
 
@@ -784,6 +786,14 @@ status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 assert status == 0
 
 # %% [markdown]
+# ```{admonition} On more GPUs
+# :class: note
+#
+# This page measures a whole step on one rank, and on one GPU where there is one; what eight ranks would hold it predicts.
+# A second GPU would let you hold the sharded states against an allocator's peak,
+# and show what no estimate here contains: the buffers that nccl takes as soon as there is a link to another GPU.
+# ```
+#
 # ## Exercises
 #
 # Each exercise has a check that runs your answer; the last two count every byte that your code holds.
@@ -1009,6 +1019,53 @@ def my_backward(model, tokens, targets):
 
 
 check(my_backward)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} How small, and at what price? (design)
+# :label: ex-memory-pieces
+# ```
+#
+# A step of `batch` sequences has to fit into `limit` bytes. Two things help: micro-batches, whose gradients add up, and recomputing every layer.
+# Return `(sequences, recompute)`: micro-batches of equal size, as large as possible, and `"none"` or `"full"`. Recomputation costs arithmetic, so it comes only where no size fits without it. If nothing fits, return `None`.
+# What do the gradients of the micro-batches before have to do with it?
+
+# %%
+def my_micro_batch(config, batch, limit):
+    pass  # your code; memory.estimate(config, batch=…, recompute=…, …) may help
+
+
+check(my_micro_batch)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-memory-pieces
+# :label: sol-memory-pieces
+# :class: dropdown
+# ```
+#
+# With more than one micro-batch gradients are held from the start, so a step of six needs less than a micro-batch of six.
+
+# %%
+def my_micro_batch(config, batch, limit):
+    sizes = [size for size in range(batch, 0, -1) if batch % size == 0]
+    for recompute in ("none", "full"):
+        for size in sizes:
+            needs = memory.estimate(
+                config, batch=size, recompute=recompute, accumulate=size < batch
+            )
+            if needs.peak <= limit:
+                return size, recompute
+    return None
+
+
+check(my_micro_batch)
 
 # %% [markdown]
 # ```{solution-end}

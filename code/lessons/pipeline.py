@@ -223,6 +223,49 @@ assert abs(measured - predicted) < 0.1  # sleeps end late on a busy machine
 show.source(pipeline.one_f_one_b, pipeline.schedules._built)
 
 # %% [markdown]
+# Here it is, with the passes of each step in a thick outline:
+#
+# :::{step-through} 1F1B on four stages, six micro-batches
+# 1. ![Time 0 to 1. Stage 0: forward 0; then holds 0. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_1.svg)
+#
+#    A forward takes 1, a backward 2. Stage 0 begins, and the others have nothing to do.
+#    What a forward keeps for its backward is counted below.
+#
+# 2. ![Time 1 to 4. Stage 0: forward 1, forward 2, forward 3; then holds 0, 1, 2, 3. Stage 1: forward 0, forward 1, forward 2; then holds 0, 1, 2. Stage 2: forward 0, forward 1; then holds 0, 1. Stage 3: forward 0; then holds 0.](../figures/steps/pipeline_2.svg)
+#
+#    The pipeline fills. Stage 0 has run four forwards and stops: it holds as many micro-batches as there are stages, and will never hold more.
+#
+# 3. ![Time 4 to 6. Stage 0: idle; then holds 0, 1, 2, 3. Stage 1: idle; then holds 0, 1, 2. Stage 2: idle; then holds 0, 1. Stage 3: backward 0; then holds nothing.](../figures/steps/pipeline_3.svg)
+#
+#    Micro-batch 0 has reached the last stage, and its backward begins at once. When it ends, stage 3 frees what it kept. The others wait.
+#
+# 4. ![Time 6 to 10. Stage 0: idle; then holds 0, 1, 2, 3. Stage 1: backward 0; then holds 1, 2. Stage 2: backward 0, forward 2, backward 1; then holds 1, 2. Stage 3: forward 1, backward 1, forward 2; then holds 2.](../figures/steps/pipeline_4.svg)
+#
+#    The backward of micro-batch 0 travels back. Behind it each stage alternates: one forward, one backward.
+#
+# 5. ![Time 10 to 13. Stage 0: backward 0, forward 4; then holds 1, 2, 3, 4. Stage 1: forward 3, backward 1; then holds 2, 3. Stage 2: backward 1, forward 3, backward 2; then holds 2, 3. Stage 3: backward 2, forward 3; then holds 3.](../figures/steps/pipeline_5.svg)
+#
+#    It has reached stage 0, which frees micro-batch 0 and takes in micro-batch 4 for it. It holds four, as before.
+#
+# 6. ![Time 13 to 16. Stage 0: backward 1, forward 5; then holds 2, 3, 4, 5. Stage 1: forward 4, backward 2; then holds 3, 4. Stage 2: backward 2, forward 4, backward 3; then holds 3, 4. Stage 3: backward 3, forward 4; then holds 4.](../figures/steps/pipeline_6.svg)
+#
+#    In the middle no stage idles, and none holds more than it did.
+#
+# 7. ![Time 16 to 19. Stage 0: backward 2; then holds 3, 4, 5. Stage 1: forward 5, backward 3; then holds 4, 5. Stage 2: backward 3, forward 5, backward 4; then holds 4, 5. Stage 3: backward 4, forward 5; then holds 5.](../figures/steps/pipeline_7.svg)
+#
+#    Stage 0 has no forward left, and waits for backwards.
+#
+# 8. ![Time 19 to 22. Stage 0: backward 3; then holds 4, 5. Stage 1: backward 4; then holds 5. Stage 2: backward 4, backward 5; then holds 5. Stage 3: backward 5; then holds nothing.](../figures/steps/pipeline_8.svg)
+#
+#    The pipeline drains, as it was filled. Stage 3 is the first to be done.
+#
+# 9. ![Time 22 to 27. Stage 0: backward 4, backward 5; then holds nothing. Stage 1: backward 5; then holds nothing. Stage 2: backward 5; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_9.svg)
+#
+#    The step takes 27, and each stage has computed for $6 \cdot 3 = 18$. The bubble is a third: $(p-1)/(m+p-1) = 3/9$, as for GPipe.
+# :::
+#
+# Beside GPipe, with eight micro-batches:
+#
 # ![GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have the same bubble. At its fullest each stage of GPipe holds activations of 8 micro-batches, those of 1F1B of 4, 3, 2 and 1.](../figures/pipeline_memory.svg)
 #
 # The bubble is the same: the same pipeline is filled and drained. What 1F1B buys is room for a larger $m$, and *that* makes the bubble smaller.
@@ -972,6 +1015,14 @@ show.table(rows, ["four micro-batches", "the gradient's norm, of the right one"]
 # | Any layer, as it is; ZB-V without a bubble at 1F1B's memory | A split backward changes every linear layer, and two chunks double the messages |
 #
 # In a real job these show that it is set up right: the first loss and the first norm of the gradients equal those of one process; memory falls from the first stage to the last with 1F1B; with twice the micro-batches of the same size a step takes less than twice as long, by the bubble.
+#
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Stages that share a processor cannot work at the same time, so where this page shows time, its stages sleep instead of computing, or share what there is.
+# A second GPU would give two stages that really compute at once: the measured bubble beside the predicted one, for true passes,
+# and messages that travel from GPU to GPU while both go on.
+# ```
 #
 # ## Exercises
 #

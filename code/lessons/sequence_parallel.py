@@ -380,6 +380,35 @@ show.source(sp.ring._Ring.forward, sp.ring._attend)
 #
 # Cut into contiguous shares, rank 0 is done after turn 0, and the last rank has work in every turn.
 # So cut into $2N$ pieces, and give rank $r$ an early one and a late one, $r$ and $2N-1-r$: the *zig-zag*. (Striped attention deals out single tokens, to the same end {cite}`brandon2023striped`.)
+#
+# :::{step-through} A causal ring in a zig-zag, on four ranks
+# 1. ![Before the first turn. A square of eight rows, the pieces' queries, and eight columns, their keys; only what is on and below its diagonal is needed. Of the pieces rank 0 has 0 and 7; rank 1 has 1 and 6; rank 2 has 2 and 5; rank 3 has 3 and 4.](../figures/steps/sequence_parallel_1.svg)
+#
+#    Eight pieces: rank 0 has queries and keys of pieces 0 and 7, rank 1 of 1 and 6, and so on.
+#    What has to be computed lies on the diagonal and below it.
+#
+# 2. ![Turn 0. Queries to keys: rank 0 has keys 0 and 7: 0 to 0 (half), 7 to 0, 7 to 7 (half); rank 1 has keys 1 and 6: 1 to 1 (half), 6 to 1, 6 to 6 (half); rank 2 has keys 2 and 5: 2 to 2 (half), 5 to 2, 5 to 5 (half); rank 3 has keys 3 and 4: 3 to 3 (half), 4 to 3, 4 to 4 (half). Two squares of work for each rank.](../figures/steps/sequence_parallel_2.svg)
+#
+#    In turn 0 every rank has its own keys. On the diagonal half a square is needed, twice; with the whole one that makes two squares of work for each rank.
+#
+# 3. ![Turn 1. Queries to keys: rank 0 has keys 3 and 4: 7 to 3, 7 to 4; rank 1 has keys 0 and 7: 1 to 0, 6 to 0; rank 2 has keys 1 and 6: 2 to 1, 5 to 1; rank 3 has keys 2 and 5: 3 to 2, 4 to 2. Two squares of work for each rank.](../figures/steps/sequence_parallel_3.svg)
+#
+#    The keys have moved on by a rank. Rank 0 has those of pieces 3 and 4: its late queries come after both, its early ones after neither.
+#    Rank 1 has 0 and 7: both of its pieces come after 0, none after 7. Two squares again.
+#
+# 4. ![Turn 2. Queries to keys: rank 0 has keys 2 and 5: 7 to 2, 7 to 5; rank 1 has keys 3 and 4: 6 to 3, 6 to 4; rank 2 has keys 0 and 7: 2 to 0, 5 to 0; rank 3 has keys 1 and 6: 3 to 1, 4 to 1. Two squares of work for each rank.](../figures/steps/sequence_parallel_4.svg)
+#
+#    Two squares in every turn: one piece of queries with both of keys, or both of queries with one of keys.
+#
+# 5. ![Turn 3. Queries to keys: rank 0 has keys 1 and 6: 7 to 1, 7 to 6; rank 1 has keys 2 and 5: 6 to 2, 6 to 5; rank 2 has keys 3 and 4: 5 to 3, 5 to 4; rank 3 has keys 0 and 7: 3 to 0, 4 to 0. Two squares of work for each rank.](../figures/steps/sequence_parallel_5.svg)
+#
+#    In the last turn every rank meets the keys that it has not met yet.
+#
+# 6. ![After four turns. All squares below the diagonal and the halves on it are computed, eight squares of work by each rank: those in the rows of its two pieces.](../figures/steps/sequence_parallel_6.svg)
+#
+#    Each rank has computed the rows of its two pieces, 8 squares of 32. In no turn did one have to wait for another.
+# :::
+#
 # What is left of a block of keys is then always half, whoever they come from:
 
 # %%
@@ -1037,6 +1066,14 @@ _ = ranks.run(lambda: refused() if dist.get_rank() == 0 else None, 4, device="cp
 # The two halves multiply: with $t = 8$ in a machine and $N = 16$ machines, a rank has $s/128$ tokens between the cut matrices. And rings of all-to-alls exist: heads within a machine, keys round the machines.
 # Llama 3 405B was trained at 131,072 tokens with 8 tensor-parallel ranks times 16 along the context {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. With grouped keys they are small, and a mask may then be anything.
 # In a real job these show that it is set up right: the first loss and the first gradient norm equal those of one process on the same tokens; activations fall with $1/t$, not by half; all ranks take equally long in attention.
+#
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Both attentions are equal to one process and their bytes are counted; that the ring hides its hops behind its blocks is said of an emulated link.
+# With two GPUs this page also runs PyTorch's own context parallelism, which needs their kernels, beside ours.
+# They would show whether NVLink is fast enough for your block size, and let you train on the context that the tables promise.
+# ```
 #
 # ## Exercises
 #

@@ -1183,6 +1183,14 @@ show.table(rows, ["rank", "one process", "tp.clip_grad_norm_", "torch's"], capti
 #
 # In a real job these show that it is set up right: the first loss and the first norm of the gradients are those of one process; norms' weights are equal on all ranks of a group, to the bit, after a thousand steps; a profile shows four all-reduces for each block and step, and none between queries and keys.
 #
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Results, held bytes and sent bytes are exact here; seconds are those of ranks that share a machine, or of an emulated wire.
+# A second GPU, linked to the first, would show the one number that decides: what four waited-for all-reduces a layer cost beside products of half the size,
+# over NVLink and, where you can choose, over PCIe.
+# ```
+#
 # ## Exercises
 #
 # Each exercise has a check; where ranks are needed, it runs your answer on real ones.

@@ -248,9 +248,56 @@ show.source(zero.Unit.launch, zero.Unit.wait, zero.Unit.free)
 #
 # If the rank waited for each gather, it would stand still twice per block. So while a block computes, the next one is under way.
 #
+# Step through it. A cell's colour is that of the rank whose shard it is, in the lower half of the rank whose batch is in it, and a thick outline marks what has just arrived.
+#
+# :::{step-through} Stage 3 on four ranks, three blocks
+# 1. ![Before the step. Two tables, weights above and gradients below, with a row for each of four ranks and three blocks side by side, each cut into four pieces. Of each block's weights rank r holds piece r alone. There are no gradients.](../figures/steps/zero_1.svg)
+#
+#    Between steps each rank has a quarter of every block's weights, and no gradients.
+#
+# 2. ![Block 1 is gathered: each rank sends its piece, and every rank now has all four pieces of block 1. Of blocks 2 and 3 each rank still has its own piece alone.](../figures/steps/zero_2.svg)
+#
+#    Before the first forward block 1 is gathered: an all-gather gives every rank the three quarters that it lacks.
+#
+# 3. ![Every rank computes the forward of block 1 while block 2 is gathered: blocks 1 and 2 are whole on every rank, block 3 is in shards.](../figures/steps/zero_3.svg)
+#
+#    Each rank computes block 1 on its own batch. Meanwhile block 2 is under way, and nobody will wait for it.
+#
+# 4. ![Block 1 is freed, down to each rank's own piece. Every rank computes the forward of block 2 while block 3 is gathered: blocks 2 and 3 are whole.](../figures/steps/zero_4.svg)
+#
+#    Block 1 is through: each rank gives back all but its own quarter. So two blocks are whole, and never more.
+#
+# 5. ![Block 2 is freed. Every rank computes the forward of block 3, the only one that is whole.](../figures/steps/zero_5.svg)
+#
+#    The last block computes. Nothing is left to gather.
+#
+# 6. ![Block 3 was freed after its forward like the others. While every rank computes its loss, block 3 is gathered again, for backward.](../figures/steps/zero_6.svg)
+#
+#    Block 3 was freed like the others. For backward it comes back, while the ranks compute their losses.
+#
+# 7. ![Every rank computes the backward of block 3 while block 2 is gathered: blocks 2 and 3 are whole. In the lower table every rank has all four pieces of block 3's gradients, of its own batch.](../figures/steps/zero_7.svg)
+#
+#    Backward runs the other way. Each rank gets the gradients of its own batch, and block 2 is under way.
+#
+# 8. ![Block 3's weights are freed and its gradients reduce-scattered: rank r keeps piece r, the average over all four ranks. Every rank computes the backward of block 2, whose gradients it now has of its own batch, while block 1 is gathered: blocks 1 and 2 are whole.](../figures/steps/zero_8.svg)
+#
+#    A reduce-scatter averages block 3's gradients over the ranks, and each rank keeps its quarter of the average.
+#
+# 9. ![Block 2's weights are freed and its gradients reduce-scattered. Every rank computes the backward of block 1, the only one that is whole, and has its gradients of its own batch.](../figures/steps/zero_9.svg)
+#
+#    The same for block 2, while block 1 computes.
+#
+# 10. ![Block 1's weights are freed and its gradients reduce-scattered. Of the weights and of the averaged gradients of all three blocks rank r now holds piece r and nothing else.](../figures/steps/zero_10.svg)
+#
+#     Each rank has a quarter of the weights and a quarter of the gradients, and steps that quarter.
+#     No all-gather follows: the next forward gathers what it needs.
+# :::
+#
+# The same on one rank, with four blocks and with the wire drawn beside what computes:
+#
 # ![Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire gathers the next one's weights, in backward the one before; in the first half of a block's backward it carries the gradients of the block behind. Each block is whole in memory twice, and at most two are whole at a time; the rest of the time it is a shard.](../figures/zero_life.svg)
 #
-# Three hooks make this picture: before a unit's forward, before its backward, and after its backward.
+# Three hooks do this: before a unit's forward, before its backward, and after its backward.
 # Look for `unit.wait()`, then for who calls `_prefetch`.
 
 # %%
@@ -1028,6 +1075,14 @@ show.table(rows, ["saved by rank 0 of 4, stage 3", "elements", "of the model (%)
 #
 # Take the lowest stage that fits: each next one has more to wait for.
 # In a real job these show that it is set up right: held bytes per rank fall with $N$ as predicted; the peak falls when units get smaller; the norm in the log is the same on all ranks; the first loss equals that of one process.
+#
+# ```{admonition} On more GPUs
+# :class: note
+#
+# What each rank holds and sends is counted here, and stays the same on any number of GPUs of their own.
+# A second GPU would add the seconds: whether stage 3 gathers the next block in the time that this one computes, and from what size of block on.
+# Here blocks that sleep and an emulated link stand for it.
+# ```
 #
 # ## Exercises
 #

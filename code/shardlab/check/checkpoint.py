@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from shardlab.check import Wrong, exercise, number
+from shardlab.checkpoint import best_interval
 
 
 @exercise("checkpoint_bytes")
@@ -230,3 +232,33 @@ def _rows_of(plan: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
 def _words(plan: list[tuple[int, int, int]]) -> str:
     rows = sorted(row for _, row in _rows_of(plan))
     return f"{rows[0]} to {rows[-1]}" if rows else "none"
+
+
+# Bytes, ranks, bytes/s of a rank to its host, bytes/s of all ranks to storage, seconds between two
+# failures of the job: storage that keeps up with the best interval, and storage that does not.
+_SAVERS = ((96e9, 64, 20e9, 25e9, 154_800.0), (12e12, 1024, 20e9, 10e9, 14_400.0))
+
+
+@exercise("my_save_interval")
+def _(answer: Callable[..., Any]) -> str:
+    for size, ranks, copy, write, mtbf in _SAVERS:
+        try:
+            found = answer(size, ranks, copy, write, mtbf)
+        except Exception as error:
+            raise Wrong(f"Your function raised {type(error).__name__}: {error}") from None
+        held_up, written = size / ranks / copy, size / write
+        best = best_interval(held_up, mtbf)
+        hints = {
+            best: "The save before is not written by then: there is a shortest interval, too.",
+            written: "Saving as fast as storage can holds training up more often than it pays.",
+            best_interval(size / copy, mtbf): "Each rank copies its own share, all at once.",
+            best_interval(written, mtbf): "Training goes on while storage is written to: only the "
+            "copy holds it up.",
+            best_interval(held_up + written, mtbf): "Training goes on while storage is written to: "
+            "only the copy holds it up.",
+            best_interval(held_up, mtbf / ranks): "`mtbf` is that of the whole job already.",
+            best / math.sqrt(2): "A factor is missing under the root: on average half an interval "
+            "is lost.",
+        }
+        number(found, max(best, written), "seconds", rel=1e-3, hints=hints)
+    return "Right: from Young's rule where storage keeps up, and from storage where it does not."

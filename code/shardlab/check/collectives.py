@@ -176,3 +176,43 @@ def _broadcast_large(answer: Any) -> str:
                     "every piece to everyone."
                 )
     return "Right, and no rank sends more than 2(N - 1)/N of the tensor."
+
+
+@exercise("my_bucket_bytes")
+def _bucket_bytes(answer: Any) -> str:
+    for size, latency, bandwidth, share in ((8, 1e-5, 25e9, 0.1), (64, 5e-6, 50e9, 0.2)):
+        try:
+            found = answer(size, latency, bandwidth, share)
+        except Exception as error:
+            raise Wrong(f"Your function raised {type(error).__name__}: {error}") from None
+        wire = latency * bandwidth  # the bytes that could travel while one latency passes
+        of_time, of_transfer = (1 - share) / share, 1 / share
+        number(
+            found,
+            size * wire * of_time,
+            f"bytes, on {size} ranks,",
+            rel=1e-3,
+            hints={
+                wire
+                * of_time: "That is right for one message, and the ring's messages are only an "
+                "N-th of the bucket: with N ranks it has to be N times as large.",
+                size * wire * of_transfer: "That compares latency with the time of the bytes. The "
+                "share is of all the time, latency included.",
+                wire * of_transfer: "The ring's messages are an N-th of the bucket, and the share "
+                "is of all the time, latency included.",
+                2
+                * size
+                * wire
+                * of_time: "Twice too much: both halves of the ring have latencies, "
+                "and both have bytes.",
+                2 * (size - 1) * wire * of_time: "That counts the latencies of all 2 (N - 1) "
+                "messages, and the bytes of one sending of the whole bucket. Count 2 (N - 1)/N.",
+                size
+                * wire
+                * of_time
+                / 4: "That is the number of float32 numbers; bytes are asked.",
+                collectives.CostModel(latency, bandwidth).crossover(size): "That is where the ring "
+                "begins to beat the tree; there latency is still most of its time.",
+            },
+        )
+    return "Right: N α B (1 - share)/share, so twice the ranks want buckets of twice the size."

@@ -217,3 +217,53 @@ def _(answer: Any) -> str:
     return (
         "Right: 0.04 + max(0.05, 0.10) s. The wire is busy to the end: a faster GPU gains little."
     )
+
+
+# Bytes of gradients, ranks, bytes/s, seconds of a micro-batch forward and backward, the share.
+_JOBS = (
+    (2e9, 8, 12.5e9, 0.05, 0.10, 0.05),  # 280 ms of wire, of which 100 are hidden: 23 of 150 ms
+    (14e9, 64, 25e9, 0.10, 0.20, 0.10),
+    (1e9, 4, 50e9, 0.02, 0.04, 0.05),  # hidden altogether: one is enough
+)
+
+
+def _micro_batches(
+    size: float, n: int, bandwidth: float, forward: float, backward: float, share: float, how: str
+) -> int:
+    """Micro-batches until waiting is at most `share` of the step; how "": right, else a mistake."""
+    wire = size / bandwidth * (1 if how == "ring" else 2 * (n - 1) / n)
+    for m in range(1, 10_000):
+        hidden = {"none": 0.0, "all": m * backward}.get(how, backward)
+        work = m * (backward if how == "forward" else forward + backward)
+        waiting = max(0.0, wire - hidden)
+        if waiting <= share * (work + (0 if how == "work" else waiting)):
+            return m
+    raise AssertionError
+
+
+_SLIPS = {
+    "none": "You let nothing overlap: the last backward hides what it can.",
+    "all": "You let every backward hide a part. Inside no_sync() nothing is sent: the last one "
+    "alone hides anything.",
+    "ring": "A ring sends 2 (N - 1)/N of the gradients, and not the gradients once.",
+    "forward": "A step computes forward passes as well.",
+    "work": "The share is of the whole step, waiting included, and not of its arithmetic.",
+}
+
+
+@exercise("my_micro_batches")
+def _(answer: Callable[..., Any]) -> str:
+    for job in _JOBS:
+        try:
+            found = answer(*job)
+        except Exception as error:
+            raise Wrong(f"Your function raised {type(error).__name__}: {error}") from None
+        want = _micro_batches(*job, "")
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise Wrong(f"It returned {found!r}: a step has a whole number of micro-batches, 1 up.")
+        if found != want:
+            where = f"With {job[0] / 1e9:g} GB on {job[1]} ranks, {found} is too "
+            where += "few." if found < want else "many."
+            slips = [text for how, text in _SLIPS.items() if found == _micro_batches(*job, how)]
+            raise Wrong(" ".join([where, *slips[:1]]))
+    return "Right: waiting stays, and is shared by ever more micro-batches."

@@ -222,3 +222,59 @@ def _peak(backward: Callable[..., None]) -> int:
     with count.held(model, tokens, targets) as held:
         backward(model, tokens, targets)
     return held.peak
+
+
+# Bytes there are for "mini" and twelve sequences: room for all; for pieces of 4, where 5 do not
+# divide 12 and 6 forget the gradients that wait; for single ones; for recomputed ones; for none.
+_ROOMS = (260e6, 190e6, 140e6, 135e6, 130e6)
+
+
+def _pieces(
+    config: Config, batch: int, limit: float, fits: str = "peak", **choices: Any
+) -> tuple[int, str] | None:
+    """The right answer; `choices` of `memory.estimate` and `fits` make it a known wrong one."""
+    for recompute in ("none", "full"):
+        for piece in range(batch, 0, -1):
+            given = {"accumulate": piece < batch, **choices}
+            needs = memory.estimate(config, batch=piece, recompute=recompute, **given)
+            if batch % piece == 0 and getattr(needs, fits) <= limit:
+                return piece, recompute
+    return None
+
+
+@exercise("my_micro_batch")
+def _(answer: Callable[..., Any]) -> str:
+    config, batch = PRESETS["mini"], 12
+    for limit in _ROOMS:
+        want, found = _pieces(config, batch, limit), _called(answer, config, batch, limit)
+        if found == want:
+            continue
+        where = f"For 'mini', {batch} sequences and {limit / 1e6:.0f} MB"
+        if found is None:
+            raise Wrong(f"{where}: None, but there is a way.")
+        if not isinstance(found, tuple) or len(found) != 2 or found[1] not in ("none", "full"):
+            raise Wrong(f"{where}: {found!r}; expected is (sequences, 'none' or 'full') or None.")
+        piece, recompute = found
+        if isinstance(piece, bool) or not isinstance(piece, int) or not 1 <= piece <= batch:
+            raise Wrong(f"{where}: pieces of {piece!r} sequences; allowed are 1 to {batch}.")
+        if batch % piece:
+            raise Wrong(f"{where}: pieces of {piece} do not share out {batch} evenly.")
+        if found == _pieces(config, batch, limit, accumulate=False):
+            raise Wrong(
+                f"{where}: {found} would fit if each piece were a step. The gradients of earlier "
+                "pieces are there from the start: accumulate=True."
+            )
+        needs = memory.estimate(
+            config, batch=piece, recompute=recompute, accumulate=piece < batch
+        ).peak
+        if needs > limit:
+            raise Wrong(f"{where}: {found} needs {needs / 1e6:.0f} MB at its peak.")
+        if recompute == "full" and want is not None and want[1] == "none":
+            raise Wrong(
+                f"{where}: {found} fits, and computes a third more. Smaller pieces fit without "
+                "recomputing, and cost no arithmetic."
+            )
+        total = found == _pieces(config, batch, limit, "total")
+        more = " Compare the peak with the limit, and not the sum of all parts." if total else ""
+        raise Wrong(f"{where}: {found} fits, and larger pieces do as well.{more}")
+    return "Right: smaller pieces first, recomputation only where even single sequences need it."

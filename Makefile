@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 BUILT := _build/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book test lab serve record pairs lint format clean distclean
+.PHONY: help setup book pdf test lab serve record pairs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -61,6 +61,9 @@ book: $(BUILT) ## build the site into _build/html (RECORDED=0: execute every les
 	@test -s $(SITE)/index.html || { echo "The build made no $(SITE)/index.html."; exit 1; }
 	@touch $(BUILT)
 	@echo "The site: $(SITE)/index.html (make serve shows it)"
+
+pdf: export PDF := 1
+pdf: book ## build the site with the whole course as a PDF in it (needs Chromium or Chrome)
 
 test: $(INSTALLED) ## run every test (ARGS='-k ring' for some)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

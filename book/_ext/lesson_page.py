@@ -18,12 +18,15 @@ from sphinx.util.docutils import SphinxDirective
 
 from shardlab import record
 from shardlab.record import pairs
+from shardlab.record.exercises import exercises
 
 DOWNLOADS = "downloads"
-_SUFFIXES = (
-    (".md", "the lesson's source, to read and edit in Jupyter"),
-    (".ipynb", "the notebook with its outputs"),
-    (".py", "a plain script"),
+EXERCISES = "_exercises.ipynb"
+_SUFFIXES = (  # of a file's name; what the link says; what it leads to
+    (".md", ".md", "the lesson's source, to read and edit in Jupyter"),
+    (".ipynb", ".ipynb", "the notebook with its outputs"),
+    (".py", ".py", "a plain script"),
+    (EXERCISES, "exercises", "a notebook of the exercises, with checks, without solutions"),
 )
 
 
@@ -87,10 +90,12 @@ def add_line(
     if state is None or "body" not in context:
         return
     topic = pagename.removeprefix("lessons/")
+    source = Path(app.srcdir, f"{pagename}.md").read_text("utf-8")
     downloads = " ".join(
         f'<a href="{context["pathto"](f"{DOWNLOADS}/{topic}{suffix}", 1)}" download '
-        f'title="{escape(what)}">{suffix}</a>'
-        for suffix, what in _SUFFIXES
+        f'title="{escape(what)}">{says}</a>'
+        for suffix, says, what in _SUFFIXES
+        if suffix != EXERCISES or "{exercise-start}" in source
     )
     pages = sorted(getattr(app.env, "executions_pages", ()))
     text = escape(line(state))
@@ -121,13 +126,13 @@ class Executions(SphinxDirective):
         return [ExecutionsTable()]
 
 
-HEAD = ("Lesson", "Outputs", "Where", "With", "Ranks", "Date", "Seconds", "Why not a recording")
+HEAD = ("Page", "Outputs", "Where", "With", "Ranks", "Date", "Seconds", "Why not a recording")
 
 
 def fill_table(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Put the table in its place."""
     for mark in list(doctree.findall(ExecutionsTable)):
-        states = app.env.lesson_outputs
+        states = app.env.page_outputs
         listed = getattr(app.config, "external_site_map", None) or states  # in the book's order
         order = [d for d in listed if d in states]
         rows = [_row(app, docname, lesson, states[lesson]) for lesson in order]
@@ -163,7 +168,10 @@ def _table(head: tuple[str, ...], rows: list[list[nodes.Node]]) -> nodes.table:
 
 
 def write_downloads(app: Sphinx, exception: Exception | None) -> None:
-    """Write each lesson as .md, .ipynb (with the outputs that the page shows) and .py."""
+    """Write each lesson as .md, .ipynb (with the outputs that the page shows) and .py.
+
+    And its exercises as a notebook, for lessons that have some.
+    """
     if exception or app.builder.format != "html":
         return
     root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
@@ -174,13 +182,16 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
         wanted[f"{topic}.md"] = (root / f"{docname}.md").read_text("utf-8")
         wanted[f"{topic}.ipynb"] = nbformat.writes(_with_outputs(topic, root, book)) + "\n"
         wanted[f"{topic}.py"] = pairs.script(topic, root)
+        questions = exercises(topic, root)
+        if questions is not None:
+            wanted[f"{topic}{EXERCISES}"] = nbformat.writes(questions) + "\n"
     for name, text in wanted.items():
         path = folder / name
         if not path.is_file() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")
     for path in folder.iterdir():
-        if path.name not in wanted:
-            path.unlink()
+        if path.name not in wanted and path.suffix in (".md", ".ipynb", ".py"):
+            path.unlink()  # of a lesson that is no more; editions.py keeps its own here
 
 
 def _with_outputs(topic: str, root: Path, made: nbformat.NotebookNode) -> nbformat.NotebookNode:

@@ -1,0 +1,195 @@
+"""The course on one page, as an archive to read without a network, and as a PDF.
+
+The first two are made at the end of every build, from the finished pages. The PDF is printed by a
+browser, which takes a minute, and only when the environment says PDF=1, as `make pdf` does. The
+directive `editions` lists those that this build makes; so no page leads to one that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from everything import Chapter, filled
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.errors import SphinxError
+from sphinx.util.docutils import SphinxDirective
+
+NAME = "one-model-many-gpus"
+PAGE = "everything"
+ARCHIVE = f"downloads/{NAME}.zip"
+PDF = f"downloads/{NAME}.pdf"
+_CHAPTERS = "<!-- all chapters -->"
+_LIST = "<!-- editions -->"
+_SUMMARIES = (b"SHOW_SEARCH_SUMMARY: true", b'SHOW_SEARCH_SUMMARY: location.protocol !== "file:"')
+_LISTED = re.compile(r'<ul class="editions">.*?</ul>', re.DOTALL)
+_ITEMS = {
+    PAGE: (
+        '<li><a href="{to}">The course on one page</a>, to search in and to print.</li>',
+        f"{PAGE}.html",
+    ),
+    "pdf": ('<li><a href="{to}" download>The course as a PDF</a>, with its outline.</li>', PDF),
+    "archive": (
+        '<li><a href="{to}" download>The site as an archive</a>, to read without a network: '
+        "unpack it and open <code>index.html</code>.</li>",
+        ARCHIVE,
+    ),
+}
+
+
+class PrintingFailed(SphinxError):
+    """There is no PDF, though one was asked for."""
+
+    category = "Printing failed"
+
+
+def kinds() -> list[str]:
+    """The editions that this build makes."""
+    return [kind for kind in _ITEMS if kind != "pdf" or os.environ.get("PDF") == "1"]
+
+
+# --- The list of editions ---------------------------------------------------------------------
+
+
+class Editions(SphinxDirective):
+    """A list of links to the editions that this build makes."""
+
+    def run(self) -> list[nodes.Node]:
+        """Leave a mark: what is made, each build decides anew."""
+        if not hasattr(self.env, "edition_pages"):
+            self.env.edition_pages = set()
+        self.env.edition_pages.add(self.env.docname)
+        return [nodes.raw("", _LIST, format="html")]
+
+
+def outdated(
+    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """Write the pages that list editions anew when other ones are made."""
+    before = getattr(env, "editions", None)
+    env.editions = kinds()
+    pages = sorted(getattr(env, "edition_pages", ()))
+    return [page for page in pages if page in env.found_docs and before != env.editions]
+
+
+def purge(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
+    """Forget that a page lists editions: reading it again will tell."""
+    getattr(env, "edition_pages", set()).discard(docname)
+
+
+def fill_list(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Put the list in its place; give the one page its style."""
+    if pagename == PAGE:
+        app.add_css_file("editions.css")
+    if _LIST in context.get("body", ""):
+        items = (_ITEMS[kind] for kind in kinds())
+        links = (text.format(to=context["pathto"](to, 1)) for text, to in items)
+        listed = f'<ul class="editions">{"".join(links)}</ul>'
+        context["body"] = context["body"].replace(_LIST, listed)
+
+
+# --- One page ---------------------------------------------------------------------------------
+
+
+def shell(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The one page without its chapters: they are put in when they are finished."""
+    body = f'<div class="edition">{_CHAPTERS}</div>'
+    yield PAGE, {"title": app.config.project, "body": body}, "page.html"
+
+
+def chapters(app: Sphinx) -> list[Chapter]:
+    """All pages of the table of contents, in its order, as they were written."""
+
+    def page(docname: str, part: str) -> Chapter:
+        text = Path(app.outdir, f"{docname}.html").read_text("utf-8")
+        return Chapter(docname, part, _LISTED.sub("", text))
+
+    site = app.config.external_site_map
+    found = [page(site.root.docname, "")]
+    for tree in site.root.subtrees:
+        names = (name for name in tree.files() if name in app.env.found_docs)
+        found += [page(name, tree.caption or "") for name in names]
+    return found
+
+
+def assemble(app: Sphinx) -> None:
+    """Put the chapters into the one page, if this build wrote it."""
+    path = Path(app.outdir, f"{PAGE}.html")
+    text = path.read_text("utf-8")
+    if _CHAPTERS in text:
+        path.write_text(filled(text, _CHAPTERS, chapters(app)), "utf-8")
+
+
+# --- The archive ------------------------------------------------------------------------------
+
+
+def archive(site: Path) -> bytes:
+    """The folder `site` as a zip file that depends on nothing but what the folder holds.
+
+    In the archive no page leads to what the archive does not hold, itself. And the search shows no
+    passages when its page is a file of the reader's: from there a script may read no other file.
+    """
+    data = BytesIO()
+    with zipfile.ZipFile(data, "w") as file:
+        for path in sorted(path for path in site.rglob("*") if path.is_file()):
+            name = path.relative_to(site).as_posix()
+            if name in (ARCHIVE, PDF) or name.startswith("."):
+                continue
+            content = path.read_bytes()
+            if name.endswith(".html") and b'<ul class="editions">' in content:
+                content = _LISTED.sub(_without_files, content.decode()).encode()
+            elif name.startswith("_static/") and name.endswith(".js"):
+                content = content.replace(*_SUMMARIES)
+            member = zipfile.ZipInfo(f"{NAME}/{name}")  # of 1980, whenever the build ran
+            member.create_system, member.external_attr = 3, 0o100644 << 16
+            file.writestr(member, content, zipfile.ZIP_DEFLATED, compresslevel=6)
+    return data.getvalue()
+
+
+def _without_files(listed: re.Match[str]) -> str:
+    return re.sub(r"<li><a [^>]*\sdownload>.*?</li>", "", listed[0], flags=re.DOTALL)
+
+
+# --- At the build's end -----------------------------------------------------------------------
+
+
+def make(app: Sphinx, exception: Exception | None) -> None:
+    """Make the editions, when the pages are finished."""
+    if exception or app.builder.format != "html":
+        return
+    site = Path(app.outdir)
+    assemble(app)
+    pdf, packed = site / PDF, site / ARCHIVE
+    packed.parent.mkdir(exist_ok=True)
+    if "pdf" not in kinds():
+        pdf.unlink(missing_ok=True)
+    else:
+        import pdf as printer  # and a browser, which no other build needs
+
+        try:
+            printer.write(site / f"{PAGE}.html", pdf)
+        except printer.NoBrowser as error:
+            raise PrintingFailed(str(error)) from None
+    data = archive(site)
+    if not packed.is_file() or packed.read_bytes() != data:
+        packed.write_bytes(data)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the extension."""
+    app.add_directive("editions", Editions)
+    app.connect("env-get-outdated", outdated)
+    app.connect("env-purge-doc", purge)
+    app.connect("html-page-context", fill_list)
+    app.connect("html-collect-pages", shell)
+    app.connect("build-finished", make, priority=950)  # after all who change finished pages
+    return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

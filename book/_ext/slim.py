@@ -1,0 +1,246 @@
+"""Pages that a phone on a slow line opens quickly: less to load, less to lay out, and later.
+
+At the build's end, on the finished pages:
+
+- The styles that all pages share become one file, without the rules that nothing here can need and
+  with the dozen icons that are shown. Their scripts become one file, too, which waits for the page.
+- The index of the search is loaded by the page that searches; mathematics when it is to be seen.
+- Listings and drawings lose what does not show (`slim_svg`).
+- The page knows at once whether it is light or dark, and is not painted twice.
+
+And every page says with its first words what it is about, for those who list pages.
+A build that changes some pages does this to those; the others are as it left them before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from html import escape, unescape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import slim_css
+import slim_svg
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+logger = logging.getLogger(__name__)
+
+MODEL = "genindex.html"  # every build writes it; it loads what every page does, and nothing more
+DONE = "_static/site.css"
+SMALL = 10_000  # bytes of a script that need be no task of its own
+_SEARCH = ("searchtools.js", "language_data.js", "searchindex.js")
+_MATHS = "mathjax/tex-chtml.js"
+_STYLE = re.compile(r'\s*<link\b[^>]*\brel="stylesheet"[^>]*>')
+_SCRIPT = re.compile(r"\s*<script\b([^>]*)>(.*?)</script>", re.DOTALL)
+_ADDRESS = re.compile(r'\b(?:src|href)="([^"?]*)(?:\?[^"]*)?"')
+_PRELOAD = re.compile(r'\s*<link rel="preload" as="script"[^>]*>|\s*<!-- Pre-loaded scripts.*?-->')
+_VIEWPORT = re.compile(r'\s*<meta name="viewport"[^>]*>')
+_WORDS = re.compile(r'\s(?:class|id)="([^"]*)"')
+_FAR = (  # not laid out while far from the screen; the sizes are known (see slim_svg)
+    "@media screen{.afar{content-visibility:auto}"
+    "pre.afar{contain-intrinsic-block-size:auto calc(var(--lines)*1lh)}}"
+)
+_MODE = re.compile(r"document\.documentElement\.dataset\.theme = localStorage[^;]*;")
+_SYSTEM = (
+    "document.documentElement.dataset.theme = /^(light|dark)$/.test("
+    "document.documentElement.dataset.mode) ? document.documentElement.dataset.mode : "
+    'matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";'
+)
+# The theme asks each box whether it scrolls and writes the answer down before it asks the next:
+# the page is laid out anew for every one. All questions first, and a few at a time, costs nothing.
+_ASKS = re.compile(
+    r"\.forEach\((\w)=>\{\1\.tabIndex=(\1\.scrollWidth>\1\.clientWidth"
+    r"\|\|\1\.scrollHeight>\1\.clientHeight)\?0:-1\}\)"
+)
+_ASKS_LATER = (
+    ".forEach((box,index,all)=>{if(index%8)return;const some=[...all].slice(index,index+8);"
+    "(window.requestIdleCallback??setTimeout)(()=>{const wide=some.map(\\1=>\\2);some.forEach("
+    "(one,i)=>{const tab=wide[i]?0:-1;one.tabIndex===tab&&one.hasAttribute('tabindex')||"
+    "(one.tabIndex=tab)})})})"
+)
+
+
+# --- What a page is about ---------------------------------------------------------------------
+
+
+def describe(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Give the page a description: its title and its first words."""
+    title = unescape(re.sub(r"<[^>]+>", "", str(context.get("title", ""))))
+    title = title or {"search": "Search", "genindex": "Index"}.get(pagename, pagename)
+    words = first_words(doctree, max(60, 155 - len(title))) if doctree is not None else ""
+    text = f"{title}. {words}" if words else f"{title}: a page of {context.get('docstitle', '')}."
+    context["metatags"] = (
+        context.get("metatags", "") + f'\n<meta name="description" content="{escape(text)}" />'
+    )
+
+
+def first_words(doctree: nodes.document, limit: int) -> str:
+    """The first words of a page's prose and lists, at most `limit` characters of them."""
+    text = ""
+    for paragraph in doctree.findall(nodes.paragraph):
+        if isinstance(paragraph.parent, nodes.section | nodes.list_item):
+            words = paragraph.findall(nodes.Text)
+            prose = "".join(word for word in words if not isinstance(word.parent, nodes.raw))
+            text = " ".join([*text.split(), *prose.split()])
+        if len(text) > limit:
+            return text[: limit - 1].rpartition(" ")[0].rstrip(",;:. ") + "…"
+        if len(text) > limit // 2:
+            break
+    return text
+
+
+# --- Styles and scripts -----------------------------------------------------------------------
+
+
+def address(tag: str) -> str:
+    """The path in the site's folder that a tag's address names, seen from any page of it."""
+    match = _ADDRESS.search(tag)
+    return match[1].lstrip("./") if match else ""
+
+
+class Shared(NamedTuple):
+    """What all pages load."""
+
+    styles: list[str]  # names, seen from the site's folder
+    scripts: list[str]  # names or, of those that stand in the page, the code
+    large: list[str]  # names of scripts that stay files of their own, and so tasks of their own
+
+
+def shared(site: Path) -> Shared:
+    """What the page MODEL loads, and so all others."""
+    model = (site / MODEL).read_text("utf-8")
+    styles = [address(tag) for tag in _STYLE.findall(model)]
+    scripts, large = [], []
+    for attributes, code in _SCRIPT.findall(model):
+        name = address(attributes)
+        if name.endswith((*_SEARCH, _MATHS)) or "data-cfasync" in attributes or "pagename" in code:
+            continue
+        waits = name and "defer" in attributes and (site / name).stat().st_size > SMALL
+        (large if waits else scripts).append(name or code.strip())
+    return Shared(styles, scripts, large)
+
+
+def patched(script: str) -> str:
+    """The script without what makes it slow here."""
+    return _ASKS.sub(_ASKS_LATER, re.sub(r"\n//# sourceMappingURL=.*", "", script))
+
+
+def join(site: Path, scripts: list[str]) -> str:
+    """The scripts as one: the first, the settings that stood in the page, then all others.
+
+    Where a script waits for the page, it finds that the page is there already, and starts: its
+    settings have to be there as well, even those that the page names after it.
+    """
+    pieces = []
+    in_page = [script for script in scripts[1:] if not script.endswith(".js")]
+    for script in dict.fromkeys([*scripts[:1], *in_page, *scripts]):
+        code = script
+        if script.endswith(".js"):
+            code = patched((site / script).read_text("utf-8"))
+        pieces.append(code)
+    return "\n;\n".join(pieces)
+
+
+def vocabulary(pages: list[str], scripts: list[str]) -> set[str]:
+    """Every class, every id and every word of a script."""
+    words: set[str] = set()
+    for page in pages:
+        for value in set(_WORDS.findall(page)):
+            words.update(value.split())
+    for script in scripts:
+        words.update(re.findall(r"[A-Za-z_][\w-]*", script))
+    return words
+
+
+# --- A page -----------------------------------------------------------------------------------
+
+
+def head(page: str, common: Shared, stamps: dict[str, str]) -> str:
+    """The page with what it shares with all others taken from the two files."""
+    root = re.search(r'data-content_root="([^"]*)"', page)
+    up = root[1].removeprefix("./") if root else ""
+    maths = re.search(r'class="[^"]*\bmath\b', page) is not None
+    searches = 'id="search-results"' in page
+
+    def style(match: re.Match[str]) -> str:
+        return "" if address(match[0]) in common.styles else match[0]
+
+    def script(match: re.Match[str]) -> str:
+        attributes, code = match.groups()
+        name = address(attributes)
+        if name.endswith(_MATHS) or code.startswith("window.MathJax"):
+            return ""
+        if name.endswith(_SEARCH) and not searches:
+            return ""
+        if name in common.scripts or name in common.large:
+            return ""
+        if not name and (code.strip() in common.scripts or "pagename" in code):
+            return ""
+        if name and "defer" not in attributes and "async" not in attributes:
+            return match[0].replace("<script", "<script defer", 1)
+        return match[0]
+
+    start, end, rest = page.partition("</head>")
+    loaded = ["_static/site.js", *common.large, *(["_static/maths.js"] if maths else [])]
+    extra = [
+        f'<link rel="stylesheet" href="{up}{DONE}?v={stamps[DONE]}" />',
+        *(f'<script defer src="{up}{name}?v={stamps[name]}"></script>' for name in loaded),
+    ]
+    mark = "<!-- site -->"
+    start = _STYLE.sub(lambda m: mark + m[0], start, count=1)
+    start = _SCRIPT.sub(script, _STYLE.sub(style, _PRELOAD.sub("", start)))
+    before, _, after = start.partition(mark)
+    # The mark stands before the first style, and the page's own scripts and styles come after.
+    start = before + "\n    " + "\n    ".join(extra) + after
+    views = _VIEWPORT.findall(start)
+    if len(views) > 1:
+        start = _VIEWPORT.sub("", start).replace("<title>", f"{views[-1].strip()}\n<title>", 1)
+    return _MODE.sub(_SYSTEM, start) + end + _SCRIPT.sub(script, rest)
+
+
+def slim(app: Sphinx, exception: Exception | None) -> None:
+    """Slim the pages that this build wrote."""
+    if exception or app.builder.format != "html":
+        return
+    site = Path(app.outdir)
+    paths = sorted(site.rglob("*.html"))
+    paths = [p for p in paths if not p.relative_to(site).parts[0].startswith("_")]
+    pages = {path: path.read_text("utf-8") for path in paths}
+    if DONE in pages.get(site / MODEL, DONE):
+        return  # this build wrote no page
+    common = shared(site)
+    tabs = any("sd-tab-set" in page for page in pages.values())
+    joined = [name for name in common.scripts if tabs or not name.endswith("design-tabs.js")]
+    made = {"_static/site.js": join(site, joined)}
+    for name in (*common.large, "_static/maths.js"):
+        made[name] = patched((site / name).read_text("utf-8"))
+    own = [path.read_text("utf-8") for path in sorted((site / "_static").glob("*.js"))]
+    words = vocabulary(list(pages.values()), [*made.values(), *own])
+    styles = [name.removeprefix("_static/") for name in common.styles]
+    made[DONE] = slim_css.bundle(site / "_static", styles, words) + _FAR
+    for name, text in made.items():
+        (site / name).write_text(text, "utf-8")
+    stamps = {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in made.items()}
+    plain = slim_svg.plain((site / "_static/pygments.css").read_text("utf-8"))
+    for path, page in pages.items():
+        if DONE in page:  # of an earlier build: what it loads may have changed
+            for name, stamp in stamps.items():
+                page = re.sub(rf"({re.escape(name)}\?v=)\w+", rf"\g<1>{stamp}", page)
+        elif "<head>" in page:
+            page = slim_svg.listings(slim_svg.drawings(page), plain)
+            page = head(page, common, stamps)
+        if page != pages[path]:
+            path.write_text(page, "utf-8")
+    logger.info("slimmed: %d kB of styles", len(made[DONE]) // 1000)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the extension."""
+    app.connect("html-page-context", describe)
+    app.connect("build-finished", slim, priority=900)  # on finished pages; editions come after
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

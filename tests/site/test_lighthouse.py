@@ -1,0 +1,106 @@
+"""Lighthouse on the landing page and the longest lesson, as a phone on a slow line sees them.
+
+The version is pinned in package-lock.json, beside this file; npm puts it into pytest's cache.
+Scores for accessibility, best practices and search engines depend on the page alone. The one for
+speed depends on the machine as well, though Lighthouse computes the line and the phone: what counts
+is the median of three runs, or the first run when that is good enough. Bytes have their own limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+WANTED = 95  # for what depends on the page alone
+FAST = 95  # for speed, when the first run says so
+FAST_ENOUGH = 85  # for speed, the median of three runs on whatever machine this is
+LOADED = 300_000  # bytes over the line, everything that the page asks for
+NODE = 18
+
+
+@pytest.fixture(scope="module")
+def lighthouse(request, chromium) -> Path:
+    """Lighthouse's program; without npm, Node.js or a network to fetch it, the test is skipped."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if not node or not npm:
+        pytest.skip("needs Node.js and npm, which are not installed")
+    version = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip()
+    if int(re.match(r"v(\d+)", version)[1]) < NODE:
+        pytest.skip(f"needs Node.js {NODE} or later; this is {version}")
+    folder = request.config.cache.mkdir("lighthouse")
+    here = Path(__file__).parent
+    lock = (here / "package-lock.json").read_text("utf-8")
+    done = folder / "installed"
+    if not done.is_file() or done.read_text("utf-8") != lock:
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(here / name, folder / name)
+        flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"]
+        command = [npm, "ci", *flags]
+        fetched = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        if fetched.returncode:
+            pytest.skip(f"npm could not fetch Lighthouse: {fetched.stderr.strip()[-300:]}")
+        done.write_text(lock, "utf-8")
+    return folder / "node_modules/lighthouse/cli/index.js"
+
+
+def run(program: Path, browser: str, address: str, *more: str) -> dict:
+    """Lighthouse's report on one page, with its own settings for a phone."""
+    flags = "--headless=new --disable-gpu --disable-dev-shm-usage --disable-background-networking"
+    flags += " --no-sandbox" if os.geteuid() == 0 else ""
+    done = subprocess.run(
+        ["node", program, address, "--output=json", "--quiet", f"--chrome-flags={flags}", *more],
+        env={**os.environ, "CHROME_PATH": browser, "CI": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def score(report: dict, category: str) -> float:
+    """A score, 0 to 100."""
+    return 100 * (report["categories"][category]["score"] or 0)
+
+
+def longest(site: Path) -> str:
+    """The lesson with the most words."""
+
+    def words(path: Path) -> int:
+        return len(re.sub(r"<[^>]+>", " ", path.read_text("utf-8")).split())
+
+    return f"lessons/{max(site.glob('lessons/*.html'), key=words).name}"
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("which", ["landing page", "longest lesson"])
+def test_lighthouse(lighthouse, chromium, address, site, which):
+    page = "book/index.html" if which == "landing page" else longest(site)
+    report = run(lighthouse, chromium, address + page)
+    assert "runtimeError" not in report, report["runtimeError"]
+    audits = report["audits"]
+    for category in ("accessibility", "best-practices", "seo"):
+        weak = [
+            f"{ref['id']}: {audits[ref['id']]['title']}"
+            for ref in report["categories"][category]["auditRefs"]
+            if ref["weight"] and audits[ref["id"]]["score"] not in (None, 1)
+        ]
+        assert score(report, category) >= WANTED, f"{page}, {category}: {weak}"
+    loaded = audits["total-byte-weight"]["numericValue"]
+    assert loaded < LOADED, f"{page}: {loaded} bytes"
+
+    speed = [score(report, "performance")]
+    if speed[0] < FAST:
+        only = "--only-categories=performance"
+        speed += [
+            score(run(lighthouse, chromium, address + page, only), "performance") for _ in range(2)
+        ]
+    assert statistics.median(speed) >= FAST_ENOUGH, f"{page}: {speed}"

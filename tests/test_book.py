@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -112,27 +109,6 @@ def dead_links(site: Path) -> list[str]:
 # --- The course's own site --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def site(root):
-    """The site as `make book` builds it: nothing is executed that an earlier build executed."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("BOOK_")}
-    tool = Path(sys.executable).parent / "jupyter-book"
-    done = subprocess.run(
-        [tool, "build", "-W", "-n", "--keep-going", "."],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return root / "_build/html"
-
-
-first_build = pytest.mark.timeout(900)  # the first use of `site` may have to execute all lessons
-
-
-@first_build
-@pytest.mark.alone
 def test_every_page_of_the_table_of_contents_is_built(site, root):
     toc = yaml.safe_load((root / "_toc.yml").read_text())
     names = [toc["root"], *(c["file"] for part in toc["parts"] for c in part["chapters"])]
@@ -143,20 +119,14 @@ def test_every_page_of_the_table_of_contents_is_built(site, root):
     assert listed == set(record.lessons(root)), "lessons/ and _toc.yml name different lessons"
 
 
-@first_build
-@pytest.mark.alone
 def test_site_asks_no_other_host(site):
     assert foreign(site) == []
 
 
-@first_build
-@pytest.mark.alone
 def test_links_and_anchors_lead_somewhere(site):
     assert dead_links(site) == []
 
 
-@first_build
-@pytest.mark.alone
 def test_pages_hold_each_id_once_and_name_their_pictures(site, root):
     for topic in record.lessons(root):
         page = Page((site / f"lessons/{topic}.html").read_text("utf-8"))
@@ -165,8 +135,6 @@ def test_pages_hold_each_id_once_and_name_their_pictures(site, root):
         assert page.unnamed == [], topic
 
 
-@first_build
-@pytest.mark.alone
 def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, root):
     table = (site / "book/execution.html").read_text("utf-8")
     for topic in record.lessons(root):
@@ -186,8 +154,6 @@ def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, ro
         assert any(cell.cell_type == "markdown" for cell in notebook.cells)
 
 
-@first_build
-@pytest.mark.alone
 def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):
     """A rank's warnings come back with its prints, so the build itself lets them pass."""
     unwanted = re.compile(rf"Warning: |site-packages|{re.escape(str(root))}")
@@ -199,8 +165,6 @@ def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):
         assert [o for o in outputs if o.get("name") == "stderr"] == [], topic
 
 
-@first_build
-@pytest.mark.alone
 def test_site_holds_no_example_address_and_no_dead_weight(site):
     pages = [*site.glob("*.html"), *site.glob("book/*.html"), *site.glob("lessons/*.html")]
     for path in pages:  # not those of source files: this test's own is among them

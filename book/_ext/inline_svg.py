@@ -2,10 +2,13 @@
 
 One file then serves the light and the dark page, and its text can be selected and searched. In
 Jupyter and on a code host the same markdown image is a plain picture.
+
+No picture shrinks so far that its text cannot be read: on a phone its box scrolls instead.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from html import escape
 from pathlib import Path
@@ -19,6 +22,25 @@ _USE = re.compile(r'(\b(?:xlink:)?href="#|url\(#|aria-(?:labelledby|describedby)
 _SIZE = re.compile(r'\s(?:width|height|role|aria-label|aria-labelledby)="[^"]*"')
 # A file of its own needs a name and an ink of its own; in the page it has the page's.
 _OWN = re.compile(r"<(title|metadata|desc|style)\b.*?</\1>\s*", re.DOTALL)
+_FONT = re.compile(r'\bfont(?:-size)?(?:: ?|=")[^;"]*?([\d.]+)px')
+_SHOWN = re.compile(r'(<figure class="shown-figure">\s*<svg\b)([^>]*)(>.*?</svg>)', re.DOTALL)
+READABLE = 9  # CSS pixels: smaller text is a matter of luck on a phone
+
+
+def width(opening: str, rest: str) -> str:
+    """The styles `width` and `min-width` of a picture: as drawn, and where text gets too small.
+
+    `opening` are the attributes of its <svg>, `rest` its content; "" when it has no width.
+    """
+    wide = re.search(r'\swidth="([\d.]+)(pt|px)?"', opening)
+    if not wide:
+        return ""
+    # Points are what matplotlib writes; 4/3 pixels each.
+    pixels = math.ceil(float(wide[1]) * (4 / 3 if wide[2] == "pt" else 1) - 0.01)
+    box = re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', opening)
+    sizes = [float(size) for size in _FONT.findall(opening + rest)]
+    least = math.ceil(READABLE * float(box[1]) / min(sizes)) if box and sizes else 0
+    return f"width: {pixels}px; min-width: {min(least, pixels)}px"
 
 
 def inline(text: str, prefix: str, alt: str) -> str:
@@ -26,12 +48,11 @@ def inline(text: str, prefix: str, alt: str) -> str:
     start = text.index("<svg")
     end = text.index(">", start)
     opening, rest = text[start:end], text[end : text.rindex("</svg>") + len("</svg>")]
-    wide = re.search(r'\swidth="([\d.]+)(pt|px|)"', opening)
-    style = ""
-    if wide:  # points are what matplotlib writes; 4/3 pixels each
-        pixels = float(wide[1]) * (4 / 3 if wide[2] == "pt" else 1)
-        style = f' style="width: {pixels:.0f}px"'
-    label = f'role="img" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
+    size = width(opening, rest)
+    style = f' style="{size}"' if size else ""
+    # The children of an image are hidden from who cannot see it; links must not be.
+    role = "group" if "<a " in rest else "img"
+    label = f'role="{role}" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
     opening = _SIZE.sub("", opening) + f" {label}{style}"
     rest = _OWN.sub("", rest)
     rest = _ID.sub(rf'id="{prefix}\1"', rest)
@@ -55,7 +76,22 @@ def replace(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         image.replace_self(raw)
 
 
+def measure(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Give pictures in the outputs of cells, which stand in the page already, their widths."""
+
+    def measured(match: re.Match[str]) -> str:
+        size = width(match[2], match[3])
+        style = f' style="{size}"' if size and " style=" not in match[2] else ""
+        return match[1] + match[2] + style + match[3]
+
+    if "shown-figure" in context.get("body", ""):
+        context["body"] = _SHOWN.sub(measured, context["body"])
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the extension."""
     app.connect("doctree-resolved", replace)
+    app.connect("html-page-context", measure)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

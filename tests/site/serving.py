@@ -1,0 +1,64 @@
+"""A folder as a web site on a free port of this machine, compressed as real servers do."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMPRESSED = (".html", ".css", ".js", ".json", ".svg", ".xml", ".txt", ".ipynb", ".md", ".py")
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Files of a folder; text goes out compressed, and nothing is printed."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Send a file, or say that there is none."""
+        self.answer(body=True)
+
+    def do_HEAD(self) -> None:
+        """Send a file's head alone."""
+        self.answer(body=False)
+
+    def answer(self, body: bool) -> None:
+        """Send what `self.path` names; a folder is its index.html."""
+        path = Path(self.translate_path(self.path))
+        if path.is_dir():
+            path /= "index.html"
+        if not path.is_file():
+            self.send_error(404)
+            return
+        content = path.read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Type", self.guess_type(str(path)))
+        accepts = "gzip" in self.headers.get("Accept-Encoding", "")
+        if path.suffix in COMPRESSED and accepts:
+            content = gzip.compress(content, compresslevel=6, mtime=0)
+            self.send_header("Content-Encoding", "gzip")
+            self.send_header("Vary", "Accept-Encoding")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing: the tests look from the browser's side."""
+
+
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """Serve `folder` while the context lasts; its address is "http://127.0.0.1:<port>/"."""
+    handler = partial(Handler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()

@@ -1,0 +1,165 @@
+"""Every page in a browser: it loads, it fits, and WCAG 2.1 AA has nothing against it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import axe_playwright_python
+import pytest
+import yaml
+from playwright.sync_api import Page
+
+from shardlab import show
+
+# The root is the landing page again; of the pages of source files, a short and a long one.
+OTHERS = ["index", "search", "genindex", "code/shardlab/shapes", "tests/test_book"]
+AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text("utf-8")
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
+# Nearly all of axe's time goes into contrast, word by word: of words that stand in the same
+# elements of the same classes, the first two stand for all.
+FEWER_WORDS = """() => {
+  const seen = new Map(), walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const words = [];
+  const top = document.querySelector("#pst-back-to-top"); // shows itself to who scrolls up
+  if (top) top.style.display = "block";
+  while (walk.nextNode()) if (walk.currentNode.data.trim()) words.push(walk.currentNode);
+  for (const word of words) {
+    let path = "";
+    for (let up = word.parentElement; up; up = up.parentElement)
+      path += [up.tagName, up.getAttribute("class"), up.getAttribute("style")].join("|");
+    seen.set(path, (seen.get(path) ?? 0) + 1);
+    if (seen.get(path) > 2) word.remove();
+  }
+}"""
+LOOK = """async () => {
+  const images = [...document.querySelectorAll("img")];
+  images.forEach((image) => (image.loading = "eager"));
+  await Promise.all(images.map((image) => image.decode().catch(() => null)));
+  return {
+    images: images.filter((image) => !image.naturalWidth).map((image) => image.src),
+    links: [...document.querySelectorAll("a[href]")].map((link) => link.href),
+    twice: [...document.querySelectorAll("[id]")].map((one) => one.id)
+      .filter((id, index, all) => all.indexOf(id) !== index),
+    unnamed: [...document.querySelectorAll(".inline-svg svg, .shown-figure svg")]
+      .map((picture) => picture.getAttribute("aria-label") ?? "")
+      .filter((name) => name.split(" ").length < 4 || /[.](svg|png)$/.test(name)),
+  };
+}"""
+# What reaches over the right edge, unless a box around it scrolls: then the box is what counts.
+TOO_WIDE = """() => {
+  const all = document.documentElement;
+  if (all.scrollWidth <= innerWidth) return [];
+  const held = (one) => {
+    for (let up = one.parentElement; up && up !== document.body; up = up.parentElement)
+      if (getComputedStyle(up).overflowX !== "visible") return true;
+    return false;
+  };
+  const wide = [...document.querySelectorAll("body *")].filter(
+    (one) => one.getBoundingClientRect().right > innerWidth + 0.5 && !held(one));
+  return [`the page is ${all.scrollWidth} px wide`,
+    ...wide.slice(0, 5).map((one) => one.outerHTML.slice(0, 120))];
+}"""
+
+
+def pages() -> list[str]:
+    """The names of all pages of the table of contents, and of the others."""
+    toc = yaml.safe_load((show.ROOT / "_toc.yml").read_text("utf-8"))
+    return [toc["root"], *(c["file"] for part in toc["parts"] for c in part["chapters"]), *OTHERS]
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """The ids of a page."""
+    return frozenset(re.findall(r'\sid="([^"]+)"', path.read_text("utf-8")))
+
+
+def dead(links: list[str], address: str, site: Path) -> list[str]:
+    """The links to files or anchors of the site that are not there."""
+    found = []
+    for link in set(links):
+        parts = urlsplit(link)
+        if not link.startswith(address):
+            continue
+        path = site / unquote(parts.path).lstrip("/")
+        path = path / "index.html" if path.is_dir() else path
+        anchor = unquote(parts.fragment)
+        page = path.suffix == ".html"
+        if not path.is_file() or (page and anchor and anchor not in anchors(path)):
+            found.append(link)
+    return found
+
+
+def violations(page: Page, *rules: str) -> list[str]:
+    """What axe has against a page: by WCAG 2.1 A and AA without contrast, or by `rules` alone."""
+    options: dict = {"resultTypes": ["violations"], "preload": False}
+    if rules:
+        options["runOnly"] = {"type": "rule", "values": rules}
+    else:
+        options["runOnly"] = {"type": "tag", "values": RULES}
+        options["rules"] = {"color-contrast": {"enabled": False}}
+    if not page.evaluate("() => 'axe' in window"):
+        page.evaluate(AXE)
+    found = page.evaluate("(options) => axe.run(document, options)", options)["violations"]
+    return [
+        f"{rule['id']}: {node['target']} {node['html'][:150]} {node['failureSummary'][:300]}"
+        for rule in found
+        for node in rule["nodes"][:5]
+    ]
+
+
+@pytest.mark.parametrize("name", pages())
+def test_page_is_sound(visit, site, name):
+    """All in one visit: a long page takes seconds to open."""
+    assert (site / f"{name}.html").is_file()
+    visited = visit(f"{name}.html", reduced_motion="reduce")  # no colour is on its way to another
+    page = visited.page
+    seen = page.evaluate(LOOK)
+    wrong = {
+        "console, network": visited.wrong,
+        "pictures that do not load": seen["images"],
+        "pictures without a description": seen["unnamed"],
+        "ids that stand twice": seen["twice"],
+        "links to nothing": dead(seen["links"], visited.address, site),
+        "wider than 1280 px": page.evaluate(TOO_WIDE),
+        "WCAG": violations(page),
+    }
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.wait_for_timeout(400)  # boxes that scroll now are given a place in the tab order
+    wrong["wider than 360 px"] = page.evaluate(TOO_WIDE)
+    wrong["phone"] = violations(page, "scrollable-region-focusable", "button-name", "link-name")
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.evaluate(FEWER_WORDS)
+    wrong["light"] = violations(page, "color-contrast")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    wrong["dark"] = violations(page, "color-contrast")
+    assert {what: found for what, found in wrong.items() if found} == {}
+
+
+def test_these_tests_would_see_what_is_wrong(visit, site):
+    """Each of the looks above finds what it is for."""
+    visited = visit("genindex.html")
+    page = visited.page
+    page.evaluate(
+        """() => {
+          document.body.insertAdjacentHTML("beforeend", `<img src="/gone.png">
+            <a href="/gone.html">g</a><a href="/index.html#gone">h</a>
+            <i id="two"></i><i id="two"></i>
+            <span class="inline-svg"><svg role="img" aria-label="figure.svg"></svg></span>
+            <p style="width: 3000px; color: #eee; background: #fff">pale and wide</p>`);
+          console.error("an error");
+        }"""
+    )
+    seen = page.evaluate(LOOK)
+    assert seen["images"] == [f"{visited.address}gone.png"]
+    assert seen["unnamed"] == ["figure.svg"]
+    assert seen["twice"] == ["two"]
+    links = {f"{visited.address}gone.html", f"{visited.address}index.html#gone"}
+    assert set(dead(seen["links"], visited.address, site)) == links
+    assert "pale and wide" in page.evaluate(TOO_WIDE)[1]
+    assert any("color-contrast" in line for line in violations(page, "color-contrast"))
+    assert any("an error" in line for line in visited.wrong)
+    assert any(line.startswith("404") for line in visited.wrong)

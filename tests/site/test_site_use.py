@@ -1,0 +1,193 @@
+"""What readers do with the site: search, change its colours, use the keyboard alone."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import Page
+
+LESSON = "lessons/data_parallel.html"
+# What a keyboard should reach: all that can be pressed or followed and is there to be seen.
+REACHABLE = """() => {
+  const all = "a[href], button, summary, input, select, textarea, [tabindex='0']";
+  const seen = (one) => one.checkVisibility({ visibilityProperty: true })
+    && !one.closest("[inert]") && one.getClientRects().length > 0;
+  return [...document.querySelectorAll(all)].filter((one) => seen(one) && !one.disabled
+    && one.tabIndex >= 0).map((one, number) => (one.dataset.number = number, number)).length;
+}"""
+# Where the keyboard is: its number, its place in the page, and whether something shows it.
+FOCUSED = """() => {
+  const one = document.activeElement, box = one.getBoundingClientRect();
+  const style = getComputedStyle(one);
+  let opacity = 1;
+  for (let up = one; up; up = up.parentElement) opacity *= getComputedStyle(up).opacity;
+  const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1;
+  const shadow = /(^|\\s)[1-9][.\\d]*px/.test(style.boxShadow.replace(/rgba?\\([^)]*\\)/g, ""));
+  return {
+    number: Number(one.dataset.number ?? -1),
+    body: one === document.body,
+    html: one.outerHTML.slice(0, 120),
+    shown: opacity > 0.5 && box.width > 0 && box.bottom > 0 && box.top < innerHeight
+      && box.right > 0 && box.left < innerWidth,
+    marked: ring || shadow || (one instanceof SVGElement && ring),
+  };
+}"""
+
+
+def tour(page: Page, most: int = 600) -> list[dict]:
+    """Press Tab until the keyboard leaves the page; where it was, in order."""
+    stops: list[dict] = []
+    for _ in range(most):
+        page.keyboard.press("Tab")
+        here = page.evaluate(FOCUSED)
+        if here["body"] or (stops and here["number"] == stops[0]["number"]):
+            return stops
+        stops.append(here)
+    raise AssertionError(f"after {most} steps the keyboard is still in the page: {stops[-3:]}")
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("path", ["book/index.html", LESSON])
+def test_tab_reaches_everything_and_shows_where_it_is(visit, path, width):
+    visited = visit(path, width=width, reduced_motion="reduce")
+    visited.page.wait_for_timeout(400)  # boxes that scroll are in the order by then
+    count = visited.page.evaluate(REACHABLE)
+    stops = tour(visited.page)
+    assert count > 10
+    missed = set(range(count)) - {stop["number"] for stop in stops}
+    assert [
+        visited.page.locator(f'[data-number="{n}"]').evaluate(
+            "(one) => one.outerHTML.slice(0, 150)"
+        )
+        for n in sorted(missed)
+    ] == []
+    assert [stop["html"] for stop in stops if not stop["shown"]] == []
+    assert [stop["html"] for stop in stops if not stop["marked"]] == []
+    numbers = [stop["number"] for stop in stops]
+    assert numbers == sorted(numbers), "the keyboard jumps back and forth"
+    assert visited.wrong == []
+
+
+def test_skip_link_leads_to_the_text(visit):
+    page = visit(LESSON, reduced_motion="reduce").page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to main content"
+    assert page.evaluate("document.activeElement.getBoundingClientRect().top") >= 0
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("!!document.activeElement.closest('main')")
+
+
+def test_solutions_open_by_keyboard(visit):
+    page = visit(LESSON).page
+    solution = page.locator(".solution.dropdown").first
+    opener = solution.locator("button.toggle-button, summary").first
+    inside = solution.locator("div.highlight").first
+    assert not inside.is_visible()
+    opener.focus()
+    page.keyboard.press("Enter")
+    inside.wait_for(state="visible")
+    page.keyboard.press("Enter")
+    inside.wait_for(state="hidden")
+
+
+def test_folded_cells_open_by_keyboard(visit):
+    page = visit("lessons/gemm.html").page
+    fold = page.locator("details.hide").first
+    assert not fold.evaluate("(one) => one.open")
+    fold.locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    assert fold.evaluate("(one) => one.open")
+
+
+def test_everything_can_be_read_without_scripts(visit):
+    visited = visit(LESSON, java_script_enabled=False, width=360)
+    assert visited.page.locator(".solution.dropdown div.highlight").first.is_visible()
+    assert visited.page.locator("h2").count() > 5
+    assert visited.wrong == []
+
+
+@pytest.mark.parametrize("word", ["bucket", "all-reduce"])
+def test_search_finds_and_leads_there(visit, word):
+    visited = visit("book/index.html", reduced_motion="reduce")
+    page = visited.page
+    page.keyboard.press("Control+k")
+    page.keyboard.type(word)
+    page.keyboard.press("Enter")
+    result = page.locator("#search-results li a").first
+    result.wait_for()
+    page.wait_for_function("/found .* page|matching the search/.test(document.body.innerText)")
+    links = page.locator("#search-results li a").evaluate_all("(all) => all.map((a) => a.href)")
+    assert any("/lessons/" in link for link in links)
+    result.click()
+    page.wait_for_load_state()
+    assert word.split("-")[0] in page.inner_text("main").lower()
+    assert visited.wrong == []
+
+
+def test_search_says_when_nothing_is_found(visit):
+    page = visit("search.html?q=xylophone").page
+    page.get_by_text("did not match any documents").wait_for()
+
+
+def test_colours_follow_the_system_and_the_button(visit):
+    visited = visit("book/index.html", scheme="dark", reduced_motion="reduce")
+    page = visited.page
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function("document.documentElement.dataset.theme === 'light'")
+    light = page.evaluate(ground)
+    assert dark != light
+    seen = set()
+    for _ in range(3):  # light, dark, the system's
+        page.locator(".theme-switch-button:visible").focus()
+        page.keyboard.press("Enter")
+        mode = page.evaluate("document.documentElement.dataset.mode")
+        shown = page.evaluate(ground)
+        assert shown == (dark if mode == "dark" else light), mode
+        seen.add(mode)
+        visited.go("book/setup.html")  # the choice is kept
+        assert page.evaluate("document.documentElement.dataset.mode") == mode
+        assert page.evaluate(ground) == shown
+    assert seen == {"light", "dark", "auto"}
+    assert visited.wrong == []
+
+
+def test_side_bar_opens_on_a_phone_by_keyboard(visit):
+    page = visit(LESSON, width=360, reduced_motion="reduce").page
+    link = page.locator("#pst-primary-sidebar nav a, #pst-primary-sidebar-modal nav a").first
+    assert not link.is_visible()
+    page.locator("button.primary-toggle").focus()
+    page.keyboard.press("Enter")
+    link.wait_for(state="visible")
+    page.keyboard.press("Escape")
+    link.wait_for(state="hidden")
+
+
+def test_pictures_scroll_in_their_box_where_text_would_get_too_small(visit):
+    page = visit("lessons/pipeline.html", width=360).page
+    page.wait_for_timeout(400)
+    boxes = page.locator(".inline-svg").evaluate_all(
+        """(all) => all.map((box) => ({
+          scrolls: box.scrollWidth > box.clientWidth + 1,
+          reached: box.tabIndex === 0,
+          text: Math.min(...[...box.querySelectorAll("text")].map((text) => {
+            const scale = text.ownerSVGElement.getScreenCTM().a;
+            return parseFloat(getComputedStyle(text).fontSize) * scale;
+          })),
+        }))"""
+    )
+    assert any(box["scrolls"] for box in boxes)
+    assert [box for box in boxes if box["scrolls"] != box["reached"]] == []
+    assert min(box["text"] for box in boxes) > 8.9
+
+
+def test_root_is_the_landing_page(visit, site):
+    visited = visit("")
+    page = visited.page
+    assert page.title() == "One Model, Many GPUs"
+    assert page.locator("html").get_attribute("lang") == "en"
+    page.locator("main a[href*='lessons/']").first.click()
+    page.wait_for_load_state()
+    assert "/lessons/" in page.url
+    assert visited.wrong == []

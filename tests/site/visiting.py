@@ -1,0 +1,61 @@
+"""A browser's page that writes down what goes wrong on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from playwright.sync_api import Browser, ConsoleMessage, Request, Response
+
+
+class Visit:
+    """One tab in a browser profile of its own; `page` is Playwright's, `wrong` what went wrong.
+
+    `address` is where the site is served. `width` and `height` are CSS pixels, `scheme` is what
+    the system prefers, "light" or "dark"; `options` go to Playwright's `new_context`.
+    """
+
+    def __init__(
+        self,
+        browser: Browser,
+        address: str,
+        *,
+        width: int = 1280,
+        height: int = 800,
+        scheme: str = "light",
+        **options: Any,
+    ):
+        self.address = address
+        self.wrong: list[str] = []
+        size = {"width": width, "height": height}
+        self.context = browser.new_context(viewport=size, color_scheme=scheme, **options)
+        self.context.set_default_timeout(20_000)
+        self.context.on("request", self._request)
+        self.context.on("response", self._response)
+        self.page = self.context.new_page()
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.wrong.append(f"script: {error}"))
+
+    def go(self, path: str) -> Visit:
+        """Open a page of the site (or any address) and wait until its mathematics is set."""
+        self.page.goto(path if "://" in path else self.address + path, wait_until="load")
+        self.page.evaluate(
+            "async () => { await document.fonts.ready; if (window.setMaths) await setMaths();"
+            " if (window.MathJax?.startup?.promise) await MathJax.startup.promise; }"
+        )
+        return self
+
+    def close(self) -> None:
+        """Close the tab and forget its profile."""
+        self.context.close()
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.wrong.append(f"console {message.type}: {message.text}")
+
+    def _request(self, request: Request) -> None:
+        if not request.url.startswith((self.address, "data:", "blob:", "about:")):
+            self.wrong.append(f"asks another host: {request.url}")
+
+    def _response(self, response: Response) -> None:
+        if response.status >= 400:
+            self.wrong.append(f"{response.status}: {response.url}")

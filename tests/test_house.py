@@ -104,7 +104,7 @@ def test_a_topic_has_all_its_rooms(topic: str) -> None:
     assert list(ROOT.glob(f"figures/{topic}_*.svg"))
 
 
-@pytest.mark.parametrize("topic", [*TOPICS, "index"])  # index: the map on the landing page
+@pytest.mark.parametrize("topic", [*TOPICS, "index", "notation"])  # the map, the legend
 def test_pictures_are_what_their_script_draws(topic: str, tmp_path: Path) -> None:
     for path in [ROOT / f"figures/{topic}.py", *ROOT.glob(f"figures/{topic}_*.json")]:
         shutil.copy(path, tmp_path)
@@ -120,6 +120,11 @@ def test_lessons_stand_in_the_contents_and_on_the_map() -> None:
     landing = (ROOT / "book/index.md").read_text("utf-8")
     here = [row for row in landing.splitlines() if row.startswith("|") and "**here**" in row]
     assert sorted(re.search(r"lessons/(\w+)\.md", row)[1] for row in here) == TOPICS
+
+
+def test_the_map_leads_to_the_lessons_that_are_here() -> None:
+    text = (ROOT / "figures/index_map.svg").read_text("utf-8")
+    assert sorted(re.findall(r'href="\.\./lessons/(\w+)\.html"', text)) == TOPICS
 
 
 def test_requirements_are_exact() -> None:

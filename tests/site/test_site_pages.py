@@ -40,7 +40,8 @@ LOOK = """async () => {
   await Promise.all(images.map((image) => image.decode().catch(() => null)));
   return {
     images: images.filter((image) => !image.naturalWidth).map((image) => image.src),
-    links: [...document.querySelectorAll("a[href]")].map((link) => link.href),
+    links: [...document.querySelectorAll("a[href]")].map((link) =>
+      new URL(link.getAttribute("href"), document.baseURI).href), // those in pictures, too
     twice: [...document.querySelectorAll("[id]")].map((one) => one.id)
       .filter((id, index, all) => all.indexOf(id) !== index),
     unnamed: [...document.querySelectorAll(".inline-svg svg, .shown-figure svg")]

@@ -431,16 +431,27 @@ show.figure(
 # Forward climbs in equal stairs, one for each layer. The tower in the middle is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
 # Then backward frees one layer's activations after the other, and gradients take their place. The lower panel is explained [below](#memory-recompute).
 #
-# On a GPU other kernels run, which keep slightly different things, and a library's workspaces are held beside them. The same table from the allocator's counters, where there is one:
+# On a GPU other kernels run, which keep slightly different things, and a library's workspaces are held beside them.
+# The same table from the allocator's counters, where there is one, and for models of billions of parameters as far as its memory reaches:
 
 # %% tags=["measured"]
-if GPU:
+LARGER = {  # the shapes of Brown et al. 2020, table 2.1
+    "1.3 billion": Config(vocab=50_257, seq=2048, layers=24, heads=16, hidden=2048),
+    "2.7 billion": Config(vocab=50_257, seq=2048, layers=32, heads=32, hidden=2560),
+    "6.7 billion": Config(vocab=50_257, seq=2048, layers=32, heads=32, hidden=4096),
+}
+for name, config in {"this page's model": SHAPE, **LARGER}.items() if GPU else ():
+    batch, device = (2 if config is SHAPE else 1), torch.cuda.get_device_name()
+    want = memory.estimate(config, batch=batch, precision="fp32", device="gpu").peak
+    if want > 0.9 * torch.cuda.mem_get_info()[0]:
+        print(f"{name}: {want / 1e9:.0f} GB are more than this GPU has.")
+        continue
     rows = []
-    for part, predicted, measured in compare(SHAPE, 2, "cuda"):
+    for part, predicted, measured in compare(config, batch, "cuda"):
         assert abs(measured / predicted - 1) <= (0.1 if part in ("activations", "peak") else 0)
         rows.append((part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
-    show.table(rows, head, caption=f"One step on {torch.cuda.get_device_name()}")
-else:
+    show.table(rows, head, caption=f"{name}: one step on {device}, batch of {batch}")
+if not GPU:
     print("This page was executed without a GPU: only the table above was measured.")
 
 # %% [markdown]

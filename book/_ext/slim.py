@@ -241,6 +241,7 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the extension."""
+    app.add_js_file("afar.js", loading_method="defer")
     app.connect("html-page-context", describe)
     app.connect("build-finished", slim, priority=900)  # on finished pages; editions come after
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

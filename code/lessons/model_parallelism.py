@@ -1076,13 +1076,14 @@ whole = memory.activations(llama, seq=131_072, device="gpu").saved
 sizes = memory.parameters(llama)
 dense = sum(sizes.values())
 experts, active = (dense + (n - 1) * sizes["ffn"] for n in (8, 2))
+met = [f"{size / GB:.1f}" for size in (experts, active)]
 rows = [
     ("GPT-3, kept by a layer on t = 8", "MB", *(f"{size / 1e6:.0f}" for size in ways)),
     ("Llama 3 8B, kept of 131,072 tokens", "GB", f"{whole / GB:.0f}", f"{whole / 8 / GB:.0f}"),
-    ("Llama 3 8B, 8 experts: parameters", "billion", f"{experts / GB:.1f}", f"{active / GB:.1f}"),
+    ("Llama 3 8B with 8 experts: all weights, and those of one token", "billion", *met),
 ]
 assert 0.3 < ways[1] / ways[0] < 0.4 and experts / active > 3
-show.table(rows, ["what", "unit", "without the cut; all", "with it; of one token"])
+show.table(rows, ["what", "unit", "before", "after"])
 
 # %% [markdown]
 # (mp-table)=

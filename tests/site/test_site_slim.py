@@ -52,7 +52,8 @@ def test_every_page_says_what_it_is_about(site):
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_what_is_far_takes_the_room_that_it_will_need(visit, width):
-    page = visit("lessons/pipeline.html", width=width).page
+    # Without scripts they stay as they came: a script gives them their layout after the load.
+    page = visit("lessons/pipeline.html", width=width, java_script_enabled=False).page
     sizes = (
         "[...document.querySelectorAll('.afar')].map(e => { const box = e.getBoundingClientRect();"
         " return [box.width, box.height]; })"
@@ -64,6 +65,13 @@ def test_what_is_far_takes_the_room_that_it_will_need(visit, width):
     for before, after in zip(far, near, strict=True):
         # A box with a bar to scroll it by is higher by the bar, as soon as it is laid out.
         assert abs(before[0] - after[0]) < 1 and abs(before[1] - after[1]) < 20
+
+
+def test_after_the_load_everything_gets_its_layout(visit):
+    visited = visit("lessons/pipeline.html")
+    visited.page.wait_for_function("document.querySelectorAll('.afar').length === 0")
+    assert visited.page.locator("pre").count() > 10
+    assert visited.wrong == []
 
 
 def test_mathematics_is_set_when_it_is_to_be_seen(visit):

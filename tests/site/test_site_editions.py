@@ -38,7 +38,8 @@ def test_archive_works_as_files(offline):
     # Styles arrived, and so did the fonts of the formulas.
     assert offline.page.locator("mjx-container").count() > 10
     assert offline.page.locator(".bd-sidebar-primary").first.is_visible()
-    assert offline.page.evaluate("document.fonts.check('16px \"Font Awesome 6 Free\"')")
+    icon = "document.fonts.load('900 16px \"Font Awesome 6 Free\"', '\\uf002')"
+    assert offline.page.evaluate(f"{icon}.then((all) => all.length)") == 1
     assert offline.wrong == []
 
 

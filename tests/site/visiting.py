@@ -36,10 +36,11 @@ class Visit:
         self.page.on("pageerror", lambda error: self.wrong.append(f"script: {error}"))
 
     def go(self, path: str) -> Visit:
-        """Open a page of the site (or any address) and wait until its mathematics is set."""
+        """Open a page of the site (or any address) and wait until all of it is laid out."""
         self.page.goto(path if "://" in path else self.address + path, wait_until="load")
         self.page.evaluate(
             "async () => { await document.fonts.ready; if (window.setMaths) await setMaths();"
+            " if (window.allLaidOut) await allLaidOut;"
             " if (window.MathJax?.startup?.promise) await MathJax.startup.promise; }"
         )
         return self

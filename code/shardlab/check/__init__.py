@@ -90,6 +90,14 @@ def check(answer: Any, exercise: str | None = None) -> Verdict:
     return verdict
 
 
+def called(answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the reader's function; what it raises becomes a Wrong that says so."""
+    try:
+        return answer(*args, **kwargs)
+    except Exception as error:
+        raise Wrong(f"Your function raised {type(error).__name__}: {error}") from None
+
+
 def run_answer(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 20.0
 ) -> list[Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlab import count
-from shardlab.check import Wrong, exercise, number, run_answer, same
+from shardlab.check import Wrong, called, exercise, number, run_answer, same
 from shardlab.data_parallel import DataParallel
 
 _WAITS = (
@@ -254,10 +254,7 @@ _SLIPS = {
 @exercise("my_micro_batches")
 def _(answer: Callable[..., Any]) -> str:
     for job in _JOBS:
-        try:
-            found = answer(*job)
-        except Exception as error:
-            raise Wrong(f"Your function raised {type(error).__name__}: {error}") from None
+        found = called(answer, *job)
         want = _micro_batches(*job, "")
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             raise Wrong(f"It returned {found!r}: a step has a whole number of micro-batches, 1 up.")

@@ -8,16 +8,8 @@ from typing import Any
 import torch
 
 from shardlab import count, memory, text
-from shardlab.check import Wrong, exercise, number
+from shardlab.check import Wrong, called, exercise, number
 from shardlab.model import GPT, PRESETS, Config, loss
-
-
-def _called(answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the reader's function; what it raises becomes a Wrong that says so."""
-    try:
-        return answer(*args, **kwargs)
-    except Exception as error:
-        raise Wrong(f"Your function raised {type(error).__name__}: {error}") from None
 
 
 @exercise("state_gigabytes")
@@ -71,7 +63,7 @@ def _(answer: Callable[..., Any]) -> str:
     for precision in ("fp32", "bf16", "bf16-fp32-gradients"):
         for optimizer in ("sgd", "momentum", "adamw"):
             want = memory.states(params, precision=precision, optimizer=optimizer).total
-            got = _called(answer, params, precision, optimizer)
+            got = called(answer, params, precision, optimizer)
             case = f"With precision={precision!r} and optimizer={optimizer!r}"
             if isinstance(got, bool) or not isinstance(got, (int, float)):
                 raise Wrong(f"{case} the answer should be a number of bytes, not {got!r}.")
@@ -120,7 +112,7 @@ def _(answer: Callable[..., Any]) -> str:
             yield batch
 
     with count.held(model, tokens, targets) as watch:
-        mean = _called(answer, model, watched())
+        mean = called(answer, model, watched())
     if isinstance(mean, bool) or not isinstance(mean, (int, float, torch.Tensor)):
         raise Wrong(f"It returned {mean!r}: expected is the mean loss, a number.")
     mean = mean.item() if isinstance(mean, torch.Tensor) else mean
@@ -161,7 +153,7 @@ def _largest_batch(config: Config, limit: float) -> int:
 def _(answer: Callable[..., Any]) -> str:
     found = []
     for what, config, limit in _MACHINES:
-        want, got = _largest_batch(config, limit), _called(answer, config, limit)
+        want, got = _largest_batch(config, limit), called(answer, config, limit)
         if isinstance(got, bool) or not isinstance(got, int):
             raise Wrong(f"For {what} it returned {got!r}: expected is a whole number of sequences.")
         if got == want:
@@ -188,7 +180,7 @@ def _(answer: Callable[..., Any]) -> str:
     limit = _peak(_halves(4))
     model = _toy()[0]
     with count.held(model, tokens, targets) as held:
-        _called(answer, model, tokens, targets)
+        called(answer, model, tokens, targets)
     if any(p.grad is None for p in model.parameters()):
         raise Wrong("Some parameters have no gradient: did a backward run on every piece?")
     got = [p.grad for p in model.parameters()]
@@ -246,7 +238,7 @@ def _pieces(
 def _(answer: Callable[..., Any]) -> str:
     config, batch = PRESETS["mini"], 12
     for limit in _ROOMS:
-        want, found = _pieces(config, batch, limit), _called(answer, config, batch, limit)
+        want, found = _pieces(config, batch, limit), called(answer, config, batch, limit)
         if found == want:
             continue
         where = f"For 'mini', {batch} sequences and {limit / 1e6:.0f} MB"

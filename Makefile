@@ -5,6 +5,8 @@ PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 SITE := _build/html
+# For `make gpu`: another Python, with a PyTorch with CUDA of its own, is taken as it is.
+PYTHON_GPU ?= $(BIN)/python
 
 # Exists when the environment is complete and agrees with the two files it is made from.
 INSTALLED := $(VENV)/.installed
@@ -12,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 BUILT := _build/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book pdf test lab serve record pairs lint format clean distclean
+.PHONY: help setup book pdf test rehearse lab serve record gpu lesson pairs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -24,7 +26,7 @@ help: ## list the targets
 	  esac; \
 	done < Makefile
 	@echo
-	@echo "ARGS=… goes to test, record and lab; PORT=… to serve; PYTHON=… makes the environment."
+	@echo "ARGS=… goes to test, rehearse, record, gpu and lab; PORT=… to serve; PYTHON=… makes the environment."
 
 setup: $(INSTALLED) ## make or update the environment in .venv (the other targets do it by themselves)
 
@@ -66,7 +68,10 @@ pdf: export PDF := 1
 pdf: book ## build the site with the whole course as a PDF in it (needs Chromium or Chrome)
 
 test: $(INSTALLED) ## run every test (ARGS='-k ring' for some)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python tests/phases.py $(ARGS)
+
+rehearse: $(INSTALLED) ## run every lesson on pretended GPUs, one and four (ARGS='zero --gpus 4')
+	PYTHONPATH=tests $(BIN)/python -m rehearsal $(ARGS)
 
 lab: $(INSTALLED) ## open the lessons as notebooks in JupyterLab
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lessons $(ARGS)
@@ -78,7 +83,13 @@ serve: $(INSTALLED) ## show the built site on http://127.0.0.1:8000
 record: $(INSTALLED) ## execute lessons on this machine and keep their outputs (ARGS='data_parallel')
 	$(BIN)/python -m shardlab record $(ARGS)
 
-pairs: $(INSTALLED) ## write code/lessons/*.py anew from lessons/*.md
+gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(INSTALLED)) ## on a machine with a GPU: test, record and measure all that needs one
+	PYTHONPATH="$(CURDIR)/code$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON_GPU) -m shardlab gpu $(ARGS)
+
+lesson: $(INSTALLED) ## write the skeleton of a planned lesson, which builds (TOPIC=experts)
+	$(BIN)/python -m shardlab lesson '$(TOPIC)'
+
+pairs: $(INSTALLED) ## after an edit: write scripts anew from lessons, contents and map from book/topics.yml
 	$(BIN)/python -m shardlab pairs
 
 lint: $(INSTALLED) ## check format, style, spelling and pairs

@@ -43,6 +43,7 @@ from side_by_side import (
     Times,
     alternately,
     clock,
+    gpu_model,
     options,
     ratio,
     slowest,
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for kind in chosen.links:
         for size in chosen.ranks:
-            name, batch, rounds = ("gpt-2", 4, 4) if kind == "gpu" else ("mini", 2, 4)
+            name, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
             if chosen.quick:
                 name, batch, rounds = "nano", 1, 1
             config = PRESETS[name]
@@ -143,6 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
                 rounds * chosen.repeats,
                 device="cuda" if kind == "gpu" else "cpu",
                 timeout=600,
+                show=False,  # what torch warns of is no row
             )
             count = parameter_count(config) / 1e6
             case = f"{name}, {count:.1f} M parameters, {batch * config.seq} tokens a rank"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,17 +12,20 @@ import torch
 import torch.distributed as dist
 
 from shardlab import count, link, ranks
+from shardlab.count import clock
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # of the slow link: 50 microseconds, 1 Gbit/s
+ROOM = 30e9  # bytes of a GPU that a rank needs for all contenders' gpt-2, several models at once
 Times = dict[str, list[float]]  # contender -> seconds of its steps
 Step = Callable[[], Any]
 
 
-def clock(device: torch.device) -> float:
-    """Seconds, once the work of `device` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def gpu_model(size: int) -> str:
+    """The model that `size` ranks train on this machine's GPUs, which they may have to share."""
+    # A rank asks: a caller that has asked the driver can fork no more.
+    bytes_each = ranks.run(lambda: torch.cuda.mem_get_info()[1], 1, device="cuda", show=False)[0]
+    shared = -(-size // torch.cuda.device_count())  # ranks on one GPU
+    return "gpt-2" if bytes_each / shared >= ROOM else "mini"
 
 
 def the_group(slow: bool) -> dist.ProcessGroup:

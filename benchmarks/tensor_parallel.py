@@ -54,7 +54,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Step, Times, alternately, clock, options, peak, ratio, slowest, the_group
+from side_by_side import (
+    Step,
+    Times,
+    alternately,
+    clock,
+    gpu_model,
+    options,
+    peak,
+    ratio,
+    slowest,
+    the_group,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -287,12 +298,13 @@ def row(
     }
 
 
-def cases(kind: str, quick: bool) -> list[tuple[str, Config, int, int]]:
+def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int]]:
     """Name, shape, batch and rounds of what is measured on a link."""
     if quick:
         return [("nano", PRESETS["nano"], 1, 1)]
     if kind == "gpu":
-        return [("gpt-2", PRESETS["gpt-2"], 4, 4)]
+        name = gpu_model(size)
+        return [(name, PRESETS[name], 4, 4)]
     wide = replace(PRESETS["mini"], layers=2, heads=16, hidden=1024)
     return [("mini", PRESETS["mini"], 2, 2)] + [("wide", wide, 2, 1)] * (kind == "loopback")
 
@@ -312,7 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
         device = "cuda" if kind == "gpu" else "cpu"
         on = {"device": device, "timeout": 900.0, "show": False}  # what torch warns of is no row
         for size in chosen.ranks:
-            for name, config, batch, rounds in cases(kind, chosen.quick):
+            for name, config, batch, rounds in cases(kind, size, chosen.quick):
                 config = dividing(config, size)
                 if sys.stderr.isatty():
                     print(f"{name}, {kind}, {size} ranks …", file=sys.stderr)

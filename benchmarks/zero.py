@@ -39,18 +39,28 @@ import json
 import os
 import statistics
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Step, Times, alternately, clock, options, peak, ratio, slowest, the_group
+from side_by_side import (
+    Step,
+    Times,
+    alternately,
+    clock,
+    gpu_model,
+    options,
+    peak,
+    ratio,
+    slowest,
+    the_group,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import ranks, show, zero
+from shardlab import deepspeed_engine, ranks, show, zero
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 
 OURS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "stage 3, kept": 3}
@@ -100,13 +110,9 @@ def deepspeed_step(
     plain: nn.Module, stage: int, config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor
 ) -> Step:
     """DeepSpeed's engine over `group`."""
-    if tokens_BS.device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise it looks for one, and says so
-    warnings.filterwarnings("ignore")
-    import deepspeed
+    deepspeed = deepspeed_engine.prepare()
     from deepspeed.utils import groups
 
-    deepspeed.ops.__compatible_ops__ = {}  # compile nothing
     deepspeed.init_distributed()
     groups._WORLD_GROUP = group  # the group of stages 1 and 2, and of stage 3
     deepspeed.comm.get_world_group = lambda: group
@@ -116,16 +122,16 @@ def deepspeed_step(
         settings |= {"stage3_prefetch_bucket_size": block, "stage3_max_reuse_distance": 0}
         settings |= {"stage3_max_live_parameters": 2 * block}
         settings |= {"stage3_param_persistence_threshold": 10 * config.hidden}
-    engine, *_ = deepspeed.initialize(
-        model=plain,
-        optimizer=torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False),
-        config={
+    engine = deepspeed_engine.initialize(
+        plain,
+        {
             "train_micro_batch_size_per_gpu": len(tokens_BS),
             "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
             "zero_optimization": settings,
             "zero_allow_untested_optimizer": True,
         },
+        torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False),
     )
 
     def step() -> None:
@@ -159,14 +165,18 @@ def messages(name: str, config: Config, group: dist.ProcessGroup) -> Step:
     options = {"reshard": name == "stage 3"} if OURS[name] == 3 else {}
     with torch.device(ranks.device()):
         model = zero.shard(GPT(config), group, OURS[name], **options)
-    flats = [(flat, torch.zeros(flat.size, device=flat.device)) for flat in model.flats]
     gathers = 2 if name == "stage 3" else 1
+    # All are under way at once: each has memory of its own.
+    flats = [
+        (flat, [torch.zeros(flat.size, device=flat.device) for _ in range(gathers + 1)])
+        for flat in model.flats
+    ]
 
     def step() -> None:
         works: list[Any] = []
-        for _ in range(gathers):
-            works += [zero.all_gather(tensor, flat.own, group) for flat, tensor in flats]
-        works += [zero.ReduceScatter(tensor, group, model.ordered) for _, tensor in flats]
+        for turn in range(gathers):
+            works += [zero.all_gather(into[turn], flat.own, group) for flat, into in flats]
+        works += [zero.ReduceScatter(into[-1], group, model.ordered) for _, into in flats]
         for work in works:
             work.wait()
 
@@ -232,17 +242,21 @@ def row(
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(__doc__, arguments)
-    pairs = [p for p in ROWS if importlib.util.find_spec("deepspeed") or "DeepSpeed" not in p[1]]
+    pairs = ROWS
+    if not importlib.util.find_spec("deepspeed"):
+        pairs = [pair for pair in ROWS if "DeepSpeed" not in pair[1]]
+        print("DeepSpeed is not installed here: no rows against it", file=sys.stderr)
     names = list(dict.fromkeys(name for pair in pairs for name in pair))
     rows = []
     peaks_of: dict[tuple[str, int], dict[str, int]] = {}
     for kind in chosen.links:
         for size in chosen.ranks:
-            preset, batch, rounds = ("gpt-2", 4, 4) if kind == "gpu" else ("mini", 2, 4)
+            preset, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
             if chosen.quick:
                 preset, batch, rounds = "nano", 1, 1
             config = PRESETS[preset]
-            where = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0}
+            # What torch warns of is no row.
+            where = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0, "show": False}
             if sys.stderr.isatty():
                 print(f"{kind}, {size} ranks …", file=sys.stderr)
             if (preset, size) not in peaks_of:  # the link does not matter

@@ -1,83 +1,192 @@
 """Draw the map of the course for its landing page: python figures/index.py
 
 The lessons' boxes are links, which matplotlib would draw as two each; so this picture is written as
-it is. Its lengths are a phone's pixels or so: it is narrow, and a phone shows it whole.
+it is. Boxes stand in the order of book/topics.yml, and arrows find their ways themselves, on a grid
+whose step is 8 of a phone's pixels: the picture is narrow, and a phone shows it whole.
 """
 
 from __future__ import annotations
 
+import heapq
+import textwrap
 from collections.abc import Iterator
 from html import escape
+from itertools import count, pairwise
 from pathlib import Path
 
-HERE = Path(__file__).parent
-WIDTH, HEIGHT, ZOOM = 440, 470, 1.3
-COLUMNS = (26, 174, 314)  # left edges of the boxes
-BOX = (114, 40)
+from shardlab.record.index import Index, Topic, read
+
+STEP, ZOOM = 8, 1.2  # pixels of a step; by how much a desk's screen enlarges the picture
+WIDE, HIGH, ROW = 13, 5, 3  # a box, in steps, and how many stand side by side
+GAP = 4  # from box to box: room for three arrows
+NAME, ABOVE, BELOW = 3, 2, 1  # a part's name, and what is free under it and under its last box
+WIDTH = ROW * WIDE + (ROW + 1) * GAP
+BEND, CROSS, ASIDE = 3, 8, 3  # what an arrow goes round, in steps
 # As a file of its own the picture has no page to take its ink and font from.
 STYLE = (
     "svg:root{color:#1f2328;font-family:sans-serif}"
     "@media(prefers-color-scheme:dark){svg:root{color:#e6edf3}}"
 )
-PARTS = {  # left, top, width, height
-    "One GPU is not enough": (2, 60, 436, 94),
-    "Copies": (2, 170, 150, 212),
-    "Cuts": (164, 170, 274, 150),
-    "Together": (164, 332, 274, 134),
-}
-LESSONS = {  # column and top of each box, and its lines, in the order of the contents
-    "memory": (1, 102, "Memory"),
-    "collectives": (0, 102, "Collectives"),
-    "gemm": (2, 102, "GEMM"),
-    "data_parallel": (0, 204, "Data\nparallelism"),
-    "zero": (0, 268, "ZeRO"),
-    "checkpoint": (0, 332, "Checkpoints"),
-    "pipeline": (1, 204, "Pipeline\nparallelism"),
-    "tensor_parallel": (2, 204, "Tensor\nparallelism"),
-    "sequence_parallel": (2, 268, "Sequence\nparallelism"),
-    "experts": (1, 268, "Experts"),
-    "mesh": (2, 364, "Meshes"),
-    "deepspeed_engine": (1, 364, "DeepSpeed"),
-    "strategy": (1, 414, "Strategy"),
-    "cluster": (2, 414, "Clusters"),
-}
-PLANNED = {"experts", "mesh", "strategy", "cluster"}
-# What each arrow goes through, from the lesson that is needed to the one that needs it.
-NEEDS = {
-    ("collectives", "gemm"): [(83, 102), (83, 91), (305, 91), (305, 122), (314, 122)],
-    ("collectives", "tensor_parallel"): [(305, 122), (305, 224), (314, 224)],
-    ("collectives", "data_parallel"): [(83, 142), (83, 204)],
-    ("memory", "pipeline"): [(231, 142), (231, 204)],
-    ("memory", "sequence_parallel"): [(288, 130), (296, 130), (296, 288), (314, 288)],
-    ("data_parallel", "pipeline"): [(140, 224), (174, 224)],
-    ("data_parallel", "zero"): [(83, 244), (83, 268)],
-    ("data_parallel", "checkpoint"): [(26, 232), (14, 232), (14, 352), (26, 352)],
-    ("zero", "deepspeed_engine"): [(140, 288), (158, 288), (158, 384), (174, 384)],
-    ("tensor_parallel", "sequence_parallel"): [(371, 244), (371, 268)],
-}
-BETTER = {
-    ("gemm", "tensor_parallel"): [(371, 142), (371, 204)],
-    ("zero", "checkpoint"): [(83, 308), (83, 332)],
-}
+Point = tuple[int, int]
+Place = tuple[int, int, int, int]  # left, top, width, height
+Arrow = tuple[str, str, bool]  # from, to, and whether it is needed
+Net = tuple[str, bool]  # arrows from one box, those that are needed or the others
 
 
-def alt() -> str:
-    """What the picture says, in words."""
-    words = {topic: lines.replace("\n", " ") for topic, (_, _, lines) in LESSONS.items()}
-    needs: dict[str, list[str]] = {}
-    for before, after in NEEDS:
-        needs.setdefault(after, []).append(words[before])
-    said = [
-        f"{words[topic]} needs {' and '.join(needs[topic])}" for topic in words if topic in needs
+def arrows(index: Index) -> list[Arrow]:
+    """All arrows, but for those that follow from needs."""
+    topics = index.topics
+    behind: dict[str, set[str]] = {}  # all that a topic needs, and what that needs
+    for name, topic in topics.items():
+        behind[name] = {*topic.needs}.union(*(behind[other] for other in topic.needs))
+    return [
+        (other, name, other in topic.needs)
+        for name, topic in topics.items()
+        for other in (*topic.needs, *topic.after)
+        if not any(other in behind[one] for one in topic.needs)
     ]
-    after = [f"{words[b]} reads better after {words[a]}" for a, b in BETTER]
-    free = [words[t] for t in words if t not in needs and t not in PLANNED]
-    planned = ", ".join(words[topic] for topic in words if topic in PLANNED)
-    return (
-        "The lessons, in the parts of the course, and what each needs. Model parallelism shows the "
-        f"whole subject and needs none. {' and '.join(free)} need none. {'. '.join(said)}. "
-        f"{'. '.join(after)}. Planned: {planned}."
-    )
+
+
+def alt(index: Index) -> str:
+    """What the picture says, in words."""
+    title = {name: topic.title for name, topic in index.topics.items()}
+    needs: dict[str, list[str]] = {name: [] for name in title}
+    for before, name, needed in arrows(index):
+        needs[name] += [title[before]] * needed
+
+    def listed(words: list[str]) -> str:
+        return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+    free = [topic.title for topic in index.here if not needs[topic.topic]]
+    said = [f"{listed(free)} need none"]
+    said += [f"{title[name]} needs {listed(others)}" for name, others in needs.items() if others]
+    said += [f"{title[b]} reads better after {title[a]}" for a, b, n in arrows(index) if not n]
+    planned = [topic.title for topic in index.topics.values() if topic.planned]
+    said += [f"Planned: {listed(planned)}"] * bool(planned)
+    return f"The lessons, in the parts of the course, and what each needs. {'. '.join(said)}."
+
+
+def layout(index: Index) -> tuple[dict[str, Place], dict[str, Place]]:
+    """The places of the parts and of the topics, by name, in steps."""
+    parts: dict[str, Place] = {}
+    boxes: dict[str, Place] = {}
+    top = 0
+    for part in index.parts:
+        for i, topic in enumerate(part.topics):
+            x, y = GAP + i % ROW * (WIDE + GAP), top + NAME + ABOVE + i // ROW * (HIGH + GAP)
+            wide = WIDE if part.topics[1:] else WIDTH - 2 * GAP
+            boxes[topic.topic] = (x, y, wide, HIGH)
+        if part.topics:
+            parts[part.part] = (0, top, WIDTH, y + HIGH + BELOW - top)
+            top = y + HIGH + BELOW + 1
+    return parts, boxes
+
+
+class Wires:
+    """Ways for arrows along the points of a grid that are free.
+
+    Arrows of one net, from one box, share what they can, as a tree does. Others cross it, and no
+    more: on no step of the grid do two run, and none bends or ends where another one is.
+    """
+
+    def __init__(self, free: set[Point]):
+        self.free = free
+        self.at: dict[Point, dict[Net, set[bool]]] = {}  # nets, and whether they run upright there
+        self.trees: dict[Net, dict[Point, int]] = {}  # how far its points are from a net's box
+
+    def others(self, point: Point, net: Net) -> set[bool]:
+        """Whether other nets run upright at `point`, or flat."""
+        nets = self.at.get(point)
+        return {u for other, ways in nets.items() if other != net for u in ways} if nets else set()
+
+    def draw(self, net: Net, starts: dict[Point, float], ends: dict[Point, float]) -> list[Point]:
+        """The way of an arrow from one of `starts`, or from the net's tree, to one of `ends`.
+
+        Starts and ends have their prices, and lie where nothing is free. [] when there is no way.
+        """
+        number = count()  # of equal prices, the first one found
+        starts = {**starts, **{point: 0.3 * far for point, far in self.trees.get(net, {}).items()}}
+        heap: list[tuple] = [
+            (price, next(number), [point], None)
+            for point, price in starts.items()
+            if not self.others(point, net)
+        ]
+        heapq.heapify(heap)
+        seen = set()
+        while heap:
+            price, _, path, way = heapq.heappop(heap)
+            (x, y) = point = path[-1]
+            if (point, way) in seen:
+                continue
+            if point in ends:
+                return self.keep(net, path)
+            seen.add((point, way))
+            for turn in ((0, 1), (1, 0), (-1, 0), (0, -1)):
+                onto, upright, bends = (x + turn[0], y + turn[1]), bool(turn[1]), turn != way
+                if onto in ends:  # straight, and where nobody else came
+                    fits = not bends and not self.others(onto, net)
+                else:
+                    fits = onto in self.free and upright not in self.others(onto, net)
+                if not fits or (bends and self.others(point, net)):
+                    continue
+                more = 1 + ends.get(onto, 0) + BEND * bends + CROSS * bool(self.others(onto, net))
+                heapq.heappush(heap, (price + more, next(number), [*path, onto], turn))
+        return []
+
+    def keep(self, net: Net, path: list[Point]) -> list[Point]:
+        """Remember a net's new way."""
+        tree = self.trees.setdefault(net, {})
+        far = tree.get(path[0], 0)
+        for i, point in enumerate(path[:-2]):  # from the head of an arrow none parts
+            tree.setdefault(point, far + i)
+        for (x, y), (u, v) in pairwise(path):
+            for point in ((x, y), (u, v)):
+                self.at.setdefault(point, {}).setdefault(net, set()).add(y != v)
+        for end in (path[0], path[-1]):
+            self.at[end][net] |= {True, False}
+        return path
+
+
+def ports(place: Place) -> Iterator[tuple[str, Point, float]]:
+    """The points of a box where arrows may leave or come: the side, the point, its price."""
+    x, y, wide, high = place
+    for i in range(2, wide - 1):
+        for side, j in (("top", 0), ("bottom", high)):
+            yield side, (x + i, y + j), abs(i - wide / 2) / 2
+    for j in range(1, high):
+        for side, i in (("left", 0), ("right", wide)):
+            yield side, (x + i, y + j), abs(j - high / 2) / 2 + ASIDE
+
+
+def routes(index: Index) -> dict[Arrow, list[Point]]:
+    """Each arrow's way, from its box or from where it parts from another arrow of that box.
+
+    Raises ValueError when there is no room for one.
+    """
+    parts, boxes = layout(index)
+    _, top, _, high = [*parts.values()][-1]
+    free = {(x, y) for x in range(1, WIDTH) for y in range(1, top + high)}
+    for x, y, wide, high in boxes.values():
+        free -= {(x + i, y + j) for i in range(wide + 1) for j in range(high + 1)}
+    for name, (_, top, _, _) in parts.items():
+        free -= {(GAP + i, top + j) for i in range(len(name) + 1) for j in range(NAME)}
+
+    def length(arrow: Arrow) -> int:
+        return sum(abs(a - b) for a, b in zip(boxes[arrow[0]], boxes[arrow[1]], strict=True))
+
+    todo = sorted(arrows(index), key=length)
+    for _ in todo:
+        wires, found = Wires(free), {}
+        for arrow in todo:
+            before, after, needed = arrow
+            starts = {point: c for side, point, c in ports(boxes[before]) if side != "top"}
+            ends = {point: c for side, point, c in ports(boxes[after]) if side != "bottom"}
+            found[arrow] = wires.draw((before, needed), starts, ends)
+        if all(found.values()):
+            return found
+        todo.sort(key=lambda arrow: bool(found[arrow]))  # those without a way come first
+    before, after, _ = todo[0]
+    raise ValueError(f"figures/index.py: GAP={GAP}: no room for an arrow from {before} to {after}")
 
 
 def text(x: float, y: float, words: str, **look: object) -> str:
@@ -86,72 +195,86 @@ def text(x: float, y: float, words: str, **look: object) -> str:
     return f'<text x="{x:g}" y="{y:g}" fill="currentColor"{style}>{escape(words)}</text>'
 
 
-def rectangle(x: float, y: float, wide: float, high: float, look: str) -> str:
+def rectangle(place: Place, look: str) -> str:
     """A rectangle with round corners."""
-    return f'<rect x="{x:g}" y="{y:g}" width="{wide:g}" height="{high:g}" rx="4" {look}/>'
+    x, y, wide, high = (STEP * length for length in place)
+    return f'<rect x="{x}" y="{y}" width="{wide}" height="{high}" rx="4" {look}/>'
 
 
-def box(topic: str, place: tuple[float, float, float, float], lines: list[str]) -> str:
+def box(topic: Topic, place: Place) -> str:
     """A lesson: a link where it exists."""
-    x, y, wide, high = place
-    here = topic not in PLANNED
-    dashes = "" if here else ' stroke-dasharray="4 3"'
-    fill = f'fill="currentColor" fill-opacity="{0.1 if here else 0}" stroke="currentColor"{dashes}'
-    parts = [rectangle(x, y, wide, high, fill)]
-    first = y + high / 2 + 4.5 - 7.5 * (len(lines) - 1)
-    for row, words in enumerate(lines):
-        look = {"text_anchor": "middle", "font_weight": 600 if here else 400}
-        parts.append(text(x + wide / 2, first + 15 * row, words, **look))
+    dashes = ' stroke-dasharray="4 3"' if topic.planned else ""
+    fill = f'fill="currentColor" fill-opacity="{0 if topic.planned else 0.1}"'
+    parts = [rectangle(place, f'{fill} stroke="currentColor"{dashes}')]
+    words = topic.title if place[2] == WIDE else f"{topic.title}: {topic.able}"
+    lines = textwrap.wrap(words, place[2])  # a letter is no wider than a step
+    x, y = STEP * (place[0] + place[2] / 2), STEP * (place[1] + place[3] / 2)
+    for row, part in enumerate(lines):
+        look = {"text_anchor": "middle", "font_weight": 400 if topic.planned else 600}
+        parts.append(text(x, y + 4.5 + 15 * row - 7.5 * (len(lines) - 1), part, **look))
     inside = "".join(parts)
-    if not here:
+    if topic.planned:
         return inside
-    name = escape(" ".join(lines), quote=True)
+    name = escape(words, quote=True)
     # The underline that pages draw has the fill of the link, not of its text.
-    return f'<a href="../lessons/{topic}.html" aria-label="{name}" fill="currentColor">{inside}</a>'
+    link = f'href="../lessons/{topic.topic}.html" aria-label="{name}" fill="currentColor"'
+    return f"<a {link}>{inside}</a>"
 
 
-def line(points: list[tuple[int, int]], dotted: bool = False) -> str:
+def line(points: list[Point], needed: bool) -> str:
     """An arrow along `points`."""
     (x0, y0), (x1, y1) = points[-2:]
-    dx, dy = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
-    dashes = ' stroke-dasharray="2 3"' if dotted else ""
-    path = " ".join(f"{x},{y}" for x, y in [*points[:-1], (x1 - 5 * dx, y1 - 5 * dy)])
-    back = x1 - 7 * dx, y1 - 7 * dy
-    tip = f"{x1},{y1} {back[0] - 4 * dy},{back[1] - 4 * dx} {back[0] + 4 * dy},{back[1] + 4 * dx}"
+    dx, dy, x, y = x1 - x0, y1 - y0, STEP * x1, STEP * y1
+    bends = [
+        b
+        for a, b, c in zip(points, points[1:], points[2:], strict=False)
+        if (a[0] == b[0]) != (b[0] == c[0])
+    ]
+    path = " ".join(f"{STEP * x},{STEP * y}" for x, y in [points[0], *bends])
+    left, right = ((x - 7 * dx - i * dy, y - 7 * dy - i * dx) for i in (4, -4))
+    dashes = "" if needed else ' stroke-dasharray="2 3"'
     return (
-        f'<polyline points="{path}" fill="none" stroke="currentColor" stroke-width="1.4"{dashes}/>'
-        f'<polygon points="{tip}" fill="currentColor"/>'
+        f'<polyline points="{path} {x - 5 * dx},{y - 5 * dy}" fill="none" stroke="currentColor" '
+        f'stroke-width="1.4"{dashes}/><polygon points="{x},{y} {left[0]},{left[1]} '
+        f'{right[0]},{right[1]}" fill="currentColor"/>'
     )
 
 
-def elements() -> Iterator[str]:
-    """The picture's elements, from the back to the front."""
-    for words, (x, y, wide, high) in PARTS.items():
-        yield rectangle(x, y, wide, high, 'fill="currentColor" fill-opacity="0.06"')
-        yield text(x + 10, y + 19, words, font_weight=700)
-    yield from (line(points) for points in NEEDS.values())
-    yield from (line(points, dotted=True) for points in BETTER.values())
-    words = "Model parallelism: the whole subject, in an hour"
-    yield box("model_parallelism", (2, 2, 436, 46), [words])
-    for topic, (column, top, lines) in LESSONS.items():
-        yield box(topic, (COLUMNS[column], top, *BOX), lines.split("\n"))
-    yield line([(8, 406), (34, 406)]) + text(42, 410, "needs")
-    yield line([(8, 430), (34, 430)], dotted=True) + text(42, 434, "better after")
-    yield rectangle(8, 447, 26, 14, 'fill="none" stroke="currentColor" stroke-dasharray="4 3"')
-    yield text(42, 459, "planned")
+def elements(index: Index, foot: int) -> Iterator[str]:
+    """The picture's elements, from the back to the front; the legend stands around `foot`."""
+    parts, boxes = layout(index)
+    for words, place in parts.items():
+        yield rectangle(place, 'fill="currentColor" fill-opacity="0.06"')
+        yield text(STEP * GAP, STEP * place[1] + 19, words, font_weight=700)
+    leave = {point for place in boxes.values() for _, point, _ in ports(place)}
+    for (_, _, needed), points in routes(index).items():
+        yield line(points, needed)
+        if points[0] not in leave:  # a dot where it parts from another: lines that cross have none
+            x, y = points[0]
+            yield f'<circle cx="{STEP * x}" cy="{STEP * y}" r="2.6" fill="currentColor"/>'
+    yield from (box(topic, boxes[name]) for name, topic in index.topics.items())
+    yield line([(4, foot), (6, foot), (7, foot)], True)
+    yield line([(17, foot), (19, foot), (20, foot)], False)
+    dashes = 'fill="none" stroke="currentColor" stroke-dasharray="4 3"'
+    yield rectangle((36, foot - 1, 3, 2), dashes)
+    for x, words in ((8, "needs"), (21, "better after"), (40, "planned")):
+        yield text(STEP * x, STEP * foot + 4.5, words)
 
 
-def main() -> None:
-    words = escape(alt(), quote=True)
+def svg(index: Index) -> str:
+    """The picture."""
+    _, top, wide, high = [*layout(index)[0].values()][-1]
+    foot = top + high + 2
+    wide, high = STEP * wide, STEP * (foot + 2)
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="group" aria-label="{words}" '
-        f'width="{WIDTH * ZOOM:g}px" height="{HEIGHT * ZOOM:g}px" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-size="13px">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="group" '
+        f'aria-label="{escape(alt(index), quote=True)}" '
+        f'width="{wide * ZOOM:g}px" height="{high * ZOOM:g}px" viewBox="0 0 {wide} {high}" '
+        f'font-size="13px"><style>{STYLE}</style>'
     )
-    body = "\n".join(elements())
-    page = f"{head}<style>{STYLE}</style>\n{body}\n</svg>\n"
-    (HERE / "index_map.svg").write_text(page, "utf-8")
+    return "\n".join([head, *elements(index, foot), "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    path = Path(__file__).with_name("index_map.svg")
+    path.write_text(svg(read(path.parents[1])), "utf-8")

@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
+import phases
 import pytest
-from hypothesis import HealthCheck, settings
 
 from shardlab import show
 
-# How long an example takes says something about the machine, and nothing about the code.
-settings.register_profile("course", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("course")
+with contextlib.suppress(ImportError):  # the tests for a GPU do without it, on any machine
+    from hypothesis import HealthCheck, settings
 
-SITE = pytest.StashKey[bool]()  # whether this process has the site
+    # How long an example takes says something about the machine, and nothing about the code.
+    settings.register_profile("course", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("course")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--site` and `--whole`."""
-    parser.addoption("--site", type=Path, help="a built site to try instead of building this one")
+    """Add `--phase`, `--site` and `--whole`."""
+    parser.addoption("--phase", choices=phases.PHASES, help="only the tests of one phase")
+    parser.addoption("--site", type=Path, help="a built site to try instead of this one")
     parser.addoption("--whole", action="store_true", help="run every lesson as a script, not some")
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: waiting is not part of a test's timeout
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let a test that is marked `alone` run while no other worker of this machine runs one.
-
-    It measures, and a neighbour would be measured with it. So does the first test of a worker that
-    asks for the site: the build may have to execute lessons, which measure.
-    """
-    builds = "site" in getattr(item, "fixturenames", ()) and SITE not in item.config.stash
-    stem = Path(tempfile.gettempdir()) / f"shardlab-tests-{os.getuid()}"
-    with open(f"{stem}.turn", "w") as turn, open(f"{stem}.room", "w") as room:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits to be alone keeps newcomers out
-        if builds or item.get_closest_marker("alone"):
-            fcntl.flock(room, fcntl.LOCK_EX)
-        else:
-            fcntl.flock(room, fcntl.LOCK_SH)
-            fcntl.flock(turn, fcntl.LOCK_UN)
-        return (yield)
 
 
 @pytest.fixture(scope="session")
@@ -54,47 +33,24 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def site(root, request, tmp_path_factory, testrun_uid) -> Path:
-    """The site as `make book` builds it: nothing is executed that an earlier build executed.
+def site(root, request) -> Path:
+    """The folder of the built site: what --site names, or what the last `make book` made."""
+    folder = request.config.getoption("--site") or root / "_build/html"
+    whole = request.config.getoption("--site") or root / "_build/.built"
+    assert whole.exists(), f"there is no site in {folder}, or no whole one: make book"
+    return folder.resolve()
 
-    It is built once in a run of the tests, by whichever worker asks first: a build writes pages
-    anew, and nobody should be reading them then.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the phase that is asked for; of all without one.
+
+    A test that measures may be disturbed: it has three tries, as a lesson's cells have.
     """
-    given = request.config.getoption("--site")
-    if given is None:
-        told = tmp_path_factory.getbasetemp().parent / f"site-{testrun_uid}"
-        with open(f"{told}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not told.exists():
-                told.write_text(_build(root))
-        complaint = told.read_text()
-        assert not complaint, complaint
-    request.config.stash[SITE] = True
-    return (given or root / "_build/html").resolve()
-
-
-def _build(root: Path) -> str:
-    """Build the site; return "", or the end of what the build printed when it failed."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("BOOK_")}
-    tool = Path(sys.executable).parent / "jupyter-book"
-    done = subprocess.run(
-        [tool, "build", "-W", "-n", "--keep-going", "."],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    return "" if done.returncode == 0 else done.stdout[-4000:] + done.stderr[-4000:] + "\nfailed"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that measures may be disturbed: it has three tries, as a lesson's cells have.
-
-    The first that asks for the site may have to wait until all lessons are executed.
-    """
+    if wanted := config.getoption("--phase"):
+        others = [item for item in items if phases.phase(item) != wanted]
+        items[:] = [item for item in items if phases.phase(item) == wanted]
+        config.hook.pytest_deselected(items=others)
     for item in items:
-        if "site" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(900))
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=["AssertionError", "RankError"]))
 

@@ -1,6 +1,8 @@
 """Checkpoints: resumed equals unstopped, nothing is lost to a kill, damage is named."""
 
 import copy
+import errno
+import fcntl
 import io
 import json
 import os
@@ -12,13 +14,16 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from devices import here
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardlab import ranks, text
@@ -36,25 +41,31 @@ from shardlab.checkpoint import (
 from shardlab.checkpoint import folder as folders
 from shardlab.checkpoint import state as states
 from shardlab.data_parallel import DataParallel
+from shardlab.gemm import grid
 from shardlab.model import GPT, PRESETS, loss
+from shardlab.ranks import worker
 from shardlab.zero import shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 BATCH = 8  # windows of a step, over all ranks
 
 
-def run(fn, size, *args, timeout=60):
-    return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
+def run(fn, size, *args, device="auto", timeout=60):
+    return ranks.run(fn, size, *args, device=device, timeout=timeout)
+
+
+def shard_over_all(model):
+    mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
+    for part in (*getattr(model, "blocks", ()), model):
+        fully_shard(part, mesh=mesh)
 
 
 def build(kind="sharded", dtype=torch.float32, dropout=0.0, group=None):
     """A small GPT with AdamW and a schedule; `kind` says how it is spread over the ranks."""
     torch.manual_seed(0)
-    model = GPT(replace(PRESETS["nano"], dropout=dropout)).to(dtype)
+    model = here(GPT(replace(PRESETS["nano"], dropout=dropout))).to(dtype)
     if kind == "sharded":
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+        shard_over_all(model)
     if kind == "replicated":
         model = DataParallel(model, group or dist.group.WORLD)
     if kind == "torch's":
@@ -70,7 +81,7 @@ def train(training, steps):
     rank, size = dist.get_rank(), dist.get_world_size()
     share, losses = BATCH // size, []
     for _ in range(steps):
-        tokens, targets = text.batch(32, share, start=training.samples + rank * share)
+        tokens, targets = here(text.batch(32, share, start=training.samples + rank * share))
         training.optimizer.zero_grad()
         value = loss(training.model(tokens), targets)
         value.backward()
@@ -136,8 +147,11 @@ def test_as_many_ranks_go_on_bit_for_bit_dropout_and_schedule_included(tmp_path,
     before = run(unstopped, 2, *args, wait)
     after = run(resumed, 2, *args)
     for (losses, at_save, end), (more, loaded, new_end) in zip(before, after, strict=True):
-        assert losses == more
-        assert same(at_save, loaded) and same(end, new_end)
+        assert same(at_save, loaded)
+        if ranks.place(2)[1] == "cpu":
+            assert losses == more and same(end, new_end)
+        # A GPU's attention adds up in no fixed order. Other masks make 1e-2 of difference.
+        assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 1e-4
 
 
 def test_four_ranks_save_and_two_and_one_go_on(tmp_path):
@@ -156,13 +170,13 @@ def test_four_ranks_save_and_two_and_one_go_on(tmp_path):
 
 def uneven(root):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))  # 3 rows and 1 row, on 2 ranks
+    model = here(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)))  # 3 rows and 1 row, on 2 ranks
     model[0].bias.requires_grad_(False)
-    fully_shard(model)
+    shard_over_all(model)
     training = Training(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for _ in range(2):
         training.optimizer.zero_grad()
-        model(torch.ones(2, 5)).sum().backward()
+        model(here(torch.ones(2, 5))).sum().backward()
         training.optimizer.step()
     found = everything(training)
     with Checkpoints(root, dist.group.WORLD) as store:
@@ -307,7 +321,7 @@ def test_a_plain_process_reads_the_exported_model_with_weights_only(tmp_path, ki
 
 
 def of_zero(path, root):
-    model = shard(GPT(PRESETS["nano"]), dist.group.WORLD, 3)
+    model = shard(here(GPT(PRESETS["nano"])), dist.group.WORLD, 3)
     export(model, path, dist.group.WORLD)
     training = Training(model, torch.optim.AdamW(model.parameters()))
     with Checkpoints(root, dist.group.WORLD) as store:
@@ -337,11 +351,11 @@ def test_export_refuses_what_is_no_file_name(tmp_path, name):
 
 def small(value=0.0, mesh=None, sharded=False):
     """A training run whose every tensor is filled with `value`."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    model = here(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
     if sharded:
-        fully_shard(model)
+        shard_over_all(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 64)).sum().backward()
+    model(here(torch.ones(1, 64))).sum().backward()
     optimizer.step()
     training = Training(model, optimizer)
     fill(training, value)
@@ -390,9 +404,10 @@ def test_twenty_kills_at_random_moments_lose_nothing(tmp_path):
     left_over, before = 0, 1
     for number in range(20):
         victims = [(0,), (1,), (0, 1)][number % 3]
-        # The loop does nothing but save, some 50 ms each on two cores: most kills meet a save.
+        # The loop does nothing but save, some 50 ms each on two cores: most kills meet a save. On a
+        # CPU: GPUs would take longer to start than to save.
         with pytest.raises(ranks.RankError, match="SIGKILL"):
-            run(life, 2, root, log, victims, dice.uniform(0, 0.4))
+            run(life, 2, root, log, victims, dice.uniform(0, 0.4), device="cpu")
         promised = max(before, int(log.read_text().split()[-1]))
         before = read(root)
         # 3 may be complete when 2 was the last to be noted, for it is saved in the background; and
@@ -494,6 +509,85 @@ def not_shared(root):
         return store.steps()
 
 
+def refusing(code):
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    return flock
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_can_be_saved_into(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(fcntl, "flock", refusing(code))
+    with Checkpoints(tmp_path) as store:
+        for step in (1, 2):
+            with pytest.warns(UserWarning, match="no locks"):
+                store.save(small(step))
+    monkeypatch.undo()
+    assert read(tmp_path) == 2
+
+
+def test_who_saves_is_told_why_it_cannot_be_locked(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path) as store:
+        for code in (errno.EIO, errno.EROFS):
+            monkeypatch.setattr(fcntl, "flock", refusing(code))
+            with pytest.raises(CheckpointError, match=os.strerror(code)):
+                store.save(small(1))
+        monkeypatch.setattr(fcntl, "flock", refusing(errno.EWOULDBLOCK))
+        with pytest.raises(CheckpointError, match="another process"):
+            store.save(small(1))
+        monkeypatch.undo()
+        (tmp_path / ".saving-000001-step-1").write_text("a file where a folder was")
+        with pytest.raises(CheckpointError, match="NotADirectoryError"):
+            store.save(small(1))
+        (tmp_path / ".saving-000001-step-1").unlink()
+        store.save(small(1))
+    assert read(tmp_path) == 1
+
+
+HALF_AN_HOUR = 1800  # seconds: gloo's own limit, where nobody names another
+
+
+def limit_of(group):
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def limits(root):
+    """Of the groups that are made of a group of ours, and of one that a script made."""
+    found = []
+    with Checkpoints(root, dist.group.WORLD) as store:
+        found.append(limit_of(store.group) <= limit_of(dist.group.WORLD) < HALF_AN_HOUR)
+    made = grid(dist.group.WORLD, 1, 1)
+    for group in (made.row_group, made.column_group):
+        found.append(limit_of(group) <= limit_of(dist.group.WORLD) < HALF_AN_HOUR)
+    dist.destroy_process_group()
+    worker._inside = None
+    place = {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77), **place)
+    with Checkpoints(root, dist.group.WORLD) as store:
+        return [*found, limit_of(store.group) == 77]
+
+
+def test_groups_of_ours_wait_as_long_as_the_run_does(tmp_path):
+    assert run(limits, 1, tmp_path) == [[True] * 4]
+
+
+def left_alone(root):
+    if dist.get_rank() == 1:
+        Checkpoints(root, dist.group.WORLD, timeout=1.0)
+        time.sleep(4)
+        return True
+    store = Checkpoints(root, dist.group.WORLD, timeout=1.0)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="[Tt]imed out"):
+        store.save(small(1))
+    return 0.5 < time.monotonic() - begin < 4
+
+
+def test_an_orphan_does_not_wait_longer_than_it_was_told(tmp_path):
+    assert run(left_alone, 2, tmp_path) == [True, True]
+
+
 def test_a_folder_that_the_ranks_do_not_share(tmp_path):
     assert run(not_shared, 2, tmp_path) == [[], []]
     assert os.listdir(tmp_path) == [".lock"]
@@ -557,6 +651,27 @@ def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def into_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def into_link(path):
+    path.rename(path.parents[1] / "elsewhere")
+    path.symlink_to(path.parents[1] / "elsewhere")
+
+
+def named(name):
+    return {name: {"bytes": 1, "crc32": 0}}
+
+
+def forge(path, **changes):
+    """A manifest that says something else, and whose checksum fits."""
+    manifest = json.loads(path.read_text()) | changes
+    manifest = {k: v for k, v in manifest.items() if v is not None and k != "crc32"}
+    path.write_text(json.dumps(manifest | {"crc32": folders.checksum_of(manifest)}))
+
+
 DAMAGE = {
     "truncated shard": ("__0_0.distcp", truncate, r"has [\d,]+ bytes instead of [\d,]+"),
     "flipped bit": ("__1_0.distcp", flip, r"its CRC-32 is \w{8} instead of \w{8}"),
@@ -575,6 +690,20 @@ DAMAGE = {
     "foreign": (MANIFEST, lambda p: edit(p, format="deepspeed"), "format is 'deepspeed', allowed"),
     "a list": (MANIFEST, lambda path: path.write_text("[1]"), r"format is \[1\], allowed is"),
     "of the future": (MANIFEST, lambda p: edit(p, version=9), "version is 9, this code reads 1"),
+    "manifest a folder": (MANIFEST, into_folder, "cannot be read: Is a directory"),
+    "shard a folder": ("__1_0.distcp", into_folder, "is no plain file"),
+    "shard elsewhere": ("__1_0.distcp", into_link, "is no plain file"),
+    "nested": (MANIFEST, lambda p: p.write_text("[" * 100_000), "not JSON any more"),
+    "no files": (MANIFEST, lambda p: forge(p, files=None), "files is None, allowed are names"),
+    "no tensors": (MANIFEST, lambda p: forge(p, tensors=[]), r"tensors is \[\], allowed are names"),
+    "no step": (MANIFEST, lambda p: forge(p, step=None), "step is None, allowed are whole"),
+    "half a sample": (MANIFEST, lambda p: forge(p, samples=0.5), "samples is 0.5, allowed are"),
+    "no ranks": (MANIFEST, lambda p: forge(p, ranks=0), "ranks is 0, allowed are whole numbers, 1"),
+    "no size": (MANIFEST, lambda p: forge(p, files={"x": {"crc32": 0}}), "files: 'x' is {'crc32'"),
+    "no shape": (MANIFEST, lambda p: forge(p, tensors={"x": 3}), "tensors: 'x' is 3, allowed is"),
+    "out of here": (MANIFEST, lambda p: forge(p, files=named("../x")), "'../x' is none in this"),
+    "at the root": (MANIFEST, lambda p: forge(p, files=named("/x")), "'/x' is none in this"),
+    "up": (MANIFEST, lambda p: forge(p, files=named("..")), r"files: '\.\.' is none in"),
 }
 
 
@@ -617,6 +746,32 @@ def test_damage_is_named_on_every_rank_before_anything_is_touched(tmp_path):
             with pytest.raises(AssertionError, match=words):
                 raise AssertionError(message)
             assert untouched, name
+
+
+def test_what_is_no_training_run_is_named(tmp_path):
+    good = small(1)
+    nothing = {"model": None, "optimizer": None}
+    with Checkpoints(tmp_path) as store:
+        for call in (store.save, store.load):
+            for name in nothing:
+                with pytest.raises(ValueError, match=f"{name}=None: allowed"):
+                    call(replace(good, **{name: None}))
+            with pytest.raises(ValueError, match="training=None: allowed is a"):
+                call(None)
+        for step in (True, "1", 1.0, -1):
+            with pytest.raises(ValueError, match=f"step={step!r}: allowed are"):
+                store.save(good) and store.load(good, step)
+    with pytest.raises(ValueError, match="folder=None: allowed are"):
+        Checkpoints(None)
+    for model, group in ((None, None), (good.model, "world")):
+        with pytest.raises(ValueError, match="=.*: allowed is a"):
+            export(model, tmp_path / "whole.pt", group)
+    for bad in (0, "1", float("nan"), True, None):
+        with pytest.raises(ValueError, match="timeout=|allowed are numbers above 0"):
+            Checkpoints(tmp_path, timeout=bad) and best_interval(bad, 1)
+    for bad in (-1, "1", float("nan"), True):
+        with pytest.raises(ValueError, match="restart=.*: allowed are numbers from 0"):
+            lost_share(1, 1, 1, bad)
 
 
 def test_dcp_alone_loads_a_flipped_bit_without_a_word(tmp_path):
@@ -819,7 +974,7 @@ def test_the_formulas_refuse(value):
         best_interval(value, 1)
     with pytest.raises(ValueError, match="mtbf=.*: allowed are numbers above 0"):
         lost_share(1, 1, value)
-    with pytest.raises(ValueError, match="restart=-1: allowed is"):
+    with pytest.raises(ValueError, match="restart=-1: allowed are"):
         lost_share(1, 1, 1, -1)
 
 

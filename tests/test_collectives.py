@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from devices import here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +26,11 @@ few = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthC
 
 
 def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: int) -> list[str]:
-    """What of ours differs from torch's on this rank, for tensors of `elements`."""
+    """What of ours, on the rank's device, differs from torch's on the CPU, for `elements`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     source = dist.get_global_rank(group, root)
     x = torch.randn(elements).to(dtype)
+    mine = here(x)
     pieces, wrong = split(x, size), []
     magnitude = x.abs().double()
     dist.all_reduce(magnitude, group=group)
@@ -38,15 +40,15 @@ def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: i
     exact = torch.zeros_like(allowed)
 
     def expect(name: str, ours: torch.Tensor, theirs: torch.Tensor, limit: torch.Tensor) -> None:
-        if not ((ours.double() - theirs.double()).abs() <= limit).all():
+        if not ((ours.cpu().double() - theirs.double()).abs() <= limit).all():
             wrong.append(f"{name} of {elements} {dtype} on rank {rank} of {size}: {ours} {theirs}")
 
-    ours, theirs = x.clone(), x.clone()
+    ours, theirs = mine.clone(), x.clone()
     collectives.broadcast(ours, root, group)
     dist.broadcast(theirs, source, group=group)
     expect("broadcast", ours, theirs, exact)
 
-    ours, theirs = x.clone(), x.clone()
+    ours, theirs = mine.clone(), x.clone()
     collectives.reduce(ours, root, group)
     dist.reduce(theirs, source, group=group)
     if rank == root:
@@ -55,29 +57,31 @@ def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: i
     total = x.clone()
     dist.all_reduce(total, group=group)
     for way in WAYS:
-        ours = x.clone()
+        ours = mine.clone()
         collectives.all_reduce(ours, group, way)
         expect(f"all_reduce {way}", ours, total, allowed)
-        first = ours.clone()
+        first = ours.cpu().clone()
         dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
         expect(f"bits of all_reduce {way}", ours, first, exact)
 
-    ours, theirs = torch.full_like(pieces[rank], 7), torch.empty_like(pieces[rank])
-    collectives.reduce_scatter(ours, pieces, group)
+    parts = split(mine, size)
+    ours, theirs = torch.full_like(parts[rank], 7), torch.empty_like(pieces[rank])
+    collectives.reduce_scatter(ours, parts, group)
     dist.reduce_scatter(theirs, pieces, group=group)
     expect("reduce_scatter", ours, theirs, split(allowed, size)[rank])
 
     # gloo's all_gather takes equal sizes only: the whole tensors are gathered, then cut.
     everyones = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(everyones, x, group=group)
-    ours = torch.full_like(x, 7)
-    collectives.all_gather(split(ours, size), pieces[rank], group)
+    ours = torch.full_like(mine, 7)
+    collectives.all_gather(split(ours, size), parts[rank], group)
     expect(
         "all_gather", ours, torch.cat([split(t, size)[r] for r, t in enumerate(everyones)]), exact
     )
 
-    ours, theirs = torch.full((2, size * len(pieces[rank])), 7, dtype=dtype)
-    collectives.all_to_all(split(ours, size), pieces, group)
+    theirs = torch.full((size * len(pieces[rank]),), 7, dtype=dtype)
+    ours = here(theirs.clone())
+    collectives.all_to_all(split(ours, size), parts, group)
     lengths = [len(piece) for piece in pieces]
     dist.all_to_all_single(theirs, x, [len(pieces[rank])] * size, lengths, group=group)
     expect("all_to_all", ours, theirs, torch.zeros(len(theirs), dtype=torch.float64))
@@ -100,7 +104,7 @@ def all_cases(shapes: list[int], seed: int) -> list[str]:
 @given(shapes=st.lists(st.integers(0, 40), min_size=4, max_size=8), seed=st.integers(0, 99))
 def test_equals_torch_for_any_size(size: int, shapes: list[int], seed: int) -> None:
     # 0: empty tensors; 1: pieces of zero elements; the rest seldom divides by the number of ranks.
-    found = ranks.run(all_cases, size, [0, 1, *shapes], seed, device="cpu")
+    found = ranks.run(all_cases, size, [0, 1, *shapes], seed)
     assert found == [[]] * size
 
 
@@ -118,42 +122,42 @@ def test_equals_torch_on_a_group_of_other_ranks(members: list[int]) -> None:
             for problem in compare(elements, torch.float32, group, root)
         ]
 
-    assert ranks.run(run, 4, device="cpu") == [[]] * 4
+    assert ranks.run(run, 4) == [[]] * 4
 
 
 def test_integers_and_more_dimensions() -> None:
     def run() -> list[list[int]]:
         rank, group = dist.get_rank(), dist.group.WORLD
-        x = torch.arange(6).view(2, 3) + 10 * rank
+        x = here(torch.arange(6).view(2, 3)) + 10 * rank
         results = [x.clone() for _ in WAYS]
         for way, result in zip(WAYS, results, strict=True):
             collectives.all_reduce(result, group, way)
-        blocks = [torch.full((2, 2), 10 * rank + peer) for peer in range(3)]
-        received = [torch.empty(2, 2, dtype=torch.int64) for _ in range(3)]
+        blocks = here([torch.full((2, 2), 10 * rank + peer) for peer in range(3)])
+        received = here([torch.empty(2, 2, dtype=torch.int64) for _ in range(3)])
         collectives.all_to_all(received, blocks, group)
         return [*(r.view(-1).tolist() for r in results), [int(r[1, 1]) for r in received]]
 
     total = [30 + 3 * i for i in range(6)]
-    found = ranks.run(run, 3, device="cpu")
+    found = ranks.run(run, 3)
     assert found == [[total, total, total, [rank, 10 + rank, 20 + rank]] for rank in range(3)]
 
 
 def test_all_to_all_with_sizes_that_differ_from_pair_to_pair() -> None:
     def run() -> list[list[int]]:
         rank = dist.get_rank()
-        inputs = [torch.full((rank + 2 * peer,), 10 * rank + peer) for peer in range(3)]
-        outputs = [torch.empty(peer + 2 * rank, dtype=torch.int64) for peer in range(3)]
+        inputs = here([torch.full((rank + 2 * peer,), 10 * rank + peer) for peer in range(3)])
+        outputs = here([torch.empty(peer + 2 * rank, dtype=torch.int64) for peer in range(3)])
         collectives.all_to_all(outputs, inputs, dist.group.WORLD)
         return [output.tolist() for output in outputs]
 
-    for rank, got in enumerate(ranks.run(run, 3, device="cpu")):
+    for rank, got in enumerate(ranks.run(run, 3)):
         assert got == [[10 * peer + rank] * (peer + 2 * rank) for peer in range(3)]
 
 
 def test_inputs_are_left_alone_and_outputs_may_be_inputs() -> None:
     def run() -> tuple[bool, torch.Tensor, torch.Tensor]:
         rank, group = dist.get_rank(), dist.group.WORLD
-        x = torch.arange(7.0) + rank
+        x = here(torch.arange(7.0)) + rank
         pieces = split(x.clone(), 3)
         output = torch.empty_like(pieces[rank])
         collectives.reduce_scatter(output, pieces, group)
@@ -161,19 +165,19 @@ def test_inputs_are_left_alone_and_outputs_may_be_inputs() -> None:
         collectives.reduce_scatter(pieces[rank], pieces, group)  # into its own input
         return untouched, output, pieces[rank]
 
-    for untouched, output, aliased in ranks.run(run, 3, device="cpu"):
+    for untouched, output, aliased in ranks.run(run, 3):
         assert untouched
         assert torch.equal(output, aliased)
 
 
 def test_tensors_that_require_gradients_can_be_summed() -> None:
     def run() -> torch.Tensor:
-        x = torch.ones(5, requires_grad=True)
+        x = here(torch.ones(5)).requires_grad_()
         for way in WAYS:
             collectives.all_reduce(x, dist.group.WORLD, way)
         return x.detach()
 
-    assert torch.equal(ranks.run(run, 2, device="cpu")[1], torch.full((5,), 8.0))
+    assert torch.equal(ranks.run(run, 2)[1], torch.full((5,), 8.0))
 
 
 def test_barrier_holds_everybody_until_the_last() -> None:
@@ -189,13 +193,16 @@ def test_barrier_holds_everybody_until_the_last() -> None:
         return times
 
     for size in (1, 2, 3, 5):
-        for turn in zip(*ranks.run(run, size, device="cpu"), strict=True):
+        for turn in zip(*ranks.run(run, size), strict=True):
             last_arrival = max(arrived for arrived, _ in turn)
             assert all(left >= last_arrival for _, left in turn)
 
 
 def test_no_deadlock_when_every_message_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on networks that begin nothing before the last call is over: one message at a time."""
+    """As on networks that begin nothing before the last call is over: one message at a time.
+
+    But for `ranks.exchange`, which is one call.
+    """
 
     class Done:
         def wait(self) -> None: ...
@@ -210,7 +217,7 @@ def test_no_deadlock_when_every_message_blocks(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ranks, "isend", blocking_send)
     monkeypatch.setattr(ranks, "irecv", blocking_receive)
-    for size in (2, 3, 4, 5):
+    for size in (2, 3, 4, 5):  # dist.send takes no tensor on a shared GPU
         assert ranks.run(all_cases, size, [size + 1], 0, device="cpu", timeout=30) == [[]] * size
 
 
@@ -239,7 +246,7 @@ def calls(x: torch.Tensor, root: int, group: dist.ProcessGroup) -> dict:
 def counted_bytes(cases: list[tuple[int, torch.dtype, int]]) -> list[dict[str, int]]:
     found = []
     for elements, dtype, root in cases:
-        functions = calls(torch.ones(elements, dtype=dtype), root, dist.group.WORLD)
+        functions = calls(here(torch.ones(elements, dtype=dtype)), root, dist.group.WORLD)
         found.append({})
         for name, call in functions.items():
             with count.sent() as sent:
@@ -255,7 +262,7 @@ def test_bytes_counted_are_the_formula_exactly(size: int) -> None:
         for elements in (0, 1, 5, 24, 1003)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    for rank, found in enumerate(ranks.run(counted_bytes, size, cases, device="cpu")):
+    for rank, found in enumerate(ranks.run(counted_bytes, size, cases)):
         for (elements, dtype, root), counted in zip(cases, found, strict=True):
             itemsize = dtype.itemsize
             for name, sent in counted.items():
@@ -410,13 +417,13 @@ def test_seconds_on_the_slow_link() -> None:
 def test_bad_input_is_refused_with_a_reason() -> None:
     def run() -> list[tuple[str, str]]:
         group, rank = dist.group.WORLD, dist.get_rank()
-        x = torch.zeros(4)
+        x = here(torch.zeros(4))
         two, pieces = dist.new_group([0, 1]), split(x, 3)
         cases = {
             "root=3": lambda: collectives.broadcast(x, 3, group),
             "root=-1": lambda: collectives.reduce(x, -1, group),
             "group=None": lambda: collectives.all_reduce(x, None),
-            "strides": lambda: collectives.all_reduce(torch.zeros(4, 4).T, group),
+            "strides": lambda: collectives.all_reduce(x.expand(4, 4), group),
             "algorithm='rign'": lambda: collectives.all_reduce(x, group, "rign"),
             "needed are 3 tensors": lambda: collectives.all_gather(pieces[:2], pieces[0], group),
             "[2, 1, 1] elements": lambda: collectives.reduce_scatter(x, pieces, group),
@@ -437,7 +444,7 @@ def test_bad_input_is_refused_with_a_reason() -> None:
                 found.append((expected, "nothing was raised"))
         return found
 
-    for found in ranks.run(run, 3, device="cpu"):
+    for found in ranks.run(run, 3):
         for expected, message in found:
             assert expected in message
 
@@ -532,14 +539,14 @@ def both_receive_first(tensor, group):
 def backwards(tensor, group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
-    collectives._exchange(tensor, (rank - 1) % size, received, (rank + 1) % size, group)
+    ranks.exchange(tensor, (rank - 1) % size, received, (rank + 1) % size, group).wait()
     return received
 
 
 def into_itself(tensor, group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
-    collectives._exchange(tensor, (rank + 1) % size, received, (rank - 1) % size, group)
+    ranks.exchange(tensor, (rank + 1) % size, received, (rank - 1) % size, group).wait()
     return tensor.copy_(received)
 
 

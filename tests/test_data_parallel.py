@@ -5,12 +5,14 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from answers import each, judged
+from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,7 +27,7 @@ SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models 
 
 
 def run(fn, size, *args, timeout=60):
-    return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
+    return ranks.run(fn, size, *args, timeout=timeout)
 
 
 class Toy(nn.Module):
@@ -54,7 +56,7 @@ class Toy(nn.Module):
 
 def toy_batch(step, part, size):
     generator = torch.Generator().manual_seed(100 * step + part)
-    return torch.randint(17, (2, size), generator=generator)
+    return here(torch.randint(17, (2, size), generator=generator))
 
 
 def toy_loss(model, batch, branches="lr", reduction="mean"):
@@ -92,7 +94,7 @@ def five_steps(case, dtype, set_to_none=True):
     branches, samples, parts = CASES[case]
     lazy, parts = parts < 0, abs(parts)  # lazy: only the first micro-batch uses both branches
     rank, size = dist.get_rank(), dist.get_world_size()
-    serial = Toy().to(dtype)
+    serial = here(Toy()).to(dtype)
     ours = dp.DataParallel(copy.deepcopy(serial), dist.group.WORLD, **SMALL)
     torchs = nn.parallel.DistributedDataParallel(
         copy.deepcopy(serial), find_unused_parameters=True, gradient_as_bucket_view=True
@@ -184,14 +186,14 @@ def test_four_ranks_in_float32_differ_by_the_order_of_sums_alone():
 def gpt_steps(dtype):
     """A GPT on text against torch's DDP and against one forward over the joined batch."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    serial = GPT(PRESETS["nano"]).to(dtype)
+    serial = here(GPT(PRESETS["nano"])).to(dtype)
     ours = dp.DataParallel(copy.deepcopy(serial), dist.group.WORLD, 2**16, 2**14)
     torchs = nn.parallel.DistributedDataParallel(copy.deepcopy(serial))
     models = (ours, torchs, serial)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models]
     worst = []
     for step in range(5):
-        tokens, targets = text.batch(32, 4 * size, start=4 * size * step)
+        tokens, targets = here(text.batch(32, 4 * size, start=4 * size * step))
         mine = slice(4 * rank, 4 * rank + 4)
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
@@ -218,7 +220,7 @@ def three_ways():
     rank = dist.get_rank()
     found = []
     for way in ("hooks", "buckets", "parameters"):
-        model = Toy()
+        model = here(Toy())
         wrapped = dp.DataParallel(model, dist.group.WORLD, **SMALL) if way == "hooks" else model
         for _ in range(2):
             wrapped.zero_grad()
@@ -242,7 +244,7 @@ def test_the_three_ways_give_the_same_bits():
 
 def held_and_sent():
     rank, world = dist.get_rank(), dist.group.WORLD
-    model = dp.DataParallel(Toy(), world, **SMALL)
+    model = dp.DataParallel(here(Toy()), world, **SMALL)
     expected = sum(p.nbytes + 4 for b in model.buckets for p in b.parameters)
     for set_to_none in (True, False, True):
         model.zero_grad(set_to_none=set_to_none)
@@ -277,7 +279,7 @@ def test_gradients_live_in_the_buckets_and_only_the_last_micro_batch_sends():
 
 
 def unused_everywhere():
-    model = dp.DataParallel(Toy(), dist.group.WORLD, **SMALL)
+    model = dp.DataParallel(here(Toy()), dist.group.WORLD, **SMALL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     before = model.module.never.weight.detach().clone()
     right = model.module.right.weight.detach().clone()
@@ -299,7 +301,7 @@ def sub_groups():
     rank = dist.get_rank()
     groups = [dist.new_group([1, 3]), dist.new_group([2, 0])]
     group = groups[0] if rank % 2 else groups[1]
-    toy = Toy()
+    toy = here(Toy())
     with torch.no_grad():
         toy.left.weight.fill_(rank)
         toy.seen.fill_(rank)
@@ -309,7 +311,7 @@ def sub_groups():
     toy_loss(model, toy_batch(0, rank, 4)).backward()
     refused = ""
     try:
-        dp.DataParallel(Toy(), groups[0])
+        dp.DataParallel(here(Toy()), groups[0])
     except ValueError as error:
         refused = str(error)
     return start, toy.seen.item(), toy.right.weight.grad, refused
@@ -329,13 +331,13 @@ def test_sub_groups_start_from_their_own_rank_0_and_average_among_themselves():
 
 def held_up():
     """How many buckets are under way when the last gradient comes, with an unused layer."""
-    model = dp.DataParallel(Toy(), dist.group.WORLD, bucket_bytes=1, first_bytes=1)
+    model = dp.DataParallel(here(Toy()), dist.group.WORLD, bucket_bytes=1, first_bytes=1)
     seen = []
     model.module.embedding.weight.register_post_accumulate_grad_hook(
         lambda _: seen.append(model._sent)
     )
     toy_loss(model, toy_batch(0, dist.get_rank(), 4)).backward()
-    slow = dp.DataParallel(Toy(), link.slow(0.0, 1e9), **SMALL)
+    slow = dp.DataParallel(here(Toy()), link.slow(0.0, 1e9), **SMALL)
     toy_loss(slow, toy_batch(0, dist.get_rank(), 4)).backward()
     assert gap(gradients(model.module), gradients(slow.module)) == 0.0
     return seen[0], len(model.buckets)
@@ -361,14 +363,15 @@ class Chain(nn.Module):
 
 
 def chain():
-    model = dp.DataParallel(Chain(), dist.group.WORLD, bucket_bytes=288, first_bytes=288)  # a layer
+    layer = {"bucket_bytes": 288, "first_bytes": 288}
+    model = dp.DataParallel(here(Chain()), dist.group.WORLD, **layer)
     kinds = [{p.dtype for p in b.parameters} for b in model.buckets]
     assert all(len(kind) == 1 for kind in kinds)
     assert {torch.bfloat16} in kinds
     underway = []
     first = model.module.layers[0].weight
     first.register_post_accumulate_grad_hook(lambda _: underway.append(model._sent))
-    x = torch.randn(3, 8)
+    x = here(torch.randn(3, 8))
     model(x).sum().backward()
     plain = gradients(model)
     model.zero_grad()
@@ -385,6 +388,57 @@ def chain():
 def test_complete_buckets_leave_in_order_also_with_checkpointing_and_after_an_error():
     for underway, buckets in run(chain, 1):
         assert 3 <= underway < buckets
+
+
+def broken_off(apart, set_to_none):
+    """Every rank's backward ends in an error, and the next one begins while messages are away."""
+    rank = dist.get_rank()
+    model = dp.DataParallel(Chain(), dist.group.WORLD, bucket_bytes=288, first_bytes=288)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
+    model(x).sum().backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    layers = model.module.layers
+    # The gradient of the one comes when most buckets have been sent, that of the other before any.
+    last = layers[3] if apart and rank == 0 else layers[0]
+    handle = last.weight.register_hook(lambda _: 1 // 0)
+    output = model(5 * x).sum()
+    if rank == 1:
+        time.sleep(0.5)  # rank 0 sends, fails, and is in its next backward meanwhile
+    with pytest.raises(ZeroDivisionError):
+        output.backward()
+    handle.remove()
+    model.zero_grad(set_to_none)
+    model(x).sum().backward()
+    return gap(wanted, gradients(model))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("apart", [False, True])
+def test_messages_of_a_backward_that_broke_off_do_not_meet_those_of_the_next(apart, set_to_none):
+    assert run(broken_off, 2, apart, set_to_none, timeout=20) == [0.0, 0.0]
+
+
+def alone_in_error():
+    """Rank 0's backward breaks off, rank 1's does not: it must not take half a sum for a whole."""
+    model = dp.DataParallel(Chain(), dist.group.WORLD, bucket_bytes=288, first_bytes=288)
+    x = torch.randn(3, 8)
+    weight = model.module.layers[0].weight
+    if dist.get_rank() == 0:
+        handle = weight.register_hook(lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x).sum().backward()
+        handle.remove()
+        with pytest.raises(RuntimeError, match="forward"):  # without a forward in between
+            model.module(x).sum().backward()
+        model(x)
+    else:
+        model(x).sum().backward()
+    return None if weight.grad is None else weight.grad.isnan().all().item()
+
+
+def test_who_did_not_fail_gets_nan_and_not_half_a_sum():
+    assert run(alone_in_error, 2, timeout=20) == [None, True]
 
 
 def complain(what):
@@ -441,7 +495,7 @@ def test_bad_arguments_are_named_with_what_is_allowed():
 
 
 def drifting():
-    toy = Toy()
+    toy = here(Toy())
     model = dp.DataParallel(toy, dist.group.WORLD)
     with torch.no_grad():
         toy.left.bias[3] += 0.25 * dist.get_rank()
@@ -632,9 +686,8 @@ def test_exercises_accept_the_solution_and_help_with_mistakes(name, answer, word
 
 
 def on_a_gpu():
-    device = ranks.device()
-    model = dp.DataParallel(Toy().to(device), dist.group.WORLD, **SMALL)
-    batch = toy_batch(0, dist.get_rank(), 6).to(device)
+    model = dp.DataParallel(here(Toy()), dist.group.WORLD, **SMALL)
+    batch = toy_batch(0, dist.get_rank(), 6)
     toy_loss(model, batch, "lr" if dist.get_rank() == 0 else "l").backward()
     return [None if g is None else g.cpu() for g in gradients(model.module)]
 

@@ -30,6 +30,8 @@ PLAIN_LINEAR = {"zero_optimization": {"memory_efficient_linear": False}}
 
 
 def run(fn, size, *args, timeout=240):
+    # Its optimizers for offloaded states are compiled for a GPU at their first use, with nvcc. What
+    # the engine does on one is at this file's end, in test_gpu.py and in the rehearsal.
     return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
 
 

@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab.deepspeed_engine import breakdown, lab
 
+# The ranks are on the CPU: what greedy decoding picks is compared to the token, and the sums of
+# four ways on a GPU, each in its order, may part at a tie.
 TASK = lab.Task(batch=2, prompt=8, new=4, seq=16, steps=2)
 
 

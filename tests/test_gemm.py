@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from devices import here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +115,7 @@ def all_cases(shapes: list[tuple[int, int, int]]) -> list[str]:
 def test_equals_matmul_and_costs_what_was_predicted(
     size: int, shapes: list[tuple[int, int, int]]
 ) -> None:
-    assert ranks.run(all_cases, size, shapes, device="cpu") == [[]] * size
+    assert ranks.run(all_cases, size, shapes) == [[]] * size
 
 
 def test_on_a_group_of_other_ranks() -> None:
@@ -124,23 +125,14 @@ def test_on_a_group_of_other_ranks() -> None:
             return []
         return compare(5, 6, 7, torch.float64, group)
 
-    assert ranks.run(run, 4, device="cpu") == [[]] * 4
-
-
-@pytest.mark.skipif(not torch.cuda.device_count(), reason="this machine has no CUDA GPU")
-@pytest.mark.parametrize("size", [1, 4])
-def test_equals_matmul_on_a_gpu(size: int) -> None:
-    def run() -> list[str]:
-        return compare(10, 9, 7, torch.float64, dist.group.WORLD)
-
-    assert ranks.run(run, size) == [[]] * size
+    assert ranks.run(run, 4) == [[]] * 4
 
 
 def test_a_reduce_scatter_adds_in_the_order_of_the_ranks() -> None:
     def run() -> tuple[bool, bool]:
         group, rank = dist.group.WORLD, dist.get_rank()
         torch.manual_seed(0)
-        a_MK, b_KN = torch.randn(10, 33), torch.randn(33, 5)
+        a_MK, b_KN = here((torch.randn(10, 33), torch.randn(33, 5)))
         parts = [gemm.cut("inner", a_MK, b_KN, 4, r) for r in range(4)]
         total = parts[0][0] @ parts[0][1]
         for a, b in parts[1:]:
@@ -152,7 +144,7 @@ def test_a_reduce_scatter_adds_in_the_order_of_the_ranks() -> None:
             reverse = reverse + a @ b
         return torch.equal(ours, total[gemm.share(10, 4, rank)]), torch.equal(total, reverse)
 
-    assert ranks.run(run, 4, device="cpu") == [(True, False)] * 4
+    assert ranks.run(run, 4) == [(True, False)] * 4
 
 
 def test_whole_numbers_are_exact() -> None:
@@ -165,6 +157,7 @@ def test_whole_numbers_are_exact() -> None:
         expected = [a_MK @ b_KN] * 3 + [grid.block(a_MK @ b_KN)]
         return [torch.equal(x, y) for x, y in zip(found, expected, strict=True)]
 
+    # CUDA multiplies no whole numbers.
     assert ranks.run(run, 3, device="cpu") == [[True] * 4] * 3
 
 
@@ -532,7 +525,7 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
                     found.append((expected, "nothing was raised", sent.collectives))
         return found
 
-    for found in ranks.run(run, 4, device="cpu"):
+    for found in ranks.run(run, 4):
         for expected, message, sent in found:
             assert expected in message
             assert sent == {}, expected

@@ -70,9 +70,8 @@ def ring(a_mK, b_kN, group, way=1, steps=None, collect=False):
         c_mN = c_mN + a_mK[:, at * k : (at + 1) * k] @ piece
         if step < size - 1 and steps > 1:
             incoming = torch.empty_like(piece)
-            sending = ranks.isend(piece, (rank + 1) % size, group)
-            ranks.irecv(incoming, (rank - 1) % size, group).wait()
-            sending.wait()
+            after, before = (rank + 1) % size, (rank - 1) % size
+            ranks.exchange(piece, after, incoming, before, group).wait()
             piece = incoming
     return c_mN
 
@@ -81,9 +80,7 @@ def ring_home(a_mK, b_kN, group):
     """Right, and every piece goes home at the end."""
     result, size, rank = ring(a_mK, b_kN, group), dist.get_world_size(group), dist.get_rank(group)
     incoming = torch.empty_like(b_kN)
-    sending = ranks.isend(b_kN, (rank + 1) % size, group)
-    ranks.irecv(incoming, (rank - 1) % size, group).wait()
-    sending.wait()
+    ranks.exchange(b_kN, (rank + 1) % size, incoming, (rank - 1) % size, group).wait()
     return result
 
 
@@ -136,7 +133,7 @@ ANSWERS = [
     ("my_ring_product", ring, None),
     ("my_ring_product", lambda *a: ring(*a, steps=1), "own piece of B"),
     ("my_ring_product", lambda *a: ring(*a, way=-1), "those of rank (r + i)"),
-    ("my_ring_product", lambda *a: ring(*a, collect=True), "ranks.isend and ranks.irecv"),
+    ("my_ring_product", lambda *a: ring(*a, collect=True), "ranks.exchange"),
     ("my_ring_product", ring_home, "are enough"),
     ("my_way", way, None),
     ("my_way", lambda *a: way(*a, cut_result=True), "as large as all of C"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from shardlab import link, ranks
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.device_count(), reason="this machine has no CUDA GPU"),
 ]
 
@@ -55,17 +58,64 @@ def test_gloo_takes_tensors_on_a_shared_gpu(name: str):
     assert expected is None or results == expected
 
 
-def test_messages_between_ranks_that_share_a_gpu():
+def test_messages_between_ranks_on_gpus():
     def work() -> list[float]:
         me, device = dist.get_rank(), ranks.device()
-        got = torch.zeros(3, device=device)
-        out = ranks.isend(torch.full((3,), float(me), device=device), 1 - me)
-        ranks.irecv(got, 1 - me).wait()
-        out.wait()
-        assert got.is_cuda
+        got, back = torch.zeros(2, 3, device=device)
+        mine = torch.full((3,), float(me), device=device)
+        ranks.exchange(mine, 1 - me, got, 1 - me).wait()
+        calls = [lambda: ranks.isend(got, 1 - me), lambda: ranks.irecv(back, 1 - me)]
+        for message in [call() for call in (calls[::-1] if me else calls)]:
+            message.wait()
+        assert got.is_cuda and torch.equal(back, mine)
         return got.tolist()
 
     assert ranks.run(work, 2) == [[1.0] * 3, [0.0] * 3]
+
+
+def stand_still(gradient: torch.Tensor) -> None:
+    time.sleep(1000)
+
+
+def test_a_hook_that_hangs_is_found():
+    """On a GPU a backward's hooks run in a thread of autograd's own."""
+
+    def work() -> None:
+        x = torch.ones(3, device=ranks.device(), requires_grad=True)
+        if dist.get_rank() == 1:
+            x.register_hook(stand_still)
+        x.sum().backward()
+        dist.all_reduce(x.grad)
+        x.grad.sum().item()
+
+    with pytest.raises(ranks.RankError) as caught:
+        ranks.run(work, 2, timeout=20)
+    assert caught.value.ranks == [1] and "in stand_still" in str(caught.value)
+    assert "Rank 0 waits for it in all_reduce" in str(caught.value)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_cuda_sleep"), reason="nothing here keeps a stream busy for a while"
+)
+def test_the_slow_links_clock_starts_when_the_stream_is_so_far():
+    def work() -> tuple[float, float, float]:
+        device = ranks.device()
+        slow = link.slow(0.0, 1e9)
+        x = torch.ones(1000, device=device)
+        dist.all_reduce(x, group=slow)
+        torch.cuda.synchronize()
+        begin, (before, after) = time.monotonic(), (torch.cuda.Event(True) for _ in range(2))
+        before.record()
+        torch.cuda._sleep(10**9)  # cycles: half a second or so
+        after.record()
+        handle = dist.all_reduce(x, group=slow, async_op=True)
+        queued = time.monotonic() - begin
+        handle.wait()
+        torch.cuda.synchronize()
+        return queued, slow.log[-1][3] - begin, before.elapsed_time(after) / 1e3
+
+    for queued, begun, busy in ranks.run(work, 2):
+        assert queued < 0.5 * busy and 0.9 * busy < begun
 
 
 def test_ddp_on_the_slow_link_on_a_gpu():

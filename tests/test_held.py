@@ -99,7 +99,7 @@ def test_a_pretended_rank_holds_what_a_real_one_holds() -> None:
         steps = [measured_step(model, batch=2, seq=CONFIG.seq, recompute=False) for _ in range(3)]
         return min(steps, key=lambda step: step["peak"])
 
-    measured = ranks.run(real, 4, device="cpu")[0]
+    measured = ranks.run(real, 4, device="cpu")[0]  # pretended are the CPU's kernels
     pretended = count.pretended_step(CONFIG, 4, batch=2, recompute="none")
     late = measured.pop("peak") - pretended.pop("peak")
     assert measured == pretended  # to the byte

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 
@@ -182,6 +183,98 @@ def test_a_failure_underneath_is_not_swallowed():
         ranks.run(work, 2)
 
 
+# A GPU's stream that is busy until a moment, without a GPU: operations are queued behind its work.
+
+BUSY = 0.3  # seconds
+
+
+class Busy:
+    """A stream, and the event in it: it comes to what is queued when its work is done."""
+
+    until = 0.0
+
+    def __init__(self, *_, enable_timing: bool = False):
+        self.at = 0.0
+
+    def record(self, stream: Busy | None = None) -> None:
+        self.at = time.monotonic() if stream else max(time.monotonic(), Busy.until)
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.at - time.monotonic()))
+
+    def elapsed_time(self, other: Busy) -> float:
+        assert max(self.at, other.at) <= time.monotonic()  # as CUDA has it
+        return 1e3 * (other.at - self.at)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of this machine's memory that says that it lies on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+
+@pytest.fixture
+def busy_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Busy)
+    monkeypatch.setattr(torch.cuda, "Stream", Busy)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("busy_gpu")
+def test_on_a_gpu_the_clock_starts_when_the_stream_is_so_far():
+    def work() -> tuple[float, float, list[float]]:
+        slow = link.slow(0.0, BANDWIDTH)  # all-reduce of SIZE: 0.096 s
+        x = torch.ones(SIZE).as_subclass(OnGpu)
+        dist.barrier()
+        begin = time.monotonic()
+        Busy.until = begin + BUSY
+        handles = [dist.all_reduce(x, group=slow, async_op=True) for _ in range(2)]
+        queued = time.monotonic() - begin
+        handles[1].wait()
+        return (
+            queued,
+            time.monotonic() - begin,
+            [t - begin for entry in slow.log for t in entry[2:]],
+        )
+
+    for queued, waited, log in ranks.run(work, 2, device="cpu"):
+        assert queued < 0.1  # the host was not stopped
+        assert waited > 0.99 * (BUSY + 2 * 0.096)
+        called, begun, over, called_too, begun_too, over_too = log
+        assert called == pytest.approx(BUSY, abs=0.02) == called_too
+        assert begun == called and over == pytest.approx(BUSY + 0.096, abs=0.02)
+        assert begun_too == over and over_too == pytest.approx(BUSY + 2 * 0.096, abs=0.02)
+
+
+@pytest.mark.usefixtures("busy_gpu")
+@pytest.mark.parametrize("late", [0, 1], ids=["sender", "receiver"])
+def test_on_a_gpu_a_message_sets_off_when_both_streams_are_so_far(late: int):
+    def work() -> float:
+        slow, me = link.slow(0.01, BANDWIDTH), dist.get_rank()
+        x = torch.full((SIZE // 4,), float(me)).as_subclass(OnGpu)
+        answer = torch.zeros(1)
+        dist.barrier()
+        begin = time.monotonic()
+        Busy.until = begin + BUSY * (me == late)
+        if me == 0:
+            handle = dist.isend(x, 1, group=slow)
+            # The sender's host does something else until the message is there.
+            dist.recv(answer, 1)
+        else:
+            handle = dist.irecv(x, 0, group=slow)
+        queued = time.monotonic() - begin
+        handle.wait()
+        seconds = time.monotonic() - begin
+        if me == 1:
+            dist.send(answer, 0)
+            assert queued < 0.1 and x[0].item() == 0
+        return seconds
+
+    expected = BUSY + 0.01 + SIZE / BANDWIDTH
+    seconds = ranks.run(work, 2, device="cpu")[1]
+    assert 0.97 * expected < seconds < 1.2 * expected + 0.01
+
+
 @pytest.mark.parametrize(
     ("latency", "bandwidth", "message"),
     [
@@ -205,7 +298,7 @@ def test_a_mesh_stands_on_a_slow_group() -> None:
 
     def found() -> bool:
         group = link.slow(0, 1e9)
-        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, ranks.device().type)
         return mesh.get_group() is group
 
-    assert ranks.run(found, 2, device="cpu") == [True, True]
+    assert ranks.run(found, 2) == [True, True]

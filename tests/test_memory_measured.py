@@ -9,10 +9,12 @@ GPUs: the same by the allocator's own counters. There a kernel may keep a random
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +23,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, memory
+from shardlab import count, memory, show, text
 from shardlab.model import GPT, PRESETS, Config, loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -277,7 +280,68 @@ def test_llama_3_8b_on_many_ranks() -> None:
     assert simulated["peak"] == pytest.approx(predicted.peak, rel=0.05)
 
 
-# On a GPU.
+# On a GPU: the lesson's own cells, without one.
+
+
+class Allocator:
+    """torch.cuda of a GPU with `total` bytes, and what torch keeps when tensors are gone."""
+
+    def __init__(self, total: int):
+        self.total, self.kept, self.allocated = total, 0, 0
+        self.get_device_name = lambda: "a GPU"
+        self.memory_reserved, self.memory_allocated = lambda: self.kept, lambda: self.allocated
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return self.total - self.kept, self.total
+
+    def empty_cache(self) -> None:
+        self.kept = self.allocated
+
+
+def lesson_cell(words: str) -> str:
+    source = (show.ROOT / "code/lessons/memory.py").read_text("utf-8")
+    (cell,) = (c for c in source.split("# %%") if words in c and not c.startswith(" [markdown]"))
+    return cell.partition("\n")[2]
+
+
+def test_the_lesson_measures_every_model_that_the_gpu_holds(capsys) -> None:
+    gpu, measured = Allocator(140 * 10**9), []
+
+    def compare(config: Config, batch: int, device: str) -> list[tuple[str, int, int]]:
+        peak = memory.estimate(config, batch=batch, precision="fp32", device="gpu").peak
+        gpu.kept = max(gpu.kept, peak)  # its tensors are gone, the allocator has their memory
+        measured.append(config.hidden)
+        return [("peak", peak, peak)]
+
+    def table(rows: list, head: list, caption: str) -> None: ...
+
+    names = {"torch": SimpleNamespace(cuda=gpu), "show": SimpleNamespace(table=table)}
+    names |= {"compare": compare, "off": lambda *_: "0", "memory": memory, "Config": Config}
+    exec(lesson_cell("LARGER = {"), names | {"SHAPE": SHAPES["nano"], "GPU": True, "head": []})
+    assert measured == [SHAPES["nano"].hidden, 2048, 2560, 4096]
+    assert "more than" not in capsys.readouterr().out
+
+
+def test_the_lesson_makes_its_model_where_it_is_to_be() -> None:
+    made = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                made.append((result.device.type, result.numel()))
+            return result
+
+    names = {"Config": Config, "GPT": GPT, "torch": torch, "text": text}
+    cell = ast.parse(lesson_cell("def training("))
+    cell.body = [node for node in cell.body if getattr(node, "name", "") == "training"]
+    config = SHAPES["micro"]
+    with Made():
+        exec(compile(cell, "memory.py", "exec"), names | {"SHAPE": config}, names)
+        model, *_ = names["training"](config, 1, "meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    # On the CPU there are tokens, and no weights.
+    assert max(size for device, size in made if device == "cpu") <= 2 * config.seq
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from commands import without_jupyter
 from throwaway import Book
 
 from shardlab import __main__, record
 from shardlab.record import pairs
 
 
-def test_scripts_are_in_step(root):
+def test_what_is_made_is_in_step(root):
     late = [str(path.relative_to(root)) for path in pairs.out_of_step(root)]
     assert late == [], "run `make pairs`"
 
@@ -40,9 +40,11 @@ exec(compile(open(script, encoding="utf-8").read(), script, "exec", optimize=1))
 
 
 # What lessons use of Jupyter they use through `show`; the rest of a script is the cells that the
-# book's build executes. These use all of `show` that lessons use: without ranks, with ranks, and
-# with an engine that starts its own. `--whole` (the weekly run) takes every lesson.
-RUN_AS_SCRIPTS = ["memory", "collectives", "deepspeed_engine"]
+# book's build executes. These use all of `show` that lessons use: without ranks, and with an engine
+# that starts its own; with ranks under torchrun, in test_torchrun.py. `--whole` (the weekly run)
+# takes every lesson.
+RUN_AS_SCRIPTS = ["memory", "deepspeed_engine"]
+UNDER_TORCHRUN = ["collectives"]
 
 
 def shown(topic, root):
@@ -54,7 +56,7 @@ def shown(topic, root):
 
 def test_the_scripts_that_run_use_all_that_lessons_show_with(root):
     every = {name for topic in record.lessons(root) for name in shown(topic, root)}
-    assert every == {name for topic in RUN_AS_SCRIPTS for name in shown(topic, root)}
+    assert every == {n for t in RUN_AS_SCRIPTS + UNDER_TORCHRUN for n in shown(t, root)}
 
 
 @pytest.mark.alone
@@ -65,17 +67,13 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
     What their cells assert is judged where they are executed for the book, with the machine to
     themselves: here they would disturb what the other asserts of times.
     """
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "for name in ('IPython', 'ipykernel', 'jupyter_client', 'jupytext', 'nbformat'):\n"
-        "    sys.modules[name] = None\n"
-    )
+    environment = without_jupyter(tmp_path)
 
     def run(topic):
         return subprocess.run(
             [sys.executable, "-c", AS_MAIN, root / "code/lessons" / f"{topic}.py"],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            env=environment,
             capture_output=True,
             text=True,
         )

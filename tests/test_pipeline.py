@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from devices import here
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -32,25 +33,27 @@ from shardlab.pipeline import (
 )
 from shardlab.pipeline.deferred import defer, run
 from shardlab.pipeline.mail import come
+from shardlab.ranks import p2p
 
 TINY = Config(vocab=32, seq=4, layers=6, heads=2, hidden=16, tied=False)
 LLAMA = replace(TINY, heads=4, kv_heads=2, hidden=32, mlp="swiglu", norm="rms", bias=False)
 
 
-def launch(fn, size, *args, timeout=100):
-    return ranks.run(fn, size, *args, device="cpu", timeout=timeout, show=False)
+def launch(fn, size, *args, device="cpu", timeout=100):
+    """On the CPU, whose bits most tests compare: a GPU's attention adds up in no fixed order."""
+    return ranks.run(fn, size, *args, device=device, timeout=timeout, show=False)
 
 
 def the_batch(config, size, seed=0):
     """Tokens and targets, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     shape = size, config.seq
-    return [torch.randint(config.vocab, shape, generator=generator) for _ in range(2)]
+    return here([torch.randint(config.vocab, shape, generator=generator) for _ in range(2)])
 
 
 def model_of(config, dtype=torch.float32):
     torch.manual_seed(0)
-    return GPT(config).to(dtype)
+    return here(GPT(config)).to(dtype)
 
 
 def adamw(parameters):
@@ -66,7 +69,7 @@ def one_process(config, m, size, dtype=torch.float32, steps=5):
         optimizer.zero_grad()
         value = 0.0
         for tokens, targets in zip(*(x.tensor_split(m) for x in tokens_and_targets), strict=True):
-            share = torch.tensor(len(tokens) / size, dtype=dtype)
+            share = here(torch.tensor(len(tokens) / size, dtype=dtype))
             part = loss(model(tokens), targets)
             part.backward(share)
             value = value + part.detach() * share
@@ -176,7 +179,7 @@ def test_shapes_cuts_and_recomputation_change_nothing():
 
 
 def test_tied_embeddings_equal_one_process_in_float64():
-    for results in launch(whole_batch, 2):
+    for results in launch(whole_batch, 2, device="auto"):
         for case, differences in results.items():
             # float64 rounds at 1e-16: whatever is not a rounding error would show.
             assert max(differences) < 1e-11, case
@@ -204,7 +207,7 @@ def accumulated():
 
 
 def test_gradients_add_up_over_steps_and_tied_ones_once():
-    assert max(launch(accumulated, 2)) < 1e-14  # float64, numbers below 1
+    assert max(launch(accumulated, 2, device="auto")) < 1e-14  # float64, numbers below 1
 
 
 def replicated():
@@ -236,7 +239,7 @@ def replicated():
 
 
 def test_two_replicas_of_two_stages_equal_one_process():
-    results = launch(replicated, 4)
+    results = launch(replicated, 4, device="auto")
     for case, weights in results[0].items():
         assert all(torch.equal(r[case][n], w) for r in results for n, w in weights.items()), case
         wanted = one_process(replace(TINY, tied=True), 1, 6, case[0])[2]
@@ -289,6 +292,19 @@ def any_module():
 def test_any_modules_in_a_row_make_a_pipeline():
     for results in launch(any_module, 2):
         assert all(same for *_, same in results), results
+
+
+def three_of_one_group():
+    world, plan = dist.group.WORLD, schedule("1f1b", 2, 2)
+    pipes = [distribute(model_of(TINY), plan, world) for _ in range(3)]
+    losses = [pipe.step(*the_batch(TINY, 2)) for pipe in pipes]
+    return len({pipe.mail.back for pipe in pipes} | {world}), losses[1] == losses[2]
+
+
+def test_with_nccl_pipelines_of_a_group_share_one_group_more(monkeypatch: pytest.MonkeyPatch):
+    """Groups of nccl are dear, and nobody can end one alone."""
+    monkeypatch.setattr(p2p, "carrier", lambda *_: "nccl")  # as with a GPU for each rank
+    assert launch(three_of_one_group, 2) == [(2, True)] * 2
 
 
 def over_a_slow_link():

@@ -114,6 +114,12 @@ BAD = [
     (["1f1b", *SMALL, "--svg", "/nowhere/x.svg"], "svg='/nowhere/x.svg': allowed are files in a"),
     (["1f1b", *SMALL, "--svg", "/"], "svg='/': allowed are files in a folder"),
     (["1f1b", *SMALL, "--svg"], "svg='': allowed are files in a folder"),
+    (["1f1b", "--stages", "9999", "--microbatches", "9999"], "allowed are 1,000,000 at most"),
+    (["1f1b", *SMALL, "--svg", "/proc/x.svg"], "svg='/proc/x.svg': allowed are files in a folder"),
+    (["1f1b", *SMALL, "--svg", "/dev/full"], "svg='/dev/full': allowed are files in a folder"),
+    (["1f1b", *SMALL, "--svg", "a" * 300], "aaa': allowed are files in a folder"),
+    (["1f1b", *SMALL, "--forward", "5e-324"], "forward=5e-324: allowed are numbers from 0, above"),
+    (["1f1b", *SMALL, "--forward", "1,1,1,1e308"], "forward=1e+308: allowed are numbers from 0"),
     (["1f1b", *SMALL, "--stage", "2"], "unrecognized arguments: --stage"),
     (["1f1b", "gpipe", *SMALL], "unrecognized arguments: gpipe"),
 ]
@@ -131,6 +137,27 @@ def test_nothing_is_written_after_an_error(capsys, tmp_path: Path) -> None:
     for bad in (["--hop", "-1"], ["--stages", "0"], ["--chunks", "7"]):
         assert run(capsys, "1f1b", *SMALL, "--svg", str(path), *bad)[0] == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("time", ["0", "1e-100", "1e100", "1,1e-100,1e100,0"])
+def test_the_least_and_the_most_that_are_allowed_are_drawn(capsys, tmp_path, time: str) -> None:
+    path, times = tmp_path / "timeline.svg", []
+    for name in ("--forward", "--backward-input", "--backward-weight", "--hop"):
+        times += [name, time]
+        assert run(capsys, "1f1b", *SMALL, *times, "--svg", str(path))[0] == 0
+        assert run(capsys, "1f1b", *SMALL, *times)[0] == 0
+    _, out, _ = run(capsys, "1f1b", *SMALL, *times, "--json")
+    assert 0 <= json.loads(out)["bubble"] < 1
+    assert "inf" not in path.read_text("utf-8") and "nan" not in path.read_text("utf-8")
+
+
+def test_a_reader_who_has_had_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "shardlab", "schedule", "1f1b", "--json"]
+    long = [*command, "--stages", "16", "--microbatches", "500"]  # more than a pipe holds
+    with subprocess.Popen(long, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
 
 
 def test_the_real_command_line() -> None:

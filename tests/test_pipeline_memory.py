@@ -16,6 +16,7 @@ STREAM = EACH * CONFIG.seq * CONFIG.hidden * 4  # bytes of what travels for a mi
 
 
 def launch(fn, size, *args):
+    # The prediction is of what the CPU's kernels keep; a GPU's attention keeps other tensors.
     return ranks.run(fn, size, *args, device="cpu", timeout=100, show=False)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab import ranks
+from shardlab import ranks, zero
 from shardlab.ranks import RankError, run, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -49,6 +49,18 @@ def test_results_come_in_rank_order(method: str, world_size: int):
 def test_a_closure_and_its_data_reach_the_ranks(method: str):
     weights = torch.arange(4.0)
     assert run(lambda: (weights * (dist.get_rank() + 1)).sum().item(), 2, method=method) == [6, 12]
+
+
+def test_a_fresh_rank_gets_a_function_that_says_config():
+    class Model:
+        config = 3
+
+    model = Model()
+
+    def work() -> tuple[int, int]:  # cloudpickle takes the name for torch.distributed.config
+        return dist.get_world_size(), model.config
+
+    assert run(work, 2, method="fresh") == [(2, 3)] * 2
 
 
 @dataclass
@@ -258,6 +270,86 @@ def test_a_rank_hangs_while_the_others_wait(how: str):
     assert 3 <= seconds < 15
 
 
+def test_the_limit_counts_from_when_the_ranks_have_met():
+    """Fresh interpreters, and whatever the function's modules need to be imported, take seconds."""
+
+    class Work:
+        def __reduce__(self):
+            return exec, ("import time; time.sleep(2.5)",)
+
+    assert run(lambda work: dist.get_rank(), 2, Work(), timeout=2, method="fresh") == [0, 1]
+    error, seconds = failing(lambda: time.sleep(1000), 2, timeout=1, method="fresh")
+    assert error.ranks and "within 1 s" in str(error) and 1 <= seconds < 60
+
+
+def stand_still() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def in_a_thread_of_its_own() -> None:
+    helper = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+    helper.start()  # tells nothing: nobody's own code runs in it
+    worker = threading.Thread(target=stand_still, daemon=True)
+    worker.start()
+    worker.join()
+
+
+def in_a_pool() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    ThreadPoolExecutor(1).submit(stand_still).result()
+
+
+@pytest.mark.parametrize("hang", [in_a_thread_of_its_own, in_a_pool])
+def test_a_rank_hangs_in_another_thread(hang):
+    def work() -> None:
+        if dist.get_rank() == 1:
+            hang()
+        add_ranks()
+
+    error, _ = failing(work, 2, timeout=3)
+    assert error.ranks == [1] and "in stand_still" in str(error)
+    assert "Rank 0 waits for it in all_reduce" in str(error)
+
+
+def test_a_thread_for_which_nobody_waits_is_not_the_ranks_place():
+    def busy() -> None:
+        while True:
+            sum(range(1000))
+
+    def work() -> None:
+        threading.Thread(target=busy, daemon=True).start()
+        if dist.get_rank() == 1:
+            stand_still()
+        add_ranks()
+
+    error, _ = failing(work, 2, timeout=3)
+    assert error.ranks == [1] and "in stand_still" in str(error)
+    assert "Rank 0 waits for it in all_reduce" in str(error) and "busy" not in str(error)
+
+
+def test_a_rank_that_asks_for_its_number_for_ever():
+    def work() -> None:
+        while dist.get_rank() == 1 or dist.get_world_size() < 3:
+            pass
+        add_ranks()
+
+    error, _ = failing(work, 3, timeout=3)
+    assert error.ranks == [1] and "rank 1 of 3 did not finish within 3 s" in str(error)
+    assert "Ranks 0 and 2 wait for it in all_reduce" in str(error)
+
+
+def test_an_event_that_nobody_sets_is_no_collective():
+    def work() -> None:
+        if dist.get_rank() == 1:
+            threading.Event().wait()
+        add_ranks()
+
+    error, _ = failing(work, 2, timeout=3)
+    assert error.ranks == [1] and "rank 1 of 2 did not finish" in str(error)
+
+
 def test_a_rank_returns_early():
     def work() -> None:
         if dist.get_rank() == 2:
@@ -282,6 +374,22 @@ def test_collectives_in_another_order():
     assert error.ranks == [1]
     assert "rank 1 called broadcast(float32[3])" in str(error)
     assert "ranks 0, 2 and 3 called all_reduce(float32[4])" in str(error)
+
+
+def test_collectives_of_a_technique_in_another_order():
+    """Those that torch has renamed are in the log like all others, with the technique's line."""
+
+    def work() -> None:
+        group = dist.group.WORLD
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(2))
+        zero.flat.all_gather(torch.ones(4), slice(0, 2), group).wait()
+        zero.flat.ReduceScatter(torch.ones(4), group, ordered=False).wait()
+
+    error, _ = failing(work, 2, timeout=3)
+    assert error.ranks == [1] and "parted ways" in str(error)
+    assert "rank 1 called all_reduce(float32[2])" in str(error)
+    assert "zero/flat.py" in str(error)
 
 
 def test_sizes_that_do_not_match():
@@ -491,53 +599,31 @@ def test_staging_through_the_host(monkeypatch: pytest.MonkeyPatch):
     assert run(work, 2) == [[1, 2, 3], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_an_exchange_in_a_ring(staged: bool, monkeypatch: pytest.MonkeyPatch):
+    from shardlab.ranks import p2p
+
+    if staged:
+        monkeypatch.setattr(p2p, "_through_host", lambda *_: True)
+
+    def work() -> list[float]:
+        group = dist.new_group([0, 2, 3])
+        if dist.get_rank() == 1:
+            return []
+        me, got = dist.get_rank(group), torch.zeros(2, 2).t()  # not contiguous
+        mine = torch.arange(4.0).view(2, 2).t() + me
+        message = ranks.exchange(mine, (me + 1) % 3, got, (me - 1) % 3, group)
+        message.wait()
+        message.wait()  # a second time is nothing
+        return got.flatten().tolist()
+
+    after = [[value + rank for value in (0, 2, 1, 3)] for rank in range(3)]
+    assert run(work, 4) == [after[2], [], after[0], after[1]]
+
+
 def test_a_peer_outside_the_group():
     with pytest.raises(RankError, match="peer=2: this group has ranks 0 to 1"):
         run(lambda: ranks.isend(torch.ones(1), 2), 2)
-
-
-# The same call under torchrun.
-
-
-def test_the_same_script_under_torchrun(tmp_path: Path):
-    script = tmp_path / "job.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch, torch.distributed as dist
-            from shardlab.ranks import RankError, run, start
-
-            def work(factor):
-                x = torch.full((2,), float(dist.get_rank() * factor))
-                dist.all_reduce(x)
-                return x
-
-            def fails():
-                if dist.get_rank() == 1:
-                    raise ValueError("boom")
-                dist.barrier()
-
-            print([x.tolist() for x in run(work, 2, 1) + run(work, 3, 10)])
-            try:
-                run(fails, 2)
-            except RankError as error:
-                print(error.ranks, error)
-            try:
-                run(work, 4, 1)
-            except ValueError as error:
-                print(error)
-            """
-        )
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    command += ["--standalone", "--local-ranks-filter", "0", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "[[1.0, 1.0], [1.0, 1.0], [30.0, 30.0], [30.0, 30.0], [30.0, 30.0]]",
-        "[1] rank 1 of 2 raised ValueError: boom",
-        "world_size=4: torchrun started 3 processes, allowed are 1 to 3 ranks",
-    ]
 
 
 def test_an_error_that_all_ranks_make_is_theirs():

@@ -275,6 +275,14 @@ def test_unknown_lesson_is_refused_before_anything_runs(book):
     assert not book.recording.exists()
 
 
+@pytest.mark.parametrize("archive", ["lessons", "/proc/all.zip", "lessons/small.md/all.zip"])
+def test_an_archive_that_cannot_be_written_is_refused_before_anything_runs(book, archive):
+    done = command(book, "record", "small", "--archive", archive)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"archive={archive!r}: allowed are files in a folder" in done.stderr
+    assert not book.recording.exists()
+
+
 def test_record_goes_on_after_a_failure_and_keeps_the_old_recording(book):
     book.record()
     before = book.recording.read_bytes()
@@ -410,6 +418,12 @@ def test_failing_cell_fails_the_build_every_time(book):
     assert book.executed == ["small"]
 
 
+def test_a_lesson_without_a_notebooks_header_is_named(book):
+    book.write("lessons/small.md", "# A small lesson\n\nProse alone.\n")
+    assert book.build() != 0
+    assert "lessons/small.md has no notebook header" in book.log
+
+
 def test_warning_fails_the_build_every_time(book):
     book.edit("lessons/small.md", "execution.md#about", "execution.md#nowhere")
     for _ in range(2):
@@ -417,3 +431,24 @@ def test_warning_fails_the_build_every_time(book):
         assert "nowhere" in book.log
     book.edit("lessons/small.md", "execution.md#nowhere", "execution.md#about")
     book.built()
+
+
+def test_pages_of_code_are_written_when_they_or_the_contents_change(book):
+    book.built()
+    site = book.root / "_build/html/code/shardlab"
+    pages = {name: site / f"{name}.html" for name in ("first", "third")}
+
+    def written():
+        for page in pages.values():
+            page.write_text(page.read_text() + "<!-- as it was -->")
+        book.built()
+        return [name for name, page in pages.items() if "as it was" not in page.read_text()]
+
+    book.edit("lessons/small.md", "one thing", "another thing")
+    assert written() == []
+    book.write("code/shardlab/third.py", "VALUE = 44\n")
+    assert written() == ["third"]
+    assert "44" in pages["third"].read_text()
+    book.edit("lessons/small.md", "# A small lesson", "# A little lesson")
+    assert written() == ["first", "third"]
+    assert all("A little lesson" in page.read_text() for page in pages.values())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,8 @@ WAYS = {"ring": sp.ring_attention, "ulysses": sp.all_to_all_attention}
 SIZES = (1, 2, 4)
 
 
-def run(fn, size, *args, timeout=100):
-    return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
+def run(fn, size, *args, device="auto", timeout=100):
+    return ranks.run(fn, size, *args, device=device, timeout=timeout)
 
 
 # Layouts
@@ -114,9 +115,8 @@ def test_the_plain_kernel_equals_the_fused_one(monkeypatch, causal):
 def tensors(seed, batch, seq, heads, kv_heads, size, dtype):
     """Queries, keys, values and a gradient of the results, of the whole sequence."""
     torch.manual_seed(seed)
-    return [
-        torch.randn(batch, h, seq, size, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads)
-    ]
+    kinds = (heads, kv_heads, kv_heads, heads)
+    return here([torch.randn(batch, h, seq, size, dtype=dtype) for h in kinds])
 
 
 def gaps(way, seed, shape, dtype, causal, layout, group):
@@ -197,7 +197,7 @@ def other_inputs():
     group, found = dist.group.WORLD, []
     for way in WAYS.values():
         torch.manual_seed(dist.get_rank())
-        x = torch.randn(2, 8, 3, 4, 6, dtype=torch.float64)  # [B, s, q or k or v, A, D]
+        x = here(torch.randn(2, 8, 3, 4, 6, dtype=torch.float64))  # [B, s, q or k or v, A, D]
         plain = [x[:, :, i].transpose(1, 2) for i in range(3)]
         leaf = x.clone().requires_grad_()
         y = way(*(leaf[:, :, i].transpose(1, 2) for i in range(3)), group, True, "zigzag")
@@ -326,7 +326,7 @@ def test_memory_is_what_is_predicted(size):
     def work():
         return [memory(*case) for case in cases]
 
-    results = run(work, size)
+    results = run(work, size, device="cpu")  # predicted are the CPU's kernels
     for i, (way, shape, dtype, layout) in enumerate(cases):
         predicted = sp.attention_memory(way, *shape, ranks=size, itemsize=dtype.itemsize)
         for result in results:

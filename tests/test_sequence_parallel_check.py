@@ -89,9 +89,7 @@ def ring(turns_too_many=0, weigh=True):
         parts = [out]
         for turn in range(1, size + turns_too_many):
             arriving = torch.empty_like(block)
-            sent = ranks.isend(block, (rank + 1) % size, group)
-            ranks.irecv(arriving, (rank - 1) % size, group).wait()
-            sent.wait()
+            ranks.exchange(block, (rank + 1) % size, arriving, (rank - 1) % size, group).wait()
             block = arriving
             if turn < size:
                 parts.append(attend(q, *block)[0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from devices import here
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -19,18 +20,18 @@ LLAMA = {"kv_heads": 2, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": F
 WAYS = [(way, layout) for way in ("ring", "ulysses") for layout in sp.LAYOUTS]
 
 
-def run(fn, size, *args, timeout=100):
-    return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
+def run(fn, size, *args, device="auto", timeout=100):
+    return ranks.run(fn, size, *args, device=device, timeout=timeout)
 
 
 def gpt(**choices):
     torch.manual_seed(0)
-    return GPT(Config(**(SHAPE | choices)))
+    return here(GPT(Config(**(SHAPE | choices))))
 
 
 def batch(step):
     torch.manual_seed(step)
-    tokens = torch.randint(64, (2, 17))
+    tokens = here(torch.randint(64, (2, 17)))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -154,14 +155,14 @@ def activations(way):
     return config, saved.bytes
 
 
-def test_activations_are_divided_by_the_ranks():
+def test_activations_are_divided_by_the_ranks():  # predicted are the CPU's kernels
     for way in ("ring", "ulysses"):
-        ((config, whole),) = run(activations, 1, way)
+        ((config, whole),) = run(activations, 1, way, device="cpu")
         for size in (2, 4):
             # To the byte. Two heads of keys and values on four ranks: both are kept twice.
             keys = 2 * config.layers * 64 * config.key_value_heads * config.head_size * 4
             repeated = keys if (way, size) == ("ulysses", 4) else 0
-            for _, counted in run(activations, size, way):
+            for _, counted in run(activations, size, way, device="cpu"):
                 assert counted == (whole + repeated) // size, (way, size)
 
 

@@ -6,7 +6,10 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.distributed as dist
+from devices import here
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, link, memory, ranks
@@ -19,18 +22,18 @@ LLAMA = {"kv_heads": 4, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": F
 CASES = {"gpt": {}, "llama": LLAMA, "dropout": {"dropout": 0.1}}
 
 
-def run(fn, size, *args, timeout=100):
-    return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
+def run(fn, size, *args, device="auto", timeout=100):
+    return ranks.run(fn, size, *args, device=device, timeout=timeout)
 
 
 def gpt(**choices):
     torch.manual_seed(0)
-    return GPT(Config(**(SHAPE | choices)))
+    return here(GPT(Config(**(SHAPE | choices))))
 
 
 def batch(step, sequences=2):
     torch.manual_seed(step)
-    tokens = torch.randint(64, (sequences, 17))
+    tokens = here(torch.randint(64, (sequences, 17)))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -58,6 +61,8 @@ def adamw(model):
 def five_steps(choices, keep=False, recompute=False, dtype=torch.float64, group=None):
     """Largest differences to one process: losses; weights after five steps."""
     group = group or dist.group.WORLD
+    if ranks.device().type != "cpu":  # elsewhere attention's dropout has not one process's bits
+        choices = choices | {"dropout": 0.0}
     serial = gpt(**choices).to(dtype)
     model = cut(copy.deepcopy(serial), group, sp.AlongSequence(keep), recompute)
     optimizers = [adamw(model), adamw(serial)]
@@ -133,7 +138,7 @@ def operators():
     gaps = []
     for sequences in (1, 3):  # gathered pieces of one sequence are a sequence without a copy
         torch.manual_seed(0)
-        x, dy = (torch.randn(size, sequences, 4 * size, 5).double() for _ in range(2))
+        x, dy = (here(torch.randn(size, sequences, 4 * size, 5)).double() for _ in range(2))
 
         def own(whole, sequences=sequences):
             return whole.view(sequences, size, 4, 5)[:, rank]
@@ -237,7 +242,7 @@ def test_what_a_layer_keeps_is_divided_by_the_ranks(size):
     def work():
         return {(k, m): kept_by_layers(kinds[k], models[m]) for k in kinds for m in models}
 
-    for results in run(work, size):
+    for results in run(work, size, device="cpu"):  # predicted are the CPU's kernels
         for model, choices in models.items():
             config = Config(**(SHAPE | choices))
             plain, again, kept = (results[kind, model] for kind in kinds)
@@ -278,7 +283,7 @@ def test_several_forward_passes_may_wait_for_backward():
 
 def dropped():
     group = dist.group.WORLD
-    x = torch.randn(3, 8, 5)
+    x = here(torch.randn(3, 8, 5))
     found = []
     for layout in sp.LAYOUTS:
         mine = sp.split(x, 2, dist.get_rank(), layout)
@@ -296,12 +301,68 @@ def test_dropout_has_the_bits_of_one_process():
     assert run(dropped, 2) == [[True] * 4] * 2
 
 
+class OnGpu(TorchDispatchMode):
+    """Tensors that say they lie on a GPU; which operators draw random numbers meanwhile."""
+
+    def __enter__(self):
+        self.drawn = []
+        torch.Tensor.is_cuda = property(lambda _: True)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        del torch.Tensor.is_cuda
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            self.drawn.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def dropped_on_gpu(dtype):
+    """There nn.Dropout is native_dropout, whose numbers no other operator draws."""
+    rank, found = dist.get_rank(), []
+    x = torch.randn(3, 8, 5, dtype=dtype)
+    dy = torch.randn(3, 8, 5, dtype=dtype)
+    torch.manual_seed(1)
+    plain, mask = torch.native_dropout(x, 0.4, True)
+    back = torch.ops.aten.native_dropout_backward(dy, mask, 1 / 0.6)
+    state = torch.get_rng_state()
+    for layout in sp.LAYOUTS:
+        mine = sp.split(x, 2, rank, layout).clone().requires_grad_()
+        torch.manual_seed(1)
+        kept = []
+
+        def keep(x, kept=kept):
+            kept.append(x)
+            return x
+
+        with OnGpu() as gpu, saved_tensors_hooks(keep, lambda x: x):
+            got = sp.TokenDropout(0.4, dist.group.WORLD, layout)(mine)
+        got.backward(sp.split(dy, 2, rank, layout))
+        found += [
+            got.equal(sp.split(plain, 2, rank, layout)),
+            mine.grad.equal(sp.split(back, 2, rank, layout)),
+            torch.get_rng_state().equal(state),
+            gpu.drawn == ["aten.native_dropout.default"],
+            sum(x.untyped_storage().nbytes() for x in kept if x is not mine) == mine.numel(),
+        ]
+        with OnGpu() as gpu:  # draws nothing there either
+            found.append(not sp.TokenDropout(1.0, dist.group.WORLD, layout)(mine).any())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_on_a_gpu_takes_the_kernel_of_one_process_and_keeps_a_byte_for_each(dtype):
+    assert run(dropped_on_gpu, 2, dtype) == [[True] * 12] * 2
+
+
 def test_mistakes():
     def work():
         group, found = dist.group.WORLD, []
         model = tp.parallelize(gpt(), group, edges=sp.ALONG_SEQUENCE)
         for call in (
-            lambda: model(torch.zeros(1, 15, dtype=torch.int64)),
+            lambda: model(here(torch.zeros(1, 15, dtype=torch.int64))),
             lambda: sp.sum_gradients(gpt(), group),
             lambda: sp.TokenDropout(0.1, group, "striped"),
         ):

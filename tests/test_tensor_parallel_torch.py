@@ -52,7 +52,7 @@ def local(tensor, like=None):
 def trained(config, batches_NBS, group, ours):
     """Logits, losses, gradients of the first step, weights after all: this rank's own."""
     torch.manual_seed(0)
-    model = GPT(config).double()
+    model = GPT(config).double().to(ranks.device())
     if ours:
         tensor_parallel.parallelize(model, group)
     else:
@@ -83,7 +83,7 @@ def apart(slow):
     found = {}
     for case, config in CASES.items():
         torch.manual_seed(1)
-        batches_NBS = torch.randint(config.vocab, (STEPS, 3, config.seq))
+        batches_NBS = torch.randint(config.vocab, (STEPS, 3, config.seq)).to(ranks.device())
         (got, ours), (want, theirs) = (
             trained(config, batches_NBS, group, o) for o in (True, False)
         )
@@ -100,7 +100,8 @@ def apart(slow):
 # smallest gradients by themselves, and makes it up to a thousand times as much in five steps.
 @pytest.mark.parametrize(("size", "slow"), [(2, False), (4, False), (2, True)])
 def test_torch_computes_the_same(size, slow):
-    for rank, found in enumerate(ranks.run(apart, size, slow, device="cpu", show=False)):
+    device = "cpu" if slow else "auto"  # torch's collectives over the emulated link: see `messages`
+    for rank, found in enumerate(ranks.run(apart, size, slow, device=device, show=False)):
         for case, (got, want, far) in found.items():
             assert got == pytest.approx(want, rel=1e-12), (case, rank)
             assert want[-1] < want[0]
@@ -110,10 +111,10 @@ def test_torch_computes_the_same(size, slow):
 def messages():
     """On a rank: sizes of the messages of a step: ours, torch's, torch's as its tutorial has it."""
     config, group = CASES["swiglu, grouped, untied"], link.slow(0.0, 1e12)  # it keeps a log
-    tokens_BS = torch.randint(config.vocab, (2, config.seq))
+    tokens_BS = torch.randint(config.vocab, (2, config.seq), device=ranks.device())
     found = []
     for way in ("ours", False, True):
-        model = GPT(config)
+        model = GPT(config).to(ranks.device())
         if way == "ours":
             tensor_parallel.parallelize(model, group)
         else:
@@ -134,6 +135,7 @@ def test_torch_sends_as_many_messages_or_more():
     config = CASES["swiglu, grouped, untied"]
     tokens = 2 * config.seq
     stream = 4 * tokens * config.hidden
+    # On the CPU: the rehearsal takes what torch makes of an operation under way there for a read.
     for ours, theirs, tutorial in ranks.run(messages, 2, device="cpu", show=False):
         # Two forward and two backward in each block, behind the embedding, before the head.
         streams = [stream] * (4 * config.layers + 2)

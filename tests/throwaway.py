@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import jupyter_book.sphinx
+import myst_nb  # noqa: F401
 import nbformat
+import sphinx_book_theme  # noqa: F401
+import sphinx_exercise  # noqa: F401
+import sphinxcontrib.bibtex  # noqa: F401
+from forked import forked
+from jupyter_book.cli.main import main as jupyter_book
 
 from shardlab import record, show
 
@@ -92,18 +97,15 @@ class Book:
         self.write(name, text.replace(old, new))
 
     def build(self, **environment: str) -> int:
-        """Build the book as `make book` does; return the exit status."""
+        """Build the book as `make book` does; return the exit status.
+
+        In a fork of this process, which has imported Jupyter Book: that takes a third of the time.
+        """
         clean = {k: v for k, v in os.environ.items() if k not in ("RECORDED", "BOOK_REPOSITORY")}
-        command = [Path(sys.executable).parent / "jupyter-book", "build", "-W", "-n"]
-        done = subprocess.run(
-            [*command, "--keep-going", "."],
-            cwd=self.root,
-            env={**clean, **environment},
-            capture_output=True,
-            text=True,
-        )
-        self.log = done.stdout + done.stderr
-        return done.returncode
+        command = ["build", "-W", "-n", "--keep-going", "."]
+        environment = {**clean, **environment}
+        status, self.log = forked(lambda: jupyter_book(command), self.root, environment)
+        return status
 
     def built(self, **environment: str) -> Book:
         """Build, and fail with the log when that fails."""

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import slim
 from sphinx.application import Sphinx
 
 # What a page says, and what it should say instead. Each can be applied twice.
@@ -67,7 +68,7 @@ def repair(app: Sphinx, exception: Exception | None) -> None:
         return
     for path in Path(app.outdir).rglob("*.html"):
         text = path.read_text("utf-8")
-        if (better := repaired(text)) != text:
+        if not slim.finished(text) and (better := repaired(text)) != text:
             path.write_text(better, "utf-8")
 
 

@@ -7,6 +7,8 @@ its address is known.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from sphinx.application import Sphinx
 
 FOLDERS = ("code/shardlab", "code/lessons", "figures", "benchmarks", "tests")
 _FILE = rf"((?:{'|'.join(FOLDERS)})/[\w/]+\.py)"
+_KEPT = "code_pages.json"  # hashes of what they were made of, beside the doctrees
 _LINK = re.compile(rf'href="(?:\.\./)+{_FILE}(#L\d+(?:-L?\d+)?)?"')
 
 
@@ -43,16 +46,32 @@ def target(path: str, lines: str, pathto: Any) -> str:
 
 
 def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The pages: name, content, template."""
+    """The pages: name, content, template. One that would be the same again is left out."""
     formatter = HtmlFormatter(linenos="table", linespans="L")
+    titles = sorted((name, title.astext()) for name, title in app.env.titles.items())
+    contents = sorted(app.env.toctree_includes.items())
+    around = repr((app.builder.build_info.config_hash, titles, contents))
+    kept = Path(app.doctreedir, _KEPT)
+    before = json.loads(kept.read_text("utf-8")) if kept.is_file() else {}
+    app.code_pages = {}
     for path in sources(Path(app.srcdir)):
         code = Path(app.srcdir, path).read_text("utf-8")
+        stamp = app.code_pages[path] = hashlib.sha256((around + code).encode()).hexdigest()
+        there = Path(app.builder.get_outfilename(path.removesuffix(".py"))).is_file()
+        if there and before.get(path) == stamp:
+            continue
         body = highlight(code, PythonLexer(stripnl=False), formatter)
         body = body.replace('<span id="L-', '<span id="L')
         body = re.sub(r'<span class="normal">( *)(\d+)</span>', r'\1<a href="#L\2">\2</a>', body)
         title = f"<h1>{escape(path)}</h1>"
         context = {"title": path, "body": f'<article class="code-page">{title}{body}</article>'}
         yield path.removesuffix(".py"), context, "page.html"
+
+
+def keep(app: Sphinx, exception: Exception | None) -> None:
+    """Keep what the pages were made of, when the build has ended well."""
+    if not exception and hasattr(app, "code_pages"):
+        Path(app.doctreedir, _KEPT).write_text(json.dumps(app.code_pages), "utf-8")
 
 
 def redirect_outputs(
@@ -84,6 +103,7 @@ def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the extension."""
     app.connect("html-collect-pages", pages)
+    app.connect("build-finished", keep)
     app.connect("html-page-context", redirect_outputs)
     app.connect("doctree-resolved", redirect_prose)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

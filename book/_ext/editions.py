@@ -132,6 +132,13 @@ def assemble(app: Sphinx) -> None:
 # --- The archive ------------------------------------------------------------------------------
 
 
+def _held(site: Path) -> str:
+    """What changes when a file of the site is written: names, sizes, times."""
+    files = ((path, path.stat()) for path in sorted(site.rglob("*")) if path.is_file())
+    lines = (f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files)
+    return "\n".join(line for line in lines if f"/{ARCHIVE} " not in line)
+
+
 def archive(site: Path) -> bytes:
     """The folder `site` as a zip file that depends on nothing but what the folder holds.
 
@@ -179,9 +186,11 @@ def make(app: Sphinx, exception: Exception | None) -> None:
             printer.write(site / f"{PAGE}.html", pdf)
         except printer.NoBrowser as error:
             raise PrintingFailed(str(error)) from None
-    data = archive(site)
-    if not packed.is_file() or packed.read_bytes() != data:
-        packed.write_bytes(data)
+    made = Path(app.doctreedir, "archive")  # what the site held when it was packed
+    held = _held(site)
+    if not packed.is_file() or not made.is_file() or made.read_text("utf-8") != held:
+        packed.write_bytes(archive(site))
+        made.write_text(held, "utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

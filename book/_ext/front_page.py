@@ -31,7 +31,9 @@ def write(app: Sphinx, exception: Exception | None) -> None:
         return
     page = Path(app.outdir, f"{app.config.root_doc}.html")
     folder = posixpath.dirname(app.config.root_doc)
-    Path(app.outdir, "index.html").write_text(moved(page.read_text("utf-8"), folder), "utf-8")
+    front, text = Path(app.outdir, "index.html"), moved(page.read_text("utf-8"), folder)
+    if not front.is_file() or front.read_text("utf-8") != text:
+        front.write_text(text, "utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

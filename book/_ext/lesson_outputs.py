@@ -10,8 +10,8 @@ Before Sphinx reads any page, for each lesson, the first of these that there is:
 
 Pages in book/ that have cells are treated alike, but for 1: nobody records them.
 
-The outputs are grafted into the page as myst-nb reads it and put into jupyter-cache, where
-myst-nb then finds them. jupyter-cache alone would not do: its key knows nothing of imported code.
+Then myst-nb gets each page as an executed notebook, from `read`, and executes nothing itself. Its
+own cache would not do: its key knows nothing of imported code.
 
 `env.page_outputs` says of every page how its outputs came to be; `env.lesson_outputs` holds the
 lessons among them, and `app.lesson_books` the lessons' code cells with their outputs.
@@ -28,9 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from jupyter_cache import get_cache
-from jupyter_cache.base import CacheBundleIn
-from myst_nb.core.read import create_nb_reader
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import SphinxError
@@ -62,12 +59,17 @@ def choose(
     failures = []
     app.lesson_books = {}
     names = set(record.pages(Path(app.srcdir)))
+    known: dict[Any, Any] = {}  # what files reach: executing a page changes none
     for docname in sorted(env.found_docs):
         name = docname.removeprefix(LESSONS)
         if name not in names:
             continue
+        if not record.has_cells(Path(env.doc2path(docname))):
+            words = "has no notebook header: its first lines must say format_name: myst"
+            failures.append(f"{docname}.md {words}")
+            continue
         try:
-            book, how, reasons = _outputs(name, app)
+            path, book, how, reasons = _outputs(name, app, known)
         except record.LessonError as error:
             failures.append(str(error))
             continue
@@ -80,7 +82,7 @@ def choose(
             "about": record.about(book),
             "content": hashlib.sha256(nbformat.writes(book).encode()).hexdigest(),
         }
-        _offer(env, docname, book)
+        env.mystnb_config.custom_formats[f"/{docname}.md"] = (read, {"book": path}, False)
     if failures:
         raise LessonFailed("\n\n".join(failures))
     outdated = [docname for docname in now if now[docname] != before.get(docname)]
@@ -91,10 +93,12 @@ def choose(
     return outdated
 
 
-def _outputs(name: str, app: Sphinx) -> tuple[nbformat.NotebookNode, str, list[str]]:
-    """A page's outputs, how they were made, and why they are not recorded ones."""
+def _outputs(
+    name: str, app: Sphinx, known: dict[Any, Any]
+) -> tuple[Path, nbformat.NotebookNode, str, list[str]]:
+    """A page's outputs and their file, how they were made, and why they are not recorded ones."""
     root = Path(app.srcdir)
-    key = record.reach(name, root)
+    key = record.reach(name, root, known=known)
     path = root / record.RECORDED / f"{name}.ipynb"
     recording = record.load(path)
     if "/" in name:
@@ -106,18 +110,18 @@ def _outputs(name: str, app: Sphinx) -> tuple[nbformat.NotebookNode, str, list[s
     else:
         reasons = record.changed(recording, key)
         if not reasons:
-            return recording, "recorded", []
+            return path, recording, "recorded", []
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
     book = record.load(kept)
     if book is not None and not record.changed(book, key) and _same_versions(book):
-        return book, "executed", reasons
+        return kept, book, "executed", reasons
     logger.info("executing %s: %s", name, "; ".join(reasons))
     book = record.execute(name, root, cpu=True)
     record.save(book, kept)
     made = record.about(book)
     twice = "".join(f"; code cell {number} measured again" for number in made["again"])
     logger.info("executed %s in %s s%s", name, made["seconds"], twice)
-    return book, "executed", reasons
+    return kept, book, "executed", reasons
 
 
 def _same_versions(book: nbformat.NotebookNode) -> bool:
@@ -129,36 +133,19 @@ def _same_versions(book: nbformat.NotebookNode) -> bool:
     return {name: made.get(name) for name in installed} == installed
 
 
-def _offer(env: BuildEnvironment, docname: str, book: nbformat.NotebookNode) -> None:
-    """Put the outputs in `book` where myst-nb looks for those of page `docname`."""
-    path = env.doc2path(docname)
-    text = Path(path).read_text("utf-8")
-    reader = create_nb_reader(path, env.myst_config, env.mystnb_config, text)
-    if reader is None:
-        raise LessonFailed(
-            f"{docname}.md has no notebook header: its first lines must say format_name: myst"
-        )
-    page = reader.read(text)
-    cells = record.code_cells(page)
-    made = record.code_cells(book)
-    if [record.cell_hash(cell) for cell in cells] != [record.cell_hash(cell) for cell in made]:
-        raise LessonFailed(f"{docname}.md: jupytext and myst-nb read different code cells in it")
-    for cell, source in zip(cells, made, strict=True):
-        cell.outputs = source.outputs
-        cell.execution_count = source.execution_count
+def read(text: str, book: Path) -> nbformat.NotebookNode:
+    """The page with this text, and with the outputs of the executed notebook in the file `book`."""
+    page = with_outputs(record.read(text), record.load(book))
     page.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
-    cache = get_cache(env.mystnb_config.execution_cache_path)
-    bundle = CacheBundleIn(page, path, data={"execution_seconds": record.about(book)["seconds"]})
-    cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+    return page
 
 
-def verify(app: Sphinx, env: BuildEnvironment) -> list[str]:
-    """Make sure that myst-nb took what it was offered, and executed nothing by itself."""
-    for docname, state in env.page_outputs.items():
-        ran = env.nb_metadata[docname].get("exec_data")
-        if not ran or ran["runtime"] != state["about"]["seconds"]:
-            raise LessonFailed(f"{docname}: myst-nb did not take the outputs it was offered")
-    return []
+def with_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook `page` with the outputs of the executed one, which has its code cells."""
+    for cell, done in zip(record.code_cells(page), record.code_cells(made), strict=True):
+        cell.outputs = done.outputs
+        cell.execution_count = done.execution_count
+    return page
 
 
 def purge(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
@@ -169,6 +156,5 @@ def purge(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the extension."""
     app.connect("env-get-outdated", choose)
-    app.connect("env-updated", verify)
     app.connect("env-purge-doc", purge)
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

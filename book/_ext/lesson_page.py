@@ -13,7 +13,9 @@ from typing import Any
 
 import nbformat
 from docutils import nodes
+from lesson_outputs import with_outputs
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from shardlab import record
@@ -167,6 +169,11 @@ def _table(head: tuple[str, ...], rows: list[list[nodes.Node]]) -> nodes.table:
     return nodes.table("", group, classes=["executions"])
 
 
+def note_pages(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
+    """Remember which pages this build reads: the others' downloads are as they were."""
+    app.pages_read = set(docnames)
+
+
 def write_downloads(app: Sphinx, exception: Exception | None) -> None:
     """Write each lesson as .md, .ipynb (with the outputs that the page shows) and .py.
 
@@ -176,30 +183,32 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
         return
     root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
     folder.mkdir(exist_ok=True)
-    wanted: dict[str, str] = {}
-    for docname, book in getattr(app, "lesson_books", {}).items():
-        topic = docname.removeprefix("lessons/")
-        wanted[f"{topic}.md"] = (root / f"{docname}.md").read_text("utf-8")
-        wanted[f"{topic}.ipynb"] = nbformat.writes(_with_outputs(topic, root, book)) + "\n"
-        wanted[f"{topic}.py"] = pairs.script(topic, root)
-        questions = exercises(topic, root)
-        if questions is not None:
-            wanted[f"{topic}{EXERCISES}"] = nbformat.writes(questions) + "\n"
-    for name, text in wanted.items():
-        path = folder / name
-        if not path.is_file() or path.read_text("utf-8") != text:
-            path.write_text(text, "utf-8")
-    for path in folder.iterdir():
-        if path.name not in wanted and path.suffix in (".md", ".ipynb", ".py"):
-            path.unlink()  # of a lesson that is no more; editions.py keeps its own here
+    topics = {docname.removeprefix("lessons/"): docname for docname in app.lesson_books}
+    for path in folder.iterdir():  # editions.py keeps its own here
+        known = path.name.removesuffix(EXERCISES) in topics or path.stem in topics
+        if path.suffix in (".md", ".ipynb", ".py") and not known:
+            path.unlink()  # of a lesson that is no more
+    for topic, docname in topics.items():
+        if docname not in app.pages_read and (folder / f"{topic}.py").exists():
+            continue
+        wanted = {
+            f"{topic}.md": (root / f"{docname}.md").read_text("utf-8"),
+            f"{topic}.ipynb": nbformat.writes(
+                _with_outputs(topic, root, app.lesson_books[docname])
+            ),
+            f"{topic}{EXERCISES}": (asked := exercises(topic, root)) and nbformat.writes(asked),
+            f"{topic}.py": pairs.script(topic, root),
+        }
+        for name, text in wanted.items():
+            if text is None:
+                (folder / name).unlink(missing_ok=True)
+            else:
+                (folder / name).write_text(text.rstrip("\n") + "\n", "utf-8")
 
 
 def _with_outputs(topic: str, root: Path, made: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    book = record.notebook(topic, root)
-    book.metadata["kernelspec"] = made.metadata["kernelspec"]
-    for cell, source in zip(record.code_cells(book), record.code_cells(made), strict=True):
-        cell.outputs = source.outputs
-        cell.execution_count = source.execution_count
+    book = with_outputs(record.notebook(topic, root), made)
+    book.metadata = nbformat.from_dict({"kernelspec": made.metadata["kernelspec"]})
     for number, cell in enumerate(book.cells):
         cell["id"] = f"cell-{number}"  # jupytext's are random: the file should not change by itself
     book.nbformat, book.nbformat_minor = 4, 5
@@ -212,5 +221,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("executions", Executions)
     app.connect("doctree-resolved", fill_table)
     app.connect("html-page-context", add_line)
+    app.connect("env-before-read-docs", note_pages)
     app.connect("build-finished", write_downloads)
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MODEL = "genindex.html"  # every build writes it; it loads what every page does, and nothing more
 DONE = "_static/site.css"
+_DONE = re.compile(rf'<link rel="stylesheet" href="[^"]*{re.escape(DONE)}\?')
 SMALL = 10_000  # bytes of a script that need be no task of its own
 _SEARCH = ("searchtools.js", "language_data.js", "searchindex.js")
 _MATHS = "mathjax/tex-chtml.js"
@@ -92,6 +93,11 @@ def first_words(doctree: nodes.document, limit: int) -> str:
         if len(text) > limit // 2:
             break
     return text
+
+
+def finished(page: str) -> bool:
+    """Whether an earlier build has finished this page."""
+    return _DONE.search(page) is not None
 
 
 # --- Styles and scripts -----------------------------------------------------------------------
@@ -211,7 +217,7 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
     paths = sorted(site.rglob("*.html"))
     paths = [p for p in paths if not p.relative_to(site).parts[0].startswith("_")]
     pages = {path: path.read_text("utf-8") for path in paths}
-    if DONE in pages.get(site / MODEL, DONE):
+    if site / MODEL not in pages or finished(pages[site / MODEL]):
         return  # this build wrote no page
     common = shared(site)
     tabs = any("sd-tab-set" in page for page in pages.values())
@@ -228,7 +234,7 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
     stamps = {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in made.items()}
     plain = slim_svg.plain((site / "_static/pygments.css").read_text("utf-8"))
     for path, page in pages.items():
-        if DONE in page:  # of an earlier build: what it loads may have changed
+        if finished(page):  # what it loads may have changed
             for name, stamp in stamps.items():
                 page = re.sub(rf"({re.escape(name)}\?v=)\w+", rf"\g<1>{stamp}", page)
         elif "<head>" in page:

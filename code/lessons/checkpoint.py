@@ -52,6 +52,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardlab import ranks, show, text
@@ -76,18 +77,19 @@ FOLDER = Path(TEMPORARY.name)
 BATCH = 8  # windows in a step, over all ranks
 
 
-def run(fn, size, *args):
+def run(fn, size, *args, **how):
     """These ranks compute on the CPU: what this page measures is files, not GPUs."""
-    return ranks.run(fn, size, *args, device="cpu")
+    return ranks.run(fn, size, *args, device="cpu", **how)
 
 
 def sharded(preset="nano", dtype=torch.float32, lr=1e-3):
     """A small GPT that `fully_shard` spreads over all ranks, with AdamW and a schedule."""
     torch.manual_seed(0)
     model = GPT(PRESETS[preset]).to(dtype)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # else it takes this machine's GPUs
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8], gamma=0.5)
     return Training(model, optimizer, schedule)
@@ -257,7 +259,7 @@ show.source(folder.commit, folder.prune)
 def small(step=0):
     """A sharded run whose weights all say which step they are of."""
     model = nn.Linear(64, 64)
-    fully_shard(model)
+    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
     training = Training(model, torch.optim.AdamW(model.parameters()), step=step)
     set_step(training, step)
     return training
@@ -309,7 +311,7 @@ for victims, delay in (
     ((1,), 0.38),
 ):
     try:
-        run(life, 2, path, victims, delay)
+        run(life, 2, path, victims, delay, apart=True)
     except ranks.RankError:
         pass  # this was meant to happen
     promised = int(Path(f"{path}.promised").read_text().split()[-1])
@@ -663,7 +665,7 @@ def twice_into_one_folder(path):
 
 
 try:
-    run(twice_into_one_folder, 2, FOLDER / "in place")
+    run(twice_into_one_folder, 2, FOLDER / "in place", apart=True)
 except ranks.RankError as error:
     print(error)
 state = {"model": nn.Linear(64, 64).state_dict()}

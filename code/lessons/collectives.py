@@ -342,10 +342,11 @@ show.source(
 
 # %% [markdown]
 # One line deserves a second look.
-# In a ring everybody sends and everybody receives at the same time, and somebody has to speak first:
+# In a ring everybody sends and everybody receives at the same time, and neither may wait for the other: `ranks.exchange` begins both at once.
+# (Where gloo moves what lies on a GPU, it leaves from a copy in the host's memory and lands in one.)
 
 # %%
-show.source(collectives._exchange)
+show.source(ranks.exchange)
 
 # %% [markdown]
 # All-to-all needs nothing else: in step $k$, send to the rank $k$ ahead and receive from the one $k$ behind.
@@ -948,7 +949,7 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 def failure(function):
     """Run on four ranks and print what `ranks.run` says about the failure."""
     try:
-        ranks.run(function, 4, timeout=4, device="cpu", show=False)
+        ranks.run(function, 4, timeout=4, device="cpu", show=False, apart=True)
     except ranks.RankError as error:
         for line in str(error).splitlines():
             print(textwrap.fill(line, 84))
@@ -1105,7 +1106,7 @@ check((40 - 12) + (40 - 12), "ring_bytes")
 #
 # Write an all-reduce that leaves the element-wise *maximum* on all ranks, in place.
 # Loss scaling in mixed precision needs one: has any rank seen an infinity?
-# You may use `ranks.isend` and `ranks.irecv`, and everything in this lesson's module.
+# You may use `ranks.isend`, `ranks.irecv` and `ranks.exchange`, and everything in this lesson's module.
 
 # %%
 def all_reduce_max(tensor, group):
@@ -1170,17 +1171,17 @@ check(shift)
 # ```
 #
 # Each rank waits for its send to end, and a send ends when somebody receives it; but all of them are sending.
-# Begin both, then wait for both.
-# With NCCL the two must also be begun in an order that fits the neighbours', as `_exchange` does it.
+# Begin both at once, then wait for both.
+# With gloo it is enough to begin one after the other.
+# With NCCL it is not: the first message between two ranks connects them, and both stop until it has.
+# If all ranks begin with a send, each one stops for a neighbour that has stopped for the next.
 
 # %%
 def shift(tensor, group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
-    sending = ranks.isend(tensor, (rank + 1) % size, group)
-    receiving = ranks.irecv(received, (rank - 1) % size, group)
-    sending.wait()
-    receiving.wait()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    ranks.exchange(tensor, after, received, before, group).wait()
     return received
 
 

@@ -95,13 +95,13 @@ def share(step, size=4, rank=None):
 # %% tags=["measured"]
 def train_alone(steps):
     model, optimizer = model_and_optimizer()
-    begin = time.perf_counter()
+    begin = count.clock(ranks.device())  # it waits for the GPU, if there is one
     for step in range(steps):
         tokens, targets = share(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
         optimizer.step()
-    seconds = (time.perf_counter() - begin) / steps
+    seconds = (count.clock(ranks.device()) - begin) / steps
     return seconds, drift(model, dist.group.WORLD)
 
 
@@ -532,7 +532,7 @@ show.table(
 # On a slow link they wait for the wire.
 #
 # The cell measures both, alternating between the two ways in one run, and draws the slow link's median step.
-# The link is emulated: real all-reduces, whose completion is held back until a wire of 50 µs and 1 Gbit/s would be done ([link.py](../code/shardlab/link.py)).
+# The link is emulated: real all-reduces, whose completion is held back until a wire of 50 µs and 1 Gbit/s would be done ([link](../code/shardlab/link/__init__.py)).
 
 # %% tags=["measured"]
 runs = {
@@ -706,6 +706,7 @@ show.figure(
 # | gradients inside the buckets | always | `gradient_as_bucket_view=True`; otherwise one unit of memory more |
 # | parameters without a gradient | always allowed | `find_unused_parameters=True`; otherwise an error in the next step |
 # | accumulate | `no_sync()` around all but the last backward | the same, around forward too |
+# | end | `destroy_process_group()` | `del model, optimizer` first: on gloo the process may hang otherwise (torch 2.13) |
 # | length | under 300 lines of Python | several thousand of C++ and Python |
 #
 # The next cell runs both, step by step in turn, on two ranks and the same buckets.
@@ -1020,7 +1021,7 @@ print(
 def failure(fn):
     """Run `fn` on two ranks, print what came of it, and say which ranks were named."""
     try:
-        ranks.run(fn, 2, timeout=4)
+        ranks.run(fn, 2, timeout=4, apart=True)
     except ranks.RankError as error:
         print(error)
         return error.ranks

@@ -906,7 +906,8 @@ check(my_two_products)
 # ```
 #
 # `a_mK` has this rank's rows of $A$, `b_kN` this rank's rows of $B$; $t$ divides $K$. Return this rank's rows of $C$.
-# No rank may hold all of $B$: let the pieces go around a ring, with `ranks.isend` and `ranks.irecv`.
+# No rank may hold all of $B$: let the pieces go around a ring.
+# `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive, and returns at once; `.wait()` waits.
 
 # %%
 def my_ring_product(a_mK, b_kN, group):
@@ -932,18 +933,14 @@ def my_ring_product(a_mK, b_kN, group):
     rank, size, k = dist.get_rank(group), dist.get_world_size(group), len(b_kN)
     c_mN, piece = a_mK.new_zeros(len(a_mK), b_kN.shape[1]), b_kN
     for step in range(size):
-        travelling = []
         if step < size - 1:
+            after, before = (rank + 1) % size, (rank - 1) % size
             following = torch.empty_like(piece)
-            travelling = [
-                ranks.isend(piece, (rank + 1) % size, group),
-                ranks.irecv(following, (rank - 1) % size, group),
-            ]
+            travelling = ranks.exchange(piece, after, following, before, group)
         source = (rank - step) % size
         c_mN += a_mK[:, source * k : (source + 1) * k] @ piece  # [m, k] @ [k, N]
-        if travelling:
-            for message in travelling:
-                message.wait()
+        if step < size - 1:
+            travelling.wait()
             piece = following
     return c_mN
 

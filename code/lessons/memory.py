@@ -62,7 +62,8 @@ SHAPE = Config(vocab=8192, seq=256, layers=4, heads=4, hidden=256)
 def training(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
     """A model, its AdamW, and a batch: tokens, targets: [batch, seq]."""
     torch.manual_seed(0)
-    model = GPT(config).to(device, dtype)
+    with torch.device(device):  # where it is to be: the CPU may have less room than the GPU
+        model = GPT(config).to(dtype)
     # foreach=True, the default on a GPU, would copy some tensors for the time of the step.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens, targets = text.batch(config.seq, batch)
@@ -443,6 +444,7 @@ LARGER = {  # the shapes of Brown et al. 2020, table 2.1
 for name, config in {"this page's model": SHAPE, **LARGER}.items() if GPU else ():
     batch, device = (2 if config is SHAPE else 1), torch.cuda.get_device_name()
     want = memory.estimate(config, batch=batch, precision="fp32", device="gpu").peak
+    torch.cuda.empty_cache()  # what torch keeps for its next tensors does not count as free
     if want > 0.9 * torch.cuda.mem_get_info()[0]:
         print(f"{name}: {want / 1e9:.0f} GB are more than this GPU has.")
         continue

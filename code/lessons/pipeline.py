@@ -917,7 +917,7 @@ def unchecked(schedule):
 
 
 try:
-    ranks.run(unchecked, 2, mixed, timeout=5, device="cpu")
+    ranks.run(unchecked, 2, mixed, timeout=5, device="cpu", apart=True)
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [0, 1]

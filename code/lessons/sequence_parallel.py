@@ -1251,7 +1251,7 @@ check(my_enter)
 # ```
 #
 # Write forward of ring attention without a mask. Each rank has `q_BAsD`, `k_BAsD` and `v_BAsD` of its own tokens; return its output [B, A, s, D].
-# No collectives: `ranks.isend(tensor, peer, group)` and `ranks.irecv(tensor, peer, group)` return at once, and `.wait()` waits.
+# No collectives: `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive, and returns at once; `.wait()` waits.
 
 # %%
 def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
@@ -1277,18 +1277,16 @@ def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
     N, rank = dist.get_world_size(group), dist.get_rank(group)
     kv, o, log_sum = torch.stack((k_BAsD, v_BAsD)), 0.0, torch.tensor(-torch.inf)
     for turn in range(N):
-        coming, messages = torch.empty_like(kv), []
+        coming = torch.empty_like(kv)
         if turn < N - 1:
-            messages = [
-                ranks.isend(kv, (rank + 1) % N, group),
-                ranks.irecv(coming, (rank - 1) % N, group),
-            ]
+            after, before = (rank + 1) % N, (rank - 1) % N
+            passing = ranks.exchange(kv, after, coming, before, group)
         scores = q_BAsD @ kv[0].transpose(-1, -2) / q_BAsD.shape[-1] ** 0.5
         weight = torch.sigmoid(scores.logsumexp(-1) - log_sum)[..., None]  # 1 in turn 0
         o = (1 - weight) * o + weight * (scores.softmax(-1) @ kv[1])
         log_sum = torch.logaddexp(log_sum, scores.logsumexp(-1))
-        for message in messages:
-            message.wait()
+        if turn < N - 1:
+            passing.wait()
         kv = coming
     return o
 

@@ -26,20 +26,6 @@ from torch.distributed import ProcessGroup as Group
 from . import ranks
 
 
-def _exchange(outgoing: Tensor, to: int, incoming: Tensor, source: int, group: Group) -> None:
-    """Send `outgoing` to rank `to` while receiving `incoming` from rank `source`.
-
-    When all ranks do this at once, somebody has to speak first: whoever sends to a higher rank. A
-    circle of ranks has at least one who speaks and one who listens, so it never locks: not where a
-    send ends only when it is received, nor where messages have no tags and come in order (nccl).
-    """
-    calls = [(ranks.isend, outgoing, to), (ranks.irecv, incoming, source)]
-    if to < dist.get_rank(group):
-        calls.reverse()
-    for message in [call(tensor, peer, group) for call, tensor, peer in calls]:
-        message.wait()
-
-
 @torch.no_grad()
 def broadcast(tensor: Tensor, root: int, group: Group) -> None:
     """Give every rank the root's `tensor`, in place, along a binomial tree.
@@ -92,7 +78,7 @@ def reduce_scatter(output: Tensor, inputs: Sequence[Tensor], group: Group) -> No
     for step in range(size - 1):
         piece = mine[(rank - 2 - step) % size]
         incoming = buffers[step % 2, : piece.numel()]
-        _exchange(travelling, (rank + 1) % size, incoming, (rank - 1) % size, group)
+        ranks.exchange(travelling, (rank + 1) % size, incoming, (rank - 1) % size, group).wait()
         travelling = incoming.add_(piece)
     output.view(-1).copy_(travelling)
 
@@ -108,7 +94,7 @@ def all_gather(outputs: Sequence[Tensor], input: Tensor, group: Group) -> None:
     outputs[rank].view(-1).copy_(input.view(-1))
     for step in range(size - 1):
         outgoing, incoming = outputs[(rank - step) % size], outputs[(rank - step - 1) % size]
-        _exchange(outgoing, (rank + 1) % size, incoming, (rank - 1) % size, group)
+        ranks.exchange(outgoing, (rank + 1) % size, incoming, (rank - 1) % size, group).wait()
 
 
 @torch.no_grad()
@@ -124,7 +110,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
     outputs[rank].view(-1).copy_(inputs[rank].view(-1))
     for step in range(1, size):
         to, source = (rank + step) % size, (rank - step) % size
-        _exchange(inputs[to], to, outputs[source], source, group)
+        ranks.exchange(inputs[to], to, outputs[source], source, group).wait()
 
 
 @torch.no_grad()
@@ -179,7 +165,7 @@ def barrier(group: Group) -> None:
     device = ranks.device() if dist.get_backend(group) == "nccl" else "cpu"
     here, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     for reach in _powers(size):
-        _exchange(here, (rank + reach) % size, heard, (rank - reach) % size, group)
+        ranks.exchange(here, (rank + reach) % size, heard, (rank - reach) % size, group).wait()
         heard.item()  # on a GPU `wait` orders only the stream: a value that is read has arrived
 
 

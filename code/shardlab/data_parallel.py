@@ -14,6 +14,7 @@ Li: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel T
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,6 +35,7 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
 
     One message per parameter. A rank without a gradient takes part with zeros: the others wait.
     """
+    ranks.check_trained(module, group)
     share = 1 / dist.get_world_size(group)
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -106,6 +108,11 @@ class Bucket:
                 self.place(index, self.share)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)  # [numel + params]
 
+    def launch_broken(self) -> None:
+        """The same after an error in backward: nan, so that no rank trains with it."""
+        self.absent = []
+        self.work = dist.all_reduce(self.flat.fill_(math.nan), group=self.group, async_op=True)
+
     def wait(self) -> None:
         """Wait for the sum. With nccl it is the GPU's stream that waits, not this process."""
         self.work.wait()
@@ -139,6 +146,9 @@ class DataParallel(nn.Module):
     zeros; without one on any rank its `grad` stays None, as in one process. Each rank's backward
     has to reach some trainable parameter, or its buckets never leave and the others wait.
 
+    After an error in backward the next forward drops its gradients; on a rank that had no error
+    they are nan, if not all had left.
+
     Left out, but in torch's: buckets dealt anew in the order in which the first gradients came, and
     re-entrant checkpointing (use_reentrant=False works). Left out in both: create_graph=True.
 
@@ -170,7 +180,8 @@ class DataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        self._start_over()  # in case an error ended the last backward halfway
+        if self._backward is not None:  # an error ended the last one halfway
+            self._give_up()
         if self.broadcast_buffers and self.training and self._synchronise:
             _copy_from_rank_0(self.module.buffers(), self.group)
         return self.module(*args, **kwargs)
@@ -188,17 +199,30 @@ class DataParallel(nn.Module):
             self._synchronise = before
 
     def _start_over(self) -> None:
-        self._running = False
+        self._backward: int | None = None  # autograd's number of the one that is under way
         self._sent = 0  # buckets under way
         for bucket in self.buckets:
             bucket.expect_all()
 
+    def _give_up(self) -> None:
+        """Forget a backward; all ranks send all buckets, so that they stay in step."""
+        for bucket in self.buckets[self._sent :]:
+            bucket.launch_broken()
+        for bucket in self.buckets:
+            bucket.work.wait()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self._start_over()
+
     def _arrived(self, bucket: Bucket, index: int, _parameter: torch.Tensor) -> None:
         """Autograd calls this when a gradient is complete, all uses of its parameter added up."""
+        backward = torch._C._current_graph_task_id()  # not public; torch's own code asks so
+        if self._backward not in (None, backward):
+            raise RuntimeError("an error ended the last backward: a forward has to come first")
         if not self._synchronise:
             return bucket.place(index, 1)
-        if not self._running:
-            self._running = True
+        if self._backward is None:
+            self._backward = backward
             # Autograd calls back when this backward is over, just before backward() returns: the
             # first moment at which a gradient that has not come is known not to come. The interface
             # is not public, but torch's DDP and FSDP2 stand on it too.
@@ -225,11 +249,10 @@ def joined_mean(loss_sum: torch.Tensor, count: int, group: dist.ProcessGroup) ->
     is loss_sum * N / (count of all ranks): its average over ranks is the joined mean, which the
     average of the ranks' own means is not, unless all counts are equal.
     """
-    if count < 0:
-        raise ValueError(f"count={count}: allowed is a number of samples, 0 or more")
-    total = torch.tensor(count, device=loss_sum.device)
+    ranks.agree.check_whole(0, count=count)
+    total = torch.full((), count, device=loss_sum.device)  # made there: a GPU is not waited for
     dist.all_reduce(total, group=group)  # a scalar
-    if total == 0:
+    if count == 0 and total == 0:  # to read it, a GPU's work has to be waited for
         raise ValueError("count=0 on every rank: the joined batch needs one sample at least")
     return loss_sum * dist.get_world_size(group) / total
 
@@ -237,6 +260,7 @@ def joined_mean(loss_sum: torch.Tensor, count: int, group: dist.ProcessGroup) ->
 @torch.no_grad()
 def drift(module: nn.Module, group: dist.ProcessGroup) -> float:
     """How far any parameter on any rank is from rank 0's: 0.0 while the replicas agree."""
+    ranks.check_group(group)
     gaps = []
     for parameter in module.parameters():
         first = parameter.detach().clone()

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 
 def command(
@@ -44,3 +47,24 @@ def whole(
     if value < least:
         raise ValueError(f"{name}={value}: allowed are {allowed}")
     return value
+
+
+def written(name: str, given: str | Path, write: Callable[[Path], Any] | None = None) -> Any:
+    """What `write(path)` returns; ValueError where the file that an option names cannot be written.
+
+    Without `write` it is only tried, before long work begins, and nothing is left or changed.
+    """
+    path = Path(given)
+    try:
+        return (write or _tried)(path)
+    except OSError as error:
+        allowed = "allowed are files in a folder that exists and can be written"
+        raise ValueError(f"{name}={str(given)!r}: {allowed} ({error.strerror})") from None
+
+
+def _tried(path: Path) -> None:
+    new = not path.exists()
+    with open(path, "ab"):
+        pass
+    if new:
+        path.unlink()

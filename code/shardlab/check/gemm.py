@@ -249,7 +249,7 @@ def _(answer: Callable[..., Any]) -> str:
                 name = next(iter(sent["collectives"]))
                 raise Wrong(
                     f"The values are right. But rank {rank} called {name}: let the pieces of B go "
-                    "around by ranks.isend and ranks.irecv, so that no rank holds all of B."
+                    "around by ranks.exchange, so that no rank holds all of B."
                 )
             if sent["bytes"] > (size - 1) * piece:
                 raise Wrong(

@@ -218,7 +218,7 @@ def _(answer: Callable[..., Any]) -> str:
             if collectives:
                 raise Wrong(
                     f"The output is right, but it calls {next(iter(collectives))}: pass blocks on "
-                    "with ranks.isend and ranks.irecv, so that nobody ever holds all of them."
+                    "with ranks.exchange, so that nobody ever holds all of them."
                 )
             blocks = max(blocks, sent / (2 * k[0].numel() * 8))  # of keys and values, float64
     if blocks > 3:

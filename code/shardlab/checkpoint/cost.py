@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import random
 
+from shardlab.ranks.agree import check_number, check_whole
+
 
 def best_interval(save: float, mtbf: float) -> float:
     """Seconds of training between two saves at which the least time is lost: sqrt(2 save mtbf).
@@ -17,7 +19,7 @@ def best_interval(save: float, mtbf: float) -> float:
     save: seconds for which one save holds training up. mtbf: mean seconds between two failures of
     the whole job, far longer than `save`. Young's result, and the first term of Daly's.
     """
-    _check(save=save, mtbf=mtbf)
+    check_number(save=save, mtbf=mtbf)
     return math.sqrt(2 * save * mtbf)
 
 
@@ -28,9 +30,8 @@ def lost_share(interval: float, save: float, mtbf: float, restart: float = 0.0) 
     the expected time for `interval` seconds of work is mtbf e^(restart/mtbf)
     (e^((interval + save)/mtbf) - 1)). restart: seconds from a failure to the first new step.
     """
-    _check(interval=interval, save=save, mtbf=mtbf)
-    if not restart >= 0:
-        raise ValueError(f"restart={restart!r}: allowed is a number of seconds, 0 or more")
+    check_number(interval=interval, save=save, mtbf=mtbf)
+    check_number(0, restart=restart)
     expected = mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf)
     return 1 - interval / expected
 
@@ -44,7 +45,8 @@ def simulated_lost_share(
     seed: int = 0,
 ) -> float:
     """The same share, of a job that is played through until it has failed `failures` times."""
-    _check(interval=interval, save=save, mtbf=mtbf, failures=failures)
+    check_number(interval=interval, save=save, mtbf=mtbf)
+    check_whole(failures=failures)
     dice = random.Random(seed)
     spent = work = 0.0
     for _ in range(failures):
@@ -53,9 +55,3 @@ def simulated_lost_share(
         spent += alive
         work += saves * interval
     return 1 - work / spent
-
-
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ValueError(f"{name}={value!r}: allowed are numbers above 0")

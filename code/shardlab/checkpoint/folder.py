@@ -17,20 +17,26 @@ current checkpoint with the new step 600 in it.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import stat
+import warnings
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 FORMAT, VERSION = "shardlab checkpoint", 1
 MANIFEST = "manifest.json"
 SAVING, OLD = ".saving-", ".old-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _CHUNK = 2**20
+# What a file system without locks says when it is asked for one.
+_NO_LOCKS = errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK
 
 
 class CheckpointError(RuntimeError):
@@ -50,6 +56,32 @@ def step_of(path: Path) -> int:
     found = _NAME.fullmatch(path.name)
     assert found, path
     return int(found[2])
+
+
+def lock(root: Path) -> IO[str] | None:
+    """Hold `root`, so that no other process saves into it; CheckpointError if one does already.
+
+    None where the file system has no locks, with a warning: to save is more than to be watched.
+    """
+    held = open(root / ".lock", "w")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return held
+    except OSError as error:
+        held.close()
+        if isinstance(error, BlockingIOError):
+            raise CheckpointError(f"{root}: another process is saving into it") from None
+        if error.errno not in _NO_LOCKS:
+            raise
+        text = "this file system has no locks: let nobody else save into it meanwhile"
+        warnings.warn(f"{root}: {text}", stacklevel=1)
+        return None
+
+
+def unlock(held: IO[str]) -> None:
+    """Let go of what `lock` returned."""
+    fcntl.flock(held, fcntl.LOCK_UN)  # of processes forked meanwhile as well
+    held.close()
 
 
 def begin(root: Path, step: int) -> Path:
@@ -122,7 +154,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         text = f"{path}: there is no manifest, so this is no checkpoint of ours"
         raise CheckpointError(text) from None
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError as well
         raise CheckpointError(f"{path}: damaged, not JSON any more ({error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else manifest
@@ -133,7 +167,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     contents = {k: v for k, v in manifest.items() if k != "crc32"}
     if manifest.get("crc32") != checksum_of(contents):
         raise CheckpointError(f"{path}: damaged, its own checksum does not fit")
+    if wrong := _wrong(manifest):
+        raise CheckpointError(f"{path}: {wrong}")
     return manifest
+
+
+def _wrong(manifest: dict[str, Any]) -> str | None:
+    """What keeps a manifest, however well its checksum fits, from being one that we wrote."""
+    for name, least in (("step", 0), ("samples", 0), ("ranks", 1)):
+        value = manifest.get(name)
+        if type(value) is not int or value < least:
+            return f"{name} is {value!r}, allowed are whole numbers, {least} or more"
+    for name, kinds in (
+        ("files", {"bytes": int, "crc32": int}),
+        ("tensors", {"shape": list, "dtype": str}),
+    ):
+        if not isinstance(entries := manifest.get(name), dict):
+            return f"{name} is {entries!r}, allowed are names and what is known of them"
+        for key, entry in entries.items():
+            known = entry if isinstance(entry, dict) else {}
+            if any(type(known.get(what)) is not kind for what, kind in kinds.items()):
+                return f"{name}: {key!r} is {entry!r}, allowed is what has {' and '.join(kinds)}"
+    for name in manifest["files"]:  # of this folder alone, and not of wherever a forger wants
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            return f"files: {name!r} is none in this folder"
+    return None
 
 
 def checksum_of(manifest: dict[str, Any]) -> int:
@@ -147,11 +205,14 @@ def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str])
     for name in names:
         path, want = folder / name, files[name]
         try:
-            size = path.stat().st_size
-            if size != want["bytes"]:
+            found = path.lstat()
+            size = found.st_size
+            if not stat.S_ISREG(found.st_mode):  # a folder, or a link to who knows where
+                problems.append(f"{path}: is no plain file")
+            elif size != want["bytes"]:
                 problems.append(f"{path}: has {size:,} bytes instead of {want['bytes']:,}")
-            elif (found := describe(path)["crc32"]) != want["crc32"]:
-                text = f"{path}: damaged, its CRC-32 is {found:08x} instead of {want['crc32']:08x}"
+            elif (read := describe(path)["crc32"]) != want["crc32"]:
+                text = f"{path}: damaged, its CRC-32 is {read:08x} instead of {want['crc32']:08x}"
                 problems.append(text)
         except FileNotFoundError:
             problems.append(f"{path}: is missing")

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardlab.data_parallel import DataParallel
+from shardlab.ranks.agree import check_group, check_whole
 from shardlab.zero import Sharded
 
 from .folder import CheckpointError
@@ -60,10 +61,7 @@ class Training:
                 f"model={kind}: its shards are no tensors with names; allowed are plain modules, "
                 "DataParallel and fully_shard, and export() for this one"
             )
-        for name in counts:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r}: allowed are whole numbers, 0 or more")
+        check_whole(0, **{name: getattr(self, name) for name in counts})
 
     def about(self) -> dict[str, Any]:
         """What the manifest says of this run, for people and for comparison."""
@@ -82,6 +80,17 @@ class Training:
             for group in self.optimizer.param_groups
         ]
         return {"groups": groups, "schedule": self.schedule.state_dict() if self.schedule else None}
+
+
+def check(training: Training, *counts: str) -> None:
+    """Raise ValueError for what is no training run, or one that no checkpoint can hold."""
+    if not isinstance(training, Training):
+        raise ValueError(f"training={training!r}: allowed is a shardlab.checkpoint.Training")
+    kinds = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
+    for name, kind in kinds.items():
+        if not isinstance(value := getattr(training, name), kind):
+            raise ValueError(f"{name}={value!r}: allowed is a {kind.__name__} of torch")
+    training.check(*counts)
 
 
 @contextmanager
@@ -223,6 +232,10 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
     0 gathers on the CPU and writes; its memory has to hold the model. The file appears under its
     name when it is complete.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model={model!r}: allowed is a Module of torch")
+    if group is not None:
+        check_group(group)
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"path={str(path)!r}: this is a folder; allowed is the name of a file")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
+import os
 import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+
+from shardlab import ranks
 
 from . import folder as files
 from . import state as states
@@ -30,10 +33,12 @@ class Checkpoints:
     """The checkpoints of one training run, in one folder that all ranks of `group` can reach.
 
     keep: complete checkpoints that remain after a save. writer: makes DCP's storage writer for a
-    path. All methods but `steps` are collective: every rank of `group` calls them, and all of them
-    raise the same error. Without a group, one process does everything.
+    path. timeout: seconds that a rank waits for another in a save or load, by default the run's.
+    All methods but `steps` are collective: every rank of `group` calls them, and all of them raise
+    the same error. Without a group, one process does everything.
 
-    Raises ValueError for a folder that is a file, keep below 1, or a group without this rank.
+    Raises ValueError for a folder that is a file, keep below 1, a group without this rank, or a
+    timeout that is no number above 0.
     """
 
     def __init__(
@@ -42,12 +47,16 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         keep: int = 2,
         writer: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter,
+        timeout: float | None = None,
     ):
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"folder={folder!r}: allowed are a name and a Path")
         self.root = Path(folder)
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"folder={str(folder)!r}: this is a file; allowed is a folder")
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep={keep!r}: allowed are whole numbers, 1 or more")
+        ranks.agree.check_whole(keep=keep)
+        if timeout is not None:
+            ranks.check_number(timeout=timeout)
         if group is not None and (
             not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0
         ):
@@ -62,8 +71,9 @@ class Checkpoints:
             # Without ranks that are no members, a group's name is made from its members, and after
             # it was destroyed the same members would wait for one another under that name.
             self._destroy = whole
+            limit = ranks.agree.time_limit(group) if timeout is None else timedelta(seconds=timeout)
             self.group = dist.new_group(
-                members, backend="gloo", use_local_synchronization=not whole
+                members, limit, backend="gloo", use_local_synchronization=not whole
             )
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
@@ -81,7 +91,7 @@ class Checkpoints:
         Raises CheckpointError; the checkpoints from before are then still there.
         """
         self.wait()
-        training.check("step", "samples")
+        states.check(training, "step", "samples")
         device = next(training.module.parameters()).device
         small = {f"random-{self.rank}.pt": states.pack(states.random_state(device), "random state")}
         rest = states.pack(training.rest(), "optimizer and schedule")  # refused on every rank alike
@@ -110,19 +120,17 @@ class Checkpoints:
     def _begin(self, step: int) -> Path:
         """On rank 0: a fresh folder, after a look whether another process saves here as well."""
         self._release()  # of a save that an error ended before it had written anything
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.root / ".lock", "w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock = self._lock.close()
-            raise CheckpointError(f"{self.root}: another process is saving into it") from None
-        return files.begin(self.root, step)
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = files.lock(self.root)
+            return files.begin(self.root, step)
+        except OSError as error:
+            self._release()
+            raise CheckpointError(f"{self.root}: not saved: {_cause(error)}") from None
 
     def _release(self) -> None:
         if self._lock:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # of processes forked meanwhile as well
-            self._lock = self._lock.close()
+            self._lock = files.unlock(self._lock)
 
     def _finish(
         self,
@@ -175,7 +183,11 @@ class Checkpoints:
                     saving, ignore_errors=True
                 )  # if it failed: on a full disk, room counts
                 self._release()
-            files.prune(self.root, self.keep)
+            try:
+                files.prune(self.root, self.keep)
+            except OSError as error:
+                text = f"{final}: saved, but what is older does not go: {_cause(error)}"
+                raise CheckpointError(text) from None
             return final
 
         return self._first(conclude)
@@ -189,7 +201,7 @@ class Checkpoints:
         another number of ranks than saved, random generators are seeded anew.
         """
         self.wait()
-        training.check()
+        states.check(training)
         folder = self._first(lambda: self._choose(step))
         manifest = self._first(lambda: files.read_manifest(folder))
         names = sorted(manifest["files"])[self.rank :: self.size]  # each rank reads its share
@@ -217,6 +229,8 @@ class Checkpoints:
 
     def _choose(self, step: int | None) -> Path:
         """On rank 0: the folder to load from."""
+        if step is not None:
+            ranks.agree.check_whole(0, step=step)
         found = files.complete(self.root)
         if not found:
             raise CheckpointError(f"{self.root}: there is no complete checkpoint in it")

@@ -3,11 +3,12 @@
 - `sent`, `wire_bytes` (traffic): what travels between ranks;
 - `held`, `saved`, `states`, `bytes_of` (storage): what one process holds;
 - `pretended_step` (pretended): what one rank of a large job would hold, without the job;
-- `machine`, `rates` (speed): what this machine has, and what it reaches.
+- `clock`, `machine`, `rates` (speed): a clock that waits for the GPU, what this machine has, and
+  what it reaches.
 """
 
 from .pretended import pretended_step
-from .speed import Rates, machine, rates
+from .speed import Rates, clock, machine, rates
 from .storage import Held, Saved, bytes_of, held, saved, states
 from .traffic import Sent, sent, wire_bytes
 
@@ -17,6 +18,7 @@ __all__ = [
     "Saved",
     "Sent",
     "bytes_of",
+    "clock",
     "held",
     "machine",
     "pretended_step",

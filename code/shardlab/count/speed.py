@@ -62,20 +62,24 @@ class Rates:
         return min(self.flops, intensity * self.bytes)
 
 
+def clock(device: torch.device) -> float:
+    """Seconds of time.perf_counter(), read when `device` has done all that it was asked to.
+
+    A GPU takes orders and works them off later: without the wait, only the orders are timed.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
     """Seconds that `work` takes at best, after one call to warm up."""
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     work()
     best = float("inf")
     for _ in range(repeats):
-        begin = clock()
+        begin = clock(device)
         work()
-        best = min(best, clock() - begin)
+        best = min(best, clock(device) - begin)
     return best
 
 

@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import ranks
+from shardlab.count import clock
 
 from .breakdown import (
     WAYS,
@@ -126,9 +126,9 @@ def _rank(way: str, task: Task, name: str | None) -> dict[str, Any]:
     times = []
     for _ in range(_REPEATS):
         dist.barrier()
-        begin = time.perf_counter()
+        begin = clock(ranks.device())
         outcome = generate(engine, prompt_BS, task.new)
-        times.append(_seconds(begin))
+        times.append(clock(ranks.device()) - begin)
     moved = inference_moved(
         shape, held - lookup, len(mine_BS), task.prompt, task.new, size // parts, way == "zero3"
     )
@@ -138,7 +138,7 @@ def _rank(way: str, task: Task, name: str | None) -> dict[str, Any]:
     for step in range(1 + task.steps):
         if step == 1:
             dist.barrier()
-            begin = time.perf_counter()
+            begin = clock(ranks.device())
         text_BS = mine_BS[:, : task.seq].contiguous()
         value = engine(input_ids=text_BS, labels=text_BS).loss
         if optimizer:
@@ -149,18 +149,12 @@ def _rank(way: str, task: Task, name: str | None) -> dict[str, Any]:
             engine.backward(value)
             engine.step()
         losses.append(value.detach())
-    seconds = _seconds(begin)
+    seconds = clock(ranks.device()) - begin
     mean = torch.stack(losses)
     dist.all_reduce(mean)  # [1 + steps]; ranks of a tensor-parallel group all have the same
     moved = task.steps * training_moved(held, own, way == "zero3")
     found["training"] = (mean / size, moved, seconds)
     return found
-
-
-def _seconds(begin: float) -> float:
-    if ranks.device().type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def run(

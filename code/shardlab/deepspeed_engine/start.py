@@ -60,6 +60,7 @@ def prepare() -> Any:
             # This rank's; that of the import was the caller's, and may be closed: no setStream,
             handler.stream = sys.stderr  # which flushes it.
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    ranks.at_parting(_forget)
     return deepspeed
 
 
@@ -123,6 +124,16 @@ def initialize(
             config=settings,
         )
     return engine
+
+
+def _forget() -> None:
+    """Take from DeepSpeed what it keeps of this run: a process of torchrun's has more than one."""
+    name = "deepspeed.{}".format
+    importlib.import_module(name("comm.comm")).cdb = None
+    importlib.reload(importlib.import_module(name("utils.groups")))
+    importlib.import_module(name("module_inject.layers")).set_autotp_mode(training=False)
+    messages = importlib.import_module(name("runtime.pipe.p2p"))
+    messages._groups = messages._grid = None
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
-from shardlab.ranks import check_group
+from shardlab.ranks.agree import check_group, time_limit
 
 from .split import check_product, share
 
@@ -70,7 +70,10 @@ def grid(
     members = dist.get_process_group_ranks(group)
     along = members[row * columns : (row + 1) * columns], members[column::columns]
     # Only its members make a group: the ranks outside of `group` know nothing of this.
-    row_group, column_group = (dist.new_group(m, use_local_synchronization=True) for m in along)
+    limit = time_limit(group)
+    row_group, column_group = (
+        dist.new_group(m, timeout=limit, use_local_synchronization=True) for m in along
+    )
     if wrap is not None:
         row_group, column_group = wrap(row_group), wrap(column_group)
     return Grid(rows, columns, row, column, row_group, column_group)

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import shutil
 import sys
 from functools import partial
-from pathlib import Path
 
 from shardlab import options
 
@@ -30,6 +29,7 @@ from .simulate import Timeline, simulate
 from .terminal import text
 
 WHOLE = ("stages", "microbatches", "chunks")
+MOST = 1_000_000  # forwards; a picture or a table of more is none
 TIMES = ("forward", "backward_input", "backward_weight", "hop")
 
 
@@ -60,11 +60,16 @@ def _main(chosen: argparse.Namespace) -> int:
         for name in WHOLE
         if given[name] is not None or name != "chunks"
     }
+    passes = math.prod(whole.values())
+    if passes > MOST:
+        what = ", ".join(f"{name}={value}" for name, value in whole.items())
+        raise ValueError(f"{what}: {passes:,} forwards; allowed are {MOST:,} at most")
     times = {name: _times(name, given[name]) for name in TIMES if given[name] is not None}
-    path = None if chosen.svg is None else _writable(chosen.svg)
+    if chosen.svg is not None:
+        options.written("svg", chosen.svg)  # before anything is computed
     timeline = simulate(schedule(chosen.name, **whole), **times)
-    if path:
-        _write(timeline, path)
+    if chosen.svg is not None:
+        _write(timeline, chosen.svg)
     if chosen.json:
         print(json.dumps(_facts(timeline)))
         return 0
@@ -72,8 +77,8 @@ def _main(chosen: argparse.Namespace) -> int:
     tty = screen.isatty()
     width = max(40, shutil.get_terminal_size().columns if tty else 80)
     shown = f"{_head(timeline)}\n\n{text(timeline, width, color=tty)}"
-    if path:
-        shown += f"\n\npicture: {path}"
+    if chosen.svg is not None:
+        shown += f"\n\npicture: {chosen.svg}"
     try:
         shown.encode(screen.encoding or "utf-8")
     except UnicodeEncodeError:  # a terminal of old
@@ -112,7 +117,7 @@ def _facts(timeline: Timeline) -> dict[str, object]:
     }
 
 
-def _write(timeline: Timeline, path: Path) -> None:
+def _write(timeline: Timeline, given: str) -> None:
     from shardlab import show
 
     from .picture import WIDE, draw, summary
@@ -123,19 +128,7 @@ def _write(timeline: Timeline, path: Path) -> None:
     wide = 0.8 + 0.17 * timeline.cost / shortest if shortest else WIDE
     figure = draw(timeline, width=min(max(wide, WIDE), 4 * WIDE))
     alt = f"Timeline of a pipeline: {summary(timeline)}. A row for each stage, a box for each pass."
-    show.svg(figure, path, alt)
-
-
-def _writable(given: str) -> Path:
-    """The file to write; ValueError before anything is computed if that cannot be."""
-    path = Path(given)
-    allowed = "allowed are files in a folder that exists and can be written"
-    folder = path.parent
-    if not given or path.is_dir() or not folder.is_dir():
-        raise ValueError(f"svg={given!r}: {allowed}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"svg={given!r}: {allowed}")
-    return path
+    options.written("svg", given, lambda path: show.svg(figure, path, alt))
 
 
 def _times(name: str, given: str) -> float | list[float]:

@@ -19,12 +19,10 @@ import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardlab.ranks import p2p
-
 from . import deferred
 from .actions import Action, Schedule
 from .clock import Clock
-from .mail import Mail
+from .mail import Mail, way_back
 from .simulate import Timeline
 from .stage import Form, Stage, gathered
 
@@ -45,7 +43,8 @@ class Pipeline(Stage):
     stage: both get the sum of their gradients, and start from the lower stage's weights.
 
     record: note when each pass begins and ends, for `timeline`. back: see `mail`; by default
-    `group`, or with nccl a new group of the same ranks. check=False takes a wrong schedule as well.
+    `group`, or with nccl another group of the same ranks, made for the first pipeline of `group`.
+    check=False takes a wrong schedule as well.
 
     Dropout draws from each rank's own generator: it trains as well, but is not what one process
     draws. Raises ValueError, on all ranks of the group alike, for what does not fit together.
@@ -67,11 +66,7 @@ class Pipeline(Stage):
     ):
         super().__init__(parts, schedule, group, between, check)
         self.loss, self.replicas, self.twin = loss, replicas, twin
-        if back is None:
-            back = group
-            if p2p.carrier(self.device, group) == "nccl":
-                members = dist.get_process_group_ranks(group)
-                back = dist.new_group(members, use_local_synchronization=True)
+        back = back or way_back(group, self.device)
         self.mail = Mail(schedule, self.stage, group, back, self.device)
         self.clock = Clock(self.device, group) if record else None
         self.later = [deferred.defer(part) for part in self.parts] if schedule.splits else None

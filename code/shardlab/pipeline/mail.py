@@ -10,16 +10,37 @@ there is a group for each direction: `group` for messages to higher ranks, `back
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import ranks
+from shardlab.ranks import agree, p2p
 
 from .actions import Action, Schedule
 from .messages import needed, other_end, sent
 from .stage import Form
+
+# The second group of each group, made once and never let go: nccl's groups end on all ranks
+# together, and a pipeline ends on each rank when nobody holds it any more.
+_ways_back: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def way_back(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The group for messages to lower ranks: with nccl another one of the same ranks.
+
+    All ranks of `group` call it together.
+    """
+    if p2p.carrier(device, group) != "nccl":
+        return group
+    if group not in _ways_back:
+        members = dist.get_process_group_ranks(group)
+        _ways_back[group] = dist.new_group(
+            members, timeout=agree.time_limit(group), use_local_synchronization=True
+        )
+    return _ways_back[group]
 
 
 class Mail:
@@ -97,13 +118,16 @@ class Mail:
             self._leaving.popitem()[1].wait()
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Send `tensor` to stage `peer` and receive the like of it from there."""
+        """Send `tensor` to stage `peer` and receive the like of it from there.
+
+        The lower stage sends first: with nccl, both ends have to meet in one group and then in the
+        other. (`ranks.exchange` is for all ranks of a group, these are two of them.)
+        """
         theirs = torch.empty_like(tensor)
-        messages = [
-            ranks.irecv(theirs, peer, self._from(peer)),
-            ranks.isend(tensor, peer, self._to(peer)),
-        ]
-        for message in messages:
+        calls = [(ranks.isend, tensor, self._to(peer)), (ranks.irecv, theirs, self._from(peer))]
+        if peer < self.stage:
+            calls.reverse()
+        for message in [call(what, peer, group) for call, what, group in calls]:
             message.wait()
         return theirs
 

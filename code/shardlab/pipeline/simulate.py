@@ -8,10 +8,10 @@ The standard library alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import NamedTuple
 
 from .actions import Action, Schedule
@@ -79,8 +79,8 @@ def simulate(
     a stage to another; while it travels, both go on. A pass begins when its stage is free and what
     it needs has come.
 
-    Raises ValueError for times below 0, for lists that are not one for each stage, for a schedule
-    that does not pass `validate`.
+    Raises ValueError for times below 0 or beyond all measure, for lists that are not one for each
+    stage, for a schedule that does not pass `validate`.
     """
     times = {
         "F": _each("forward", forward, schedule),
@@ -123,8 +123,10 @@ def _each(name: str, given: Times, schedule: Schedule) -> list[float]:
             )
     else:
         values = [given] * schedule.stages
+    least, most = 1e-100, 1e100  # sums and quotients of such times are numbers as well
     for value in values:
-        number = not isinstance(value, (bool, str)) and hasattr(value, "__float__")
-        if not number or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{name}={value!r}: allowed are numbers from 0")
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        if not number or not (value == 0 or least <= value <= most):
+            allowed = f"numbers from 0, above it from {least:g} to {most:g}"
+            raise ValueError(f"{name}={value!r}: allowed are {allowed}")
     return values

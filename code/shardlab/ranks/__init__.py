@@ -28,19 +28,24 @@ from typing import Any
 
 import torch
 
-from . import blame, start, torchrun, worker
-from .agree import check_bytes, check_group, check_model
-from .p2p import Message, irecv, isend
+from . import blame, stacks, start, torchrun, worker
+from .agree import check_bytes, check_group, check_model, check_number, check_trained
+from .p2p import Message, exchange, irecv, isend
 from .pretended import pretend
+from .torchrun import at_parting
 
 __all__ = [
     "Message",
     "RankError",
     "WorldSizeError",
+    "at_parting",
     "check_bytes",
     "check_group",
     "check_model",
+    "check_number",
+    "check_trained",
     "device",
+    "exchange",
     "irecv",
     "isend",
     "max_ranks",
@@ -74,10 +79,9 @@ class WorldSizeError(RankError, ValueError):
 
 
 def max_ranks() -> int:
-    """How many ranks `run` agrees to here: eight per core, sixteen at least; or torchrun's."""
-    if torchrun.launched():
-        return torchrun.world()[1]
-    return max(16, 8 * (os.cpu_count() or 1))
+    """How many ranks `run` agrees to here: eight per core, 16 at least; torchrun's, if more."""
+    started = torchrun.world()[1] if torchrun.launched() else 0
+    return max(16, 8 * (os.cpu_count() or 1), started)
 
 
 def place(world_size: int, device: str = "auto") -> tuple[str, str]:
@@ -85,26 +89,31 @@ def place(world_size: int, device: str = "auto") -> tuple[str, str]:
 
     nccl when every rank has a GPU of its own; gloo otherwise, on one shared GPU or on the CPU.
     """
+    if torchrun.launched() and world_size <= torchrun.world()[1]:
+        world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # each machine has its own GPUs
+    return _place(world_size, device)
+
+
+def _place(here: int, device: str) -> tuple[str, str]:
+    """The same for `here` ranks on this machine, whoever starts them."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device!r}: allowed are 'auto', 'cpu' and 'cuda'")
     # Asks the driver's library without a CUDA context, and so does not spoil a later fork.
     gpus = torch.cuda.device_count()
-    if torchrun.launched():  # on several machines, each has its own GPUs
-        world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda': this machine has no CUDA GPU; allowed here: 'auto', 'cpu'")
     if device == "cpu" or not gpus:
         return "gloo", "cpu"
-    return ("cpu:gloo,cuda:nccl" if gpus >= world_size else "gloo"), "cuda"
+    return ("cpu:gloo,cuda:nccl" if gpus >= here else "gloo"), "cuda"
 
 
 def device() -> torch.device:
     """The device of the rank that asks; outside a run, the device that a single rank would get."""
-    if worker._inside is not None:
-        if worker._inside.device == "cpu":
-            return torch.device("cpu")
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    return torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
+    inside, gpus = worker._inside, torch.cuda.device_count()
+    if not gpus or (inside is not None and inside.device == "cpu"):
+        return torch.device("cpu")
+    started = inside is not None or torchrun.launched()
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus if started else 0)
 
 
 def run(
@@ -115,29 +124,48 @@ def run(
     device: str = "auto",
     method: str = "auto",
     show: bool = True,
+    apart: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks and return their results in rank order.
 
     Inside `fn` the default process group exists: `dist.get_rank()`, `dist.group.WORLD`. Every rank
     starts from the caller's random state. Tensors come back on the CPU.
 
-    timeout: seconds that the run may take, starting included.
+    timeout: seconds that the run may take, from when its ranks have met: a start is slow where
+        interpreters are fresh and CUDA is used for the first time.
     device: "auto", "cpu" or "cuda" (see `place`).
     method: "auto", "fork" or "fresh": how processes start (see `start`).
     show: print what the ranks printed, grouped by rank.
+    apart: start processes even where torchrun has started some: for what is meant to die or hang.
+
+    Under torchrun the ranks are the processes that it started, and `method` and `show` have no
+    effect (see `torchrun`). Where `world_size` is more than they are, or with `apart`, process 0
+    starts ranks of its own on its machine, as it would without torchrun, and prints that it does.
 
     Raises RankError when a rank fails, dies, hangs or leaves; ValueError or TypeError, before any
     process starts, when an argument is not allowed.
     """
+    under_torchrun = torchrun.launched()
+    if under_torchrun:
+        torchrun.enter()
     world_size, timeout = _checked(fn, world_size, args, timeout, method)
-    backend, device = place(world_size, device)
-    if torchrun.launched():
-        return _run_joined(fn, args, world_size, backend, device, timeout)
+    if under_torchrun and not apart and world_size <= torchrun.world()[1]:
+        reports = torchrun.run_joined(fn, args, world_size, *place(world_size, device), timeout)
+        if any(report is None or report.kind != "returned" for report in reports):
+            witnesses = [blame.Witness(rank, report, None) for rank, report in enumerate(reports)]
+            culprits, message = blame.explain(witnesses, timeout if None in reports else None)
+            raise RankError(message, culprits)
+        return [_result(rank, report) for rank, report in enumerate(reports)]
+    backend, device = _place(world_size, device)
+    if under_torchrun:
+        why = "it may end them" if apart else f"torchrun started {torchrun.world()[1]} processes"
+        name = getattr(fn, "__name__", repr(fn))
+        print(f"[{name} on {world_size} ranks beside those of torchrun: {why}]")
     history[backend, device, world_size] += 1
     if method == "auto":
-        spoilt = torch.cuda.is_initialized() or (
-            device == "cuda" and not start.cuda_survives_fork()
-        )
+        # What was a rank of torchrun's: torch's caches hold its place, DTensor's its offsets.
+        spoilt = torch.cuda.is_initialized() or under_torchrun
+        spoilt = spoilt or (device == "cuda" and not start.cuda_survives_fork())
         method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
     sys.stdout.flush()
     sys.stderr.flush()
@@ -145,12 +173,11 @@ def run(
         job = worker.Job(
             world_size, backend, device, timeout, directory, os.getpid(), torch.get_rng_state()
         )
-        deadline = time.monotonic() + timeout
         starter = start.forked if method == "fork" else start.fresh
         processes, lifeline = starter(job, fn, args)
         patience = 0.0
         try:
-            timed_out = _wait(processes, deadline)
+            time_up = _wait(processes, timeout)
             failed = any(p.report is None or p.report.kind != "returned" for p in processes)
             witnesses = _question(job, processes) if failed else []
             patience = 0.0 if failed else 0.5
@@ -159,27 +186,9 @@ def run(
         if show:
             _show(job)
         if failed:
-            culprits, message = blame.explain(witnesses, timeout if timed_out else None)
+            culprits, message = blame.explain(witnesses, time_up)
             raise RankError(message, culprits)
-        return [_result(p) for p in processes]
-
-
-def _run_joined(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    world_size: int,
-    backend: str,
-    device: str,
-    timeout: float,
-) -> list[Any]:
-    job = worker.Job(world_size, backend, device, timeout, "", os.getpid(), torch.get_rng_state())
-    outcomes = torchrun.run_joined(fn, args, job)
-    reports = {rank: value for rank, (kind, value) in enumerate(outcomes) if kind == "raised"}
-    if reports:
-        causes = [rank for rank, report in reports.items() if not report.victim] or list(reports)
-        texts = [f"rank {rank} of {world_size} raised {reports[rank].error}" for rank in causes]
-        raise RankError("\n".join(texts), causes)
-    return [value for _, value in outcomes]
+        return [_result(p.rank, p.report) for p in processes]
 
 
 def _checked(
@@ -198,7 +207,7 @@ def _checked(
     if count > max_ranks():
         what = f"this machine has {os.cpu_count()} cores"
         if torchrun.launched():
-            what = f"torchrun started {max_ranks()} processes"
+            what += f" and torchrun started {torchrun.world()[1]} processes"
         raise WorldSizeError(f"world_size={count}: {what}, allowed are 1 to {max_ranks()} ranks")
     try:
         inspect.signature(fn).bind(*args)
@@ -219,15 +228,18 @@ def _checked(
     return count, float(timeout)
 
 
-def _wait(processes: list[start.Process], deadline: float) -> bool:
-    """Wait until all ranks reported, or one failed, or time is up (then True)."""
+def _wait(processes: list[start.Process], timeout: float) -> float | None:
+    """Wait until all ranks reported, or one failed, or time is up: then the limit in seconds."""
+    limit, deadline, met = worker.START, time.monotonic() + worker.START, False
     while True:
+        if not met and all(p.met for p in processes):
+            limit, deadline, met = timeout, time.monotonic() + timeout, True
         pending = [p for p in processes if p.report is None]
         left = deadline - time.monotonic()
         if not pending:
-            return False
+            return None
         if left <= 0:
-            return True
+            return limit
         # 50 ms: a death shows at the pipe at once, unless a helper of the rank's own holds it.
         ready = connection.wait([p.status for p in pending], min(left, 0.05))
         silent = {p.rank for p in pending if not _receive(p, ready)}
@@ -237,21 +249,21 @@ def _wait(processes: list[start.Process], deadline: float) -> bool:
             continue
         # A failure. Causes may come after their consequences: give them a moment to show.
         only_victims = not dead and all(p.report.victim for p in failures if p.report)
-        limit = time.monotonic() + (_VICTIM_GRACE if only_victims else _GRACE)
-        while time.monotonic() < limit:
+        end = time.monotonic() + (_VICTIM_GRACE if only_victims else _GRACE)
+        while time.monotonic() < end:
             for p in processes:
                 if p.report is None:
                     _receive(p, connection.wait([p.status], 0.0))
             time.sleep(0.01)
-        return False
+        return None
 
 
 def _receive(process: start.Process, ready: list[Any]) -> bool:
-    """Take the report of `process` if it is there; False when there is none."""
+    """Take what `process` says, that it met the others or its report; False if it says nothing."""
     if process.status not in ready:
         return False
     try:
-        process.report = process.status.recv()
+        process.met, process.report = True, process.status.recv()
     except (EOFError, OSError):
         return False
     return True
@@ -259,19 +271,12 @@ def _receive(process: start.Process, ready: list[Any]) -> bool:
 
 def _question(job: worker.Job, processes: list[start.Process]) -> list[blame.Witness]:
     """Ask each rank that still runs where it stands, and collect what all of them left."""
-    running = [p for p in processes if p.report is None and p.exit_code() is None]
+    codes = {p.rank: p.exit_code() for p in processes}  # what ends one from here on is our doing
+    running = [p for p in processes if p.report is None and codes[p.rank] is None]
     for process in running:
         process.dump_stack()
-    deadline = time.monotonic() + 1.0
-    while running and time.monotonic() < deadline:
-        running = [p for p in running if not _has_stack(job, p.rank)]
-        time.sleep(0.01)
-    return [blame.witness(job, p.rank, p.report, p.exit_code()) for p in processes]
-
-
-def _has_stack(job: worker.Job, rank: int) -> bool:
-    path = job.file("stack", rank)
-    return path.exists() and path.stat().st_size > 0
+    stacks.await_dumps([job.file("stack", p.rank) for p in running])
+    return [blame.witness(job, p.rank, p.report, codes[p.rank]) for p in processes]
 
 
 def _show(job: worker.Job) -> None:
@@ -283,12 +288,11 @@ def _show(job: worker.Job) -> None:
                 print(f"[rank {rank}] {line}")
 
 
-def _result(process: start.Process) -> Any:
-    assert process.report is not None
+def _result(rank: int, report: worker.Report | None) -> Any:
+    assert report is not None
     try:
-        return torch.load(io.BytesIO(process.report.value), "cpu", weights_only=False)
+        return torch.load(io.BytesIO(report.value), "cpu", weights_only=False)
     except Exception as error:
         raise RankError(
-            f"rank {process.rank}'s result cannot be read here: {type(error).__name__}: {error}",
-            [process.rank],
+            f"rank {rank}'s result cannot be read here: {type(error).__name__}: {error}", [rank]
         ) from None

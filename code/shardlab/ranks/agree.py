@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import zip_longest
+from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+
+from . import worker
 
 
 def check_group(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -16,18 +20,35 @@ def check_group(group: dist.ProcessGroup) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """How long `group`'s run lets a rank wait: for `dist.new_group`, whose own limit is longer.
+
+    gloo's is half an hour, whatever limit the run has, and so long a rank that is left alone would
+    wait. The limit is that of `run`, or what `init_process_group` was given.
+    """
+    if worker._inside is not None:  # twice, so that the caller's own clock is the first to ring
+        return timedelta(seconds=2 * worker._inside.timeout + 30)
+    return group.get_group_store().timeout
+
+
+def check_trained(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ValueError for a module without anything to train, or a group without this rank."""
+    check_group(group)
+    if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
+        kind = type(module).__name__
+        raise ValueError(
+            f"module={kind}: nothing in it can be trained; allowed are modules that can"
+        )
+
+
 def check_model(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError unless all ranks of `group` have the same model, one that can be trained.
 
     Every rank of the group calls it, and all of them raise the same error: a rank that went on
     alone would wait for the others for ever.
     """
-    check_group(group)
+    check_trained(module, group)
     kind = type(module).__name__
-    if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
-        raise ValueError(
-            f"module={kind}: nothing in it can be trained; allowed are modules that can"
-        )
     if any(getattr(m, "sparse", False) is True for m in module.modules()):
         raise ValueError(f"module={kind}: its gradients are sparse; allowed are dense ones")
     mine = [
@@ -40,6 +61,22 @@ def check_model(module: nn.Module, group: dist.ProcessGroup) -> None:
         for a, b in zip_longest(models[0], theirs, fillvalue="no further parameter"):
             if a != b:
                 raise ValueError(f"module: rank 0 of the group has {a}, rank {rank} has {b}")
+
+
+def check_whole(least: int = 1, **values: int) -> None:
+    """Raise ValueError for a value, given by its argument's name, that is no whole number."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: allowed are whole numbers, {least} or more")
+
+
+def check_number(least: float | None = None, **values: float) -> None:
+    """Raise ValueError for a value that is no number from `least`, or, without it, above 0."""
+    for name, value in values.items():
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        if not real or not (value > 0 if least is None else value >= least):
+            allowed = "above 0" if least is None else f"from {least:g}"
+            raise ValueError(f"{name}={value!r}: allowed are numbers {allowed}")
 
 
 def check_bytes(**sizes: int) -> None:

@@ -11,24 +11,29 @@ from __future__ import annotations
 import linecache
 import re
 import signal
-import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from . import stacks
+from .stacks import Frame, Stack
+from .worker import COLLECTIVES, Job, Report
 
-from .worker import Job, Report
-
-_LIBRARIES = tuple(
-    {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(torch.__file__).parent), str(Path(__file__).parent)}
-)
-_PACKAGE = str(Path(__file__).parents[1])
 # Collectives whose tensors have one size on all ranks; for the others sizes may well differ.
 _ONE_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-_STACK_LINE = re.compile(r'File "(.*)", line (\d+) in (.*)')
-
-Frame = tuple[str, int, str]  # file, line, function
+# The functions of torch.distributed in which a rank waits for others. The rest of them only asks.
+_WAITS = {
+    *COLLECTIVES,
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
+    *("send_object_list", "recv_object_list", "all_reduce_coalesced", "all_gather_coalesced"),
+    *("init_process_group", "new_group", "split_group", "destroy_process_group"),
+    *("monitored_barrier", "wait_tensor"),
+}
+# nccl's wait() holds up a stream of the GPU and not the process, which stands where it needs a
+# value from there.
+_READS = re.compile(
+    r"\.(item|tolist|cpu|numpy|nonzero|to)\(|synchronize\(|\b(float|int|bool|print)\("
+    r"|torch\.(equal|allclose)\(|assert_close\("
+)
 
 
 @dataclass
@@ -38,9 +43,10 @@ class Witness:
     rank: int
     report: Report | None
     exit_code: int | None
-    stack: list[Frame] = field(default_factory=list)  # innermost first
+    stack: Stack = field(default_factory=list)  # innermost first
     calls: list[list[str]] = field(default_factory=list)  # ranks, name, sizes, file, line, function
     output: str = ""
+    nccl: bool = False  # what moves its tensors
 
     @property
     def returned(self) -> bool:
@@ -65,7 +71,7 @@ class Witness:
             return not self.report.victim
         return self.died and not (self.exit_code == -signal.SIGABRT and "gloo" in self.output)
 
-    def frames(self) -> list[Frame]:
+    def frames(self) -> Stack:
         """Where it stood when it was asked, or where it raised; innermost first."""
         if self.raised:
             assert self.report is not None
@@ -74,29 +80,36 @@ class Witness:
 
     def user_frame(self) -> Frame | None:
         """The innermost line of the reader's own; of the course's when there is none."""
-        own = [frame for frame in self.frames() if not frame[0].startswith((*_LIBRARIES, "<"))]
-        readers = [frame for frame in own if not frame[0].startswith(_PACKAGE)]
-        return next(iter(readers or own), None)
+        frames = self.frames()
+        return next(iter(stacks.readers(frames) or stacks.own(frames)), None)
 
     def collective(self) -> str | None:
         """The collective in which it stands, if it stands in one."""
-        names = [
-            name
-            for file, _, name in self.frames()
-            if "torch/distributed" in file and not name.startswith(("_", "wrapper"))
-        ]
-        if names:
-            return names[-1]
+        names = [name for file, _, name in self.frames() if "torch/distributed" in file]
+        if not _WAITS.isdisjoint(names):
+            return [name for name in names if not name.startswith(("_", "wrapper"))][-1]
         # A handle's wait() is C++ and leaves no frame of its own: its caller's line has to tell.
         if self.frames():
             file, line, name = self.frames()[0]
-            if name == "wait" or ".wait(" in linecache.getline(file, line):
+            called = name == "wait" or ".wait(" in linecache.getline(file, line)
+            if called and file not in stacks.THREADING:
                 return "wait"
         return None
 
+    def reads(self) -> bool:
+        """Whether it stands at a line that needs a value from the GPU."""
+        if not self.frames():
+            return False
+        file, line, name = self.frames()[0]
+        return name == "synchronize" or bool(_READS.search(linecache.getline(file, line)))
+
     def place(self) -> str:
-        """The user's line, in words."""
-        return _place(self.user_frame())
+        """The user's line, in words; that of its last collective where its function is over."""
+        frame = self.user_frame()
+        if frame is None and self.nccl and self.calls:
+            file, line, function = self.calls[-1][3:]
+            frame = file, int(line), function
+        return _place(frame)
 
 
 def witness(job: Job, rank: int, report: Report | None, exit_code: int | None) -> Witness:
@@ -106,13 +119,9 @@ def witness(job: Job, rank: int, report: Report | None, exit_code: int | None) -
         path = job.file(kind, rank)
         return path.read_text("utf-8", "replace") if path.exists() else ""
 
-    # The last dump counts; a fatal signal's dump and a requested one look alike.
-    dumps = re.split(
-        r"(?:Current thread|Thread|Stack) .*\(most recent call first\):", text("stack")
-    )
-    stack = [(m[1], int(m[2]), m[3]) for m in map(_STACK_LINE.search, dumps[-1].splitlines()) if m]
     calls = [line.split("\t") for line in text("calls").splitlines()]
-    return Witness(rank, report, exit_code, stack, calls, text("out"))
+    nccl = job.device == "cuda" and "nccl" in job.backend
+    return Witness(rank, report, exit_code, stacks.read(text("stack")), calls, text("out"), nccl)
 
 
 def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int], str]:
@@ -131,7 +140,7 @@ def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int],
     parted = _parted_ways(witnesses)
     if parted:
         return parted
-    waiting = [w for w in witnesses if w.collective() or (w.raised and not w.guilty)]
+    waiting = [w for w in witnesses if _waits(w, witnesses)]
     absent = [w for w in witnesses if w not in waiting]
     limit = f" within {timeout:g} s" if timeout is not None else ""
     if waiting and absent:
@@ -156,6 +165,27 @@ def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int],
     return [w.rank for w in absent if not w.returned], "\n".join(texts)
 
 
+def _waits(w: Witness, witnesses: list[Witness]) -> bool:
+    """Whether it waits for another rank."""
+    if w.collective() or (w.raised and not w.guilty):
+        return True
+    if not w.nccl or w.returned or w.died:
+        return False
+    # With nccl it goes on after it entered a collective, up to where it needs the result. It waits
+    # if it is ahead of others; or stands where one waits, unless the others wait for it.
+    leads = []
+    for group in {call[0] for other in witnesses for call in other.calls}:
+        members = _members(group, len(witnesses))
+        entered = {r: sum(call[0] == group for call in witnesses[r].calls) for r in members}
+        leads += [entered[w.rank] - entered[r] for r in members if w.rank in members]
+    return max(leads, default=0) > 0 or (w.reads() and min(leads, default=0) == 0)
+
+
+def _members(group: str, total: int) -> list[int]:
+    """The ranks of a group, from the name that the log gives it."""
+    return list(range(total)) if group == "all" else [int(n) for n in re.findall(r"\d+", group)]
+
+
 def _own_failure(w: Witness, total: int) -> str:
     head = f"rank {w.rank} of {total} "
     if w.raised:
@@ -166,7 +196,7 @@ def _own_failure(w: Witness, total: int) -> str:
             return f"{head}finished, but {w.report.error}"
         else:
             head += f"raised {w.report.error}"
-        own = [f for f in w.report.frames if not f[0].startswith((*_LIBRARIES, "<"))]
+        own = stacks.own(w.report.frames)
         lines = [f"  at {_place(frame[:3])}: {frame[3].strip()}" for frame in own[-4:]]
         return "\n".join([head, *lines])
     code = w.exit_code or 0
@@ -187,7 +217,7 @@ def _absence(w: Witness, total: int, limit: str) -> str:
 def _parted_ways(witnesses: list[Witness]) -> tuple[list[int], str] | None:
     """The first collective at which the ranks of a group did not call the same thing."""
     for group in sorted({call[0] for w in witnesses for call in w.calls}):
-        members = range(len(witnesses)) if group == "all" else map(int, re.findall(r"\d+", group))
+        members = _members(group, len(witnesses))
         logs = {r: [call for call in witnesses[r].calls if call[0] == group] for r in members}
         for index in range(max(map(len, logs.values()))):
             calls = {rank: log[index] for rank, log in logs.items() if index < len(log)}
@@ -212,7 +242,8 @@ def _parted_ways(witnesses: list[Witness]) -> tuple[list[int], str] | None:
 def _grouped(witnesses: list[Witness]) -> list[tuple[str, list[Witness]]]:
     groups: dict[tuple[str, str], list[Witness]] = {}
     for w in witnesses:
-        groups.setdefault((w.collective() or "a collective", w.place()), []).append(w)
+        entered = w.calls[-1][1] if w.nccl and w.calls else "a collective"
+        groups.setdefault((w.collective() or entered, w.place()), []).append(w)
     return [(name, group) for (name, _), group in groups.items()]
 
 

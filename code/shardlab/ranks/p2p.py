@@ -3,6 +3,10 @@
 gloo reads and writes the memory of the host alone: it refuses to send a tensor that lies on a GPU.
 Several ranks that share one GPU must use gloo (nccl wants a GPU for each rank), so their messages
 pass through a copy in host memory. This is the one place where that is done.
+
+nccl connects two ranks at their first message in a group, and both processes stop until it is done.
+It then moves the messages of the two one after another, whatever their direction. So ranks that
+send in a ring and then receive wait for ever: they exchange instead.
 """
 
 from __future__ import annotations
@@ -12,41 +16,76 @@ import torch.distributed as dist
 
 
 class Message:
-    """A message under way. `wait` returns when it has left, or has arrived."""
+    """A message under way, or one in each direction. `wait` returns when it is over."""
 
-    def __init__(self, work: dist.Work, staged: torch.Tensor, target: torch.Tensor | None):
-        self._work: dist.Work | None = work
-        self._staged = staged  # keeps the memory alive until the transfer is over
-        self._target = target  # where a staged arrival has to go
+    def __init__(
+        self,
+        works: list[dist.Work],
+        sent: torch.Tensor | None = None,
+        landed: torch.Tensor | None = None,
+        target: torch.Tensor | None = None,
+    ):
+        self._works = works
+        self._sent, self._landed = sent, landed  # kept in memory until the transfer is over
+        self._target = target  # where what has landed has to go
 
     def wait(self) -> None:
-        """Return when the tensor may be used: read, if it was received; changed, if it was sent."""
-        if self._work is None:
+        """Return when tensors may be used: read, if they were received; changed, if sent."""
+        if not self._works:
             return
-        self._work.wait()
-        self._work = None  # gloo waits for ever when it is asked a second time
-        if self._target is not None:
-            self._target.copy_(self._staged)
+        for work in self._works:
+            work.wait()
+        self._works = []  # gloo waits for ever when it is asked a second time
+        if self._target is not None and self._target is not self._landed:
+            self._target.copy_(self._landed)
 
 
 def isend(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None) -> Message:
     """Begin to send `tensor` to rank `peer` of `group` (its number in the group)."""
-    staged = tensor.contiguous()
-    if _through_host(tensor, group):
-        staged = staged.cpu()
-    return Message(dist.isend(staged, _global(peer, group), group=group), staged, None)
+    sent = _leaving(tensor, group)
+    return Message([dist.isend(sent, _global(peer, group), group=group)], sent)
 
 
 def irecv(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None) -> Message:
     """Begin to receive into `tensor` what rank `peer` of `group` (its number there) sends."""
+    landed = _landing(tensor, group)
+    work = dist.irecv(landed, _global(peer, group), group=group)
+    return Message([work], landed=landed, target=tensor)
+
+
+def exchange(
+    outgoing: torch.Tensor,
+    to: int,
+    incoming: torch.Tensor,
+    source: int,
+    group: dist.ProcessGroup | None = None,
+) -> Message:
+    """Begin to send `outgoing` to rank `to`, and to receive `incoming` from rank `source`.
+
+    Every rank of the group calls it, as in a collective: each sends one tensor and gets one. With
+    nccl both set off together; all others would wait where each rank sends first.
+    """
+    sent, landed = _leaving(outgoing, group), _landing(incoming, group)
+    both = [
+        dist.P2POp(dist.irecv, landed, _global(source, group), group),
+        dist.P2POp(dist.isend, sent, _global(to, group), group),
+    ]
+    return Message(dist.batch_isend_irecv(both), sent, landed, incoming)
+
+
+def _leaving(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """What is sent for `tensor`."""
+    tensor = tensor.contiguous()
+    return tensor.cpu() if _through_host(tensor, group) else tensor
+
+
+def _landing(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Where what comes for `tensor` arrives first."""
     through_host = _through_host(tensor, group)
-    staged = tensor
-    if through_host or not tensor.is_contiguous():
-        staged = torch.empty(
-            tensor.shape, dtype=tensor.dtype, device="cpu" if through_host else tensor.device
-        )
-    target = None if staged is tensor else tensor
-    return Message(dist.irecv(staged, _global(peer, group), group=group), staged, target)
+    if tensor.is_contiguous() and not through_host:
+        return tensor
+    device = "cpu" if through_host else tensor.device
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:

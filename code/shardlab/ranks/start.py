@@ -8,6 +8,7 @@ context, which does not survive a fork.
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import os
 import signal
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,7 +44,8 @@ class Process:
 
     rank: int
     pid: int
-    status: Connection  # a Report comes out of it, once
+    status: Connection  # out of it come None, when all ranks have met, and a Report
+    met: bool = False
     report: worker.Report | None = None
 
     def exit_code(self) -> int | None:
@@ -96,7 +99,7 @@ def forked(
                 os.close(descriptor)
             gc.freeze()
             connection = Connection(status, readable=False)
-            worker.serve(rank, job, lambda: fn(*args), connection, lifeline)
+            worker.serve(rank, job, lambda: (fn, args), connection, lifeline)
         except BaseException:  # a rank must never return into the caller's code
             traceback.print_exc()
         finally:
@@ -105,22 +108,36 @@ def forked(
     return _start_all(job, start)
 
 
-def fresh(
-    job: worker.Job, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[list[Process], int]:
-    """Start the ranks of `job` as new interpreters; return them and the lifeline's writing end."""
+def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """`fn` and `args` for a process that knows nothing of them; TypeError if they cannot travel."""
+    # Not at the top: forked ranks do without it.
     import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            # Torch's modules of settings are of a class of their own, which cloudpickle does not
+            # take for modules; it meets torch.distributed.config where a function says `.config`.
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+                return importlib.import_module, (obj.__name__,)
+            return super().reducer_override(obj)
 
     buffer = io.BytesIO()
     try:
-        cloudpickle.dump((fn, args), buffer)
+        Pickler(buffer).dump((fn, args))
     except Exception as error:
         name = getattr(fn, "__name__", repr(fn))
         raise TypeError(
             f"{name} or one of its arguments cannot be sent to a fresh process "
             f"({type(error).__name__}: {error})"
         ) from None
-    torch.save((job, buffer.getvalue(), sys.path), job.file("job"))
+    return buffer.getvalue()
+
+
+def fresh(
+    job: worker.Job, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[list[Process], int]:
+    """Start the ranks of `job` as new interpreters; return them and the lifeline's writing end."""
+    torch.save((job, packed(fn, args), sys.path), job.file("job"))
 
     def start(rank: int, status: int, lifeline: int, others: list[int]) -> int:
         code = _FRESH.format(

@@ -1,34 +1,75 @@
 """The same `run` when the ranks exist already: in a script that torchrun started.
 
-    torchrun --nproc-per-node 4 --local-ranks-filter 0 code/lessons/collectives.py
+    torchrun --standalone --nproc-per-node 4 --local-ranks-filter 0 code/lessons/collectives.py
 
-Every process, on one machine or many, executes the whole script. At each `run`, the first
-`world_size` of them form a process group of their own and call the function; then all of them
-receive all results, as `run` promises. Prints go where torchrun sends them.
+Process 0 executes the script, as if it were alone. The others, on one machine or many, execute it
+up to its first `run`, are ranks of this and all further runs, and end when process 0 ends: what
+stands between the runs is computed, printed and written once. Functions, arguments and results
+travel through the launcher's store, by value, so nothing depends on a file system that all machines
+see. What a rank prints goes where torchrun sends it.
 """
 
 from __future__ import annotations
 
-import io
+import atexit
+import gc
 import os
-from collections.abc import Callable
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from . import worker
+from . import start, values, worker
 
-_runs = count()
+_ARRIVAL = 300.0  # seconds that processes may need until their first run, one after another
+_GRACE = 5.0  # seconds that others may still take once a rank has failed
+_FOR_EVER = timedelta(days=365)
+
+_numbers = count()  # of the runs, in every process alike
+
+# What a process of torchrun's starts inherits its environment, and is not torchrun's: this tells it
+# whose the environment is. A launcher started from there gives its processes another address.
+_MARK = "SHARDLAB_TORCHRUN_PROCESS"
+
+
+def _own() -> int | None:
+    """This process's number if torchrun started it, None otherwise."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if os.environ.get(_MARK, "").split()[:1] != [address]:
+        os.environ[_MARK] = f"{address} {os.getpid()}"
+    return int(os.environ[_MARK].split()[1])
+
+
+_process = _own()
+
+_parting: list[Callable[[], None]] = []
+
+
+def at_parting(call: Callable[[], None]) -> None:
+    """Have `call()` called at the end of this run, if this process goes on to another one.
+
+    For libraries that keep a run's groups for as long as the process lives. Outside of a run it
+    does nothing.
+    """
+    if worker._inside is not None and call not in _parting:
+        _parting.append(call)
 
 
 def launched() -> bool:
-    """Whether torchrun, and not `run`, started this process."""
-    return worker._inside is None and "TORCHELASTIC_RUN_ID" in os.environ
+    """Whether torchrun, and not `run`, started this very process."""
+    return worker._inside is None and _process == os.getpid()
 
 
 def world() -> tuple[int, int]:
@@ -38,43 +79,209 @@ def world() -> tuple[int, int]:
 
 @cache
 def _store() -> dist.Store:
-    rank, total = world()
-    return next(iter(dist.rendezvous("env://", rank, total)))[0]
+    return next(iter(dist.rendezvous("env://", *world())))[0]
+
+
+def _next_run() -> dist.Store:
+    return dist.PrefixStore(f"run{next(_numbers)}", _store())
+
+
+def enter() -> None:
+    """Come to a run: process 0 goes on, the others stay in here until process 0 ends."""
+    rank, _ = world()
+    if rank:
+        record(_serve)()  # what it raises goes into torchrun's summary, too
+        raise SystemExit(0)
+    _at_the_end()
+
+
+@cache
+def _at_the_end() -> None:
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    if not launched():  # a process that this one forked
+        return
+    _next_run().set("job", b"")
+    _await_all()
+    _, total = world()
+    limit = time.monotonic() + _GRACE
+    while (left := 1 + _store().add("left", 0)) < total:  # the store may be ours: we go last
+        if time.monotonic() > limit:
+            # With the status 0 torchrun would wait for them.
+            print(f"{total - left} of torchrun's {total} processes hang.", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        time.sleep(0.005)
+
+
+# What process 0 does.
 
 
 def run_joined(
-    fn: Callable[..., Any], args: tuple[Any, ...], job: worker.Job
-) -> list[tuple[str, Any]]:
-    """Take part in one run; return ("returned", value) or ("raised", report) of each rank."""
-    rank, _ = world()
-    store = dist.PrefixStore(f"run{next(_runs)}", _store())
-    if rank < job.world_size:
-        store.set(f"outcome{rank}", _outcome(fn, args, job, rank, store))
-    names = [f"outcome{r}" for r in range(job.world_size)]
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    backend: str,
+    device: str,
+    timeout: float,
+) -> list[worker.Report | None]:
+    """Run `fn(*args)` on the first processes; None stands for one that was not done in time."""
+    job = worker.Job(world_size, backend, device, timeout, "", os.getpid(), torch.get_rng_state())
+    call = start.packed(fn, args)
+    _await_all()
+    store = _next_run()
+    values.put(store, "call", call)
+    store.set("job", values.saved(job))
+    _meet(store, job)
+    limit = time.monotonic() + job.timeout + _GRACE
+    _take_part(store, job, 0)
     # A rank that died is torchrun's to notice: it ends the others, and says which one it was.
-    store.wait(names, timedelta(seconds=job.timeout))
-    return [torch.load(io.BytesIO(store.get(name)), "cpu", weights_only=False) for name in names]
+    while not store.check(["all"]) and time.monotonic() < limit:
+        if store.check([values.FAILED]):
+            limit = min(limit, time.monotonic() + _GRACE)
+        time.sleep(0.005)
+    if store.check(["all"]):
+        values.drop(store, "call")
+    reports = [_report_of(store, rank) for rank in range(job.world_size)]
+    store.set("heard", b"")
+    return reports
 
 
-def _outcome(
-    fn: Callable[..., Any], args: tuple[Any, ...], job: worker.Job, rank: int, store: dist.Store
-) -> bytes:
-    buffer = io.BytesIO()
+def _report_of(store: dist.Store, rank: int) -> worker.Report | None:
+    name = f"report{rank}"
+    if not store.check([name]):
+        return None
+    data = values.take(store, name)
+    values.drop(store, name)
+    return values.loaded(data)
+
+
+@cache
+def _await_all() -> None:
+    """Wait until all processes have come to their first run."""
+    _, total = world()
+    limit = time.monotonic() + _ARRIVAL
+    while (there := 1 + _store().add("here", 0)) < total:
+        if time.monotonic() > limit:
+            raise RuntimeError(
+                f"{there} of torchrun's {total} processes came to a run within {_ARRIVAL:g} s: "
+                "all of them have to"
+            )
+        time.sleep(0.005)
+
+
+# What every other process does.
+
+
+def _serve() -> None:
+    """Be a rank of every run of process 0 that has one for this process, until process 0 ends."""
+    rank, _ = world()
+    _store().add("here", 1)
+    while True:
+        store = _next_run()
+        store.wait(["job"], _FOR_EVER)
+        order = store.get("job")
+        if not order:
+            _store().add("left", 1)
+            return
+        job = values.loaded(order)
+        if rank < job.world_size:
+            _meet(store, job)
+            report = _take_part(store, job, rank)
+            _make_sure_of_process_0(store, job, rank, report)
+
+
+def _make_sure_of_process_0(
+    store: dist.Store, job: worker.Job, rank: int, report: worker.Report
+) -> None:
+    """End the job, with the cause, when process 0 does not hear of it because it hangs itself.
+
+    Under nccl it cannot come back from a collective in which this rank is missing.
+    """
+    cause = report.kind == "raised" and not report.victim
+    patience = _GRACE if cause and "nccl" in job.backend else job.timeout + 2 * _GRACE
+    try:
+        store.wait(["heard"], timedelta(seconds=patience if cause else patience + _GRACE))
+    except dist.DistStoreError:
+        if store.add("said", 1) > 1:
+            time.sleep(job.timeout)  # torchrun ends this process once the other one has said it
+        if cause:
+            raise RuntimeError(f"rank {rank} of {job.world_size} raised {report.error}") from None
+        raise RuntimeError(
+            f"rank 0 of {job.world_size} did not finish within {job.timeout:g} s"
+        ) from None
+
+
+# What all of them do.
+
+
+def _meet(store: dist.Store, job: worker.Job) -> None:
+    """Wait until all ranks have used CUDA, each its own GPU: the run's time counts from then."""
+    if job.device != "cuda":
+        return
+    worker.use_cuda(int(os.environ["LOCAL_RANK"]))
+    if store.add("met", 1) == job.world_size:
+        store.set("all met", b"")
+    store.wait(["all met"], timedelta(seconds=worker.START))
+
+
+def _take_part(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
+    """Be `rank` of one run, and leave its report in the store."""
+    report = _reported(store, job, rank)
+    values.put(store, f"report{rank}", values.saved(report))
+    if report.kind == "raised":
+        store.set(values.FAILED, b"")
+    if store.add("reported", 1) == job.world_size:
+        store.set("all", b"")
+    return report
+
+
+def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
     worker._inside = job
     try:
-        if job.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        limit = timedelta(seconds=job.timeout)
-        dist.init_process_group(
-            job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
-        )
-        torch.save(("returned", fn(*args)), buffer, pickle_module=cloudpickle)
-        dist.barrier()  # nobody leaves while a neighbour still needs its sockets
-    except Exception as error:
-        buffer = io.BytesIO()
-        torch.save(("raised", worker._raised(error)), buffer)
+        with _as_if_alone(job):
+            dist.init_process_group(
+                job.backend,
+                rank=rank,
+                world_size=job.world_size,
+                store=values.heedful(store),
+                timeout=timedelta(seconds=job.timeout),
+            )
+            report = worker._returned(worker.called(job, *pickle.loads(values.take(store, "call"))))
+            dist.barrier()  # nobody leaves while a neighbour still needs its sockets
+            return report
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever else it is, process 0 has to hear of it
+        report = worker._raised(error)
+        if not dist.is_initialized():  # no neighbour's end can show here but as one of these
+            report.victim = any(words in report.error for words in ("onnect", "imed out"))
+        return report
     finally:
+        while _parting:
+            _parting.pop()()
         worker._inside = None
+        # What belongs to a group goes before it: torch's DDP, when it is the group's last owner,
+        # waits for gloo's threads while they wait for it, for ever.
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-    return buffer.getvalue()
+
+
+@contextmanager
+def _as_if_alone(job: worker.Job) -> Iterator[None]:
+    """What a rank that `run` starts finds, and this process's own state again afterwards."""
+    threads, hook = torch.get_num_threads(), sys.excepthook
+    gpus = [torch.cuda.current_device()] if job.device == "cuda" else []
+    with torch.random.fork_rng(gpus), warnings.catch_warnings():
+        torch.set_rng_state(job.rng_state)
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            sys.excepthook = hook  # each new group puts "[rank0]: " before what the last one says

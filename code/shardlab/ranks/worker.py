@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import io
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import renamed
+
 # Collectives that are logged, call by call, so that a failure can say where the ranks parted ways.
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "barrier"),
@@ -36,6 +39,8 @@ COLLECTIVES = (
 
 # What gloo's transport and nccl say in a rank whose *neighbour* failed, or called something else.
 VICTIM_WORDS = ("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out")
+
+START = 120.0  # seconds in which the ranks of a run have to start and meet
 
 _inside: Job | None = None  # set in a rank, None everywhere else
 
@@ -68,9 +73,10 @@ class Report:
     victim: bool = False  # a neighbour's failure seen from here
 
 
-def serve(rank: int, job: Job, call: Any, status: Connection, lifeline: int) -> None:
-    """Be rank `rank` of `job`: run `call()`, report, wait for dismissal. Never returns.
+def serve(rank: int, job: Job, load: Any, status: Connection, lifeline: int) -> None:
+    """Be rank `rank` of `job`: run what `load()` gives, report, wait for dismissal. Never returns.
 
+    `load` gives a function and its arguments; what it imports does not count as the run's time.
     `lifeline` is the reading end of a pipe whose writing end the caller holds: it reads as closed
     when the caller dismisses its ranks, and also when the caller dies.
     """
@@ -78,8 +84,10 @@ def serve(rank: int, job: Job, call: Any, status: Connection, lifeline: int) -> 
     _settle_in(rank, job, lifeline)
     _inside = job
     try:
+        fn, args = load()
         _join(rank, job)
-        report = _returned(call())
+        status.send(None)  # the caller's clock starts
+        report = _returned(called(job, fn, args))
     except BaseException as error:  # whatever it is, the caller has to hear of it
         report = _raised(error)
     _flush()
@@ -108,7 +116,8 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), "utf-8", write_through=True)
     stacks = open(job.file("stack", rank), "w")
     faulthandler.enable(stacks, all_threads=False)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    # All threads: on a GPU the hooks of a backward run in one of autograd's own.
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     torch.set_rng_state(job.rng_state)
     # torch 2.13 renames collectives; the old names are the ones that every supported torch knows.
@@ -131,12 +140,33 @@ def _leave_with_caller(lifeline: int) -> None:
     os._exit(0)
 
 
+def use_cuda(local_rank: int) -> None:
+    """Make this rank's GPU the current one, and use it once: the first product loads cuBLAS.
+
+    It takes seconds, and so it is done before the clock of a run starts.
+    """
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    one = torch.ones(1, 1, device="cuda")
+    one @ one
+
+
+def called(job: Job, fn: Any, args: tuple[Any, ...]) -> Any:
+    """What `fn(*args)` returns, once all that it has queued on a GPU is done.
+
+    A collective in which a neighbour is missing hangs there, on the GPU, and not in `fn`.
+    """
+    value = fn(*args)
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+    return value
+
+
 def _join(rank: int, job: Job) -> None:
     if job.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        use_cuda(rank)
     store = dist.FileStore(str(job.file("store")), job.world_size)
     # The caller's clock decides: gloo's own must not go off first, in a rank that only waited.
-    limit = timedelta(seconds=2 * job.timeout + 30)
+    limit = timedelta(seconds=START + 2 * job.timeout + 30)
     dist.init_process_group(
         job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
     )
@@ -151,6 +181,8 @@ def _log_collectives(path: Path) -> None:
     def logged(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
+            while frame.f_code.co_filename == renamed.__file__ and frame.f_back:
+                frame = frame.f_back
             sizes = next((_sizes(value) for value in args if _sizes(value)), "")
             group = kwargs.get("group") or next(
                 (value for value in args if isinstance(value, dist.ProcessGroup)), None
@@ -225,10 +257,4 @@ def fresh(directory: str, rank: int, status: int, lifeline: int) -> None:
     """Entry of a rank that starts as a fresh process (see `start.fresh`)."""
     job, payload, paths = torch.load(Path(directory, "job"), weights_only=False)
     sys.path[:] = paths
-    import pickle
-
-    def call() -> Any:
-        fn, args = pickle.loads(payload)
-        return fn(*args)
-
-    serve(rank, job, call, Connection(status, readable=False), lifeline)
+    serve(rank, job, lambda: pickle.loads(payload), Connection(status, readable=False), lifeline)

@@ -3,7 +3,7 @@
     python -m shardlab record                      # all lessons, on the machine at hand
     python -m shardlab record collectives
     python -m shardlab record --archive out.zip    # and all recordings in one file, to carry
-    python -m shardlab record --unpack out.zip     # the recordings of such a file, put in place
+    python -m shardlab record --unpack out.zip     # what such a file holds, put in place
 
 A recording is book/recorded/<topic>.ipynb: the code cells with their outputs, on what machine they
 were made (`facts`), and a key over everything that they depend on (`key`). The book's build uses a
@@ -15,19 +15,34 @@ Neither needs Sphinx: nbclient, ipykernel and jupytext, and what the lessons imp
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
+from shardlab.options import written
 
+from . import carry
+from .carry import RECORDED, archive, unpack
 from .kernel import LessonError, about, changed, execute
-from .key import Key, cell_hash, code_cells, lessons, notebook, pages, reach, source
+from .key import (
+    Key,
+    cell_hash,
+    code_cells,
+    has_cells,
+    lessons,
+    notebook,
+    pages,
+    reach,
+    reach_of_program,
+    read,
+    source,
+)
+
+if TYPE_CHECKING:
+    import nbformat
 
 __all__ = [
+    "RECORDED",
     "Key",
     "LessonError",
     "about",
@@ -38,20 +53,19 @@ __all__ = [
     "code_cells",
     "course",
     "execute",
+    "has_cells",
     "lessons",
     "load",
     "notebook",
     "pages",
     "reach",
+    "reach_of_program",
+    "read",
     "save",
     "selected",
     "source",
     "unpack",
 ]
-
-RECORDED = Path("book/recorded")
-_MEMBER = re.compile(r"[a-z][a-z0-9_]*\.ipynb")
-_LARGEST = 64 * 10**6  # bytes: a recording takes some 10 kB
 
 
 def course(start: Path | None = None) -> Path:
@@ -77,6 +91,8 @@ def selected(names: list[str], root: Path) -> list[str]:
 
 def load(path: Path) -> nbformat.NotebookNode | None:
     """The recording in the file `path`; None when there is none that can be read."""
+    import nbformat
+
     try:
         book = nbformat.read(path, as_version=4)
         return book if about(book) else None
@@ -86,63 +102,9 @@ def load(path: Path) -> nbformat.NotebookNode | None:
 
 def save(book: nbformat.NotebookNode, path: Path) -> None:
     """Write a recording so that a reader finds the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, (nbformat.writes(book) + "\n").encode())
+    import nbformat
 
-
-def archive(path: Path, root: Path) -> list[str]:
-    """Write all recordings into the zip file `path`; return their names."""
-    files = sorted((root / RECORDED).glob("*.ipynb"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for member in files:
-            file.write(member, member.name)
-    return [member.name for member in files]
-
-
-def unpack(path: Path, root: Path) -> list[str]:
-    """Put the recordings of the zip file `path` in place; return their names.
-
-    Raises ValueError, before anything is written, when a member is not a recording of a lesson or
-    would leave the folder.
-    """
-    contents: dict[str, bytes] = {}
-    try:
-        with zipfile.ZipFile(path) as file:
-            for member in file.infolist():
-                name = member.filename
-                if not _MEMBER.fullmatch(name):
-                    raise ValueError(
-                        f"{path} holds {name!r}: allowed are <topic>.ipynb, without folders"
-                    )
-                if member.file_size > _LARGEST:
-                    raise ValueError(f"{path} holds {name!r} of {member.file_size} bytes: too many")
-                contents[name] = file.read(member)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} cannot be read as an archive of recordings: {error}") from None
-    for name, data in contents.items():
-        try:
-            stated = about(nbformat.reads(data.decode(), as_version=4))
-        except Exception:  # whatever a file that is no notebook makes the parser raise
-            stated = {}
-        if stated.get("topic") != name.removesuffix(".ipynb"):
-            raise ValueError(f"{path} holds {name!r}, which is no recording of that lesson")
-    for name, data in contents.items():
-        _replace(root / RECORDED / name, data)
-    return list(contents)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    carry.replace(path, (nbformat.writes(book) + "\n").encode())
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -164,10 +126,13 @@ def _main(options: argparse.Namespace) -> int:
     if options.unpack:
         if options.lesson or options.archive:
             raise ValueError("--unpack goes with no lesson and not with --archive")
-        for name in unpack(options.unpack, root):
-            print(f"unpacked {RECORDED / name}")
+        for path in unpack(options.unpack, root):
+            print(f"unpacked {path}")
         return 0
     topics = selected(options.lesson, root)
+    if options.archive:  # before hours of work, not after
+        written("archive", options.archive, carry.room)
+        written("archive", options.archive)
     failed = 0
     for topic in topics:  # one after another: lessons never share a GPU
         try:
@@ -181,6 +146,6 @@ def _main(options: argparse.Namespace) -> int:
         device = stated["device"]
         print(f"recorded {topic}: {stated['seconds']} s on {device['count']} × {device['name']}")
     if options.archive:
-        names = archive(options.archive, root)
+        names = written("archive", options.archive, lambda path: archive(path, root))
         print(f"wrote {len(names)} recordings into {options.archive}")
     return 1 if failed else 0

@@ -11,12 +11,13 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import nbformat
+from typing import TYPE_CHECKING, Any
 
 from . import facts
 from .key import Key, cell_hash, code_cells, notebook, reach, source
+
+if TYPE_CHECKING:
+    import nbformat
 
 CELL_TIMEOUT = 600  # seconds: a lesson as a whole is meant to take one minute
 TRIES = 3  # of a cell that measures times, on a machine that others use as well
@@ -36,6 +37,8 @@ def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
 
     Raises LessonError, which names the page, the cell and its error.
     """
+    import nbformat
+
     root = root.resolve()
     book = notebook(name, root)
     key = reach(name, root, book)
@@ -75,6 +78,8 @@ def _kernelspec() -> dict[str, str]:
 
 
 def _blank(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    import nbformat
+
     tags = cell.metadata.get("tags", [])
     return nbformat.v4.new_code_cell(cell.source, metadata={"tags": tags} if tags else {})
 
@@ -129,6 +134,7 @@ def _run(
 
     Return what the kernel says about where it ran, the seconds, and the cells measured again.
     """
+    import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 

@@ -15,13 +15,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
+if TYPE_CHECKING:
+    import nbformat
 
 _MODULE = re.compile(r"shardlab(\.\w+)+")
 _SOURCES = ("code", "")  # where a module's file may stand, below the root
@@ -65,10 +68,10 @@ def lessons(root: Path) -> list[str]:
 def pages(root: Path) -> list[str]:
     """The names of all pages with cells to execute: the lessons, and what book/ has of them."""
     book = sorted((root / "book").glob("*.md"))
-    return [*lessons(root), *(f"book/{path.stem}" for path in book if _has_cells(path))]
+    return [*lessons(root), *(f"book/{path.stem}" for path in book if has_cells(path))]
 
 
-def _has_cells(path: Path) -> bool:
+def has_cells(path: Path) -> bool:
     """Whether the page in the file `path` has a notebook's header."""
     header, end, _ = path.read_text("utf-8").partition("\n---\n")
     return header.startswith("---\n") and bool(end) and "format_name: myst" in header
@@ -81,9 +84,14 @@ def source(name: str, root: Path) -> Path:
 
 def notebook(name: str, root: Path) -> nbformat.NotebookNode:
     """The page as a notebook without outputs."""
-    import jupytext
+    return read(source(name, root).read_text("utf-8"))
 
-    return jupytext.reads(source(name, root).read_text("utf-8"), fmt="md:myst")
+
+def read(text: str) -> nbformat.NotebookNode:
+    """A page's text as a notebook without outputs; its metadata say where each cell stands."""
+    from jupytext.myst import myst_to_notebook
+
+    return myst_to_notebook(text, add_source_map=True)
 
 
 def code_cells(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -97,29 +105,57 @@ def cell_hash(cell: nbformat.NotebookNode) -> str:
     return _hash(json.dumps([cell.source.strip("\n"), raises]).encode())
 
 
-def reach(name: str, root: Path, book: nbformat.NotebookNode | None = None) -> Key:
+def reach(
+    name: str,
+    root: Path,
+    book: nbformat.NotebookNode | None = None,
+    known: dict[tuple[Path, Path], list[Path]] | None = None,
+) -> Key:
     """The key of the page `name` of the course in the folder `root`, as it stands now.
 
     book: the page when it was read already, by whichever reader.
+    known: a dict that several calls share while no file changes: each file is then read once.
     """
     root = root.resolve()
     cells = code_cells(book or notebook(name, root))
     home = source(name, root).parent  # where the cells run: their paths start there
-    found: dict[Path, None] = {}
-    todo = [path for cell in cells for path in _reached(cell.source, home, root, home)]
+    first = [path for cell in cells for path in _reached(cell.source, home, root, home)]
     exercises = root / "code/shardlab/check" / f"{name}.py"
+    files = _files(first, root, home, exercises, {} if known is None else known)
+    return Key(tuple(cell_hash(cell) for cell in cells), files)
+
+
+def reach_of_program(path: Path, root: Path) -> Key:
+    """The key of the Python program in the file `path`, run in the folder `root`: files alone."""
+    root = root.resolve()
+    return Key((), _files([root / path], root, root, None, {}))
+
+
+def _files(
+    first: list[Path],
+    root: Path,
+    home: Path,
+    exercises: Path | None,
+    known: dict[tuple[Path, Path], list[Path]],
+) -> dict[str, str]:
+    """The files that those in `first` reach, with the hashes of their bytes."""
+    found: dict[Path, None] = {}
+    todo = list(first)
     while todo:
         path = todo.pop()
         if path in found:
             continue
         found[path] = None
         if path.suffix == ".py":
-            todo += _reached(path.read_text("utf-8", "replace"), path.parent, root, home)
+            if (path, home) not in known:
+                text = path.read_text("utf-8", "replace")
+                known[path, home] = list(_reached(text, path.parent, root, home))
+            todo += known[path, home]
         # check() finds a lesson's exercises by the topic's name: no import names them.
-        if path.parent == exercises.parent and exercises.is_file():
+        if exercises and path.parent == exercises.parent and exercises.is_file():
             todo.append(exercises)
     files = {p.relative_to(root).as_posix(): _file_hash(p, p.stat().st_mtime_ns) for p in found}
-    return Key(tuple(cell_hash(cell) for cell in cells), dict(sorted(files.items())))
+    return dict(sorted(files.items()))
 
 
 def _reached(text: str, folder: Path, root: Path, home: Path) -> Iterator[Path]:
@@ -175,12 +211,11 @@ def _path(text: str, folder: Path, root: Path, home: Path) -> Iterator[Path]:
     if _MODULE.fullmatch(text):
         yield from _module(text, folder, root)
     for base in (root, home):
-        try:
-            path = (base / text).resolve()
-            if path.is_relative_to(root) and path.is_file():
-                yield path
-        except (OSError, RuntimeError):
+        if not os.path.isfile(os.path.join(base, text)):  # most strings: and resolving is slow
             continue
+        path = (base / text).resolve()
+        if path.is_relative_to(root):
+            yield path
 
 
 @lru_cache(maxsize=4096)

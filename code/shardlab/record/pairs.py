@@ -1,10 +1,11 @@
-"""Write each lesson's script, code/lessons/<topic>.py, from its notebook, lessons/<topic>.md.
+"""Write what is made from other files: scripts from lessons, and the rest from book/topics.yml.
 
     python -m shardlab pairs            # write what is out of step
     python -m shardlab pairs --check    # only say what is; exit status 1 when something is
 
-One way, always: the notebook is the source. jupytext's own two-way synchronisation believes the
-younger file, and in a fresh clone that can be the wrong one.
+A lesson's script is code/lessons/<topic>.py, and its notebook, lessons/<topic>.md, is the source:
+one way, always. jupytext's own two-way synchronisation believes the younger file, and in a fresh
+clone that can be the wrong one. What else is made, `shardlab.record.index` says.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import course, lessons
+from shardlab import options
+
+from . import course, index, lessons
 
 SCRIPTS = Path("code/lessons")
 
@@ -29,11 +32,10 @@ def script(topic: str, root: Path) -> str:
 
 
 def out_of_step(root: Path) -> dict[Path, str | None]:
-    """The scripts that differ from their lesson, with what they should hold (None: no lesson)."""
-    topics = lessons(root)
-    wanted: dict[Path, str | None] = {root / SCRIPTS / f"{t}.py": script(t, root) for t in topics}
-    for path in (root / SCRIPTS).glob("*.py"):
-        wanted.setdefault(path, None)
+    """The files that differ from their source, with what they should hold (None: no source)."""
+    wanted: dict[Path, str | None] = dict.fromkeys((root / SCRIPTS).glob("*.py"))
+    wanted |= {root / SCRIPTS / f"{topic}.py": script(topic, root) for topic in lessons(root)}
+    wanted |= index.made(root)
     return {
         path: text
         for path, text in wanted.items()
@@ -41,31 +43,37 @@ def out_of_step(root: Path) -> dict[Path, str | None]:
     }
 
 
+def write(root: Path) -> list[str]:
+    """Write what is out of step, remove scripts without a lesson, and say what was done."""
+    done = []
+    for path, text in out_of_step(root).items():
+        if text is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+        done.append(f"{'removed' if text is None else 'wrote'} {path.relative_to(root)}")
+    return done
+
+
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `pairs` to the command line."""
-    parser = commands.add_parser(
-        "pairs",
-        help="write code/lessons/*.py from lessons/*.md",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    words = "write code/lessons/*.py from lessons/*.md, and the rest from book/topics.yml"
+    parser = options.command(commands, "pairs", words, __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, only compare")
     parser.set_defaults(command=_main)
 
 
-def _main(options: argparse.Namespace) -> int:
+def _main(chosen: argparse.Namespace) -> int:
     root = course()
+    if not chosen.check:
+        for line in write(root):
+            print(line)
+        return 0
     late = out_of_step(root)
     for path, text in late.items():
         name = path.relative_to(root)
-        if options.check:
-            why = "has no lesson" if text is None else f"differs from lessons/{path.stem}.md"
-            print(f"{name} {why}: run `make pairs`")
-        elif text is None:
-            path.unlink()
-            print(f"removed {name}, which has no lesson")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
-            print(f"wrote {name}")
-    return 1 if options.check and late else 0
+        source = f"lessons/{path.stem}.md" if name.parent == SCRIPTS else index.TOPICS
+        why = "has no lesson" if text is None else f"differs from {source}"
+        print(f"{name} {why}: run `make pairs`")
+    return 1 if late else 0

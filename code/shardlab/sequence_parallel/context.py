@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab.model import GPT, Attention, rotate
+from shardlab.ranks import check_trained
 
 from .edges import sum_gradients
 from .layout import check_layout, group_of, positions, split
@@ -79,11 +80,15 @@ def share(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """After backward: every gradient becomes the mean over the ranks, in one all-reduce."""
+    check_trained(model, group)
     sum_gradients(model.parameters(), group, 1 / dist.get_world_size(group))
 
 
 def average(value: Tensor, group: dist.ProcessGroup) -> float:
-    """The mean over the ranks of a number, for instance of the loss; without gradient."""
+    """The mean over the ranks of a number, for instance of the loss; without gradient.
+
+    To return it, a GPU's work has to be waited for.
+    """
     total = value.detach().clone()
     dist.all_reduce(total, group=group)
     return total.item() / dist.get_world_size(group)

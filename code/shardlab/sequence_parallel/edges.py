@@ -21,6 +21,7 @@ Shapes: B batch, S tokens in all, s = S/t of one rank, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardlab.ranks import check_number
 from shardlab.ranks.p2p import carrier
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
-from .layout import check_layout, check_seq, group_of, split
+from .layout import check_layout, check_seq, group_of, pieces, split
 
 Finish = Callable[[], Tensor]
 
@@ -187,7 +189,12 @@ def sum_gradients(
     parameters themselves. One all-reduce for each dtype among them. The sum is multiplied by
     `scale`. All ranks went the same way through the model, so they have the same gradients to add.
     """
-    chosen = seen_partly(model) if isinstance(model, nn.Module) else list(model)
+    group_of(group)
+    check_number(0, scale=scale)
+    try:
+        chosen = seen_partly(model) if isinstance(model, nn.Module) else list(model)
+    except TypeError:
+        raise ValueError(f"model={model!r}: allowed are a module and its parameters") from None
     gradients = [p.grad for p in chosen if p.grad is not None]
     if dist.get_world_size(group) == 1 and scale == 1.0:
         return
@@ -204,13 +211,17 @@ class TokenDropout(nn.Module):
     """Dropout of this rank's tokens that agrees with nn.Dropout in one process.
 
     Every rank draws the mask of the whole sequence and uses its own tokens' part: the same bits as
-    one process that starts from the same random state, on the same kind of device. It costs the
-    drawing of t times as many numbers, and for a moment two tensors of the whole sequence.
+    one process that starts from the same random state, on the same kind of device, where x is
+    contiguous. It costs the drawing of t times as many numbers, and for a moment two tensors of the
+    whole sequence (on a GPU also their mask, a byte each); for backward a rank keeps its own part.
     """
 
     def __init__(self, p: float, group: dist.ProcessGroup, layout: str = "contiguous"):
         super().__init__()
         check_layout(layout)
+        if isinstance(p, bool) or not isinstance(p, Real) or not 0 <= p <= 1:
+            raise ValueError(f"p={p!r}: allowed are numbers from 0 to 1")
+        group_of(group)
         self.p, self.group, self.layout = p, group, layout
 
     def forward(self, x_BsH: Tensor) -> Tensor:
@@ -218,6 +229,8 @@ class TokenDropout(nn.Module):
         if not self.training or not self.p:
             return x_BsH
         ranks, rank = group_of(self.group)
+        if x_BsH.is_cuda and self.p < 1:
+            return _Fused.apply(x_BsH, self.p, ranks, rank, self.layout)
         batch, share, *rest = x_BsH.shape
         ones_BSH = torch.ones((batch, ranks * share, *rest), dtype=x_BsH.dtype, device=x_BsH.device)
         mask_BSH = F.dropout(ones_BSH, self.p, inplace=True)  # 0, or 1 / (1 - p)
@@ -227,6 +240,34 @@ class TokenDropout(nn.Module):
     def extra_repr(self) -> str:
         """What print(module) shows."""
         return f"p={self.p}, layout={self.layout!r}"
+
+
+class _Fused(torch.autograd.Function):
+    """nn.Dropout's own kernel on a GPU, which draws and multiplies at once, in place never.
+
+    So this rank's tokens go through it at their place in a whole sequence, of which the rest may be
+    anything. Its mask has a byte for each element.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BsH: Tensor, p: float, ranks: int, rank: int, layout: str) -> Tensor:
+        mine = pieces(layout, ranks, rank)
+        batch, share, *rest = x_BsH.shape
+        whole_BSH = x_BsH.new_empty((batch, ranks * share, *rest))
+        places = whole_BSH.chunk(ranks * len(mine), 1)
+        for number, part in zip(mine, x_BsH.chunk(len(mine), 1), strict=True):
+            places[number].copy_(part)
+        y_BSH, mask_BSH = torch.native_dropout(whole_BSH, p, True)
+        ctx.scale = 1 / (1 - p)
+        # Copies: views would keep the wholes alive.
+        ctx.save_for_backward(split(mask_BSH, ranks, rank, layout).clone())
+        return split(y_BSH, ranks, rank, layout).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BsH: Tensor) -> tuple[Tensor | None, ...]:
+        dx_BsH = torch.ops.aten.native_dropout_backward(dy_BsH, *ctx.saved_tensors, ctx.scale)
+        return dx_BsH, None, None, None, None
 
 
 def slice_dropouts(model: nn.Module, group: dist.ProcessGroup, layout: str = "contiguous") -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.ranks.agree import check_whole
 from shardlab.ranks.renamed import all_gather_single
 
 LAYOUTS = "contiguous", "zigzag"
@@ -30,7 +31,10 @@ def check_layout(layout: str) -> None:
 def check_seq(seq: int, ranks: int, layout: str) -> None:
     """Raise ValueError for a sequence that cannot be shared out equally; it says what could."""
     check_layout(layout)
+    check_whole(ranks=ranks)
     unit = ranks if layout == "contiguous" else 2 * ranks
+    if isinstance(seq, bool) or not isinstance(seq, int):
+        raise ValueError(f"seq={seq!r}: allowed are whole numbers")
     if seq < 1 or seq % unit:
         down, up = seq // unit * unit, -(-max(seq, 1) // unit) * unit
         nearest = f"nearest are {down} and {up}" if down > 0 else f"nearest is {up}"
@@ -40,15 +44,17 @@ def check_seq(seq: int, ranks: int, layout: str) -> None:
 
 def check_rank(ranks: int, rank: int) -> None:
     """Raise ValueError for a rank that is not in a group of this size."""
-    if ranks < 1 or not 0 <= rank < ranks:
-        raise ValueError(f"rank={rank}: allowed in a group of {ranks} are 0 to {ranks - 1}")
+    check_whole(ranks=ranks)
+    if type(rank) is not int or not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank!r}: allowed in a group of {ranks} are 0 to {ranks - 1}")
 
 
 def group_of(group: dist.ProcessGroup) -> tuple[int, int]:
     """(ranks, this rank) of a group; ValueError when this rank is not in it."""
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(f"group={group!r}: rank {dist.get_rank()} of the world is not in it")
+    rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1
+    if rank < 0:  # None would be taken for all ranks
+        where = f"rank {dist.get_rank()} of the world is not in it"
+        raise ValueError(f"group={group!r}: allowed are process groups with this rank; {where}")
     return dist.get_world_size(group), rank
 
 

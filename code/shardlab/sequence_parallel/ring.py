@@ -22,7 +22,6 @@ Shapes: B batch, s tokens of one rank, A query heads, K key and value heads, D s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardlab import ranks
-from shardlab.ranks.p2p import carrier
+from shardlab.count import clock
 
 from .kernel import block_attention, block_gradients
 from .layout import check_layout, check_rank, group_of
@@ -153,22 +152,13 @@ class _Pass:
     def __init__(self, outgoing: Tensor, group: dist.ProcessGroup):
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         after, before = (rank + 1) % size, (rank - 1) % size
-        self.outgoing, self.incoming = outgoing, torch.empty_like(outgoing)
-        if carrier(outgoing.device, group) == "nccl":
-            # nccl does one thing after another: two sends that wait for two receives would wait
-            # for ever. Given together, they run together.
-            sends = dist.P2POp(dist.isend, outgoing, group=group, group_peer=after)
-            receives = dist.P2POp(dist.irecv, self.incoming, group=group, group_peer=before)
-            self.works: list[Any] = dist.batch_isend_irecv([sends, receives])
-        else:
-            incoming = ranks.irecv(self.incoming, before, group)
-            self.works = [incoming, ranks.isend(outgoing, after, group)]
+        self.incoming = torch.empty_like(outgoing)
+        self.message = ranks.exchange(outgoing, after, self.incoming, before, group)
 
     def wait(self) -> Tensor:
         """What came in, once it is here and the other has left."""
-        for work in self.works:
-            work.wait()
-        del self.works, self.outgoing
+        self.message.wait()
+        del self.message
         return self.incoming
 
 
@@ -199,16 +189,12 @@ class _Call:
         """The blocks of a turn; whoever takes the next one has computed the last."""
         source = (self.rank - turn) % self.size
         for block in blocks(self.layout, self.size, self.rank, source, self.causal, self.share):
-            begin = self._now(device)
+            if self.trace is None:
+                yield block
+                continue
+            begin = clock(device)
             yield block
-            if self.trace is not None:
-                took = self._now(device) - begin
-                self.trace.append(Work(turn, source, block, took, backward))
-
-    def _now(self, device: torch.device) -> float:
-        if self.trace is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+            self.trace.append(Work(turn, source, block, clock(device) - begin, backward))
 
 
 class _Ring(torch.autograd.Function):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.model import GPT
+from shardlab.ranks import check_number
 
 from .state import _group, pieces
 
@@ -22,8 +23,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     Raises ValueError for a limit below 0, and a model that is not parallelized.
     """
     group = _group(model)
-    if not limit >= 0:
-        raise ValueError(f"limit={limit}: allowed are numbers of at least 0")
+    check_number(0, limit=limit)
     squares = {True: [], False: []}  # of cut ones, and of whole ones
     gradients = []
     for _, parameter, dimension in pieces(model):

@@ -61,7 +61,7 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
     """
     group = _group(model)
     size, rank = ranks_in(group), dist.get_rank(group)
-    if to is not None and (isinstance(to, bool) or to not in range(size)):
+    if to is not None and (type(to) is not int or to not in range(size)):
         raise ValueError(f"to={to!r}: allowed are None and the group's ranks, 0 to {size - 1}")
     found: dict[str, Tensor] = {}
     for name, parameter, dimension in pieces(model):
@@ -95,6 +95,8 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     other shapes than the plain GPT's.
     """
     group = _group(model)
+    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise ValueError(f"state={type(state).__name__}: allowed are tensors by the model's names")
     aliases, shapes = _aliases(model), whole_shapes(model)
     for what, names in (
         ("missing", [name for name in aliases if name not in state]),

@@ -52,6 +52,6 @@ def shard(
     module: nn.Module, group: dist.ProcessGroup, stage: int, **options: Any
 ) -> Zero1 | Zero2 | Zero3:
     """`module`, sharded over `group` in one of ZeRO's stages; options are those of its class."""
-    if isinstance(stage, bool) or stage not in STAGES:
+    if type(stage) is not int or stage not in STAGES:
         raise ValueError(f"stage={stage!r}: allowed are 1, 2 and 3")
     return STAGES[stage](module, group, **options)

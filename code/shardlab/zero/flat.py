@@ -167,8 +167,8 @@ class ReduceScatter:
         for step in range(1, self.size):  # to the next rank first: no rank is sent all at once
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             incoming = self.received[source - (source > self.rank)]
-            self.works.append(ranks.isend(self.shards[to], to, group))  # [size / N] each
-            self.works.append(ranks.irecv(incoming, source, group))
+            # [size / N] each
+            self.works.append(ranks.exchange(self.shards[to], to, incoming, source, group))
 
     def wait(self, output: Tensor | None = None) -> Tensor:
         """The sum's shard [size / N], in `output`, which may be a part of `flat`, or in its own."""

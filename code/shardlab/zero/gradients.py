@@ -68,11 +68,12 @@ class Gradients:
         if self.collected is None:
             self.collected = self.flat.empty(self.flat.master)
             self.views = self.flat.views(self.collected)
-        had = [index in self.placed for index in range(len(self.views))]
+        # Made where it is needed: a list that is copied to a GPU makes this process wait for it.
+        self.had_gradient = torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)
         for index, view in enumerate(self.views):
-            if not had[index]:
+            if index not in self.placed:
                 view.zero_()
-        self.had_gradient = torch.tensor(had, dtype=torch.uint8, device=self.flat.device)
+                self.had_gradient[index].zero_()
         self.sending = ReduceScatter(self.collected, self.flat.group, self.ordered)
         self.collected, self.views = None, []
 

@@ -92,7 +92,7 @@ class Zero1(Sharded):
         if in_backward():  # recomputing
             return
         self._await(self.flats)  # in case an error ended the last forward halfway
-        if self._running:  # an error ended the last backward halfway
+        if self._backward is not None:  # an error ended the last backward halfway
             for gradients in self.gradients:
                 gradients.drop()
             self._start_over()

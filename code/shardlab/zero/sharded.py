@@ -75,7 +75,8 @@ class Sharded(nn.Module):
         self.frozen: dict[str, nn.Parameter] = {}  # whole on every rank
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._order = list(self._names.values())
-        self._stepped = self._running = False
+        self._stepped = False
+        self._backward: int | None = None  # autograd's number of the one that is under way
         self._synchronise = True
         self._sent: list[Gradients] = []
         for buffer in module.buffers():
@@ -120,8 +121,7 @@ class Sharded(nn.Module):
         Each rank knows its shard's share of the sum of squares: one number to add up over ranks.
         The norm is torch.nn.utils.clip_grad_norm_'s of one process, up to the order of a sum.
         """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm!r}: allowed are numbers above 0")
+        ranks.check_number(max_norm=max_norm)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         square = norm.to(self.flats[0].device, torch.float64).square()
@@ -147,6 +147,9 @@ class Sharded(nn.Module):
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state dict of the plain module; every rank has to be given the same one."""
+        if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+            kind = type(state).__name__
+            raise ValueError(f"state={kind}: allowed are tensors by the names of the plain module")
         own = self.module.state_dict(keep_vars=True)
         if state.keys() != own.keys():
             names = sorted(state.keys() ^ own.keys())
@@ -204,8 +207,11 @@ class Sharded(nn.Module):
     # `_finish` when it is over.
 
     def _backward_begins(self) -> None:
-        if not self._running:
-            self._running = True
+        backward = torch._C._current_graph_task_id()
+        if self._backward not in (None, backward):
+            raise RuntimeError("an error ended the last backward: a forward has to come first")
+        if self._backward is None:
+            self._backward = backward
             # Autograd calls back when this backward is over, just before backward() returns: the
             # first moment at which a gradient that has not come is known not to come. The interface
             # is not public, but torch's DDP and FSDP2 stand on it too.
@@ -239,5 +245,5 @@ class Sharded(nn.Module):
         raise NotImplementedError
 
     def _start_over(self) -> None:
-        self._running = False
+        self._backward = None
         self._sent = []

@@ -77,7 +77,11 @@ def modules_of(module: nn.Module, units: Sequence[Choice] | None) -> list[list[n
     """
     if units is None:
         units = list(getattr(module, "blocks", []))
-    chosen = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+    try:
+        chosen = [[unit] if isinstance(unit, nn.Module) else list(unit) for unit in units]
+    except TypeError:
+        allowed = "allowed are modules and lists of modules, in a list"
+        raise ValueError(f"units={units!r}: {allowed}") from None
     inside = {id(m): name for name, m in module.named_modules() if name}
     seen: dict[int, int] = {}
     for number, unit in enumerate(chosen):

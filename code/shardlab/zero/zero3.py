@@ -84,7 +84,7 @@ class Zero3(Sharded):
         """Before the module's forward: gather the rest, and the first unit behind it."""
         if in_backward():  # recomputing
             return self.rest.wait()
-        if self._running:  # an error ended the last backward halfway
+        if self._backward is not None:  # an error ended the last backward halfway
             for unit in [*self.units, self.rest]:
                 for gradients in unit.gradients:
                     gradients.drop()

@@ -8,7 +8,8 @@ slowed down, so compute goes on while the wire is busy, as it does beside a real
 Every rank owns one wire in each direction, and its messages follow one another on it. A message of
 n bytes takes latency + n / bandwidth (Hockney 1994) once it was sent and its receive was posted,
 whichever comes last: neither gloo nor nccl lets data leave before. A collective takes what its ring
-does, whatever moves the data underneath (Thakur et al. 2005, section 4): see `ring_seconds`.
+does, whatever moves the data underneath (Thakur et al. 2005, section 4): see `ring_seconds`. On a
+GPU all this begins when the stream comes to it; calling does not stop the host, `wait` does.
 
 Measured beside a loopback interface that Linux itself limits to 1 Gbit/s (tc's token bucket filter,
 in a network namespace): messages of 16 and 64 MiB took the same time within 0.4 %. A network of
@@ -19,8 +20,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from .wire import Helper, Moment, Wire
+
 _numbers = itertools.count()
+_NOTES = 2**30  # the tag of notes about messages of a GPU, which leave when the stream is so far
 
 
 def slow(
@@ -122,13 +124,12 @@ class SlowGroup(dist.ProcessGroup):
         self.carrier = carrier
         self.latency = latency
         self.bandwidth = bandwidth
-        self._outgoing_free = 0.0  # when this rank's wire out will be idle, time.monotonic()
-        self._incoming_free = 0.0
-        # What the wire carried: collective, bytes, and when it was called, begun and over, in
-        # seconds of time.monotonic(). For timelines.
+        self._wire = Wire()
+        self._incoming_free = 0.0  # when the wire in will be idle
+        # What the wire carried: collective, bytes, and when it was called (on a GPU: when its data
+        # was there), begun and over, in seconds of time.monotonic(). For timelines.
         self.log: list[tuple[str, int, float, float, float]] = []
-        self._finisher: threading.Thread | None = None
-        self._queue: queue.SimpleQueue[tuple[_Held, Any, Any]] = queue.SimpleQueue()
+        self._finisher, self._announcer = Helper(), Helper()
 
     @property
     def group_name(self) -> str:
@@ -141,83 +142,83 @@ class SlowGroup(dist.ProcessGroup):
 
     def complete_later(self, work: _Held, future: torch.futures.Future[Any], result: Any) -> None:
         """Fill `future` when `work` is over; one thread does so for all, in order, as wires do."""
-        if self._finisher is None:
-            self._finisher = threading.Thread(target=self._finish, daemon=True)
-            self._finisher.start()
-        self._queue.put((work, future, result))
 
-    def _finish(self) -> None:
-        while True:
-            work, future, result = self._queue.get()
+        def finish() -> None:
             try:
                 work.wait()
                 future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
 
+        self._finisher.do(finish)
+
     # Collectives. Each begins at once on the carrier; the wire is busy for the ring's time.
 
-    def _collective(self, operation: str, work: dist.Work, tensors: Any, result: Any) -> _Held:
+    def _collective(
+        self, operation: str, tensors: Any, result: Any, begin: Callable[..., dist.Work], *args: Any
+    ) -> _Held:
         size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors))
         seconds = ring_seconds(operation, size, self.size(), self.latency, self.bandwidth)
-        called = time.monotonic()
-        begin = max(called, self._outgoing_free)
-        end = self._outgoing_free = self._incoming_free = begin + seconds
-        self.log.append((operation, size, called, begin, end))
-        return _Held(self, work, lambda: end, result)
+        ready = Moment(tensors)
+        work = begin(*args)
+
+        def begun(begin: float, end: float) -> None:
+            self._incoming_free = end
+            self.log.append((operation, size, ready(), begin, end))
+
+        return _Held(self, work, self._wire.line_up(ready, seconds, begun), result)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> _Held:
         """All-reduce in place."""
         opts = opts if opts is not None else dist.AllreduceOptions()
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
-        return self._collective(
-            "all_reduce", self.carrier.allreduce(tensors, opts), tensors, tensors
-        )
+        call = self.carrier.allreduce
+        return self._collective("all_reduce", tensors, tensors, call, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> _Held:
         """All-reduce of several tensors as one."""
-        work = self.carrier.allreduce_coalesced(tensors, opts)
-        return self._collective("all_reduce", work, tensors, tensors)
+        call = self.carrier.allreduce_coalesced
+        return self._collective("all_reduce", tensors, tensors, call, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> _Held:
         """Broadcast in place."""
-        work = self.carrier.broadcast(tensors, opts)
-        return self._collective("broadcast", work, tensors, tensors)
+        call = self.carrier.broadcast
+        return self._collective("broadcast", tensors, tensors, call, tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any) -> _Held:
         """Reduce to one rank."""
-        return self._collective("reduce", self.carrier.reduce(tensors, opts), tensors, tensors)
+        return self._collective("reduce", tensors, tensors, self.carrier.reduce, tensors, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Held:
         """All-gather into lists."""
         opts = opts if opts is not None else dist.AllgatherOptions()
-        work = self.carrier.allgather(outputs, inputs, opts)
-        return self._collective("all_gather", work, outputs, outputs)
+        call = self.carrier.allgather
+        return self._collective("all_gather", outputs, outputs, call, outputs, inputs, opts)
 
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> _Held:
         opts = opts if opts is not None else dist.AllgatherOptions()
-        work = self.carrier._allgather_base(output, input, opts)
-        return self._collective("all_gather", work, output, [output])
+        call = self.carrier._allgather_base
+        return self._collective("all_gather", output, [output], call, output, input, opts)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> _Held:
         """Reduce-scatter from lists."""
-        work = self.carrier.reduce_scatter(outputs, inputs, opts)
-        return self._collective("reduce_scatter", work, inputs, outputs)
+        call = self.carrier.reduce_scatter
+        return self._collective("reduce_scatter", inputs, outputs, call, outputs, inputs, opts)
 
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> _Held:
-        work = self.carrier._reduce_scatter_base(output, input, opts)
-        return self._collective("reduce_scatter", work, input, [output])
+        call = self.carrier._reduce_scatter_base
+        return self._collective("reduce_scatter", input, [output], call, output, input, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> _Held:
         """All-to-all from lists."""
-        work = self.carrier.alltoall(outputs, inputs, opts)
-        return self._collective("all_to_all", work, inputs, outputs)
+        call = self.carrier.alltoall
+        return self._collective("all_to_all", inputs, outputs, call, outputs, inputs, opts)
 
     def alltoall_base(self, output: Any, input: Any, osplit: Any, isplit: Any, opts: Any) -> _Held:
         """All-to-all of one tensor."""
-        work = self.carrier.alltoall_base(output, input, osplit, isplit, opts)
-        return self._collective("all_to_all", work, input, [output])
+        call, given = self.carrier.alltoall_base, (output, input, osplit, isplit, opts)
+        return self._collective("all_to_all", input, [output], call, *given)
 
     # torch 2.13's names for the same three.
     all_gather_single = _allgather_base
@@ -227,7 +228,7 @@ class SlowGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> _Held:
         """Barrier."""
         opts = opts if opts is not None else dist.BarrierOptions()
-        return self._collective("barrier", self.carrier.barrier(opts), [], [])
+        return self._collective("barrier", [], [], self.carrier.barrier, opts)
 
     # Point-to-point. A note of when the message was sent goes ahead of it, so that the receiver can
     # tell when it would have arrived, however long it has been waiting.
@@ -235,14 +236,21 @@ class SlowGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Held:
         """Send one tensor to rank `peer`."""
         (tensor,) = tensors
-        begin = max(time.monotonic(), self._outgoing_free)
-        end = self._outgoing_free = begin + tensor.numel() * tensor.element_size() / self.bandwidth
-        note = torch.tensor([begin], dtype=torch.float64)
-        with _disable_current_modes():  # the note is the emulation's: nobody shall count it
-            noted = self.carrier.send([note], peer, tag)
-        pending = [noted]  # gloo drops a message whose handle is dropped: this keeps it
+        seconds = tensor.numel() * tensor.element_size() / self.bandwidth
+        pending: list[dist.Work] = []  # gloo drops a message whose handle is dropped: this keeps it
+
+        def begun(begin: float, _: float) -> None:
+            note = torch.tensor([begin], dtype=torch.float64)
+            with _disable_current_modes():  # the note is the emulation's: nobody shall count it
+                pending.append(self.carrier.send([note], peer, _tag(tensor, tag)))
+
+        ready = Moment(tensors)
+        over = self._wire.line_up(ready, seconds, begun)
+        if not ready.known:
+            self._announcer.do(over)  # the other side may ask before this host does
 
         def due() -> float:
+            end = over()
             if pending:
                 pending.pop().wait()  # once: gloo waits for ever when asked a second time
             return end
@@ -254,18 +262,23 @@ class SlowGroup(dist.ProcessGroup):
         (tensor,) = tensors
         seconds = tensor.numel() * tensor.element_size() / self.bandwidth
         note = torch.empty(1, dtype=torch.float64)
-        posted = time.monotonic()
+        posted = Moment(tensors)
         with _disable_current_modes():
-            noted = self.carrier.recv([note], peer, tag)
+            noted = self.carrier.recv([note], peer, _tag(tensor, tag))
         arrival: list[float] = []
 
         def due() -> float:
             if not arrival:
                 noted.wait()
                 # Nothing sets off before both ends are ready, with gloo as with nccl.
-                sent = max(note.item(), posted) + self.latency + seconds
+                sent = max(note.item(), posted()) + self.latency + seconds
                 arrival.append(max(sent, self._incoming_free + seconds))
                 self._incoming_free = arrival[0]
             return arrival[0]
 
         return _Held(self, self.carrier.recv(tensors, peer, tag), due, tensors)
+
+
+def _tag(tensor: torch.Tensor, tag: int) -> int:
+    """That of the note: those of a GPU's messages are sent later, and must not pass for others'."""
+    return tag + _NOTES if tensor.is_cuda else tag

@@ -1,0 +1,275 @@
+"""Everything that only a machine with a GPU can do, in one command.
+
+    python -m shardlab gpu                               # tests, lessons, benchmarks
+    python -m shardlab gpu --limit 580 --out carried     # stop in time; what to carry lies there
+    python -m shardlab gpu --only lessons zero pipeline  # some lessons
+
+It says what GPUs are here, runs the tests that need one, records every lesson, and measures the
+benchmarks' rows for a GPU, one after another: nothing shares the GPU. Called again, it does what is
+missing, failed, or out of date. At the end stands a table, and what to commit.
+
+Exit status: 0, all passed; 1, something failed; 2, it could not begin; 3, time was up or it was
+interrupted, and something is left: call it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardlab import options, show
+
+from .. import course, selected
+from ..carry import FIGURES, RECORDED, WORK, archive, read, replace
+from . import child, machine
+from .steps import LONGEST, NEEDS, PARTS, Step, planned, reason
+
+PASSED, HELD, FAILED, LACKING, LEFT = "passed", "there already", "FAILED", "left out", "left"
+
+
+@dataclass
+class Outcome:
+    """What became of a step."""
+
+    step: str
+    result: str
+    seconds: float | None = None
+    says: str = ""
+    log: str = ""
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `gpu` to the command line."""
+    words = "on a machine with a GPU: test, record and measure everything that needs one"
+    parser = options.command(commands, "gpu", words, __doc__)
+    parser.add_argument("lesson", nargs="*", help="only these lessons, and their benchmarks")
+    parser.add_argument(
+        "--only", action="append", metavar="PART", help=f"{', '.join(PARTS)}; may be repeated"
+    )
+    options.add(parser, "limit", "how long all of it may take", "SECONDS")
+    options.add(parser, "each", "how long one step may take", "SECONDS")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help=f"of summary.json and gpu.zip ({WORK})"
+    )
+    parser.add_argument("--again", action="store_true", help="do what holds once more")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    root = course()
+    parts = chosen.only or ([*PARTS] if not chosen.lesson else ["lessons", "benchmarks"])
+    for part in parts:
+        if part not in PARTS:
+            raise ValueError(f"--only={part!r}: allowed are {', '.join(PARTS)}")
+    limit, each = (
+        None if given is None else options.whole(name, given)
+        for name, given in (("--limit", chosen.limit), ("--each", chosen.each))
+    )
+    topics = selected(chosen.lesson, root)
+    out = (chosen.out or root / WORK).resolve()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out={chosen.out}: a file; allowed is a folder, there or not yet")
+    if lacking := machine.missing(dict.fromkeys(n for part in parts for n in NEEDS[part])):
+        needed = f"{sys.executable} -m pip install {' '.join(repr(n) for n in lacking)}"
+        raise ValueError(f"this Python lacks {', '.join(lacking)}: {needed}")
+    found = machine.look(_environment(root))
+    todo = planned(root, topics, parts, found["facts"])
+    if not todo:
+        raise ValueError(f"nothing to do: no {' and no '.join(parts)} of {', '.join(topics)}")
+    (root / WORK / "logs").mkdir(parents=True, exist_ok=True)
+    with _alone(root / WORK / "lock"):
+        print(machine.described(found), flush=True)
+        _restore(todo, root, (out / "gpu.zip", root / WORK / "gpu.zip"))
+        work = Work(root, out, found, todo, each, limit and begin + limit)
+        return work.through(again=chosen.again)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Holds the lock file `path`. Raises ValueError when another process does."""
+    import fcntl
+
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError("another `gpu` runs in this folder: they would disturb") from None
+        yield
+
+
+def _environment(root: Path) -> dict[str, str]:
+    """That of all children: this course's sources come first."""
+    paths = [str(root / "code"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _restore(todo: Sequence[Step], root: Path, archives: Sequence[Path]) -> None:
+    """Put in place what archives of earlier calls hold, where it holds and nothing else does."""
+    for path in archives:
+        members = read(path) if path.is_file() else {}
+        for step in todo:
+            data = members.get(step.kept.name)
+            if data is None or step.held(root / step.kept):
+                continue
+            trial = root / WORK / f"trial-{step.kept.name}"
+            replace(trial, data)
+            if step.held(trial):
+                replace(root / step.kept, data)
+            trial.unlink()
+
+
+@dataclass
+class Work:
+    """All steps, done one after another."""
+
+    ENOUGH = 5.0  # seconds: with less left, no step is begun
+    root: Path
+    out: Path
+    found: dict[str, Any]
+    todo: list[Step]
+    each: float | None  # seconds for a step, None: its part's own limit
+    deadline: float | None  # on the monotonic clock
+
+    def through(self, again: bool) -> int:
+        """Do what is to be done, and say so; return the exit status. again: what holds as well."""
+        tried = self._tried()
+        outcomes = {
+            step.name: Outcome(step.title, LEFT, log=tried.get(step.name, "")) for step in self.todo
+        }
+        stop = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            # What was tried in vain comes last: it may take all the time that there is.
+            for step in sorted(self.todo, key=lambda step: step.name in tried):
+                said = step.held(self.root / step.kept)
+                if said is not None and not again:
+                    outcomes[step.name] = Outcome(step.title, HELD, said["seconds"], said["date"])
+                elif step.lacks:
+                    outcomes[step.name] = Outcome(step.title, LACKING, None, step.lacks)
+                elif self._seconds() > self.ENOUGH:
+                    print(f"{step.title} …", end="", flush=True)
+                    outcomes[step.name] = outcome = self._do(step)
+                    print(f" {outcome.result}, {outcome.seconds} s {outcome.says}", flush=True)
+                    self._write(outcomes)
+        except KeyboardInterrupt:
+            print("\ninterrupted")
+        finally:
+            signal.signal(signal.SIGTERM, stop)
+        self._write(outcomes)
+        self._say(outcomes)
+        results = {outcome.result for outcome in outcomes.values()}
+        return 3 if LEFT in results else 1 if FAILED in results else 0
+
+    def _seconds(self) -> float:
+        """How many there are left."""
+        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+
+    def _tried(self) -> dict[str, str]:
+        """The steps that were tried in vain, and their logs, as the last call left it."""
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            last = json.loads((self.root / WORK / "summary.json").read_text("utf-8"))["steps"]
+            vain = (FAILED, LEFT)
+            return {
+                n: one["log"] for n, one in last.items() if one["log"] and one["result"] in vain
+            }
+        return {}
+
+    def _do(self, step: Step) -> Outcome:
+        """Run a step, and keep what it made."""
+        log = self.root / WORK / f"logs/{step.name}.log"
+        output = log.with_suffix(".json") if step.part == "benchmarks" else log
+        for path in (log, output):
+            path.write_bytes(b"")
+        own, begin = self.each or LONGEST[step.part], time.monotonic()
+        limit = min(own, self._seconds())
+        environment = _environment(self.root)
+        status = child.run(step.command, log, output, limit, self.root, environment)
+        seconds = round(time.monotonic() - begin, 1)
+        done = Outcome(step.title, PASSED, seconds, "", log.relative_to(self.root).as_posix())
+        said = log.read_text("utf-8", "replace")
+        if status is None and limit < own:
+            done.result, done.says = LEFT, "time was up"
+        elif status is None:
+            done.result, done.says = FAILED, f"took longer than {own} s: {reason(said)}"
+        elif status:
+            done.result, done.says = FAILED, reason(said)
+        else:
+            text = output.read_text("utf-8", "replace")
+            try:
+                done.says = step.keep(self.root, text, self.found["facts"], seconds)
+            except ValueError as error:
+                done.result, done.says = FAILED, str(error)
+            if not done.says:
+                done.result, done.says = LACKING, reason(said)
+        return done
+
+    def _write(self, outcomes: dict[str, Outcome]) -> None:
+        """The summary, and all that holds in one file: so it is there however the call ends."""
+        summary = {
+            "machine": {k: v for k, v in self.found.items() if k != "why"},
+            "steps": {name: asdict(outcome) for name, outcome in outcomes.items()},
+        }
+        work = self.root / WORK
+        text = (json.dumps(summary, indent=1) + "\n").encode()
+        replace(work / "summary.json", text)
+        logs = sorted((work / "logs").glob("*.log"))
+        files = [*self._kept(), work / "summary.json", *logs]
+        for folder in dict.fromkeys((work, self.out)):
+            archive(folder / "gpu.zip", self.root, files)
+            if folder != work:
+                replace(folder / "summary.json", text)
+
+    def _kept(self) -> list[Path]:
+        """The files of all steps that hold."""
+        kept = [(step, self.root / step.kept) for step in self.todo]
+        return [path for step, path in kept if step.held(path) is not None]
+
+    def _say(self, outcomes: dict[str, Outcome]) -> None:
+        """The table, where logs are, and what to commit or to carry."""
+        print()
+        rows = [
+            [
+                outcome.step,
+                outcome.result,
+                "" if outcome.seconds is None else f"{outcome.seconds:.0f}",
+                outcome.log if outcome.result == FAILED else outcome.says,
+            ]
+            for outcome in outcomes.values()
+        ]
+        show.table(rows, ["step", "result", "time (s)", "what it says, or its log"])
+        print()
+        for outcome in outcomes.values():
+            if outcome.result == FAILED:
+                print(f"{outcome.step}: {outcome.says}")
+        new = self._new()
+        if new is None:
+            print(f"There is no git here. Carry home: {self.out / 'gpu.zip'}")
+            print("There: python -m shardlab record --unpack gpu.zip, and commit what it says.")
+        elif new:
+            print("To commit:", *new, sep="\n    ")
+        else:
+            print("Nothing new to commit.")
+
+    def _new(self) -> list[str] | None:
+        """The paths of what was made and is not committed yet; None where there is no git."""
+        rooms = [str(RECORDED), str(FIGURES)]
+        try:
+            done = subprocess.run(
+                ["git", "status", "--porcelain", "--untracked-files=all", "--", *rooms],
+                cwd=self.root,
+                capture_output=True,
+                text=True,
+            )
+        except OSError:
+            return None
+        return None if done.returncode else [line[3:] for line in done.stdout.splitlines()]

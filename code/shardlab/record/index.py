@@ -1,0 +1,201 @@
+"""What is known of a topic beside its files, book/topics.yml, and what is made from it.
+
+    >>> read(root).topics["gemm"].needs
+    ['collectives']
+
+`python -m shardlab pairs` writes what is made: the contents, the map, and in three pages what
+stands between <!-- topics: … --> and <!-- end -->.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .key import lessons
+
+TOPICS = Path("book/topics.yml")
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A lesson that is here, or one that is planned; topics.yml says what the fields are."""
+
+    topic: str
+    title: str
+    able: str
+    needs: Sequence[str] = ()
+    after: Sequence[str] = ()
+    floor: int | str = ""
+    module: str = ""
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the course: its topics, and after them pages that are no lessons."""
+
+    part: str
+    topics: Sequence[Topic] = ()
+    pages: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A floor of the package: what all on it are, and the modules that are no topic's."""
+
+    floor: int | str
+    what: str
+    modules: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """The parts of the course in their order, and the floors from below."""
+
+    parts: Sequence[Part]
+    floors: Sequence[Floor]
+
+    @property
+    def topics(self) -> dict[str, Topic]:
+        """All topics by their names, in their order."""
+        return {topic.topic: topic for part in self.parts for topic in part.topics}
+
+    @property
+    def here(self) -> list[Topic]:
+        """The topics that have a lesson."""
+        return [topic for topic in self.topics.values() if not topic.planned]
+
+    def modules(self, floor: Floor) -> list[str]:
+        """The modules on a floor."""
+        own = [name for name, topic in self.topics.items() if topic.floor == floor.floor]
+        return [*own, *floor.modules]
+
+
+def read(root: Path) -> Index:
+    """The index of the course in the folder `root`.
+
+    Raises ValueError, which names the entry, when it is wrong or does not fit lessons/.
+    """
+    import yaml
+
+    try:
+        data = _made(Index, yaml.safe_load((root / TOPICS).read_text("utf-8")))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{TOPICS} is no YAML: {error}") from None
+    floors = [_made(Floor, floor) for floor in data.floors]
+    parts = []
+    for entry in data.parts:
+        part = _made(Part, entry)
+        parts.append(Part(part.part, [_made(Topic, topic) for topic in part.topics], part.pages))
+    index = Index(parts, floors)
+    _check(index, root)
+    return index
+
+
+def _made(kind: type, entry: Any) -> Any:
+    """An object of the class `kind` with the values in `entry`."""
+    try:
+        return kind(**{key: value for key, value in entry.items() if value is not None})
+    except (AttributeError, TypeError) as error:
+        names = ", ".join(field.name for field in fields(kind))
+        wrong = str(error).partition(" ")[2]
+        raise ValueError(f"{TOPICS}: {entry}: {wrong}; known are {names}") from None
+
+
+def _check(index: Index, root: Path) -> None:
+    """Raise ValueError when entries do not fit one another, or what lies in `root`."""
+    here, floors = lessons(root), [floor.floor for floor in index.floors]
+    topics = [topic for part in index.parts for topic in part.topics]
+    names = [topic.topic for topic in topics]
+    for place, (name, topic) in enumerate(zip(names, topics, strict=True)):
+        before, wrong = names[:place], ""
+        if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", str(name)):
+            wrong = "a name is of lower-case words, joined by _"
+        elif name in before:
+            wrong = "it stands there twice"
+        elif topic.floor not in floors and topic.module not in names:
+            wrong = f"floor={topic.floor!r}: allowed are {floors}, or the `module:` of a topic"
+        elif topic.planned and name in here:
+            wrong = f"it is planned, and lessons/{name}.md is there"
+        elif not topic.planned and name not in here:
+            wrong = f"there is no lessons/{name}.md, and it is not `planned: true`"
+        for other in (*topic.needs, *topic.after):
+            if other not in before or (other in topic.needs and other in topic.after):
+                wrong = f"needs or after {other!r}: allowed is, once, what comes before: {before}"
+        if wrong:
+            raise ValueError(f"{TOPICS}: topic {name!r}: {wrong}")
+    if lacking := set(here) - set(names):
+        raise ValueError(f"{TOPICS}: lessons without a topic: {', '.join(sorted(lacking))}")
+    for page in (page for part in index.parts for page in part.pages):
+        if not (root / f"{page}.md").is_file():
+            raise ValueError(f"{TOPICS}: page {page!r}: there is no {page}.md")
+
+
+def made(root: Path) -> dict[Path, str]:
+    """What the files that are made from the index should hold; none where there is no index."""
+    if not (root / TOPICS).is_file():
+        return {}
+    index = read(root)
+    drawing = runpy.run_path(str(root / "figures/index.py"))
+    blocks = {
+        ("book/index.md", "map"): [f"![{drawing['alt'](index)}](../figures/index_map.svg)"],
+        ("book/index.md", "table"): _table(index),
+        ("README.md", "lessons"): _lessons(index),
+        ("CONTRIBUTING.md", "floors"): _floors(index),
+    }
+    found = {
+        root / "_toc.yml": _contents(index),
+        root / "figures/index_map.svg": drawing["svg"](index),
+    }
+    for (name, block), lines in blocks.items():
+        text = found.get(root / name) or (root / name).read_text("utf-8")
+        head, begin, rest = text.partition(f"<!-- topics: {block} -->\n")
+        _, end, tail = rest.partition("<!-- end -->\n")
+        if not end:
+            raise ValueError(f"{name}: wanted is <!-- topics: {block} --> … <!-- end -->")
+        found[root / name] = "\n".join([head + begin, *lines, "", end + tail])
+    return found
+
+
+def _contents(index: Index) -> str:
+    """The book's table of contents."""
+    import yaml
+
+    parts = []
+    for part in index.parts:
+        files = [f"lessons/{topic.topic}" for topic in part.topics if not topic.planned]
+        chapters = [{"file": name} for name in (*files, *part.pages)]
+        parts += [{"caption": part.part, "chapters": chapters}] * bool(chapters)
+    toc = {"format": "jb-book", "root": "book/index", "parts": parts}
+    text = yaml.safe_dump(toc, sort_keys=False, allow_unicode=True)
+    return f"# Made from {TOPICS} by `make pairs`.\n{text}"
+
+
+def _table(index: Index) -> list[str]:
+    """The landing page's table of the lessons."""
+    lines = ["| part | lesson | what you will be able to do | |", "|---|---|---|---|"]
+    for part in index.parts:
+        for i, topic in enumerate(part.topics):
+            link = f"[{topic.title}](../lessons/{topic.topic}.md)"
+            what = (topic.title, "planned") if topic.planned else (link, "**here**")
+            lines.append(f"| {'' if i else part.part} | {what[0]} | {topic.able} | {what[1]} |")
+    return lines
+
+
+def _lessons(index: Index) -> list[str]:
+    """The README's list of the lessons."""
+    return [f"- [{topic.title}](lessons/{topic.topic}.md): {topic.able}." for topic in index.here]
+
+
+def _floors(index: Index) -> list[str]:
+    """CONTRIBUTING's table of the floors."""
+    lines = ["| floor | modules | what they are |", "|---|---|---|"]
+    for floor in index.floors:
+        names = ", ".join(f"`{name}`" for name in index.modules(floor))
+        lines.append(f"| {floor.floor} | {names} | {floor.what} |")
+    return lines

@@ -1,0 +1,7 @@
+"""The command: see `lessons`."""
+
+import sys
+
+from .lessons import main
+
+sys.exit(main())

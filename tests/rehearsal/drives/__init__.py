@@ -1,0 +1,44 @@
+"""Drives: small runs of every topic's main functions, on pretended GPUs. See `common`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+TOPICS = [
+    name for _, name, _ in pkgutil.iter_modules(__path__) if name not in ("common", "__main__")
+]
+
+
+def drives(topic: str) -> dict[str, Callable[[], Any]]:
+    """The drives of a topic, by name: `topic.function`."""
+    module = importlib.import_module(f"{__name__}.{topic}")
+    found = {
+        n: f for n, f in vars(module).items() if getattr(f, "__module__", 0) == module.__name__
+    }
+    return {f"{topic}.{n}": f for n, f in found.items() if callable(f) and not n.startswith("_")}
+
+
+def numbers(drive: Callable[[], Any]) -> tuple[int, ...]:
+    """The numbers of GPUs on which a drive runs."""
+    return getattr(drive, "gpus", (1, 2))
+
+
+def result(drive: Callable[[], Any], gpus: int) -> str:
+    """Run a drive on so many pretended GPUs; return "" or what went wrong."""
+    from shardlab import ranks
+
+    try:
+        if getattr(drive, "on_caller", False):
+            drive()
+        else:
+            ranks.run(_quietly, max(2, gpus), drive, timeout=60, show=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _quietly(drive: Callable[[], Any]) -> None:
+    drive()  # and nothing to send back

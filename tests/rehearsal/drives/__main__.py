@@ -1,0 +1,30 @@
+"""python -m rehearsal.drives [drive ...], where REHEARSE says how many GPUs are pretended.
+
+Prints a line of JSON for each drive: its name, its error or "", its seconds.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+
+import torch  # noqa: F401 - first of all: the rehearsal comes with it
+
+from . import TOPICS, drives, numbers, result
+
+
+def main() -> None:
+    """Run those that are named, or all that run on so many GPUs."""
+    gpus, wanted = int(os.environ["REHEARSE"]), sys.argv[1:]
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # once, and not in every rank
+    for topic in TOPICS:
+        for name, drive in drives(topic).items():
+            asked = not wanted or {name, topic} & {*wanted}
+            if asked and gpus in numbers(drive):
+                begin = time.monotonic()
+                line = {"drive": name, "error": result(drive, gpus)}
+                print(json.dumps({**line, "seconds": time.monotonic() - begin}), flush=True)
+
+
+main()

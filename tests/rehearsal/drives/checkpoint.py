@@ -1,0 +1,78 @@
+"""Checkpoints: saved, loaded, and the next step is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from shardlab import ranks
+from shardlab.checkpoint import Checkpoints, Training, export
+from shardlab.data_parallel import DataParallel
+from shardlab.model import loss
+
+from .common import GPT2, batch, folder, model, near, on, world
+
+CONFIG = replace(GPT2, dropout=0.1)
+
+
+def _training(kind: str) -> Training:
+    group, _, size = world()
+    module = model(CONFIG)
+    if kind == "replicated":
+        module = DataParallel(module, group)
+    if kind == "sharded":
+        mesh = dist.device_mesh.init_device_mesh(ranks.device().type, (size,))
+        for one in module.blocks:
+            fully_shard(one, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    return Training(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+
+
+def _saved(kind: str, wait: bool = True) -> None:
+    group = world()[0]
+    x, y = batch(CONFIG)
+    with folder() as place:
+        training = _training(kind)
+        for _ in range(2):
+            training.optimizer.zero_grad()
+            loss(training.model(x), y).backward()
+            training.optimizer.step()
+            training.step += 1
+        store = Checkpoints(place / "all", group)
+        store.save(training, wait=wait)
+        store.wait()
+        training.optimizer.zero_grad()
+        wanted = loss(training.model(x), y)
+        wanted.backward()
+        other = _training(kind)
+        store.load(other)
+        near(loss(other.model(x), y), wanted, 0.0)
+        export(training.model, place / "weights.pt", group)
+
+
+def plain():
+    _saved("plain")
+
+
+def replicated():
+    _saved("replicated")
+
+
+@on(1, 2, 4)
+def sharded():
+    _saved("sharded")
+
+
+def sharded_in_the_background():
+    _saved("sharded", wait=False)
+
+
+def weights_for_a_machine_without_a_gpu():
+    with folder() as place:
+        export(model(GPT2), place / "weights.pt", world()[0])
+        state = torch.load(place / "weights.pt", weights_only=True)
+        devices = {str(t.device) for t in state.values()}
+        assert devices == {"cpu"}, f"the file's weights are on {devices}"

@@ -1,0 +1,67 @@
+"""The course's own collectives, from messages."""
+
+from __future__ import annotations
+
+import torch
+
+from shardlab import collectives, ranks
+
+from .common import near, on, solution, world
+
+
+def _mine() -> torch.Tensor:
+    return torch.arange(12.0, device=ranks.device()) + world()[1]
+
+
+@on(1, 2, 4)
+def all_reduce():
+    group, _, size = world()
+    for way in ("ring", "tree", "naive"):
+        x = _mine()
+        collectives.all_reduce(x, group, way)
+        near(x, torch.arange(12.0, device=x.device) * size + sum(range(size)))
+
+
+def broadcast_and_reduce():
+    group, rank, size = world()
+    x = _mine()
+    collectives.reduce(x, 0, group)
+    if rank == 0:
+        near(x, torch.arange(12.0, device=x.device) * size + sum(range(size)))
+    x = _mine()
+    collectives.broadcast(x, size - 1, group)
+    near(x, torch.arange(12.0, device=x.device) + size - 1)
+
+
+@on(1, 2, 4)
+def shards():
+    group, rank, size = world()
+    whole = torch.arange(12.0, device=ranks.device())
+    mine = whole.chunk(size)[rank]
+    got = torch.empty_like(mine)
+    collectives.reduce_scatter(got, collectives.split(_mine(), size), group)
+    near(got, mine * size + sum(range(size)))
+    outputs = list(torch.empty(size, 12 // size, device=mine.device))
+    collectives.all_gather(outputs, mine.clone(), group)
+    near(torch.cat(outputs), whole)
+    collectives.all_to_all(outputs, collectives.split(_mine(), size), group)
+    near(torch.stack(outputs), mine + torch.arange(size, device=mine.device)[:, None])
+
+
+@on(1, 2, 4)
+def barrier():
+    collectives.barrier(world()[0])
+
+
+@on(1, 2, 4)
+def solutions():
+    group, rank, size = world()
+    given = {"collectives": collectives}
+    shift = solution("collectives", "ex-collectives-shift", **given)
+    near(shift(_mine(), group), _mine() - rank + (rank - 1) % size, 0.0)
+    x = _mine()
+    solution("collectives", "ex-collectives-max", **given)(x, group)
+    near(x, _mine() - rank + size - 1, 0.0)
+    x = _mine()
+    solution("collectives", "ex-collectives-broadcast", **given)(x, 1, group)
+    near(x, _mine() - rank + 1, 0.0)

@@ -1,0 +1,134 @@
+"""What drives share: small models, batches, and comparisons with one process.
+
+A drive is a public function of a topic's file. It runs on every rank, on one pretended GPU (two
+ranks share it, gloo) and on two (nccl), and asserts what it promises. `@on(1, 2, 4)` runs it on
+four as well; `@on_caller` runs it once, in the process that starts ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rehearsal.machine import waits
+from shardlab import ranks
+from shardlab.model import GPT, Config, loss
+
+__all__ = [
+    "alike",
+    "batch",
+    "folder",
+    "losses",
+    "model",
+    "near",
+    "on",
+    "on_caller",
+    "solution",
+    "waits",
+    "world",
+]
+
+GPT2 = Config(vocab=32, seq=8, layers=2, heads=4, hidden=32)
+LLAMA = Config(
+    vocab=64, seq=8, layers=2, heads=8, hidden=64, kv_heads=4, ffn=48, mlp="swiglu", norm="rms",
+    bias=False, tied=False,
+)  # fmt: skip
+
+Drive = Callable[[], Any]
+
+
+def on(*gpus: int) -> Callable[[Drive], Drive]:
+    """The numbers of GPUs on which a drive runs."""
+
+    def mark(drive: Drive) -> Drive:
+        drive.gpus = gpus
+        return drive
+
+    return mark
+
+
+def on_caller(drive: Drive) -> Drive:
+    """A drive that starts ranks itself."""
+    drive.on_caller = True
+    return drive
+
+
+def world() -> tuple[dist.ProcessGroup, int, int]:
+    """The group of all ranks, this rank's number, and how many there are."""
+    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def model(config: Config = GPT2, dtype: torch.dtype = torch.float32) -> GPT:
+    """The same model on every rank's device."""
+    torch.manual_seed(0)
+    return GPT(config).to(ranks.device(), dtype)
+
+
+def batch(config: Config = GPT2, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a step, the same on all ranks; [4, seq] each."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(config.vocab, (2, 4, config.seq), generator=generator)
+    return tokens.to(ranks.device()), targets.to(ranks.device())
+
+
+def share(tensor: Tensor) -> Tensor:
+    """This rank's part of a batch."""
+    _, rank, size = world()
+    return tensor.chunk(size)[rank]
+
+
+def near(given: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
+    """1e-4: float32 that is added up in another order, through two layers."""
+    gap = (given.detach().float() - wanted.detach().float()).abs().max().item()
+    assert gap <= tolerance, f"differs by {gap}"
+
+
+def alike(given: nn.Module, wanted: nn.Module, tolerance: float = 1e-4) -> None:
+    """The gradients of two models are near."""
+    for p, q in zip(given.parameters(), wanted.parameters(), strict=True):
+        near(p.grad, q.grad, tolerance)
+
+
+def losses(plain: nn.Module, mine: nn.Module, config: Config = GPT2) -> None:
+    """Backward of the whole batch in `plain`, of this rank's share in `mine`."""
+    x, y = batch(config)
+    loss(plain(x), y).backward()
+    loss(mine(share(x)), share(y)).backward()
+
+
+def twice(config: Config = GPT2, dtype: torch.dtype = torch.float32) -> tuple[GPT, GPT]:
+    """A model and its copy."""
+    plain = model(config, dtype)
+    return plain, copy.deepcopy(plain)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """One folder for all ranks."""
+    group, rank, _ = world()
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name, 0)
+        yield Path(name[0])
+        dist.barrier()
+
+
+def solution(topic: str, label: str, **names: Any) -> Callable[..., Any]:
+    """The function of the solution of an exercise: what its page shows, with its imports given."""
+    lesson = Path(__file__).parents[3] / "lessons" / f"{topic}.md"
+    text = lesson.read_text("utf-8").partition("{solution-start} " + label + "\n")[2]
+    cell = re.search(r"```\{code-cell\}[^\n]*\n(.*?)```", text, re.DOTALL)
+    assert cell, f"{lesson.name} has no solution with code of {label}"
+    code = re.sub(r"^check\(.*$", "", cell[1], flags=re.MULTILINE)
+    names |= {"torch": torch, "dist": dist, "ranks": ranks}
+    exec(compile(code, str(lesson), "exec"), names)
+    return next(names[name] for name in re.findall(r"^def (\w+)", code, re.MULTILINE))

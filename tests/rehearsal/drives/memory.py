@@ -1,0 +1,48 @@
+"""Where bytes go: what is counted, beside what the pretended GPU's allocator says."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import shardlab.count.speed as speed
+from shardlab import count, ranks
+from shardlab.model import loss
+
+from .common import batch, model
+
+
+def held_saved_and_sent():
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    x, y = batch()
+    for _ in range(2):
+        with count.held(module, optimizer, x, y) as held:
+            optimizer.zero_grad()
+            loss(module(x), y).backward()
+            optimizer.step()
+            assert held.peak >= held.now >= sum(count.states(module, optimizer).values())
+    with count.saved(module, x) as saved:
+        value = loss(module(x), y)
+    assert saved.bytes > 0
+    with count.sent() as sent:
+        dist.all_reduce(value.detach())
+    assert sum(size for _, size in sent.collectives.values()) == 4
+
+
+def machine_and_seconds():
+    x = torch.randn(64, 64, device=ranks.device())
+    speed.seconds(lambda: x @ x, x.device, 2)
+    speed.machine()
+
+
+def rates():
+    # Its own sizes are a GPU's.
+    randn, zeros, seconds = torch.randn, torch.zeros, speed.seconds
+    torch.randn = lambda *_, **options: randn(64, 64, **options)
+    torch.zeros = lambda *_, **options: zeros(64, **options)
+    speed.seconds = lambda *_, **__: 1.0
+    try:
+        speed.rates(torch.float32, ranks.device())
+    finally:
+        torch.randn, torch.zeros, speed.seconds = randn, zeros, seconds

@@ -1,0 +1,102 @@
+"""Running ranks, and messages between them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardlab import ranks
+
+from .common import near, on, on_caller, world
+
+
+def messages():
+    _, rank, size = world()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    got = torch.zeros(4, device=ranks.device())
+    calls = [
+        lambda: ranks.isend(torch.full_like(got, rank), after),
+        lambda: ranks.irecv(got, before),
+    ]
+    for message in [call() for call in (calls if rank % 2 == 0 else calls[::-1])]:
+        message.wait()
+    near(got, torch.full_like(got, before), 0.0)
+
+
+@on(1, 2, 4)
+def exchange():
+    _, rank, size = world()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    got = torch.zeros(4, 2, device=ranks.device()).t()  # not contiguous
+    ranks.exchange(torch.full((2, 4), float(rank), device=got.device), after, got, before).wait()
+    near(got, torch.full_like(got, before), 0.0)
+
+
+def read_on_the_host():
+    x = torch.ones(3, device=ranks.device())
+    dist.all_reduce(x)
+    assert x.sum().item() == 3 * world()[2]
+
+
+@on_caller
+@on(1, 2, 4)
+def results_come_back_on_the_cpu():
+    found = ranks.run(lambda: torch.ones(2, device=ranks.device()), 2)
+    assert [str(t.device) for t in found] == ["cpu", "cpu"]
+
+
+@on_caller
+@on(1, 2, 4)
+def a_device_for_each():
+    where = ranks.run(lambda: (str(ranks.device()), dist.get_backend()), 2)
+    shared = torch.cuda.device_count() == 1
+    assert [device for device, _ in where] == (["cuda:0"] * 2 if shared else ["cuda:0", "cuda:1"])
+    assert all(("nccl" in backend) is not shared for _, backend in where)
+
+
+def _one_more(mine: int):
+    x = torch.ones(3, device=ranks.device())
+    for _ in range(2 if dist.get_rank() == mine else 1):
+        dist.all_reduce(x)
+
+
+@on_caller
+def a_collective_that_nobody_waits_for():
+    for mine in (0, 1):
+        try:
+            ranks.run(_one_more, 2, mine, timeout=1)
+        except ranks.RankError as error:
+            assert error.ranks == [1 - mine], str(error)
+        else:
+            raise AssertionError("a run ended before its collectives had")
+
+
+SCRIPT = """
+import os
+from shardlab import ranks
+print("process", os.environ["RANK"], ranks.device(), flush=True)
+print("ranks", *ranks.run(lambda: str(ranks.device()), 2), flush=True)
+"""
+
+
+@on_caller
+@on(2)
+def under_torchrun():
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        script.write_text(SCRIPT)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*command, "--nproc-per-node", "2", str(script)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in ("process 0 cuda:0", "process 1 cuda:1", "ranks cuda:0 cuda:1"):
+        assert line in done.stdout, f"no line {line!r} in {done.stdout!r}"

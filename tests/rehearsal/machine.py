@@ -1,0 +1,119 @@
+"""The machine that is pretended, and what is done with a finding."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+_OURS = str(Path(__file__).parent)
+_DRIVES = str(Path(__file__).parent / "drives")
+_LIBRARIES = ("site-packages", "/lib/python3", "<frozen", "shardlab/ranks/worker.py")
+
+
+class Refused(Exception):
+    """What a GPU gets wrong in silence. Not a RuntimeError: nobody shall take it for nccl's own."""
+
+
+class Machine:
+    """What is known of the pretended GPUs by this process."""
+
+    gpus = 1
+    capability = (8, 0)
+    total = int(float(os.environ.get("REHEARSE_MEMORY", 16e9)))  # bytes of each GPU
+    flops = float(os.environ.get("REHEARSE_FLOPS", 3e10))
+    patience = float(os.environ.get("REHEARSE_PATIENCE", 30))
+    forking = bool(os.environ.get("REHEARSE_FORK"))
+    current = 0  # the current device
+    initialized = False  # this process has used CUDA
+    forked = False  # its parent had
+    launched = 0  # operations that went to a GPU
+    unfinished = 0  # of them, those that the host has not waited for
+
+    def touch(self) -> None:
+        """CUDA is used: it cannot be when the parent had used it before it forked."""
+        if self.forking:
+            return
+        if self.forked:
+            raise RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, "
+                "you must use the 'spawn' start method"
+            )
+        self.initialized = True
+
+    def launch(self) -> None:
+        """An operation goes to the GPU."""
+        self.launched += 1
+        self.unfinished += 1
+
+
+HERE = Machine()
+
+
+# --- findings
+
+
+def find(kind: str, text: str, error: Callable[[str], Exception] = RuntimeError) -> NoReturn:
+    """A fault: log it, and raise it as CUDA or nccl would, with its kind ahead."""
+    if path := os.environ.get("REHEARSE_LOG"):
+        places = " < ".join(places_of_the_reader()[:4])
+        with open(path, "a") as file:
+            file.write(
+                f"[rehearsal: {kind}] {text} at {places}\n".replace("\n", " ").strip() + "\n"
+            )
+    raise error(f"[rehearsal: {kind}] {text}")
+
+
+def note(kind: str, text: str) -> None:
+    """A fault that CUDA would pass over in silence."""
+    quiet = os.environ.get("REHEARSE_NOTES") == "log"
+    with suppress(*([Refused] if quiet else [])):
+        find(kind, text, Refused)
+
+
+def places_of_the_reader() -> list[str]:
+    """The lines of the course, or of who uses it, that led here; innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    found = []
+    while frame:
+        file = frame.f_code.co_filename
+        if not ours(file) and not any(part in file for part in _LIBRARIES):
+            found.append(f"{file}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found
+
+
+def place() -> str:
+    """The innermost of them."""
+    return next(iter(places_of_the_reader()), "an unknown place")
+
+
+def ours(file: str) -> bool:
+    """Whether a file belongs to the rehearsal; drives are its users."""
+    return file.startswith(_OURS) and not file.startswith(_DRIVES)
+
+
+# --- the host waits
+
+_listeners: list[list[str]] = []
+
+
+def host_waits() -> None:
+    """The host waits for the GPU here."""
+    for listener in _listeners:
+        listener.append(place())
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """Collect the places at which the host waits for a GPU inside: none, on a hot path."""
+    found: list[str] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners.remove(found)

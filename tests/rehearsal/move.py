@@ -1,0 +1,181 @@
+"""From device to device, and what the host reads: torch.Tensor's own words for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import messages
+from .factories import faking
+from .machine import HERE, find
+from .paint import CPU, device_of, normal, paint_storage, paintable, plain, real, reserve, resized
+
+_to, _numpy, _array, _tolist = Tensor.to, Tensor.numpy, Tensor.__array__, Tensor.tolist
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
+        ctx.device, ctx.dtype = device_of(x), x.dtype
+        return _moved(x, *how)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _moved(dy, ctx.device, ctx.dtype, False, None), None, None, None, None
+
+
+def _moved(
+    x: Tensor, device: torch.device, dtype: Any, non_blocking: bool, memory_format: Any
+) -> Tensor:
+    x = x.detach()
+    reserve(x.nbytes, device)
+    memory_format = memory_format or torch.preserve_format
+    # C's own factory: the mode paints what it makes like `x`, which it is not.
+    y = torch._C._VariableFunctions.empty_like(x, dtype=dtype, memory_format=memory_format)
+    paint_storage(y.untyped_storage(), device)
+    if non_blocking and device == CPU:
+        y.untyped_storage().pinned = True  # torch pins what it copies to without waiting
+    with torch.no_grad():
+        return y.copy_(x, non_blocking=non_blocking)
+
+
+def move(
+    x: Tensor,
+    device: Any,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: Any = None,
+) -> Tensor:
+    """`x` on `device`, as torch.Tensor.to."""
+    device = device_of(x) if device is None else normal(device)
+    if device == device_of(x):
+        more = {} if memory_format is None else {"memory_format": memory_format}
+        return _to(x, dtype or x.dtype, non_blocking, copy, **more)
+    if "cuda" in (device.type, device_of(x).type):
+        HERE.touch()
+    how = device, dtype, non_blocking, memory_format
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Move.apply(x, *how)
+    return _moved(x, *how)
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) or type(value) is int
+
+
+def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.Tensor.to: (device, dtype), (dtype) or (other), then non_blocking and copy."""
+    if faking() and not plain(self):
+        return _to(self, *args, **kwargs)
+    if not paintable(self):
+        return _to_of_others(self, args, kwargs)
+    rest, device, dtype = list(args), kwargs.pop("device", None), kwargs.pop("dtype", None)
+    other = kwargs.pop("other", None)
+    if rest and isinstance(rest[0], Tensor):
+        other = rest.pop(0)
+    if other is not None:
+        device, dtype = device_of(other), other.dtype
+    else:
+        if rest and (rest[0] is None or _is_device(rest[0])):
+            device = rest.pop(0)
+        if rest and (rest[0] is None or isinstance(rest[0], torch.dtype)):
+            dtype = rest.pop(0)
+    options = dict(zip(("non_blocking", "copy"), rest, strict=False)) | kwargs
+    if device is not None and torch.device(device).type == "meta":
+        return _to(self, device, dtype or self.dtype, **options)
+    return move(self, device, dtype, **options)
+
+
+def _to_of_others(self: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Of a meta tensor, or of a wrapper such as DTensor, which moves what it wraps."""
+    given = [v for v in (*args, kwargs.get("device")) if _is_device(v)]
+    device = torch.device(given[0]) if given else None
+    if plain(self):
+        if real(self).type == "meta" and device is not None and device.type == "cuda":
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+        return _to(self, *args, **kwargs)
+    inner = getattr(self, "_local_tensor", None)
+    if device is None or device.type == "meta" or inner is None:
+        return _to(self, *args, **kwargs)
+    dtype = next((v for v in (*args, kwargs.get("dtype")) if isinstance(v, torch.dtype)), None)
+    if not plain(inner) or normal(device) == device_of(self):
+        return _to(self, dtype or self.dtype)
+    # C++ thinks that it is there already, and would not copy.
+    result = self.clone() if dtype is None else _to(self, dtype, copy=True)
+    messages.copying(result._local_tensor, inner, False, normal(device))
+    paint_storage(result._local_tensor.untyped_storage(), normal(device))
+    return result
+
+
+def _refused_on_a_gpu(self: Tensor) -> None:
+    if plain(self) and device_of(self).type == "cuda":
+        text = f"can't convert {device_of(self)} device type tensor to numpy. Use Tensor.cpu()"
+        find("numpy", f"{text} to copy the tensor to host memory first.", TypeError)
+    if paintable(self):
+        messages.check("numpy", [self], [])
+
+
+def _to_numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _refused_on_a_gpu(self)
+    return _numpy(self, *args, **kwargs)
+
+
+def _to_array(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _refused_on_a_gpu(self)
+    return _array(self, *args, **kwargs)
+
+
+def _to_list(self: Tensor) -> Any:
+    if paintable(self):
+        if device_of(self).type == "cuda":
+            messages.synchronized()
+        messages.check("tolist", [self], [])
+    return _tolist(self)
+
+
+def _pin(self: Tensor, device: Any = None) -> Tensor:
+    if device_of(self).type == "cuda":
+        find("pin", "cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned")
+    result = self.clone()
+    result.untyped_storage().pinned = True
+    return result
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def install() -> None:
+    """Replace torch.Tensor's."""
+    Tensor.device = property(device_of)
+    Tensor.is_cuda = property(lambda self: device_of(self).type == "cuda")
+    Tensor.is_cpu = property(lambda self: device_of(self).type == "cpu")
+    Tensor.get_device = lambda self: -1 if device_of(self) == CPU else device_of(self).index
+    Tensor.to = to
+    Tensor.cuda = lambda self, device=None, non_blocking=False, memory_format=None: to(
+        self, torch.device("cuda") if device is None else device, non_blocking=non_blocking
+    )
+    Tensor.cpu = lambda self, memory_format=None: to(self, CPU)
+    Tensor.numpy, Tensor.__array__, Tensor.tolist = _to_numpy, _to_array, _to_list
+    Tensor.pin_memory = _pin
+    Tensor.is_pinned = lambda self, device=None: getattr(self.untyped_storage(), "pinned", False)
+    Tensor.record_stream = lambda self, stream: None
+    wrap = Tensor._make_wrapper_subclass
+
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        if _is_cuda(kwargs.get("device")) and not faking():
+            kwargs["device"] = CPU
+        return wrap(*args, **kwargs)
+
+    Tensor._make_wrapper_subclass = staticmethod(wrapper)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        result = resize(self, size)
+        resized(self)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_

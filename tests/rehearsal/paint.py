@@ -1,0 +1,145 @@
+"""Paint: where a tensor would be; and the bytes that it would take there.
+
+Three colours: cuda:i; cpu, asked for in Python; and none yet, made inside of C++ from another
+tensor's options (autograd's gradients, DDP's buckets). What has none takes that of its company:
+without the third colour, everything that C++ allocates would be a false alarm.
+
+The storage's Python object carries the paint. It lives as long as the storage, so that views,
+`.data` and Parameters have it for free.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .machine import HERE, find
+
+CPU = torch.device("cpu")
+_device = Tensor.device  # C's own, before `cuda.install` replaces it
+
+
+def real(t: Tensor) -> torch.device:
+    """Where C++ says that it is."""
+    return _device.__get__(t)
+
+
+def plain(t: Any) -> bool:
+    """Whether it is a tensor with memory of its own, not a subclass that wraps others."""
+    return isinstance(t, Tensor) and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def paintable(t: Any) -> bool:
+    """Whether it has memory on the real CPU."""
+    return plain(t) and real(t).type == "cpu" and t.layout == torch.strided
+
+
+def paint_of(t: Tensor) -> torch.device | None:
+    """cuda:i, cpu, or None; of a wrapper, that of what it wraps."""
+    if not plain(t):
+        inner = getattr(t, "_local_tensor", None)
+        if inner is None and type(t).__name__ == "AsyncCollectiveTensor":
+            inner = t.elem
+        return real(t) if inner is None else paint_of(inner)
+    if not paintable(t):
+        return real(t)
+    return getattr(t.untyped_storage(), "paint", None)
+
+
+def device_of(t: Tensor) -> torch.device:
+    """Its device, as the reader is told."""
+    return paint_of(t) or CPU
+
+
+def normal(device: Any) -> torch.device:
+    """A device with its index, from what people write."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        device = torch.device("cuda", device)
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device
+    index = HERE.current if device.index is None else device.index
+    if index >= HERE.gpus:
+        text = f"CUDA error: invalid device ordinal (cuda:{index} of {HERE.gpus})"
+        find("ordinal", text, torch.AcceleratorError)
+    return torch.device("cuda", index)
+
+
+def leaves(values: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from leaves(value)
+
+
+# --- memory
+
+
+class Memory:
+    """Bytes on one GPU. Torch keeps what is freed, until its cache is emptied."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.reserved = 0
+
+    def add(self, size: int) -> None:
+        """`size` bytes more, or fewer."""
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self.reserved = max(self.reserved, self.now)
+
+
+MEMORY = [Memory() for _ in range(64)]
+_sizes: dict[int, tuple[int, int]] = {}  # a storage's address in C++: its GPU and its bytes
+
+
+def reserve(size: int, device: torch.device) -> None:
+    """Raise unless `size` bytes more fit on `device`."""
+    if device.type == "cuda" and MEMORY[device.index].now + size > HERE.total:
+        free = HERE.total - MEMORY[device.index].now
+        text = (
+            f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB. GPU {device.index} has "
+            f"a total capacity of {HERE.total / 2**30:.2f} GiB of which {free / 2**30:.2f} GiB is "
+            "free."
+        )
+        find("memory", text, torch.OutOfMemoryError)
+
+
+def paint(t: Any, device: torch.device) -> Any:
+    """Give `t`, if it can take it, the colour of `device`; return it."""
+    if paintable(t):
+        paint_storage(t.untyped_storage(), device)
+    return t
+
+
+def paint_storage(storage: torch.UntypedStorage, device: torch.device) -> None:
+    """Give a storage a colour, and the GPU its bytes."""
+    if getattr(storage, "paint", None) == device:
+        return
+    _forget(storage._cdata)
+    if device.type == "cuda":
+        HERE.touch()
+        size = storage.nbytes()
+        reserve(size, device)
+        MEMORY[device.index].add(size)
+        _sizes[storage._cdata] = device.index, size
+        weakref.finalize(storage, _forget, storage._cdata).atexit = False
+    storage.paint = device
+
+
+def resized(storage: torch.UntypedStorage) -> None:
+    """A storage has another size now."""
+    if storage._cdata in _sizes:
+        index, old = _sizes[storage._cdata]
+        MEMORY[index].add(storage.nbytes() - old)
+        _sizes[storage._cdata] = index, storage.nbytes()
+
+
+def _forget(address: int) -> None:
+    index, size = _sizes.pop(address, (0, 0))
+    MEMORY[index].add(-size)

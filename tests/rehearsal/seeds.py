@@ -1,0 +1,222 @@
+"""The test of the test: faults, put one at a time into a copy of the course's code.
+
+    python -m rehearsal.seeds [name ...]      prints a line of JSON for each: its name, the error
+
+Every one is typical of code that has never been on a GPU, or was in this course. The drive that is
+named has to find it, for the right reason: `sign` is in its error. Honest code passes the same
+drives (`test_rehearsal`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CODE = Path(__file__).parents[2] / "code"
+
+
+@dataclass(frozen=True)
+class Seed:
+    """In `file` of shardlab, `seeded` stands in the place of `honest`."""
+
+    name: str
+    file: str
+    honest: str
+    seeded: str
+    drive: str
+    sign: str
+    gpus: int = 1
+
+
+def finding(kind: str) -> str:
+    """What a finding of this kind begins with."""
+    return f"[rehearsal: {kind}]"
+
+
+SEEDS = [
+    Seed(
+        "positions on the CPU",
+        "model.py",
+        "positions_S = torch.arange(sequence, device=x_BASD.device)",
+        "positions_S = torch.arange(sequence)",
+        "model_parallelism.plain_model",
+        finding("devices"),
+    ),
+    Seed(
+        "a mask on the CPU",
+        "sequence_parallel/kernel.py",
+        "dtype=torch.bool, device=q_BAQD.device).triu(1)",
+        "dtype=torch.bool).triu(1)",
+        "sequence_parallel.block",
+        finding("devices"),
+    ),
+    Seed(
+        "a count on the CPU for a group of nccl",
+        "data_parallel.py",
+        "total = torch.full((), count, device=loss_sum.device)",
+        "total = torch.full((), count)",
+        "data_parallel.joined_batch",
+        finding("group"),
+        gpus=2,
+    ),
+    Seed(
+        "one bucket is not waited for",
+        "data_parallel.py",
+        "for bucket in self.buckets:\n            bucket.wait()\n        self._start",
+        "for bucket in self.buckets[:-1]:\n            bucket.wait()\n        self._start",
+        "data_parallel.wrapped",
+        finding("race"),
+        gpus=2,
+    ),
+    Seed(
+        "the host's generator",
+        "count/speed.py",
+        "torch.randn(side, side, device=device).to(dtype)",
+        "torch.randn(side, side, device=device, generator=torch.Generator()).to(dtype)",
+        "memory.rates",
+        finding("generator"),
+    ),
+    Seed(
+        "numpy of a tensor on the GPU",
+        "data_parallel.py",
+        "    return worst.item()",
+        "    return float(worst.numpy())",
+        "data_parallel.drift",
+        finding("numpy"),
+    ),
+    Seed(
+        "a device for each rank, whether there is one or not",
+        "ranks/worker.py",
+        "torch.cuda.set_device(local_rank % torch.cuda.device_count())",
+        "torch.cuda.set_device(local_rank)",
+        "ranks.a_device_for_each",
+        finding("ordinal"),
+    ),
+    Seed(
+        "a clock that nobody synchronises",
+        "count/speed.py",
+        "        torch.cuda.synchronize(device)\n",
+        "        pass\n",
+        "memory.machine_and_seconds",
+        finding("clock"),
+    ),
+    Seed(
+        "a copy to the host that is read too early",
+        "ranks/p2p.py",
+        "return tensor.cpu() if _through_host(tensor, group) else tensor",
+        'return tensor.to("cpu", non_blocking=True) if _through_host(tensor, group) else tensor',
+        "ranks.messages",
+        finding("race"),
+    ),
+    Seed(
+        "a file that wants a GPU",
+        "checkpoint/state.py",
+        "torch.save({name: tensor.cpu() for name, tensor in whole.items()}, file)",
+        "torch.save(dict(whole), file)",
+        "checkpoint.weights_for_a_machine_without_a_gpu",
+        "the file's weights are on",
+    ),
+    Seed(
+        "a list is copied to the GPU at each bucket",
+        "zero/gradients.py",
+        "torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)",
+        "torch.tensor([1] * len(self.views), dtype=torch.uint8, device=self.flat.device)",
+        "zero.hot_path",
+        "the host waits at",
+    ),
+    Seed(
+        "dropout in place, which is another kernel",
+        "sequence_parallel/edges.py",
+        "if x_BsH.is_cuda and self.p < 1:",
+        "if False:",
+        "sequence_parallel.token_dropout",
+        "differs by",
+    ),
+    Seed(
+        "what is under way is overwritten after an error",
+        "data_parallel.py",
+        "            bucket.work.wait()\n            for parameter in bucket.parameters:",
+        "            for parameter in bucket.parameters:",
+        "data_parallel.after_an_interrupted_backward",
+        finding("race"),
+        gpus=2,
+    ),
+    Seed(
+        "under torchrun, outside of a run, cuda:0 for all",
+        "ranks/__init__.py",
+        "% gpus if started else 0)",
+        "% gpus if inside is not None else 0)",
+        "ranks.under_torchrun",
+        "no line 'process 1 cuda:1'",
+        gpus=2,
+    ),
+    Seed(
+        "tied weights: both ends receive first, in different groups",
+        "pipeline/mail.py",
+        "        if peer < self.stage:\n            calls.reverse()",
+        "        calls.reverse()",
+        "pipeline.tied",
+        finding("connection"),
+        gpus=4,
+    ),
+    Seed(
+        "a ring in which all send first",
+        "ranks/p2p.py",
+        "Message(dist.batch_isend_irecv(both), sent, landed, incoming)",
+        "Message([dist.isend(sent, _global(to, group), group), "
+        "dist.irecv(landed, _global(source, group), group)], sent, landed, incoming)",
+        "collectives.shards",
+        finding("connection"),
+        gpus=4,
+    ),
+]
+
+
+def _copy(seed: Seed, folder: str) -> None:
+    shutil.copytree(
+        CODE / "shardlab", f"{folder}/shardlab", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    path = Path(folder, "shardlab", seed.file)
+    text = path.read_text("utf-8")
+    assert seed.honest in text, f"{seed.file} does not hold {seed.honest!r}: mend the table"
+    path.write_text(text.replace(seed.honest, seed.seeded), "utf-8")
+
+
+def _try(seed: Seed, folder: str) -> str:
+    """In a fork that has torch, and not shardlab yet: run the drive on the copy."""
+    from rehearsal import drives, machine
+
+    sys.path.insert(0, folder)
+    paths = [str(Path(__file__).parent / "site"), folder]
+    os.environ.update(PYTHONPATH=os.pathsep.join(paths), REHEARSE=str(seed.gpus))
+    machine.HERE.gpus, machine.HERE.patience = seed.gpus, 4.0
+    try:
+        _copy(seed, folder)
+        topic = seed.drive.partition(".")[0]
+        return drives.result(drives.drives(topic)[seed.drive], seed.gpus)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    """Try all seeds, or those that are named, one after another."""
+    import torch  # noqa: F401 - the rehearsal comes with it, and every fork has both
+
+    for seed in SEEDS:
+        if sys.argv[1:] and seed.name not in sys.argv[1:]:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            sys.stdout.flush()
+            if not (pid := os.fork()):
+                print(json.dumps({"seed": seed.name, "error": _try(seed, folder)}), flush=True)
+                os._exit(0)
+            os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

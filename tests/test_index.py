@@ -1,0 +1,201 @@
+"""book/topics.yml: what is wrong in it is named; the map lays itself out; a new lesson builds."""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardlab import __main__
+from shardlab.record import index, lesson, pairs
+from shardlab.record.index import Index, Part, Topic
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A course of two lessons and a planned one, with nothing but what the index looks at."""
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "book").mkdir()
+    for name in ("lessons/first.md", "lessons/second.md", "book/page.md"):
+        (tmp_path / name).write_text("# A page\n")
+    return tmp_path
+
+
+def good() -> dict:
+    first = {"topic": "first", "title": "One", "able": "do it", "floor": 1}
+    second = {**first, "topic": "second", "needs": ["first"]}
+    third = {**first, "topic": "third", "after": ["second"], "planned": True}
+    parts = [{"part": "All", "topics": [first, second, third], "pages": ["book/page"]}]
+    return {"parts": parts, "floors": [{"floor": 1, "what": "everything"}]}
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "says"),
+    [
+        (1, {"needs": ["other"]}, "'second': needs or after 'other': .* what comes before"),
+        (0, {"needs": ["second"]}, "'first': needs or after 'second'"),
+        (1, {"after": ["first"]}, "'second': needs or after 'first': allowed is, once"),
+        (1, {"topic": "first"}, "'first': it stands there twice"),
+        (
+            1,
+            {"requires": []},
+            "'second'.*unexpected keyword argument 'requires'; known are topic, title",
+        ),
+        (1, {"able": None}, "'second'.*missing 1 required positional argument: 'able'"),
+        (1, {"floor": 7}, r"'second': floor=7: allowed are \[1\], or the `module:` of a topic"),
+        (2, {"planned": False}, "'third': there is no lessons/third.md, and it is not `planned"),
+        (1, {"planned": True}, "'second': it is planned, and lessons/second.md is there"),
+        (2, {"topic": "Third-One"}, "'Third-One': a name is of lower-case words, joined by _"),
+        (2, None, "topics.yml: a word: .*known are topic"),
+    ],
+)
+def test_a_bad_entry_is_named(small: Path, place: int, change: dict | None, says: str) -> None:
+    data = good()
+    topics = data["parts"][0]["topics"]
+    topics[place] = "a word" if change is None else {**topics[place], **change}
+    (small / index.TOPICS).write_text(yaml.safe_dump(data))
+    with pytest.raises(ValueError, match=says):
+        index.read(small)
+
+
+def test_a_file_without_an_entry_and_a_page_without_a_file_are_named(small: Path) -> None:
+    data = good()
+    (small / index.TOPICS).write_text(yaml.safe_dump(data))
+    assert [topic.title for topic in index.read(small).here] == ["One", "One"]
+    (small / "book/page.md").unlink()
+    with pytest.raises(ValueError, match="page 'book/page': there is no book/page.md"):
+        index.read(small)
+    (small / "lessons/fourth.md").write_text("# Four\n")
+    with pytest.raises(ValueError, match="lessons without a topic: fourth"):
+        index.read(small)
+
+
+def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, capsys) -> None:
+    (small / index.TOPICS).write_text(yaml.safe_dump(good()))
+    (small / "figures").mkdir()
+    shutil.copy(root / "figures/index.py", small / "figures")
+    mark = "<!-- topics: {} -->\n<!-- end -->\n"
+    (small / "_toc.yml").write_text("")
+    (small / "README.md").write_text("before\n" + mark.format("lessons") + "after\n")
+    (small / "CONTRIBUTING.md").write_text(mark.format("floors"))
+    (small / "book/index.md").write_text(mark.format("map"))
+    with pytest.raises(ValueError, match="index.md: wanted is <!-- topics: table --> … <!-- e"):
+        index.made(small)
+    (small / "book/index.md").write_text(mark.format("map") + mark.format("table"))
+
+    monkeypatch.chdir(small)
+    assert __main__.main(["pairs", "--check"]) == 1
+    told = capsys.readouterr().out
+    assert "_toc.yml differs from book/topics.yml: run `make pairs`" in told
+    assert "figures/index_map.svg differs from book/topics.yml" in told
+    assert __main__.main(["pairs"]) == __main__.main(["pairs", "--check"]) == 0
+    text = (small / "README.md").read_text()
+    assert text.startswith("before\n<!-- ") and text.endswith(" -->\nafter\n")
+    assert "\n- [One](lessons/first.md): do it.\n" in text and "third" not in text
+
+
+def some(seed: int) -> Index:
+    """Twelve topics in parts of any size, each with up to three needs."""
+    draw, parts, names = random.Random(seed), [], [f"t{i}" for i in range(12)]
+    while names_left := names[sum(len(part.topics) for part in parts) :]:
+        topics = []
+        for name in names_left[: draw.randint(1, 5)]:
+            before = names[: names.index(name)]
+            needs = draw.sample(before, min(len(before), draw.randint(0, 3)))
+            topics.append(Topic(name, f"Title of {name}", "do it", needs[1:], needs[:1]))
+        parts.append(Part(f"part {len(parts)}", topics))
+    return Index(parts, [])
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_arrows_cross_no_box_and_lie_on_no_other(root: Path, seed: int | None) -> None:
+    drawing = runpy.run_path(str(root / "figures/index.py"))
+    course = index.read(root) if seed is None else some(seed)
+    _, boxes = drawing["layout"](course)
+    routes = drawing["routes"](course)
+    assert routes.keys() == set(drawing["arrows"](course))
+    inside = {
+        (x + i, y + j): name
+        for name, (x, y, wide, high) in boxes.items()
+        for i in range(wide + 1)
+        for j in range(high + 1)
+    }
+    owner: dict = {}  # of each step of the grid: the arrows' box, and whether they are needs
+    points: dict = {}
+    for (before, after, needed), path in routes.items():
+        net = (before, needed)
+        assert inside.get(path[-1]) == after
+        assert inside.get(path[0]) == before or path[0] in points[net]
+        assert not any(point in inside for point in path[1:-1])
+        for a, b in pairwise(path):
+            assert abs(a[0] - b[0]) + abs(a[1] - b[1]) == 1
+            assert owner.setdefault(frozenset((a, b)), net) == net
+        points.setdefault(net, set()).update(path)
+
+
+ENTRY = """\
+      - topic: novelty
+        title: A novelty
+        able: do what nobody did
+        needs: [collectives]
+        floor: 2
+        planned: true
+"""
+
+
+def test_a_new_lesson_builds(root: Path, tmp_path: Path) -> None:
+    """Its skeleton passes lint, the house's tests and its own, and stands on the map."""
+    copy = tmp_path / "course"
+    left = shutil.ignore_patterns("_build", ".venv", ".git", ".*_cache", "__pycache__")
+    shutil.copytree(root, copy, ignore=left)
+
+    def run(tool: str, *arguments: str) -> None:
+        command = [Path(sys.executable).parent / tool, *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(copy / "code"), "RECORDED": "0"}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    def refused(why: str) -> None:
+        before = sorted(copy.rglob("*"))
+        with pytest.raises(ValueError, match=f"topic='novelty': {why}"):
+            lesson.write("novelty", copy)
+        assert sorted(copy.rglob("*")) == before
+
+    refused("allowed are the planned ones.*write an entry with `planned: true` into book/topics")
+    last = "    pages: [book/questions_cuts]\n"
+    entries = (copy / index.TOPICS).read_text().replace(last, ENTRY + last)
+    (copy / index.TOPICS).write_text(entries)
+    (copy / "code/shardlab/novelty").mkdir()
+    refused("code/shardlab/novelty is there already")
+    (copy / "code/shardlab/novelty").rmdir()
+
+    done = lesson.write("novelty", copy)
+    assert "wrote lessons/novelty.md" in done and "wrote code/lessons/novelty.py" in done
+    here = ENTRY.replace("        planned: true\n", "")
+    assert (copy / index.TOPICS).read_text() == entries.replace(ENTRY, here)
+    assert pairs.out_of_step(copy) == {}
+    assert "- file: lessons/novelty\n" in (copy / "_toc.yml").read_text()
+    assert 'href="../lessons/novelty.html"' in (copy / "figures/index_map.svg").read_text()
+    refused("allowed are the planned ones")
+    run("ruff", "format", "--check", ".")
+    run("ruff", "check", ".")
+    run("codespell")
+    tests = ("tests/test_novelty.py", "tests/test_house.py")
+    run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", "novelty")
+
+    toc = "format: jb-book\nroot: book/execution\nchapters:\n  - file: lessons/novelty\n"
+    (copy / "_toc.yml").write_text(toc)
+    for room in ("tests", "benchmarks"):  # every source file would get a page
+        shutil.rmtree(copy / room)
+    run("jupyter-book", "build", "-W", "-n", "--keep-going", ".")
+    page = (copy / "_build/html/lessons/novelty.html").read_text()
+    assert "equal on 1, 2 and 4 ranks" in page
+    assert "✗ Rank 0 returned None" in page and "✓ Equal to the mean of one process" in page

@@ -1,0 +1,121 @@
+"""Who is at fault where nccl moves the data: from what ranks leave behind, without a GPU.
+
+nccl's wait() returns at once; a rank goes on after a collective that the others never entered, and
+stands where it reads a number that the GPU does not have yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.ranks import blame, stacks, worker
+
+OVER = "its function is over"
+READS = ["loss.item()", "loss.cpu()", "values.tolist()", "torch.cuda.synchronize()", "float(loss)"]
+SCRIPT = ["dist.all_reduce(loss)", "dist.broadcast(loss, 0)", "while True: step()", *READS]
+
+
+def explained(
+    folder: Path, stands: list[str], entered: list[list[str]], backend: str = "cpu:gloo,cuda:nccl"
+) -> tuple[list[int], str]:
+    """What the caller says of ranks that stand at these lines, after these calls, in this order.
+
+    A call is a collective's name, behind "0,1:" where it is in a group of its own.
+    """
+    script = folder / "script.py"
+    script.write_text("\n".join(SCRIPT) + "\n")
+    job = worker.Job(len(stands), backend, "cuda", 5.0, str(folder), 0, torch.empty(0))
+    for rank, (line, calls) in enumerate(zip(stands, entered, strict=True)):
+        if line == OVER:
+            frame = f'  File "{worker.__file__}", line 1 in called\n'
+        else:
+            frame = f'  File "{script}", line {SCRIPT.index(line) + 1} in train\n'
+        if line in (OVER, "torch.cuda.synchronize()"):
+            frame = f'  File "{torch.cuda.__file__}", line 1 in synchronize\n' + frame
+        job.file("stack", rank).write_text(
+            "Thread 0x00007f0000000001 (most recent call first):\n"
+            f'  File "{worker.__file__}", line 1 in _leave_with_caller\n'
+            '  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap\n\n'
+            f"Current thread 0x00007f0000000000 (most recent call first):\n{frame}"
+        )
+        log = ""
+        for call in calls:
+            members, _, name = call.rpartition(":")
+            where = f"[{members}]" if members else "all"
+            log += f"{where}\t{name}\tfloat32[1]\t{script}\t1\ttrain\n"
+        job.file("calls", rank).write_text(log)
+    witnesses = [blame.witness(job, rank, None, None) for rank in range(len(stands))]
+    return blame.explain(witnesses, 5.0)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_ranks_that_read_a_result_wait(read: str, tmp_path: Path):
+    """Rank 2 spins; the others have entered a collective and stand where they need its result."""
+    stands = [read, read, "while True: step()", read]
+    two = ["all_reduce", "all_reduce"]
+    at_fault, message = explained(tmp_path, stands, [two, two, ["all_reduce"], two])
+    assert at_fault == [2]
+    assert "rank 2 of 4" in message and "Ranks 0, 1 and 3 wait for it in all_reduce" in message
+
+
+def test_a_rank_that_reads_too_but_entered_less(tmp_path: Path):
+    """Its GPU is busy with something else; what the others wait for it has not entered."""
+    stands = ["loss.item()"] * 3
+    at_fault, _ = explained(tmp_path, stands, [["all_reduce"], [], ["all_reduce"]])
+    assert at_fault == [1]
+
+
+def test_a_message_that_does_not_come(tmp_path: Path):
+    """Messages are not in the log: the line tells."""
+    at_fault, _ = explained(tmp_path, ["while True: step()", "loss.item()"], [[], []])
+    assert at_fault == [0]
+    at_fault, message = explained(tmp_path, ["loss.item()", "loss.item()"], [[], []])
+    assert at_fault == [0, 1] and "every one waits for another" in message
+
+
+def test_a_collective_that_hangs_when_its_function_is_over(tmp_path: Path):
+    """Nobody read its result: the GPU still waits for rank 1, which is through with all it has."""
+    at_fault, message = explained(tmp_path, [OVER, OVER], [["all_reduce"] * 2, ["all_reduce"]])
+    assert at_fault == [1]
+    assert "Rank 0 waits for it in all_reduce at" in message
+    assert "script.py, line 1, in train" in message
+
+
+def test_groups_are_looked_at_one_by_one(tmp_path: Path):
+    """Rank 0 waits in its own group; in the other one as much was entered by both."""
+    calls = [["0, 1:all_reduce"], [], ["2, 3:broadcast"], ["2, 3:broadcast"]]
+    stands = ["loss.item()", "while True: step()", "loss.item()", "loss.item()"]
+    at_fault, _ = explained(tmp_path, stands, calls)
+    assert at_fault == [1]
+
+
+def test_with_gloo_a_rank_that_reads_does_not_wait(tmp_path: Path):
+    """There wait() has stopped it before: it stands at a number that it has."""
+    calls = [["all_reduce"], ["all_reduce"]]
+    stands = ["loss.item()", "loss.item()"]
+    _, message = explained(tmp_path, stands, calls, backend="gloo")
+    assert "rank 0 of 2 did not finish" in message and "waits" not in message
+
+
+def test_a_hook_stands_in_a_thread_of_autograd(tmp_path: Path):
+    """On a GPU backward runs there, and the main thread waits for it in C++."""
+    from torch.autograd import graph
+
+    script = tmp_path / "script.py"
+    dump = (
+        "Thread 0x00007f0000000003 (most recent call first):\n"
+        f'  File "{script}", line 7 in hook\n\n'
+        "Thread 0x00007f0000000002 (most recent call first):\n"
+        f'  File "{worker.__file__}", line 1 in _leave_with_caller\n'
+        f'  File "{threading.__file__}", line 1 in _bootstrap\n\n'
+        "Current thread 0x00007f0000000001 (most recent call first):\n"
+        f'  File "{graph.__file__}", line 1 in _engine_run_backward\n'
+        f'  File "{script}", line 3 in train\n'
+    )
+    found = stacks.read(dump)
+    assert found[0] == (str(script), 7, "hook") and found[-1] == (str(script), 3, "train")
+    assert not any(name == "_leave_with_caller" for _, _, name in found)

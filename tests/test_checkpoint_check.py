@@ -1,5 +1,6 @@
 """The exercises of lesson `checkpoint` help with the wrong answers that readers give."""
 
+import gc
 import math
 import os
 
@@ -95,6 +96,27 @@ def _flushed(path, content):
 )
 def test_write(answer, words):
     wrong(answer, "my_write", words)
+
+
+def test_kills_count_the_lines_of_the_answer_alone():
+    """A collection has callbacks (Hypothesis's, IPython's) that run in the middle of the answer.
+
+    Each process that is killed counts lines for itself. Were a callback's among them in one and
+    not in the next, the one line at which this answer loses the file could be passed over.
+    """
+
+    def callback(_phase, _info):
+        pass
+
+    quiet = check(old_one_away_first, "my_write").message
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        assert check(old_one_away_first, "my_write").message == quiet
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
 
 
 def with_a_helper_inside(path, content):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -79,6 +80,7 @@ def _killed(answer: Callable[..., Any], path: Path, line: int) -> tuple[bool, st
                     left[0] -= 1
                 return trace
 
+            gc.disable()  # its callbacks are Python: their lines would be counted, too
             sys.settrace(trace)
             answer(path, _NEW)
             sys.settrace(None)

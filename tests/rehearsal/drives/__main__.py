@@ -11,13 +11,25 @@ import time
 
 import torch  # noqa: F401 - first of all: the rehearsal comes with it
 
+from shardlab import deepspeed_engine
+
 from . import TOPICS, drives, numbers, result
+
+# Imported once, and not in every rank.
+SLOW = [
+    "fsspec.caching",
+    "shardlab.pipeline.stage",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.profiler._cupti_monitor",
+]
 
 
 def main() -> None:
     """Run those that are named, or all that run on so many GPUs."""
     gpus, wanted = int(os.environ["REHEARSE"]), sys.argv[1:]
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # once, and not in every rank
+    for module in SLOW:
+        importlib.import_module(module)
+    deepspeed_engine.prepare()
     for topic in TOPICS:
         for name, drive in drives(topic).items():
             asked = not wanted or {name, topic} & {*wanted}

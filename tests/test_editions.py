@@ -7,6 +7,7 @@ import builtins
 import importlib
 import io
 import re
+import symtable
 import zipfile
 
 import nbformat
@@ -15,7 +16,7 @@ from test_book import Page
 from throwaway import Book
 
 from shardlab import record, show
-from shardlab.record.exercises import Slice, exercises, parts, statements
+from shardlab.record.exercises import exercises, imports, parts
 
 TOPICS = record.lessons(show.ROOT)
 
@@ -36,6 +37,20 @@ def run(source, names):
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "<cell>", "exec"), names)
     return eval(compile(ast.Expression(last.value), "<cell>", "eval"), names) if last else None
+
+
+def names(source):
+    """The global names that a cell binds, and those that it uses, in its functions, too."""
+    binds, uses = set(), set()
+    todo = [symtable.symtable(source, "cell", "exec")]
+    for table in todo:
+        todo += table.get_children()
+        for symbol in table.get_symbols():
+            if table.get_type() == "module" and (symbol.is_assigned() or symbol.is_imported()):
+                binds.add(symbol.get_name())
+            if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
+                uses.add(symbol.get_name())
+    return binds, uses
 
 
 @pytest.mark.parametrize("topic", TOPICS)
@@ -67,13 +82,11 @@ def test_exercises_hold_no_solution_and_all_that_a_solution_uses(topic, root):
         assert part.text not in text
         if part.kind == "code":  # of each solution, lines that only it has
             assert {line.strip() for line in part.text.splitlines()} - given
-    bound = {name for source in code for s in statements(source) for name in s.binds}
+    known = {name for source in code for name in names(source)[0]} | {*dir(builtins)}
     for part in lesson:
         if part.place == "solution" and part.kind == "code":
-            here = statements(part.text)
-            uses = {name for s in here for name in s.uses | s.later}
-            own = {name for s in here for name in s.binds}
-            assert uses - own - bound <= set(dir(builtins)), part.text
+            own, used = names(part.text)
+            assert used <= own | known, f"not imported by the lesson's first cell, in {part.text}"
 
 
 @pytest.mark.parametrize("topic", TOPICS)
@@ -92,54 +105,9 @@ def test_exercises_say_what_they_are_and_lead_nowhere(topic, root):
     assert nbformat.writes(book) == nbformat.writes(exercises(topic, root))
 
 
-LESSON = """\
-import os
-import torch
-import torch.nn.functional
-from shardlab import ranks, \\
-    show
-base = 1
-base = base + 1
-# Twice
-# the base.
-def twice(x):
-    return base * unit(x)
-def unit(x):
-    return ranks.one(x)
-def unused():
-    return os.name
-table = {}
-table["a"] = twice(3)
-base = 7
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("print", ""),
-        ("unused", "import os\n\n\ndef unused():\n    return os.name"),
-        ("torch", "import torch\nimport torch.nn.functional"),
-        ("show", "from shardlab import show"),
-        ("base", "base = 7"),
-        (
-            "twice",
-            "from shardlab import ranks\n\n\n# Twice\n# the base.\ndef twice(x):\n"
-            "    return base * unit(x)\n\n\ndef unit(x):\n    return ranks.one(x)\n\n\nbase = 7",
-        ),
-        (
-            "table",
-            "from shardlab import ranks\n\nbase = 1\nbase = base + 1\n\n\n"
-            "# Twice\n# the base.\ndef twice(x):\n    return base * unit(x)\n\n\n"
-            'def unit(x):\n    return ranks.one(x)\n\n\ntable = {}\ntable["a"] = twice(3)',
-        ),
-    ],
-)
-def test_slice_takes_what_a_name_stands_on_and_nothing_else(name, expected):
-    before = statements(LESSON)
-    cut = Slice(before)
-    cut.want(name, len(before))
-    assert cut.source() == expected
+def test_exercises_begin_with_what_the_first_cell_imports():
+    cell = "import os\n# not this\nx = os.name\nfrom a import (\n    b,\n)\n"
+    assert imports(cell) == "import os\nfrom a import (\n    b,\n)"
 
 
 # --- The one page -------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.functional import gelu
 from torch.profiler import profile
 
 from shardlab import collectives, count, link, memory, ranks, show, text
@@ -59,7 +60,6 @@ from shardlab.tensor_parallel.dropout import _own, drop_by_heads
 from shardlab.tensor_parallel.loss import _CrossEntropy
 
 show.style()
-gelu = nn.functional.gelu
 
 
 def normal(seed, *shape):

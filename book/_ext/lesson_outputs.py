@@ -59,7 +59,7 @@ def choose(
     failures = []
     app.lesson_books = {}
     names = set(record.pages(Path(app.srcdir)))
-    known: dict[Any, Any] = {}  # what files reach: executing a page changes none
+    reader = record.Reader(Path(app.srcdir))  # executing a page changes no file
     for docname in sorted(env.found_docs):
         name = docname.removeprefix(LESSONS)
         if name not in names:
@@ -69,7 +69,7 @@ def choose(
             failures.append(f"{docname}.md {words}")
             continue
         try:
-            path, book, how, reasons = _outputs(name, app, known)
+            path, book, how, reasons = _outputs(name, app, reader)
         except record.LessonError as error:
             failures.append(str(error))
             continue
@@ -94,11 +94,11 @@ def choose(
 
 
 def _outputs(
-    name: str, app: Sphinx, known: dict[Any, Any]
+    name: str, app: Sphinx, reader: record.Reader
 ) -> tuple[Path, nbformat.NotebookNode, str, list[str]]:
     """A page's outputs and their file, how they were made, and why they are not recorded ones."""
     root = Path(app.srcdir)
-    key = record.reach(name, root, known=known)
+    key = record.reach(name, root, reader=reader)
     path = root / record.RECORDED / f"{name}.ipynb"
     recording = record.load(path)
     if "/" in name:

@@ -38,7 +38,7 @@ _STYLE = re.compile(r'\s*<link\b[^>]*\brel="stylesheet"[^>]*>')
 _SCRIPT = re.compile(r"\s*<script\b([^>]*)>(.*?)</script>", re.DOTALL)
 _ADDRESS = re.compile(r'\b(?:src|href)="([^"?]*)(?:\?[^"]*)?"')
 _PRELOAD = re.compile(r'\s*<link rel="preload" as="script"[^>]*>|\s*<!-- Pre-loaded scripts.*?-->')
-_VIEWPORT = re.compile(r'\s*<meta name="viewport"[^>]*>')
+_MAP = re.compile(r"\n//# sourceMappingURL=.*")
 _WORDS = re.compile(r'\s(?:class|id)="([^"]*)"')
 _FAR = (  # not laid out while far from the screen; the sizes are known (see slim_svg)
     "@media screen{.afar{content-visibility:auto}"
@@ -49,18 +49,6 @@ _SYSTEM = (
     "document.documentElement.dataset.theme = /^(light|dark)$/.test("
     "document.documentElement.dataset.mode) ? document.documentElement.dataset.mode : "
     'matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";'
-)
-# The theme asks each box whether it scrolls and writes the answer down before it asks the next:
-# the page is laid out anew for every one. All questions first, and a few at a time, costs nothing.
-_ASKS = re.compile(
-    r"\.forEach\((\w)=>\{\1\.tabIndex=(\1\.scrollWidth>\1\.clientWidth"
-    r"\|\|\1\.scrollHeight>\1\.clientHeight)\?0:-1\}\)"
-)
-_ASKS_LATER = (
-    ".forEach((box,index,all)=>{if(index%8)return;const some=[...all].slice(index,index+8);"
-    "(window.requestIdleCallback??setTimeout)(()=>{const wide=some.map(\\1=>\\2);some.forEach("
-    "(one,i)=>{const tab=wide[i]?0:-1;one.tabIndex===tab&&one.hasAttribute('tabindex')||"
-    "(one.tabIndex=tab)})})})"
 )
 
 
@@ -131,11 +119,6 @@ def shared(site: Path) -> Shared:
     return Shared(styles, scripts, large)
 
 
-def patched(script: str) -> str:
-    """The script without what makes it slow here."""
-    return _ASKS.sub(_ASKS_LATER, re.sub(r"\n//# sourceMappingURL=.*", "", script))
-
-
 def join(site: Path, scripts: list[str]) -> str:
     """The scripts as one: the first, the settings that stood in the page, then all others.
 
@@ -147,7 +130,7 @@ def join(site: Path, scripts: list[str]) -> str:
     for script in dict.fromkeys([*scripts[:1], *in_page, *scripts]):
         code = script
         if script.endswith(".js"):
-            code = patched((site / script).read_text("utf-8"))
+            code = _MAP.sub("", (site / script).read_text("utf-8"))
         pieces.append(code)
     return "\n;\n".join(pieces)
 
@@ -203,9 +186,6 @@ def head(page: str, common: Shared, stamps: dict[str, str]) -> str:
     before, _, after = start.partition(mark)
     # The mark stands before the first style, and the page's own scripts and styles come after.
     start = before + "\n    " + "\n    ".join(extra) + after
-    views = _VIEWPORT.findall(start)
-    if len(views) > 1:
-        start = _VIEWPORT.sub("", start).replace("<title>", f"{views[-1].strip()}\n<title>", 1)
     return _MODE.sub(_SYSTEM, start) + end + _SCRIPT.sub(script, rest)
 
 
@@ -224,7 +204,7 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
     joined = [name for name in common.scripts if tabs or not name.endswith("design-tabs.js")]
     made = {"_static/site.js": join(site, joined)}
     for name in (*common.large, "_static/maths.js"):
-        made[name] = patched((site / name).read_text("utf-8"))
+        made[name] = _MAP.sub("", (site / name).read_text("utf-8"))
     own = [path.read_text("utf-8") for path in sorted((site / "_static").glob("*.js"))]
     words = vocabulary(list(pages.values()), [*made.values(), *own])
     styles = [name.removeprefix("_static/") for name in common.styles]

@@ -26,6 +26,7 @@ from .carry import RECORDED, archive, unpack
 from .kernel import LessonError, about, changed, execute
 from .key import (
     Key,
+    Reader,
     cell_hash,
     code_cells,
     has_cells,
@@ -45,6 +46,7 @@ __all__ = [
     "RECORDED",
     "Key",
     "LessonError",
+    "Reader",
     "about",
     "add_command",
     "archive",

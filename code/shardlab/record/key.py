@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import nbformat
 
 _MODULE = re.compile(r"shardlab(\.\w+)+")
-_SOURCES = ("code", "")  # where a module's file may stand, below the root
+_FILE = re.compile(r"[\w./-]{1,200}")  # what a string looks like that may name a file
 
 
 @dataclass(frozen=True)
@@ -105,38 +105,69 @@ def cell_hash(cell: nbformat.NotebookNode) -> str:
     return _hash(json.dumps([cell.source.strip("\n"), raises]).encode())
 
 
+class Reader:
+    """Finds what sources name, and reads each file once, while no file changes."""
+
+    def __init__(self, root: Path):
+        self.root = root.resolve()
+        self._named: dict[Path, tuple[list[Path], list[str]]] = {}
+        self._paths: dict[tuple[Path, str], Path | None] = {}
+
+    def reached(self, path: Path, home: Path) -> list[Path]:
+        """The course files that a file names itself, when what it runs in is the folder `home`."""
+        if path.suffix != ".py":
+            return []
+        if path not in self._named:
+            text = path.read_text("utf-8", "replace")
+            self._named[path] = _named(text, path.parent, self.root)
+        return self._resolved(*self._named[path], home)
+
+    def reached_from(self, source: str, home: Path) -> list[Path]:
+        """The course files that the code `source`, run in the folder `home`, names itself."""
+        return self._resolved(*_named(source, home, self.root), home)
+
+    def _resolved(self, modules: list[Path], strings: list[str], home: Path) -> list[Path]:
+        found = [self._path(text, base) for text in strings for base in (self.root, home)]
+        return modules + [path for path in found if path]
+
+    def _path(self, text: str, base: Path) -> Path | None:
+        """The file of the course that the string `text` names, seen from the folder `base`."""
+        if (base, text) not in self._paths:
+            path = None
+            if os.path.isfile(os.path.join(base, text)):
+                path = (base / text).resolve()
+            inside = path is not None and path.is_relative_to(self.root)
+            self._paths[base, text] = path if inside else None
+        return self._paths[base, text]
+
+
 def reach(
     name: str,
     root: Path,
     book: nbformat.NotebookNode | None = None,
-    known: dict[tuple[Path, Path], list[Path]] | None = None,
+    reader: Reader | None = None,
 ) -> Key:
     """The key of the page `name` of the course in the folder `root`, as it stands now.
 
     book: the page when it was read already, by whichever reader.
-    known: a dict that several calls share while no file changes: each file is then read once.
+    reader: one that several calls share while no file changes.
     """
-    root = root.resolve()
-    cells = code_cells(book or notebook(name, root))
-    home = source(name, root).parent  # where the cells run: their paths start there
-    first = [path for cell in cells for path in _reached(cell.source, home, root, home)]
-    exercises = root / "code/shardlab/check" / f"{name}.py"
-    files = _files(first, root, home, exercises, {} if known is None else known)
-    return Key(tuple(cell_hash(cell) for cell in cells), files)
+    reader = reader or Reader(root)
+    cells = code_cells(book or notebook(name, reader.root))
+    home = source(name, reader.root).parent  # where the cells run: their paths start there
+    first = [path for cell in cells for path in reader.reached_from(cell.source, home)]
+    exercises = reader.root / "code/shardlab/check" / f"{name}.py"
+    return Key(tuple(cell_hash(cell) for cell in cells), _files(first, reader, home, exercises))
 
 
 def reach_of_program(path: Path, root: Path) -> Key:
     """The key of the Python program in the file `path`, run in the folder `root`: files alone."""
-    root = root.resolve()
-    return Key((), _files([root / path], root, root, None, {}))
+    reader = Reader(root)
+    return Key((), _files([reader.root / path], reader, reader.root))
 
 
 def _files(
-    first: list[Path],
-    root: Path,
-    home: Path,
-    exercises: Path | None,
-    known: dict[tuple[Path, Path], list[Path]],
+    first: list[Path], reader: Reader, home: Path, exercises: Path | None = None
 ) -> dict[str, str]:
     """The files that those in `first` reach, with the hashes of their bytes."""
     found: dict[Path, None] = {}
@@ -146,45 +177,40 @@ def _files(
         if path in found:
             continue
         found[path] = None
-        if path.suffix == ".py":
-            if (path, home) not in known:
-                text = path.read_text("utf-8", "replace")
-                known[path, home] = list(_reached(text, path.parent, root, home))
-            todo += known[path, home]
+        todo += reader.reached(path, home)
         # check() finds a lesson's exercises by the topic's name: no import names them.
         if exercises and path.parent == exercises.parent and exercises.is_file():
             todo.append(exercises)
-    files = {p.relative_to(root).as_posix(): _file_hash(p, p.stat().st_mtime_ns) for p in found}
-    return dict(sorted(files.items()))
+    hashes = {p: _file_hash(p, p.stat().st_mtime_ns) for p in found}
+    return dict(sorted((p.relative_to(reader.root).as_posix(), h) for p, h in hashes.items()))
 
 
-def _reached(text: str, folder: Path, root: Path, home: Path) -> Iterator[Path]:
-    """The course files that the source `text`, which stands in `folder`, names itself."""
+def _named(text: str, folder: Path, root: Path) -> tuple[list[Path], list[str]]:
+    """The files of modules that a source in `folder` names, and strings that may name a file."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
-        return  # running it will tell
+        return [], []  # running it will tell
+    modules: dict[Path, None] = {}
+    strings: dict[str, None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _module(alias.name, folder, root)
+                modules.update(dict.fromkeys(_module(alias.name, folder, root)))
         elif isinstance(node, ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-            if node.level:
-                above = folder
-                for _ in range(node.level - 1):
-                    above = above.parent
-                base = above.relative_to(root) if above.is_relative_to(root) else None
-                if base is not None:
-                    prefix = [*base.parts, *(node.module or "").split(".")]
-                    for name in ["", *names]:
-                        yield from _parts([part for part in [*prefix, name] if part], root)
-            else:
-                for name in ["", *names]:
-                    dotted = f"{node.module}.{name}".rstrip(".")
-                    yield from _module(dotted, folder, root)
+            for name in ["", *(alias.name for alias in node.names)]:
+                dotted = ".".join(filter(None, [node.module, name]))
+                if not node.level:
+                    modules.update(dict.fromkeys(_module(dotted, folder, root)))
+                elif (above := [folder, *folder.parents][node.level - 1]).is_relative_to(root):
+                    package = [*above.relative_to(root).parts, *filter(None, dotted.split("."))]
+                    modules.update(dict.fromkeys(_parts(package, root)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from _path(node.value, folder, root, home)
+            if _MODULE.fullmatch(node.value):
+                modules.update(dict.fromkeys(_module(node.value, folder, root)))
+            if _FILE.fullmatch(node.value):
+                strings[node.value] = None
+    return list(modules), list(strings)
 
 
 def _module(dotted: str, folder: Path, root: Path) -> Iterator[Path]:
@@ -202,20 +228,6 @@ def _parts(parts: list[str], root: Path) -> Iterator[Path]:
         for path in (stem / "__init__.py", stem.with_name(stem.name + ".py")):
             if path.is_file():
                 yield path
-
-
-def _path(text: str, folder: Path, root: Path, home: Path) -> Iterator[Path]:
-    """The file below the root that a string names: as a path, or as a module of the package."""
-    if not 0 < len(text) < 200 or "\n" in text or "\0" in text:
-        return
-    if _MODULE.fullmatch(text):
-        yield from _module(text, folder, root)
-    for base in (root, home):
-        if not os.path.isfile(os.path.join(base, text)):  # most strings: and resolving is slow
-            continue
-        path = (base / text).resolve()
-        if path.is_relative_to(root):
-            yield path
 
 
 @lru_cache(maxsize=4096)

@@ -382,6 +382,7 @@ def test_predictions_by_hand() -> None:
             assert model.seconds(name, 8, 1) == 0, name  # alone there is nobody to talk to
 
 
+@pytest.mark.alone
 def test_seconds_on_the_slow_link() -> None:
     latency, bandwidth, nbytes = 0.02, 20e6, 2**20
 

@@ -1,10 +1,7 @@
 """Data parallelism equals one process and torch's DDP; one test per promise."""
 
 import copy
-import json
 import math
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -544,35 +541,6 @@ def test_step_seconds_is_the_schedule_of_one_wire():
     assert dp.step_seconds(1, 4, sizes, wire) == 1 + 4 + 1  # only the last bucket is not hidden
     assert dp.step_seconds(1, 1, sizes, wire) == 1 + 0.5 + 2  # the wire is busy from its start on
     assert dp.step_seconds(1, 4, sizes, lambda size: 0.0) == 5
-
-
-def benchmark(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks/data_parallel.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-
-
-def test_the_benchmark_prints_its_rows_as_json():
-    done = benchmark("--json", "--quick", "--ranks", "2", "--links", "loopback", "slow")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    assert [(row["ranks"], row["link"]) for row in rows] == [(2, "loopback"), (2, "slow")]
-    for row in rows:
-        assert list(row) == ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
-        assert row["against"] == "torch DDP"
-        assert row["ratio"] > 0 and row["floor"] > 0
-        assert row["quartiles"] == sorted(row["quartiles"])
-
-
-def test_the_benchmark_refuses_bad_arguments_in_one_line():
-    for arguments, words in (
-        (["--ranks", "0"], "'0': allowed are 1 to"),
-        (["--repeats", "many"], "'many': allowed are 1 to"),
-        (["--links", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
-    ):
-        done = benchmark(*arguments)
-        assert done.returncode == 2
-        assert words in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
 
 
 def averaged(module, group):

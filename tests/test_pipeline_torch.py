@@ -1,9 +1,5 @@
 """Our pipeline beside torch.distributed.pipelining: the same bits; and the benchmark of the two."""
 
-import json
-import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,41 +111,3 @@ def test_torch_computes_the_same_bits(size, m, slow):
             # The last rank alone knows the loss: the mean of m values, added in another order.
             if got[0] is not None:
                 assert got == pytest.approx(want, rel=1e-6), (name, m)
-
-
-def benchmark(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks/pipeline.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
-def test_the_benchmark_prints_its_rows_as_json():
-    done = benchmark("--json", "--quick", "--ranks", "2", "--links", "slow", "--repeats", "1")
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    assert [row["case"].split(":")[0] for row in printed["rows"]] == list(THEIRS)
-    for row in printed["rows"]:
-        keys = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
-        assert list(row) == keys
-        assert row["against"] == f"torch {THEIRS[row['case'].split(':')[0]].__name__}"
-        assert (row["ranks"], row["link"]) == (2, "slow")
-        assert row["ratio"] > 0 and row["floor"] > 0
-        assert row["quartiles"] == sorted(row["quartiles"])
-    assert {row["case"].split(":")[0] for row in printed["predictions"]} == set(pipeline.NAMES)
-    for row in printed["predictions"]:
-        assert list(row) == [
-            *("case", "ranks", "link", "error", "quartiles", "error_after", "quartiles_after")
-        ]
-
-
-def test_the_benchmark_refuses_bad_arguments_in_one_line(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    main = runpy.run_path(str(ROOT / "benchmarks/pipeline.py"))["main"]
-    for arguments, words in (
-        (["--ranks", "0"], "'0': allowed are 1 to"),
-        (["--repeats", "many"], "'many': allowed are 1 to"),
-        (["--links", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            main(arguments)
-        assert left.value.code == 2
-        assert words in capsys.readouterr().err.splitlines()[-1]

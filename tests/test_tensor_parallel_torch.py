@@ -3,9 +3,7 @@
 Torch's side is `by_torch` of the benchmark: what is timed there is what is compared here.
 """
 
-import json
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -144,46 +142,3 @@ def test_torch_sends_as_many_messages_or_more():
         assert len(theirs) == len(ours) + 1 and sorted(theirs)[3:] == streams
         # Told layer by layer, queries, keys and values each send a gradient, and so do gate and up.
         assert sorted(tutorial)[3:] == streams + [stream] * 3 * config.layers
-
-
-def benchmark(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks/tensor_parallel.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
-def test_the_benchmark_prints_its_rows_as_json():
-    links = "--links", "loopback", "slow"
-    done = benchmark("--json", "--quick", "--ranks", "2", *links, "--repeats", "1")
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    assert [row["link"] for row in printed["rows"]] == ["loopback"] * 2 + ["slow"] * 2
-    for row in printed["rows"]:
-        keys = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
-        assert list(row) == [*keys, "peak_ratio", "peak_bytes"]
-        assert row["against"].startswith("parallelize_module") and row["ranks"] == 2
-        assert row["ratio"] > 0 and row["floor"] > 0
-        assert row["quartiles"] == sorted(row["quartiles"])
-        # Counted, not timed: no more than torch holds, but for a message of 16 of 1200 kB that a
-        # thread of gloo has not let go of.
-        assert row["peak_ratio"] <= 1.02
-    ours, *theirs = printed["where"]
-    assert [one["case"] for one in (ours, *theirs)] == [
-        f"{who}: nano" for who in ("ours", "parallelize_module", "parallelize_module, tutorial")
-    ]
-    for one in (ours, *theirs):
-        assert min(one[part] for part in ("kernels", "messages", "rest")) > 0
-        # Counted: every operation on a DTensor, some hundred in two layers, takes many more calls.
-        assert (one["dispatched"] > 100) == (one is not ours)
-        assert one is ours or one["calls"] > 4 * ours["calls"]
-
-
-def test_the_benchmark_refuses_bad_arguments_in_one_line(capsys):
-    for arguments, words in (
-        (["--ranks", "0"], "'0': allowed are 1 to"),
-        (["--repeats", "many"], "'many': allowed are 1 to"),
-        (["--links", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            the_benchmark()["main"](arguments)
-        assert left.value.code == 2
-        assert words in capsys.readouterr().err.splitlines()[-1]

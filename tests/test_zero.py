@@ -2,10 +2,7 @@
 
 import copy
 import gc
-import json
 import os
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -922,35 +919,3 @@ def test_two_ranks_on_a_gpu_equal_one_process(stage):
 
     # float32 with a GPU's own order of sums within a kernel.
     assert max(ranks.run(steps, 2, device="cuda", timeout=120)) < 1e-4
-
-
-def benchmark(*arguments):
-    command = [sys.executable, str(ROOT / "benchmarks/zero.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
-
-
-def test_the_benchmark_prints_its_rows_as_json():
-    done = benchmark("--json", "--quick", "--ranks", "2", "--links", "slow", "--repeats", "1")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    assert len(rows) >= 3
-    for row in rows:
-        keys = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
-        assert list(row) == [*keys, "peak_ratio", "peak_bytes"]
-        assert (row["ranks"], row["link"]) == (2, "slow")
-        assert row["ratio"] > 0 and row["floor"] > 0
-        assert row["quartiles"] == sorted(row["quartiles"])
-        # Counted, not timed: never more than the library holds.
-        assert row["peak_ratio"] <= 1
-
-
-def test_the_benchmark_refuses_bad_arguments_in_one_line():
-    for arguments, words in (
-        (["--ranks", "0"], "'0': allowed are 1 to"),
-        (["--repeats", "many"], "'many': allowed are 1 to"),
-        (["--links", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
-    ):
-        done = benchmark(*arguments)
-        assert done.returncode == 2
-        assert words in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr

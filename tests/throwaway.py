@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from pathlib import Path
 
 import jupyter_book.sphinx
-import myst_nb  # noqa: F401
 import nbformat
-import sphinx_book_theme  # noqa: F401
-import sphinx_exercise  # noqa: F401
-import sphinxcontrib.bibtex  # noqa: F401
 from forked import forked
 from jupyter_book.cli.main import main as jupyter_book
 
 from shardlab import record, show
+
+# What a build imports, half of its time, once for all builds.
+for _name in (
+    *("fontTools.subset", "jupytext.myst", "myst_nb.sphinx_ext", "sphinx.builders.dirhtml"),
+    *("sphinx_book_theme", "sphinx_design.extension", "sphinx_exercise", "sphinx_thebe"),
+    *("sphinx_external_toc.collectors", "sphinxcontrib.bibtex", "sphinx_togglebutton"),
+):
+    importlib.import_module(_name)
 
 HEADER = """\
 ---

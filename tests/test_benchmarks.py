@@ -1,0 +1,109 @@
+"""Benchmarks, at toy sizes: the rows that they print, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_pipeline_torch import THEIRS
+
+from shardlab import pipeline, show
+
+TOPICS = ["data_parallel", "pipeline", "tensor_parallel", "zero"]
+KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, list[str]], Any]:
+    """Call the main function of a topic's benchmark."""
+    monkeypatch.syspath_prepend(show.ROOT / "benchmarks")  # where it finds side_by_side
+
+    def call(topic: str, arguments: list[str]) -> Any:
+        return runpy.run_path(str(show.ROOT / f"benchmarks/{topic}.py"))["main"](arguments)
+
+    return call
+
+
+def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
+    """What the benchmark prints on two ranks: its rows, each with more keys, and all of it."""
+    command = [sys.executable, str(show.ROOT / f"benchmarks/{topic}.py"), "--json", "--quick"]
+    options = ["--ranks", "2", "--links", *links, "--repeats", "1"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=show.ROOT)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    for row in printed["rows"]:
+        assert list(row) == [*KEYS, *more]
+        assert row["ranks"] == 2
+        assert row["ratio"] > 0 and row["floor"] > 0
+        assert row["quartiles"] == sorted(row["quartiles"])
+    # A link after the other, each with as many rows.
+    each = len(printed["rows"]) // len(links)
+    assert [row["link"] for row in printed["rows"]] == [link for link in links for _ in range(each)]
+    return printed["rows"], printed
+
+
+def test_data_parallel():
+    found, _ = rows("data_parallel", ["loopback", "slow"])
+    assert [row["against"] for row in found] == ["torch DDP"] * 2
+
+
+def test_zero():
+    found, _ = rows("zero", ["slow"], "peak_ratio", "peak_bytes")
+    assert len(found) >= 3
+    # Counted, not timed: never more than the library holds.
+    assert all(row["peak_ratio"] <= 1 for row in found)
+
+
+def test_pipeline():
+    found, printed = rows("pipeline", ["slow"])
+    names = [row["case"].split(":")[0] for row in found]
+    assert names == list(THEIRS)
+    for name, row in zip(names, found, strict=True):
+        assert row["against"] == f"torch {THEIRS[name].__name__}"
+    assert {row["case"].split(":")[0] for row in printed["predictions"]} == set(pipeline.NAMES)
+    for row in printed["predictions"]:
+        assert list(row) == [
+            *("case", "ranks", "link", "error", "quartiles", "error_after", "quartiles_after")
+        ]
+
+
+def test_tensor_parallel():
+    found, printed = rows("tensor_parallel", ["loopback", "slow"], "peak_ratio", "peak_bytes")
+    assert len(found) == 4
+    for row in found:
+        assert row["against"].startswith("parallelize_module")
+        # Counted, not timed: no more than torch holds, but for a message of 16 of 1200 kB that a
+        # thread of gloo has not let go of.
+        assert row["peak_ratio"] <= 1.02
+    ours, *theirs = printed["where"]
+    assert [one["case"] for one in (ours, *theirs)] == [
+        f"{who}: nano" for who in ("ours", "parallelize_module", "parallelize_module, tutorial")
+    ]
+    for one in (ours, *theirs):
+        assert min(one[part] for part in ("kernels", "messages", "rest")) > 0
+        # Counted: every operation on a DTensor, some hundred in two layers, takes many more calls.
+        assert (one["dispatched"] > 100) == (one is not ours)
+        assert one is ours or one["calls"] > 4 * ours["calls"]
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_bad_arguments_are_refused_in_one_line(topic, main, capsys):
+    for arguments, words in (
+        (["--ranks", "0"], "'0': allowed are 1 to"),
+        (["--repeats", "many"], "'many': allowed are 1 to"),
+        (["--links", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(topic, arguments)
+        assert left.value.code == 2
+        assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_benchmark_is_tried_here():
+    found = {path.stem for path in (show.ROOT / "benchmarks").glob("*.py")} - {"side_by_side"}
+    assert found == {*TOPICS}

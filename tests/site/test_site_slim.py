@@ -117,10 +117,3 @@ def test_icons_come_with_the_styles(visit):
     )
     asked = visited.page.evaluate("performance.getEntriesByType('resource').map(e => e.name)")
     assert not [name for name in asked if "webfonts" in name]
-
-
-def test_theme_asks_all_boxes_before_it_writes(site):
-    """The theme's script still reads as the patch expects."""
-    theme = (site / "_static/scripts/pydata-sphinx-theme.js").read_text("utf-8")
-    assert ".tabIndex=e.scrollWidth" not in theme
-    assert "requestIdleCallback" in theme

@@ -4,7 +4,8 @@ At the build's end, on the finished pages:
 
 - The styles that all pages share become one file, without the rules that nothing here can need and
   with the dozen icons that are shown. Their scripts become one file, too, which waits for the page.
-- The index of the search is loaded by the page that searches; mathematics when it is to be seen.
+- The index of the search is loaded by the page that searches; mathematics when it is to be seen;
+  the buttons that copy code when the reader first does something.
 - Listings and drawings lose what does not show (`slim_svg`).
 - The page knows at once whether it is light or dark, and is not painted twice.
 
@@ -33,6 +34,7 @@ DONE = "_static/site.css"
 _DONE = re.compile(rf'<link rel="stylesheet" href="[^"]*{re.escape(DONE)}\?')
 SMALL = 10_000  # bytes of a script that need be no task of its own
 _SEARCH = ("searchtools.js", "language_data.js", "searchindex.js")
+_COPY = ("clipboard.min.js", "copybutton.js")
 _MATHS = "mathjax/tex-chtml.js"
 _STYLE = re.compile(r'\s*<link\b[^>]*\brel="stylesheet"[^>]*>')
 _SCRIPT = re.compile(r"\s*<script\b([^>]*)>(.*?)</script>", re.DOTALL)
@@ -201,8 +203,12 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
         return  # this build wrote no page
     common = shared(site)
     tabs = any("sd-tab-set" in page for page in pages.values())
-    joined = [name for name in common.scripts if tabs or not name.endswith("design-tabs.js")]
-    made = {"_static/site.js": join(site, joined)}
+    apart = _COPY if tabs else (*_COPY, "design-tabs.js")
+    copy = [name for name in common.scripts if name.endswith(_COPY)]
+    made = {
+        "_static/site.js": join(site, [n for n in common.scripts if not n.endswith(apart)]),
+        "_static/copy.js": join(site, copy),
+    }
     for name in (*common.large, "_static/maths.js"):
         made[name] = _MAP.sub("", (site / name).read_text("utf-8"))
     own = [path.read_text("utf-8") for path in sorted((site / "_static").glob("*.js"))]
@@ -227,7 +233,8 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the extension."""
-    app.add_js_file("afar.js", loading_method="defer")
+    for script in ("afar.js", "later.js"):
+        app.add_js_file(script, loading_method="defer")
     app.connect("html-page-context", describe)
     app.connect("build-finished", slim, priority=900)  # on finished pages; editions come after
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

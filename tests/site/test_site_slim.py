@@ -117,3 +117,13 @@ def test_icons_come_with_the_styles(visit):
     )
     asked = visited.page.evaluate("performance.getEntriesByType('resource').map(e => e.name)")
     assert not [name for name in asked if "webfonts" in name]
+
+
+def test_buttons_that_copy_code_come_with_the_first_movement(visit, address):
+    page = visit().page
+    page.goto(f"{address}lessons/zero.html", wait_until="load")  # as readers open it
+    page.wait_for_timeout(300)
+    assert page.locator("button.copybtn").count() == 0
+    page.mouse.move(300, 300)
+    page.wait_for_selector("button.copybtn", state="attached")
+    assert page.locator("button.copybtn").count() > 20

@@ -41,6 +41,7 @@ class Visit:
         self.page.evaluate(
             "async () => { await document.fonts.ready; if (window.setMaths) await setMaths();"
             " if (window.allLaidOut) await allLaidOut;"
+            " if (window.copyButtons) await copyButtons();"
             " if (window.MathJax?.startup?.promise) await MathJax.startup.promise; }"
         )
         return self

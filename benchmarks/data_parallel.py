@@ -129,9 +129,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for kind in chosen.links:
         for size in chosen.ranks:
-            name, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
             if chosen.quick:
                 name, batch, rounds = "nano", 1, 1
+            else:
+                name, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
             config = PRESETS[name]
             if sys.stderr.isatty():
                 print(f"{kind}, {size} ranks …", file=sys.stderr)

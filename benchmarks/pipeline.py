@@ -331,9 +331,10 @@ def main(arguments: list[str] | None = None) -> None:
                 gpus = f"{torch.cuda.device_count()} GPUs"
                 print(f"no row for {size} ranks on {gpus}: each needs its own", file=sys.stderr)
                 continue  # see above
-            preset, each, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 1, 2)
             if chosen.quick:
                 preset, each, rounds = "nano", 1, 1
+            else:
+                preset, each, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 1, 2)
             if sys.stderr.isatty():
                 print(f"{kind}, {size} ranks …", file=sys.stderr)
             config = replace(

@@ -251,9 +251,10 @@ def main(arguments: list[str] | None = None) -> None:
     peaks_of: dict[tuple[str, int], dict[str, int]] = {}
     for kind in chosen.links:
         for size in chosen.ranks:
-            preset, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
             if chosen.quick:
                 preset, batch, rounds = "nano", 1, 1
+            else:
+                preset, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
             config = PRESETS[preset]
             # What torch warns of is no row.
             where = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0, "show": False}

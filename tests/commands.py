@@ -1,11 +1,15 @@
-"""Run the course's command line inside a test, and its scripts without Jupyter."""
+"""Run the course's command line, its benchmarks, and its scripts without Jupyter, inside a test."""
 
 from __future__ import annotations
 
 import os
+import runpy
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shardlab import show
 from shardlab.__main__ import main
 
 
@@ -17,6 +21,17 @@ def ran(capsys: Any, *arguments: str) -> tuple[int, str, str]:
         status = end.code
     shown = capsys.readouterr()
     return status, shown.out, shown.err
+
+
+@cache
+def benchmark(topic: str) -> dict[str, Any]:
+    """What a topic's benchmark defines."""
+    folder = show.ROOT / "benchmarks"
+    sys.path.insert(0, str(folder))  # where it finds side_by_side
+    try:
+        return runpy.run_path(str(folder / f"{topic}.py"))
+    finally:
+        sys.path.pop(0)
 
 
 def without_jupyter(folder: Path) -> dict[str, str]:

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from commands import benchmark
 from test_pipeline_torch import THEIRS
 
 from shardlab import pipeline, show
 
 TOPICS = ["data_parallel", "pipeline", "tensor_parallel", "zero"]
 KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
-
-
-@pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, list[str]], Any]:
-    """Call the main function of a topic's benchmark."""
-    monkeypatch.syspath_prepend(show.ROOT / "benchmarks")  # where it finds side_by_side
-
-    def call(topic: str, arguments: list[str]) -> Any:
-        return runpy.run_path(str(show.ROOT / f"benchmarks/{topic}.py"))["main"](arguments)
-
-    return call
 
 
 def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
@@ -92,14 +79,15 @@ def test_tensor_parallel():
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_bad_arguments_are_refused_in_one_line(topic, main, capsys):
+def test_bad_arguments_are_refused_in_one_line(topic, capsys):
+    main = benchmark(topic)["main"]
     for arguments, words in (
         (["--ranks", "0"], "'0': allowed are 1 to"),
         (["--repeats", "many"], "'many': allowed are 1 to"),
         (["--links", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
     ):
         with pytest.raises(SystemExit) as left:
-            main(topic, arguments)
+            main(arguments)
         assert left.value.code == 2
         assert words in capsys.readouterr().err.splitlines()[-1]
 

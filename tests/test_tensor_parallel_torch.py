@@ -3,15 +3,13 @@
 Torch's side is `by_torch` of the benchmark: what is timed there is what is compared here.
 """
 
-import runpy
-import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import benchmark
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -31,15 +29,6 @@ CASES = {
 STEPS = 5
 
 
-@cache
-def the_benchmark():
-    sys.path.insert(0, str(ROOT / "benchmarks"))  # where it finds side_by_side
-    try:
-        return runpy.run_path(str(ROOT / "benchmarks/tensor_parallel.py"))
-    finally:
-        sys.path.pop(0)
-
-
 def local(tensor, like=None):
     """This rank's part; a gradient cut as its parameter is, where torch left it otherwise."""
     if not isinstance(tensor, DTensor):
@@ -54,7 +43,7 @@ def trained(config, batches_NBS, group, ours):
     if ours:
         tensor_parallel.parallelize(model, group)
     else:
-        the_benchmark()["by_torch"](model, group)
+        benchmark("tensor_parallel")["by_torch"](model, group)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.1, foreach=False)
     losses, first = [], {}
     for tokens_BS in batches_NBS:
@@ -116,7 +105,7 @@ def messages():
         if way == "ours":
             tensor_parallel.parallelize(model, group)
         else:
-            the_benchmark()["by_torch"](model, group, way)
+            benchmark("tensor_parallel")["by_torch"](model, group, way)
         before = len(group.log)
         with loss_parallel():
             if way == "ours":

@@ -53,12 +53,7 @@
       waiting.add(element);
       watch.observe(element);
     });
-    const signs = ["scroll", "wheel", "pointermove", "pointerdown", "touchstart", "keydown"];
-    const once = () => {
-      signs.forEach((sign) => removeEventListener(sign, once));
-      rest();
-    };
-    signs.forEach((sign) => addEventListener(sign, once, { passive: true }));
+    onFirstMovement(rest); // of later.js, in site.js, which comes before
     addEventListener("beforeprint", () => window.MathJax?.typeset?.([...waiting]));
   };
 

@@ -115,16 +115,20 @@ def _manager(home: str) -> Any:
     )
 
 
-def _environment(root: Path, home: str, cpu: bool) -> dict[str, str]:
+def environment(root: Path) -> dict[str, str]:
+    """That of a child process: the sources of the course in `root` come first."""
     paths = [str(root / "code"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _environment(root: Path, home: str, cpu: bool) -> dict[str, str]:
     changes = {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "IPYTHONDIR": home,  # no start-up files and no history of the user's
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
     if cpu:
         changes["CUDA_VISIBLE_DEVICES"] = ""
-    return {**os.environ, **changes}
+    return {**environment(root), **changes}
 
 
 def _run(
@@ -163,8 +167,8 @@ def _run(
     try:
         with tempfile.TemporaryDirectory(prefix="lesson-", ignore_cleanup_errors=True) as home:
             client = NotebookClient(lesson, km=_manager(home), **options)
-            environment = _environment(root, home, cpu)
-            with client.setup_kernel(env=environment, cwd=str(path.parent), cleanup_kc=True):
+            variables = _environment(root, home, cpu)
+            with client.setup_kernel(env=variables, cwd=str(path.parent), cleanup_kc=True):
                 for number, cell in enumerate(cells, 1):
                     _progress(name, number, len(cells))
                     attempt(cell, TRIES if "measured" in cell.metadata.get("tags", []) else 1)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import nbformat
 
 _MODULE = re.compile(r"shardlab(\.\w+)+")
-_FILE = re.compile(r"[\w./-]{1,200}")  # what a string looks like that may name a file
+_FILE = re.compile(r"[^\n\0]{1,199}")  # what a string looks like that may name a file
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,9 @@ class Reader:
     def _path(self, text: str, base: Path) -> Path | None:
         """The file of the course that the string `text` names, seen from the folder `base`."""
         if (base, text) not in self._paths:
-            path = None
-            if os.path.isfile(os.path.join(base, text)):
-                path = (base / text).resolve()
-            inside = path is not None and path.is_relative_to(self.root)
-            self._paths[base, text] = path if inside else None
+            there = os.path.isfile(os.path.join(base, text))  # most are not: and resolving is slow
+            path = (base / text).resolve() if there else None
+            self._paths[base, text] = path if path and path.is_relative_to(self.root) else None
         return self._paths[base, text]
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from shardlab import options, show
 
 from .. import course, selected
 from ..carry import FIGURES, RECORDED, WORK, archive, read, replace
+from ..kernel import environment
 from . import child, machine
 from .steps import LONGEST, NEEDS, PARTS, Step, planned, reason
 
@@ -83,7 +83,7 @@ def _main(chosen: argparse.Namespace) -> int:
     if lacking := machine.missing(dict.fromkeys(n for part in parts for n in NEEDS[part])):
         needed = f"{sys.executable} -m pip install {' '.join(repr(n) for n in lacking)}"
         raise ValueError(f"this Python lacks {', '.join(lacking)}: {needed}")
-    found = machine.look(_environment(root))
+    found = machine.look(environment(root))
     todo = planned(root, topics, parts, found["facts"])
     if not todo:
         raise ValueError(f"nothing to do: no {' and no '.join(parts)} of {', '.join(topics)}")
@@ -106,12 +106,6 @@ def _alone(path: Path) -> Iterator[None]:
         except OSError:
             raise ValueError("another `gpu` runs in this folder: they would disturb") from None
         yield
-
-
-def _environment(root: Path) -> dict[str, str]:
-    """That of all children: this course's sources come first."""
-    paths = [str(root / "code"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _restore(todo: Sequence[Step], root: Path, archives: Sequence[Path]) -> None:
@@ -192,8 +186,8 @@ class Work:
             path.write_bytes(b"")
         own, begin = self.each or LONGEST[step.part], time.monotonic()
         limit = min(own, self._seconds())
-        environment = _environment(self.root)
-        status = child.run(step.command, log, output, limit, self.root, environment)
+        variables = environment(self.root)
+        status = child.run(step.command, log, output, limit, self.root, variables)
         seconds = round(time.monotonic() - begin, 1)
         done = Outcome(step.title, PASSED, seconds, "", log.relative_to(self.root).as_posix())
         said = log.read_text("utf-8", "replace")

@@ -43,11 +43,14 @@ def timeline(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> Fi
         times = [moment for moment, _ in trace]
         begin, *ends = (bisect.bisect_right(times, moment) for moment in marks)
         sizes = np.array([size / 1e6 for _, size in trace[begin - 1 : ends[-1]]])
-        order, end = np.arange(len(sizes)), len(sizes) - 1
+        end = len(sizes) - 1
+        steps = np.diff(np.round(1000 * sizes / top))  # smaller ones would not show
+        corners = np.unique([0, *(np.flatnonzero(steps) + 1), end])
         states = weights / 1e6, (weights + moments) / 1e6
         axes.fill_between([0, end], 0, states[0], color=WEIGHTS, lw=0)
         axes.fill_between([0, end], *states, color=MOMENTS, lw=0)
-        axes.fill_between(order, states[1], sizes, step="post", color=ACTIVATIONS, lw=0)
+        style = {"step": "post", "color": ACTIVATIONS, "lw": 0}
+        axes.fill_between(corners, states[1], sizes[corners], **style)
         peak = int(sizes.argmax())
         axes.plot(peak, sizes[peak] + 0.03 * top, "v", color=INK, markersize=5)
         label = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 
 import pytest
 from docutils import nodes
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardlab import show
 
@@ -31,7 +28,7 @@ CSS = """
 .b { color: blue }
 #one:not(.b)::before { content: "} .b {"; }
 p[class*=".b"] { margin: 0 }
-@media (width > 3px) { .b { color: red } .a:is(.b, .c) { color: blue } }
+@media (width > 3px) { .b { color: red } .a:is(.a, .b) { color: blue } }
 @media print { .b { color: red } }
 .d\\:wide { width: 1px }
 @keyframes turn { to { rotate: 1turn } }
@@ -41,13 +38,12 @@ p[class*=".b"] { margin: 0 }
 
 
 def test_styles_keep_what_can_match(modules):
-    css = modules.css.purge(re.sub(r"/\*.*?\*/", "", CSS), {"a", "one", "d:wide"})
-    css = modules.css.tight(modules.css.without_idle(css))
+    css = modules.css.purge(CSS, {"a", "one", "d:wide"})
     assert css == (
-        '@charset "utf-8";.a{color: red}#one:not(.b)::before{content: "} .b {"}'
-        'p[class*=".b"]{margin: 0}@media (width > 3px){.a:is(.b, .c){color: blue}}'
-        ".d\\:wide{width: 1px}@keyframes turn{to{rotate: 1turn}}.a{animation: turn 1s}"
-    ).replace("(.b, .c)", "(.b,.c)")
+        '.a,.b>p{color:red}#one:not(.b):before{content:"} .b {"}p[class*=\\.b]{margin:0}'
+        "@media not (max-width:3px){.a:is(.a,.b){color:#00f}}"
+        ".d\\:wide{width:1px}@keyframes turn{to{rotate:1turn}}.a{animation:1s turn}"
+    )
 
 
 def test_imported_styles_stand_in_place_and_addresses_are_seen_from_the_folder(modules, tmp_path):
@@ -59,55 +55,6 @@ def test_imported_styles_stand_in_place_and_addresses_are_seen_from_the_folder(m
     assert 'a{b:url("x/y.png")}' in css
     assert "data:image/png;base64,AA" in css
     assert "@import" not in css
-
-
-def points(d: str) -> list[tuple[float, float]]:
-    numbers = [float(word) for word in re.findall(r"-?[\d.]+", d)]
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def passes(corner: tuple[float, float], line: list[tuple[float, float]]) -> bool:
-    """Whether a point lies on a line made of level and upright pieces."""
-    return any(
-        min(a[0], b[0]) <= corner[0] <= max(a[0], b[0])
-        and min(a[1], b[1]) <= corner[1] <= max(a[1], b[1])
-        and (a[0] == b[0] or a[1] == b[1])
-        for a, b in zip(line, line[1:], strict=False)
-    )
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(-3, 3)), min_size=6, max_size=40))
-def test_shorter_path_is_the_same_line(modules, steps):
-    x = y = 0
-    corners = [(0, 0)]
-    for level, length in steps:
-        x, y = (x + length, y) if level else (x, y + length)
-        corners.append((x, y))
-    d = " \n".join(f"{'L' if i else 'M'} {a}.000001 {b}.000001" for i, (a, b) in enumerate(corners))
-    short = points(modules.svg.path(d, 2))
-    assert short[0] == corners[0] and short[-1] == corners[-1]
-    assert set(short) <= set(corners)
-    # Every turn is still there, and no two points more than the turns need.
-    assert all(passes(corner, short) or len(set(corners)) == 1 for corner in corners)
-
-
-def test_stairs_of_a_thousand_points_become_three(modules):
-    d = "M 0 0 " + " ".join(f"L {i / 10} 0.000000" for i in range(1, 1000)) + " L 99.9 5 z"
-    assert modules.svg.path(d, 2) == "M 0 0 L 99.9 0 L 99.9 5 z"
-
-
-def test_drawing_loses_groups_without_meaning_and_no_text(modules):
-    svg = (
-        '<svg viewBox="0 0 200 100" role="img"><g>\n <g clip-path="url(#c)">\n'
-        '  <g><path d="M 1.234567 2.345678 \nC 1 2 3 4 5 6"/></g></g></g>\n'
-        '<g><text x="1.23456" transform="rotate(-0 1 2)">two <tspan>words</tspan> here</text>'
-        "</g></svg>"
-    )
-    assert modules.svg.slim(svg) == (
-        '<svg viewBox="0 0 200 100" role="img"><g clip-path="url(#c)">'
-        '<path d="M 1.23 2.35 C 1 2 3 4 5 6"/></g>'
-        '<text x="1.23">two <tspan>words</tspan> here</text></svg>'
-    )
 
 
 def test_large_drawing_says_its_proportions(modules):

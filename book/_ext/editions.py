@@ -2,7 +2,7 @@
 
 The first two are made at the end of every build, from the finished pages. The PDF is printed by a
 browser, which takes a minute, and only when the environment says PDF=1, as `make pdf` does. The
-directive `editions` lists those that this build makes; so no page leads to one that is not there.
+landing page lists them in a `<ul class="editions">`; no page leads to one that is not there.
 """
 
 from __future__ import annotations
@@ -15,33 +15,19 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from docutils import nodes
 from everything import Chapter, filled
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import SphinxError
-from sphinx.util.docutils import SphinxDirective
 
 NAME = "one-model-many-gpus"
 PAGE = "everything"
 ARCHIVE = f"downloads/{NAME}.zip"
 PDF = f"downloads/{NAME}.pdf"
 _CHAPTERS = "<!-- all chapters -->"
-_LIST = "<!-- editions -->"
 _SUMMARIES = (b"SHOW_SEARCH_SUMMARY: true", b'SHOW_SEARCH_SUMMARY: location.protocol !== "file:"')
 _LISTED = re.compile(r'<ul class="editions">.*?</ul>', re.DOTALL)
-_ITEMS = {
-    PAGE: (
-        '<li><a href="{to}">The course on one page</a>, to search in and to print.</li>',
-        f"{PAGE}.html",
-    ),
-    "pdf": ('<li><a href="{to}" download>The course as a PDF</a>, with its outline.</li>', PDF),
-    "archive": (
-        '<li><a href="{to}" download>The site as an archive</a>, to read without a network: '
-        "unpack it and open <code>index.html</code>.</li>",
-        ARCHIVE,
-    ),
-}
+_LISTED_PDF = re.compile(rf'<li><a href="[^"]*{re.escape(PDF)}.*?</li>\s*', re.DOTALL)
 
 
 class PrintingFailed(SphinxError):
@@ -50,51 +36,30 @@ class PrintingFailed(SphinxError):
     category = "Printing failed"
 
 
-def kinds() -> list[str]:
-    """The editions that this build makes."""
-    return [kind for kind in _ITEMS if kind != "pdf" or os.environ.get("PDF") == "1"]
+def printing() -> bool:
+    """Whether this build makes the PDF."""
+    return os.environ.get("PDF") == "1"
 
 
 # --- The list of editions ---------------------------------------------------------------------
 
 
-class Editions(SphinxDirective):
-    """A list of links to the editions that this build makes."""
-
-    def run(self) -> list[nodes.Node]:
-        """Leave a mark: what is made, each build decides anew."""
-        if not hasattr(self.env, "edition_pages"):
-            self.env.edition_pages = set()
-        self.env.edition_pages.add(self.env.docname)
-        return [nodes.raw("", _LIST, format="html")]
-
-
 def outdated(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
-    """Write the pages that list editions anew when other ones are made."""
-    before = getattr(env, "editions", None)
-    env.editions = kinds()
-    pages = sorted(getattr(env, "edition_pages", ()))
-    return [page for page in pages if page in env.found_docs and before != env.editions]
+    """Write the landing page anew when it is to list the PDF, and when it no longer is."""
+    before, env.printing = getattr(env, "printing", printing()), printing()
+    return [app.config.root_doc] if before != env.printing else []
 
 
-def purge(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
-    """Forget that a page lists editions: reading it again will tell."""
-    getattr(env, "edition_pages", set()).discard(docname)
-
-
-def fill_list(
+def adapt(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Put the list in its place; give the one page its style."""
+    """Take from the list the PDF that is not made; give the one page its style."""
     if pagename == PAGE:
         app.add_css_file("editions.css")
-    if _LIST in context.get("body", ""):
-        items = (_ITEMS[kind] for kind in kinds())
-        links = (text.format(to=context["pathto"](to, 1)) for text, to in items)
-        listed = f'<ul class="editions">{"".join(links)}</ul>'
-        context["body"] = context["body"].replace(_LIST, listed)
+    if not printing() and "body" in context:
+        context["body"] = _LISTED_PDF.sub("", context["body"])
 
 
 # --- One page ---------------------------------------------------------------------------------
@@ -177,7 +142,7 @@ def make(app: Sphinx, exception: Exception | None) -> None:
     assemble(app)
     pdf, packed = site / PDF, site / ARCHIVE
     packed.parent.mkdir(exist_ok=True)
-    if "pdf" not in kinds():
+    if not printing():
         pdf.unlink(missing_ok=True)
     else:
         import pdf as printer  # and a browser, which no other build needs
@@ -195,10 +160,8 @@ def make(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the extension."""
-    app.add_directive("editions", Editions)
     app.connect("env-get-outdated", outdated)
-    app.connect("env-purge-doc", purge)
-    app.connect("html-page-context", fill_list)
+    app.connect("html-page-context", adapt)
     app.connect("html-collect-pages", shell)
     app.connect("build-finished", make, priority=950)  # after all who change finished pages
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

@@ -11,27 +11,23 @@ import base64
 import logging
 import posixpath
 import re
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
+import lightningcss
 from fontTools import subset
 from fontTools.ttLib import TTFont
 
-_STRING = r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\''
-_COMMENT = re.compile(rf"({_STRING})|/\*.*?\*/", re.DOTALL)
-_MARK = re.compile(rf"{_STRING}|\\.|[{{}};]", re.DOTALL)
-_SPACE = re.compile(rf"({_STRING})|\s*([{{}};,])\s*|\s+", re.DOTALL)
 _URL = re.compile(r"url\(\s*(['\"]?)([^'\")]+)\1\s*\)")
 _IMPORT = re.compile(r"@import\s+(?:url\()?['\"]?([^'\")]+)['\"]?\)?\s*;")
 _NAME = re.compile(r"[.#]((?:[\w-]|\\.)+)")
-_INNER = re.compile(r"\([^()]*\)|\[[^\]]*\]")
-_GROUPS = ("@media", "@supports", "@layer", "@container")
+_OLDEST = ["supports css-cascade-layers"]  # browsers, of 2022
+_MOVEMENT = re.compile(r"@(?:-\w+-)?keyframes ([\w-]+)")
 
 
 def read(folder: Path, name: str) -> str:
     """The style sheet `name` of `folder`, its imports in place, its addresses seen from there."""
-    text = _COMMENT.sub(r"\1", (folder / name).read_text("utf-8"))
+    text = (folder / name).read_text("utf-8")
     below = posixpath.dirname(name)
 
     def moved(match: re.Match[str]) -> str:
@@ -51,83 +47,20 @@ def read(folder: Path, name: str) -> str:
     return "".join(pieces) + _URL.sub(moved, text[last:])
 
 
-def blocks(css: str) -> Iterator[tuple[str, str | None]]:
-    """The rules of a style sheet without comments: prelude and body, which a statement lacks."""
-    depth, start, opened = 0, 0, 0
-    for match in _MARK.finditer(css):
-        mark = match[0]
-        if mark == "{":
-            depth += 1
-            if depth == 1:
-                opened = match.end()
-        elif mark == "}":
-            depth -= 1
-            if depth == 0:
-                yield css[start : opened - 1].strip(), css[opened : match.start()]
-                start = match.end()
-        elif mark == ";" and depth == 0:
-            yield css[start : match.start()].strip(), None
-            start = match.end()
-
-
-def selectors(prelude: str) -> list[str]:
-    """The selectors of a list, divided at the commas that stand in no bracket and no string."""
-    found, depth, last = [], 0, 0
-    for match in re.finditer(rf"{_STRING}|\\.|[()\[\],]", prelude):
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(match[0], 0)
-        if match[0] == "," and depth == 0:
-            found.append(prelude[last : match.start()])
-            last = match.end()
-    return [selector.strip() for selector in [*found, prelude[last:]]]
-
-
-def needed(selector: str, words: set[str]) -> bool:
-    """Whether an element with classes and ids among `words` can match the selector.
-
-    What stands in brackets, such as `:not(.x)` and `[class*="x"]`, is taken to match.
-    """
-    outer = re.sub(_STRING, "", selector)
-    while _INNER.search(outer):
-        outer = _INNER.sub("", outer)
-    return all(re.sub(r"\\(.)", r"\1", name) in words for name in _NAME.findall(outer))
-
-
 def purge(css: str, words: set[str]) -> str:
-    """The style sheet without the rules that nothing made of `words` can match."""
-    kept = []
-    for prelude, body in blocks(css):
-        if body is None:
-            kept.append(f"{prelude};")
-        elif prelude.startswith(_GROUPS):
-            inner = purge(body, words)
-            if inner:
-                kept.append(f"{prelude}{{{inner}}}")
-        elif prelude.startswith("@"):
-            kept.append(f"{prelude}{{{body}}}")
-        else:
-            left = [selector for selector in selectors(prelude) if needed(selector, words)]
-            if left and body.strip():
-                kept.append(f"{','.join(left)}{{{body}}}")
-    return "".join(kept)
+    """The style sheet, tight, without what an element with classes and ids of `words` cannot need.
+
+    What stands in `:not(.x)` and `[class*="x"]` is taken to match.
+    """
+    named = {re.sub(r"\\(.)", r"\1", name) for name in _NAME.findall(css)}
+    css = _tight(css, named - words)
+    rest = _MOVEMENT.sub("", css)
+    moves = {name for name in _MOVEMENT.findall(css) if not re.search(rf"[ :,]{name}\b", rest)}
+    return _tight(css, moves)
 
 
-def tight(css: str) -> str:
-    """The style sheet without the white space that means nothing."""
-    return _SPACE.sub(lambda m: m[1] or m[2] or " ", css).replace(";}", "}").strip()
-
-
-def without_idle(css: str) -> str:
-    """The style sheet without movements and fonts that no rule of it names."""
-    rest = "".join(f"{p}{{{b}}}" for p, b in blocks(css) if not p.startswith("@keyframes"))
-    kept = []
-    for prelude, body in blocks(css):
-        name = prelude.partition(" ")[2].strip()
-        if prelude.startswith("@keyframes") and not re.search(
-            rf"(?<![\w-]){re.escape(name)}(?![\w-])", rest
-        ):
-            continue
-        kept.append(f"{prelude};" if body is None else f"{prelude}{{{body}}}")
-    return "".join(kept)
+def _tight(css: str, unused: set[str]) -> str:
+    return lightningcss.process_stylesheet(css, unused_symbols=unused, browsers_list=_OLDEST)
 
 
 def icons(css: str, folder: Path, words: set[str]) -> str:
@@ -136,7 +69,7 @@ def icons(css: str, folder: Path, words: set[str]) -> str:
     The theme's `fa-solid-900` has 1,400 icons, of which the site shows a dozen; the regular and the
     brand icons go when no page has their class.
     """
-    codes = {int(code, 16) for code in re.findall(r"\\([ef][0-9a-f]{3})", css)}
+    codes = {ord(sign) for sign in css if "\ue000" <= sign <= "\uf8ff"}
 
     def face(match: re.Match[str]) -> str:
         source = re.search(r'url\("?([^")]*/fa-(\w+)-\d+\.)(?:woff2|ttf)', match[0])
@@ -175,4 +108,4 @@ def font(path: Path, codes: set[int]) -> bytes:
 def bundle(folder: Path, names: list[str], words: set[str]) -> str:
     """The style sheets `names` of `folder` as one, with nothing that `words` cannot need."""
     css = purge("\n".join(read(folder, name) for name in names), words)
-    return tight(icons(without_idle(css), folder, words))
+    return icons(css, folder, words)

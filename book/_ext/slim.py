@@ -21,8 +21,6 @@ from html import escape, unescape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import slim_css
-import slim_svg
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
@@ -201,6 +199,9 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
     pages = {path: path.read_text("utf-8") for path in paths}
     if site / MODEL not in pages or finished(pages[site / MODEL]):
         return  # this build wrote no page
+    import slim_css  # and what works on fonts, which no other build needs
+    import slim_svg
+
     common = shared(site)
     tabs = any("sd-tab-set" in page for page in pages.values())
     apart = _COPY if tabs else (*_COPY, "design-tabs.js")

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -111,6 +111,7 @@ class Reader:
     def __init__(self, root: Path):
         self.root = root.resolve()
         self._named: dict[Path, tuple[list[Path], list[str]]] = {}
+        self._modules: dict[tuple[Path, str], list[Path]] = {}
         self._paths: dict[tuple[Path, str], Path | None] = {}
 
     def reached(self, path: Path, home: Path) -> list[Path]:
@@ -118,13 +119,12 @@ class Reader:
         if path.suffix != ".py":
             return []
         if path not in self._named:
-            text = path.read_text("utf-8", "replace")
-            self._named[path] = _named(text, path.parent, self.root)
+            self._named[path] = self._names(path.read_text("utf-8", "replace"), path.parent)
         return self._resolved(*self._named[path], home)
 
     def reached_from(self, source: str, home: Path) -> list[Path]:
         """The course files that the code `source`, run in the folder `home`, names itself."""
-        return self._resolved(*_named(source, home, self.root), home)
+        return self._resolved(*self._names(source, home), home)
 
     def _resolved(self, modules: list[Path], strings: list[str], home: Path) -> list[Path]:
         found = [self._path(text, base) for text in strings for base in (self.root, home)]
@@ -137,6 +137,56 @@ class Reader:
             path = (base / text).resolve() if there else None
             self._paths[base, text] = path if path and path.is_relative_to(self.root) else None
         return self._paths[base, text]
+
+    def _names(self, text: str, folder: Path) -> tuple[list[Path], list[str]]:
+        """The files of modules that a source in `folder` names, and strings that may name one."""
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            return [], []  # running it will tell
+        modules: dict[Path, None] = {}
+        strings: dict[str, None] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    modules.update(dict.fromkeys(self._module(alias.name, folder)))
+            elif isinstance(node, ast.ImportFrom):
+                for name in ["", *(alias.name for alias in node.names)]:
+                    dotted = ".".join(filter(None, [node.module, name]))
+                    if not node.level:
+                        modules.update(dict.fromkeys(self._module(dotted, folder)))
+                    elif (
+                        above := self._below([folder, *folder.parents][node.level - 1])
+                    ) is not None:
+                        package = [*above, *filter(None, dotted.split("."))]
+                        modules.update(dict.fromkeys(self._parts(package)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if _MODULE.fullmatch(node.value):
+                    modules.update(dict.fromkeys(self._module(node.value, folder)))
+                if _FILE.fullmatch(node.value):
+                    strings[node.value] = None
+        return list(modules), list(strings)
+
+    def _module(self, dotted: str, folder: Path) -> list[Path]:
+        """The files that importing `dotted` runs, where they are the course's own."""
+        if (folder, dotted) not in self._modules:
+            parts = dotted.split(".")
+            own = self._below(folder) or []  # a script's own folder is on its path
+            ways = dict.fromkeys([("code", *parts), (*parts,), (*own, *parts)])
+            self._modules[folder, dotted] = [path for way in ways for path in self._parts(way)]
+        return self._modules[folder, dotted]
+
+    def _below(self, folder: Path) -> list[str] | None:
+        """The names of the folders from the root to `folder`; None if it lies elsewhere."""
+        return [*folder.relative_to(self.root).parts] if folder.is_relative_to(self.root) else None
+
+    def _parts(self, parts: Iterable[str]) -> Iterator[Path]:
+        stem = str(self.root)
+        for part in parts:
+            stem = os.path.join(stem, part)
+            for path in (os.path.join(stem, "__init__.py"), f"{stem}.py"):
+                if os.path.isfile(path):
+                    yield Path(path)
 
 
 def reach(
@@ -181,51 +231,6 @@ def _files(
             todo.append(exercises)
     hashes = {p: _file_hash(p, p.stat().st_mtime_ns) for p in found}
     return dict(sorted((p.relative_to(reader.root).as_posix(), h) for p, h in hashes.items()))
-
-
-def _named(text: str, folder: Path, root: Path) -> tuple[list[Path], list[str]]:
-    """The files of modules that a source in `folder` names, and strings that may name a file."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return [], []  # running it will tell
-    modules: dict[Path, None] = {}
-    strings: dict[str, None] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                modules.update(dict.fromkeys(_module(alias.name, folder, root)))
-        elif isinstance(node, ast.ImportFrom):
-            for name in ["", *(alias.name for alias in node.names)]:
-                dotted = ".".join(filter(None, [node.module, name]))
-                if not node.level:
-                    modules.update(dict.fromkeys(_module(dotted, folder, root)))
-                elif (above := [folder, *folder.parents][node.level - 1]).is_relative_to(root):
-                    package = [*above.relative_to(root).parts, *filter(None, dotted.split("."))]
-                    modules.update(dict.fromkeys(_parts(package, root)))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if _MODULE.fullmatch(node.value):
-                modules.update(dict.fromkeys(_module(node.value, folder, root)))
-            if _FILE.fullmatch(node.value):
-                strings[node.value] = None
-    return list(modules), list(strings)
-
-
-def _module(dotted: str, folder: Path, root: Path) -> Iterator[Path]:
-    """The files that importing `dotted` runs, where they are the course's own."""
-    parts = dotted.split(".")
-    yield from _parts(["code", *parts], root)
-    yield from _parts(parts, root)
-    if folder != root and folder.is_relative_to(root):  # a script's own folder is on its path
-        yield from _parts([*folder.relative_to(root).parts, *parts], root)
-
-
-def _parts(parts: list[str], root: Path) -> Iterator[Path]:
-    for end in range(1, len(parts) + 1):
-        stem = root.joinpath(*parts[:end])
-        for path in (stem / "__init__.py", stem.with_name(stem.name + ".py")):
-            if path.is_file():
-                yield path
 
 
 @lru_cache(maxsize=4096)

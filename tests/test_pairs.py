@@ -44,7 +44,7 @@ exec(compile(open(script, encoding="utf-8").read(), script, "exec", optimize=1))
 # that starts its own; with ranks under torchrun, in test_torchrun.py. `--whole` (the weekly run)
 # takes every lesson.
 RUN_AS_SCRIPTS = ["memory", "deepspeed_engine"]
-UNDER_TORCHRUN = ["collectives"]
+UNDER_TORCHRUN = ["gemm"]
 
 
 def shown(topic, root):

@@ -6,11 +6,6 @@ All of it is markup of the theme, of Sphinx or of docutils that the book cannot 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
-
-import slim
-from sphinx.application import Sphinx
 
 # What a page says, and what it should say instead. Each can be applied twice.
 REPAIRS = [
@@ -60,20 +55,3 @@ def repaired(text: str) -> str:
     for found, better in REPAIRS:
         text = found.sub(better, text)
     return text
-
-
-def repair(app: Sphinx, exception: Exception | None) -> None:
-    """Repair the finished pages: most of it is the theme's, and in no page's own text."""
-    if exception or app.builder.format != "html":
-        return
-    for path in Path(app.outdir).rglob("*.html"):
-        text = path.read_text("utf-8")
-        if not slim.finished(text) and (better := repaired(text)) != text:
-            path.write_text(better, "utf-8")
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    """Connect the extension, and add the script that lets boxes be scrolled by keyboard."""
-    app.add_js_file("accessible.js", loading_method="defer")
-    app.connect("build-finished", repair, priority=400)  # before others copy the pages
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

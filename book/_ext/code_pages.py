@@ -100,10 +100,9 @@ def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             link.replace_self(nodes.reference("", "", *link.children, refuri=uri))
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     """Connect the extension."""
     app.connect("html-collect-pages", pages)
     app.connect("build-finished", keep)
     app.connect("html-page-context", redirect_outputs)
     app.connect("doctree-resolved", redirect_prose)
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,8 +1,9 @@
 """The course on one page, as an archive to read without a network, and as a PDF.
 
-The first two are made at the end of every build, from the finished pages. The PDF is printed by a
-browser, which takes a minute, and only when the environment says PDF=1, as `make pdf` does. The
-landing page lists them in a `<ul class="editions">`; no page leads to one that is not there.
+The one page is written after all others, and made of them; the archive holds the finished site. The
+PDF is printed by a browser, which takes a minute, and only when the environment says PDF=1, as
+`make pdf` does. The landing page lists them in a `<ul class="editions">`; no page leads to one that
+is not there.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from everything import Chapter, filled
+from everything import Chapter, body
 from sphinx.application import Sphinx
-from sphinx.environment import BuildEnvironment
 from sphinx.errors import SphinxError
 
 NAME = "one-model-many-gpus"
 PAGE = "everything"
 ARCHIVE = f"downloads/{NAME}.zip"
 PDF = f"downloads/{NAME}.pdf"
-_CHAPTERS = "<!-- all chapters -->"
 _SUMMARIES = (b"SHOW_SEARCH_SUMMARY: true", b'SHOW_SEARCH_SUMMARY: location.protocol !== "file:"')
 _LISTED = re.compile(r'<ul class="editions">.*?</ul>', re.DOTALL)
 _LISTED_PDF = re.compile(rf'<li><a href="[^"]*{re.escape(PDF)}.*?</li>\s*', re.DOTALL)
@@ -44,14 +43,6 @@ def printing() -> bool:
 # --- The list of editions ---------------------------------------------------------------------
 
 
-def outdated(
-    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
-) -> list[str]:
-    """Write the landing page anew when it is to list the PDF, and when it no longer is."""
-    before, env.printing = getattr(env, "printing", printing()), printing()
-    return [app.config.root_doc] if before != env.printing else []
-
-
 def adapt(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
@@ -63,12 +54,6 @@ def adapt(
 
 
 # --- One page ---------------------------------------------------------------------------------
-
-
-def shell(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The one page without its chapters: they are put in when they are finished."""
-    body = f'<div class="edition">{_CHAPTERS}</div>'
-    yield PAGE, {"title": app.config.project, "body": body}, "page.html"
 
 
 def chapters(app: Sphinx) -> list[Chapter]:
@@ -86,22 +71,13 @@ def chapters(app: Sphinx) -> list[Chapter]:
     return found
 
 
-def assemble(app: Sphinx) -> None:
-    """Put the chapters into the one page, if this build wrote it."""
-    path = Path(app.outdir, f"{PAGE}.html")
-    text = path.read_text("utf-8")
-    if _CHAPTERS in text:
-        path.write_text(filled(text, _CHAPTERS, chapters(app)), "utf-8")
+def one_page(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The one page, made of the others: all of them are written by now."""
+    text = f'<div class="edition">{body(chapters(app))}</div>'
+    yield PAGE, {"title": app.config.project, "body": text}, "page.html"
 
 
 # --- The archive ------------------------------------------------------------------------------
-
-
-def _held(site: Path) -> str:
-    """What changes when a file of the site is written: names, sizes, times."""
-    files = ((path, path.stat()) for path in sorted(site.rglob("*")) if path.is_file())
-    lines = (f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files)
-    return "\n".join(line for line in lines if f"/{ARCHIVE} " not in line)
 
 
 def archive(site: Path) -> bytes:
@@ -139,7 +115,6 @@ def make(app: Sphinx, exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
     site = Path(app.outdir)
-    assemble(app)
     pdf, packed = site / PDF, site / ARCHIVE
     packed.parent.mkdir(exist_ok=True)
     if not printing():
@@ -151,17 +126,12 @@ def make(app: Sphinx, exception: Exception | None) -> None:
             printer.write(site / f"{PAGE}.html", pdf)
         except printer.NoBrowser as error:
             raise PrintingFailed(str(error)) from None
-    made = Path(app.doctreedir, "archive")  # what the site held when it was packed
-    held = _held(site)
-    if not packed.is_file() or not made.is_file() or made.read_text("utf-8") != held:
-        packed.write_bytes(archive(site))
-        made.write_text(held, "utf-8")
+    packed.write_bytes(archive(site))
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     """Connect the extension."""
-    app.connect("env-get-outdated", outdated)
+    app.add_config_value("printing", printing(), "html")  # when it changes, pages are written anew
     app.connect("html-page-context", adapt)
-    app.connect("html-collect-pages", shell)
+    app.connect("html-collect-pages", one_page)
     app.connect("build-finished", make, priority=950)  # after all who change finished pages
-    return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

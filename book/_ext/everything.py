@@ -15,25 +15,12 @@ from urllib.parse import quote, unquote
 _TAG = re.compile(r"<([a-zA-Z][\w:-]*)((?:[^\"'>]|\"[^\"]*\"|'[^']*')*)>")
 _ATTRIBUTE = re.compile(r"([\w:-]+)=(\"[^\"]*\"|'[^']*')")
 _ARTICLE = re.compile(r"<article[^>]*>(.*)</article>", re.DOTALL)
-_LOADED = re.compile(r"<script\b[^>]*>.*?</script>|<link\b[^>]*>", re.DOTALL)
-_KEPT = re.compile(r"<script|rel=\"?(stylesheet|preload)")
-_STAMP = re.compile(r"\?(?:v|digest)=[\w.-]*")
 _HEADING = re.compile(r"<(/?)h([1-6])(?=[\s>])")
 _HEADING_LINK = re.compile(r'<a class="headerlink".*?</a>', re.DOTALL)
 _LOCAL_URL = re.compile(r"url\(#([^)]+)\)")
-_IDS = {  # attributes that hold the ids of elements of the page
-    "id",
-    "for",
-    "list",
-    "headers",
-    "aria-labelledby",
-    "aria-describedby",
-    "aria-controls",
-    "aria-owns",
-    "aria-details",
-}
-_ADDRESSES = {"href", "xlink:href", "src", "poster", "data"}
-_TARGETS = {"data-bs-target", "data-target"}  # "#id"
+# Attributes that hold the ids of elements of the page, and those that hold addresses.
+_IDS = {"id", "for", "headers", "aria-labelledby", "aria-describedby", "aria-controls"}
+_ADDRESSES = {"href", "xlink:href", "src"}
 
 
 @dataclass(frozen=True)
@@ -67,51 +54,40 @@ class Anchors:
         assert len(set(self.chapters.values())) == len(names), "two chapters of one name"
         self.chapters["index.html"] = names[0].rpartition("/")[2]
 
-    def address(self, address: str, docname: str, inside: bool = True) -> str:
-        """Where `address`, which stands on the page `docname`, leads.
-
-        inside: links to chapters become links within the page.
-        """
+    def address(self, address: str, docname: str) -> str:
+        """Where `address`, which stands on the page `docname`, leads; within the page if it can."""
         if re.match(r"[a-zA-Z][\w+.-]*:|//", address):
             return address
         path, mark, fragment = address.partition("#")
         here = f"{docname}.html"
         if path:
             here = posixpath.normpath(posixpath.join(posixpath.dirname(docname), unquote(path)))
-        if inside and here in self.chapters:
+        if here in self.chapters:
             name = self.chapters[here]
             return f"#{name}--{fragment}" if fragment else f"#{name}"
         return quote(here, safe="/?=&;%+~,") + mark + fragment
 
-    def moved(self, html: str, docname: str, prefix: str = "") -> str:
+    def moved(self, html: str, docname: str, prefix: str) -> str:
         """`html` of the page `docname` with its addresses, and its ids started with `prefix`."""
 
         def attribute(match: re.Match[str]) -> str:
             name, value = match[1].lower(), unescape(match[2][1:-1])
             new = value
-            if prefix and name in _IDS:
+            if name in _IDS:
                 new = " ".join(prefix + word for word in value.split())
-            elif prefix and name in _TARGETS and value.startswith("#"):
-                new = f"#{prefix}{value[1:]}"
-            elif name in _ADDRESSES:
-                new = self.address(value, docname, inside=bool(prefix)) if value else value
-            elif name == "srcset":
-                new = ", ".join(self._source(part, docname) for part in value.split(","))
-            if prefix and "url(#" in new:
+            elif name in _ADDRESSES and value:
+                new = self.address(value, docname)
+            if "url(#" in new:
                 new = _LOCAL_URL.sub(rf"url(#{prefix}\1)", new)
             return match[0] if new == value else f'{match[1]}="{escape(new)}"'
 
         def tag(match: re.Match[str]) -> str:
             inner = match[2]
-            if prefix and match[1] == "input":  # the names of tabs belong together on their page
+            if match[1] == "input":  # the names of tabs belong together on their page
                 inner = re.sub(r'(\sname=")', rf"\1{prefix}", inner)
             return f"<{match[1]}{_ATTRIBUTE.sub(attribute, inner)}>" if "=" in inner else match[0]
 
         return _TAG.sub(tag, html)
-
-    def _source(self, part: str, docname: str) -> str:
-        address, _, size = part.strip().partition(" ")
-        return f"{self.address(address, docname, inside=False)} {size}".strip()
 
 
 def lowered(html: str, levels: int) -> str:
@@ -172,30 +148,3 @@ def body(chapters: list[Chapter]) -> str:
             pieces.append(f'<h2 class="edition-part">{escape(part)}</h2>')
         pieces.append(article(chapter, anchors, 2))
     return "\n".join(pieces)
-
-
-def loads(page: str, docname: str, anchors: Anchors) -> dict[str, str]:
-    """The tags of the scripts and styles that a page loads, as seen from the site's top folder.
-
-    The keys: what is loaded, without the stamp that a browser's cache goes by.
-    """
-    found = {}
-    for tag in _LOADED.findall(_ARTICLE.sub("", page)):
-        if _KEPT.search(tag) and "pagename" not in tag:
-            tag = anchors.moved(tag, docname)
-            found[_STAMP.sub("", tag)] = tag
-    return found
-
-
-def filled(shell: str, mark: str, chapters: list[Chapter]) -> str:
-    """The page `shell` with all chapters in place of `mark`, and in its head what they load."""
-    assert mark in shell
-    anchors = Anchors(chapter.docname for chapter in chapters)
-    there = loads(shell, "everything", anchors)
-    more: dict[str, str] = {}
-    for chapter in chapters:
-        for key, tag in loads(chapter.page, chapter.docname, anchors).items():
-            if key not in there:
-                more.setdefault(key, tag)
-    head, end, rest = shell.partition("</head>")
-    return head + "\n".join(more.values()) + end + rest.replace(mark, body(chapters))

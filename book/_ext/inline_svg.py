@@ -90,8 +90,7 @@ def measure(
         context["body"] = _SHOWN.sub(measured, context["body"])
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     """Connect the extension."""
     app.connect("doctree-resolved", replace)
     app.connect("html-page-context", measure)
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -21,9 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +31,12 @@ from sphinx.errors import SphinxError
 from sphinx.util import logging
 
 from shardlab import record
+from shardlab.record import facts
 
 logger = logging.getLogger(__name__)
 
 LESSONS = "lessons/"
+EXECUTIONS = "book/execution"  # the page that lists how each page was executed
 NONE = "there is no recording"
 NEVER = "pages that are no lesson are not recorded"
 UNREADABLE = "the recording cannot be read"
@@ -87,7 +86,7 @@ def choose(
         raise LessonFailed("\n\n".join(failures))
     outdated = [docname for docname in now if now[docname] != before.get(docname)]
     if now != before:
-        outdated += [d for d in getattr(env, "executions_pages", ()) if d in env.found_docs]
+        outdated.append(EXECUTIONS)
     env.page_outputs = now
     env.lesson_outputs = {d: state for d, state in now.items() if d.startswith(LESSONS)}
     return outdated
@@ -125,12 +124,8 @@ def _outputs(
 
 
 def _same_versions(book: nbformat.NotebookNode) -> bool:
-    made = record.about(book)["versions"]
-    installed = {"python": platform.python_version()}
-    for name in ("torch", "deepspeed"):
-        with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return {name: made.get(name) for name in installed} == installed
+    made, now = record.about(book)["versions"], facts.versions()
+    return {**made, "shardlab": ""} == {**now, "shardlab": ""}  # its files are in the key
 
 
 def read(text: str, book: Path) -> nbformat.NotebookNode:
@@ -148,13 +143,6 @@ def with_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nb
     return page
 
 
-def purge(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
-    """Forget that a page shows the table of executions: reading it again will tell."""
-    getattr(env, "executions_pages", set()).discard(docname)
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     """Connect the extension."""
     app.connect("env-get-outdated", choose)
-    app.connect("env-purge-doc", purge)
-    return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

@@ -13,7 +13,7 @@ from typing import Any
 
 import nbformat
 from docutils import nodes
-from lesson_outputs import with_outputs
+from lesson_outputs import EXECUTIONS, with_outputs
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
@@ -99,10 +99,8 @@ def add_line(
         for suffix, says, what in _SUFFIXES
         if suffix != EXERCISES or "{exercise-start}" in source
     )
-    pages = sorted(getattr(app.env, "executions_pages", ()))
-    text = escape(line(state))
-    if pages:
-        text += f' <a href="{context["pathto"](pages[0])}">How each page was executed</a>.'
+    how = context["pathto"](EXECUTIONS)
+    text = f'{escape(line(state))} <a href="{how}">How each page was executed</a>.'
     note = (
         f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
         f'<span class="lesson-downloads">Download: {downloads}</span></p>'
@@ -122,9 +120,6 @@ class Executions(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Leave a mark: the table is known once all pages are read."""
-        if not hasattr(self.env, "executions_pages"):
-            self.env.executions_pages = set()
-        self.env.executions_pages.add(self.env.docname)
         return [ExecutionsTable()]
 
 
@@ -215,7 +210,7 @@ def _with_outputs(topic: str, root: Path, made: nbformat.NotebookNode) -> nbform
     return book
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     """Connect the extension."""
     app.add_node(ExecutionsTable)
     app.add_directive("executions", Executions)
@@ -223,4 +218,3 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("html-page-context", add_line)
     app.connect("env-before-read-docs", note_pages)
     app.connect("build-finished", write_downloads)
-    return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": True}

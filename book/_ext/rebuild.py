@@ -48,9 +48,4 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("build-finished", forget, priority=999)
     # Sphinx starts from nothing when this number is not what it was.
     extensions = int(_hash(sorted(Path(__file__).parent.glob("*.py")))[:12], 16)
-    return {
-        "version": "1",
-        "env_version": extensions,
-        "parallel_read_safe": True,
-        "parallel_write_safe": True,
-    }
+    return {"env_version": extensions}

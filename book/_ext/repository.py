@@ -98,8 +98,7 @@ def add_launchers(
         )
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     """Connect the extension."""
     app.connect("config-inited", configure)
     app.connect("html-page-context", add_launchers, priority=502)  # after the theme's buttons
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

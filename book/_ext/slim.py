@@ -8,6 +8,7 @@ At the build's end, on the finished pages:
   the buttons that copy code when the reader first does something.
 - Listings and drawings lose what does not show (`slim_svg`).
 - The page knows at once whether it is light or dark, and is not painted twice.
+- What the theme forgets for readers who hear a page is put right (`accessible`).
 
 And every page says with its first words what it is about, for those who list pages.
 A build that changes some pages does this to those; the others are as it left them before.
@@ -21,6 +22,7 @@ from html import escape, unescape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accessible import repaired
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
@@ -34,10 +36,13 @@ SMALL = 10_000  # bytes of a script that need be no task of its own
 _SEARCH = ("searchtools.js", "language_data.js", "searchindex.js")
 _COPY = ("clipboard.min.js", "copybutton.js")
 _MATHS = "mathjax/tex-chtml.js"
+_ICONS = "fontawesome.js"  # half a megabyte of icons as a script: the pages use the font
 _STYLE = re.compile(r'\s*<link\b[^>]*\brel="stylesheet"[^>]*>')
 _SCRIPT = re.compile(r"\s*<script\b([^>]*)>(.*?)</script>", re.DOTALL)
 _ADDRESS = re.compile(r'\b(?:src|href)="([^"?]*)(?:\?[^"]*)?"')
-_PRELOAD = re.compile(r'\s*<link rel="preload" as="script"[^>]*>|\s*<!-- Pre-loaded scripts.*?-->')
+_PRELOAD = re.compile(
+    r'\s*<link rel="preload" as="script"[^>]*>|\s*<!-- (?:Pre-loaded|So that users).*?-->'
+)
 _MAP = re.compile(r"\n//# sourceMappingURL=.*")
 _WORDS = re.compile(r'\s(?:class|id)="([^"]*)"')
 _FAR = (  # not laid out while far from the screen; the sizes are known (see slim_svg)
@@ -112,7 +117,8 @@ def shared(site: Path) -> Shared:
     scripts, large = [], []
     for attributes, code in _SCRIPT.findall(model):
         name = address(attributes)
-        if name.endswith((*_SEARCH, _MATHS)) or "data-cfasync" in attributes or "pagename" in code:
+        apart = name.endswith((*_SEARCH, _MATHS, _ICONS)) or "data-cfasync" in attributes
+        if apart or "pagename" in code:
             continue
         waits = name and "defer" in attributes and (site / name).stat().st_size > SMALL
         (large if waits else scripts).append(name or code.strip())
@@ -162,7 +168,7 @@ def head(page: str, common: Shared, stamps: dict[str, str]) -> str:
     def script(match: re.Match[str]) -> str:
         attributes, code = match.groups()
         name = address(attributes)
-        if name.endswith(_MATHS) or code.startswith("window.MathJax"):
+        if name.endswith((_MATHS, _ICONS)) or code.startswith("window.MathJax"):
             return ""
         if name.endswith(_SEARCH) and not searches:
             return ""
@@ -225,17 +231,14 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
             for name, stamp in stamps.items():
                 page = re.sub(rf"({re.escape(name)}\?v=)\w+", rf"\g<1>{stamp}", page)
         elif "<head>" in page:
-            page = slim_svg.listings(slim_svg.drawings(page), plain)
+            page = slim_svg.listings(slim_svg.drawings(repaired(page)), plain)
             page = head(page, common, stamps)
         if page != pages[path]:
             path.write_text(page, "utf-8")
     logger.info("slimmed: %d kB of styles", len(made[DONE]) // 1000)
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     """Connect the extension."""
-    for script in ("afar.js", "later.js"):
-        app.add_js_file(script, loading_method="defer")
     app.connect("html-page-context", describe)
     app.connect("build-finished", slim, priority=900)  # on finished pages; editions come after
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -78,15 +78,14 @@ def load(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
     """Let a page that has steps load their script and style."""
-    if doctree is not None and next(iter(doctree.findall(Steps)), None) is not None:
+    if pagename == "everything" or (doctree and next(iter(doctree.findall(Steps)), None)):
         app.add_js_file("steps.js", loading_method="defer")
         app.add_css_file("steps.css")
 
 
-def setup(app: Sphinx) -> dict[str, Any]:
+def setup(app: Sphinx) -> None:
     """Connect the extension."""
     elsewhere = {name: (skip, skip) for name in ("latex", "text", "man", "texinfo")}
     app.add_node(Steps, html=(open_steps, close_steps), **elsewhere)
     app.add_directive("step-through", StepsDirective)
     app.connect("html-page-context", load)
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -19,55 +19,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlab.options import written
+from shardlab.options import command, written
 
 from . import carry
 from .carry import RECORDED, archive, unpack
 from .kernel import LessonError, about, changed, execute
-from .key import (
-    Key,
-    Reader,
-    cell_hash,
-    code_cells,
-    has_cells,
-    lessons,
-    notebook,
-    pages,
-    reach,
-    reach_of_program,
-    read,
-    source,
-)
+from .key import Reader, code_cells, has_cells, lessons, notebook, pages, reach, read
 
 if TYPE_CHECKING:
     import nbformat
 
-__all__ = [
-    "RECORDED",
-    "Key",
-    "LessonError",
-    "Reader",
-    "about",
-    "add_command",
-    "archive",
-    "cell_hash",
-    "changed",
-    "code_cells",
-    "course",
-    "execute",
-    "has_cells",
-    "lessons",
-    "load",
-    "notebook",
-    "pages",
-    "reach",
-    "reach_of_program",
-    "read",
-    "save",
-    "selected",
-    "source",
-    "unpack",
-]
+__all__ = ["Reader", "changed", "code_cells", "has_cells", "notebook", "pages", "reach", "read"]
 
 
 def course(start: Path | None = None) -> Path:
@@ -111,12 +73,8 @@ def save(book: nbformat.NotebookNode, path: Path) -> None:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `record` to the command line."""
-    parser = commands.add_parser(
-        "record",
-        help="execute lessons on this machine and keep their outputs in book/recorded/",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    words = "execute lessons on this machine and keep their outputs in book/recorded/"
+    parser = command(commands, "record", words, __doc__)
     parser.add_argument("lesson", nargs="*", help="topics; all lessons when none is named")
     parser.add_argument("--archive", type=Path, metavar="FILE", help="then write all into a zip")
     parser.add_argument("--unpack", type=Path, metavar="FILE", help="only unpack such a zip")

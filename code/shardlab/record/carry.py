@@ -29,7 +29,7 @@ def archive(path: Path, root: Path, files: Iterable[Path] | None = None) -> list
     """Write `files`, by default all recordings, into the zip file `path`; return their names."""
     if files is None:
         files = sorted((root / RECORDED).glob("*.ipynb"))
-    names = {_name(file.relative_to(root)): file for file in files}
+    names = {f"logs/{f.name}" if f.suffix == ".log" else f.name: f for f in files}
     room(path)
     part = path.with_name(f".{path.name}.part")
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as zipped:
@@ -96,12 +96,6 @@ def replace(path: Path, data: bytes) -> None:
 def room(path: Path) -> None:
     """Make the folder in which the file `path` is to stand."""
     path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _name(path: Path) -> str:
-    """The name, in an archive, of the file that stands at `path` below the root."""
-    room = next(room for room in _MEMBERS.values() if path.is_relative_to(room))
-    return path.relative_to(room).as_posix()
 
 
 def _check(path: Path, name: str, data: bytes) -> None:

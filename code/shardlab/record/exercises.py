@@ -11,17 +11,20 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 
+from shardlab import __version__
+
+from .kernel import KERNELSPEC
 from .key import notebook
 
-_FENCE = re.compile(
-    r"^```\{(exercise|solution)-(start|end)\}[ \t]*(.*)\n(?::.*\n)*```[ \t]*(?:\n|\Z)", re.M
+_MARK = re.compile(  # where an exercise or a solution begins or ends, and a section begins
+    r"^```\{(exercise|solution)-(start|end)\}[ \t]*(.*)\n(?::.*\n)*```[ \t]*(?:\n|\Z)|^## +(.*)$",
+    re.M,
 )
-_SECTION = re.compile(r"^## +(.*)$", re.M)
 _ROLE = re.compile(r"\{[\w:-]+\}`([^`]*?)(?: ?<[^`>]*>)?`")
 _LINK = re.compile(r"!?\[([^\]]*)\]\((?!https?:)[^)]*\)")
 
@@ -37,44 +40,32 @@ In the course's folder `make lab` opens JupyterLab with all of it: put this file
 _SETUP = "What the lesson imports. Run this cell first."
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A cell, or a part of a text cell, of a lesson."""
 
-    place: str  # "lesson", "exercise" or "solution"
+    place: str  # "lesson", "between" the exercises, "exercise" or "solution"
     kind: str  # "markdown", "code", or "title" of an exercise
     text: str
-    section: str  # the title of the lesson's section that it stands in
 
 
 def parts(book: nbformat.NotebookNode) -> Iterator[Part]:
-    """The lesson in order, its text cells cut where exercises and solutions begin and end."""
-    place, section = "lesson", ""
+    """The lesson in order, its text cells cut where exercises, solutions and sections begin."""
+    place = outside = "lesson"
     for cell in book.cells:
         if cell.cell_type != "markdown":
-            yield Part(place, "code", cell.source, section)
+            yield Part(place, "code", cell.source)
             continue
-        end = 0
-        for fence in _FENCE.finditer(cell.source):
-            section = yield from _text(cell.source[end : fence.start()], place, section)
-            place = fence[1] if fence[2] == "start" else "lesson"
-            if place == "exercise":
-                yield Part(place, "title", fence[3].strip(), section)
-            end = fence.end()
-        section = yield from _text(cell.source[end:], place, section)
-
-
-def _text(text: str, place: str, section: str) -> Iterator[Part]:
-    """The parts of `text`, one for each section of the lesson; return the last section."""
-    titles = list(_SECTION.finditer(text)) if place == "lesson" else []
-    bounds = [0, *(title.start() for title in titles), len(text)]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
-        title = _SECTION.match(text, begin)
-        if title and place == "lesson":
-            begin, section = title.end(), title[1]
-        if text[begin:end].strip():
-            yield Part(place, "markdown", text[begin:end].strip(), section)
-    return section
+        # What stands before the first mark, then of each mark its four groups and what follows.
+        pieces = iter(["", "", "", "", *_MARK.split(cell.source)])
+        for what, edge, title, section, text in zip(*[pieces] * 5, strict=True):
+            if section:
+                place = outside = "between" if section.startswith("Exercises") else "lesson"
+            elif what:
+                place = what if edge == "start" else outside
+                if place == "exercise":
+                    yield Part(place, "title", title.strip())
+            if text.strip():
+                yield Part(place, "markdown", text.strip())
 
 
 def imports(source: str) -> str:
@@ -96,50 +87,27 @@ def exercises(topic: str, root: Path) -> nbformat.NotebookNode | None:
         return None
     title = _plain(next(p.text for p in lesson if p.text.startswith("# ")).splitlines()[0][2:])
     first = next((part.text for part in lesson if part.kind == "code"), "")
-    body: list[nbformat.NotebookNode] = []
-    number = 0
-    for part in lesson:
-        if part.kind == "code":
-            if part.place == "exercise":
-                body.append(nbformat.v4.new_code_cell(part.text))
-        elif part.kind == "title":
-            number += 1
-            body.append(nbformat.v4.new_markdown_cell(f"## {number}. {_plain(part.text)}"))
-        elif part.place == "exercise" or (
-            part.place == "lesson" and part.section.startswith("Exercises")
-        ):
-            body.append(nbformat.v4.new_markdown_cell(_plain(part.text)))
-    from shardlab import __version__
-
-    book = nbformat.v4.new_notebook()
-    book.metadata["kernelspec"] = {
-        "display_name": "Python 3",
-        "language": "python",
-        "name": "python3",
-    }
-    book.cells = [
-        nbformat.v4.new_markdown_cell(_INTRO.format(title=title, version=__version__)),
-        nbformat.v4.new_markdown_cell(_SETUP),
-        nbformat.v4.new_code_cell(imports(first)),
-        *_joined(body),
+    new = nbformat.v4
+    cells = [
+        new.new_markdown_cell(_INTRO.format(title=title, version=__version__)),
+        new.new_markdown_cell(_SETUP),
+        new.new_code_cell(imports(first)),
     ]
-    for place, cell in enumerate(book.cells):
+    number = 0
+    for place, kind, text in lesson:
+        if kind == "title":
+            number += 1
+            cells.append(new.new_markdown_cell(f"## {number}. {_plain(text)}"))
+        elif kind == "code" and place == "exercise":
+            cells.append(new.new_code_cell(text))
+        elif kind == "markdown" and place in ("exercise", "between"):
+            if cells[-1].source.startswith(f"## {number}. "):  # its title and its text are one cell
+                cells[-1].source += f"\n\n{_plain(text)}"
+            else:
+                cells.append(new.new_markdown_cell(_plain(text)))
+    for place, cell in enumerate(cells):
         cell["id"] = f"cell-{place}"  # not random: the file should not change by itself
-    return book
-
-
-def _joined(cells: list[nbformat.NotebookNode]) -> Iterator[nbformat.NotebookNode]:
-    """The cells, an exercise's title and text as one."""
-    last = None
-    for cell in cells:
-        heading = last is not None and last.source.startswith("## ")
-        if heading and last.cell_type == cell.cell_type == "markdown":
-            cell = nbformat.v4.new_markdown_cell(f"{last.source}\n\n{cell.source}")
-        elif last is not None:
-            yield last
-        last = cell
-    if last is not None:
-        yield last
+    return new.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
 
 
 def _plain(text: str) -> str:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import facts
 from .key import Key, cell_hash, code_cells, notebook, reach, source
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CELL_TIMEOUT = 600  # seconds: a lesson as a whole is meant to take one minute
 TRIES = 3  # of a cell that measures times, on a machine that others use as well
+KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ARROW = re.compile(r"(?m)^-+> *(\d+) ")  # marks the line of a cell in IPython's tracebacks
 
@@ -44,7 +45,7 @@ def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
     key = reach(name, root, book)
     cells = [_blank(cell) for cell in code_cells(book)]
     _name(cells)
-    lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": _kernelspec()})
+    lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     about, seconds, again = _run(name, lesson, root, cpu)
     lesson.metadata["shardlab"] = {
@@ -73,10 +74,6 @@ def changed(lesson: nbformat.NotebookNode, key: Key) -> list[str]:
     return key.changed(cells, recorded.get("files", {})) or ["its key does not fit its content"]
 
 
-def _kernelspec() -> dict[str, str]:
-    return {"display_name": "Python 3", "language": "python", "name": "python3"}
-
-
 def _blank(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     import nbformat
 
@@ -95,40 +92,10 @@ def _name(cells: list[nbformat.NotebookNode]) -> None:
         cell["id"] = name
 
 
-def _manager(home: str) -> Any:
-    """A kernel manager that starts this interpreter, and talks to it through files in `home`."""
-    from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-    from jupyter_client.manager import AsyncKernelManager
-
-    class Here(KernelSpecManager):
-        """Knows one kernel, this interpreter, whatever else the user has registered."""
-
-        def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            return KernelSpec(argv=argv, display_name="Python 3", language="python")
-
-    return AsyncKernelManager(
-        kernel_name="python3",
-        kernel_spec_manager=Here(),
-        transport="ipc",  # no port that others on the machine could reach
-        connection_file=f"{home}/kernel.json",
-    )
-
-
 def environment(root: Path) -> dict[str, str]:
     """That of a child process: the sources of the course in `root` come first."""
     paths = [str(root / "code"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-
-
-def _environment(root: Path, home: str, cpu: bool) -> dict[str, str]:
-    changes = {
-        "IPYTHONDIR": home,  # no start-up files and no history of the user's
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-    }
-    if cpu:
-        changes["CUDA_VISIBLE_DEVICES"] = ""
-    return {**environment(root), **changes}
 
 
 def _run(
@@ -139,6 +106,8 @@ def _run(
     Return what the kernel says about where it ran, the seconds, and the cells measured again.
     """
     import nbformat
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -166,9 +135,19 @@ def _run(
     number = 0
     try:
         with tempfile.TemporaryDirectory(prefix="lesson-", ignore_cleanup_errors=True) as home:
-            client = NotebookClient(lesson, km=_manager(home), **options)
-            variables = _environment(root, home, cpu)
-            with client.setup_kernel(env=variables, cwd=str(path.parent), cleanup_kc=True):
+            manager = AsyncKernelManager(
+                kernel_name="python3",
+                kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this very interpreter
+                transport="ipc",  # no port that others on the machine could reach
+                connection_file=f"{home}/kernel.json",
+            )
+            client = NotebookClient(lesson, km=manager, **options)
+            # No start-up files and no history of the user's.
+            variables = {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+            variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
+            with client.setup_kernel(
+                env=environment(root) | variables, cwd=str(path.parent), cleanup_kc=True
+            ):
                 for number, cell in enumerate(cells, 1):
                     _progress(name, number, len(cells))
                     attempt(cell, TRIES if "measured" in cell.metadata.get("tags", []) else 1)

@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .. import about, changed, code_cells, load, notebook, reach, reach_of_program
+from .. import about, changed, code_cells, load, notebook, reach
 from ..carry import FIGURES, RECORDED, WORK, replace
-from ..key import Key
+from ..key import Key, reach_of_program
 from . import machine
 
 PARTS = ("tests", "lessons", "benchmarks")

@@ -48,7 +48,7 @@ def under_torchrun(
 def test_runs_of_every_kind_and_what_stands_between_them(tmp_path: Path) -> None:
     done = under_torchrun(
         tmp_path,
-        2,
+        3,
         """
         def work(factor):
             x = torch.full((2,), float(dist.get_rank() * factor))
@@ -65,35 +65,35 @@ def test_runs_of_every_kind_and_what_stands_between_them(tmp_path: Path) -> None
                 os._exit(3) if how == "exits" else time.sleep(1000)
             dist.barrier()
 
-        print([x.tolist() for x in run(work, 1, 1) + run(work, 2, 10)])
+        print([x.tolist() for x in run(work, 2, 1) + run(work, 3, 10)])
         try:
             run(fails, 2)
         except RankError as error:
             print(error.ranks, str(error).splitlines()[0])
-        print([x.tolist() for x in run(work, 3, 1)])  # more ranks than torchrun started
+        print([x.tolist() for x in run(work, 4, 1)])  # more ranks than torchrun started
         for how in ("exits", "hangs"):
             try:
                 run(ends, 2, how, timeout=4, apart=True)
             except RankError as error:
                 print(error.ranks)
         print(ranks.pretend(dist.get_world_size, 512))
-        print([x.tolist() for x in run(work, 2, 1)])
+        print([x.tolist() for x in run(work, 3, 1)])
         """,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     beside = [line for line in lines if "beside" in line]  # one for each run elsewhere
-    assert [line.split(" beside")[0] for line in beside] == ["[work on 3 ranks"] + 2 * [
+    assert [line.split(" beside")[0] for line in beside] == ["[work on 4 ranks"] + 2 * [
         "[ends on 2 ranks"
     ]
     assert [line for line in lines if line not in beside] == [
-        "[[0.0, 0.0], [10.0, 10.0], [10.0, 10.0]]",
+        "[[1.0, 1.0], [1.0, 1.0], [30.0, 30.0], [30.0, 30.0], [30.0, 30.0]]",
         "[1] rank 1 of 2 raised ValueError: boom",
-        "[[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]",
+        "[[6.0, 6.0], [6.0, 6.0], [6.0, 6.0], [6.0, 6.0]]",
         "[1]",
         "[1]",
         "512",
-        "[[1.0, 1.0], [1.0, 1.0]]",
+        "[[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]",
     ]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from everything import Chapter, body
+from slim import MODEL
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 
@@ -126,7 +127,8 @@ def make(app: Sphinx, exception: Exception | None) -> None:
             printer.write(site / f"{PAGE}.html", pdf)
         except printer.NoBrowser as error:
             raise PrintingFailed(str(error)) from None
-    packed.write_bytes(archive(site))
+    if not packed.is_file() or packed.stat().st_mtime_ns < (site / MODEL).stat().st_mtime_ns:
+        packed.write_bytes(archive(site))
 
 
 def setup(app: Sphinx) -> None:

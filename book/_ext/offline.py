@@ -1,7 +1,8 @@
 """Nothing from another host, and nothing that no page needs.
 
-Jupyter Book's pages ask other hosts for MathJax, thebe and require.js. Here MathJax comes from the
-Python package sphinx-mathjax-offline, of whose 24 MB a page loads some 300 kB; the rest goes.
+Jupyter Book's pages ask other hosts for thebe, which _config.yml leaves out, and for MathJax. That
+comes from the Python package sphinx-mathjax-offline here; of its 24 MB a page loads some 300 kB,
+and the rest goes.
 """
 
 from __future__ import annotations

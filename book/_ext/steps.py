@@ -78,7 +78,7 @@ def load(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
     """Let a page that has steps load their script and style."""
-    if pagename == "everything" or (doctree and next(iter(doctree.findall(Steps)), None)):
+    if '<div class="steps"' in context.get("body", ""):
         app.add_js_file("steps.js", loading_method="defer")
         app.add_css_file("steps.css")
 

@@ -29,6 +29,7 @@ from .key import Reader, code_cells, has_cells, lessons, notebook, pages, reach,
 if TYPE_CHECKING:
     import nbformat
 
+# Beside what is used or defined here:
 __all__ = ["Reader", "changed", "code_cells", "has_cells", "notebook", "pages", "reach", "read"]
 
 

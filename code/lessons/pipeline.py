@@ -208,7 +208,7 @@ print(f"and {100 * shares[4]:.0f} % with four micro-batches in a loop")
 # %% [markdown]
 # Micro-batches gain nothing yet. The first stage has done its forward of micro-batch 0, and could go on with micro-batch 1.
 # But next in the loop stands the *backward* of micro-batch 0, and that has to come back from the last stage first.
-# (Without a backward, in inference, the same loop does overlap on GPUs: their work is queued, and nobody waits for it to end.) What is needed is another order: a *schedule*. The time in which a stage waits is the *bubble*.
+# What is needed is another order: a *schedule*. The time in which a stage waits is the *bubble*.
 #
 # ![Three timelines of four stages on one axis. The whole batch at once: one stage computes at a time, and each is busy 25 % of the time. Four micro-batches in a loop, forward and backward of one before the next begins: still one stage at a time, still 25 %. GPipe, forwards of all four and then backwards of all four: stages overlap, each is busy 57 % of the time, and the step takes less than half as long.](../figures/pipeline_microbatches.svg)
 #
@@ -595,7 +595,7 @@ show.source(core.way_back, core.Mail._connect, core.Mail.exchange)
 # What this gains over the plain stage, in the same two schedules: bytes at the peak on stage 0, and a step of sleeping stages on a wire on which a message takes half of a forward.
 
 # %% tags=["hide-input", "measured"]
-# Table: the plain stage and the core, bytes held and seconds on a slow wire
+# Table: the plain stage and the core on a slow wire
 
 HOP = UNIT / 2  # seconds; the wire is slow only to begin with
 
@@ -639,7 +639,7 @@ show.table(rows, head)
 # ## Bit for bit what one process computes
 #
 # One process goes through the same micro-batches one after another, and adds their gradients up. The pipeline must compute the same, whatever the schedule.
-# The cells train for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; the batch has six sequences, so four micro-batches are uneven.
+# The cell trains for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; four of six sequences are uneven.
 
 # %% tags=["hide-input"]
 # Holds all schedules against one process over five steps
@@ -964,7 +964,7 @@ show.table(rows, head)
 # `````
 
 # %% tags=["hide-input"]
-# Holds the bubble with four times as many micro-batches as stages against the formula
+# Holds the bubble for m = 4p against the formula
 
 for p in (2, 4, 8, 16):
     names = {"1f1b": "1F1B", "interleaved": "interleaved", "zb-h1": "ZB-H1", "zb-v": "ZB-V"}
@@ -1094,7 +1094,7 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 # `````
 
 # %% tags=["hide-input"]
-# Trains DeepSpeed's pipeline with ZeRO stages 0, 1 and 2, and holds its loss against one process
+# Trains DeepSpeed's pipeline with ZeRO stages 0, 1 and 2
 
 
 def deepspeeds(zero):
@@ -1132,7 +1132,7 @@ show.source(core.average)
 # Two copies of a two-stage pipeline, held against one process:
 
 # %% tags=["hide-input"]
-# Holds two copies of two stages against one process, and counts all-reduces
+# Holds two copies of two stages against one process
 
 
 def two_by_two(m):
@@ -1238,7 +1238,7 @@ except ValueError as error:
 # The others wait for messages that never come. `ranks.run` names the rank that failed of its own doing; under `torchrun` the *first* error by time is the one that counts.
 
 # %% tags=["hide-input"]
-# Lets stage 2 raise at its third micro-batch, and prints whom the run names
+# Lets stage 2 raise, and prints whom the run names
 
 
 def raises():
@@ -1268,7 +1268,7 @@ else:
 # Each micro-batch's loss is a mean over its own sequences, so their gradients add up to $m$ times the right one. Torch's schedules divide by $m$ (`scale_grads=True`); who divides the loss as well, out of habit from gradient accumulation, does it twice.
 
 # %% tags=["hide-input"]
-# Compares the norm of the gradients when torch divides, nobody does, or both do
+# Compares gradients divided by torch, by nobody, and twice
 
 
 def norms(m):

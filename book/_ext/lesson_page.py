@@ -30,6 +30,12 @@ _SUFFIXES = (  # of a file's name; what the link says; what it leads to
     (".py", ".py", "a plain script"),
     (EXERCISES, "exercises", "a notebook of the exercises, with checks, without solutions"),
 )
+# Without its script, reading.js, it would do nothing: that shows it.
+SWITCH = (
+    '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
+    "Open all folded code</button> What proves, tabulates and draws is folded under a line that "
+    "says what it does.</p>"
+)
 
 
 def where(about: dict[str, Any]) -> str:
@@ -104,6 +110,7 @@ def add_line(
     note = (
         f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
         f'<span class="lesson-downloads">Download: {downloads}</span></p>'
+        f"{SWITCH if 'tag_hide-input' in context['body'] else ''}"
     )
     # sphinx-exercise gives the same id to the content of every exercise of a page.
     body = re.sub(r' id="(exercise|solution)-content"', "", context["body"])

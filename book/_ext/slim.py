@@ -219,19 +219,20 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
     for name in (*common.large, "_static/maths.js"):
         made[name] = _MAP.sub("", (site / name).read_text("utf-8"))
     own = [path.read_text("utf-8") for path in sorted((site / "_static").glob("*.js"))]
-    words = vocabulary(list(pages.values()), [*made.values(), *own])
+    better = {path: page if finished(page) else repaired(page) for path, page in pages.items()}
+    words = vocabulary(list(better.values()), [*made.values(), *own])
     styles = [name.removeprefix("_static/") for name in common.styles]
     made[DONE] = slim_css.bundle(site / "_static", styles, words) + _FAR
     for name, text in made.items():
         (site / name).write_text(text, "utf-8")
     stamps = {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in made.items()}
     plain = slim_svg.plain((site / "_static/pygments.css").read_text("utf-8"))
-    for path, page in pages.items():
+    for path, page in better.items():
         if finished(page):  # what it loads may have changed
             for name, stamp in stamps.items():
                 page = re.sub(rf"({re.escape(name)}\?v=)\w+", rf"\g<1>{stamp}", page)
         elif "<head>" in page:
-            page = slim_svg.listings(slim_svg.drawings(repaired(page)), plain)
+            page = slim_svg.listings(slim_svg.drawings(page), plain)
             page = head(page, common, stamps)
         if page != pages[path]:
             path.write_text(page, "utf-8")

@@ -19,7 +19,7 @@ addEventListener("DOMContentLoaded", () => {
   const follow = () => {
     const passed = (link) => {
       const place = document.getElementById(decodeURIComponent(link.hash.slice(1)));
-      return place && place.getBoundingClientRect().top < innerHeight * 0.3;
+      return place && place.getBoundingClientRect().top < innerHeight * 0.15;
     };
     const now = links.findLast(passed);
     for (const link of links) {
@@ -31,13 +31,14 @@ addEventListener("DOMContentLoaded", () => {
       entry.classList.toggle("active", Boolean(now) && entry.contains(now));
     }
     const box = now && contents.closest(".bd-sidebar-secondary");
-    if (box && box.scrollHeight > box.clientHeight) now.scrollIntoView({ block: "nearest" });
+    const used = box?.matches(":hover, :focus-within"); // what the reader uses stays where it is
+    if (box && !used && box.scrollHeight > box.clientHeight) now.scrollIntoView({ block: "nearest" });
   };
   let waiting = 0;
   if (links.length) {
     addEventListener("scroll", () => {
-      cancelAnimationFrame(waiting);
-      waiting = requestAnimationFrame(follow);
+      clearTimeout(waiting);
+      waiting = setTimeout(follow, 100); // after the theme
     }, { passive: true });
   }
 });

@@ -55,9 +55,9 @@ from shardlab import collectives, count, link, memory, ranks, show, text
 from shardlab import tensor_parallel as tp
 from shardlab.check import check
 from shardlab.model import GPT, PRESETS, Config, loss
-from shardlab.tensor_parallel.columns import _Columns
+from shardlab.tensor_parallel.core import _CopyTo, _CrossEntropy, _ReduceFrom
 from shardlab.tensor_parallel.dropout import _own, drop_by_heads
-from shardlab.tensor_parallel.loss import _CrossEntropy
+from shardlab.tensor_parallel.overlap import _Columns
 
 show.style()
 
@@ -350,7 +350,7 @@ show.table(rows, [*head, "of each rank: all-reduce (MB)", "ratio"])
 # Look at which of the four methods send something. (`reduce_from_`, with an underscore, makes the sum in place.)
 
 # %%
-show.source(tp.copy_to, tp.operators._CopyTo, tp.operators._ReduceFrom)
+show.source(tp.copy_to, _CopyTo, _ReduceFrom)
 
 # %% [markdown]
 # To call `dist.all_reduce` in the model's forward would not do: it changes a tensor behind autograd's back.
@@ -359,7 +359,7 @@ show.source(tp.copy_to, tp.operators._CopyTo, tp.operators._ReduceFrom)
 # ### Layers, and a bias
 #
 # Two layers follow. The first has a bias for each of its columns, which is cut with them. The second has a bias for each entry of $Y$, and every rank has all of $Y$.
-# Look at where it is added. (What is `ready` was computed together with its neighbours; we come to it [below](#messages-and-bytes).)
+# Look at where it is added. (Through an `entrance` a layer computes together with its neighbours; we come to it [below](#messages-and-bytes).)
 
 # %%
 show.source(tp.ColumnLinear.forward, tp.RowLinear.forward)

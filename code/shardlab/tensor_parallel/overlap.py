@@ -1,4 +1,4 @@
-"""The layers that a region begins with, as one operator: what backward sends hides behind products.
+"""The layers that a region begins with, as one: what backward sends hides behind products.
 
 Queries, keys and values see the same x, and so do up and gate. Backward owes two things: the
 gradient of x, which is a sum over all ranks and for which the layers before wait, and the gradients
@@ -11,24 +11,50 @@ Shapes in names: N tokens (batch times sequence), I inputs, o this rank's share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .operators import Edges, Finish, Group, copy_to, ranks_in, reduce_from_
+Group = dist.ProcessGroup
+Edge = Callable[[Tensor, Group], Tensor]
+Finish = Callable[[], Tensor]
 
 
-def _handed_on(x: Tensor, _: Group) -> Finish:
+@dataclass(frozen=True)
+class Edges:
+    """The two operators around a region: how activations get in, and how they get out.
+
+    `enter` stands in front of an attention, a feed-forward network or the head, `leave` behind the
+    product that ends one, and behind the embedding. `leave` may change the tensor that it is given.
+
+    begin, back: start what `enter` does forward and backward, and return a function that waits and
+    gives the result; `back` may change what it is given. With them, `columns` sends while it
+    computes; None: `enter` and the layers behind it stand one after the other. keep: hold on to
+    what has entered until backward; otherwise to what was there before, which enters once more.
+    """
+
+    enter: Edge
+    leave: Edge
+    begin: Callable[[Tensor, Group], Finish] | None = None
+    back: Callable[[Tensor, Group], Finish] | None = None
+    keep: bool = True
+
+
+def handed_on(x: Tensor, _: Group) -> Finish:
+    """`begin` where all ranks have x: nothing is sent."""
     return lambda: x
 
 
-def _added_up(dx: Tensor, group: Group) -> Finish:
-    if ranks_in(group) == 1:
+def added_up(dx: Tensor, group: Group) -> Finish:
+    """`back` where all ranks have x: start to add up the ranks' gradients of it, in place."""
+    if group.size() == 1:
         return lambda: dx
     work = dist.all_reduce(dx, group=group, async_op=True)  # of dx's shape
 
@@ -39,8 +65,38 @@ def _added_up(dx: Tensor, group: Group) -> Finish:
     return finish
 
 
-# Outside, all ranks have all activations.
-REPLICATED = Edges(copy_to, reduce_from_, _handed_on, _added_up)
+class Entrance:
+    """Column-parallel layers that are called with the same x: it enters once, for all of them.
+
+    The first that is called with an x has all outputs computed, and each of the others, called with
+    the same x, takes its own. Called with another x, a layer has them computed anew.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], group: Group, edges: Edges):
+        """From now on the `layers`, which have a weight and a bias or None, ask this."""
+        self.layers = [weakref.ref(layer) for layer in layers]  # they have this, and no circle
+        self.group, self.edges = group, edges
+        self.x: Tensor | None = None  # what the outputs below are of
+        self.outputs: dict[nn.Module, Tensor] = {}  # by layer, those not yet taken
+        for layer in layers:
+            layer.entrance = self
+
+    def output(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """That of `layer` for x [..., I]: [..., o]."""
+        if x is not self.x or layer not in self.outputs:
+            layers = [reference() for reference in self.layers]
+            self.x, self.outputs = x, dict(zip(layers, self._compute(x, layers), strict=True))
+        y = self.outputs.pop(layer)
+        if not self.outputs:
+            self.x = None  # which is not to stay alive for this
+        return y
+
+    def _compute(self, x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        if self.edges.begin is not None:
+            return columns(x, weights, biases, self.group, self.edges)
+        entered = self.edges.enter(x, self.group)
+        return [F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def columns(
@@ -48,7 +104,7 @@ def columns(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     group: Group,
-    edges: Edges = REPLICATED,
+    edges: Edges,
 ) -> tuple[Tensor, ...]:
     """edges.enter(x) [..., I] @ weight.T + bias, [..., o], for each weight [o, I] and bias [o]."""
     return _Columns.apply(x, group, edges, *weights, *biases)

@@ -1,4 +1,4 @@
-"""Whole weights into shares of them, and back; and a model too large to be whole anywhere.
+"""Whole weights into shares of them, and back; a model too large to be whole anywhere; its norm.
 
 Which parameters are cut, and how, stands in the layers (`Cut.cut`). Names are the plain GPT's, so
 that a state dict of one process fits any number of ranks, and the other way round.
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from shardlab import ranks
 from shardlab.model import GPT
+from shardlab.ranks import check_group, check_number
 from shardlab.ranks.renamed import all_gather_single
 
-from .layers import ColumnLinear, RowLinear, VocabEmbedding, take
-from .operators import Group, ranks_in, share
+from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, share, take
 
 
 def cuts(model: nn.Module) -> dict[str, int | None]:
@@ -40,7 +40,7 @@ def pieces(model: nn.Module) -> list[tuple[str, nn.Parameter, int | None]]:
 
 def whole_shapes(model: GPT) -> dict[str, torch.Size]:
     """Shapes of the plain GPT's parameters, by name."""
-    size = ranks_in(_group(model))
+    _, size = check_group(_group(model))
     shapes = {}
     for name, parameter, dimension in pieces(model):
         shape = list(parameter.shape)
@@ -60,7 +60,7 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
     Raises ValueError for a model that is not parallelized, and for a rank that is none.
     """
     group = _group(model)
-    size, rank = ranks_in(group), dist.get_rank(group)
+    rank, size = check_group(group)
     if to is not None and (type(to) is not int or to not in range(size)):
         raise ValueError(f"to={to!r}: allowed are None and the group's ranks, 0 to {size - 1}")
     found: dict[str, Tensor] = {}
@@ -138,7 +138,7 @@ def initialize(
     """
     group, shapes = _group(model), whole_shapes(model)
     device = ranks.device() if device is None else torch.device(device)
-    size = ranks_in(group)
+    _, size = check_group(group)
     for module in model.modules():  # drawn, and dropped at once
         if isinstance(module, VocabEmbedding):
             nn.Embedding(module.weight.shape[0] * size, module.weight.shape[1])
@@ -158,6 +158,36 @@ def initialize(
         _fill(model, parameter, whole, device, dtype or whole.dtype)
     if model.head.weight is model.embedding.weight:  # GPT fills its head before it ties it
         nn.init.normal_(torch.empty(shapes["embedding.weight"]), std=0.02)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
+    """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
+
+    Squares of cut parameters are added up over the ranks; those of whole ones, which all ranks
+    have, count once. torch's own `nn.utils.clip_grad_norm_` would find another norm on every rank,
+    and whole parameters would drift apart. Every rank of the group calls it; one number is sent.
+
+    Raises ValueError for a limit below 0, and a model that is not parallelized.
+    """
+    group = _group(model)
+    check_number(0, limit=limit)
+    squares = {True: [], False: []}  # of cut ones, and of whole ones
+    gradients = []
+    for _, parameter, dimension in pieces(model):
+        if (gradient := parameter.grad) is not None:
+            gradients.append(gradient)
+            wide = torch.promote_types(gradient.dtype, torch.float32)  # 16 bits lose too much
+            norm = torch.linalg.vector_norm(gradient, dtype=wide)
+            squares[dimension is not None].append(norm.square())
+    nothing = next(model.parameters()).new_zeros((), dtype=torch.float32)
+    cut, whole = (torch.stack(part).sum() if part else nothing.clone() for part in squares.values())
+    dist.all_reduce(cut, group=group)  # one number
+    norm = (cut + whole).sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
 
 
 def _fill(

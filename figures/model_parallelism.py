@@ -220,9 +220,11 @@ def bubble() -> Figure:
             axes.add_patch(Rectangle(*place, fill=False, ec=INK, lw=0.7))
             middle = left + (begin + end) / 2 * unit, top + high / 2
             look = {"color": INK if kind == "F" else on(COLORS[stage])}
-            label = str(m + 1) if micro > 1 else "all"
-            words(axes, *middle, label, fontsize=SMALL, **look)
-    words(axes, left, 4.3, "pale: forward; full: backward", ha="left", fontsize=SMALL)
+            if end - begin > 0.3:
+                label = str(m + 1) if micro > 1 else "all"
+                words(axes, *middle, label, fontsize=SMALL, **look)
+    text = "pale: forward; full: backward of micro-batch 1, 2, …"
+    words(axes, left, 4.3, text, ha="left", fontsize=SMALL)
     return figure
 
 

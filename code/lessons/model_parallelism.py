@@ -833,7 +833,7 @@ show.table(rows, head, caption="The fullest rank")
 # %% tags=["hide-input"]
 # Holds the table to the numbers of this page
 assert [round(HELD[f"ZeRO-{z}"] / P) for z in (2, 3)] == [7, 4]
-assert memory.states(1, "fp32", zero=1, dp=4).total == 10
+assert memory.states(4, "fp32", zero=1, dp=4).total == 4 * 10
 assert round(SENT["tensor parallel"] / SENT["pipeline"]) == 14 and round(100 * 3 / 7) == 43
 assert CALLS["ZeRO-3"] > 3 * CALLS["ZeRO-2"] and (CALLS["data parallel"], CALLS["ZeRO-2"]) == (35, 2)
 print("all numbers of the table are those of this page")

@@ -52,6 +52,7 @@ from shardlab import count, memory, pipeline, ranks, show, strategy, text, zero
 from shardlab import deepspeed_engine as de
 from shardlab import tensor_parallel as tp
 from shardlab.check import check
+from shardlab.data_parallel import DataParallel
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
@@ -90,8 +91,7 @@ def my_share(*tensors):
 # The first way knows nothing of parallelism: five steps of AdamW, with eight sequences in each.
 
 # %%
-def one_process():
-    model = small_gpt()
+def train(model, batch=batch):
     optimizer = adamw(model.parameters())
     losses = []
     for step in range(STEPS):
@@ -104,9 +104,12 @@ def one_process():
     return losses, model, optimizer
 
 
+def one_process():
+    return train(small_gpt())
+
+
 # %% [markdown]
-# Every other way on this page has to end with these losses and these weights, up to rounding.
-# Here are the losses.
+# Every other way has to end with these losses and these weights, up to rounding.
 
 # %% tags=["hide-input"]
 # Trains it, counts what a rank holds and sends, and keeps both as the measure
@@ -119,31 +122,51 @@ class Trained(NamedTuple):
 
 
 def on_wire(sent):
-    """Bytes that leave this rank, from what it handed over: see the lesson Collectives."""
+    """Bytes that leave this rank, from what it handed over: see Collectives."""
     n, total = dist.get_world_size(), sent.bytes
     for name, size in sent.payload.items():
-        gathers, scatters = name.startswith("all_gather"), name.startswith("reduce_scatter")
-        total += size * (n - 1 if gathers else (n - 1) / n if scatters else 2 * (n - 1) / n)
+        gathers, scatters = (
+            name.startswith("all_gather"),
+            name.startswith("reduce_scatter"),
+        )
+        total += size * (
+            n - 1 if gathers else (n - 1) / n if scatters else 2 * (n - 1) / n
+        )
     return total
 
 
 def counted(technique, *args):
-    """On a rank: what `technique` returns and holds, and what it sends from step to step."""
+    """On a rank: what `technique` returns, holds, and sends from step to step."""
     marks = []
     with count.sent() as sent:
         hook = register_optimizer_step_post_hook(
-            lambda *_: marks.append((on_wire(sent), sum(sent.calls.values()) + sent.messages))
+            lambda *_: marks.append(
+                (on_wire(sent), sum(sent.calls.values()) + sent.messages)
+            )
         )
         losses, module, optimizer = technique(*args)
         hook.remove()
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    held += [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    held += [
+        *module.parameters(),
+        *(p.grad for p in module.parameters() if p.grad is not None),
+    ]
     held += [p.grad for group in optimizer.param_groups for p in group["params"]]
-    held += [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    full = getattr(module, "full_state_dict", None)  # ZeRO-3 puts its weights together for it
-    weights = [w.detach().cpu() for w in (full().values() if full else module.parameters())]
-    sent, calls = ((last - first) / (STEPS - 1) for first, last in zip(marks[0], marks[-1]))
-    return Trained(losses, weights, count.bytes_of(t for t in held if t is not None), sent, calls)
+    held += [
+        s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
+    full = getattr(
+        module, "full_state_dict", None
+    )  # ZeRO-3 puts its weights together for it
+    weights = [
+        w.detach().cpu() for w in (full().values() if full else module.parameters())
+    ]
+    sent, calls = (
+        (last - first) / (STEPS - 1) for first, last in zip(marks[0], marks[-1])
+    )
+    return Trained(
+        losses, weights, count.bytes_of(t for t in held if t is not None), sent, calls
+    )
 
 
 ONE = ranks.run(counted, 1, one_process)[0]
@@ -167,7 +190,7 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 # Forward piles activations up.
 # Backward uses them up, from the last layer to the first, and makes gradients meanwhile: the one grows while the other shrinks.
 # So the *peak*, the most that a GPU holds at any moment, is less than the sum of its parts: for Llama 3 8B in the picture 198 GB, and not 230.
-# Where the states are much larger than the activations, as in GPT-3, the peak is the moment of the optimizer's step, when all gradients are there and all activations are gone.
+# In GPT-3, below, states outweigh activations; there the peak is the optimizer's step, when all gradients are there and no activations.
 
 # %% tags=["hide-input"]
 # Table: what training holds on one GPU, in float32, with one sequence of full length
@@ -177,10 +200,18 @@ for name in ("llama-3-8b", "llama-3-70b", "gpt-3-175b"):
     one = memory.estimate(config, precision="fp32", device="gpu")
     states = memory.states(memory.parameter_count(config), "fp32")
     assert states.total == 4 * states.parameters == 16 * memory.parameter_count(config)
-    assert strategy.MACHINES["h200"].memory == 141 * GB < one.peak < states.total + one.activations
+    assert (
+        strategy.MACHINES["h200"].memory
+        == 141 * GB
+        < one.peak
+        < states.total + one.activations
+    )
     sizes = states.parameters, states.total, one.activations, one.peak
     rows.append((name, *(f"{size / GB:,.0f}" for size in sizes)))
-assert [row[1:] for row in rows[:2]] == [("32", "128", "101", "198"), ("282", "1,129", "449", "1,295")]
+assert [row[1:] for row in rows[:2]] == [
+    ("32", "128", "101", "198"),
+    ("282", "1,129", "449", "1,295"),
+]
 head = ["model", "weights (GB)", "all states (GB)", "activations (GB)", "peak (GB)"]
 show.table(rows, head, caption="One GPU, float32, one sequence")
 
@@ -202,23 +233,28 @@ def bytes_of_a_step():
     return held.peak
 
 
-want, found = memory.estimate(SHAPE, BATCH, precision="fp32"), ranks.run(bytes_of_a_step, 1, device="cpu")[0]
+want, found = (
+    memory.estimate(SHAPE, BATCH, precision="fp32"),
+    ranks.run(bytes_of_a_step, 1, device="cpu")[0],
+)
 assert abs(found / want.peak - 1) < 0.05
 print(f"states: predicted {16 * P:,} B, counted {ONE.states:,} B")
-print(f"peak:   predicted {want.peak:,} B, counted {found:,} B ({100 * (found / want.peak - 1):+.1f} %)")
+print(
+    f"peak: predicted {want.peak:,} B, counted {found:,} B, "
+    f"{100 * (found / want.peak - 1):+.1f} %"
+)
 
 # %% [markdown]
 # `````{admonition} Checked: "a 70B model needs 280 GB"
 # :class: checked
 #
 # For its *weights* in float32, yes: 282 GB.
-# To train it takes 1,129 GB of states, and 449 GB more for the activations of one sequence of 8,192 tokens.
-# Quote the number with its purpose: to keep the model, to run it, or to train it.
+# To train it takes 1,129 GB of states, and up to 449 GB for the activations of one sequence of 8,192 tokens.
 # `````
 #
 # A GPU can do two things for itself.
 # It can compute in 16 bits; but AdamW then needs float32 *master weights* beside the 16-bit ones, and 2 + 2 + 12 bytes are 16 again, so that only the activations are halved.
-# And it can {term}`recompute <recomputation>`: keep only each layer's input, and run the layer's forward again when backward gets there, for a third more arithmetic at most.
+# And it can *recompute*: keep only each layer's input, and run its forward again when backward gets there, for a third more arithmetic at most.
 # Neither makes the states smaller.
 # [Memory](memory.md) counts all of this.
 #
@@ -259,17 +295,21 @@ print(ranks.run(hello, 4))
 # That is an {term}`all-reduce`, the most used {term}`collective`: an operation that all ranks call together.
 
 # %% tags=["hide-input"]
-# Defines `beside_one_process`: trains on ranks, and holds losses and weights against one process
+# Defines `beside_one_process`, which holds ranks against one process
 FOUR = {}  # what each technique held and sent on four ranks: filled below
 
 
 def whole(found):
-    """All ranks' weights, put together: cut tensors joined, stages one behind the other."""
+    """All ranks' weights: cut tensors joined, stages one behind the other."""
     if len(found[0].weights) < len(ONE.weights):
         return [w for rank in found for w in rank.weights]
     joined = []
-    for pieces, one in zip(zip(*(rank.weights for rank in found)), ONE.weights, strict=True):
-        assert pieces[0].shape != one.shape or all(p.equal(pieces[0]) for p in pieces)  # copies
+    for pieces, one in zip(
+        zip(*(rank.weights for rank in found)), ONE.weights, strict=True
+    ):
+        assert pieces[0].shape != one.shape or all(
+            p.equal(pieces[0]) for p in pieces
+        )  # copies
         cut = [d for d in range(one.dim()) if pieces[0].shape[d] != one.shape[d]]
         joined.append(torch.cat(pieces, cut[0]) if cut else pieces[0])
     return joined
@@ -277,7 +317,9 @@ def whole(found):
 
 def apart(found, one):
     """The largest difference of a step's loss, and of a weight after the last step."""
-    known = [[x for x in step if x is not None] for step in zip(*(r.losses for r in found))]
+    known = [
+        [x for x in step if x is not None] for step in zip(*(r.losses for r in found))
+    ]
     losses = [sum(step) / len(step) for step in known]
     pairs = zip(whole(found), one.weights, strict=True)
     in_weights = max((a - b).abs().max().item() for a, b in pairs)
@@ -287,10 +329,13 @@ def apart(found, one):
 def beside_one_process(name, technique, *args, device="auto"):
     FOUR[name] = ranks.run(counted, 4, technique, *args, device=device)
     in_losses, in_weights = apart(FOUR[name], ONE)
-    # Float32: a loss of 5 has seven digits. AdamW divides by a gradient's size; where that is
-    # nearly 0, rounding decides which way a weight moves, by up to 0.001 in each of 5 steps.
+    # Float32: a loss of 5 has seven digits. AdamW divides by a gradient's size; where
+    # that is nearly 0, rounding decides which way a weight moves, by up to 0.001 a step.
     assert in_losses < 1e-4 and in_weights < 5e-3, (name, in_losses, in_weights)
-    print(f"{name}: losses within {in_losses:.0e} of one process, weights within {in_weights:.0e}")
+    print(
+        f"{name}: losses within {in_losses:.0e} of one process, "
+        f"weights within {in_weights:.0e}"
+    )
 
 
 # %% [markdown]
@@ -334,11 +379,11 @@ beside_one_process("data parallel", data_parallel)
 # :class: checked
 #
 # No weight is sent in this loop.
-# What travels in each step is gradients; weights stay equal because they began equal and make equal steps.
+# Gradients are; weights stay equal because they began equal and make equal steps.
 # (PyTorch's `DistributedDataParallel` sends weights once, before the first step.)
-# To average the weights behind the step instead is another algorithm: AdamW divides each rank's gradient by that rank's own history, so the mean of four steps is not the step of the mean.
+# To average weights behind the step is another algorithm: AdamW divides each rank's gradient by that rank's own history, so the mean of four steps is not the step of the mean.
 # The table measures it.
-# With plain SGD, where a step is the gradient times a number, the two are the same, which is where the saying comes from.
+# Only with plain SGD, where a step is the gradient times a number, the two are the same.
 # `````
 
 # %% tags=["hide-input"]
@@ -381,27 +426,47 @@ show.table(rows, ["optimizer", "averaged", "losses differ by", "weights differ b
 # :class: checked
 #
 # As long as the gradients travel while backward still computes.
-# Their bytes stay the same when a rank's share of the batch becomes small, and from some number on the wire takes longer than backward.
-# The next line is for Llama 3 8B with 4 million tokens a step on H100s.
-# More GPUs then need a larger batch, which at some size learns no more from each token.
+# Their bytes do not shrink with a rank's share of the batch, so from some number on the wire takes longer than backward.
+# The next line predicts it for Llama 3 8B with 4 million tokens a step, on H100s.
 # `````
 
 # %% tags=["hide-input"]
 # Predicts how many times faster N copies are
 h100, llama = strategy.MACHINES["h100"], PRESETS["llama-3-8b"]
 params, SPEEDUP = memory.parameter_count(llama), {}
-compute = 6 * params * 4e6 / (0.4 * h100.flops)  # s on one GPU, two thirds of it backward
+compute = (
+    6 * params * 4e6 / (0.4 * h100.flops)
+)  # s on one GPU, two thirds of it backward
 for n in (64, 512, 4096):
     sending = 2 * (n - 1) / n * 2 * params / h100.between  # s; gradients of 2 bytes
     SPEEDUP[n] = compute / (compute / n / 3 + max(2 * compute / n / 3, sending))
-print(", ".join(f"{n:,} GPUs: {times:,.0f} times as fast" for n, times in SPEEDUP.items()))
+print(
+    ", ".join(f"{n:,} GPUs: {times:,.0f} times as fast" for n, times in SPEEDUP.items())
+)
 assert [round(100 * SPEEDUP[n] / n) for n in SPEEDUP] == [100, 99, 17]
 
 
 # %% [markdown]
-# The plain loop sends 35 messages, one for each tensor, and waits until backward is over.
-# [Data parallelism](data_parallel.md) packs them into two and sends them while backward runs, which is what `DistributedDataParallel` does.
-#
+# The plain loop calls an all-reduce for each of 35 tensors, and waits until backward is over.
+# [Data parallelism](data_parallel.md) packs the gradients into *buckets* and sends them while backward runs, as `DistributedDataParallel` does.
+
+# %% tags=["hide-input"]
+# Holds that lesson's module against one process, and counts its calls
+def in_buckets():
+    return train(
+        DataParallel(small_gpt(), dist.group.WORLD), lambda step: my_share(*batch(step))
+    )
+
+
+beside_one_process("data parallel, buckets", in_buckets)
+plain, packed = (
+    FOUR[name][0].calls for name in ("data parallel", "data parallel, buckets")
+)
+print(f"all-reduces in a step: {plain:.0f} in the plain loop, {packed:.0f} in buckets")
+assert plain == 35 and packed < 4
+
+
+# %% [markdown]
 # (mp-pipeline)=
 # ## Pipeline parallelism: a cut by layers
 #
@@ -412,7 +477,7 @@ assert [round(100 * SPEEDUP[n] / n) for n in SPEEDUP] == [100, 99, 17]
 
 # %%
 def receive(tokens, source):
-    """What a neighbour sends for these tokens: activations, or their gradient: [b, s, h]."""
+    """What a neighbour sends for these tokens, or its gradient: [b, s, h]."""
     x = torch.empty(*tokens.shape, SHAPE.hidden)
     dist.recv(x, source)
     return x.requires_grad_()
@@ -503,7 +568,11 @@ def busy(m, unit=0.01):
     """Share of a step in which a stage works: the best of three steps."""
 
     def asleep(x):
-        x = x if x.is_floating_point() else torch.zeros(*x.shape, SHAPE.hidden, requires_grad=True)
+        x = (
+            x
+            if x.is_floating_point()
+            else torch.zeros(*x.shape, SHAPE.hidden, requires_grad=True)
+        )
         return Sleep.apply(x, unit)
 
     pairs = [(part, torch.zeros_like(part)) for part in batch(0)[0].chunk(m)]
@@ -518,7 +587,9 @@ def busy(m, unit=0.01):
 
 rows = []
 for m in (1, 4, 8):
-    found = ranks.run(busy, 4, m, device="cpu")[0]  # the first stage is the last to be done
+    found = ranks.run(busy, 4, m, device="cpu")[
+        0
+    ]  # the first stage is the last to be done
     rows.append((m, f"{100 * m / (m + 3):.0f}", f"{100 * found:.0f}"))
     assert abs(found - m / (m + 3)) < 0.12  # sleeps end late on a busy machine
 show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
@@ -529,11 +600,17 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 
 # %% tags=["hide-input"]
 # Counts what the first of four stages keeps of 16 micro-batches, and the bubble of both
-drawn = {name: pipeline.simulate(pipeline.schedule(name, 4, 16)) for name in ("gpipe", "1f1b")}
+drawn = {
+    name: pipeline.simulate(pipeline.schedule(name, 4, 16))
+    for name in ("gpipe", "1f1b")
+}
 for name, found in drawn.items():
     assert abs(found.bubble - 3 / 19) < 1e-12
     kept = found.peak_activations[0]
-    print(f"{name}: idle {100 * found.bubble:.0f} % of the step, keeps {kept:g} micro-batches")
+    print(
+        f"{name}: idle {100 * found.bubble:.0f} % of the step, "
+        f"keeps {kept:g} micro-batches"
+    )
 assert [found.peak_activations[0] for found in drawn.values()] == [16, 4]
 
 
@@ -566,7 +643,9 @@ class CutFeedForward(nn.Module):
 
     def forward(self, x_BSH):
         inner_BSf = F.gelu(Copy.apply(x_BSH) @ self.up.T)  # [B, S, H] @ [H, f]
-        return Sum.apply(inner_BSf @ self.down.T)  # [B, S, f] @ [f, H], and the all-reduce
+        return Sum.apply(
+            inner_BSf @ self.down.T
+        )  # [B, S, f] @ [f, H], and the all-reduce
 
 
 # %% [markdown]
@@ -611,16 +690,7 @@ def tensor_parallel():
     model = small_gpt()
     for block in model.blocks:
         block.ffn = CutFeedForward(block.ffn)
-    optimizer = adamw(model.parameters())
-    losses = []
-    for step in range(STEPS):
-        tokens, targets = batch(step)
-        optimizer.zero_grad()
-        value = loss(model(tokens), targets)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses, model, optimizer
+    return train(model)
 
 
 # %% [markdown]
@@ -663,9 +733,11 @@ beside_one_process("tensor parallel", everything_cut)
 # `````
 
 # %% tags=["hide-input"]
-# Table: bytes that each of N GPUs sends in a step, as copies and as shares of every matrix
+# Table: bytes that a GPU sends in a step, as a copy and as a share
 rows = []
-jobs = [(name, PRESETS[name], 8, 8, 2) for name in ("gpt-2", "llama-3-8b", "gpt-3-175b")]
+jobs = [
+    (name, PRESETS[name], 8, 8, 2) for name in ("gpt-2", "llama-3-8b", "gpt-3-175b")
+]
 for name, config, n, sequences, size in [("the small GPT", SHAPE, 4, BATCH, 4), *jobs]:
     tokens_, params = sequences * config.seq, memory.parameter_count(config)
     copies = 2 * (n - 1) / n * params * size
@@ -677,7 +749,9 @@ for name, config, n, sequences, size in [("the small GPT", SHAPE, 4, BATCH, 4), 
     if config is SHAPE:  # the loss and the embedding send some more
         assert abs(FOUR["data parallel"][0].sent / copies - 1) < 1e-3
         assert 1 <= FOUR["tensor parallel"][0].sent / shares < 1.2
-assert [float(row[4].replace(",", "")) > float(row[3].replace(",", "")) for row in rows] == [
+assert [
+    float(row[4].replace(",", "")) > float(row[3].replace(",", "")) for row in rows
+] == [
     *[True] * 3,
     False,
 ]
@@ -733,22 +807,34 @@ def zero_2():
 # %%
 def zero_3():
     model = zero.shard(small_gpt(), dist.group.WORLD, stage=3)
-    optimizer = adamw(model.parameters())
-    losses = []
-    for step in range(STEPS):
-        tokens, targets = my_share(*batch(step))
-        optimizer.zero_grad()
-        value = loss(model(tokens), targets)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses, model, optimizer
+    return train(model, lambda step: my_share(*batch(step)))
 
 
 # %% tags=["hide-input"]
-# Holds both stages against one process
+# Holds both stages against one process, and counts two peaks
+def peak(technique):
+    with count.held() as held:
+        technique()
+    return held.peak
+
+
+def real_zero_2():
+    return train(
+        zero.shard(small_gpt(), dist.group.WORLD, 2),
+        lambda step: my_share(*batch(step)),
+    )
+
+
 beside_one_process("ZeRO-2", zero_2, device="cpu")
 beside_one_process("ZeRO-3", zero_3, device="cpu")
+peaks = [
+    ranks.run(peak, 4, way, device="cpu")[0] / 1e6 for way in (zero_2, real_zero_2)
+]
+print(
+    f"peak of stage 2: {peaks[0]:.1f} MB in its plain form, "
+    f"{peaks[1]:.1f} MB in the course's module"
+)
+assert peaks[1] < 0.9 * peaks[0]
 
 # %% [markdown]
 # What does a stage save?
@@ -765,7 +851,9 @@ for stage in range(4):
     rows.append((stage, *cells, f"{SEVEN[0] / SEVEN[stage]:.1f}"))
 assert list(SEVEN.values()) == [122e9, 73e9, 48.5e9, 24e9] and SEVEN[0] / 8 == 15.25e9
 head = ["stage", "weights (GB)", "gradients (GB)", "optimizer (GB)", "activations (GB)"]
-show.table(rows, [*head, "together (GB)", "times less"], caption="One of 8 GPUs, float32")
+show.table(
+    rows, [*head, "together (GB)", "times less"], caption="One of 8 GPUs, float32"
+)
 
 # %% [markdown]
 # `````{admonition} Checked: "ZeRO-3 divides all 122 GB by 8"
@@ -787,13 +875,20 @@ show.table(rows, [*head, "together (GB)", "times less"], caption="One of 8 GPUs,
 
 # %% tags=["hide-input"]
 # Table: states and traffic on the fullest of four ranks, predicted and counted
-ring, stream = 2 * 3 / 4, BATCH * SHAPE.seq * SHAPE.hidden * 4  # bytes of all activations once
+ring, stream = (
+    2 * 3 / 4,
+    BATCH * SHAPE.seq * SHAPE.hidden * 4,
+)  # bytes of all activations once
 ffn = memory.parameters(SHAPE)["ffn"]
 stage = max(sum(memory.parameters(SHAPE, pp=4, stage=s).values()) for s in range(4))
 cut = 16 * sum(memory.parameters(SHAPE, tp=4).values())
 handed = sum(tp.predicted_sent(SHAPE, 4, BATCH, SHAPE.seq).values())
 PREDICTED = {  # bytes of states, bytes sent in a step
     "data parallel": (16 * P, ring * 4 * P),
+    "data parallel, buckets": (
+        16 * P + 4 * 35,
+        ring * (4 * P + 4 * 35),
+    ),  # who had a gradient
     "naive pipeline": (16 * stage, 2 * stream),
     "pipeline": (16 * stage, 2 * stream),
     "tensor parallel, feed-forward alone": (16 * (P - ffn * 3 // 4), 8 * ring * stream),
@@ -804,7 +899,8 @@ PREDICTED = {  # bytes of states, bytes sent in a step
 rows, HELD, SENT, CALLS = [], {}, {}, {}
 for name, (states, sent) in PREDICTED.items():
     HELD[name], SENT[name], CALLS[name] = (
-        max(getattr(rank, part) for rank in FOUR[name]) for part in ("states", "sent", "calls")
+        max(getattr(rank, part) for rank in FOUR[name])
+        for part in ("states", "sent", "calls")
     )
     assert HELD[name] == states, (name, HELD[name], states)
     if sent is None:
@@ -819,7 +915,7 @@ head += ["sent in a step: predicted (MB)", "counted (MB)", "calls"]
 show.table(rows, head, caption="The fullest rank")
 
 # %% [markdown]
-# Nothing wins everywhere, so each technique has its place.
+# Nothing wins everywhere.
 #
 # | technique | use it when | what it costs |
 # |---|---|---|
@@ -834,8 +930,13 @@ show.table(rows, head, caption="The fullest rank")
 # Holds the table to the numbers of this page
 assert [round(HELD[f"ZeRO-{z}"] / P) for z in (2, 3)] == [7, 4]
 assert memory.states(4, "fp32", zero=1, dp=4).total == 4 * 10
-assert round(SENT["tensor parallel"] / SENT["pipeline"]) == 14 and round(100 * 3 / 7) == 43
-assert CALLS["ZeRO-3"] > 3 * CALLS["ZeRO-2"] and (CALLS["data parallel"], CALLS["ZeRO-2"]) == (35, 2)
+assert (
+    round(SENT["tensor parallel"] / SENT["pipeline"]) == 14 and round(100 * 3 / 7) == 43
+)
+assert CALLS["ZeRO-3"] > 3 * CALLS["ZeRO-2"] and (
+    CALLS["data parallel"],
+    CALLS["ZeRO-2"],
+) == (35, 2)
 print("all numbers of the table are those of this page")
 
 # %% [markdown]
@@ -843,7 +944,7 @@ print("all numbers of the table are those of this page")
 # ## How to choose
 #
 # Each technique has a price, so take the cheapest that fits.
-# The order below is that of effort: first what changes no line of the model, then what needs fast links, last what needs a schedule.
+# First comes what changes no line of the model, then what needs fast links, last what needs a schedule.
 #
 # ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into nine tenths of its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over as few nodes as will do.](../figures/model_parallelism_choose.svg)
 #
@@ -867,9 +968,8 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 # :class: checked
 #
 # The first row holds: what fits is copied.
-# The others leave out what decides: the memory of a GPU, how many GPUs there are, and how many sequences a step has.
-# In the table below one and the same model of 8 billion parameters wants three different things on three machines, and on eight RTX 4090s no pipeline fits at all.
-# 405 billion need no pipeline on 512 H200s.
+# The others leave out what decides: the memory of a GPU, the number of GPUs, and the sequences in a step.
+# In the table below Llama 3 8B wants three different things on three sets of machines, and on eight RTX 4090s no pipeline of it fits; 405 billion parameters need no pipeline on 512 H200s.
 # `````
 #
 # The table tries every layout that fits, a hundred or so for each row, and compares the fastest of the kind that the rule names with the fastest of all.
@@ -902,7 +1002,10 @@ for name, gpu, gpus, sequences in JOBS:
     tried = [way for way in tried if way.layout.pp == 1 or way.layout.zero < 2]
     best, *same = [way for way in tried if KINDS[kind](way.layout)] or [None]
     times.append(best and best.seconds.total / tried[0].seconds.total)
-    says = [str(way.layout).replace("-", "\u2011") if way else "-" for way in (best, tried[0])]
+    says = [
+        str(way.layout).replace("-", "\u2011") if way else "-"
+        for way in (best, tried[0])
+    ]
     slower = "does not fit" if best is None else f"{times[-1]:.2f}"
     rows.append((f"{name}, {gpus} {machine.name}", kind, says[0], slower, says[1]))
 assert [x and round(x, 2) for x in times] == [1, None, 1, 1.5, 1, 1.05, 1.27]
@@ -922,9 +1025,9 @@ print(json.dumps(settings, indent=1))
 
 
 # %% [markdown]
-# The first three lines say how a batch of eight is cut: 2 sequences at a time, 2 times in a row, on 2 ranks.
+# The first three lines cut a batch of eight: 2 sequences at a time, 2 times in a row, on 2 ranks.
 # `stage` is ZeRO's.
-# From there on the engine does backward, averaging and the step.
+# The engine does backward, averaging and the step.
 
 # %%
 def by_deepspeed(settings):
@@ -946,13 +1049,22 @@ de.prepare()  # imports DeepSpeed once, before any rank starts
 for stage in (1, 3):
     settings = de.config(micro_batch=2, world_size=2, accumulation=2, zero=stage)
     found = ranks.run(by_deepspeed, 2, settings, device="cpu")
-    parts = torch.tensor([losses for losses, _ in found]).mean(0).view(STEPS, 2).mean(1).tolist()
+    parts = (
+        torch.tensor([losses for losses, _ in found])
+        .mean(0)
+        .view(STEPS, 2)
+        .mean(1)
+        .tolist()
+    )
     in_losses = max(abs(a - b) for a, b in zip(parts, ONE.losses, strict=True))
     names = [name for name, _ in GPT(SHAPE).named_parameters()]
     pairs = zip((found[0][1][name] for name in names), ONE.weights, strict=True)
     in_weights = max((a - b).abs().max().item() for a, b in pairs)
     assert in_losses < 1e-4 and in_weights < 5e-3
-    print(f"ZeRO-{stage}: losses within {in_losses:.0e} of one process, weights within {in_weights:.0e}")
+    print(
+        f"ZeRO-{stage}: losses within {in_losses:.0e} of one process, "
+        f"weights within {in_weights:.0e}"
+    )
 
 # %% [markdown]
 # [DeepSpeed](deepspeed_engine.md) explains each line, what it costs, and what happens to a line that is misspelt.
@@ -962,15 +1074,15 @@ for stage in (1, 3):
 #
 # ![Six things that four ranks can share. Activations are a block of sequences, tokens and width: data parallelism cuts the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. Of the model, a pipeline cuts the layers, ZeRO the states of every layer, and expert parallelism deals out the experts, to which each token is sent by a router.](../figures/model_parallelism_cuts.svg)
 #
-# **Sequence parallelism** belongs to tensor parallelism: what that leaves whole, norms and the stream between layers, is cut along the tokens, for the same bytes.
-# **Context parallelism** cuts the tokens everywhere, for sequences that no GPU can hold; keys and values then travel among the ranks ({term}`ring attention`).
+# **Sequence parallelism** cuts along the tokens what tensor parallelism leaves whole, for the same bytes.
+# **Context parallelism** cuts the tokens everywhere, for sequences that no GPU can hold; keys and values then travel among the ranks.
 # [Sequence parallelism](sequence_parallel.md) has both.
-# With **experts** a layer has many feed-forward networks, of which a router picks a few for each token; they live on different ranks, and an {term}`all-to-all` takes the tokens there and back. {cite:t}`deepseek2024v3` trained 671 billion parameters in this way, 37 billion of them for each token.
+# With **experts** a layer has many feed-forward networks on different ranks, of which a router picks a few for each token: {cite:t}`deepseek2024v3` trained 671 billion parameters in this way, 37 billion of them for each token.
 #
 # ## What goes wrong, and how it looks
 #
-# Four numbers show that parallelism is set up right, whichever you chose: the first loss and the first norm of the gradients are those of one process; a rank holds the predicted bytes; it sends the predicted bytes; twice the GPUs take the predicted time.
-# If one of them is off:
+# A run is set up right when its first loss and first norm of the gradients are those of one process, and a rank holds and sends the predicted bytes.
+# If not:
 #
 # | what you see | what it often is | more in |
 # |---|---|---|
@@ -983,7 +1095,7 @@ for stage in (1, 3):
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Here ranks share what this machine has, so bytes and losses are those of any cluster, and times of none.
+# Bytes and losses here are those of any cluster, and times of none.
 # Several GPUs would show copies that really take half the time, and what tensor parallelism gains from fast links.
 # ```
 #
@@ -1258,10 +1370,10 @@ check(layout, "my_layout")
 #
 # ## Summary
 #
-# - Training holds 16 bytes for each parameter with AdamW, in float32 and in mixed precision, and activations on top; the peak is less than the sum, because gradients come while activations go.
+# - Training holds 16 bytes for each parameter, and activations; the peak is less than the sum, because gradients come while activations go.
 # - Copies divide the batch, a pipeline the layers, tensor parallelism the matrices, ZeRO the states that copies hold many times.
 # - Each is ten to twenty lines in its plain form, and trains the model that one process trains.
-# - They differ in what they hold, send and wait for: gradients once a step, activations between stages, sums in every layer, weights gathered twice.
+# - They differ in what they hold, send and wait for.
 # - Take the first rung of the chart that fits; size alone does not say which.
 # - Large jobs stack them: matrices in a node, layers across nodes, copies outside of both, with ZeRO-1.
 #

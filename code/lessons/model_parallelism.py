@@ -87,8 +87,9 @@ def my_share(*tensors):
 # %% [markdown]
 # ## One model, one process
 #
-# This page trains one small GPT in several ways.
+# This page trains one small GPT, of four layers and 853,120 parameters, in several ways.
 # The first way knows nothing of parallelism: five steps of AdamW, with eight sequences in each.
+# Helpers, proofs and tables are folded; the line that you see of a folded cell says what it does.
 
 # %%
 def train(model, batch=batch):
@@ -112,7 +113,7 @@ def one_process():
 # Every other way has to end with these losses and these weights, up to rounding.
 
 # %% tags=["hide-input"]
-# Trains it, counts what a rank holds and sends, and keeps both as the measure
+# Trains it, and keeps losses and weights as the measure
 class Trained(NamedTuple):
     losses: list  # of each step, where this rank knows it
     weights: list  # after the last step
@@ -259,8 +260,8 @@ print(
 # [Memory](memory.md) counts all of this.
 #
 # The other trouble is time.
-# Llama 3 8B has read 15 trillion tokens {cite}`dubey2024llama3`, and each takes 6 operations for each weight: 2 in forward, 4 in backward.
-# One H100 does 989 trillion operations a second, of which one is glad to reach 40 %.
+# Llama 3 8B has read 15 trillion tokens {cite}`dubey2024llama3`, and each token takes 6 operations for each weight: 2 in forward, 4 in backward.
+# One H100 does 989 trillion operations a second in 16 bits, of which 40 % is a good share to reach.
 
 # %%
 seconds = 6 * 8.03e9 * 15e12 / (0.4 * 989e12)
@@ -293,6 +294,7 @@ print(ranks.run(hello, 4))
 # %% [markdown]
 # Each rank brought its own number, 0 to 3, and each got 6.
 # That is an {term}`all-reduce`, the most used {term}`collective`: an operation that all ranks call together.
+# Each technique below is trained on four ranks, and held against one process by a function that the next cell defines.
 
 # %% tags=["hide-input"]
 # Defines `beside_one_process`, which holds ranks against one process
@@ -330,7 +332,7 @@ def beside_one_process(name, technique, *args, device="auto"):
     FOUR[name] = ranks.run(counted, 4, technique, *args, device=device)
     in_losses, in_weights = apart(FOUR[name], ONE)
     # Float32: a loss of 5 has seven digits. AdamW divides by a gradient's size; where
-    # that is nearly 0, rounding decides which way a weight moves, by up to 0.001 a step.
+    # that is nearly 0, rounding decides which way a weight moves, by 0.001 in a step.
     assert in_losses < 1e-4 and in_weights < 5e-3, (name, in_losses, in_weights)
     print(
         f"{name}: losses within {in_losses:.0e} of one process, "
@@ -476,9 +478,9 @@ assert plain == 35 and packed < 4
 # Nothing else is sent.
 
 # %%
-def receive(tokens, source):
-    """What a neighbour sends for these tokens, or its gradient: [b, s, h]."""
-    x = torch.empty(*tokens.shape, SHAPE.hidden)
+def receive(shape, source):
+    """What a neighbour sends: activations, or their gradient: [b, s, h]."""
+    x = torch.empty(shape)
     dist.recv(x, source)
     return x.requires_grad_()
 
@@ -488,7 +490,7 @@ def pipeline_step(stage, micro_batches):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     kept = []
     for tokens, targets in micro_batches:
-        x = tokens if rank == 0 else receive(tokens, rank - 1)
+        x = tokens if rank == 0 else receive((*tokens.shape, SHAPE.hidden), rank - 1)
         y = stage(x)
         if rank < last:
             dist.send(y.detach(), rank + 1)
@@ -496,7 +498,7 @@ def pipeline_step(stage, micro_batches):
             y = loss(y, targets) / len(micro_batches)
         kept.append((x, y))
     for x, y in kept:
-        y.backward(receive(tokens, rank + 1) if rank < last else None)
+        y.backward(receive(y.shape, rank + 1) if rank < last else None)
         if rank > 0:
             dist.send(x.grad, rank - 1)
     return sum(y.item() for _, y in kept) if rank == last else None
@@ -599,7 +601,7 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 # {term}`1F1B <one forward, one backward>` waits exactly as long, and keeps less: stage $s$ never more than $p-s$ micro-batches, because each backward comes as early as it can and frees what its forward kept {cite}`narayanan2021megatron`.
 
 # %% tags=["hide-input"]
-# Counts what the first of four stages keeps of 16 micro-batches, and the bubble of both
+# Counts what the first of four stages keeps of 16 micro-batches
 drawn = {
     name: pipeline.simulate(pipeline.schedule(name, 4, 16))
     for name in ("gpipe", "1f1b")
@@ -643,9 +645,7 @@ class CutFeedForward(nn.Module):
 
     def forward(self, x_BSH):
         inner_BSf = F.gelu(Copy.apply(x_BSH) @ self.up.T)  # [B, S, H] @ [H, f]
-        return Sum.apply(
-            inner_BSf @ self.down.T
-        )  # [B, S, f] @ [f, H], and the all-reduce
+        return Sum.apply(inner_BSf @ self.down.T)  # [B, S, f] @ [f, H], all-reduce
 
 
 # %% [markdown]
@@ -695,7 +695,7 @@ def tensor_parallel():
 
 # %% [markdown]
 # Attention is cut in the same way, by heads.
-# The course's module does that, the embedding and the head as well.
+# The course's module does that, and cuts the embedding and the head as well.
 
 # %% tags=["hide-input"]
 # Holds both against one process: feed-forward networks cut, and everything cut
@@ -718,8 +718,8 @@ beside_one_process("tensor parallel", everything_cut)
 
 # %% [markdown]
 # States and arithmetic of each layer are divided, without a bubble.
-# The price is four all-reduces a layer, two in forward and two in backward, and nothing can be computed meanwhile that needs the sum.
-# So the ranks of a tensor-parallel group sit in one machine, where links are fast.
+# The price is four all-reduces a layer, two in forward and two in backward, and the next product needs the sum.
+# So the ranks of a tensor-parallel group sit where links are fast, usually in one node.
 #
 # `````{admonition} Checked: "tensor parallelism sends less than data parallelism"
 # :class: checked
@@ -728,8 +728,8 @@ beside_one_process("tensor parallel", everything_cut)
 # Data parallelism sends gradients: $2P$ numbers a step, whatever the batch.
 # Tensor parallelism sends activations: $8Lh$ numbers for each token.
 # (Both are times $\frac{N-1}{N}$.)
-# The two are equal at $P/4Lh$ tokens a step, which is 3,000 to 37,000 in the table; a step in which a group of eight GPUs computes more than that sends *more* with tensor parallelism.
-# And gradients travel while backward computes; these sums are waited for.
+# The two are equal at $P/4Lh$ tokens a step, for real models 3,000 to 37,000 in the table; a step in which the group computes more than that sends *more* with tensor parallelism.
+# And gradients travel while backward computes; most of these sums are waited for.
 # `````
 
 # %% tags=["hide-input"]
@@ -797,12 +797,12 @@ def zero_2():
 
 
 # %% [markdown]
-# This is stage 2; without the line `model.zero_grad()` behind the reduce-scatter it would be stage 1.
-# What it leaves out: the real stage 2 scatters gradients while backward makes them, so that all of them are never there at once.
+# This is stage 2; stage 1 would keep all gradients until the next step begins.
+# What the plain form leaves out: the real stage 2 scatters gradients while backward makes them, so that they are never all there at once.
 #
 # Stage 3 shares the weights, too.
 # A layer's weights are gathered just before it computes, and forgotten after it.
-# That is the picture's last row, and one line with the course's module.
+# That is the picture's last panel, and one line with the course's module.
 
 # %%
 def zero_3():
@@ -923,7 +923,7 @@ show.table(rows, head, caption="The fullest rank")
 # | ZeRO-1, 2 | it nearly fits: 10 or 7 bytes on four ranks, no byte more on the wire | stage 2 sends with each micro-batch |
 # | ZeRO-3 | states do not fit: 4 bytes on four ranks | up to 1.5 times the bytes, many more calls; activations stay |
 # | recomputation | activations do not fit | a third more arithmetic at most |
-# | tensor parallelism | a layer is too large, or there are fewer sequences than GPUs | 14 times a pipeline's bytes here, and they are waited for |
+# | tensor parallelism | a layer is too large, or there are fewer sequences than GPUs | 14 times a pipeline's bytes here, most of them waited for |
 # | pipeline | it has to span nodes, over slow links | idle 43 % of the time with as many micro-batches as stages |
 
 # %% tags=["hide-input"]
@@ -972,8 +972,9 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 # In the table below Llama 3 8B wants three different things on three sets of machines, and on eight RTX 4090s no pipeline of it fits; 405 billion parameters need no pipeline on 512 H200s.
 # `````
 #
-# The table tries every layout that fits, a hundred or so for each row, and compares the fastest of the kind that the rule names with the fastest of all.
-# Times are *floors*: every GPU at its maker's rate, and all traffic hidden that can be, which flatters ZeRO-3; take 10 % for a draw.
+# The table tries every layout that fits, and compares the fastest of the kind that the rule names with the fastest of all.
+# Times are *floors*: every GPU at its maker's rate, weights and gradients sent for nothing while it computes, tensor parallelism's sums paid in full.
+# That flatters ZeRO-3, so take 10 % for a draw.
 
 # %% tags=["hide-input"]
 # Table: the rule by size, beside the planner
@@ -1046,7 +1047,7 @@ def by_deepspeed(settings):
 # %% tags=["hide-input"]
 # Holds DeepSpeed on two ranks against one process
 de.prepare()  # imports DeepSpeed once, before any rank starts
-for stage in (1, 3):
+for stage in (2, 3):
     settings = de.config(micro_batch=2, world_size=2, accumulation=2, zero=stage)
     found = ranks.run(by_deepspeed, 2, settings, device="cpu")
     parts = (

@@ -334,10 +334,8 @@ def beside_one_process(name, technique, *args, device="auto"):
     # Float32: a loss of 5 has seven digits. AdamW divides by a gradient's size; where
     # that is nearly 0, rounding decides which way a weight moves, by 0.001 in a step.
     assert in_losses < 1e-4 and in_weights < 5e-3, (name, in_losses, in_weights)
-    print(
-        f"{name}: losses within {in_losses:.0e} of one process, "
-        f"weights within {in_weights:.0e}"
-    )
+    off = [f"within {x:.0e}" if x else "equal" for x in (in_losses, in_weights)]
+    print(f"{name}, beside one process: losses {off[0]}, weights {off[1]}")
 
 
 # %% [markdown]
@@ -617,7 +615,7 @@ assert [found.peak_activations[0] for found in drawn.values()] == [16, 4]
 
 
 # %% [markdown]
-# A rank holds a quarter of the states and sends the least of all ways on this page; the price is the bubble, and that the layers must be cut into stages of equal time.
+# A rank holds about a quarter of the states and sends the least of all ways on this page; the price is the bubble, and that the layers must be cut into stages of equal time.
 # [Pipeline parallelism](pipeline.md) builds 1F1B and its successors, down to no bubble at all.
 #
 # (mp-tensor)=
@@ -907,11 +905,11 @@ for name, (states, sent) in PREDICTED.items():
         assert SENT["ZeRO-2"] < SENT[name] < 1.5 * SENT["ZeRO-2"]
     else:
         assert abs(SENT[name] / sent - 1) < 1e-3, (name, SENT[name], sent)
-    shares = f"{states / ONE.states:.2f}", f"{HELD[name] / ONE.states:.2f}"
+    shares = f"{states / P:.1f}", f"{HELD[name] / P:.1f}"
     wire = "-" if sent is None else f"{sent / 1e6:.2f}", f"{SENT[name] / 1e6:.2f}"
     rows.append((name, *shares, *wire, f"{CALLS[name]:.0f}"))
-head = ["four ranks", "states, of one process's: predicted", "counted"]
-head += ["sent in a step: predicted (MB)", "counted (MB)", "calls"]
+head = ["four ranks", "states (B/parameter): predicted", "counted"]
+head += ["sent in a step (MB): predicted", "counted", "calls"]
 show.table(rows, head, caption="The fullest rank")
 
 # %% [markdown]

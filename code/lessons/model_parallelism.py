@@ -278,7 +278,7 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 #
 # ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and of every layer's weights, gradients and optimizer states a quarter; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
 #
-# A {term}`rank` is a process with a number; usually it has a GPU of its own.
+# A rank is a process with a number; usually it has a GPU of its own.
 # On this page ranks are real processes that send each other real messages.
 # `ranks.run(function, 4)` starts four of them, lets each run the function, and returns four results.
 
@@ -293,7 +293,7 @@ print(ranks.run(hello, 4))
 
 # %% [markdown]
 # Each rank brought its own number, 0 to 3, and each got 6.
-# That is an {term}`all-reduce`, the most used {term}`collective`: an operation that all ranks call together.
+# That is an all-reduce, the most used collective: an operation that all ranks call together.
 # Each technique below is trained on four ranks, and held against one process by a function that the next cell defines.
 
 # %% tags=["hide-input"]
@@ -470,7 +470,7 @@ assert plain == 35 and packed < 4
 # (mp-pipeline)=
 # ## Pipeline parallelism: a cut by layers
 #
-# If the model does not fit, give each rank some of its layers: a *stage*.
+# If the model does not fit, give each rank some of its layers: a {term}`stage`.
 # Rank 0 has the embedding and the first layer, rank 3 the last layer and the head.
 # Activations go from rank to rank, and in backward their gradients come back the same way.
 # Nothing else is sent.
@@ -503,7 +503,7 @@ def pipeline_step(stage, micro_batches):
 
 
 # %% [markdown]
-# The loop around it is the one you know; `m` says into how many {term}`micro-batches <micro-batch>` a batch is cut.
+# The loop around it is the one you know; `m` says into how many micro-batches a batch is cut.
 
 # %%
 def in_stages(m):
@@ -536,7 +536,7 @@ beside_one_process("pipeline", in_stages, 4, device="cpu")
 #
 # ![Three timelines of four stages on one axis; a backward takes twice as long as a forward. Naive: the whole batch at once, one stage computes at a time, each is busy 25 % of the time. GPipe with four micro-batches: all forwards, then all backwards; stages overlap, each is busy 57 % of the time. 1F1B with four micro-batches: each backward begins as early as it can; it takes exactly as long as GPipe.](../figures/model_parallelism_bubble.svg)
 #
-# The idle part is the {term}`bubble`.
+# The idle part is the bubble.
 # A pipeline of $p$ stages has to fill and to drain, and with $m$ micro-batches that is $\frac{p-1}{m+p-1}$ of the step.
 #
 # `````{admonition} Checked: "four micro-batches on four stages keep GPUs 75 % busy"

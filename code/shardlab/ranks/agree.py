@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from datetime import timedelta
 from itertools import zip_longest
-from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from shardlab.checks import check_bytes, check_number, check_whole
+
 from . import worker
+
+__all__ = [
+    "check_bytes",
+    "check_group",
+    "check_model",
+    "check_number",
+    "check_trained",
+    "check_whole",
+    "time_limit",
+]
 
 
 def check_group(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -61,26 +72,3 @@ def check_model(module: nn.Module, group: dist.ProcessGroup) -> None:
         for a, b in zip_longest(models[0], theirs, fillvalue="no further parameter"):
             if a != b:
                 raise ValueError(f"module: rank 0 of the group has {a}, rank {rank} has {b}")
-
-
-def check_whole(least: int = 1, **values: int) -> None:
-    """Raise ValueError for a value, given by its argument's name, that is no whole number."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers, {least} or more")
-
-
-def check_number(least: float | None = None, **values: float) -> None:
-    """Raise ValueError for a value that is no number from `least`, or, without it, above 0."""
-    for name, value in values.items():
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        if not real or not (value > 0 if least is None else value >= least):
-            allowed = "above 0" if least is None else f"from {least:g}"
-            raise ValueError(f"{name}={value!r}: allowed are numbers {allowed}")
-
-
-def check_bytes(**sizes: int) -> None:
-    """Raise ValueError for a size, given by its argument's name, that is no number of bytes."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed is a whole number of bytes, 1 or more")

@@ -8,7 +8,7 @@ Shapes in names: B batch, S sequence, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shardlab.buckets import average_gradients
 
 from . import deferred
 from .actions import Action, Schedule
@@ -170,7 +172,7 @@ class Pipeline(Stage):
                 if self.before is not None:
                     parameter.grad += self.before
             if self.replicas is not None:
-                average(self.parameters(), self.replicas)
+                average_gradients(self.parameters(), self.replicas)
         self.mail.end()
 
     def timeline(self) -> Timeline:
@@ -190,17 +192,3 @@ class Pipeline(Stage):
             root = dist.get_global_rank(self.replicas, 0)
             for parameter in self.parameters():
                 dist.broadcast(parameter.detach(), root, group=self.replicas)
-
-
-@torch.no_grad()
-def average(parameters: Iterator[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Make each gradient the average over `group`; one that is missing takes part with zeros."""
-    works = []
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= dist.get_world_size(group)
-            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-    for work in works:
-        work.wait()

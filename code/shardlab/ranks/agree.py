@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardlab.checks import check_bytes, check_number, check_whole
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_group",
     "check_model",
     "check_number",
+    "check_state",
     "check_trained",
     "check_whole",
     "time_limit",
@@ -72,3 +74,24 @@ def check_model(module: nn.Module, group: dist.ProcessGroup) -> None:
         for a, b in zip_longest(models[0], theirs, fillvalue="no further parameter"):
             if a != b:
                 raise ValueError(f"module: rank 0 of the group has {a}, rank {rank} has {b}")
+
+
+def check_state(state: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError unless `state` holds a tensor for each name in `shapes`, of that shape.
+
+    For those who load a plain model's state dict into parts of it; `shapes` are the plain model's.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+        kind = type(state).__name__
+        raise ValueError(f"state={kind}: allowed are tensors by the names of the plain model")
+    problems = {
+        "missing": [name for name in shapes if name not in state],
+        "not the model's": [str(name) for name in state if name not in shapes],
+    }
+    told = [f"{', '.join(n[:3])} {what}; {len(n)} in all" for what, n in problems.items() if n]
+    if told:
+        raise ValueError(f"state: {'; '.join(told)}; allowed are the names of the plain model")
+    for name, shape in shapes.items():
+        if state[name].shape != tuple(shape):
+            given, wanted = list(state[name].shape), list(shape)
+            raise ValueError(f"state: {name} has shape {given}; allowed is {wanted}")

@@ -25,10 +25,10 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlab import buckets
 from shardlab.model import GPT, Attention, rotate
 from shardlab.ranks import check_trained
 
-from .edges import sum_gradients
 from .layout import check_layout, group_of, positions, split
 from .ring import ring_attention
 from .ulysses import all_to_all_attention, key_repeats
@@ -81,7 +81,7 @@ def share(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """After backward: every gradient becomes the mean over the ranks, in one all-reduce."""
     check_trained(model, group)
-    sum_gradients(model.parameters(), group, 1 / dist.get_world_size(group))
+    buckets.average_gradients(model.parameters(), group, joined=True)
 
 
 def average(value: Tensor, group: dist.ProcessGroup) -> float:

@@ -1,9 +1,12 @@
-"""What the three stages share: a model that looks like the plain one and trains a shard of it."""
+"""What a sharded model looks like from outside: pieces for the optimizer, whole weights, one norm.
+
+It knows nothing of stages: which part of a flat tensor is where, and when, is in `core`.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,24 +16,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlab import ranks
+from shardlab.buckets import Backward, copy_from_rank_0, deal
+from shardlab.ranks.agree import check_state
 
-from .flat import Flat
-from .gradients import Gradients
-
-
-def _check_options(compute_dtype: Any, reduction: Any) -> None:
-    if compute_dtype is not None and (
-        not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point
-    ):
-        allowed = "allowed are None and floating-point types, torch.bfloat16 for one"
-        raise ValueError(f"compute_dtype={compute_dtype!r}: {allowed}")
-    if reduction not in ("auto", "ordered", "library"):
-        raise ValueError(f"reduction={reduction!r}: allowed are 'auto', 'ordered' and 'library'")
-
-
-def in_backward() -> bool:
-    """Whether autograd is at work: a forward is then a recomputation. torch's own code asks so."""
-    return torch._C._current_graph_task_id() != -1
+from .flat import Flat, all_gather
 
 
 class Sharded(nn.Module):
@@ -73,14 +62,10 @@ class Sharded(nn.Module):
         self.ordered = reduction == "ordered" or (reduction == "auto" and on_cpu)
         self.flats: list[Flat] = []
         self.frozen: dict[str, nn.Parameter] = {}  # whole on every rank
-        self._names = {id(p): name for name, p in module.named_parameters()}
-        self._order = list(self._names.values())
-        self._stepped = False
-        self._backward: int | None = None  # autograd's number of the one that is under way
-        self._synchronise = True
-        self._sent: list[Gradients] = []
-        for buffer in module.buffers():
-            self._copy_from_rank_0(buffer)
+        self._names = {p: name for name, p in module.named_parameters()}
+        self._backward = Backward()
+        self._stepped = False  # pieces may have new values
+        copy_from_rank_0(module.buffers(), group)
         notice = weakref.WeakMethod(self._notice)  # the hook shall not keep the model alive
 
         def stepped(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -89,6 +74,19 @@ class Sharded(nn.Module):
 
         self._hook = register_optimizer_step_post_hook(stepped)
         weakref.finalize(self, self._hook.remove)
+
+    def _shard(self, parameters: Iterable[nn.Parameter], stay: bool, *limits: float) -> list[Flat]:
+        """Put parameters, as they are on rank 0, into flat tensors; limits: see `buckets.deal`."""
+        flats = []
+        for bucket in deal(parameters, *limits):
+            named = {self._names[p]: p for p in bucket}
+            flat = Flat(named, self.group, self.compute_dtype or bucket[0].dtype)
+            whole = _joined(flat, [p.detach() for p in bucket])
+            copy_from_rank_0([whole], self.group)
+            flat.start(whole, stay)
+            flats.append(flat)
+        self.flats += flats
+        return flats
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -101,7 +99,7 @@ class Sharded(nn.Module):
         pieces = dict(self.frozen)
         for flat in self.flats:
             pieces |= zip(flat.names, flat.pieces, strict=True)
-        for name in self._order:
+        for name in self._names.values():
             yield (f"{prefix}.{name}" if prefix else name), pieces[name]
 
     @contextmanager
@@ -138,33 +136,29 @@ class Sharded(nn.Module):
         """
         whole = {name: p.detach().clone() for name, p in self.frozen.items()}
         for flat in self.flats:
-            whole |= zip(flat.names, flat.whole(), strict=True)
+            full = flat.empty(flat.master)
+            full[flat.own] = flat.shard
+            all_gather(full, flat.own, self.group).wait()
+            whole |= zip(flat.names, (view.clone() for view in flat.views(full)), strict=True)
         return {
-            name: whole[self._names[id(t)]] if id(t) in self._names else t.detach().clone()
+            name: whole[self._names[t]] if t in self._names else t.detach().clone()
             for name, t in self.module.state_dict(keep_vars=True).items()
         }
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state dict of the plain module; every rank has to be given the same one."""
-        if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
-            kind = type(state).__name__
-            raise ValueError(f"state={kind}: allowed are tensors by the names of the plain module")
         own = self.module.state_dict(keep_vars=True)
-        if state.keys() != own.keys():
-            names = sorted(state.keys() ^ own.keys())
-            raise ValueError(f"state: {names} stand in one of state and module; allowed are both")
-        shapes = {n: s for f in self.flats for n, s in zip(f.names, f.shapes, strict=True)}
-        for name, tensor in own.items():
-            shape = shapes.get(self._names.get(id(tensor), ""), tensor.shape)
-            if state[name].shape != shape:
-                given = list(state[name].shape)
-                raise ValueError(f"state: {name} has shape {given}; allowed is {list(shape)}")
+        shapes = {
+            p: shape
+            for flat in self.flats
+            for p, shape in zip(flat.parameters, flat.shapes, strict=True)
+        }
+        check_state(state, {name: shapes.get(t, t.shape) for name, t in own.items()})
         for flat in self.flats:
-            flat.shard.copy_(flat.joined([state[name] for name in flat.names])[flat.own])
-        sharded = {id(p) for flat in self.flats for p in flat.parameters}
+            flat.shard.copy_(_joined(flat, [state[name] for name in flat.names])[flat.own])
         for name, tensor in own.items():
-            if id(tensor) not in sharded:
+            if tensor not in shapes:
                 tensor.copy_(state[name])
         self.changed()
 
@@ -193,57 +187,20 @@ class Sharded(nn.Module):
         if any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
             self.changed()
 
-    def _copy_from_rank_0(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor.detach(), dist.get_global_rank(self.group, 0), group=self.group)
 
-    def _take(self, flat: Flat) -> Tensor:
-        """The flat tensor [size] of rank 0's parameters, in the masters' dtype."""
-        whole = flat.joined([p.detach() for p in flat.parameters])
-        self._copy_from_rank_0(whole)
-        self.flats.append(flat)
-        return whole
+def _joined(flat: Flat, tensors: list[Tensor]) -> Tensor:
+    """A flat tensor [size] of the masters' dtype with `tensors`, one for each parameter."""
+    whole = flat.empty(flat.master)
+    for view, tensor in zip(flat.views(whole), tensors, strict=True):
+        view.copy_(tensor)
+    return whole
 
-    # One backward: `_backward_begins` at its first sign of life, `_send` whatever is complete,
-    # `_finish` when it is over.
 
-    def _backward_begins(self) -> None:
-        backward = torch._C._current_graph_task_id()
-        if self._backward not in (None, backward):
-            raise RuntimeError("an error ended the last backward: a forward has to come first")
-        if self._backward is None:
-            self._backward = backward
-            # Autograd calls back when this backward is over, just before backward() returns: the
-            # first moment at which a gradient that has not come is known not to come. The interface
-            # is not public, but torch's DDP and FSDP2 stand on it too.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    def _send(self, gradients: Gradients) -> None:
-        """Start a reduce-scatter. One at a time is under way, so that only one takes memory."""
-        self._receive()
-        gradients.send()
-        self._sent.append(gradients)
-
-    def _receive(self) -> None:
-        for gradients in self._sent:
-            gradients.receive()
-
-    def _finish(self) -> None:
-        """Send what is still here, wait for everything, and begin anew."""
-        self._send_rest()
-        if self._sent:
-            # [trainable parameters]: did any rank have a gradient?
-            had_gradient = torch.cat([g.had_gradient for g in self._sent])
-            work = dist.all_reduce(had_gradient, dist.ReduceOp.MAX, self.group, async_op=True)
-            self._receive()
-            work.wait()
-            parts = had_gradient.split([len(g.had_gradient) for g in self._sent])
-            for gradients, part in zip(self._sent, parts, strict=True):
-                gradients.settle(part)
-        self._start_over()
-
-    def _send_rest(self) -> None:
-        raise NotImplementedError
-
-    def _start_over(self) -> None:
-        self._backward = None
-        self._sent = []
+def _check_options(compute_dtype: Any, reduction: Any) -> None:
+    if compute_dtype is not None and (
+        not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point
+    ):
+        allowed = "allowed are None and floating-point types, torch.bfloat16 for one"
+        raise ValueError(f"compute_dtype={compute_dtype!r}: {allowed}")
+    if reduction not in ("auto", "ordered", "library"):
+        raise ValueError(f"reduction={reduction!r}: allowed are 'auto', 'ordered' and 'library'")

@@ -31,8 +31,8 @@ from shardlab.pipeline import (
     simulate,
     validate,
 )
+from shardlab.pipeline.core import come
 from shardlab.pipeline.deferred import defer, run
-from shardlab.pipeline.mail import come
 from shardlab.ranks import p2p
 
 TINY = Config(vocab=32, seq=4, layers=6, heads=2, hidden=16, tied=False)
@@ -534,7 +534,7 @@ WHAT = [
     "record=False",
     "forward=-1: allowed are seconds, 0 or more",
     "backward_weight=[1, 2, 3]: allowed are seconds",
-    "size=0: allowed are whole numbers above 0",
+    "size=0: allowed are whole numbers, 1 or more",
     "backward_input=-0.1: allowed are seconds, 0 or more",
     "schedule='1f1b': allowed is what pipeline.schedule(...) returns",
     "layers=[3, 0, 3]: allowed are whole numbers whose sum is 6, 0 at the ends alone",

@@ -31,12 +31,12 @@ def counted(plans):
         pipe.step(tokens, tokens)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # as if micro-batches had gone before
-        pipe.value = None
+        pipe.passes.value = None
         with count.held(*pipe.parts, optimizer, tokens) as held:
             before = held.now
             pipe.step(tokens, tokens)
             peak, left = held.peak, held.now - before
-        loss = 0 if pipe.value is None else pipe.value.nbytes
+        loss = 0 if pipe.passes.value is None else pipe.passes.value.nbytes
         found[key] = {"peak": peak, "left": left - loss}
     return found
 

@@ -606,26 +606,23 @@ def test_the_picture_in_characters() -> None:
 # --- without torch ------------------------------------------------------------------------------
 
 ALONE = """
-import importlib, json, sys, types
+import json, sys
 class Nothing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("torch", "numpy", "matplotlib"):
             raise ImportError(name)
 sys.meta_path.insert(0, Nothing())
-package = types.ModuleType("pipeline")  # a folder of files, as a browser would have it
-package.__path__ = [sys.argv[1]]
-sys.modules["pipeline"] = package
-load = lambda name: importlib.import_module("pipeline." + name)
-schedules, simulate, terminal = load("schedules"), load("simulate"), load("terminal")
-made = [simulate.simulate(schedules.schedule(name, 4, 6)) for name in schedules.NAMES]
+sys.path.insert(0, sys.argv[1])
+from shardlab import pipeline
+made = [pipeline.simulate(pipeline.schedule(name, 4, 6)) for name in pipeline.NAMES]
 print(json.dumps([timeline.bubble for timeline in made]))
-assert all(terminal.text(timeline) for timeline in made)
+assert all(pipeline.text(timeline) for timeline in made)
 """
 
 
 def test_schedules_need_nothing_but_the_standard_library() -> None:
     done = subprocess.run(
-        [sys.executable, "-S", "-c", ALONE, ROOT / "code/shardlab/pipeline"],
+        [sys.executable, "-S", "-c", ALONE, ROOT / "code"],
         capture_output=True,
         text=True,
     )

@@ -220,7 +220,7 @@ assert abs(measured - predicted) < 0.1  # sleeps end late on a busy machine
 # Stage $s$, counted from 0, runs $p-1-s$ forwards ahead, and then holds at most $p-s$ micro-batches, however large $m$ is.
 
 # %%
-show.source(pipeline.one_f_one_b, pipeline.schedules._built)
+show.source(pipeline.one_f_one_b)
 
 # %% [markdown]
 # Here it is, with the passes of each step in a thick outline:

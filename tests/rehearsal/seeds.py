@@ -157,7 +157,7 @@ SEEDS = [
     ),
     Seed(
         "tied weights: both ends receive first, in different groups",
-        "pipeline/mail.py",
+        "pipeline/core.py",
         "        if peer < self.stage:\n            calls.reverse()",
         "        calls.reverse()",
         "pipeline.tied",

@@ -1,32 +1,40 @@
 """Pipeline parallelism: a model cut by layers over stages, and who works when.
 
-- `schedule` and the functions behind it (schedules): what each stage does, as plain data;
-- `Action`, `Schedule`, `from_text` (actions), with their messages (messages);
-- `validate`: whether a schedule can be run, and what is wrong if it cannot; `live` activations;
-- `simulate`: its timeline, from given times; bubble and memory;
-- `draw` (picture) and `text` (terminal): timelines, simulated or measured;
-- `cut`, `balance`, `distribute` (parts, balance): a plain GPT in parts, each on its rank;
-- `Pipeline` (execute, stage, mail, clock): a stage that runs any schedule; `defer` (deferred): the
-  split backward; `asleep` (sleeping): stages that sleep instead of computing.
+- schedules: what each stage does, as plain data: `schedule`, `gpipe`, `one_f_one_b`, … `Action`;
+- core: one stage on its rank, which does what its list says: `Pipeline`.
+
+The rest stands around these two:
+
+- validate: whether a schedule can be run, and what is wrong if it cannot; `from_text`, `live`;
+- simulate: its timeline, from given times or measured; `balance`, for layers of unequal cost;
+- parts: a plain GPT in parts (`cut`), and what a rank holds of it;
+- pipelines: `distribute` (a GPT over ranks), `asleep` (stages that sleep instead of computing);
+- deferred: the split backward, `defer`;
+- picture, command: timelines drawn (`draw`), or in a terminal (`text`).
 """
 
-from .actions import Action, Schedule, from_text, loop, vee
-from .balance import balance
-from .messages import needed, other_end, sent, with_messages
+from .command import text
 from .schedules import (
     NAMES,
+    Action,
+    Schedule,
     gpipe,
     interleaved,
+    loop,
     naive,
+    needed,
     one_f_one_b,
+    other_end,
     schedule,
+    sent,
+    vee,
+    with_messages,
     zb_h1,
     zb_h2,
     zb_v,
 )
-from .simulate import Span, Timeline, simulate
-from .terminal import text
-from .validate import live, validate
+from .simulate import Span, Timeline, balance, simulate
+from .validate import from_text, live, validate
 
 __all__ = [
     "NAMES",
@@ -68,12 +76,12 @@ __all__ = [
 # does not wait for them. Names are whole, so that a recording's key finds the files.
 _LATER = {
     "Part": "shardlab.pipeline.parts",
-    "Pipeline": "shardlab.pipeline.execute",
-    "Sleeping": "shardlab.pipeline.sleeping",
-    "asleep": "shardlab.pipeline.sleeping",
+    "Pipeline": "shardlab.pipeline.core",
+    "Sleeping": "shardlab.pipeline.pipelines",
+    "asleep": "shardlab.pipeline.pipelines",
     "cut": "shardlab.pipeline.parts",
     "defer": "shardlab.pipeline.deferred",
-    "distribute": "shardlab.pipeline.parts",
+    "distribute": "shardlab.pipeline.pipelines",
     "draw": "shardlab.pipeline.picture",
 }
 

@@ -1,29 +1,32 @@
-"""A plain GPT, cut by layers into parts, and dealt out to the stages of a pipeline.
+"""What a rank of a pipeline holds: parts of a plain GPT, or any modules that fit together.
 
 A part is some blocks in a row; the first has the embedding as well, the last the norm and the head.
 Its parameters keep the names that they have in the whole model, and stay the same tensors: nothing
-is copied, and the model does not know.
+is copied, and the model does not know. `Held` is what a rank has of them, by those names, and
+whether the ranks agree about it.
 
 Shapes in names: B batch, S sequence, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from shardlab.model import GPT, loss
+from shardlab.model import GPT
+from shardlab.ranks import check_group
 
-from .actions import Schedule
-from .balance import balance
-from .execute import Loss, Pipeline
-from .stage import stage_of
+from .schedules import Schedule
+from .simulate import balance
+from .validate import validate
+
+Form = tuple[torch.Size, torch.dtype]  # of what travels from part to part for some tokens
 
 
 class Part(nn.Module):
@@ -48,7 +51,7 @@ class Part(nn.Module):
             x = self.head(self.norm(x))  # [B, S, H] @ [H, V]
         return x
 
-    def between(self, tokens_BS: Tensor) -> tuple[torch.Size, torch.dtype]:
+    def between(self, tokens_BS: Tensor) -> Form:
         """Shape [B, S, H] and dtype of what travels from part to part for these tokens."""
         return torch.Size((*tokens_BS.shape, self.hidden)), next(self.parameters()).dtype
 
@@ -79,52 +82,116 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     ]
 
 
-def distribute(
-    model: GPT,
-    schedule: Schedule,
-    group: dist.ProcessGroup,
-    *,
-    layers: Sequence[int] | None = None,
-    loss: Loss = loss,
-    replicas: dist.ProcessGroup | None = None,
-    recompute: bool = False,
-    record: bool = False,
-    back: dist.ProcessGroup | None = None,
-    check: bool = True,
-) -> Pipeline:
-    """Cut `model` into the parts of `schedule`, and keep those of this rank.
+class Held:
+    """The parts that a rank holds: one for each chunk. Rank and stage are the same number.
 
-    Every rank of `group` calls it with a model of the same shape. layers: blocks in each part, in
-    the order of the parts; by default as equal as possible, whatever embedding and head cost.
-    recompute: keep of each block its input alone, and compute the rest again in backward. A tied
-    embedding whose head is on another stage is there twice and kept equal, as `twin`. For the other
-    arguments see Pipeline.
+    between: see `Form`; by default what the first of the parts says. check: judge the schedule.
 
-    The model's own modules are used and changed (recompute, split backward): let go of it, so that
-    what this rank does not hold is freed. Raises ValueError as `cut` and Pipeline do.
+    Raises ValueError on all ranks of the group alike, when one of them has not a part for each
+    chunk, parts on several devices or without `between`, or another schedule than the rest.
     """
-    stage = stage_of(schedule, group)
-    parts = cut(model, schedule.parts if layers is None else list(layers))
-    if len(parts) != schedule.parts:
-        what = f"allowed is one number for each of {schedule.parts} parts"
-        raise ValueError(f"layers={list(layers or ())}: {what}")
-    mine = [parts[number] for number in schedule.placement[stage]]
-    if recompute:
-        for part in mine:
-            for block in part.blocks.values():
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    ends = [schedule.owner(number)[0] for number in (0, schedule.parts - 1)]
-    twin = None
-    if model.config.tied and stage in ends and ends[0] != ends[1]:
-        twin = model.embedding.weight, ends[1] if stage == ends[0] else ends[0]
-    return Pipeline(
-        mine,
-        schedule,
-        group,
-        loss,
-        replicas=replicas,
-        twin=twin,
-        record=record,
-        back=back,
-        check=check,
-    )
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        between: Callable[[Tensor], Form] | None = None,
+        check: bool = True,
+    ):
+        self.parts, self.schedule, self.group = list(parts), schedule, group
+        self.stage = stage_of(schedule, group)
+        if check:
+            validate(schedule)
+        self.between = between or getattr(self.parts[0] if self.parts else None, "between", None)
+        self._agree()
+        self.numbers = schedule.placement[self.stage]  # of its parts
+        self.device = self._devices()[0]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters; those of a GPT under the names that they have in the model."""
+        seen = set()
+        for part, prefix in self._named():
+            for name, parameter in part.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield prefix + name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, each once."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters and buffers, under those names."""
+        return {
+            prefix + name: value
+            for part, prefix in self._named()
+            for name, value in part.state_dict().items()
+        }
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All ranks' parameters and buffers, in the model's order; every rank has to call it."""
+        mine = self.state_dict()
+        order = [
+            (number, self.stage, name, value.shape, value.dtype)
+            for (part, prefix), number in zip(self._named(), self.numbers, strict=True)
+            for name, value in ((prefix + n, v) for n, v in part.state_dict().items())
+        ]
+        everything = sum(gathered(order, self.group), [])
+        full = {}
+        for _, stage, name, shape, dtype in sorted(everything, key=lambda entry: entry[0]):
+            full[name] = torch.empty(shape, dtype=dtype, device=self.device)
+            if stage == self.stage:
+                full[name].copy_(mine[name])
+            dist.broadcast(full[name], dist.get_global_rank(self.group, stage), group=self.group)
+        return full
+
+    def _named(self) -> list[tuple[nn.Module, str]]:
+        """Parts, and what goes before their names: nothing where these are the model's own."""
+        numbered = zip(self.parts, self.numbers, strict=True)
+        return [(p, "" if hasattr(p, "plain_names") else f"{number}.") for p, number in numbered]
+
+    def _problem(self) -> str | None:
+        """What is wrong on this rank."""
+        if len(self.parts) != (chunks := self.schedule.chunks):
+            return f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
+        if len(devices := self._devices()) > 1:
+            names = ", ".join(map(str, devices))
+            return f"parts are on several devices ({names}): allowed is one for a stage"
+        if self.between is None:
+            kind = type(self.parts[0]).__name__
+            return f"between=None: {kind} does not say what it gives; allowed is a function"
+        return None
+
+    def _agree(self) -> None:
+        actions = zlib.crc32(repr(self.schedule.actions).encode())
+        told = gathered((self._problem(), actions, self.schedule.name), self.group)
+        for rank, (problem, actions, name) in enumerate(told):
+            if problem is not None:
+                raise ValueError(f"rank {rank} of the group: {problem}")
+            if actions != told[0][1]:
+                what = f"rank 0 of the group has {told[0][2]}, rank {rank} another, {name}"
+                raise ValueError(f"schedule: {what}; allowed is the same on all ranks")
+
+    def _devices(self) -> list[torch.device]:
+        tensors = [t for part in self.parts for t in (*part.parameters(), *part.buffers())]
+        return sorted({t.device for t in tensors}, key=str) or [torch.device("cpu")]
+
+
+def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:
+    """This rank's stage. Raises ValueError for a group that does not have a rank for each stage."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule={schedule!r}: allowed is what pipeline.schedule(...) returns")
+    rank, size = check_group(group)
+    if size != schedule.stages:
+        what = f"allowed are {schedule.stages}, one for each stage of {schedule.name}"
+        raise ValueError(f"group has {size} ranks: {what}")
+    return rank
+
+
+def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of `group` gave, in rank order."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones

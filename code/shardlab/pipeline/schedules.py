@@ -1,26 +1,104 @@
-"""The schedules, from the naive one to zero bubble: each says in which order a stage works.
+"""Schedules are data: what each stage of a pipeline does, action by action.
 
-All but the last are one pattern. In every step a stage may do one pass of each kind; the kinds
-begin at different steps, and each then takes micro-batch after micro-batch. How many steps the
-backward begins after the forward is all that tells them apart:
+A model is cut into `parts`, in order. Each of p stages (ranks of one pipeline) holds v of them, its
+chunks; a batch is cut into m micro-batches, and each has to pass every part forward and backward.
 
-    naive       0             the next micro-batch begins when the last has come back
-    gpipe       m             all forwards, then all backwards
-    1f1b        p-1-s         one forward, one backward, as soon as the first has come back
-    zb-h1       p-1-s         and the weights' part of the backward from step p-1 on
-    zb-h2       2(p-1-s)      twice as many forwards first; the weights' part from step 2(p-1) on
-    interleaved 2(p-1-s) + (v-1) · group, with chunks in turn
+An action is one such pass, or one message:
 
-for stage s of p stages, m micro-batches, v chunks. The standard library alone.
+    F   forward                               RF  receive the activations that an F needs
+    B   backward, whole                       SF  send the activations that an F made
+    I   backward, of the input alone          RB  receive the gradient that a B or an I needs
+    W   backward, of the weights alone        SB  send the gradient that a B or an I made
+
+I and W are what the zero bubble paper calls B and W. From top to bottom: what a schedule is; naive,
+GPipe and 1F1B as loops; where messages stand; the schedules with several chunks or a split
+backward. The standard library alone: whoever only looks at schedules does not have to load torch.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from .actions import Action, Schedule, loop, vee
-
+COMPUTE = ("F", "B", "I", "W")
+MESSAGES = ("RF", "SF", "RB", "SB")
 NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+
+
+class Action(NamedTuple):
+    """One pass of a micro-batch through one chunk of a stage, or one message."""
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every stage does, in order."""
+
+    name: str
+    stages: int  # [p]
+    microbatches: int  # [m]
+    chunks: int  # [v] on each stage
+    placement: tuple[tuple[int, ...], ...]  # [stage][chunk] -> part
+    orders: tuple[tuple[Action, ...], ...]  # by stage: passes alone (F B I W)
+    # By stage: passes and messages. None: `with_messages` puts the messages in, which is always
+    # right. Whoever wants to see wrong ones says so: dataclasses.replace(schedule, given=…).
+    given: tuple[tuple[Action, ...], ...] | None = None
+
+    @property
+    def parts(self) -> int:
+        """Parts of the model: p · v."""
+        return self.stages * self.chunks
+
+    @property
+    def splits(self) -> bool:
+        """Whether the backward is split into I and W."""
+        return any(action.kind == "W" for order in self.orders for action in order)
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """By stage, what its rank executes: passes and messages."""
+        return with_messages(self) if self.given is None else self.given
+
+    @cached_property
+    def _owners(self) -> dict[int, tuple[int, int]]:
+        return {
+            part: (stage, chunk)
+            for stage, parts in enumerate(self.placement)
+            for chunk, part in enumerate(parts)
+        }
+
+    def owner(self, part: int) -> tuple[int, int]:
+        """(stage, chunk) of a part. Raises ValueError for a part that is not there."""
+        if part not in self._owners:
+            raise ValueError(f"part={part}: allowed are 0 to {self.parts - 1}")
+        return self._owners[part]
+
+    def name_of(self, action: Action) -> str:
+        """`F3`, or `F3.1` where stages have several chunks."""
+        return f"{action.kind}{action.microbatch}" + (f".{action.chunk}" if self.chunks > 1 else "")
+
+    def __str__(self) -> str:
+        """A line for each stage, which `from_text` reads back."""
+        return "\n".join(" ".join(map(self.name_of, order)) for order in self.orders)
+
+
+def loop(stages: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Placement round and round: chunk c of stage s is part c · p + s."""
+    return tuple(tuple(c * stages + s for c in range(chunks)) for s in range(stages))
+
+
+def vee(stages: int) -> tuple[tuple[int, ...], ...]:
+    """Placement down and up again: the first stage holds the first part and the last."""
+    return tuple((s, 2 * stages - 1 - s) for s in range(stages))
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
@@ -40,15 +118,12 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
     fixed = 2 if name == "zb-v" else 1
     if chunks is not None and chunks != fixed:
         raise ValueError(f"chunks={chunks!r}: allowed for {name} is {fixed}")
-    make = {
-        "naive": naive,
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "zb-h1": zb_h1,
-        "zb-h2": zb_h2,
-        "zb-v": zb_v,
-    }
-    return make[name](stages, microbatches)
+    of_one_chunk = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+    split = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v}
+    return (of_one_chunk | split)[name](stages, microbatches)
+
+
+# One chunk, whole backwards: each order is a loop or two.
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
@@ -56,7 +131,14 @@ def naive(stages: int, microbatches: int) -> Schedule:
 
     One stage works at a time: the bubble is (p-1)/p, whatever m is.
     """
-    return _built("naive", stages, microbatches, lambda stage: {"F": 0, "B": 0})
+
+    def order(stage: int) -> list[Action]:
+        passes = []
+        for i in range(microbatches):
+            passes += [Action("F", i), Action("B", i)]
+        return passes
+
+    return _by_stage("naive", stages, microbatches, order)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -66,7 +148,13 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     activations of all m micro-batches. Backwards run in the order of the micro-batches, so that
     gradients add up in the order in which one process would add them.
     """
-    return _built("gpipe", stages, microbatches, lambda stage: {"F": 0, "B": microbatches})
+
+    def order(stage: int) -> list[Action]:
+        passes = [Action("F", i) for i in range(microbatches)]
+        passes += [Action("B", i) for i in range(microbatches)]
+        return passes
+
+    return _by_stage("gpipe", stages, microbatches, order)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -76,36 +164,142 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     p-1-s forwards before. The bubble is that of `gpipe`, but a stage keeps the activations of at
     most p-s micro-batches.
     """
-    return _built("1f1b", stages, microbatches, lambda stage: {"F": 0, "B": stages - 1 - stage})
+
+    def order(stage: int) -> list[Action]:
+        ahead = min(stages - 1 - stage, microbatches)
+        passes = [Action("F", i) for i in range(ahead)]  # warm-up
+        for i in range(microbatches - ahead):  # steady
+            passes += [Action("F", ahead + i), Action("B", i)]
+        passes += [Action("B", i) for i in range(microbatches - ahead, microbatches)]  # cool-down
+        return passes
+
+    return _by_stage("1f1b", stages, microbatches, order)
 
 
-def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B with its backward split: I at once, because a neighbour waits for it; W later.
+def _by_stage(
+    name: str,
+    stages: int,
+    microbatches: int,
+    order: Callable[[int], list[Action]],
+    chunks: int = 1,
+) -> Schedule:
+    """The schedule in which each stage has its `order`, parts placed round and round."""
+    _whole(stages=stages, microbatches=microbatches)
+    orders = tuple(tuple(order(stage)) for stage in range(stages))
+    return Schedule(name, stages, microbatches, chunks, loop(stages, chunks), orders)
 
-    Qi et al. 2023 (arXiv 2401.10241), section 2.1: the bubble takes (p-1)(F+I-W), at 1F1B's p
-    micro-batches of activations. W lags s micro-batches behind I on stage s: on all stages it
-    begins at step p-1.
+
+def _whole(**given: object) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
+
+
+# Messages. What a pass made is sent at once, to the stage that holds the next part (or the one
+# before). A part that follows on the same stage (the turn of the V) needs no message.
+
+
+def needed(schedule: Schedule, stage: int, action: Action) -> Action | None:
+    """The receive that `action` waits for; None if what it needs was made on its own stage."""
+    if action.kind not in ("F", "B", "I"):
+        return None
+    back = action.kind != "F"
+    part = schedule.placement[stage][action.chunk] + (1 if back else -1)
+    if not 0 <= part < schedule.parts or schedule.owner(part)[0] == stage:
+        return None
+    return Action("RB" if back else "RF", action.microbatch, action.chunk)
+
+
+def sent(schedule: Schedule, stage: int, action: Action) -> tuple[Action, int, Action] | None:
+    """(send, stage that receives, its receive) of what `action` made; None if nobody waits."""
+    if action.kind not in ("F", "B", "I"):
+        return None
+    what = "F" if action.kind == "F" else "B"
+    part = schedule.placement[stage][action.chunk] + (1 if what == "F" else -1)
+    if not 0 <= part < schedule.parts or schedule.owner(part)[0] == stage:
+        return None
+    send = Action(f"S{what}", action.microbatch, action.chunk)
+    return send, *other_end(schedule, stage, send)
+
+
+def other_end(schedule: Schedule, stage: int, message: Action) -> tuple[int, Action]:
+    """Where a message of `stage` goes to, or comes from: the stage, and what that stage calls it.
+
+    SF3 of stage 0 is RF3 on stage 1. Raises ValueError for a message that goes nowhere.
     """
-    return _built(
-        "zb-h1",
-        stages,
-        microbatches,
-        lambda stage: {"F": 0, "I": stages - 1 - stage, "W": stages - 1},
-    )
+    if message.kind not in MESSAGES:
+        raise ValueError(f"message={message}: allowed are RF, SF, RB and SB")
+    forward = message.kind in ("SF", "RB")  # the other end holds the part after this one
+    part = schedule.placement[stage][message.chunk] + (1 if forward else -1)
+    if not 0 <= part < schedule.parts:
+        raise ValueError(f"{message} on stage {stage}: its part has no neighbour there")
+    peer, chunk = schedule.owner(part)
+    side = "R" if message.kind[0] == "S" else "S"
+    return peer, Action(side + message.kind[1], message.microbatch, chunk)
 
 
-def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Twice the forwards before the first backward; W waits until nothing else can be done.
+def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action, ...], ...]:
+    """By stage, its passes and its messages. By these rules a pipeline ends if its passes can:
 
-    Qi et al. 2023 (arXiv 2401.10241), section 2.2: the bubble takes (p-1)(F+I-2W), none for equal
-    times, with the activations of up to 2p-1 micro-batches.
+    1. A send stands right behind the pass that makes what is sent.
+    2. Receives from a stage stand in the order in which that stage sends. Messages have no names on
+       the wire: tags exist, but nccl ignores them, so order is all there is.
+    3. A receive stands one pass before the one that needs it, so that the message travels while the
+       stage computes; earlier where rule 2 wants it. Without `early`, right before that pass.
     """
-    return _built(
-        "zb-h2",
-        stages,
-        microbatches,
-        lambda stage: {"F": 0, "I": 2 * (stages - 1 - stage), "W": 2 * (stages - 1)},
-    )
+    # What each stage receives from each other, in the order of the sends (rule 2).
+    incoming: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.orders]
+    for stage, order in enumerate(schedule.orders):
+        for action in order:
+            if found := sent(schedule, stage, action):
+                _, peer, receive = found
+                incoming[peer][stage].append(receive)
+    made = []
+    for stage, order in enumerate(schedule.orders):
+        posted = _posted(schedule, stage, incoming[stage], early)
+        actions: list[Action] = []
+        for receives, action in zip(posted, order, strict=False):
+            actions += [*receives, action]
+            if message := sent(schedule, stage, action):
+                actions.append(message[0])
+        made.append(tuple(actions + posted[-1]))
+    return tuple(made)
+
+
+def _posted(
+    schedule: Schedule, stage: int, incoming: dict[int, list[Action]], early: bool
+) -> list[list[Action]]:
+    """Before each pass of a stage, and at its end, the receives that are posted there (rule 3)."""
+    order = schedule.orders[stage]
+    wanted = {needed(schedule, stage, action): max(0, i - early) for i, action in enumerate(order)}
+    posted: list[list[Action]] = [[] for _ in range(len(order) + 1)]
+    for peer in sorted(incoming):
+        # From the last one back: nothing may be posted after what follows it.
+        place, places = len(order), []
+        for receive in reversed(incoming[peer]):
+            place = min(place, wanted.get(receive, len(order)))
+            places.append((place, receive))
+        for place, receive in reversed(places):
+            posted[place].append(receive)
+    return posted
+
+
+# Several chunks, or a split backward. In every step a stage may do one pass of each kind; the kinds
+# begin at different steps, and each then takes micro-batch after micro-batch.
+
+
+def in_steps(begins: dict[str, int], passes: dict[str, list[tuple[int, int]]]) -> list[Action]:
+    """An order in steps: `begins` says with which step each kind begins to take its `passes`.
+
+    passes: for each kind, (micro-batch, chunk) in the order in which they are taken. 1F1B is
+    in_steps({"F": 0, "B": p - 1 - stage}, …).
+    """
+    order = []
+    for step in range(max(begins.values()) + len(passes["F"])):
+        for kind, begin in begins.items():
+            if 0 <= step - begin < len(passes[kind]):
+                order.append(Action(kind, *passes[kind][step - begin]))
+    return order
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -129,11 +323,40 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     backwards = [(i, chunks - 1 - chunk) for i, chunk in forwards]
     group = size + (larger > 0)
 
-    def begin(stage: int) -> dict[str, int]:
-        return {"F": 0, "B": 2 * (stages - 1 - stage) + (chunks - 1) * group}
+    def order(stage: int) -> list[Action]:
+        ahead = 2 * (stages - 1 - stage) + (chunks - 1) * group
+        return in_steps({"F": 0, "B": ahead}, {"F": forwards, "B": backwards})
 
-    rows = {"F": forwards, "B": backwards}
-    return _built("interleaved", stages, microbatches, begin, chunks, rows)
+    return _by_stage("interleaved", stages, microbatches, order, chunks)
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """1F1B with its backward split: I at once, because a neighbour waits for it; W later.
+
+    Qi et al. 2023 (arXiv 2401.10241), section 2.1: the bubble takes (p-1)(F+I-W), at 1F1B's p
+    micro-batches of activations. W lags s micro-batches behind I on stage s: on all stages it
+    begins at step p-1.
+    """
+
+    def order(stage: int) -> list[Action]:
+        begins = {"F": 0, "I": stages - 1 - stage, "W": stages - 1}
+        return in_steps(begins, dict.fromkeys(begins, [(i, 0) for i in range(microbatches)]))
+
+    return _by_stage("zb-h1", stages, microbatches, order)
+
+
+def zb_h2(stages: int, microbatches: int) -> Schedule:
+    """Twice the forwards before the first backward; W waits until nothing else can be done.
+
+    Qi et al. 2023 (arXiv 2401.10241), section 2.2: the bubble takes (p-1)(F+I-2W), none for equal
+    times, with the activations of up to 2p-1 micro-batches.
+    """
+
+    def order(stage: int) -> list[Action]:
+        begins = {"F": 0, "I": 2 * (stages - 1 - stage), "W": 2 * (stages - 1)}
+        return in_steps(begins, dict.fromkeys(begins, [(i, 0) for i in range(microbatches)]))
+
+    return _by_stage("zb-h2", stages, microbatches, order)
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
@@ -168,39 +391,3 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
                 passed[what] += 1
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
     return Schedule("zb-v", stages, microbatches, 2, vee(stages), tuple(orders))
-
-
-Passes = list[tuple[int, int]]  # (micro-batch, chunk), in the order in which they are taken
-
-
-def _built(
-    name: str,
-    stages: int,
-    microbatches: int,
-    begin: Callable[[int], dict[str, int]],
-    chunks: int = 1,
-    rows: dict[str, Passes] | None = None,
-) -> Schedule:
-    """A schedule of steps: `begin` says for a stage at which step each kind of pass begins.
-
-    In `rows` stand the passes of each kind, if there is more to say than one micro-batch after
-    another.
-    """
-    _whole(stages=stages, microbatches=microbatches, chunks=chunks)
-    orders = []
-    for stage in range(stages):
-        starts = begin(stage)
-        passes = rows or {kind: [(i, 0) for i in range(microbatches)] for kind in starts}
-        order = []
-        for step in range(max(starts.values()) + microbatches * chunks):
-            for kind, start in starts.items():
-                if 0 <= step - start < len(passes[kind]):
-                    order.append(Action(kind, *passes[kind][step - start]))
-        orders.append(tuple(order))
-    return Schedule(name, stages, microbatches, chunks, loop(stages, chunks), tuple(orders))
-
-
-def _whole(**given: object) -> None:
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")

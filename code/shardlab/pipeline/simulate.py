@@ -1,21 +1,32 @@
-"""A step of a schedule, in time: who works when, who waits, what is kept. Nothing is computed.
+"""A step of a schedule, in time: who works when, who waits, what is kept.
 
     simulate(schedule("1f1b", 8, 24), forward=18.522, backward_input=18.086,
              backward_weight=9.337, hop=0.601).bubble        # 0.2431
 
-The standard library alone.
+`simulate` predicts it and computes nothing; a `Clock` measures it in a real step, and what it noted
+is drawn and judged as the same `Timeline`. The slowest stage sets the pace: `balance` cuts layers
+of unequal cost so that it is as fast as it can be. The standard library alone, but for the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from numbers import Real
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .actions import Action, Schedule
+from .schedules import Action, Schedule
 from .validate import before, live, result, validate
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 Times = float | Sequence[float]  # one for all stages, or one for each
 
@@ -130,3 +141,94 @@ def _each(name: str, given: Times, schedule: Schedule) -> list[float]:
             allowed = f"numbers from 0, above it from {least:g} to {most:g}"
             raise ValueError(f"{name}={value!r}: allowed are {allowed}")
     return values
+
+
+def balance(costs: Sequence[float], parts: int) -> list[int]:
+    """How many layers in a row each of `parts` gets, so that the most expensive part is cheapest.
+
+    costs: of each layer, in any unit. Where several ways are equally good, the parts come out as
+    equal as possible, and larger ones first, because the last part has the loss beside its layers.
+
+    Dynamic programming: the best cut of the first i layers into k parts is a best cut of the first
+    j < i into k - 1 parts, and one part more; parts · layers² steps.
+
+    Raises ValueError for costs below 0 or not finite, and for fewer layers than parts.
+    """
+    costs = list(costs)
+    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        raise ValueError(f"costs={costs}: allowed are finite numbers, 0 or more")
+    if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= len(costs):
+        raise ValueError(f"parts={parts!r}: allowed are 1 to {len(costs)} for {len(costs)} layers")
+    # Whole numbers, in a unit that fits all: rounded sums would tell equal ways apart, and so would
+    # the rounding of 4/7 to a float. So costs are the nearest simple shares of the largest one.
+    largest = max(costs) or 1
+    exact = [Fraction(cost / largest).limit_denominator(10**6) for cost in costs]
+    unit = math.lcm(*(cost.denominator for cost in exact))
+    upto = [0, *accumulate(int(cost * unit) for cost in exact)]  # the cost of the first i layers
+    many = range(len(upto))
+    # Of the best cut of the first i layers, its largest part.
+    most: list[float] = [0, *[math.inf] * len(costs)]
+    for _ in range(parts):
+        most = [
+            min((max(most[j], upto[i] - upto[j]) for j in range(i)), default=math.inf) for i in many
+        ]
+    # Once more among the cuts whose parts all stay below that: the least sum of squares is the most
+    # even one. Sizes are kept negative, so that of equals the first part with more layers wins.
+    limit = most[-1]
+    even: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for _ in range(parts):
+        even = {
+            i: min((even[j][0] + (upto[i] - upto[j]) ** 2, [*even[j][1], j - i]) for j in fits)
+            for i in many
+            if (fits := [j for j in range(i) if j in even and upto[i] - upto[j] <= limit])
+        }
+    return [-size for size in even[len(costs)][1]]
+
+
+class Clock:
+    """Notes begin and end of passes, in seconds since a moment that all ranks share.
+
+    That moment is the end of a barrier, which ranks leave within a fraction of a millisecond. On a
+    GPU the times are those of the stream, where the work is done, and not of the calls.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup):
+        import torch  # here, so that who only simulates does not have to load it
+
+        self.torch, self.device, self.group = torch, device, group
+        self._noted: list[tuple[Action, Any, Any]] = []
+
+    def start(self) -> None:
+        """Begin to count, all ranks at once."""
+        self._idle()
+        self.torch.distributed.barrier(group=self.group)
+        self._noted = []
+        self._start = self._now()
+
+    @contextmanager
+    def __call__(self, action: Action) -> Iterator[None]:
+        """Note the time that passes inside."""
+        begin = self._now()
+        yield
+        self._noted.append((action, begin, self._now()))
+
+    def spans(self) -> list[Span]:
+        """What was noted since `start`."""
+        self._idle()
+        return [Span(*a, self._seconds(begin), self._seconds(end)) for a, begin, end in self._noted]
+
+    def _idle(self) -> None:
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize(self.device)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        if self.device.type != "cuda":
+            return moment - self._start
+        return self._start.elapsed_time(moment) / 1e3

@@ -1,15 +1,15 @@
-"""Whether a schedule can be run, and what is wrong with it if it cannot.
+"""Whether a schedule can be run, and what is wrong with it if it cannot; schedules from text.
 
 The standard library alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from .actions import COMPUTE, MESSAGES, Action, Schedule
-from .messages import needed, other_end, sent
+from .schedules import COMPUTE, MESSAGES, Action, Schedule, loop, needed, other_end, sent
 
 Where = tuple[int, Action]  # a stage, and something that it does
 
@@ -268,3 +268,45 @@ def _lines(
 
 def _wrong(schedule: Schedule, what: str) -> ValueError:
     return ValueError(f"schedule {schedule.name!r}: {what}")
+
+
+def from_text(
+    *rows: str, name: str = "yours", placement: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """A schedule written by hand, a row for each stage: from_text("F0 F1 B0 B1", "F0 B0 F1 B1").
+
+    Written F3.1 for chunk 1 of a stage; `placement` is `loop` unless given. Rows may hold messages,
+    too: then every message is theirs. Nothing is judged here but the writing: `validate` does that.
+
+    Raises ValueError for a word that is no action.
+    """
+    stages = [tuple(_parsed(word, row) for word in text.split()) for row, text in enumerate(rows)]
+    everything = [action for order in stages for action in order]
+    if not everything:
+        raise ValueError("rows=(): allowed is a row of actions for each stage, as 'F0 F1 B0 B1'")
+    chunks = 1 + max(action.chunk for action in everything)
+    if placement is not None:
+        chunks = len(placement[0]) if placement else 0
+        if len(placement) != len(rows) or {len(parts) for parts in placement} != {chunks}:
+            raise ValueError(f"placement={placement}: allowed is a row of parts for each stage")
+    messages = any(action.kind in MESSAGES for action in everything)
+    return Schedule(
+        name,
+        len(rows),
+        1 + max(action.microbatch for action in everything),
+        chunks,
+        loop(len(rows), chunks) if placement is None else tuple(map(tuple, placement)),
+        tuple(tuple(action for action in order if action.kind in COMPUTE) for order in stages),
+        tuple(stages) if messages else None,
+    )
+
+
+def _parsed(word: str, row: int) -> Action:
+    found = re.fullmatch(r"(F|B|I|W|RF|SF|RB|SB)(\d+)(?:\.(\d+))?", word)
+    if not found:
+        kinds = ", ".join(COMPUTE + MESSAGES)
+        raise ValueError(
+            f"stage {row}, {word!r}: allowed are {kinds} with a micro-batch, and with a chunk "
+            "where there are several: F3, F3.1"
+        )
+    return Action(found[1], int(found[2]), int(found[3] or 0))

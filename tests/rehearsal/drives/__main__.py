@@ -18,7 +18,7 @@ from . import TOPICS, drives, numbers, result
 # Imported once, and not in every rank.
 SLOW = [
     "fsspec.caching",
-    "shardlab.pipeline.stage",
+    "shardlab.pipeline.parts",
     "torch.fx.experimental.symbolic_shapes",
     "torch.profiler._cupti_monitor",
 ]

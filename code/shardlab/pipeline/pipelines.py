@@ -1,25 +1,81 @@
-"""Stages that sleep instead of computing.
+"""Pipelines, ready to run: of a plain GPT, and of stages that sleep instead of computing.
 
 Four ranks on two cores cannot show how four GPUs would overlap: they take the cores from each
-other. Sleeping takes none. What is real here are the ranks, the messages and the waiting.
+other. Sleeping takes none. What is real then are the ranks, the messages and the waiting.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from .actions import Schedule
+from shardlab.model import GPT, loss
+from shardlab.ranks.agree import check_whole
+
+from .core import Loss, Pipeline
 from .deferred import Later
-from .execute import Pipeline
+from .parts import Form, cut, stage_of
+from .schedules import Schedule
 from .simulate import Times
-from .stage import stage_of
+
+
+def distribute(
+    model: GPT,
+    schedule: Schedule,
+    group: dist.ProcessGroup,
+    *,
+    layers: Sequence[int] | None = None,
+    loss: Loss = loss,
+    replicas: dist.ProcessGroup | None = None,
+    recompute: bool = False,
+    record: bool = False,
+    back: dist.ProcessGroup | None = None,
+    check: bool = True,
+) -> Pipeline:
+    """Cut `model` into the parts of `schedule`, and keep those of this rank.
+
+    Every rank of `group` calls it with a model of the same shape. layers: blocks in each part, in
+    the order of the parts; by default as equal as possible, whatever embedding and head cost.
+    recompute: keep of each block its input alone, and compute the rest again in backward. A tied
+    embedding whose head is on another stage is there twice and kept equal, as `twin`. For the other
+    arguments see Pipeline.
+
+    The model's own modules are used and changed (recompute, split backward): let go of it, so that
+    what this rank does not hold is freed. Raises ValueError as `cut` and Pipeline do.
+    """
+    stage = stage_of(schedule, group)
+    parts = cut(model, schedule.parts if layers is None else list(layers))
+    if len(parts) != schedule.parts:
+        what = f"allowed is one number for each of {schedule.parts} parts"
+        raise ValueError(f"layers={list(layers or ())}: {what}")
+    mine = [parts[number] for number in schedule.placement[stage]]
+    if recompute:
+        for part in mine:
+            for block in part.blocks.values():
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    ends = [schedule.owner(number)[0] for number in (0, schedule.parts - 1)]
+    twin = None
+    if model.config.tied and stage in ends and ends[0] != ends[1]:
+        twin = model.embedding.weight, ends[1] if stage == ends[0] else ends[0]
+    return Pipeline(
+        mine,
+        schedule,
+        group,
+        loss,
+        replicas=replicas,
+        twin=twin,
+        record=record,
+        back=back,
+        check=check,
+    )
 
 
 class Sleeping(nn.Module):
@@ -35,8 +91,7 @@ class Sleeping(nn.Module):
         self, forward: float, backward_input: float, backward_weight: float, size: int = 1
     ):
         super().__init__()
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"size={size!r}: allowed are whole numbers above 0")
+        check_whole(size=size)
         names = "forward", "backward_input", "backward_weight"
         times = forward, backward_input, backward_weight
         for name, seconds in zip(names, times, strict=True):
@@ -55,7 +110,7 @@ class Sleeping(nn.Module):
         _sleep(begin, self.seconds[0])
         return y
 
-    def between(self, tokens: Tensor) -> tuple[torch.Size, torch.dtype]:
+    def between(self, tokens: Tensor) -> Form:
         """Shape and dtype of what travels from part to part."""
         return torch.Size((len(tokens), self.size)), torch.float32
 

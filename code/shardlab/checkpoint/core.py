@@ -276,8 +276,8 @@ class Checkpoints:
     def _rename(self, saving: Path, reports: list[Any], about: dict[str, Any]) -> Path:
         """On rank 0: the rename, if every rank's files are there; then what is older goes."""
         problems = [problem for problem, _, _ in reports if problem]
-        manifest = about | {"ranks": self.members.size, "torch": torch.__version__}
-        manifest |= {"format": files.FORMAT, "version": files.VERSION}
+        manifest = {"format": files.FORMAT, "version": files.VERSION} | about
+        manifest |= {"ranks": self.members.size, "torch": torch.__version__}
         manifest["files"] = {name: of for _, part, _ in reports for name, of in part.items()}
         manifest["tensors"] = {name: of for *_, part in reports for name, of in part.items()}
         try:

@@ -85,7 +85,7 @@ def run(fn, size, *args, **how):
 
 
 def sharded(preset="nano", dtype=torch.float32, lr=1e-3):
-    """A small GPT that `fully_shard` spreads over all ranks, with AdamW and a schedule."""
+    """A small GPT, spread over all ranks by `fully_shard`, with AdamW."""
     torch.manual_seed(0)
     model = GPT(PRESETS[preset]).to(dtype)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # else this machine's GPUs
@@ -210,7 +210,8 @@ def load_plain(folder, shards):
             first, last = line["rows"][name]
             low, high = max(first, begin), min(last, begin + len(rows))
             if low < high:  # rows of this file that are now ours
-                rows[low - begin : high - begin] = saved[name][low - first : high - first]
+                found = saved[name][low - first : high - first]
+                rows[low - begin : high - begin] = found
     return line["step"]
 
 
@@ -348,7 +349,7 @@ def saves_twice(path, dies):
 def values_loaded(path):
     _, shards = cut_by_rows()
     step = load_plain(path, shards)
-    return step, set(torch.cat([rows.flatten() for _, rows in shards.values()]).tolist())
+    return step, {x for _, rows in shards.values() for x in rows.flatten().tolist()}
 
 
 for name, dies in (("half saved", True), ("flipped", False)):
@@ -358,8 +359,9 @@ for name, dies in (("half saved", True), ("flipped", False)):
     except ranks.RankError as error:
         print(error)
 flip(FOLDER / "flipped/0.pt")
-found = {name: run(values_loaded, 1, FOLDER / name)[0] for name in ("half saved", "flipped")}
-for name, (step, numbers) in found.items():
+found = {}
+for name in ("half saved", "flipped"):
+    step, numbers = found[name] = run(values_loaded, 1, FOLDER / name)[0]
     print(f"{name}: loads as step {step}, with the numbers {sorted(numbers)}")
 
 # %% [markdown]
@@ -464,7 +466,9 @@ def resumed(path, dtype):
 
 without_stop = {dtype: run(unstopped, 4, FOLDER, dtype)[0] for dtype in TYPES}
 after_stop = {
-    (size, dtype): run(resumed, size, FOLDER, dtype)[0] for size in (4, 2, 1) for dtype in TYPES
+    (size, dtype): run(resumed, size, FOLDER, dtype)[0]
+    for size in (4, 2, 1)
+    for dtype in TYPES
 }
 
 # %% tags=["hide-input"]
@@ -478,7 +482,9 @@ for (size, dtype), losses in after_stop.items():
     near = 1e-4 if dtype == torch.float32 else 1e-11
     assert gap == 0 if size == 4 else gap < near
     shown = ", ".join(f"{value:.4f}" for value in losses)
-    rows.append((f"4, then {size}", str(dtype)[6:], shown, f"{gap:.0e}" if gap else "0"))
+    rows.append(
+        (f"4, then {size}", str(dtype)[6:], shown, f"{gap:.0e}" if gap else "0")
+    )
 head = ["ranks", "type", "losses of steps 4 to 6", "largest difference"]
 show.table(rows, head, caption="Resumed, beside the run without a stop")
 
@@ -540,15 +546,15 @@ def life(path, victims, delay):
 
 KILLS = {0.31: (0,), 0.47: (1,), 0.22: (0, 1), 0.56: (0,), 0.38: (1,)}  # after s: ranks
 
-
 # %% [markdown]
 # After each of five kills, another process loads what is current. The table has it beside the last step that was promised.
 
 # %% tags=["hide-input", "measured"]
 # Kills the ranks five times, and tabulates what is left
 
+
 def current(path):
-    """The step of the current checkpoint, and whether all weights in it are of that step."""
+    """The step of the current checkpoint; whether all weights are of that step."""
     model = nn.Linear(64, 64)
     training = Training(model, torch.optim.AdamW(model.parameters()))
     Checkpoints(path).load(training)
@@ -593,7 +599,7 @@ saved = run(save_once, 2, FOLDER / "good")[0]
 manifest = json.loads((saved / MANIFEST).read_text())
 for part in ("files", "tensors"):
     manifest[part] = dict(sorted(manifest[part].items())[:2][-1:])
-del manifest["crc32"]  # of all the others; DCP's index, and so this, differs in every run
+del manifest["crc32"]  # of all the others; as DCP's index it differs in every run
 for name, value in manifest.items():
     print(f"{name}: {value}")
 
@@ -698,7 +704,12 @@ for wait in (True, False):
     times[wait] = min(seconds for seconds, _ in results)
 assert times[True] > 1 and times[False] < 0.5 * times[True]  # room for a busy machine
 rows = [
-    (name, f"{times[wait]:.2f}", f"{times[wait] / times[True]:.2f}", "the moment of the call")
+    (
+        name,
+        f"{times[wait]:.2f}",
+        f"{times[wait] / times[True]:.2f}",
+        "the moment of the call",
+    )
     for name, wait in (("at once", True), ("in the background", False))
 ]
 show.table(rows, ["save", "training held up (s)", "ratio", "the checkpoint holds"])
@@ -778,7 +789,10 @@ show.source(best_interval, lost_share)
 mtbf, restart = 54 * 24 * 3600 / 419, 300.0  # seconds
 intervals = [60 * 1.15**i for i in range(38)]  # 1 minute to 3 hours
 figure, axes = plt.subplots(figsize=(6.4, 3.6))
-for save, color, place in ((120, show.RANK_COLORS[0], 34), (5, show.RANK_COLORS[5], 2.2)):
+for save, color, place in (
+    (120, show.RANK_COLORS[0], 34),
+    (5, show.RANK_COLORS[5], 2.2),
+):
     shares = [100 * lost_share(i, save, mtbf, restart) for i in intervals]
     axes.plot([i / 60 for i in intervals], shares, color=color)
     for interval, share in list(zip(intervals, shares, strict=True))[2::6]:
@@ -789,7 +803,9 @@ for save, color, place in ((120, show.RANK_COLORS[0], 34), (5, show.RANK_COLORS[
     least = 100 * lost_share(best, save, mtbf, restart)
     assert 100 * lost_share(2 * best, save, mtbf, restart) < least + 5
     axes.plot(best / 60, least, "*", color=color, ms=15)
-    words = f"a save holds up for {save} s:\nbest {best / 60:.0f} min, {least:.0f} % lost"
+    words = (
+        f"a save holds up for {save} s:\nbest {best / 60:.0f} min, {least:.0f} % lost"
+    )
     axes.text(best / 60, place, words, ha="center", va="center")
 axes.set_xscale("log")
 axes.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
@@ -799,8 +815,8 @@ axes.set_xlabel("minutes of training between two saves")
 axes.set_ylabel("% of all time lost")
 show.figure(
     figure,
-    "Share of time lost over the interval between saves, for saves that hold training up "
-    "for 120 and for 5 seconds. Both curves fall, have a flat valley, and rise again; "
+    "Share of time lost over the interval between saves, for saves that hold training "
+    "up for 120 and for 5 seconds. Both curves fall, have a flat valley, and rise; "
     "dots of a simulated job lie on them.",
     "checkpoint-interval",
 )
@@ -928,7 +944,7 @@ def new(state=None, optimizer_state=None):
 
 
 def go_on(model, optimizer, steps, start=0):
-    """Losses on held-out text before and after each step; how far the first one moves."""
+    """Losses on held-out text around each step; how far the first one moves."""
     tokens, targets = text.batch(64, 32, start=20_000)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     losses, moved = [], None
@@ -964,7 +980,8 @@ kept, lost = run(with_and_without, 1)[0]
 
 jumps = [losses[1] - losses[0] for losses, _ in (kept, lost)]
 assert lost[1] > 0.9 and lost[1] > 5 * kept[1] and jumps[1] > 0.05 > jumps[0]
-for words, (_, moved), jump in zip(("kept:", "lost:"), (kept, lost), jumps, strict=True):
+pairs = zip(("kept:", "lost:"), (kept, lost), jumps, strict=True)
+for words, (_, moved), jump in pairs:
     print(f"{words} the first step moves a weight by {moved:.2f} learning rates,")
     print(f"      and the loss changes by {jump:+.3f}")
 
@@ -986,8 +1003,8 @@ axes.set_xlabel("step")
 axes.set_ylabel("loss on held-out text")
 show.figure(
     figure,
-    "Held-out loss after resuming at step 120. With AdamW's state it stays level; with a "
-    "new AdamW it jumps at the first step and stays higher.",
+    "Held-out loss after resuming at step 120. With AdamW's state it stays level; with "
+    "a new AdamW it jumps at the first step and stays higher.",
     "checkpoint-forgotten",
 )
 
@@ -1326,7 +1343,9 @@ def my_pieces(saved, offset, size):
         high = [min(a + n, b + m) for a, n, b, m in both]
         if all(first < last for first, last in zip(low, high, strict=True)):
             theirs, mine = (
-                tuple(slice(i - c, j - c) for i, j, c in zip(low, high, at, strict=True))
+                tuple(
+                    slice(i - c, j - c) for i, j, c in zip(low, high, at, strict=True)
+                )
                 for at in (corner, offset)
             )
             plan.append((file, theirs, mine))

@@ -23,7 +23,7 @@
 # - tell which parts you have to ask for, and which you get without asking;
 # - save on two ranks and go on with one or four, and say when stage 3 is worth its traffic.
 #
-# It takes about 35 minutes to read and 35 minutes for the exercises. Running it takes under a minute.
+# It takes about 40 minutes to read and 35 minutes for the exercises. Running it takes under a minute.
 # You need [Data parallelism](data_parallel.md) and [ZeRO](zero.md), whose mechanisms the engine contains.
 #
 # One thing to wonder about before you start.
@@ -70,11 +70,13 @@ def share(step, rank=None):
 
 def joined(step):
     """The windows of both ranks: [4, 64]."""
-    return [torch.cat(side) for side in zip(share(step, 0), share(step, 1), strict=True)]
+    return [
+        torch.cat(side) for side in zip(share(step, 0), share(step, 1), strict=True)
+    ]
 
 
 def one_process():
-    """What one process computes on the joined batch: losses, and weights after all steps."""
+    """One process on the joined batch: losses, and weights after all steps."""
     module = model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     losses = []
@@ -115,8 +117,8 @@ LOSSES, WEIGHTS = one_process()
 # %%
 def plain_script(settings):
     deepspeed, module = de.prepare(), model()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    adamw = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
     losses = []
     for step in range(STEPS):
         tokens, targets = share(step)  # this rank's part of the batch
@@ -149,7 +151,11 @@ for name, results in (("four lines: ", with_all), ("three lines:", without)):
     gap = apart(losses, LOSSES)
     # float32 rounds at 6e-8, and losses are near 5
     assert gap < 1e-5 if results is with_all else gap > 1e-3
-    print(name, ", ".join(f"{v:.4f}" for v in losses), f" largest difference {digits(gap)}")
+    print(
+        name,
+        ", ".join(f"{v:.4f}" for v in losses),
+        f" largest difference {digits(gap)}",
+    )
 print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 
 # %% [markdown]
@@ -216,7 +222,7 @@ show.source(de.config)
 
 # %%
 def train(cases):
-    """On a rank: a few steps for each configuration; mean losses, weights, seconds of a step."""
+    """On a rank, for each configuration: mean losses, weights, seconds of a step."""
     found = {}
     for name, settings in cases.items():
         engine = de.initialize(model(), settings)
@@ -232,7 +238,11 @@ def train(cases):
 
 unsaid = de.config(2, 2)
 del unsaid["gradient_clipping"]
-cases = {"left out": unsaid, "1.0": de.config(2, 2, clipping=1.0), "0.0": de.config(2, 2)}
+cases = {
+    "left out": unsaid,
+    "1.0": de.config(2, 2, clipping=1.0),
+    "0.0": de.config(2, 2),
+}
 clipped = ranks.run(train, 2, cases, device="cpu")[0]
 
 # %% tags=["hide-input"]
@@ -244,7 +254,9 @@ for name, (losses, _, _) in clipped.items():
 assert clipped["left out"][0] == clipped["1.0"][0]
 assert apart(clipped["left out"][0], LOSSES) > 1e-3
 assert apart(clipped["0.0"][0], LOSSES) < 1e-5  # float32, losses near 5
-show.table(rows, ["gradient_clipping", "last loss", "largest difference from one process"])
+show.table(
+    rows, ["gradient_clipping", "last loss", "largest difference from one process"]
+)
 
 
 # %% [markdown]
@@ -331,7 +343,9 @@ for name, (losses, weights, seconds) in found.items():
     rows.append((name, *map(digits, gaps), f"{1e3 * seconds:.0f}"))
 assert found["stage 3"][2] > found["stage 1"][2]
 head = ["configuration", "losses differ by", "weights differ by", "ms per step"]
-show.table(rows, head, caption="DeepSpeed on two CPU ranks, from one process in float32")
+show.table(
+    rows, head, caption="DeepSpeed on two CPU ranks, from one process in float32"
+)
 
 
 # %% [markdown]
@@ -381,7 +395,7 @@ cases = {
     ("2, 20 million", 4 * 20_000_000): bucket(20_000_000),
     ("2, 20 million, overlap", 2 * 4 * 20_000_000): bucket(20_000_000, overlap=True),
     ("2, 20 million, bf16", 2 * 20_000_000): bucket(20_000_000, precision="bf16"),
-    ("3, 20 million, overlap", 4 * 20_000_000): bucket(20_000_000, overlap=True, zero=3),
+    ("3, 20 million, overlap", 4 * 20_000_000): bucket(20_000_000, True, zero=3),
     ("2, 20,000", 4 * 20_000): bucket(20_000),
 }
 held = ranks.run(peak, 2, cases, device="cpu")[0]
@@ -393,7 +407,9 @@ rows = []
 for (name, predicted), most in held.items():
     # The rest is the model's states and activations: some 3 MB.
     assert 0 <= most - predicted < 5e6, (name, most)
-    rows.append((name, *(f"{n / 1e6:,.1f}" for n in (predicted, most, most - predicted))))
+    rows.append(
+        (name, *(f"{n / 1e6:,.1f}" for n in (predicted, most, most - predicted)))
+    )
 head = ["stage, bucket (numbers)", "predicted buckets (MB)", "measured, all (MB)"]
 show.table(rows, [*head, "the rest: states, activations (MB)"])
 
@@ -444,7 +460,9 @@ results = ranks.run(saved_bytes, 2, device="cpu")[0]
 # Table: bytes saved for backward, and the loss after a step
 
 names = ["nothing", "the section", "the section, and the call"]
-rows = [(n, f"{b / 1e3:,.1f}", f"{v:.5f}") for n, (b, v) in zip(names, results, strict=True)]
+rows = [
+    (n, f"{b / 1e3:,.1f}", f"{v:.5f}") for n, (b, v) in zip(names, results, strict=True)
+]
 (without, after), (section, _), (asked, same) = results
 assert section == without and asked < without / 4
 assert abs(same - after) < 1e-6  # the same operations, a second time
@@ -466,7 +484,7 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 
 # %%
 def cut(kind):
-    """On a rank: losses, parameters held, and the shape of one matrix, with the model cut."""
+    """On a rank: losses, parameters held, the shape of one matrix, the batch."""
     if kind == "tensor":
         engine = de.initialize(model(), de.config(4, 2, tp=2))
     else:
@@ -480,7 +498,9 @@ def cut(kind):
         losses.append(de.step(engine, list(pairs)))
     held = sum(p.numel() for p in engine.module.parameters())
     named = engine.module.named_parameters()
-    up = next((tuple(p.shape) for name, p in named if name.endswith("ffn.up.weight")), "-")
+    up = next(
+        (tuple(p.shape) for name, p in named if name.endswith("ffn.up.weight")), "-"
+    )
     return losses, held, up, engine.train_batch_size()
 
 
@@ -496,7 +516,13 @@ for kind, results in cuts.items():
         assert gap < 1e-5, (kind, gap)  # float32: sums in another order
         rows.append((kind, rank, f"{held:,}", str(up), digits(gap)))
 whole = sum(p.numel() for p in model().parameters())
-head = ["cut", "rank", "parameters held", "shape of the first ffn.up", "losses differ by"]
+head = [
+    "cut",
+    "rank",
+    "parameters held",
+    "shape of the first ffn.up",
+    "losses differ by",
+]
 show.table(rows, head, caption=f"Whole model: {whole:,} parameters, ffn.up (256, 64)")
 
 # %% [markdown]
@@ -567,7 +593,9 @@ with tempfile.TemporaryDirectory() as folder:
     state = de.plain_state_dict(folder)
     as_it_is = ranks.run(resume, 2, folder, False, device="cpu")[0]
     made = de.to_universal(folder)
-    universal = {n: ranks.run(resume, n, folder, True, device="cpu")[0] for n in (1, 2, 4)}
+    universal = {
+        n: ranks.run(resume, n, folder, True, device="cpu")[0] for n in (1, 2, 4)
+    }
 
 # %% tags=["hide-input"]
 # Table: losses of steps 4 and 5, resumed on two, one and four ranks
@@ -579,13 +607,17 @@ tokens, targets = joined(3)
 value = loss(alone(tokens), targets).item()
 assert abs(value - LOSSES[3]) < 1e-5
 rows = []
-resumed = {"2, as it is": as_it_is} | {f"{n}, universal": v for n, v in universal.items()}
+resumed = {"2, as it is": as_it_is} | {
+    f"{n}, universal": v for n, v in universal.items()
+}
 for name, losses in resumed.items():
     gap = apart(losses, went_on)
     assert gap < 1e-5  # float32: gradients are added up in another order
     rows.append((name, ", ".join(f"{v:.5f}" for v in losses), digits(gap)))
 print(f"plain model with the plain state dict, step 4: {value:.5f}")
-show.table(rows, ["resumed on ranks", "losses of steps 4 and 5", "from the run that went on"])
+show.table(
+    rows, ["resumed on ranks", "losses of steps 4 and 5", "from the run that went on"]
+)
 
 
 # %% [markdown]
@@ -613,7 +645,9 @@ print(message)
 # Table: the files of the checkpoint, and their sizes
 
 assert "world size of 2 but the current world size is 1" in message
-show.table([(name, f"{size / 1e3:,.0f}") for name, size in sizes], ["file", "size (kB)"])
+show.table(
+    [(name, f"{size / 1e3:,.0f}") for name, size in sizes], ["file", "size (kB)"]
+)
 
 # %% [markdown]
 # The optimizer files are the large ones: they hold master weights and AdamW's two moments, of which each rank has half.
@@ -638,12 +672,13 @@ show.table([(name, f"{size / 1e3:,.0f}") for name, size in sizes], ["file", "siz
 show.source(lab.generate)
 
 # %% [markdown]
-# The cell runs all four.
+# The cell runs all four, and times them.
 
 # %% tags=["measured"]
 task = lab.Task(batch=4, prompt=32, new=8, seq=64, steps=3)
 ways = {way: lab.run(way, 2, task, device="cpu") for way in breakdown.WAYS}
 reports = [ways[way][i] for i in range(2) for way in ways]
+assert ways["zero3"][0].rate < ways["data"][0].rate  # it gathers, for each token
 print(", ".join(f"{what}: {value}" for what, value in count.machine()))
 breakdown.table(reports, caption="Two CPU ranks that share one machine")
 
@@ -653,11 +688,10 @@ breakdown.table(reports, caption="Two CPU ranks that share one machine")
 # %% tags=["hide-input", "measured"]
 # Draws speed and intensity of the four ways
 
-assert ways["zero3"][0].rate < ways["data"][0].rate  # it gathers, for each token
 show.figure(
     breakdown.picture(reports),
-    "Bars for the four ways: tokens per second and FLOP per byte; above for inference, below "
-    "for training.",
+    "Bars for the four ways: tokens per second and FLOP per byte; above for "
+    "inference, below for training.",
     "deepspeed_engine_lab",
 )
 
@@ -685,7 +719,7 @@ show.table(rows, ["way", "generated tokens that agree", "losses differ by"])
 # - **TFLOP/s** counts useful operations: 6 per parameter and token in training, 2 in inference, and the attention. The formula is held against torch's own counter below.
 # - **FLOP/byte** is the arithmetic intensity: operations per byte that has to come from memory or go there. Counted are weights at each pass, gradients, optimizer states, the cache, and at ZeRO-3 the gathered copies; activations are not. See [Memory](memory.md) for what a roofline makes of it.
 # - **Inference** reads all weights for one token of each sequence, so its intensity is low, and lower still where the batch was divided: each copy reads all weights, for half the sequences. Tensor parallelism divides the weights instead, and keeps most of it.
-# - **ZeRO-3** gathers all parameters again for each generated token, for the few operations of one token: a last resort for generation. In training it is the slowest row as well, here, where 64 tokens of a sequence are all that each gather serves. [When it is worth it](#when-stage-3-is-worth-its-traffic) depends on how many tokens that is.
+# - **ZeRO-3** gathers all parameters again for each generated token, for the few operations of one token: a last resort for generation. In training it is the slowest row as well, here, where each gather serves 128 tokens. [When it is worth it](#when-stage-3-is-worth-its-traffic) depends on how many tokens that is.
 #
 # ### Operations, predicted and counted
 #
@@ -759,7 +793,7 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
     print(link, "hides the gather from", round(reached / speed), "tokens per GPU on")
 
 # %% [markdown]
-# Backward gathers once more and sends gradients, for twice the operations: the same bound. Within a node, one sequence of a thousand tokens is enough; over a network, several thousand have to come together. Here it is 64 tokens or 128, and on a CPU nothing hides at all: hence the slowest row.
+# Backward gathers once more and sends gradients, for twice the operations: the same bound. Within a node, one sequence of a thousand tokens is enough; over a network, several thousand have to come together. Here it is 128 tokens, and on a CPU nothing hides at all: hence the slowest row.
 #
 # ### When more GPUs cost less
 #
@@ -818,7 +852,10 @@ outside, no_norm, inside, norm = ranks.run(look, 2, device="cpu")[0]
 
 assert outside == (0,) and no_norm == 0 and inside == (256, 64) and norm > 1
 show.table(
-    [("outside", str(outside), f"{no_norm:.2f}"), ("inside", str(inside), f"{norm:.2f}")],
+    [
+        ("outside", str(outside), f"{no_norm:.2f}"),
+        ("inside", str(inside), f"{norm:.2f}"),
+    ],
     ["GatheredParameters", "shape", "norm"],
 )
 
@@ -1042,7 +1079,9 @@ def my_accumulation(train_batch, micro_batch, world_size, tp, pp):
         raise ValueError(f"world_size={world_size}: not a multiple of {tp * pp}")
     steps, rest = divmod(train_batch, micro_batch * copies)
     if rest or not steps:
-        raise ValueError(f"train_batch={train_batch}: not a multiple of {micro_batch * copies}")
+        raise ValueError(
+            f"train_batch={train_batch}: not a multiple of {micro_batch * copies}"
+        )
     return steps
 
 

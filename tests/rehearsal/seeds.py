@@ -115,7 +115,7 @@ SEEDS = [
     ),
     Seed(
         "a file that wants a GPU",
-        "checkpoint/state.py",
+        "checkpoint/one_file.py",
         "torch.save({name: tensor.cpu() for name, tensor in whole.items()}, file)",
         "torch.save(dict(whole), file)",
         "checkpoint.weights_for_a_machine_without_a_gpu",

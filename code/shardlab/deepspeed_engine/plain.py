@@ -1,57 +1,22 @@
-"""Training with DeepSpeed's engine: one step, the weights, recomputation."""
+"""All weights of an engine, or of a checkpoint, under the plain module's names.
+
+Neither needs DeepSpeed afterwards: a plain state dict loads into the plain model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
 from contextlib import ExitStack
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab import model as plain
-from shardlab import ranks
-
+from .core import folder_of
 from .pipe import full_names, is_pipeline
 from .start import prepare, quiet
-
-LossOf = Callable[[Any, Tensor, Tensor], Tensor]
-
-
-def _loss_of(engine: Any, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-    return plain.loss(engine(tokens_BS), targets_BS)
-
-
-def step(
-    engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]], loss_of: LossOf = _loss_of
-) -> float:
-    """One optimizer step; the mean loss over all micro-batches of all ranks.
-
-    micro_batches: this rank's pairs of tokens and targets, each [micro_batch, S]: as many as the
-        configuration's accumulation. Ranks that share a model (tensor or pipeline parallel) are
-        given the same ones.
-    loss_of: (engine, tokens, targets) to the mean loss; the pipeline has its own.
-
-    Raises ValueError when their number is not the configuration's.
-    """
-    wanted = engine.gradient_accumulation_steps()
-    if len(micro_batches) != wanted:
-        raise ValueError(f"micro_batches: {len(micro_batches)} of them; allowed is {wanted}")
-    device = ranks.device()
-    batches = [(tokens.to(device), targets.to(device)) for tokens, targets in micro_batches]
-    if is_pipeline(engine):
-        with quiet():
-            return engine.train_batch(iter(batches)).item()
-    total = torch.zeros((), dtype=torch.float64, device=device)  # so that the mean adds no error
-    for tokens_BS, targets_BS in batches:
-        loss = loss_of(engine, tokens_BS, targets_BS)
-        engine.backward(loss)  # divides by the accumulation, and averages over the ranks
-        engine.step()  # steps at the last micro-batch, and does nothing before
-        total += loss.detach() / wanted
-    dist.all_reduce(total)  # a scalar; ranks that share a model add the same again
-    return total.item() / dist.get_world_size()
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
@@ -114,27 +79,61 @@ def _of_all_stages(engine: Any) -> dict[str, Tensor]:
     return {name: value for stage in stages for name, value in stage.items()}
 
 
-def recompute(
-    module: nn.Module,
-    blocks: Iterable[nn.Module] | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> nn.Module:
-    """Keep only each block's input for backward and compute the block again then; returns `module`.
+def plain_state_dict(directory: str | Path, tag: str | None = None) -> dict[str, Tensor]:
+    """The float32 weights of a DeepSpeed checkpoint, under the plain module's names, on the CPU.
 
-    blocks: the modules to recompute; `module.blocks` when left out.
-    config: settings whose section "activation_checkpointing" DeepSpeed is to use.
+    For all ZeRO stages and for `pipeline`; without ranks. Where DeepSpeed saves no master weights
+    with the model (16 bits in stage 0 or in a pipeline), they are those in use, widened.
 
-    DeepSpeed's `deepspeed.checkpointing.checkpoint` has to be called in the model's own code, as
-    this does for each block. The section in the configuration says how, never where: on its own it
-    changes nothing. Inside a rank only. (Chen et al., arXiv 1604.06174.)
+    It reads pickles, which can run code: only load checkpoints that you trust. (DeepSpeed writes
+    more than tensors into them.)
+
+    Raises FileNotFoundError when there is no such checkpoint, ValueError for one of a tensor
+    parallel model, whose shards only the running engine can put together (`weights`).
     """
-    checkpointing = prepare().checkpointing
-    if config is not None:
+    prepare()
+    folder = folder_of(directory, tag)
+    shards = {file.name.split("mp_rank_")[1][:2] for file in folder.glob("*mp_rank_*.pt")}
+    if len(shards) > 1 and not _layers(folder):
+        raise ValueError(
+            f"{folder}: written by tensor-parallel ranks; allowed are those of data-parallel and"
+            " pipeline ones: use weights(engine) while they run"
+        )
+    if _layers(folder):
+        return _from_layers(folder)
+    if list(folder.glob("*_optim_states.pt")):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
         with quiet():
-            checkpointing.configure(None, deepspeed_config=dict(config))
-    chosen = list(module.blocks if blocks is None else blocks)
-    if not chosen:
-        raise ValueError("blocks=[]: allowed are modules, one or more")
-    for block in chosen:
-        block.forward = partial(checkpointing.checkpoint, block.forward)
-    return module
+            return dict(get_fp32_state_dict_from_zero_checkpoint(str(directory), folder.name))
+    states = sorted([*folder.glob("mp_rank_00_model_states.pt")])
+    if not states:
+        raise FileNotFoundError(f"{folder}: it holds no model states of DeepSpeed")
+    return _floats(torch.load(states[0], "cpu", weights_only=False)["module"])
+
+
+def _layers(folder: Path) -> list[Path]:
+    return sorted(folder.glob("layer_*-model_states.pt"))
+
+
+def _from_layers(folder: Path) -> dict[str, Tensor]:
+    """A pipeline writes one file per layer, numbered as in `pipe.layers`; a tied head has none."""
+    content = {}
+    for file in _layers(folder):
+        match = re.match(r"layer_(\d+)-", file.name)
+        assert match, file
+        content[int(match[1])] = _floats(torch.load(file, "cpu", weights_only=True))
+    blocks = [index for index, state in content.items() if any("." in name for name in state)]
+    names = {0: "embedding", max(blocks) + 1: "norm", max(blocks) + 2: "head"}
+    names |= {index: f"blocks.{index - 1}" for index in blocks}
+    state = {
+        f"{names[index]}.{name}": value
+        for index, layer in content.items()
+        for name, value in layer.items()
+    }
+    state.setdefault("head.weight", state["embedding.weight"])
+    return state
+
+
+def _floats(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in state.items()}

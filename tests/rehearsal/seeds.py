@@ -49,10 +49,10 @@ SEEDS = [
     ),
     Seed(
         "a mask on the CPU",
-        "sequence_parallel/kernel.py",
+        "context_parallel/kernel.py",
         "dtype=torch.bool, device=q_BAQD.device).triu(1)",
         "dtype=torch.bool).triu(1)",
-        "sequence_parallel.block",
+        "context_parallel.block",
         finding("devices"),
     ),
     Seed(
@@ -131,7 +131,7 @@ SEEDS = [
     ),
     Seed(
         "dropout in place, which is another kernel",
-        "sequence_parallel/edges.py",
+        "sequence_parallel/dropout.py",
         "if x_BsH.is_cuda and self.p < 1:",
         "if False:",
         "sequence_parallel.token_dropout",

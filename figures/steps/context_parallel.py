@@ -1,4 +1,4 @@
-"""Draw a causal ring in a zig-zag in steps: python figures/steps/sequence_parallel.py"""
+"""Draw a causal ring in a zig-zag in steps: python figures/steps/context_parallel.py"""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 from sheet import EMPTY, INK, Place, boxes, keep
 
-from shardlab import sequence_parallel as sp
+from shardlab import context_parallel as cp
 from shardlab import show
 from shardlab.show.drawing import arrow, canvas, on, title, words
 
 RANKS, PIECES = 4, 8
-MINE = [sp.positions("zigzag", PIECES, RANKS, rank).tolist() for rank in range(RANKS)]
+MINE = [cp.positions("zigzag", PIECES, RANKS, rank).tolist() for rank in range(RANKS)]
 OWNER = {piece: rank for rank, pieces in enumerate(MINE) for piece in pieces}
 SIZE, LEFT, TOP, KEYS, ROW = 0.23, 0.5, 0.66, 2.98, 0.48
 Square = tuple[int, int]  # a piece's queries, a piece's keys
@@ -78,7 +78,7 @@ def draw(number: int) -> None:
     if turn < RANKS:
         draw_keys(axes, max(now, 0))
     alt = END if turn == RANKS else describe(now)
-    keep(figure, "sequence_parallel", number, alt)
+    keep(figure, "context_parallel", number, alt)
 
 
 def draw_keys(axes: Axes, turn: int) -> None:

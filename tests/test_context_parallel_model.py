@@ -10,14 +10,14 @@ from devices import here
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from shardlab import context_parallel as cp
 from shardlab import count, link, ranks
-from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.model import GPT, PRESETS, Config, loss, rotate
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
 LLAMA = {"kv_heads": 2, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": False}
-WAYS = [(way, layout) for way in ("ring", "ulysses") for layout in sp.LAYOUTS]
+WAYS = [(way, layout) for way in ("ring", "ulysses") for layout in cp.LAYOUTS]
 
 
 def run(fn, size, *args, device="auto", timeout=100):
@@ -43,20 +43,20 @@ def five_steps(choices, way, layout, dtype=torch.float64, recompute=False, group
     """Largest differences to one process: losses and logits; weights after five steps."""
     group = group or dist.group.WORLD
     serial = gpt(**choices).to(dtype)
-    model = sp.distribute(copy.deepcopy(serial), group, way, layout)
+    model = cp.distribute(copy.deepcopy(serial), group, way, layout)
     for block in model.blocks if recompute else ():
         block.forward = Recomputed(block.forward)
     optimizers = [adamw(model), adamw(serial)]
     seen = 0.0
     for step in range(5):
         tokens, targets = batch(step)
-        mine = [sp.share(x, group, layout) for x in (tokens, targets)]
+        mine = [cp.share(x, group, layout) for x in (tokens, targets)]
         for optimizer in optimizers:
             optimizer.zero_grad()
         logits = model(mine[0])
         value = loss(logits, mine[1])
         value.backward()
-        sp.average_gradients(model, group)
+        cp.average_gradients(model, group)
         whole = serial(tokens)
         expected = loss(whole, targets)
         expected.backward()
@@ -64,8 +64,8 @@ def five_steps(choices, way, layout, dtype=torch.float64, recompute=False, group
             optimizer.step()
         seen = max(
             seen,
-            abs(sp.average(value, group) - expected.item()),
-            (sp.gather(logits, group, layout) - whole).abs().max().item(),
+            abs(cp.average(value, group) - expected.item()),
+            (cp.gather(logits, group, layout) - whole).abs().max().item(),
         )
     pairs = zip(model.state_dict().values(), serial.state_dict().values(), strict=True)
     return seen, max((a - b).abs().max().item() for a, b in pairs)
@@ -112,11 +112,11 @@ def test_float32():
 def test_positions_are_those_of_the_whole_sequence():
     x = torch.randn(2, 3, 12, 8)
     whole = rotate(x, 1e4)
-    for layout in sp.LAYOUTS:
+    for layout in cp.LAYOUTS:
         for rank in range(3):
-            mine = sp.split(x, 3, rank, layout, dim=2)
-            turned = rotate(mine, 1e4, sp.positions(layout, 12, 3, rank))
-            assert turned.equal(sp.split(whole, 3, rank, layout, dim=2))  # the same operations
+            mine = cp.split(x, 3, rank, layout, dim=2)
+            turned = rotate(mine, 1e4, cp.positions(layout, 12, 3, rank))
+            assert turned.equal(cp.split(whole, 3, rank, layout, dim=2))  # the same operations
 
 
 def heads_and_tokens(way):
@@ -126,10 +126,10 @@ def heads_and_tokens(way):
     heads, tokens = pairs[rank // 2], pairs[2 + rank % 2]
     serial = gpt(**LLAMA).double()
     model = tp.parallelize(copy.deepcopy(serial), heads)
-    model = sp.distribute(model, tokens, way, layout)
-    x, y = (sp.share(each, tokens, layout) for each in batch(0))
+    model = cp.distribute(model, tokens, way, layout)
+    x, y = (cp.share(each, tokens, layout) for each in batch(0))
     tp.loss(model(x), y, heads).backward()
-    sp.average_gradients(model, tokens)
+    cp.average_gradients(model, tokens)
     loss(serial(batch(0)[0]), batch(0)[1]).backward()
     gaps, cuts = [], tp.cuts(model)
     for (name, p), q in zip(model.named_parameters(), serial.parameters(), strict=True):
@@ -148,8 +148,8 @@ def activations(way):
     """A shape, and the bytes that the model keeps for backward on this rank, before the loss."""
     config = Config(**(SHAPE | LLAMA | {"seq": 64, "heads": 8, "hidden": 64}))
     torch.manual_seed(0)
-    model = sp.distribute(GPT(config), dist.group.WORLD, way, "contiguous")
-    tokens = sp.share(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
+    model = cp.distribute(GPT(config), dist.group.WORLD, way, "contiguous")
+    tokens = cp.share(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
     with count.saved(model, tokens) as saved:
         model(tokens)
     return config, saved.bytes
@@ -168,15 +168,15 @@ def test_activations_are_divided_by_the_ranks():  # predicted are the CPU's kern
 
 def mistakes():
     group, found = dist.group.WORLD, {}
-    distributed = sp.distribute(gpt(), group)
+    distributed = cp.distribute(gpt(), group)
     calls = {
-        "attention": lambda: sp.distribute(gpt(), group, "flash"),
-        "layout": lambda: sp.distribute(gpt(), group, layout="striped"),
-        "dropout": lambda: sp.distribute(gpt(dropout=0.1), group),
-        "again": lambda: sp.distribute(distributed, group),
-        "heads": lambda: sp.distribute(gpt(heads=1), group, "ulysses"),
-        "model": lambda: sp.distribute(torch.nn.Linear(2, 2), group),
-        "seq": lambda: sp.share(torch.zeros(1, 6), group, "zigzag"),
+        "attention": lambda: cp.distribute(gpt(), group, "flash"),
+        "layout": lambda: cp.distribute(gpt(), group, layout="striped"),
+        "dropout": lambda: cp.distribute(gpt(dropout=0.1), group),
+        "again": lambda: cp.distribute(distributed, group),
+        "heads": lambda: cp.distribute(gpt(heads=1), group, "ulysses"),
+        "model": lambda: cp.distribute(torch.nn.Linear(2, 2), group),
+        "seq": lambda: cp.share(torch.zeros(1, 6), group, "zigzag"),
     }
     for name, call in calls.items():
         with count.sent() as sent, pytest.raises(ValueError) as caught:
@@ -218,13 +218,13 @@ def on_a_gpu(dtype):
     expected = F.scaled_dot_product_attention(*plain, is_causal=True, enable_gqa=True)
     expected.backward(dy)
     worst = 0.0
-    for call in (sp.ring_attention, sp.all_to_all_attention):
-        mine = [sp.split(x, size, rank, "zigzag", 2).clone().requires_grad_() for x in whole]
+    for call in (cp.ring_attention, cp.all_to_all_attention):
+        mine = [cp.split(x, size, rank, "zigzag", 2).clone().requires_grad_() for x in whole]
         y = call(*mine, group, True, "zigzag")
-        y.backward(sp.split(dy, size, rank, "zigzag", 2))
+        y.backward(cp.split(dy, size, rank, "zigzag", 2))
         pairs = [(y, expected), *((m.grad, p.grad) for m, p in zip(mine, plain, strict=True))]
         for got, reference in pairs:
-            part = sp.split(reference.detach(), size, rank, "zigzag", 2)
+            part = cp.split(reference.detach(), size, rank, "zigzag", 2)
             worst = max(worst, ((got - part).abs().max() / part.abs().max()).item())
     return worst
 
@@ -248,8 +248,8 @@ def beside_torch():
     device = ranks.device()
     torch.manual_seed(0)
     whole = [torch.randn(1, 8, 512, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
-    mine = [sp.split(x, size, rank, "zigzag", 2).clone() for x in whole]
-    ours = sp.ring_attention(*mine, group, True, "zigzag")
+    mine = [cp.split(x, size, rank, "zigzag", 2).clone() for x in whole]
+    ours = cp.ring_attention(*mine, group, True, "zigzag")
     theirs = [x.clone() for x in whole]
     mesh = init_device_mesh("cuda", (size,))
     with (
@@ -271,7 +271,7 @@ def test_a_preset_keeps_its_names_and_states():
     def work():
         model = GPT(PRESETS["nano"])
         names = list(model.state_dict())
-        distributed = sp.distribute(model, dist.group.WORLD)
+        distributed = cp.distribute(model, dist.group.WORLD)
         return distributed is model and list(model.state_dict()) == names
 
     assert run(work, 2) == [True, True]

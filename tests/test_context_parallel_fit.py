@@ -1,4 +1,4 @@
-"""Lesson `sequence_parallel`: how many tokens fit, beside real training steps."""
+"""Lesson `context_parallel`: how many tokens fit, beside real training steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab import count, memory, ranks
-from shardlab.model import GPT, Config, loss
-from shardlab.sequence_parallel.context import average_gradients, distribute, share
-from shardlab.sequence_parallel.fit import (
+from shardlab.context_parallel import average_gradients, distribute, share
+from shardlab.context_parallel.fit import (
     WAYS,
     context_moments,
     grain,
     tokens_table,
     tokens_that_fit,
 )
+from shardlab.model import GPT, Config, loss
 from shardlab.shapes import PRESETS
 
 LLAMA = PRESETS["llama-3-8b"]
@@ -194,8 +194,8 @@ def test_grain() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: tokens_that_fit(LLAMA, 0), "budget=0: allowed are bytes above 0"),
-        (lambda: tokens_that_fit(LLAMA, 10**9, cp=0), "cp=0: allowed are whole numbers above 0"),
+        (lambda: tokens_that_fit(LLAMA, 0), "budget=0: allowed are numbers above 0"),
+        (lambda: tokens_that_fit(LLAMA, 10**9, cp=0), "cp=0: allowed are whole numbers"),
         (lambda: tokens_that_fit(LLAMA, 10**9, tp=1.5), "tp=1.5: allowed are whole numbers"),
         (lambda: tokens_that_fit(LLAMA, 10**9, tp=3), "tp=3: allowed are divisors of heads=32"),
         (lambda: tokens_that_fit(LLAMA, 10**9, tp=16), "divisors of key_value_heads=8"),
@@ -206,8 +206,8 @@ def test_grain() -> None:
         (lambda: tokens_that_fit(Config(dropout=0.1), 10**9, cp=2), "dropout=0.1: allowed is 0"),
         (lambda: context_moments(LLAMA, 100, 8), "multiples of 16; the nearest: 96 and 112"),
         (lambda: context_moments(LLAMA, 3, 8), "multiples of 16; the nearest: 16"),
-        (lambda: context_moments(LLAMA, 0), "seq=0: allowed are multiples of 1"),
-        (lambda: context_moments(LLAMA, 8.5, 2), "seq=8.5: allowed are multiples of 4"),
+        (lambda: context_moments(LLAMA, 0), "seq=0: allowed are whole numbers"),
+        (lambda: context_moments(LLAMA, 8.5, 2), "seq=8.5: allowed are whole numbers"),
     ],
 )
 def test_bad_input_is_refused(call: Any, says: str) -> None:

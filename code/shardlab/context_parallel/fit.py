@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlab.memory import PRECISIONS, estimate
+from shardlab.ranks.agree import check_number, check_whole
 from shardlab.shapes import Config
 
 from .predict import attention_memory
@@ -48,8 +49,9 @@ def context_moments(
     """
     _check(config, cp, way, tp, choices)
     unit = grain(cp, tp, choices.get("sequence_parallel", False))
-    if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1 or seq % unit:
-        near = [n for n in (int(seq) // unit * unit, int(seq) // unit * unit + unit) if n > 0]
+    check_whole(seq=seq)
+    if seq % unit:
+        near = [n for n in (seq // unit * unit, seq // unit * unit + unit) if n > 0]
         nearest = " and ".join(map(str, near))
         raise ValueError(f"seq={seq!r}: allowed are multiples of {unit}; the nearest: {nearest}")
     copies = dp * cp if zero else dp
@@ -110,8 +112,7 @@ def tokens_that_fit(
     `memory.estimate`. Not in it is what that does not count: fragments, CUDA's context, buffers of
     nccl. Leave a tenth for them.
     """
-    if isinstance(budget, bool) or not budget > 0:
-        raise ValueError(f"budget={budget!r}: allowed are bytes above 0")
+    check_number(budget=budget)
     unit = grain(cp, tp, sequence_parallel) if min(cp, tp) > 0 else 1
 
     def fits(units: int) -> bool:
@@ -159,9 +160,7 @@ def _layers_in_flight(config: Config, choices: Mapping[str, Any]) -> int:
 
 
 def _check(config: Config, cp: int, way: str, tp: int, choices: Mapping[str, Any]) -> None:
-    for name, value in (("cp", cp), ("tp", tp)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
+    check_whole(cp=cp, tp=tp)
     if way not in WAYS:
         raise ValueError(f"way={way!r}: allowed are 'ring' and 'ulysses'")
     for name in ("heads", "key_value_heads"):

@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardlab import buckets
 from shardlab.count import clock
 from shardlab.model import GPT, Attention, rotate
 from shardlab.ranks import check_group, check_trained, exchange
@@ -374,20 +375,13 @@ def share(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -
 
 @torch.no_grad()
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """After backward: every gradient becomes the mean over the ranks, in one all-reduce a dtype.
+    """After backward: every gradient becomes the mean over the ranks, in one message a dtype.
 
     A rank's gradients are means over its own tokens; ranks have equally many, so the mean over the
     ranks is the gradient of the whole context, as in data parallelism.
     """
     check_trained(model, group)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    for dtype in sorted({g.dtype for g in gradients}, key=str):
-        members = [g for g in gradients if g.dtype == dtype]
-        flat = torch.cat([g.flatten() for g in members])
-        dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
-        for gradient, mean in zip(members, flat.split([g.numel() for g in members]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+    buckets.average_gradients(model.parameters(), group, joined=True)
 
 
 def average(value: Tensor, group: dist.ProcessGroup) -> float:

@@ -118,6 +118,26 @@ def add_line(
     context["body"] = head + title_end + note + rest if title_end else note + head
 
 
+def lead_on(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """After the only lesson of a part "next" leads to the next part, past what stands beside it."""
+    site = getattr(app.config, "external_site_map", None)
+    trees = [list(tree.files()) for tree in site.root.subtrees] if site else []
+    order = [name for names in trees for name in names]
+    lone = [names for names in trees if sum(name.startswith("lessons/") for name in names) == 1]
+    beside = {name for names in lone for name in names if not name.startswith("lessons/")}
+    way = [name for name in order if name not in beside]
+    if not beside or pagename not in way:
+        return
+    for word, step in (("next", 1), ("prev", -1)):
+        there, to = order.index(pagename) + step, way.index(pagename) + step
+        if 0 <= there < len(order) and order[there] in beside and 0 <= to < len(way):
+            title = app.builder.render_partial(app.env.titles[way[to]])["title"]
+            link = app.builder.get_relative_uri(pagename, way[to])
+            context[word] = {"link": link, "title": title}
+
+
 class ExecutionsTable(nodes.General, nodes.Element):
     """Stands where the table of all lessons goes."""
 
@@ -223,5 +243,6 @@ def setup(app: Sphinx) -> None:
     app.add_directive("executions", Executions)
     app.connect("doctree-resolved", fill_table)
     app.connect("html-page-context", add_line)
+    app.connect("html-page-context", lead_on)
     app.connect("env-before-read-docs", note_pages)
     app.connect("build-finished", write_downloads)

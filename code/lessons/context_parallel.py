@@ -183,13 +183,14 @@ show.source(ranks.exchange)
 # ### What the plain version leaves out
 #
 # - *Backward.* A message knows nothing of autograd, so no gradient finds the way back to the rank whose keys they were. It takes a second ring.
-# - *Overlap.* The wire is idle while a rank computes, and the rank while it waits.
-# - *The causal mask*, and with it the question who has how much work.
 # - *Memory.* `attend` makes all scores of a block, $[B, A, s, s]$, which fused kernels never hold.
+# - *Overlap.* The wire is idle while a rank computes, and the rank while it waits ([measured below](#context-seconds)).
+# - *The causal mask*, and with it the question who has how much work ([measured below](#context-work)).
 #
-# The module has all four. Here are the first and the last in numbers, on four ranks, beside the module's `ring_attention`.
+# The module has all four. Here are the first two in numbers, on four ranks, beside the module's `ring_attention`.
 
-# %%
+# %% tags=["hide-input"]
+# Table: bytes held and the keys' gradient, plain and the module
 def both_rings(way, seq=2048):
     """On a rank: most bytes held in forward, and how far the keys' gradient is off."""
     mine = qkv("contiguous", seq, 4, 4, 16)
@@ -218,9 +219,6 @@ RINGS = {
     name: ranks.run(both_rings, 4, way, device="cpu")
     for name, way in (("plain", ring), ("module", module_ring))
 }
-
-# %% tags=["hide-input"]
-# Table: bytes held and the keys' gradient, plain and the module
 rows = []
 for way, found in RINGS.items():
     peak, off = (max(each) for each in zip(*found, strict=True))
@@ -254,6 +252,7 @@ show.source(cp.ring_attention, cp.core._RingAttention)
 show.source(cp.core._Pass)
 
 # %% [markdown]
+# (context-work)=
 # ## Who works, under a causal mask
 #
 # A language model's token looks back, never forward: half of the scores are not needed. Which half depends on the rank.
@@ -585,6 +584,7 @@ show.table(
 # And the ring's bytes travel while attention computes; those of the all-to-all are waited for.
 # `````
 #
+# (context-seconds)=
 # ### Seconds
 #
 # What hides the ring's bytes is work that grows with the square: in a turn a rank does $4b\big(\frac{s}{N}\big)^2h$ floating-point operations (half of them under the mask), and sends $2b\frac{s}{N}KDe$ bytes meanwhile.

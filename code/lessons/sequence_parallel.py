@@ -503,6 +503,27 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 # Gathering again is what Megatron does. Those bytes need not cost time: the gather is under way while the gradient of the input is computed.
 # The sum of the norms' gradients comes on top: a few vectors of $h$ numbers per layer, whatever the number of tokens.
 #
+# ## Five questions that come up
+#
+# **Why gather tokens at all?**
+# A rank has some columns of a matrix, and each of them belongs to all tokens. Either the tokens come to the columns, as here, or the columns come to the tokens: gather the *weights*, and leave the tokens cut. That is [ZeRO](zero.md) in its third stage. It pays where a batch has many tokens and the matrices are small beside them.
+#
+# **What happens at both ends of the model?**
+# The embedding is cut by the vocabulary, so each rank has a summand for every token, and leaves by a reduce-scatter as any row-cut part does.
+# The output layer is entered by an all-gather. Its logits are those of all tokens and of a part of the vocabulary, and the loss is that of [Tensor parallelism](tensor_parallel.md): the same number on every rank, with nothing left to average.
+# So a step has $2L + 1$ places to enter by and as many to leave by, as the table above counts them: 9 for four layers, in forward and in backward.
+#
+# **And with a pipeline?**
+# What one stage hands to the next is the stream, which is cut now. Each rank sends its share to the rank that stands in the same place in the next stage, $1/t$ of the bytes, with no gathering on either side.
+#
+# **Does every rank drop the same?**
+# Outside the cut parts ranks have different tokens, so they need different masks; inside they have different heads. Ranks that all draw from one seed drop the same places of different tokens: nothing fails, and the noise is less random than it should be.
+# Megatron keeps a second state of the generator for it. Ours draws the whole mask on every rank, which costs time and gives the bits of one process.
+#
+# **Which sequence parallelism is meant?**
+# Three things go by the name. Megatron's option `--sequence-parallel` and PyTorch's `SequenceParallel` are this lesson's.
+# DeepSpeed's is an all-to-all inside attention, and Megatron's `--context-parallel-size` is a ring: both are in [Context parallelism](context_parallel.md).
+#
 # ## PyTorch's own: DTensor
 #
 # `DTensor` has sequence parallelism as a plan: norms are `SequenceParallel`, a cut part's input goes from `Shard(1)` (the tokens) to `Replicate()`, and what leaves it is `Shard(1)` again.

@@ -66,15 +66,23 @@ def gap(a, b):
 
 
 def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
-    """This rank's queries, keys and values, cut from the same ones everywhere: leaves."""
+    """This rank's queries, keys and values, cut from the same everywhere: leaves."""
     generator = torch.Generator().manual_seed(0)
     whole = (
-        torch.randn(1, n, seq, size, generator=generator, dtype=dtype).to(ranks.device())
+        torch.randn(1, n, seq, size, generator=generator, dtype=dtype).to(
+            ranks.device()
+        )
         for n in (heads, kv_heads, kv_heads)
     )
     N, rank = dist.get_world_size(), dist.get_rank()
     return [cp.split(x, N, rank, layout, dim=2).clone().requires_grad_() for x in whole]
 
+
+# %% [markdown]
+# Llama 3 was trained on contexts of 131,072 tokens.
+# A step on one of them keeps 99 GB of activations on each of eight ranks, although tensor and sequence parallelism divide everything that they can.
+# A GPU of 80 GB does not hold that.
+# More ranks of that kind are not to be had: they need heads to share, and the wire inside a machine.
 
 # %% tags=["hide-input"]
 # Prints what a step on Llama's longest context keeps on each of eight ranks
@@ -84,8 +92,6 @@ assert of.saved > 80e9
 
 
 # %% [markdown]
-# Llama 3 was trained on contexts of 131,072 tokens.
-# A step on one of them keeps 99 GB of activations on each of eight ranks, although tensor and sequence parallelism divide everything that they can. A GPU of 80 GB does not hold that, and more such ranks are not to be had: they need heads to share, and the wire inside a machine.
 # So the sequence itself is cut, from the embedding to the loss, over as many ranks as it takes. This is *context parallelism*.
 #
 # ## One operation needs other tokens
@@ -152,21 +158,21 @@ def ring_gap():
     mine = [x.detach() for x in qkv("contiguous", 48, 4, 4)]
     whole = [cp.gather(x, dist.group.WORLD, "contiguous", dim=2) for x in mine]
     right = F.scaled_dot_product_attention(*whole)
-    return gap(
-        right.chunk(dist.get_world_size(), 2)[dist.get_rank()], ring(*mine)
-    )
+    return gap(right.chunk(dist.get_world_size(), 2)[dist.get_rank()], ring(*mine))
 
 
 gaps = {N: max(ranks.run(ring_gap, N, device="cpu")) for N in (2, 3, 4)}
 assert max(gaps.values()) < 1e-13  # float64; a row's sum is made block by block
-print(*(f"{N} ranks: largest difference {each:.0e}" for N, each in gaps.items()), sep="\n")
+print(
+    *(f"{N} ranks: largest difference {each:.0e}" for N, each in gaps.items()), sep="\n"
+)
 
 # %% [markdown]
 # Why by parity? `send` returns when the other end has received. If all ranks sent first, nobody would receive, and the ring would stand still ([below](#all-send-first) it does).
 # With even ranks sending and odd ones receiving, there is always somebody at the other end. With an odd number of ranks the last one and rank 0 are both even; then the chain dissolves from the first odd rank on.
 #
 # `isend`, which does not wait, is no cure. With gloo it works.
-# With nccl it hangs, since nccl makes the connection of two ranks at their first message, and both ends wait until it is made.
+# With nccl a ring of three ranks or more hangs: nccl makes the connection of two ranks at their first message, and both ends wait until it is made. Where all send first, each rank waits for the next one.
 # What works everywhere is parity, or one batch in which a rank announces both messages at once:
 
 # %%
@@ -177,13 +183,14 @@ show.source(ranks.exchange)
 # ### What the plain version leaves out
 #
 # - *Backward.* A message knows nothing of autograd, so no gradient finds the way back to the rank whose keys they were. It takes a second ring.
-# - *Overlap.* The wire is idle while a rank computes, and the rank while it waits.
-# - *The causal mask*, and with it the question who has how much work.
 # - *Memory.* `attend` makes all scores of a block, $[B, A, s, s]$, which fused kernels never hold.
+# - *Overlap.* The wire is idle while a rank computes, and the rank while it waits ([measured below](#context-seconds)).
+# - *The causal mask*, and with it the question who has how much work ([measured below](#context-work)).
 #
-# The module has all four. Here are the first and the last in numbers, on four ranks, beside the module's `ring_attention`.
+# The module has all four. Here are the first two in numbers, on four ranks, beside the module's `ring_attention`.
 
-# %%
+# %% tags=["hide-input"]
+# Table: bytes held and the keys' gradient, plain and the module
 def both_rings(way, seq=2048):
     """On a rank: most bytes held in forward, and how far the keys' gradient is off."""
     mine = qkv("contiguous", seq, 4, 4, 16)
@@ -203,16 +210,15 @@ def qkv_of_one(seq):
 
 
 def module_ring(q, k, v):
-    return cp.ring_attention(q, k, v, dist.group.WORLD, causal=False, layout="contiguous")
+    return cp.ring_attention(
+        q, k, v, dist.group.WORLD, causal=False, layout="contiguous"
+    )
 
 
 RINGS = {
     name: ranks.run(both_rings, 4, way, device="cpu")
     for name, way in (("plain", ring), ("module", module_ring))
 }
-
-# %% tags=["hide-input"]
-# Table: bytes held and the keys' gradient, plain and the module
 rows = []
 for way, found in RINGS.items():
     peak, off = (max(each) for each in zip(*found, strict=True))
@@ -231,7 +237,8 @@ show.table(rows, head, caption="2048 tokens on 4 ranks, 4 heads of 16, float64")
 show.source(cp.merge)
 
 # %% [markdown]
-# In forward, `pass_on` stands *before* the blocks and `wait` behind them: both messages are under way during the computation. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
+# In forward, `pass_on` stands *before* the blocks and `wait` behind them: both messages are under way during the computation.
+# `ring.work` gives the blocks of a turn: which of the rank's queries meet which of the keys that are there, and whether a triangle of them is masked. Without a mask that is everything. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
 # Backward goes round again, and recomputes each block's probabilities from $\ell$, as fused kernels do.
 # With each piece of keys now travels the gradient that the ranks it has met have found for it. The last hop brings it home.
 
@@ -245,6 +252,7 @@ show.source(cp.ring_attention, cp.core._RingAttention)
 show.source(cp.core._Pass)
 
 # %% [markdown]
+# (context-work)=
 # ## Who works, under a causal mask
 #
 # A language model's token looks back, never forward: half of the scores are not needed. Which half depends on the rank.
@@ -293,7 +301,7 @@ show.source(cp.Block, cp.blocks)
 
 # %% tags=["measured"]
 def work(seq):
-    """On a rank, by layout: pairs of query and key in a head, and processor's seconds."""
+    """By layout: pairs of query and key in a head of this rank, and seconds."""
     found = {}
     for layout in cp.LAYOUTS:
         for _ in range(2):  # the first one warms up
@@ -322,7 +330,14 @@ for layout in cp.LAYOUTS:
         rows.append((layout, rank, f"{want:,}", f"{pairs:,}", share, took))
     slowest[layout] = max(result[layout][1] for result in WORK) / all_seconds
 assert slowest["contiguous"] > 0.36 > slowest["zigzag"], slowest
-head = ["layout", "rank", "pairs, predicted", "counted", "of all (%)", "of the time (%)"]
+head = [
+    "layout",
+    "rank",
+    "pairs, predicted",
+    "counted",
+    "of all (%)",
+    "of the time (%)",
+]
 show.table(rows, head, caption=f"{seq} tokens, causal, forward")
 
 
@@ -348,7 +363,7 @@ show.table(rows, head, caption=f"{seq} tokens, causal, forward")
 
 # %%
 def swap(x, deal, collect):
-    """Part j along `deal` goes to rank j; what comes is put together along `collect`."""
+    """Part j along `deal` goes to rank j; what comes is joined along `collect`."""
     parts = torch.stack(x.chunk(dist.get_world_size(), dim=deal))
     coming = torch.empty_like(parts)
     dist.all_to_all_single(coming, parts)
@@ -377,8 +392,9 @@ def swap_gap():
 
 
 for N in (2, 4):
-    off, plain_calls, calls = map(max, zip(*ranks.run(swap_gap, N, device="cpu"), strict=True))
-    assert off < 1e-13 and (plain_calls, calls) == (4, 2)
+    results = ranks.run(swap_gap, N, device="cpu")
+    off, *calls = map(max, zip(*results, strict=True))
+    assert off < 1e-13 and calls == [4, 2]
     print(f"{N} ranks: largest difference {off:.0e}; all-to-alls: plain 4, module 2")
 
 # %% [markdown]
@@ -387,6 +403,9 @@ for N in (2, 4):
 
 # %%
 show.source(cp.all_to_all_attention)
+
+# %% [markdown]
+# `heads_for_tokens` and `tokens_for_heads` are the two swaps, and `_AllToAll` is the message that knows its backward:
 
 # %%
 show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.core._AllToAll)
@@ -447,12 +466,15 @@ def attention_gaps(attention, layout):
     for causal in (True, False):
         mine = qkv(layout, 64)
         whole = [cp.gather(x, group, layout, dim=2).requires_grad_() for x in mine]
-        right = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=True)
+        right = F.scaled_dot_product_attention(
+            *whole, is_causal=causal, enable_gqa=True
+        )
         got = attention(*mine, group, causal=causal, layout=layout)
         weights = torch.arange(right.numel(), device=right.device).view_as(right).sin()
         (right * weights).sum().backward()
         (got * cp.split(weights, N, rank, layout, dim=2)).sum().backward()
-        pairs = [(right, got), *((x.grad, y.grad) for x, y in zip(whole, mine, strict=True))]
+        pairs = [(right, got)]
+        pairs += [(x.grad, y.grad) for x, y in zip(whole, mine, strict=True)]
         out, *back = (gap(cp.split(a, N, rank, layout, dim=2), b) for a, b in pairs)
         gaps = [max(gaps[0], out), max(gaps[1], *back)]
     return gaps
@@ -478,7 +500,8 @@ def five_steps(attention, layout):
 
 def all_gaps():
     return {
-        way: (*attention_gaps(fn, way[1]), *five_steps(*way)) for way, fn in WAYS.items()
+        way: (*attention_gaps(fn, way[1]), *five_steps(*way))
+        for way, fn in WAYS.items()
     }
 
 
@@ -490,7 +513,15 @@ for N in (2, 4):
         # Float64. AdamW divides by a gradient's size, which makes rounding larger.
         assert max(gaps[:3]) < 1e-11 and gaps[3] < 1e-8, (way, gaps)
         rows.append((N, *way, *(f"{each:.0e}" if each else "0" for each in gaps)))
-head = ["ranks", "way", "layout", "attention", "its gradients", "loss", "weights after 5 steps"]
+head = [
+    "ranks",
+    "way",
+    "layout",
+    "attention",
+    "its gradients",
+    "loss",
+    "weights after 5 steps",
+]
 show.table(rows, head, caption="Largest differences from one process, float64")
 
 
@@ -534,7 +565,9 @@ for (kv, N), counted in SENT.items():
     both = cp.ring_sent(1, 1024, kv, 16, N), swap_
     want = [each["forward"] + each["backward"] for each in both]
     assert counted == want
-    cells = [f"{bytes_:,}" for pair in zip(want, counted, strict=True) for bytes_ in pair]
+    cells = [
+        f"{bytes_:,}" for pair in zip(want, counted, strict=True) for bytes_ in pair
+    ]
     rows.append((kv, N, *cells))
 head = ["heads of keys", "ranks", "ring: predicted (B)", "counted (B)"]
 show.table(
@@ -551,6 +584,7 @@ show.table(
 # And the ring's bytes travel while attention computes; those of the all-to-all are waited for.
 # `````
 #
+# (context-seconds)=
 # ### Seconds
 #
 # What hides the ring's bytes is work that grows with the square: in a turn a rank does $4b\big(\frac{s}{N}\big)^2h$ floating-point operations (half of them under the mask), and sends $2b\frac{s}{N}KDe$ bytes meanwhile.
@@ -573,7 +607,7 @@ def one_after_the_other(q, k, v, group):
 
 
 def forwards(times):
-    """By tokens on a rank: least seconds without the wire; on it, plain and overlapped."""
+    """By tokens on a rank: seconds without the wire; on it, plain and overlapped."""
     fast, slow = dist.group.WORLD, link.slow(0, BANDWIDTH)
     overlapped = partial(cp.ring_attention, causal=False, layout="contiguous")
     ways = (overlapped, fast), (one_after_the_other, slow), (overlapped, slow)
@@ -597,7 +631,7 @@ TIMES = ranks.run(forwards, 2, {128: 12, 3072: 3}, device="cpu")[0]
 # Table: seconds of a forward on the slow wire, predicted and measured
 rows, ratios = [], []
 for share, (without, plain_, slow) in TIMES.items():
-    c, w = without / 2, 2 * 2 * 32 * share * 4 / BANDWIDTH  # 2 heads of 32, keys and values
+    c, w = without / 2, 2 * 2 * 32 * share * 4 / BANDWIDTH  # keys, values
     for name, want, took in (
         ("one after the other", c + w + c, plain_),
         ("overlapped", max(c, w) + c, slow),
@@ -607,7 +641,13 @@ for share, (without, plain_, slow) in TIMES.items():
         rows.append((share, name, *cells, off, f"{took / without:.2f}"))
     ratios.append(slow / without)
 assert ratios[0] > 1.2 * ratios[1], ratios
-head = ["tokens on a rank", "ring", "without the wire (ms)", "wire (ms)", "predicted (ms)"]
+head = [
+    "tokens on a rank",
+    "ring",
+    "without the wire (ms)",
+    "wire (ms)",
+    "predicted (ms)",
+]
 show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
 
 
@@ -666,7 +706,9 @@ for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict
     for seq in CONTEXTS:
         want = cp.attention_memory(way, 1, seq, 8, 8, 16, N)
         # A thread of gloo may hold a message for a moment longer: take the least.
-        kept, peak = (min(run[i] for found in every for run in found[seq]) for i in (0, 1))
+        kept, peak = (
+            min(run[i] for found in every for run in found[seq]) for i in (0, 1)
+        )
         wants.append((want["kept"], want["backward"]))
         measured.append((kept, peak))
         assert kept == want["kept"], (name, kept, want)
@@ -678,16 +720,21 @@ for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict
         axes.plot(CONTEXTS, [bytes_ / 1e6 for bytes_ in lines], color=color)
         axes.plot(CONTEXTS, [bytes_ / 1e6 for bytes_ in dots], "o", color=color, ms=4)
         end = CONTEXTS[-1], dots[-1] / 1e6
-        axes.annotate(name, end, (6, 0), textcoords="offset points", va="center", fontsize=8)
-for axes, label in zip(panels, ("kept by forward (MB)", "most in backward (MB)"), strict=True):
+        axes.annotate(
+            name, end, (6, 0), textcoords="offset points", va="center", fontsize=8
+        )
+for axes, label in zip(
+    panels, ("kept by forward (MB)", "most in backward (MB)"), strict=True
+):
     axes.set(xlabel="tokens of context", ylabel=label, xlim=(300, 4700), ylim=(0, None))
     axes.set_xticks(CONTEXTS)
 figure.tight_layout()
 show.figure(
     figure,
-    "Bytes of one attention over the length of the context, predicted as lines, measured as dots "
-    "on them or close by. Kept by forward: one process keeps about four times as much as each of "
-    "four ranks. The most in backward: one process 11 MB at 3072 tokens, ring 7, all-to-all 5.",
+    "Bytes of one attention over the length of the context, predicted as lines, "
+    "measured as dots on them or close by. Kept by forward: one process keeps about "
+    "four times as much as each of four ranks. The most in backward: one process 11 MB "
+    "at 3072 tokens, ring 7, all-to-all 5.",
     "context_parallel_measured",
 )
 
@@ -725,7 +772,9 @@ print(fits)
 # %% tags=["hide-input"]
 # Holds the sentences below against the memory model
 how = {"tp": 8, "sequence_parallel": True}
-assert fits[1] < 131_072 < fits[2] and fits[1] > 2 * cp.tokens_that_fit(LLAMA, 80e9, tp=8)
+assert fits[1] < 131_072 < fits[2] and fits[1] > 2 * cp.tokens_that_fit(
+    LLAMA, 80e9, tp=8
+)
 assert fits[16] > 15 * fits[1]
 assert cp.tokens_that_fit(LLAMA, 80e9, recompute="full", **how) > 5 * fits[1]
 
@@ -846,7 +895,11 @@ rows, off = [], {}
 for (way, dtype), (first, gradients, last) in WRONG.items():
     queries = apart(gradients, right, "query.weight")
     off[way, dtype] = abs(first - value), queries
-    cells = f"{first - value:+.1e}", f"{apart(gradients, right, ''):.2f}", f"{queries:.2f}"
+    cells = (
+        f"{first - value:+.1e}",
+        f"{apart(gradients, right, ''):.2f}",
+        f"{queries:.2f}",
+    )
     rows.append((way, str(dtype)[6:], *cells, f"{last:.3f}"))
 wide, narrow = torch.float32, torch.bfloat16
 assert off["right", wide][0] < 1e-6 < 1e-5 < off["positions from 0", wide][0]

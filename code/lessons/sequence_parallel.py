@@ -120,7 +120,9 @@ rows = [
     for t in TENSOR
 ]
 assert TENSOR[4] > 0.4 * TENSOR[1]
-show.table(rows, ["ranks", "kept on each (B)", "of one rank's (%)", "divided evenly (%)"])
+show.table(
+    rows, ["ranks", "kept on each (B)", "of one rank's (%)", "divided evenly (%)"]
+)
 
 
 # %% [markdown]
@@ -213,7 +215,7 @@ def half_block(x_BsH, norm, up_HF, down_FH):
 
 
 def on_a_rank():
-    """Output and gradients of this rank: its tokens, its columns, its rows, the norm."""
+    """Output and gradients: of its tokens, its columns, its rows, the norm."""
     t, rank = dist.get_world_size(), dist.get_rank()
     x_BSH, norm, up_HF, down_FH = inputs()
     x_BsH = x_BSH.chunk(t, 1)[rank].clone().requires_grad_()
@@ -285,7 +287,9 @@ WIRE = ranks.run(on_the_wire, 4, device="cpu")[0]
 least = 3 / 4 * 4 * 2**20  # (t - 1) / t of the tensor
 rows = [
     (name, f"{least / 1e6:.2f}", f"{bytes_ / 1e6:.2f}", f"{bytes_ / least:.2f}")
-    for name, bytes_ in zip(("plain, gloo's reduce_scatter", "the module"), WIRE, strict=True)
+    for name, bytes_ in zip(
+        ("plain, gloo's reduce_scatter", "the module"), WIRE, strict=True
+    )
 ]
 # Headers and whatever else talks on this machine come on top; nothing can be missing.
 assert not WIRE[1] or (0.99 * least < WIRE[1] < 1.3 * least and WIRE[0] > 1.8 * least)
@@ -437,7 +441,9 @@ for (t, name), measured in LAYER.items():
     cells = f"{formula(t):.1f}", f"{want / sbh:.2f}", f"{measured / sbh:.2f}"
     rows.append((t, name, *cells, f"{100 * (measured / want - 1):+.1f}"))
 head = ["ranks", "cut", "by formula (sbh)", "predicted (sbh)", "measured (sbh)"]
-show.table(rows, [*head, "difference (%)"], caption="Bytes that a layer keeps on each rank")
+show.table(
+    rows, [*head, "difference (%)"], caption="Bytes that a layer keeps on each rank"
+)
 
 
 # %% [markdown]
@@ -461,7 +467,7 @@ show.table(rows, [*head, "difference (%)"], caption="Bytes that a layer keeps on
 
 # %%
 def sent(edges):
-    """Of a step without the loss's own messages: calls and bytes handed over, by kind."""
+    """Of a step without the loss's messages: calls and bytes handed over, by kind."""
     model = tp.parallelize(plain(SHAPE), dist.group.WORLD, edges=edges)
     tokens, _ = batch(seq=SHAPE.seq)
     with count.sent() as sent:
@@ -497,6 +503,27 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 # Gathering again is what Megatron does. Those bytes need not cost time: the gather is under way while the gradient of the input is computed.
 # The sum of the norms' gradients comes on top: a few vectors of $h$ numbers per layer, whatever the number of tokens.
 #
+# ## Five questions that come up
+#
+# **Why gather tokens at all?**
+# A rank has some columns of a matrix, and each of them belongs to all tokens. Either the tokens come to the columns, as here, or the columns come to the tokens: gather the *weights*, and leave the tokens cut. That is [ZeRO](zero.md) in its third stage. It pays where a batch has many tokens and the matrices are small beside them.
+#
+# **What happens at both ends of the model?**
+# The embedding is cut by the vocabulary, so each rank has a summand for every token, and leaves by a reduce-scatter as any row-cut part does.
+# The output layer is entered by an all-gather. Its logits are those of all tokens and of a part of the vocabulary, and the loss is that of [Tensor parallelism](tensor_parallel.md): the same number on every rank, with nothing left to average.
+# So a step has $2L + 1$ places to enter by and as many to leave by, as the table above counts them: 9 for four layers, in forward and in backward.
+#
+# **And with a pipeline?**
+# What one stage hands to the next is the stream, which is cut now. Each rank sends its share to the rank that stands in the same place in the next stage, $1/t$ of the bytes, with no gathering on either side.
+#
+# **Does every rank drop the same?**
+# Outside the cut parts ranks have different tokens, so they need different masks; inside they have different heads. Ranks that all draw from one seed drop the same places of different tokens: nothing fails, and the noise is less random than it should be.
+# Megatron keeps a second state of the generator for it. Ours draws the whole mask on every rank, which costs time and gives the bits of one process.
+#
+# **Which sequence parallelism is meant?**
+# Three things go by the name. Megatron's option `--sequence-parallel` and PyTorch's `SequenceParallel` are this lesson's.
+# DeepSpeed's is an all-to-all inside attention, and Megatron's `--context-parallel-size` is a ring: both are in [Context parallelism](context_parallel.md).
+#
 # ## PyTorch's own: DTensor
 #
 # `DTensor` has sequence parallelism as a plan: norms are `SequenceParallel`, a cut part's input goes from `Shard(1)` (the tokens) to `Replicate()`, and what leaves it is `Shard(1)` again.
@@ -519,7 +546,9 @@ def by_torch(model):
         plan[f"blocks.*.{part}"] = torchs.PrepareModuleInput(
             input_layouts=along, desired_input_layouts=whole
         )
-        plan[f"blocks.*.{part}.{last}"] = torchs.RowwiseParallel(output_layouts=Shard(1))
+        plan[f"blocks.*.{part}.{last}"] = torchs.RowwiseParallel(
+            output_layouts=Shard(1)
+        )
     for name in ("attention.query", "attention.key", "attention.value", "ffn.up"):
         plan[f"blocks.*.{name}"] = torchs.ColwiseParallel()
     mesh = init_device_mesh(ranks.device().type, (dist.get_world_size(),))
@@ -575,7 +604,9 @@ def beside_torch():
     model = by_torch(plain(untied))
     with torchs.loss_parallel():
         found = {
-            "torch": three_phases(model, lambda: loss(model(tokens), targets), lambda: None)
+            "torch": three_phases(
+                model, lambda: loss(model(tokens), targets), lambda: None
+            )
         }
     for keep in (True, False):
         mine = tp.parallelize(plain(untied), group, edges=sp.AlongSequence(keep))
@@ -595,7 +626,14 @@ rows = [
 values = [value for value, *_ in results.values()]
 assert max(values) - min(values) < 1e-5  # float32, a loss of about 5.5
 assert results["torch"][4] == 54
-head = ["way", "loss", "kept by forward (B)", "collectives: forward", "backward", "optimizer"]
+head = [
+    "way",
+    "loss",
+    "kept by forward (B)",
+    "collectives: forward",
+    "backward",
+    "optimizer",
+]
 show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 
 
@@ -617,7 +655,9 @@ def train_norms(summed, steps=10):
     """Losses, and how far apart the ranks' last norms are at the end."""
     model = tp.parallelize(plain(), dist.group.WORLD, edges=sp.ALONG_SEQUENCE)
     optimizer = adamw(model, lr=3e-3)
-    losses = [train_step(model, optimizer, *batch(step), summed) for step in range(steps)]
+    losses = [
+        train_step(model, optimizer, *batch(step), summed) for step in range(steps)
+    ]
     weight_H = model.norm.weight.detach()
     least, most = weight_H.clone(), weight_H.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)

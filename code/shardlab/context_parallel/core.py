@@ -62,46 +62,6 @@ def merge(
     return merged_BAsD, torch.logaddexp(lse_BAs, block_lse_BAs)
 
 
-class Block(NamedTuple):
-    """Some of a rank's queries against some of the keys that are there: local slices."""
-
-    queries: slice
-    keys: slice
-    causal: bool  # query i of them sees keys 0 to i; otherwise all
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of query and key that the mask leaves, in one head of one sequence."""
-        queries, keys = (part.stop - part.start for part in self[:2])
-        return queries * (queries + 1) // 2 if self.causal else queries * keys
-
-
-def blocks(
-    layout: str, ranks: int, rank: int, source: int, causal: bool, share: int
-) -> list[Block]:
-    """What `rank` has to compute with the keys of `source`: nothing, or one block.
-
-    share: tokens on each rank. Without a mask that is always everything. With it, a rank's own keys
-    are half masked in either layout, because its tokens stand in order. Of another rank's keys,
-
-    - contiguous: all or none, as they come before or after;
-    - zig-zag: half the work, always. From an earlier rank come one early piece, which all queries
-      see, and one that is later than both of theirs. From a later rank come two pieces that both
-      stand between this rank's early queries, which see neither, and its late ones, which see both.
-    """
-    check_layout(layout)
-    check_rank(ranks, rank)
-    check_rank(ranks, source)
-    whole, half = slice(0, share), share // 2
-    if not causal or source == rank:
-        return [Block(whole, whole, causal)]
-    if layout == "contiguous":
-        return [Block(whole, whole, False)] if source < rank else []
-    if source < rank:
-        return [Block(whole, slice(0, half), False)]
-    return [Block(slice(half, share), whole, False)]
-
-
 def ring_attention(
     q_BAsD: Tensor,
     k_BKsD: Tensor,
@@ -198,6 +158,46 @@ class _Pass:
         self.message.wait()
         del self.message
         return self.incoming
+
+
+class Block(NamedTuple):
+    """Some of a rank's queries against some of the keys that are there: local slices."""
+
+    queries: slice
+    keys: slice
+    causal: bool  # query i of them sees keys 0 to i; otherwise all
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key that the mask leaves, in one head of one sequence."""
+        queries, keys = (part.stop - part.start for part in self[:2])
+        return queries * (queries + 1) // 2 if self.causal else queries * keys
+
+
+def blocks(
+    layout: str, ranks: int, rank: int, source: int, causal: bool, share: int
+) -> list[Block]:
+    """What `rank` has to compute with the keys of `source`: nothing, or one block.
+
+    share: tokens on each rank. Without a mask that is always everything. With it, a rank's own keys
+    are half masked in either layout, because its tokens stand in order. Of another rank's keys,
+
+    - contiguous: all or none, as they come before or after;
+    - zig-zag: half the work, always. From an earlier rank come one early piece, which all queries
+      see, and one that is later than both of theirs. From a later rank come two pieces that both
+      stand between this rank's early queries, which see neither, and its late ones, which see both.
+    """
+    check_layout(layout)
+    check_rank(ranks, rank)
+    check_rank(ranks, source)
+    whole, half = slice(0, share), share // 2
+    if not causal or source == rank:
+        return [Block(whole, whole, causal)]
+    if layout == "contiguous":
+        return [Block(whole, whole, False)] if source < rank else []
+    if source < rank:
+        return [Block(whole, slice(0, half), False)]
+    return [Block(slice(half, share), whole, False)]
 
 
 class Work(NamedTuple):

@@ -636,7 +636,7 @@ def on_one_rank(folder):
 with tempfile.TemporaryDirectory() as folder:
     ranks.run(save_and_go_on, 2, folder, device="cpu")
     message = ranks.run(on_one_rank, 1, folder, device="cpu")[0]
-print(message)
+print(message.replace(". ", ".\n"))
 
 # %% [markdown]
 # These are the files of the checkpoint as it is:

@@ -550,7 +550,7 @@ assert says == {"tensor": 8, "pipeline": 4}
 # ## Checkpoints: as many ranks, any number of ranks, none
 #
 # `save` writes one file per rank and part, in a folder with the tag's name, and `load` reads them into as many ranks.
-# For another number of ranks, DeepSpeed has its *universal* format {cite}`lian2024universal`: `to_universal` puts the shards of each parameter together, weight and both averages, and each rank then cuts out what is now its own.
+# For another number of ranks, DeepSpeed has universal checkpoints {cite}`lian2024universal`: `to_universal` puts the shards of each parameter together, weight and both averages, and each rank then cuts out what is now its own.
 # For inference, or another framework, you want a plain state dict.
 #
 # ![The life of a checkpoint: two ranks train at stage 3 and each holds half of every state. save writes two model files and two optimizer files under a tag, and the file latest names the tag. load on two ranks reads them back, and training goes on. plain_state_dict joins the parts into one dictionary of float32 weights, which loads into the plain model, on one process without DeepSpeed. to_universal makes a folder of whole tensors, which any number of ranks loads.](../figures/deepspeed_engine_checkpoint.svg)
@@ -636,7 +636,7 @@ def on_one_rank(folder):
 with tempfile.TemporaryDirectory() as folder:
     ranks.run(save_and_go_on, 2, folder, device="cpu")
     message = ranks.run(on_one_rank, 1, folder, device="cpu")[0]
-print(message)
+print(message.replace(". ", ".\n"))
 
 # %% [markdown]
 # These are the files of the checkpoint as it is:

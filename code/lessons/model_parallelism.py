@@ -1073,9 +1073,8 @@ for stage in (2, 3):
 #
 # ![Six things that four ranks can share. Activations are a block of sequences, tokens and width: data parallelism cuts the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. Of the model, a pipeline cuts the layers, ZeRO the states of every layer, and expert parallelism deals out the experts, to which each token is sent by a router.](../figures/model_parallelism_cuts.svg)
 #
-# **Sequence parallelism** cuts along the tokens what tensor parallelism leaves whole, for the same bytes.
-# **Context parallelism** cuts the tokens everywhere, for sequences that no GPU can hold; keys and values then travel among the ranks.
-# [Sequence parallelism](sequence_parallel.md) has both.
+# [**Sequence parallelism**](sequence_parallel.md) cuts along the tokens what tensor parallelism leaves whole, for the same bytes.
+# [**Context parallelism**](context_parallel.md) cuts the tokens everywhere, for sequences that no GPU can hold; keys and values then travel among the ranks.
 # With **experts** a layer has many feed-forward networks on different ranks, of which a router picks a few for each token: {cite:t}`deepseek2024v3` trained 671 billion parameters in this way, 37 billion of them for each token.
 #
 # ## What goes wrong, and how it looks
@@ -1378,6 +1377,7 @@ check(layout, "my_layout")
 #
 # ## Further reading
 #
+# - [Questions: the map](../book/questions_map.md): what you can say now without running anything.
 # - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: the papers that tensor parallelism, micro-batches and ZeRO come from.
 # - {cite:t}`narayanan2021megatron`: the three together, with the formulas behind the choice, on up to 3,072 GPUs.
 # - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong meanwhile.

@@ -194,7 +194,7 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 # In GPT-3, below, states outweigh activations; there the peak is the optimizer's step, when all gradients are there and no activations.
 
 # %% tags=["hide-input"]
-# Table: what training holds on one GPU, in float32, with one sequence of full length
+# Table: what training of one sequence holds on a GPU, in float32
 rows = []
 for name in ("llama-3-8b", "llama-3-70b", "gpt-3-175b"):
     config = PRESETS[name]
@@ -696,7 +696,7 @@ def tensor_parallel():
 # The course's module does that, and cuts the embedding and the head as well.
 
 # %% tags=["hide-input"]
-# Holds both against one process: feed-forward networks cut, and everything cut
+# Holds both against one process: some matrices cut, and all of them
 def everything_cut():
     model, losses = tp.parallelize(small_gpt(), dist.group.WORLD), []
     optimizer = adamw(model.parameters())
@@ -839,7 +839,7 @@ assert peaks[1] < 0.9 * peaks[0]
 # The example that everybody tells has 7 billion parameters in float32 on 8 GPUs, with 10 GB of activations on each.
 
 # %% tags=["hide-input"]
-# Table: what one of 8 GPUs holds of 7 billion parameters, in ZeRO's stages
+# Table: what one of 8 GPUs holds of 7 billion parameters, by stage
 ACTIVATIONS, rows, SEVEN = 10e9, [], {}
 for stage in range(4):
     found = memory.states(7e9, "fp32", zero=stage, dp=8)
@@ -872,7 +872,7 @@ show.table(
 # Every technique trained the model of one process; here is what each of them held and sent.
 
 # %% tags=["hide-input"]
-# Table: states and traffic on the fullest of four ranks, predicted and counted
+# Table: states and traffic of four ranks, predicted and counted
 ring, stream = (
     2 * 3 / 4,
     BATCH * SHAPE.seq * SHAPE.hidden * 4,
@@ -1073,15 +1073,14 @@ for stage in (2, 3):
 #
 # ![Six things that four ranks can share. Activations are a block of sequences, tokens and width: data parallelism cuts the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. Of the model, a pipeline cuts the layers, ZeRO the states of every layer, and expert parallelism deals out the experts, to which each token is sent by a router.](../figures/model_parallelism_cuts.svg)
 #
-# **Sequence parallelism** cuts along the tokens what tensor parallelism leaves whole, for the same bytes.
-# **Context parallelism** cuts the tokens everywhere, for sequences that no GPU can hold; keys and values then travel among the ranks.
-# [Sequence parallelism](sequence_parallel.md) has both.
+# [**Sequence parallelism**](sequence_parallel.md) cuts along the tokens what tensor parallelism leaves whole, for the same bytes.
+# [**Context parallelism**](context_parallel.md) cuts the tokens everywhere, for sequences that no GPU can hold; keys and values then travel among the ranks.
 # With **experts** a layer has many feed-forward networks on different ranks, of which a router picks a few for each token: {cite:t}`deepseek2024v3` trained 671 billion parameters in this way, 37 billion of them for each token.
 #
 # ## What goes wrong, and how it looks
 #
 # A run is set up right when its first loss and first norm of the gradients are those of one process, and a rank holds and sends the predicted bytes.
-# If not:
+# If not ([Symptoms](../book/symptoms.md) has more):
 #
 # | what you see | what it often is | more in |
 # |---|---|---|
@@ -1378,6 +1377,7 @@ check(layout, "my_layout")
 #
 # ## Further reading
 #
+# - [Questions: the map](../book/questions_map.md): what you can say now without running anything.
 # - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: the papers that tensor parallelism, micro-batches and ZeRO come from.
 # - {cite:t}`narayanan2021megatron`: the three together, with the formulas behind the choice, on up to 3,072 GPUs.
 # - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong meanwhile.

@@ -29,13 +29,14 @@ def _in_place(
     def run() -> dict[str, Any]:
         tensor = values[dist.get_rank()].to(ranks.device())
         with count.sent() as sent:
-            returned = answer(tensor, *arguments, dist.group.WORLD)
+            returned, log = _logged(answer, tensor, *arguments, dist.group.WORLD)
         return {
             "tensor": tensor,
             "returned": returned is not None,
             "bytes": sent.bytes,
             "messages": sent.messages,
             "collectives": list(sent.collectives),
+            "log": log,
         }
 
     try:
@@ -56,6 +57,48 @@ def _in_place(
             )
         raise Wrong("No rank's tensor changed: each still holds what it began with.")
     return found
+
+
+def _logged(answer: Callable[..., Any], *arguments: Any) -> tuple[Any, list[tuple[str, int]]]:
+    """answer(*arguments), and its messages in order: ("isend" or "irecv", peer); no exchanges."""
+    log: list[tuple[str, int]] = []
+    plain = {"isend": ranks.isend, "irecv": ranks.irecv}
+
+    def noting(kind: str) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, peer: int, group: Any = None) -> Any:
+            log.append((kind, peer))
+            return plain[kind](tensor, peer, group)
+
+        return call
+
+    try:
+        ranks.isend, ranks.irecv = noting("isend"), noting("irecv")
+        return answer(*arguments), log
+    finally:
+        ranks.isend, ranks.irecv = plain["isend"], plain["irecv"]
+
+
+def _hangs_with_nccl(logs: list[list[tuple[str, int]]]) -> bool:
+    """Whether ranks wait for ever, where each call stops until its peer makes the other one."""
+    other = {"isend": "irecv", "irecv": "isend"}
+    queues, met = [list(log) for log in logs], True
+    while met:
+        met = False
+        for rank, queue in enumerate(queues):
+            if not queue:
+                continue
+            kind, peer = queue[0]
+            if peer != rank and queues[peer][:1] == [(other[kind], rank)]:
+                del queue[0], queues[peer][0]
+                met = True
+    return any(queues)
+
+
+_PARITY = (
+    "The values are right, with gloo. With nccl it hangs, on {size} ranks: the first message of "
+    "two ranks stops both until they meet, and here each of them has stopped for another one. Let "
+    "even ranks send first and odd ones receive first, or begin both at once: ranks.exchange."
+)
 
 
 def _stuck(message: str) -> str:
@@ -118,15 +161,16 @@ def _shift(answer: Any) -> str:
     for size in (2, 3, 4):
         values = _values(size, 5)
 
-        def run(values: list[torch.Tensor] = values) -> tuple[Any, torch.Tensor]:
+        def run(values: list[torch.Tensor] = values) -> tuple[Any, torch.Tensor, Any]:
             tensor = values[dist.get_rank()].to(ranks.device())
-            return answer(tensor, dist.group.WORLD), tensor
+            received, log = _logged(answer, tensor, dist.group.WORLD)
+            return received, tensor, log
 
         try:
             found = run_answer(run, size, timeout=_PATIENCE)
         except Wrong as wrong:
             raise Wrong(_stuck(str(wrong))) from None
-        got = [received for received, _ in found]
+        got = [received for received, *_ in found]
         same(
             got,
             [values[rank - 1] for rank in range(size)],
@@ -138,11 +182,13 @@ def _shift(answer: Any) -> str:
                 "It is the rank's own tensor.": values,
             },
         )
-        if not all(torch.equal(kept, own) for (_, kept), own in zip(found, values, strict=True)):
+        if not all(torch.equal(kept, own) for (_, kept, _), own in zip(found, values, strict=True)):
             raise Wrong(
                 "What arrived is right, but `tensor` itself was overwritten: while it is being "
                 "sent nothing may be received into it. Use a second tensor."
             )
+        if _hangs_with_nccl([log for *_, log in found]):
+            raise Wrong(_PARITY.format(size=size))
     return "Every rank has its left neighbour's tensor, with 2, 3 and 4 ranks, and nobody is stuck."
 
 

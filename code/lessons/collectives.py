@@ -179,7 +179,7 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 # The table shows what `torchrun`, the usual launcher, told four processes. It was started twice on this machine, as if on two nodes, with two processes each.
 
 # %% tags=["hide-input"]
-# Starts torchrun twice, as on two nodes, and shows what each process was told
+# Starts torchrun twice, as on two nodes; table: what processes are told
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
 program = f"""
 import os, sys
@@ -621,7 +621,7 @@ show.table(rows, ["collective", *head, "difference (B)"])
 # With the number of ranks it grows to twice the tensor, and never beyond.
 
 # %% tags=["hide-input"]
-# Table: what the ring sends on 2 to 1,024 ranks, by the formula and counted
+# Table: what the ring sends on 2 to 1,024 ranks, predicted and counted
 def ring_bytes_sent(elements):
     with count.sent() as sent:
         collectives.all_reduce(torch.ones(elements), dist.group.WORLD)

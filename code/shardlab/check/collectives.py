@@ -10,7 +10,16 @@ import torch.distributed as dist
 
 from shardlab import collectives, count, ranks
 
-from . import Wrong, called, exercise, number, run_answer, same
+from . import (
+    Wrong,
+    called,
+    exercise,
+    messages_of,
+    number,
+    refuse_a_ring_that_hangs,
+    run_answer,
+    same,
+)
 
 _PATIENCE = 5.0  # seconds; a right answer takes a tenth of one, so who is not back by then is stuck
 
@@ -29,7 +38,7 @@ def _in_place(
     def run() -> dict[str, Any]:
         tensor = values[dist.get_rank()].to(ranks.device())
         with count.sent() as sent:
-            returned, log = _logged(answer, tensor, *arguments, dist.group.WORLD)
+            returned, log = messages_of(answer, tensor, *arguments, dist.group.WORLD)
         return {
             "tensor": tensor,
             "returned": returned is not None,
@@ -57,48 +66,6 @@ def _in_place(
             )
         raise Wrong("No rank's tensor changed: each still holds what it began with.")
     return found
-
-
-def _logged(answer: Callable[..., Any], *arguments: Any) -> tuple[Any, list[tuple[str, int]]]:
-    """answer(*arguments), and its messages in order: ("isend" or "irecv", peer); no exchanges."""
-    log: list[tuple[str, int]] = []
-    plain = {"isend": ranks.isend, "irecv": ranks.irecv}
-
-    def noting(kind: str) -> Callable[..., Any]:
-        def call(tensor: torch.Tensor, peer: int, group: Any = None) -> Any:
-            log.append((kind, peer))
-            return plain[kind](tensor, peer, group)
-
-        return call
-
-    try:
-        ranks.isend, ranks.irecv = noting("isend"), noting("irecv")
-        return answer(*arguments), log
-    finally:
-        ranks.isend, ranks.irecv = plain["isend"], plain["irecv"]
-
-
-def _hangs_with_nccl(logs: list[list[tuple[str, int]]]) -> bool:
-    """Whether ranks wait for ever, where each call stops until its peer makes the other one."""
-    other = {"isend": "irecv", "irecv": "isend"}
-    queues, met = [list(log) for log in logs], True
-    while met:
-        met = False
-        for rank, queue in enumerate(queues):
-            if not queue:
-                continue
-            kind, peer = queue[0]
-            if peer != rank and queues[peer][:1] == [(other[kind], rank)]:
-                del queue[0], queues[peer][0]
-                met = True
-    return any(queues)
-
-
-_PARITY = (
-    "The values are right, with gloo. With nccl it hangs, on {size} ranks: the first message of "
-    "two ranks stops both until they meet, and here each of them has stopped for another one. Let "
-    "even ranks send first and odd ones receive first, or begin both at once: ranks.exchange."
-)
 
 
 def _stuck(message: str) -> str:
@@ -163,7 +130,7 @@ def _shift(answer: Any) -> str:
 
         def run(values: list[torch.Tensor] = values) -> tuple[Any, torch.Tensor, Any]:
             tensor = values[dist.get_rank()].to(ranks.device())
-            received, log = _logged(answer, tensor, dist.group.WORLD)
+            received, log = messages_of(answer, tensor, dist.group.WORLD)
             return received, tensor, log
 
         try:
@@ -187,8 +154,7 @@ def _shift(answer: Any) -> str:
                 "What arrived is right, but `tensor` itself was overwritten: while it is being "
                 "sent nothing may be received into it. Use a second tensor."
             )
-        if _hangs_with_nccl([log for *_, log in found]):
-            raise Wrong(_PARITY.format(size=size))
+        refuse_a_ring_that_hangs([log for *_, log in found])
     return "Every rank has its left neighbour's tensor, with 2, 3 and 4 ranks, and nobody is stuck."
 
 

@@ -181,7 +181,7 @@ Log = list[tuple[str, int]]  # a rank's messages in order: ("isend" or "irecv", 
 
 
 def messages_of(answer: Callable[..., Any], *arguments: Any) -> tuple[Any, Log]:
-    """On a rank: answer(*arguments), and its messages. An exchange is none of them: it is a batch."""
+    """On a rank: answer(*arguments), and its messages but for exchanges, which are batches."""
     log: Log = []
     plain = {"isend": ranks.isend, "irecv": ranks.irecv}
 

@@ -898,7 +898,7 @@ show.table(rows, [*head, "difference (%)"])
 #
 # | remedy | it takes away | it costs |
 # |---|---|---|
-# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller products, further left under [the roof](gemm.md#gemm-roofline); no byte of the states |
+# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller products, further left under [the roof](gemm.md#from-bytes-to-seconds-the-roofline); no byte of the states |
 # | recomputation | layers' activations: to 1/17 above | a third more arithmetic |
 # | the loss in pieces over the tokens | the logits' copies: three times 16.8 MB of the 151 MB above | the products with the output matrix again, or a fused kernel |
 # | bfloat16 | half of the activations | nothing of the 16 bytes; digits |

@@ -81,6 +81,22 @@ def ring_home(a_mK, b_kN, group):
     return result
 
 
+def ring_all_send_first(a_mK, b_kN, group):
+    """With gloo it works."""
+    rank, size, k = dist.get_rank(group), dist.get_world_size(group), len(b_kN)
+    c_mN, piece = 0, b_kN
+    for step in range(size):
+        at = (rank - step) % size
+        c_mN = c_mN + a_mK[:, at * k : (at + 1) * k] @ piece
+        if step < size - 1:
+            incoming = torch.empty_like(piece)
+            sent = ranks.isend(piece, (rank + 1) % size, group)
+            ranks.irecv(incoming, (rank - 1) % size, group).wait()
+            sent.wait()
+            piece = incoming
+    return c_mN
+
+
 def ring_stuck(a_mK, b_kN, group):
     ranks.irecv(torch.empty_like(b_kN), (dist.get_rank(group) - 1) % 2, group).wait()
 
@@ -133,6 +149,7 @@ ANSWERS = [
     ("my_ring_product", lambda *a: ring(*a, way=-1), "those of rank (r + i)"),
     ("my_ring_product", lambda *a: ring(*a, collect=True), "ranks.exchange"),
     ("my_ring_product", ring_home, "are enough"),
+    ("my_ring_product", ring_all_send_first, "With nccl it hangs"),
     ("my_way", way, None),
     ("my_way", lambda *a: way(*a, cut_result=True), "as large as all of C"),
     ("my_way", lambda *a: "rows", "elements on the fullest rank"),

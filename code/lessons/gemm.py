@@ -323,7 +323,7 @@ show.source(gemm.Grid, gemm.panels, gemm.summa, fold=70)
 # Both ways on a grid of 2 × 2, whose rows and columns have links of 40 MB/s. The core uses panels of 64.
 
 # %% tags=["hide-input", "measured"]
-# Measures the plain SUMMA beside the core: bytes held, and seconds over slow links
+# Measures the plain SUMMA beside the core: bytes held, and seconds
 def plain_and_core():
     group, side = dist.group.WORLD, 1024
     grid = gemm.grid(group, 2, 2, lambda one: link.slow(2e-4, 40e6, one))
@@ -360,7 +360,7 @@ show.table(rows, ["SUMMA", "held by a rank (MB)", "time (ms)"])
 # The table has the largest difference over all ranks, sizes and grids.
 
 # %% tags=["hide-input"]
-# Holds every way against one process, on 1 to 4 ranks, in float32 and float64
+# Holds every way against one process, on 1 to 4 ranks, in two types
 GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (1, 4)]}
 SIZES = (10, 7, 9), (3, 50, 2), (129, 257, 65)
 ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53}
@@ -435,7 +435,7 @@ show.table(rows, ["way", *head])
 # The table holds the formulas against two witnesses: each operation's bytes, counted, which have to be exact, and what the loopback interface transmitted, headers included.
 
 # %% tags=["hide-input", "measured"]
-# Table: bytes sent, predicted and counted, and seen on the loopback interface
+# Table: bytes sent, predicted, counted, and seen on the interface
 CASES = [
     ("rows", True),
     ("columns", True),
@@ -505,7 +505,7 @@ show.table(
 # A product by rows then has to gather $B$ first.
 
 # %% tags=["hide-input"]
-# Table: bytes held and received by rows and on a grid, for 4 to 256 ranks
+# Table: bytes held and received by rows and on a grid
 side, rows = 16384, []
 whole = 2 * side**2  # bytes of one matrix in 16 bits
 for t in (4, 16, 64, 256):
@@ -600,7 +600,7 @@ def one_and_two():
 # All times, the calibration's included, are the fastest of several: other work on the machine only adds to them.
 
 # %% tags=["hide-input", "measured"]
-# Measures where one rank and two take equally long, and draws it beside the prediction
+# Measures where one rank and two take equally long, and draws it
 machine, crossing, times = ranks.run(one_and_two, 2, device="cpu")[0]
 sides = list(times)
 gains = [split / alone for alone, split in times.values()]  # above 1: one is faster
@@ -736,7 +736,7 @@ def thin_shards():
 
 
 # %% [markdown]
-# *Reachable* is the roof at that intensity, for the type of these matrices.
+# *Reachable* is the roof at that intensity, for the type of these matrices. Its flat part is the best that a large product or any of these shards reached, so nothing stands above it.
 
 # %% tags=["hide-input", "measured"]
 # Table: what thin shards reach of the roof
@@ -929,7 +929,7 @@ def rounding():
 
 
 # %% tags=["hide-input"]
-# Table: rounding errors by rows and by the inner dimension, on 1 to 8 ranks
+# Table: rounding errors by rows and by the inner dimension
 rows = []
 for t in (1, 2, 4, 8):
     by_rows, summed, in_float32 = ranks.run(rounding, t, device="cpu")[0]
@@ -1155,7 +1155,7 @@ check(my_two_products)
 #
 # `a_mK` has this rank's rows of $A$, `b_kN` this rank's rows of $B$; $t$ divides $K$. Return this rank's rows of $C$.
 # No rank may hold all of $B$: let the pieces go around a ring.
-# `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive, and returns at once; `.wait()` waits.
+# `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. (A ring in which all send first and then receive hangs with NCCL: [Collectives](collectives.md#who-sends-first-in-a-ring) says why.)
 
 # %%
 def my_ring_product(a_mK, b_kN, group):

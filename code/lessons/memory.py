@@ -204,7 +204,7 @@ optimizer.step()
 weights, gradients, moments = plain_states(model, optimizer)
 
 # %% tags=["hide-input"]
-# Holds the plain count against every byte that a second step really holds
+# Holds the plain count against the bytes that a step really holds
 with count.held(model, optimizer, tokens, targets) as held:
     named = held.now
     optimizer.zero_grad()
@@ -389,8 +389,13 @@ show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
 # In the core that table is a function for each part, of the sizes of a layer's tensors, in the order of the forward pass.
 
 # %%
-show.source(memory.core.sizes, memory.core.kept_by_norm, memory.core.kept_by_attention)
-show.source(memory.core.kept_by_ffn, memory.core.layer_parts)
+show.source(
+    memory.core.sizes,
+    memory.core.kept_by_norm,
+    memory.core.kept_by_attention,
+    memory.core.kept_by_ffn,
+    memory.core.layer_parts,
+)
 
 # %% [markdown]
 # After the last layer come the logits: $V$ numbers for each token. The loss keeps their log-softmax, and widens 16-bit logits to float32 first.
@@ -476,7 +481,7 @@ job = training()
 first, second = watch(*job), watch(*job)
 
 # %% tags=["hide-input"]
-# Table: bytes held after each line, and at most in it, of the first two steps
+# Table: bytes held after each line of the first two steps, and at most
 rows = []
 for name in first[0]:
     sizes = [size[name] / MB for step in (first, second) for size in step[:2]]
@@ -641,7 +646,7 @@ show.table(rows, head)
 # A step costs about two units of arithmetic in backward for each in forward, so one more forward is a third more. The table has what it saves and what it costs, measured alternating.
 
 # %% tags=["hide-input", "measured"]
-# Table: what recomputation saves, predicted and measured, and what it costs
+# Table: what recomputation saves, predicted and measured; its price
 def seconds(job):
     model, optimizer, tokens, targets = job
     begin = time.perf_counter()
@@ -893,7 +898,7 @@ show.table(rows, [*head, "difference (%)"])
 #
 # | remedy | it takes away | it costs |
 # |---|---|---|
-# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller products, further left under [the roof](gemm.md#gemm-roofline); no byte of the states |
+# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller products, further left under [the roof](gemm.md#from-bytes-to-seconds-the-roofline); no byte of the states |
 # | recomputation | layers' activations: to 1/17 above | a third more arithmetic |
 # | the loss in pieces over the tokens | the logits' copies: three times 16.8 MB of the 151 MB above | the products with the output matrix again, or a fused kernel |
 # | bfloat16 | half of the activations | nothing of the 16 bytes; digits |

@@ -12,7 +12,15 @@ from torch.nn import functional as F
 
 from shardlab import count, gemm, ranks
 
-from . import Wrong, exercise, number, run_answer, same
+from . import (
+    Wrong,
+    exercise,
+    messages_of,
+    number,
+    refuse_a_ring_that_hangs,
+    run_answer,
+    same,
+)
 
 _PATIENCE = 5.0  # seconds; a right answer takes a tenth of one
 # Values below 10 and sums of at most ten products in float64: rounding stays below 1e-13.
@@ -39,9 +47,9 @@ def _on_ranks(
 
     def work() -> tuple[Any, dict[str, Any]]:
         with count.sent() as sent:
-            result = answer(*map(here, given[dist.get_rank()]), dist.group.WORLD)
-        seen = {"collectives": dict(sent.collectives), "bytes": sent.bytes}
-        return result, {**seen, "messages": sent.messages}
+            mine = map(here, given[dist.get_rank()])
+            result, log = messages_of(answer, *mine, dist.group.WORLD)
+        return result, {"collectives": dict(sent.collectives), "bytes": sent.bytes, "log": log}
 
     try:
         found = run_answer(work, len(given), timeout=_PATIENCE)
@@ -270,6 +278,7 @@ def _(answer: Callable[..., Any]) -> str:
                     f"{sent['bytes']} bytes, and {(size - 1) * piece} are enough: after N - 1 "
                     "steps everybody has seen every piece."
                 )
+        refuse_a_ring_that_hangs([sent["log"] for sent in seen])
     return "Right on 2, 3 and 4 ranks: the bytes of an all-gather, and never all of B on a rank."
 
 

@@ -19,11 +19,11 @@
 # After this lesson you can
 #
 # - cut a model by layers over ranks, and say why that alone makes nothing faster;
-# - write, read and simulate the schedules that keep the ranks busy, from GPipe to zero bubble, and predict their bubble and their memory;
-# - run them on real ranks with the bits of one process, and beside PyTorch's own;
+# - write GPipe and 1F1B as loops, run them on real ranks with the bits of one process, and predict their bubble and their memory;
+# - read and simulate the schedules that idle less, down to zero bubble, and set them beside PyTorch's own;
 # - choose the number of stages and of micro-batches, balance the stages, and find a deadlock before it happens.
 #
-# It takes about an hour to read and an hour for the exercises. Running it takes a minute.
+# It takes about 50 minutes to read and 60 minutes for the exercises. Running it takes a minute.
 # It needs [Data parallelism](data_parallel.md), and what [Memory](memory.md) says about activations.
 #
 # One number to begin with. A model does not fit on your GPU, so you buy three more and cut it into four.
@@ -31,10 +31,13 @@
 # This lesson is about the other 75 %.
 
 # %% tags=["hide-input"]
+# Imports, and the small model that every cell trains
+
 import importlib.util
 import statistics
 import textwrap
 import time
+from collections import deque
 from dataclasses import replace
 
 import torch
@@ -47,7 +50,7 @@ from shardlab import count, link, memory, pipeline, ranks, show, text
 from shardlab import deepspeed_engine as de
 from shardlab.check import check
 from shardlab.model import GPT, PRESETS, Config, loss
-from shardlab.pipeline import deferred
+from shardlab.pipeline import core, deferred
 
 show.style()
 
@@ -67,7 +70,7 @@ def batch(size, step=0, seq=64):
 
 
 def staged(name, microbatches, model=None, chunks=None, **options):
-    """This rank's stage of a pipeline over all ranks."""
+    """This rank's stage of the course's pipeline over all ranks."""
     schedule = pipeline.schedule(name, dist.get_world_size(), microbatches, chunks)
     return pipeline.distribute(model or plain(), schedule, dist.group.WORLD, **options)
 
@@ -75,43 +78,112 @@ def staged(name, microbatches, model=None, chunks=None, **options):
 # %% [markdown]
 # ## Four GPUs, of which one works
 #
-# To cut a model by layers takes a dozen lines. Each layer moves to a device, and the activations follow.
-# Here the four devices are four names for the CPU. With four GPUs they would be `"cuda:0"` to `"cuda:3"`.
+# Each rank holds a *stage*: some consecutive layers with their gradients and optimizer states, and nothing of the others.
+#
+# ![A model of an embedding, eight blocks, a norm and a head, cut into four parts, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the norm and the head. Each rank holds weights, gradients and optimizer states of its own part alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
+#
+# A stage can do two things. *Forward*: take activations from the stage before, compute, and send the result on. *Backward*: take a gradient from the stage behind, compute, and send the gradient of the input back.
+# This class is all that a pipeline needs. What was received is a leaf of autograd's graph, and its gradient is what goes back.
 
 # %%
-class ByHand(nn.Module):
-    """The plain GPT, with its blocks dealt out over devices."""
+class Stage:
+    """A stage in its plainest form: a forward and a backward, each with its messages."""
 
-    def __init__(self, model, devices):
-        super().__init__()
-        self.model, self.devices = model, devices
-        share = len(model.blocks) // len(devices)
-        self.places = [device for device in devices for _ in range(share)]
-        model.embedding.to(devices[0])
-        for block, device in zip(model.blocks, self.places, strict=True):
-            block.to(device)
-        model.norm.to(devices[-1]), model.head.to(devices[-1])
+    def __init__(self, part, m, loss=loss):
+        self.part, self.m, self.loss, self.sent = part, m, loss, []
+        self.me, self.last = dist.get_rank(), dist.get_world_size() - 1
+        self.down, self.up = dist.group.WORLD, dist.new_group()  # one for each direction
 
-    def forward(self, tokens_BS):
-        x_BSH = self.model.embedding(tokens_BS.to(self.devices[0]))
-        for block, device in zip(self.model.blocks, self.places, strict=True):
-            x_BSH = block(x_BSH.to(device))
-        return self.model.head(self.model.norm(x_BSH))
+    def forward(self, tokens, targets):
+        x = tokens
+        if self.me > 0:
+            x = torch.empty(self.part.between(tokens)[0], device=tokens.device)
+            ranks.irecv(x, self.me - 1, self.down).wait()
+            x.requires_grad_()
+        out = self.part(x)
+        if self.me == self.last:
+            return x, self.loss(out, targets) / self.m
+        self.sent.append(ranks.isend(out.detach(), self.me + 1, self.down))
+        return x, out
 
-
-tokens, _ = text.batch(64, 2)
-model = plain(device="cpu")
-want = model(tokens)
-got = ByHand(model, ["cpu"] * 4)(tokens)
-print("largest difference from the plain model:", (got - want).abs().max().item())
-assert torch.equal(got, want)
+    def backward(self, x, out):
+        dy = None  # behind the last stage stands the loss
+        if self.me < self.last:
+            dy = torch.empty_like(out)
+            ranks.irecv(dy, self.me + 1, self.up).wait()
+        out.backward(dy)
+        if self.me > 0:
+            self.sent.append(ranks.isend(x.grad, self.me - 1, self.up))
 
 
 # %% [markdown]
-# It computes the right thing. But block 3 needs what block 2 made, and so on: only one device has work at a time.
-# To see it, the next cell gives each quarter to a rank of its own, with a clock. It draws one training step as it was measured.
+# Sends are begun, and waited for at the end of the step. `pipeline.cut` deals the blocks out, and `between` says what shape travels: $[b, s, h]$ elements of a micro-batch.
+# A training step is then an *order* of forwards and backwards over $m$ pieces of the batch, the *micro-batches*.
+# The simplest order takes one after the other, as one does to accumulate gradients; with $m = 1$ the piece is the whole batch.
 
-# %% tags=["measured"]
+# %%
+def in_a_loop(stage, pieces):
+    for piece in pieces:
+        stage.backward(*stage.forward(*piece))
+
+
+def step(order, stage, tokens, targets):
+    """A training step on a rank: its micro-batches, in this order."""
+    pieces = zip(tokens.chunk(stage.m), targets.chunk(stage.m), strict=True)
+    order(stage, list(pieces))
+    for message in stage.sent:
+        message.wait()
+
+
+def train(order, m):
+    part = pipeline.cut(plain(), dist.get_world_size())[dist.get_rank()]
+    step(order, Stage(part, m), *batch(8))
+    return {name: p.grad for name, p in part.named_parameters()}
+
+
+gradients = ranks.run(train, 4, in_a_loop, 1)
+print("parameters on each rank:", [len(found) for found in gradients])
+
+# %% [markdown]
+# It computes what one process computes, to the bit:
+
+# %% tags=["hide-input"]
+# Holds the plain pipeline's gradients against one process
+
+EXACT = ranks.place(4)[1] == "cpu"  # a GPU's kernels may add in another order
+
+
+def alone(m):
+    """On one rank: gradients of the whole model, micro-batch after micro-batch."""
+    model, (tokens, targets) = plain(), batch(8)
+    for x, y in zip(tokens.chunk(m), targets.chunk(m), strict=True):
+        (loss(model(x), y) / m).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def apart_from_one_process(gradients, m):
+    """The largest difference of what the ranks of a pipeline have; each has its own part."""
+    want, found = ranks.run(alone, 1, m)[0], {}
+    for mine in gradients:
+        found |= mine
+    assert found.keys() == want.keys()
+    apart = max((found[name] - want[name]).abs().max().item() for name in want)
+    assert apart == 0 or (not EXACT and apart < 1e-3), apart
+    return apart
+
+
+for m in (1, 4):
+    gradients = ranks.run(train, 4, in_a_loop, m)
+    apart = apart_from_one_process(gradients, m)
+    print(f"m = {m}: gradients differ from one process by {apart}")
+
+# %% [markdown]
+# But block 3 needs what block 2 made, and so on: one rank has work at a time. This is a step with a clock on each rank, the whole batch at once:
+
+# %% tags=["hide-input", "measured"]
+# Draws a measured step, and says which share of it a stage works
+
+
 def naive(microbatches):
     mine = staged("naive", microbatches, record=True)
     for _ in range(3):
@@ -129,46 +201,29 @@ show.figure(
     "backward comes up again, and at each moment one stage works.",
     "pipeline_measured_naive",
 )
+print(f"a stage works {100 * shares[1]:.0f} % of the step with the batch at once,")
+print(f"and {100 * shares[4]:.0f} % with four micro-batches in a loop")
+
 
 # %% [markdown]
-# Perhaps the batch is too large a piece. Cut it into four *micro-batches*, and loop over them, forward and backward, as one does to accumulate gradients:
-
-# %% tags=["measured"]
-rows = [(m, f"{100 * share:.0f}") for m, share in shares.items()]
-show.table(rows, ["micro-batches in a loop", "a stage is busy (% of the step)"])
-
-# %% [markdown]
-# Nothing gained. The first stage has done its forward of micro-batch 0, and could go on with micro-batch 1.
+# Micro-batches gain nothing yet. The first stage has done its forward of micro-batch 0, and could go on with micro-batch 1.
 # But next in the loop stands the *backward* of micro-batch 0, and that has to come back from the last stage first.
-# (Without a backward, in inference, the same loop does overlap on GPUs: their work is queued, and nobody waits for it to end.) What is needed is another *order*.
-#
-# ## The picture
-#
-# Each rank holds a *stage*: some consecutive layers with their gradients and optimizer states, and nothing of the others.
-#
-# ![A model of an embedding, eight blocks, a norm and a head, cut into four parts, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the norm and the head. Each rank holds weights, gradients and optimizer states of its own part alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
-#
-# Between two stages travel activations of one micro-batch, and later their gradient: $b \cdot s \cdot h$ elements each.
-# The order in which a stage takes its micro-batches is the *schedule*. The time in which it waits is the *bubble*.
+# (Without a backward, in inference, the same loop does overlap on GPUs: their work is queued, and nobody waits for it to end.) What is needed is another order: a *schedule*. The time in which a stage waits is the *bubble*.
 #
 # ![Three timelines of four stages on one axis. The whole batch at once: one stage computes at a time, and each is busy 25 % of the time. Four micro-batches in a loop, forward and backward of one before the next begins: still one stage at a time, still 25 %. GPipe, forwards of all four and then backwards of all four: stages overlap, each is busy 57 % of the time, and the step takes less than half as long.](../figures/pipeline_microbatches.svg)
 #
-# ## The mechanism: schedules are data
+# ## GPipe: all forwards, then all backwards
 #
-# In this course a schedule is a list of actions for each stage: `F2` is the forward of micro-batch 2, `B2` its backward.
-# Stage 1 of 4, with four micro-batches:
+# GPipe {cite}`huang2019gpipe` makes two loops of the one:
 
 # %%
-for name in ("naive", "gpipe", "1f1b"):
-    print(f"{name:6}", *pipeline.schedule(name, 4, 4).orders[1])
+def gpipe(stage, pieces):
+    kept = [stage.forward(*piece) for piece in pieces]
+    for x, out in kept:
+        stage.backward(x, out)
 
-# %% [markdown]
-# ### GPipe: all forwards, then all backwards
-#
-# GPipe {cite}`huang2019gpipe` runs $m$ micro-batches forward, then $m$ backward. Look at how little tells it from the loop above.
 
-# %%
-show.source(pipeline.naive, pipeline.gpipe)
+gradients = ranks.run(train, 4, gpipe, 8)
 
 # %% [markdown]
 # How long is its bubble? With $f$ seconds for a forward and $g$ for a backward, a stage has work for $m(f + g)$.
@@ -187,40 +242,58 @@ show.source(pipeline.naive, pipeline.gpipe)
 # The next cell measures it on four ranks whose layers *sleep* instead of computing; otherwise they would wait for one of two cores, and not for each other. Messages and order are real.
 # `````
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Holds GPipe's gradients against one process, and measures its bubble
+
 UNIT = 0.02  # seconds for each of forward, backward of the input, backward of the weights
 
 
-def sleeping_steps(names, microbatches, wire=None):
-    """On a rank: of each schedule's pipeline of sleeping stages, the shorter of two steps."""
-    found = {}
-    for name in names:
-        group = link.slow(*wire) if wire else dist.group.WORLD
-        schedule = pipeline.schedule(name, dist.get_world_size(), microbatches)
-        mine = pipeline.asleep(schedule, group, UNIT, UNIT, UNIT, record=True)
-        steps = []
-        for _ in range(2):
-            mine.step(torch.zeros(microbatches, 1), torch.zeros(microbatches, 1))
-            steps.append(mine.timeline())
-        found[name] = min(steps, key=lambda timeline: timeline.cost)
-    return found
+def plain_seconds(order, m, wire=None):
+    """On a rank whose part sleeps: the shorter of two steps of the plain pipeline."""
+    found = []
+    part, data = pipeline.Sleeping(UNIT, UNIT, UNIT), torch.zeros(m, 1)
+    for _ in range(2):
+        stage = Stage(part, m, lambda y, targets: y.mean())
+        if wire is not None:
+            stage.down = stage.up = link.slow(*wire)
+        dist.barrier()
+        begin = time.perf_counter()
+        step(order, stage, data, data)
+        dist.barrier()
+        found.append(time.perf_counter() - begin)
+    return min(found)
 
 
-found = ranks.run(sleeping_steps, 4, ["gpipe"], 4, device="cpu")[0]["gpipe"]
-predicted, measured = 4 / 7, 1 - found.bubble
-print(f"busy: claimed 75 %, predicted {100 * predicted:.0f} %, measured {100 * measured:.0f} %")
-assert abs(measured - predicted) < 0.1  # sleeps end late on a busy machine
+apart = apart_from_one_process(gradients, 8)
+print("gradients differ from one process by", apart)
+seconds = ranks.run(plain_seconds, 4, gpipe, 4, device="cpu")[0]
+busy = 4 * 3 * UNIT / seconds
+print(f"busy: claimed 75 %, predicted {400 / 7:.0f} %, measured {100 * busy:.0f} %")
+assert abs(busy - 4 / 7) < 0.1  # sleeps end late on a busy machine
+
 
 # %% [markdown]
-# More micro-batches make the bubble smaller. But when the last forward is done, each stage of GPipe holds the activations of *all* $m$.
+# More micro-batches make the bubble smaller. What these two loops leave out is memory: when the last forward is done, each stage holds the activations of *all* $m$.
 #
-# ### 1F1B: the same bubble, less memory
+# ## 1F1B: the same bubble, less memory
 #
 # A backward frees what its forward kept. So run it as early as possible: once micro-batch 0 has come back, alternate *one forward, one backward* {cite}`narayanan2021megatron`.
-# Stage $s$, counted from 0, runs $p-1-s$ forwards ahead, and then holds at most $p-s$ micro-batches, however large $m$ is.
+# Stage $s$, counted from 0, runs $p-1-s$ forwards ahead, and then holds at most $p-s$ micro-batches, however large $m$ is. Three loops, for warm-up, steady state and cool-down:
 
 # %%
-show.source(pipeline.one_f_one_b)
+def one_f_one_b(stage, pieces):
+    ahead = min(stage.last - stage.me, len(pieces))
+    kept = deque()
+    for piece in pieces[:ahead]:  # warm-up: forwards alone
+        kept.append(stage.forward(*piece))
+    for piece in pieces[ahead:]:  # steady: one forward, one backward
+        kept.append(stage.forward(*piece))
+        stage.backward(*kept.popleft())
+    while kept:  # cool-down: backwards alone
+        stage.backward(*kept.popleft())
+
+
+gradients = ranks.run(train, 4, one_f_one_b, 8)
 
 # %% [markdown]
 # Here it is, with the passes of each step in a thick outline:
@@ -264,11 +337,62 @@ show.source(pipeline.one_f_one_b)
 #    The step takes 27, and each stage has computed for $6 \cdot 3 = 18$. The bubble is a third: $(p-1)/(m+p-1) = 3/9$, as for GPipe.
 # :::
 #
-# Beside GPipe, with eight micro-batches:
+# All three orders, on four ranks with eight micro-batches: what they compute, what the first stage and the last hold at the peak, and how long a step takes when the stages sleep for equal times.
+
+# %% tags=["hide-input", "measured"]
+# Table: the three orders; equality, activations held and seconds
+
+
+def plain_peak(order, m):
+    """On a rank: bytes held at the peak of a plain step, beyond weights and batch."""
+    part = pipeline.cut(plain(), dist.get_world_size())[dist.get_rank()]
+    tokens, targets = batch(8)
+    with count.held(part, tokens, targets) as held:
+        before = held.now
+        step(order, Stage(part, m), tokens, targets)
+    return held.peak - before
+
+
+m, p, rows = 8, 4, []
+steps = {in_a_loop: p * m, gpipe: m + p - 1, one_f_one_b: m + p - 1}  # in f + g
+kept = {in_a_loop: (1, 1), gpipe: (m, m), one_f_one_b: (p, 1)}
+first = {}
+for order, slots in steps.items():
+    apart = apart_from_one_process(ranks.run(train, 4, order, m), m)
+    peaks = ranks.run(plain_peak, 4, order, m, device="cpu")
+    seconds = ranks.run(plain_seconds, 4, order, m, device="cpu")[0]
+    first[order] = peaks[0]
+    predicted = 3 * UNIT * slots
+    assert -0.02 < seconds / predicted - 1 < 0.4, (order, seconds)  # late sleeps
+    name = order.__name__.replace("_", " ")
+    held = [f"{n}: {size / 1e6:.1f}" for n, size in zip(kept[order], peaks[::3], strict=True)]
+    times = [f"{1e3 * t:.0f}" for t in (predicted, seconds)]
+    rows.append((name, f"{apart:g}", *held, *times, f"{100 * m * 3 * UNIT / seconds:.0f}"))
+assert first[in_a_loop] < first[one_f_one_b] < first[gpipe]
+head = ["order", "gradients differ by", "stage 0 keeps: MB at the peak", "stage 3 keeps"]
+head += ["step: predicted (ms)", "measured (ms)", "busy (%)"]
+show.table(rows, head, caption="Micro-batches that a stage keeps, and bytes that it holds")
+
+# %% [markdown]
+# GPipe and 1F1B idle equally long: the same pipeline is filled and drained. What 1F1B buys is room for a larger $m$, and *that* makes the bubble smaller.
 #
 # ![GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have the same bubble. At its fullest each stage of GPipe holds activations of 8 micro-batches, those of 1F1B of 4, 3, 2 and 1.](../figures/pipeline_memory.svg)
 #
-# The bubble is the same: the same pipeline is filled and drained. What 1F1B buys is room for a larger $m$, and *that* makes the bubble smaller.
+# ## A schedule as a list
+#
+# The plain orders call `forward` and `backward`. The module writes the same loops into a list instead: `F2` is the forward of micro-batch 2, `B2` its backward.
+
+# %%
+show.source(pipeline.gpipe, pipeline.one_f_one_b)
+
+# %% [markdown]
+# There is one list for each stage:
+
+# %%
+print(pipeline.schedule("1f1b", 4, 6))
+
+# %% [markdown]
+# A list can be judged, simulated and drawn before anything runs, and one executor runs them all. What follows are more lists.
 #
 # ### Interleaving: less bubble, more messages
 #
@@ -294,24 +418,31 @@ show.source(pipeline.one_f_one_b)
 # - *ZB-H2* also fills the beginning, with more forwards: $(p-1)(F+I-2W)$ are left, nothing, at the price of $2p-1$ micro-batches held.
 # - *ZB-V* gets to nothing with 1F1B's memory. Its two chunks lie in a V: the first rank holds the first part *and the last*, so the first backward begins where the first forward began.
 #
-# Autograd computes both products at once. This function, put in the place of each `nn.Linear` of a stage, computes the first and leaves the second for later. (Norms and embeddings keep theirs, which are cheap.)
-# Look at what `backward` returns for the weight.
+# With three kinds of passes a picture in steps is easier to write than loops: in every step a stage does one pass of each kind, and the kinds begin at different steps. The interleaved schedule is made in the same way.
+
+# %%
+show.source(pipeline.zb_h1, pipeline.schedules.in_steps)
+
+# %% [markdown]
+# Autograd computes both products at once. This function, put in the place of each `nn.Linear` of a stage, returns the first and leaves the second for later. (Norms and embeddings keep theirs, which are cheap.)
 
 # %%
 show.source(deferred._Linear)
 
 # %% [markdown]
-# ### All of them in one table
+# ### Predict a step before it runs
 #
-# A simulator knows only this: a pass begins when its stage is free and what it needs has arrived. Look at `begin`.
+# A simulator knows only this: a pass begins when its stage is free and what it needs has arrived.
 
 # %%
 show.source(pipeline.simulate)
 
 # %% [markdown]
-# Now formula beside simulation, with $p = 4$, $m = 8$ and equal times. "Held" is the most activations on stages 0 to 3, in micro-batches.
+# The table sets formulas beside it, with $p = 4$, $m = 8$ and equal times. "Held" is the most activations on stages 0 to 3, in micro-batches.
 
-# %%
+# %% tags=["hide-input"]
+# Table: bubbles of all schedules, by formula and simulated
+
 p, m, v = 4, 8, 2
 idle = {"naive": (p - 1) * 3 * m, "gpipe": (p - 1) * 3, "1f1b": (p - 1) * 3}  # in units
 idle |= {"interleaved": (p - 1) * 3 / v, "zb-h1": p - 1, "zb-h2": 0, "zb-v": 0}
@@ -339,9 +470,12 @@ show.table(rows, [*head, "held", "messages sent by stage 1"])
 # Where all have to end together, the ramps are back: column *if all end together*. Clipping by the norm of all gradients is such an end. (The paper steps first and checks the norm afterwards, section 4.)
 # `````
 #
-# From the times that the paper measured on A100s (its Table 9) the same simulator gives the paper's bubble rates (its Table 5), to the last digit printed. ([A test](../tests/test_pipeline_schedules.py) does it for the whole table.)
+# From the times that the paper measured on A100s (its Table 9) the same simulator gives the paper's bubble rates (its Table 5), to the last digit printed.
+# The cell does it for four of its rows, [a test](../tests/test_pipeline_schedules.py) for all.
 
-# %%
+# %% tags=["hide-input"]
+# Holds the simulator against published bubble rates
+
 # stages, micro-batches; F, I, W, hop in ms (Table 9); rates of 1F1B, ZB-H1, ZB-H2 (Table 5)
 PUBLISHED = [
     (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
@@ -349,16 +483,13 @@ PUBLISHED = [
     (8, 64, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444)),
     (32, 96, (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1421, 0.0641)),
 ]
-rows = []
 for p, m, times, rates in PUBLISHED:
-    cells = []
+    found = []
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
-        found = pipeline.simulate(pipeline.schedule(name, p, m), *times).bubble
-        assert round(found, 4) == rate, (name, p, m, found)
-        cells += [f"{rate:.4f}", f"{found:.4f}"]
-    rows.append((p, m, *cells))
-head = [f"{name}: {what}" for name in ("1F1B", "ZB-H1", "ZB-H2") for what in ("published", "ours")]
-show.table(rows, ["p", "m", *head], caption="Bubble rates, as shares of the step")
+        found.append(pipeline.simulate(pipeline.schedule(name, p, m), *times).bubble)
+        assert round(found[-1], 4) == rate, (name, p, m, found)
+    shown = "   ".join(f"{rate:.4f} {ours:.4f}" for rate, ours in zip(rates, found, strict=True))
+    print(f"p = {p:2}, m = {m}   published and ours, of 1F1B, ZB-H1, ZB-H2:   {shown}")
 
 # %% [markdown]
 # For your own times there is a command, which prints the bubble and draws the timeline in your terminal:
@@ -368,9 +499,57 @@ show.table(rows, ["p", "m", *head], caption="Bubble rates, as shares of the step
 #     --forward 18.522 --backward-input 18.086 --backward-weight 9.337 --hop 0.601
 # ```
 #
-# ### On real ranks
+# ## Neighbours that both want to send
 #
-# Ranks also send and receive. Where these stand in the list decides how fast the pipeline is, and whether it ends at all.
+# In the steady state of 1F1B a stage has activations for the stage behind, while that one has a gradient for it.
+# The plain stage begins its sends and goes on. Suppose sends waited until they are received, as `dist.send` may:
+
+# %%
+late = pipeline.gpipe(2, 2), pipeline.one_f_one_b(2, 2)
+for schedule in late:
+    waiting = replace(schedule, given=pipeline.with_messages(schedule, early=False))
+    try:
+        pipeline.validate(waiting, blocking=True)
+        print(schedule.name, "ends")
+    except ValueError as error:
+        print(error)
+
+
+# %% [markdown]
+# Both send first, and neither receives. Nor does it help to begin both sends without waiting where the ranks talk through nccl:
+# it moves the messages of two ranks in one group one after the other, in the order in which each rank began them, so one rank's send stands before the other's send.
+# (gloo lets it pass. Such code works on a laptop and hangs on a cluster.)
+#
+# The *parity rule* solves it: even stages send first and then receive, odd stages receive first. Of two neighbours one is even, so every send meets a receive.
+
+# %%
+def swap(out, peer):
+    """Send `out` to a neighbour, and return what it sends; all calls wait."""
+    into = torch.empty_like(out)
+    if dist.get_rank() % 2 == 0:
+        ranks.isend(out, peer).wait()
+        ranks.irecv(into, peer).wait()
+    else:
+        ranks.irecv(into, peer).wait()
+        ranks.isend(out, peer).wait()
+    return into
+
+
+def swap_with_the_next():
+    me, mine = dist.get_rank(), torch.full((2,), dist.get_rank(), device=ranks.device())
+    peers = [peer for peer in (me - 1, me + 1) if 0 <= peer < dist.get_world_size()]
+    return {peer: swap(mine, peer)[0].item() for peer in peers}
+
+
+print(*ranks.run(swap_with_the_next, 4))
+
+# %% [markdown]
+# Two more ways lead there. `dist.batch_isend_irecv` hands both messages to nccl at once, and they set off together; this is what Megatron does in 1F1B, and what `ranks.exchange` does in a ring.
+# Or the two directions get a group each, so that none stands in the other's way. The plain stage does so with `down` and `up`, and the module, too: it wants to post its receives early, before anything is there to be sent in the other direction.
+#
+# ## On real ranks: the core
+#
+# Where messages stand in a stage's list decides how fast the pipeline is, and whether it ends at all.
 
 # %%
 print(*pipeline.schedule("1f1b", 4, 4).actions[1])
@@ -381,30 +560,90 @@ print(*pipeline.schedule("1f1b", 4, 4).actions[1])
 #
 # ![A stage that alternates forward and backward, twice. Above, each receive is posted when its compute is due: the transfer runs while the stage waits. Below, each receive is posted one compute earlier: the transfer runs behind that compute, and the stage never waits.](../figures/pipeline_messages.svg)
 #
-# Order is all that ties a message to its receive: nccl ignores tags. So between two stages receives are posted in the order of the sends. Look at how `incoming` is filled:
+# Order is all that ties a message to its receive: nccl ignores tags. So between two stages receives are posted in the order of the sends.
 
 # %%
 show.source(pipeline.with_messages)
 
 # %% [markdown]
-# The executor goes through its stage's list. It waits in one place; look for it.
+# The executor is one loop over the list, and stands still in one place.
 
 # %%
-show.source(pipeline.Pipeline.step, pipeline.Pipeline._pass, pipeline.Pipeline._forward)
+show.source(core.Pipeline.step, core.Pipeline._begin, core.Pipeline._end)
 
 # %% [markdown]
-# Three details:
-#
-# - An output that has been sent is let go: backward needs its place in autograd's graph, not its numbers.
-# - A micro-batch's loss counts by its share of the batch, so gradients are those of the mean over the whole batch, even if $m$ does not divide it.
-# - Tied weights, embedding on the first stage and head on the last, are two copies, whose gradients both stages exchange and add once per step.
-#
-# ## Equal
+# Its passes are those of the plain stage. Three things are new: an output that has been sent is let go, since backward needs its place in autograd's graph and not its numbers;
+# a micro-batch's loss counts by its share of the batch, so that gradients are those of the mean even if $m$ does not divide it; and a backward may leave the weights for later.
+
+# %%
+show.source(core.Passes)
+
+# %% [markdown]
+# Messages are kept by the action that they belong to. What has been sent is let go, too: a gradient that comes back says that the activations had arrived.
+
+# %%
+show.source(core.Mail.begin, core.Mail.post, core.Mail.wait, core.Mail.hand)
+show.source(core.Mail.send, core.come)
+
+# %% [markdown]
+# The last piece are the connections. nccl makes the one of a pair at its first message, and both ends stand still until it is there. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.
+
+# %%
+show.source(core.way_back, core.Mail._connect, core.Mail.exchange)
+
+# %% [markdown]
+# What this gains over the plain stage, in the same two schedules: bytes at the peak on stage 0, and a step of sleeping stages on a wire on which a message takes half of a forward.
+
+# %% tags=["hide-input", "measured"]
+# Table: the plain stage and the core, bytes held and seconds on a slow wire
+
+HOP = UNIT / 2  # seconds; the wire is slow only to begin with
+
+
+def core_peak(name, m):
+    """On a rank: bytes held at the peak of a step of the core, beyond weights and batch."""
+    mine, (tokens, targets) = staged(name, m), batch(8)
+    with count.held(*mine.parts, tokens, targets) as held:
+        before = held.now
+        mine.step(tokens, targets)
+    return held.peak - before
+
+
+def core_seconds(name, m):
+    """On a rank whose part sleeps: the shorter of two steps."""
+    schedule, found = pipeline.schedule(name, dist.get_world_size(), m), []
+    mine = pipeline.asleep(schedule, link.slow(HOP, 1e9), UNIT, UNIT, UNIT)
+    for _ in range(2):
+        dist.barrier()
+        begin = time.perf_counter()
+        mine.step(torch.zeros(m, 1), torch.zeros(m, 1))
+        dist.barrier()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+rows = []
+for order, name in ((gpipe, "gpipe"), (one_f_one_b, "1f1b")):
+    peak = ranks.run(core_peak, 4, name, 8, device="cpu")[0]
+    assert peak < first[order]
+    seconds = [
+        ranks.run(plain_seconds, 4, order, 8, (HOP, 1e9), device="cpu")[0],
+        ranks.run(core_seconds, 4, name, 8, device="cpu")[0],
+    ]
+    times = [f"{1e3 * t:.0f}" for t in seconds]
+    rows.append((name, f"{first[order] / 1e6:.2f}", f"{peak / 1e6:.2f}", *times))
+head = ["schedule", "plain: held (MB)", "core: held (MB)", "plain: step (ms)", "core: step (ms)"]
+show.table(rows, head)
+
+# %% [markdown]
+# ## Bit for bit what one process computes
 #
 # One process goes through the same micro-batches one after another, and adds their gradients up. The pipeline must compute the same, whatever the schedule.
 # The cells train for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; the batch has six sequences, so four micro-batches are uneven.
 
-# %%
+# %% tags=["hide-input"]
+# Holds all schedules against one process over five steps
+
 SMALL = replace(SHAPE, seq=16, hidden=32, bias=False)
 MICRO = (2, 4, 6)
 
@@ -450,15 +689,11 @@ def differences(name, shape, dtype, reference):
     return found
 
 
-# %% [markdown]
-# Now the comparison, for a model with one block in each part. Look for anything that is not 0.
-
-# %%
 def all_schedules(references):
     found = []
     for name in pipeline.NAMES:
         layers = pipeline.schedule(name, dist.get_world_size(), 1).parts
-        shape = replace(SMALL, layers=layers)
+        shape = replace(SMALL, layers=layers)  # one block in each part
         found.append(differences(name, shape, torch.float32, references[layers]))
     return found
 
@@ -468,20 +703,20 @@ for layers in (4, 8):
     shape = replace(SMALL, layers=layers)
     references[layers] = ranks.run(one_process, 1, shape, torch.float32, MICRO)[0]
 results = torch.tensor(ranks.run(all_schedules, 4, references))  # [rank, schedule, m, 2]
-exact = ranks.place(4)[1] == "cpu"  # a GPU's kernels may add in another order
-assert results.max() == 0 or (not exact and results.max() < 1e-3), results.amax(0)
-cells = [[f"{x:.0e}" if x else "0" for x in row] for row in results.amax(0).mT.flatten(1).tolist()]
-rows = [(name, *row) for name, row in zip(pipeline.NAMES, cells, strict=True)]
-head = [f"{what}, m = {m}" for what in ("gradients", "weights") for m in MICRO]
-show.table(rows, ["schedule", *head], caption="Largest difference from one process, float32")
+assert results.max() == 0 or (not EXACT and results.max() < 1e-3), results.amax(0)
+for which, what in enumerate(("gradients", "weights")):
+    apart = results[..., which].max().item()
+    print(f"{len(pipeline.NAMES)} schedules, m = 2, 4, 6: {what} differ by {apart:g}")
 
 # %% [markdown]
-# Bit for bit, since every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) do it on 1 and 2 stages, too). Two cases are not of that kind:
+# Every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) do it on 1 and 2 stages, too). Two cases are not of that kind:
 #
-# - with *tied* weights the embedding's gradient is a sum over two ranks: $(a + b) + (c + d)$ where one process has $((a + b) + c) + d$;
+# - with *tied* weights, embedding on the first stage and head on the last, there are two copies, whose gradients both stages add once per step: $(a + b) + (c + d)$ where one process has $((a + b) + c) + d$;
 # - beside one process that takes the whole batch *at once*, products run over other numbers of rows.
 
-# %%
+# %% tags=["hide-input"]
+# Table: the two cases that differ, in float32 and in float64
+
 shape, rows = replace(SMALL, layers=4), []
 for case, tied, at_once in (("tied weights", True, False), ("the batch at once", False, True)):
     for dtype, room in ((torch.float32, (1e-5, 1e-3)), (torch.float64, (1e-13, 1e-11))):
@@ -504,13 +739,30 @@ show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five s
 #
 # The simulator beside four ranks whose stages sleep. In the last two rows the wire is emulated, and a hop takes 10 ms, half of a forward.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: steps of sleeping stages, simulated and measured
+
+
+def sleeping_steps(names, microbatches, wire=None):
+    """On a rank: of each schedule's pipeline of sleeping stages, the shorter of two steps."""
+    found = {}
+    for name in names:
+        group = link.slow(*wire) if wire else dist.group.WORLD
+        schedule = pipeline.schedule(name, dist.get_world_size(), microbatches)
+        mine = pipeline.asleep(schedule, group, UNIT, UNIT, UNIT, record=True)
+        steps = []
+        for _ in range(2):
+            mine.step(torch.zeros(microbatches, 1), torch.zeros(microbatches, 1))
+            steps.append(mine.timeline())
+        found[name] = min(steps, key=lambda timeline: timeline.cost)
+    return found
+
+
 names = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-hop = UNIT / 2  # on a wire that is slow only to begin with
 near = ranks.run(sleeping_steps, 4, names, 8, device="cpu")[0]
-far = ranks.run(sleeping_steps, 4, names[:2], 8, (hop, 1e9), device="cpu")[0]
+far = ranks.run(sleeping_steps, 4, names[:2], 8, (HOP, 1e9), device="cpu")[0]
 cases = [(0.0, timeline) for timeline in near.values()]
-cases += [(hop, timeline) for timeline in far.values()]
+cases += [(HOP, timeline) for timeline in far.values()]
 rows = []
 for hop, timeline in cases:
     name = timeline.schedule.name
@@ -525,12 +777,14 @@ head = ["schedule", "hop (ms)", "predicted (ms)", "measured (ms)", "difference (
 show.table(rows, [*head, "bubble: predicted (%)", "measured (%)"], caption="Four ranks, m = 8")
 
 # %% [markdown]
-# Look at the two last rows again: with hops 1F1B takes longer than GPipe, which pays each hop once on the way there and once back. A stage that alternates waits round after round for a message that its neighbour could not send earlier.
+# With hops 1F1B takes longer than GPipe, which pays each hop once on the way there and once back. A stage that alternates waits round after round for a message that its neighbour could not send earlier.
 # So hops have to be short beside a forward, or stages need to run further ahead.
 #
-# Here is the interleaved step, measured and simulated:
+# Here is the interleaved step, simulated and measured:
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Draws the interleaved step, simulated and measured
+
 measured = near["interleaved"]
 simulated = pipeline.simulate(measured.schedule, UNIT, UNIT, UNIT)
 show.figure(
@@ -540,13 +794,34 @@ show.figure(
     "pipeline_measured",
 )
 
+
 # %% [markdown]
 # ### Memory
 #
 # A stage holds $1/p$ of the model states, give or take embedding and head. Of activations it holds what its layers keep for one micro-batch, times the micro-batches in flight; and a layer's temporaries.
-# The cell counts every byte on each of four ranks.
 
-# %% tags=["measured"]
+# %%
+def predicted_peak(name, stage, m, again):
+    """Bytes: what is kept, times those in flight, and what backward of one layer needs."""
+    recompute = "full" if again else "none"
+    one = memory.activations(
+        WIDE, 1, precision="fp32", pp=4, stage=stage, recompute=recompute
+    )
+    layers, ends = one.layer * one.layers, one.head + one.logits  # kept by a micro-batch
+    in_flight = pipeline.live(pipeline.schedule(name, 4, m))[stage]
+    # Backward of a layer comes when that of head and loss is over. It makes a matrix's
+    # gradient.
+    backward = max(ends + one.loss, max(one.working.values()) + 4 * 4 * WIDE.hidden**2)
+    messages = 2 * one.stream
+    return in_flight * layers + (in_flight - 1) * ends + backward + messages
+
+
+# %% [markdown]
+# Beside it stands every byte that each of four ranks held, counted:
+
+# %% tags=["hide-input", "measured"]
+# Table: activations at the peak by stage, predicted and counted
+
 WIDE = Config(seq=64, layers=8, heads=4, hidden=128, tied=False)
 CASES = [("gpipe", False), ("1f1b", False), ("gpipe", True), ("1f1b", True)]  # recompute?
 
@@ -566,17 +841,6 @@ def held_in_a_step(m):
     return found
 
 
-def predicted_peak(name, stage, m, again):
-    """Bytes: what is kept, times those in flight, and what backward of one layer needs."""
-    recompute = "full" if again else "none"
-    one = memory.activations(WIDE, 1, precision="fp32", pp=4, stage=stage, recompute=recompute)
-    layers, ends = one.layer * one.layers, one.head + one.logits  # kept by a micro-batch
-    in_flight = pipeline.live(pipeline.schedule(name, 4, m))[stage]
-    # Backward of a layer comes when that of head and loss is over. It makes a matrix's gradient.
-    backward = max(ends + one.loss, max(one.working.values()) + 4 * 4 * WIDE.hidden**2)
-    return in_flight * layers + (in_flight - 1) * ends + backward + 2 * one.stream  # messages
-
-
 by_rank = ranks.run(held_in_a_step, 4, 8, device="cpu")
 PEAKS = {case: [found[i] for found in by_rank] for i, case in enumerate(CASES)}
 rows = []
@@ -592,23 +856,22 @@ head = [f"{name}: {column}" for name in ("GPipe", "1F1B") for column in columns]
 show.table(rows, ["stage", *head], caption="Activations at the peak of a step, m = 8")
 
 # %% [markdown]
-# ### Recomputation inside GPipe
-#
-# GPipe's own remedy: keep only the *input* of each block, and compute the rest again in backward ([Memory](memory.md)). On stage 0:
+# GPipe's own remedy is recomputation: keep only the *input* of each block, and compute the rest again in backward ([Memory](memory.md)). On stage 0:
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: recomputation on stage 0, bytes and time
+
 rows = []
 for (name, again), peaks in PEAKS.items():
     want, got = predicted_peak(name, 0, 8, again), peaks[0]
     assert abs(got / want - 1) < 0.06, (name, again, want, got)
     # With recomputation, the backward of the input begins with another forward.
-    step = pipeline.simulate(pipeline.schedule(name, 4, 8), 1, 2 if again else 1, 1)
+    step_ = pipeline.simulate(pipeline.schedule(name, 4, 8), 1, 2 if again else 1, 1)
     what = "each block again in backward" if again else "everything kept"
     sizes = f"{want / 1e6:.2f}", f"{got / 1e6:.2f}", f"{100 * (got / want - 1):+.1f}"
-    rows.append((name, what, *sizes, f"{step.cost:g}", f"{100 * step.bubble:.0f}"))
-head = ["schedule", "activations", "predicted, stage 0 (MB)", "measured (MB)", "difference (%)"]
-show.table(rows, [*head, "step (forwards of a stage)", "bubble (%)"])
-
+    rows.append((name, what, *sizes, f"{step_.cost:g}"))
+head = ["schedule", "activations", "predicted (MB)", "measured (MB)", "difference (%)"]
+show.table(rows, [*head, "step (forwards of a stage)"])
 
 # %% [markdown]
 # GPipe's activations shrink to a sixth, and what it holds comes near 1F1B's. A step takes a third longer; the bubble's share stays.
@@ -617,7 +880,10 @@ show.table(rows, [*head, "step (forwards of a stage)", "bubble (%)"])
 #
 # Activations go one way and gradients the other: in a step $2\,v\,B\,s\,h$ elements leave an inner stage, whatever $m$ is. Data parallelism sends gradients, whatever the batch is.
 
-# %%
+# %% tags=["hide-input"]
+# Table: messages and bytes that a stage sends, predicted and counted
+
+
 def traffic(cases):
     found = []
     for name, m in cases:
@@ -640,15 +906,26 @@ rows.append(("data parallel, 4 ranks", "-", "-", f"{2 * 3 / 4 * 4 * P / 1e6:.3f}
 head = ["sent by stage 1 in a step", "m", "messages", "predicted (MB)", "counted (MB)"]
 show.table(rows, head, caption="Batch of 8 sequences of 64 tokens, h = 128")
 
-
 # %% [markdown]
 # So a pipeline sends less than data parallelism below $P/h$ tokens in a step: 2 million for Llama 3 8B.
 #
 # ### Balance
 #
-# The slowest stage sets the pace of all. And the head, a product with the whole vocabulary, costs as much as several layers. Llama 3 8B has 32 layers:
+# The slowest stage sets the pace of all. And the head, a product with the whole vocabulary, costs as much as several layers. Llama 3 8B has 32 layers. With times in units of one layer, the head counted with the last:
 
-# %% tags=["measured"]
+# %%
+sizes = memory.parameters(PRESETS["llama-3-8b"])
+HEAD = sizes["head"] / ((sizes["attention"] + sizes["ffn"]) / 32)  # as parameters, so time
+costs = [1.0] * 31 + [1.0 + HEAD]
+print("the head costs", round(HEAD, 2), "layers:", pipeline.balance(costs, 4))
+
+# %% [markdown]
+# `balance` finds the cut whose slowest part is fastest; an exercise below asks you for it. What it gains, on stages that sleep for so long:
+
+# %% tags=["hide-input", "measured"]
+# Table: an even cut and a balanced one, simulated and measured
+
+
 def uneven_step(seconds):
     """On a rank: the shorter of two steps of stages that sleep for unequal times."""
     schedule = pipeline.schedule("1f1b", 4, 8)
@@ -660,9 +937,6 @@ def uneven_step(seconds):
     return min(steps)
 
 
-sizes = memory.parameters(PRESETS["llama-3-8b"])
-HEAD = sizes["head"] / ((sizes["attention"] + sizes["ffn"]) / 32)  # time goes with parameters
-costs = [1.0] * 31 + [1.0 + HEAD]  # in layers; the head comes with the last one
 cuts = {"as many layers each": [8] * 4, "balance(costs, 4)": pipeline.balance(costs, 4)}
 rows = []
 for what, layers in cuts.items():
@@ -672,14 +946,11 @@ for what, layers in cuts.items():
     off = measured / predicted.cost - 1
     assert -0.02 < off < 0.4, (what, off)  # late sleeps
     times = [f"{1e3 * predicted.cost:.0f}", f"{1e3 * measured:.0f}", f"{100 * off:+.1f}"]
-    bubble = f"{100 * predicted.bubble:.0f}"
-    rows.append((what, str(layers), f"{1e3 * max(stages):.1f}", *times, bubble))
-head = ["cut", "layers", "slowest forward (ms)", "step: predicted (ms)", "measured (ms)"]
-caption = f"The head costs {HEAD:.1f} layers"
-show.table(rows, [*head, "difference (%)", "bubble (%)"], caption=caption)
+    rows.append((what, str(layers), *times, f"{100 * predicted.bubble:.0f}"))
+head = ["cut", "layers", "step: predicted (ms)", "measured (ms)", "difference (%)", "bubble (%)"]
+show.table(rows, head)
 
 # %% [markdown]
-# `balance` finds the cut whose slowest part is fastest; an exercise below asks you for it.
 # Memory is uneven, too: with 1F1B the first stage holds the most activations, and the last one the logits.
 #
 # ### How to choose m and p
@@ -692,15 +963,15 @@ show.table(rows, [*head, "difference (%)", "bubble (%)"], caption=caption)
 # GPipe's authors found it so {cite}`huang2019gpipe`, with recomputation that begins before the gradient has come. By itself $m = 4p$ leaves $(p-1)/(5p-1)$, 16 % for 4 stages and 20 % for very many; see the next cell. For 5 % you need $m = 19\,(p-1)$.
 # `````
 
-# %%
-rows = []
+# %% tags=["hide-input"]
+# Holds the bubble with four times as many micro-batches as stages against the formula
+
 for p in (2, 4, 8, 16):
-    names = ("1f1b", "interleaved", "zb-h1", "zb-v")
+    names = {"1f1b": "1F1B", "interleaved": "interleaved", "zb-h1": "ZB-H1", "zb-v": "ZB-V"}
     found = [pipeline.simulate(pipeline.schedule(name, p, 4 * p)).bubble for name in names]
     assert abs(found[0] - (p - 1) / (5 * p - 1)) < 1e-12
-    rows.append((p, 4 * p, *(f"{100 * bubble:.1f}" for bubble in found)))
-head = [f"{name}: bubble (%)" for name in ("1F1B", "interleaved, v = 2", "ZB-H1", "ZB-V")]
-show.table(rows, ["p", "m = 4p", *head], caption="F = I = W, no hops")
+    shares = zip(names.values(), found, strict=True)
+    print(f"p = {p:2}:", ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares))
 
 # %% [markdown]
 # **Stages.** As few as let the model fit: every stage more adds to the bubble.
@@ -711,7 +982,7 @@ show.table(rows, ["p", "m = 4p", *head], caption="F = I = W, no hops")
 # **Schedule.** 1F1B first. When the bubble hurts and $m$ cannot grow, interleave, where hops are short beside a part's forward; or split the backward.
 #
 # (pipeline-torch)=
-# ## The production library
+# ## PyTorch's pipelines beside ours
 #
 # `torch.distributed.pipelining` has a `PipelineStage` around a stage's module, and a class for each schedule. The first cell puts the same parts into it.
 
@@ -744,11 +1015,13 @@ def torchs(name, m, model, **options):
 
     return step, nn.ModuleList(parts[i] for i in numbers)
 
-
 # %% [markdown]
-# The next one times both, in turn, and compares the gradients of the last step.
+# The table times both, in turn, and compares the gradients of the last step.
 
-# %%
+# %% tags=["hide-input", "measured"]
+# Table: gradients and seconds of ours beside torch's
+
+
 def side_by_side(names, rounds, m):
     found = []
     for name in names:
@@ -772,10 +1045,6 @@ def side_by_side(names, rounds, m):
     return found
 
 
-# %% [markdown]
-# Look at the gradients first:
-
-# %% tags=["measured"]
 results = ranks.run(side_by_side, 2, list(TORCHS), 7, 4, device="cpu")
 rows = []
 for i, (name, theirs) in enumerate(TORCHS.items()):
@@ -808,13 +1077,14 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 # It is not the same with another name: `Pipe` was GPipe in *one* process over several GPUs, its successor is one process for each stage.
 # `````
 
-# %%
+# %% tags=["hide-input"]
+# Says which of the two modules this version of torch has
+
 gone = importlib.util.find_spec("torch.distributed.pipeline") is None
 there = [name for name in dir(pipelining) if name.startswith("Schedule")]
 print("torch.distributed.pipeline:", "gone" if gone else "still there")
 print("torch.distributed.pipelining:", *(name.removeprefix("Schedule") for name in there))
 assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= set(there)
-
 
 # %% [markdown]
 # `````{admonition} Checked: "DeepSpeed's pipeline goes with any ZeRO stage"
@@ -823,7 +1093,10 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 # With stage 1 alone, besides 0. Stages 2 and 3 scatter gradients after every micro-batch, and a pipeline adds them up over $m$ of them: $m$ times the messages ([ZeRO](zero.md)). The next cell asks DeepSpeed's own engine.
 # `````
 
-# %%
+# %% tags=["hide-input"]
+# Trains DeepSpeed's pipeline with ZeRO stages 0, 1 and 2, and holds its loss against one process
+
+
 def deepspeeds(zero):
     """On a rank: the loss of a step of DeepSpeed's pipeline, or what it says instead."""
     settings = de.config(1, 2, pp=2, accumulation=4)
@@ -846,14 +1119,22 @@ for zero in (0, 1, 2):
     print(f"stage {zero}:", "trains, with the loss of one process" if trains else found)
     assert trains == (zero < 2)
 
-
 # %% [markdown]
 # ## With data parallelism
 #
 # A pipeline of $p$ stages on $N$ ranks leaves room for $d = N/p$ copies. Ranks that hold the same stage in different copies are *replicas*, and average their gradients.
-# When? Once, after the last micro-batch: the gradient of a step is the sum over all of them. The cell trains two copies of a two-stage pipeline, and counts.
+# When? Once, after the last micro-batch: the gradient of a step is the sum over all of them. The core does it at the end of `step`, one all-reduce for each parameter:
 
 # %%
+show.source(core.average)
+
+# %% [markdown]
+# Two copies of a two-stage pipeline, held against one process:
+
+# %% tags=["hide-input"]
+# Holds two copies of two stages against one process, and counts all-reduces
+
+
 def two_by_two(m):
     """On a rank: largest difference of gradients from one process, and all-reduces in a step."""
     rank = dist.get_rank()
@@ -875,18 +1156,16 @@ def two_by_two(m):
     return apart.item(), sent.collectives["all_reduce"][0], len(list(mine.parameters()))
 
 
-rows = []
 for m in (2, 8):
     results = ranks.run(two_by_two, 4, m)
     apart = max(result[0] for result in results)
     assert apart < 1e-5  # float32: (a + b) + (c + d) beside ((a + b) + c) + d; gradients reach 1
     assert all(calls == parameters for _, calls, parameters in results)
-    rows.append((m, f"{apart:.0e}", results[0][1], results[0][2]))
-head = ["m", "gradients: from one process", "all-reduces of rank 0 in a step", "its parameters"]
-show.table(rows, head, caption="Two copies of two stages on four ranks")
+    _, calls, parameters = results[0]
+    print(f"m = {m}: gradients differ by {apart:.0e}; {calls} all-reduces, {parameters} parameters")
 
 # %% [markdown]
-# One for each parameter, however many micro-batches: who averages after each of them, as a wrapper around each stage would, sends $m$ times as much.
+# However many micro-batches there are, each parameter has one: who averages after each of them, as a wrapper around each stage would, sends $m$ times as much.
 # (Larger messages would be better still: the buckets of [Data parallelism](data_parallel.md).)
 #
 # ## What goes wrong
@@ -902,14 +1181,14 @@ try:
     pipeline.validate(mixed)
 except ValueError as error:
     print(error)
-else:
-    raise AssertionError("this was meant to be refused")
-
 
 # %% [markdown]
 # Without it the ranks hang. With a timeout of five seconds, this is what it looks like:
 
-# %%
+# %% tags=["hide-input"]
+# Runs the two schedules unchecked, until the timeout names who waits
+
+
 def unchecked(schedule):
     mine = pipeline.distribute(plain(), schedule, dist.group.WORLD, check=False)
     value = mine.step(*batch(2))
@@ -933,9 +1212,16 @@ else:
 
 # %%
 right = pipeline.gpipe(2, 2)
-first, second, *others = right.actions[1]
-swapped = replace(right, given=(right.actions[0], (second, first, *others)))
+one, two, *others = right.actions[1]
+swapped = replace(right, given=(right.actions[0], (two, one, *others)))
 print("stage 1:", *swapped.actions[1])
+
+# %% [markdown]
+# The losses of the right schedule and of the wrong one, and what `validate` says:
+
+# %% tags=["hide-input"]
+# Runs both schedules unchecked, and validates the wrong one
+
 for schedule in (right, swapped):
     print(f"loss: {ranks.run(unchecked, 2, schedule, device='cpu')[1]:.4f}")
 try:
@@ -943,16 +1229,18 @@ try:
 except ValueError as error:
     print(textwrap.fill(str(error), 90))
 
-
 # %% [markdown]
 # No error, and a loss that looks like one. Activations of one half of the batch meet the targets of the other, and the model is trained on pairs that do not belong together.
-# Only a comparison with one process shows it, or `validate`, whose message comes last.
+# Only a comparison with one process shows it, or `validate`.
 #
 # ### A stage that raises
 #
-# The others wait for messages that never come. `ranks.run` names the rank that failed of its own doing; under `torchrun` look for the *first* error by time.
+# The others wait for messages that never come. `ranks.run` names the rank that failed of its own doing; under `torchrun` the *first* error by time is the one that counts.
 
-# %%
+# %% tags=["hide-input"]
+# Lets stage 2 raise at its third micro-batch, and prints whom the run names
+
+
 def raises():
     mine = staged("1f1b", 4)
     passed = []
@@ -974,13 +1262,15 @@ except ranks.RankError as error:
 else:
     raise AssertionError("this was meant to fail")
 
-
 # %% [markdown]
-# ### Forgotten: division by m
+# ### Gradients m times too large, or too small
 #
 # Each micro-batch's loss is a mean over its own sequences, so their gradients add up to $m$ times the right one. Torch's schedules divide by $m$ (`scale_grads=True`); who divides the loss as well, out of habit from gradient accumulation, does it twice.
 
-# %%
+# %% tags=["hide-input"]
+# Compares the norm of the gradients when torch divides, nobody does, or both do
+
+
 def norms(m):
     """On a rank: by what is divided, the norm of this stage's gradients, in units of the right one."""
     step = staged("gpipe", m)
@@ -999,8 +1289,8 @@ def norms(m):
 
 found = ranks.run(norms, 2, 4, device="cpu")[0]
 assert [round(ratio, 4) for ratio in found.values()] == [1, 4, 0.25]
-rows = [(name, f"{ratio:.2f}") for name, ratio in found.items()]
-show.table(rows, ["four micro-batches", "the gradient's norm, of the right one"])
+for name, ratio in found.items():
+    print(f"{name}: the gradient's norm is {ratio:.2f} of the right one")
 
 # %% [markdown]
 # AdamW hides both ([Data parallelism](data_parallel.md)); clipping does not. Compare the norm in the first step with one process.
@@ -1101,42 +1391,49 @@ check(my_live)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} The order of a stage (medium)
-# :label: ex-pipeline-1f1b
+# ```{exercise-start} The order with chunks (medium)
+# :label: ex-pipeline-interleaved
 # ```
 #
-# Write the order of a stage in 1F1B as a list of strings, `"F0"` and `"B0"`, micro-batches counted from 0.
-# It must work for any number of micro-batches, also for fewer than stages.
+# Write the order of a stage in the interleaved schedule, for $m$ a multiple of $p$, as a list of strings: `"F5.1"` is the forward of micro-batch 5 through the stage's chunk 1.
+# Micro-batches go in groups of $p$. A group passes all chunks in turn, forward from chunk 0 up, backward from the last chunk down; then comes the next group.
+# Stage $s$ runs $2(p-1-s) + (v-1)p$ forwards ahead, or all that there are; then one forward, one backward; then what is left.
 
 # %%
-def my_1f1b(stage, stages, microbatches):
+def my_interleaved(stage, stages, microbatches, chunks):
     pass  # your code
 
 
-check(my_1f1b)
+check(my_interleaved)
 
 
 # %% [markdown]
 # ```{exercise-end}
 # ```
 #
-# ```{solution-start} ex-pipeline-1f1b
-# :label: sol-pipeline-1f1b
+# ```{solution-start} ex-pipeline-interleaved
+# :label: sol-pipeline-interleaved
 # :class: dropdown
 # ```
 #
-# Ahead, alternate, and what is left.
+# 1F1B's three loops, over lists that name chunks as well.
 
 # %%
-def my_1f1b(stage, stages, microbatches):
-    ahead = min(stages - 1 - stage, microbatches)
-    order = [f"F{i}" for i in range(ahead)]
-    for i in range(microbatches - ahead):
-        order += [f"F{ahead + i}", f"B{i}"]
-    return order + [f"B{i}" for i in range(microbatches - ahead, microbatches)]
+def my_interleaved(stage, stages, microbatches, chunks):
+    forwards, backwards = [], []
+    for first in range(0, microbatches, stages):
+        group = range(first, first + stages)
+        forwards += [f"F{i}.{c}" for c in range(chunks) for i in group]
+        backwards += [f"B{i}.{c}" for c in reversed(range(chunks)) for i in group]
+    ahead = 2 * (stages - 1 - stage) + (chunks - 1) * stages
+    ahead = min(ahead, len(forwards))
+    order = forwards[:ahead]
+    for i in range(len(forwards) - ahead):
+        order += [forwards[ahead + i], backwards[i]]
+    return order + backwards[len(forwards) - ahead :]
 
 
-check(my_1f1b)
+check(my_interleaved)
 
 
 # %% [markdown]
@@ -1190,61 +1487,76 @@ check(my_balance)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} GPipe on real ranks (hard)
-# :label: ex-pipeline-gpipe
+# ```{exercise-start} 1F1B with calls that wait (hard)
+# :label: ex-pipeline-1f1b
 # ```
 #
-# Write a step of GPipe on one stage. `part` is this rank's module, from [b, h] to [b, h]; `x_BH` and `y_BH` are the whole batch of inputs and targets, the same on every rank; `m` divides it.
-# The loss is `F.mse_loss`, the mean over the whole batch. Leave the gradients in the parameters of `part`.
-# `ranks.isend(tensor, peer, group)` and `ranks.irecv(tensor, peer, group)` return at once, and `.wait()` waits.
+# Write a step of 1F1B on one stage with no other messages than `send(tensor, peer)`, which returns when the other side has received, and `receive(like, peer)`, which returns a tensor of the form of `like` when it has come.
+# `part` is this rank's module, from [b, h] to [b, h]; `x_BH` and `y_BH` are the whole batch of inputs and targets, the same on every rank; `m` divides it.
+# The loss is `F.mse_loss`, the mean over the whole batch. Leave the gradients in the parameters of `part`, and hold no more than $p - s$ micro-batches.
 
 # %%
-def my_gpipe(part, x_BH, y_BH, m, group):
+def my_1f1b(part, x_BH, y_BH, m, stage, stages, send, receive):
     pass  # your code
 
 
-check(my_gpipe)
+check(my_1f1b)
 
 
 # %% [markdown]
 # ```{exercise-end}
 # ```
 #
-# ```{solution-start} ex-pipeline-gpipe
-# :label: sol-pipeline-gpipe
+# ```{solution-start} ex-pipeline-1f1b
+# :label: sol-pipeline-1f1b
 # :class: dropdown
 # ```
 #
-# What is received is a leaf of autograd, and its gradient is what goes back.
+# Between two stages, in the steady state, an output meets a gradient: `swap` has both, and even stages send first.
+# A gradient that goes back and the next input that comes are such a pair, too, so the next input is received before the next forward.
 
 # %%
-def my_gpipe(part, x_BH, y_BH, m, group):
-    stage, last = dist.get_rank(group), dist.get_world_size(group) - 1
-    passed, sent = [], []
-    for x, y in zip(x_BH.chunk(m), y_BH.chunk(m), strict=True):
+def my_1f1b(part, x_BH, y_BH, m, stage, stages, send, receive):
+    xs, ys, kept = list(x_BH.chunk(m)), list(y_BH.chunk(m)), []
+
+    def swap(out, peer):
+        if stage % 2 == 0:
+            send(out, peer)
+            return receive(out, peer)
+        got = receive(out, peer)
+        send(out, peer)
+        return got
+
+    def forward(x, y):
+        out = part(x.requires_grad_(stage > 0))
+        kept.append((x, out if stage < stages - 1 else F.mse_loss(out, y) / m))
+        return out.detach()
+
+    def backward(dy):
+        x, out = kept.pop(0)
+        out.backward(dy)
+        return x.grad
+
+    ahead = min(stages - 1 - stage, m)
+    for i in range(ahead):  # warm-up
+        x = receive(xs[i], stage - 1) if stage > 0 else xs[i]
+        send(forward(x, ys[i]), stage + 1)
+    dx = None  # of the backward before: it goes back while the next input comes
+    for i in range(ahead, m):  # steady
+        x = xs[i]
         if stage > 0:
-            x = torch.empty_like(x)
-            ranks.irecv(x, stage - 1, group).wait()
-            x.requires_grad_()
-        out = part(x)
-        if stage < last:
-            sent.append(ranks.isend(out.detach(), stage + 1, group))
-        else:
-            out = F.mse_loss(out, y) / m
-        passed.append((x, out))
-    for x, out in passed:
-        gradient = None
-        if stage < last:
-            gradient = torch.empty_like(out)
-            ranks.irecv(gradient, stage + 1, group).wait()
-        out.backward(gradient)
+            x = receive(x, stage - 1) if dx is None else swap(dx, stage - 1)
+        out = forward(x, ys[i])
+        dx = backward(swap(out, stage + 1) if stage < stages - 1 else None)
+    if stage > 0 and dx is not None:
+        send(dx, stage - 1)
+    for _ in range(ahead):  # cool-down
+        dx = backward(receive(kept[0][1], stage + 1))
         if stage > 0:
-            sent.append(ranks.isend(x.grad, stage - 1, group))
-    for message in sent:
-        message.wait()
+            send(dx, stage - 1)
 
 
-check(my_gpipe)
+check(my_1f1b)
 
 
 # %% [markdown]
@@ -1353,9 +1665,9 @@ check(my_microbatches)
 # - 1F1B has GPipe's bubble and holds $p - s$ micro-batches on stage $s$ instead of $m$; so take 1F1B, and a larger $m$.
 # - Interleaving divides the filling by $v$ and multiplies messages by $v$; a split backward fills what is left.
 # - A schedule is a list for each stage: validate it, simulate it, and run that very list.
+# - Of two neighbours that both send, one receives first: by parity, in one batch, or with a group for each direction.
 # - The gradients have the bits of one process; each loss counts for its share of the batch.
-# - The slowest stage sets the pace: count the head as layers.
-# - Little is sent, $2bsh$ elements per micro-batch and boundary: less than gradients below $P/h$ tokens in a step.
+# - The slowest stage sets the pace: count the head as layers. Little is sent: less than gradients below $P/h$ tokens in a step.
 #
 # ## Further reading
 #

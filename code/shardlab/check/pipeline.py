@@ -61,65 +61,89 @@ def _(answer: Any) -> str:
     return f"Right: {p - 1} idle slots of {m + p - 1}, 17.9 %, forward as well as backward."
 
 
-# Stages and micro-batches. The first pair tells the mistakes apart; fewer micro-batches come last.
-_PAIRS = ((4, 8), (1, 3), (2, 5), (6, 6), (4, 4), (4, 3), (6, 2), (3, 1))
-# Forwards before forwards and backwards alternate, on stage s of p.
-_AHEAD: dict[str, Callable[[int, int, int], int]] = {
-    "That is GPipe: the stage holds every micro-batch before it gives one back.": lambda s, p, m: m,
-    "Each stage holds one micro-batch more than it has to: count its forwards before the first "
-    "backward.": lambda s, p, m: p - s,
-    "All stages begin alike; but the later the stage, the sooner a gradient comes to it.": (
-        lambda s, p, m: p - 1
+# Stages, micro-batches and chunks. The first tells the mistakes apart.
+_TRIPLES = ((4, 8, 2), (2, 4, 3), (4, 4, 2), (3, 9, 1), (1, 3, 2), (2, 2, 4))
+_HOW_INTERLEAVED = {
+    "That is 1F1B's number of forwards ahead; here the first backward comes after all of a "
+    "stage's chunks.": lambda s, p, m, v: _interleaved(p, m, v, p - 1 - s),
+    "The forwards ahead are counted from the wrong end: the first stage runs the most.": (
+        lambda s, p, m, v: _interleaved(p, m, v, 2 * s + (v - 1) * p)
     ),
-    "Counted from the wrong end: the first stage waits longest for a gradient.": lambda s, p, m: s,
-    "That is the loop over micro-batches, in which nothing overlaps.": lambda s, p, m: 0,
+    "All forwards come first: how many does a stage run ahead?": (
+        lambda s, p, m, v: _interleaved(p, m, v, m * v)
+    ),
+    "Backward begins with the last chunk: it is the first whose gradient is there.": (
+        lambda s, p, m, v: _interleaved(p, m, v, 2 * (p - 1 - s) + (v - 1) * p, down=False)
+    ),
+    "A group has as many micro-batches as there are stages; these go through a chunk all at "
+    "once.": lambda s, p, m, v: _interleaved(p, m, v, 2 * (p - 1 - s) + (v - 1) * p, group=m),
+    "Micro-batches go in groups: a chunk takes as many as there are stages, one after another, "
+    "before the next chunk begins.": (
+        lambda s, p, m, v: _interleaved(p, m, v, 2 * (p - 1 - s) + (v - 1) * p, group=1)
+    ),
 }
 
 
-def _with(ahead: int, m: int) -> list[str]:
-    order = [f"F{i}" for i in range(min(ahead, m))]
-    for i in range(m):
-        order += [f"F{ahead + i}", f"B{i}"] if ahead + i < m else [f"B{i}"]
-    return order
+def _interleaved(
+    p: int, m: int, v: int, ahead: int, down: bool = True, group: int | None = None
+) -> list[str]:
+    """A stage's order with so many forwards ahead, and groups of p or of `group`."""
+    size = group or p
+    forwards, backwards = [], []
+    for first in range(0, m, size):
+        them = range(first, min(m, first + size))
+        forwards += [f"F{i}.{c}" for c in range(v) for i in them]
+        chunks = reversed(range(v)) if down else range(v)
+        backwards += [f"B{i}.{c}" for c in chunks for i in them]
+    ahead = min(ahead, len(forwards))
+    order = forwards[:ahead]
+    for i in range(len(forwards) - ahead):
+        order += [forwards[ahead + i], backwards[i]]
+    return order + backwards[len(forwards) - ahead :]
 
 
-def _flaw(order: Sequence[str], m: int) -> str:
+def _flaw(order: Sequence[str], m: int, v: int) -> str:
     """What is wrong with an order on its own, in a sentence; "" if nothing is."""
-    want = [f"F{i}" for i in range(m)] + [f"B{i}" for i in range(m)]
+    want = [f"{kind}{i}.{c}" for kind in "FB" for c in range(v) for i in range(m)]
     strange = [action for action in order if action not in want]
     missing = [action for action in want if action not in order]
-    if f"F{m}" in strange and "F0" in missing:
-        return "micro-batches are counted from 0."
+    if any("." not in action for action in order):
+        return "an action has a micro-batch and a chunk, such as 'F5.1'."
     if strange:
-        return f"{strange[0]!r} is no pass of micro-batches 0 to {m - 1}."
+        which = f"micro-batches 0 to {m - 1} and chunks 0 to {v - 1}"
+        return f"{strange[0]!r} is no pass of {which}."
     if missing:
         return f"{missing[0]} is missing."
-    if len(order) > 2 * m:
+    if len(order) > len(want):
         return "something is there more than once."
-    early = [i for i in range(m) if order.index(f"B{i}") < order.index(f"F{i}")]
-    return f"B{early[0]} stands before F{early[0]}." if early else ""
+    early = [a for a in want[: m * v] if order.index(f"B{a[1:]}") < order.index(a)]
+    return f"B{early[0][1:]} stands before {early[0]}." if early else ""
 
 
-@exercise("my_1f1b")
-def _(answer: Callable[[int, int, int], Any]) -> str:
-    for p, m in _PAIRS:
-        got = [_ask(answer, "my_1f1b", stage, p, m) for stage in range(p)]
+@exercise("my_interleaved")
+def _(answer: Callable[[int, int, int, int], Any]) -> str:
+    for p, m, v in _TRIPLES:
+        want = [
+            [f"{a.kind}{a.microbatch}.{a.chunk}" for a in order]
+            for order in pipeline.interleaved(p, m, v).orders
+        ]
+        got = [_ask(answer, "my_interleaved", stage, p, m, v) for stage in range(p)]
         for stage, order in enumerate(got):
-            asked = f"my_1f1b({stage}, {p}, {m})"
+            asked = f"my_interleaved({stage}, {p}, {m}, {v})"
             if not isinstance(order, list) or not all(isinstance(a, str) for a in order):
-                raise Wrong(f'{asked} returned {order!r}; it should be a list such as ["F0", …].')
-            if flaw := _flaw(order, m):
+                raise Wrong(f'{asked} returned {order!r}; it should be a list such as ["F0.0", …].')
+            if got == want:
+                continue
+            for words, made in _HOW_INTERLEAVED.items():
+                if got == [made(s, p, m, v) for s in range(p)]:
+                    raise Wrong(words)
+            if flaw := _flaw(order, m, v):
                 raise Wrong(f"In {asked}, {flaw}")
-        want = _orders("1f1b", p, m)
-        for words, ahead in _AHEAD.items():
-            if got != want and got == [_with(ahead(s, p, m), m) for s in range(p)]:
-                raise Wrong(words)
-        for s in range(p):
-            for action, right in zip(got[s], want[s], strict=True):
+            for action, right in zip(order, want[stage], strict=True):
                 if action != right:
-                    words = f"my_1f1b({s}, {p}, {m}): {action} comes at the wrong time. How many "
-                    raise Wrong(words + "forwards fit in until a gradient can have come back?")
-    return f"Right on every stage, for {len(_PAIRS)} pairs of stages and micro-batches."
+                    words = "comes at the wrong time. Which group and which chunk is next, and how"
+                    raise Wrong(f"{asked}: {action} {words} many forwards run ahead?")
+    return f"Right on every stage, for {len(_TRIPLES)} cases of stages, micro-batches and chunks."
 
 
 @exercise("my_live")
@@ -179,7 +203,8 @@ _RAISED = {
     "only if requires_grad_() was called before part(x).",
     "only for scalar outputs": " Only the last stage has a loss; the others go backward with the "
     "gradient that comes: output.backward(gradient).",
-    "did not come together": " Every receive needs a send on the other side, in the same order.",
+    "did not come together": " Do two neighbours both send, or both receive? Of the two, one has "
+    "to send first and the other to receive first.",
 }
 
 
@@ -196,13 +221,36 @@ def _gradient(part: nn.Module) -> Tensor | None:
     return torch.cat([gradient.flatten() for gradient in found]) if found else None
 
 
-def _gpipe(answer: Callable[..., Any]) -> list[Tensor | None]:
+def _send(tensor: Tensor, peer: int) -> None:
+    """Return when stage `peer` has received it: its word comes back."""
+    ranks.isend(tensor.detach(), peer).wait()
+    ranks.irecv(torch.empty(1, device=tensor.device), peer).wait()
+
+
+def _receive(like: Tensor, peer: int) -> Tensor:
+    tensor = torch.empty_like(like, requires_grad=False)
+    ranks.irecv(tensor, peer).wait()
+    ranks.isend(torch.ones(1, device=tensor.device), peer).wait()
+    return tensor
+
+
+def _passes(part: nn.Module) -> list[str]:
+    """What `part` will do from now on, as a list that fills: "F" and "B"."""
+    done: list[str] = []
+    part.register_forward_hook(lambda *_: done.append("F"))
+    next(part.parameters()).register_hook(lambda gradient: done.append("B"))
+    return done
+
+
+def _step_of_1f1b(answer: Callable[..., Any]) -> list[tuple[Tensor | None, list[str]]]:
     found = []
-    for m in (4, 1):
-        parts, x_BH, y_BH = _job(dist.get_world_size())
-        part, device = parts[dist.get_rank()].to(ranks.device()), ranks.device()
-        answer(part, x_BH.to(device), y_BH.to(device), m, dist.group.WORLD)
-        found.append(_gradient(part))
+    stage, stages = dist.get_rank(), dist.get_world_size()
+    for m in (8, 4, 1):
+        parts, x_BH, y_BH = _job(stages)
+        part, device = parts[stage].to(ranks.device()), ranks.device()
+        done = _passes(part)
+        answer(part, x_BH.to(device), y_BH.to(device), m, stage, stages, _send, _receive)
+        found.append((_gradient(part), done))
     return found
 
 
@@ -221,16 +269,16 @@ def _one_process(size: int, m: int, scale: float, only: int = 0, ones: bool = Fa
     return [_gradient(part) for part in parts]
 
 
-@exercise("my_gpipe")
+@exercise("my_1f1b")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
         try:
-            results = run_answer(_gpipe, size, answer, timeout=_TIMEOUT)
+            results = run_answer(_step_of_1f1b, size, answer, timeout=_TIMEOUT)
         except Wrong as wrong:
             words = [words for part, words in _RAISED.items() if part in str(wrong)]
             raise Wrong(f"{wrong}{''.join(words)}") from None
-        for i, m in enumerate((4, 1)):
-            got = [result[i] for result in results]
+        for i, m in enumerate((8, 4, 1)):
+            got = [result[i][0] for result in results]
             for rank, gradient in enumerate(got):
                 if gradient is None:
                     raise Wrong(f"The part of rank {rank} has no gradient: it never went backward.")
@@ -241,9 +289,23 @@ def _(answer: Callable[..., Any]) -> str:
                 "All stages but the last went backward from ones, not from the gradient that the "
                 "next one sends.": _one_process(size, m, 1 / m, ones=True),
             }
-            # 1e-6: float32, values below 1, four of them added in some order
+            # 1e-6: float32, values below 1, eight of them added in some order
             same(got, _one_process(size, m, 1 / m), f"with m = {m}, a gradient", 1e-6, hints)
-    return "Right: on 2 and 4 ranks the gradients are those of one process, for m = 4 and m = 1."
+            for stage, result in enumerate(results):
+                _judge_order(result[i][1], stage, size, m)
+    return "Right: on 2 and 4 ranks the bits are those of one process, and 1F1B's memory is kept."
+
+
+def _judge_order(done: list[str], stage: int, stages: int, m: int) -> None:
+    """Wrong if a stage kept more micro-batches than 1F1B does."""
+    held = most = 0
+    for kind in done:
+        held += 1 if kind == "F" else -1
+        most = max(most, held)
+    if most > (room := min(stages - stage, m)):
+        words = f"with m = {m} on {stages} stages, stage {stage} held {most} micro-batches"
+        like = " That is GPipe: all forwards come first." if most == m else ""
+        raise Wrong(f"The gradients are right, but {words}, where {room} will do.{like}")
 
 
 _CIRCLE = "Forwards wait for the stage before, backwards for the one behind; name all that stand."

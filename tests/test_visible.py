@@ -30,7 +30,7 @@ def test_folded_cells_begin_with_what_they_do(path):
     for cell in visible.cells(path.read_text("utf-8")):
         if cell.folded:
             first = cell.source.splitlines()[0]
-            assert first.startswith("# ") and 8 < len(first) <= 72 and first[-1] != ".", first
+            assert first.startswith("# ") and 8 < len(first) <= 80 and first[-1] != ".", first
 
 
 @each

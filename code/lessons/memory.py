@@ -33,7 +33,6 @@
 
 # %% tags=["hide-input"]
 import argparse
-import runpy
 import statistics
 import textwrap
 import time
@@ -48,9 +47,8 @@ from shardlab.check import check
 from shardlab.count import speed
 from shardlab.memory.command import add_command
 from shardlab.model import GPT, PRESETS, Config, loss
+from shardlab.show import measured
 
-# Its timeline() and roofline() are used below.
-drawing = runpy.run_path(str(show.ROOT / "figures/memory.py"))
 show.style()
 
 GPU = torch.cuda.is_available()
@@ -422,7 +420,7 @@ for words, job in jobs.items():
     weights = states["parameters"], states["optimizer"] + states["counters"]
     runs.append((words, trace, marks, *weights))
 show.figure(
-    drawing["timeline"](runs),
+    measured.bytes_held(runs),
     "Bytes held over one training step, measured by this page, with all activations kept and with "
     "each layer recomputed in backward.",
     "memory_timeline",
@@ -673,7 +671,7 @@ reached = {name: rate for name, _, rate in points}
 assert reached["large product"] > 3 * reached["matrix × 1 column"]
 assert reached["large product"] > 3 * reached["addition"]
 show.figure(
-    drawing["roofline"](roof, points),
+    measured.roofline(roof, points),
     "The roofline of the machine that executed this page, with five pieces of work under it.",
     "memory_roofline",
 )

@@ -34,7 +34,6 @@
 
 # %% tags=["hide-input"]
 import copy
-import runpy
 import statistics
 import tempfile
 import time
@@ -47,7 +46,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from shardlab import count, link, ranks, show, text
+from shardlab import count, link, overlap, ranks, show, text
 from shardlab.check import check
 from shardlab.collectives import CostModel
 from shardlab.data_parallel import (
@@ -63,8 +62,6 @@ from shardlab.data_parallel import (
 )
 from shardlab.model import GPT, PRESETS, loss
 
-# Its trace() and timeline() are used below.
-drawing = runpy.run_path(str(show.ROOT / "figures/data_parallel.py"))
 show.style()
 
 
@@ -536,8 +533,8 @@ show.table(
 
 # %% tags=["measured"]
 runs = {
-    "loopback": ranks.run(drawing["trace"], 2, 1, 7, 0.0, 1e12, device="cpu")[0],
-    "1 Gbit/s": ranks.run(drawing["trace"], 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
+    "loopback": ranks.run(overlap.trace, 2, 1, 7, 0.0, 1e12, device="cpu")[0],
+    "1 Gbit/s": ranks.run(overlap.trace, 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
 }
 rows, ratios = [], {}
 for name, run in runs.items():
@@ -549,9 +546,9 @@ assert ratios["1 Gbit/s"] < 0.95 and ratios["1 Gbit/s"] < ratios["loopback"]
 show.table(rows, ["link", "without overlap (ms)", "with overlap (ms)", "with / without"])
 
 # %% tags=["measured"]
-slow = {way: drawing["middle"](run) for way, run in runs["1 Gbit/s"].items()}
+slow = {way: overlap.middle(run) for way, run in runs["1 Gbit/s"].items()}
 show.figure(
-    drawing["timeline"](slow["without"], slow["with"]),
+    overlap.timeline(slow["without"], slow["with"]),
     "Timelines of a step without and with overlap, measured by this page on one of two ranks.",
     "data_parallel_timeline",
 )

@@ -7,140 +7,18 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import time
 from pathlib import Path
-from typing import Any
 
-import matplotlib.pyplot as plt
-import torch
-import torch.distributed as dist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch.utils.data import DistributedSampler
 
-from shardlab import link, ranks, show, text
-from shardlab.data_parallel import MIB, Bucket, DataParallel, assign_buckets, average_in_buckets
-from shardlab.model import GPT, PRESETS, loss
+from shardlab import overlap, ranks, show
 from shardlab.show.drawing import arrow, box, canvas, stripes, title
 
 HERE = Path(__file__).parent
 INK = show.INK
 COLORS = show.RANK_COLORS
-Run = dict[str, Any]
-
-
-def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str, list[Run]]:
-    """On a rank: steps with and without overlap, in turn, on an emulated link: when what happened.
-
-    Each step is {"forward": end, "backward": end, "wait": end, "step": end, "buckets": [[ready,
-    wire begins, wire ends], …]}, in seconds since the step began on this rank.
-    """
-    wire = link.slow(latency, bandwidth)
-    plain = GPT(PRESETS["mini"])
-    hooked = DataParallel(copy.deepcopy(plain), wire, bucket_bytes=4 * MIB)
-    dealt = assign_buckets(plain.parameters(), bucket_bytes=4 * MIB)
-    buckets = [Bucket(parameters, wire) for parameters in dealt]
-    optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (plain, hooked)}
-    tokens, targets = text.batch(128, batch, start=batch * dist.get_rank())
-
-    def step(model: torch.nn.Module) -> Run:
-        dist.barrier()
-        wire.log.clear()
-        marks = [time.monotonic()]
-        optimizers[model].zero_grad()
-        value = loss(model(tokens), targets)
-        marks.append(time.monotonic())
-        value.backward()
-        marks.append(time.monotonic())
-        if model is plain:
-            average_in_buckets(buckets)
-        else:
-            marks[-1] = wire.log[-1][2]  # when the last bucket was ready; then backward only waited
-        marks.append(time.monotonic())
-        optimizers[model].step()
-        marks.append(time.monotonic())
-        names = ("forward", "backward", "wait", "step")
-        run: Run = {k: t - marks[0] for k, t in zip(names, marks[1:], strict=True)}
-        run["buckets"] = [[moment - marks[0] for moment in entry[2:]] for entry in wire.log]
-        return run
-
-    for model in (plain, hooked):
-        step(model)
-    runs = [(step(plain), step(hooked)) for _ in range(steps)]
-    return {"without": [run[0] for run in runs], "with": [run[1] for run in runs]}
-
-
-def middle(runs: list[Run]) -> Run:
-    """The run whose step took the median time."""
-    return sorted(runs, key=lambda run: run["step"])[len(runs) // 2]
-
-
-def timeline(without: Run, with_overlap: Run) -> Figure:
-    """Compute and wire of one rank, without overlap and with it, on one axis of time."""
-    show.style()
-    figure, panels = plt.subplots(2, 1, figsize=(4.7, 3.9), sharex=True)
-    figure.subplots_adjust(hspace=0.42)
-    longest = max(without["step"], with_overlap["step"])
-    for axes, run, words in (
-        (panels[0], without, "backward first, then the wire"),
-        (panels[1], with_overlap, "each bucket leaves as soon as it is full"),
-    ):
-        _lanes(axes, run)
-        axes.set_title(f"{words}: {1e3 * run['step']:.0f} ms", loc="left", fontsize=10.5)
-        axes.set_xlim(0, 1.03 * longest)
-    gain = 1 - with_overlap["step"] / without["step"]
-    end = with_overlap["step"]
-    if gain > 0.05:
-        panels[1].annotate(
-            f"{100 * gain:.0f} % less",
-            (end, 1.4),
-            (end + 0.02 * longest, 1.4),
-            ha="left",
-            va="center",
-            fontsize=12,
-            fontweight="bold",
-        )
-    panels[1].set_xlabel("milliseconds since the step began")
-    panels[1].xaxis.set_major_formatter(lambda value, _: f"{1e3 * value:.0f}")
-    return figure
-
-
-def _lanes(axes: Axes, run: Run) -> None:
-    """Upper lane: what the rank computes. Lower lane: what its wire carries."""
-    axes.set_ylim(-0.4, 2.2)
-    axes.set_yticks([1.4, 0.1], ["compute", "wire"])
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-
-    def bar(begin: float, end: float, y: float, color: str, **style: Any) -> None:
-        style = {"lw": 0} | style
-        axes.add_patch(Rectangle((begin, y - 0.4), end - begin, 0.8, fc=color, **style))
-
-    def label(begin: float, end: float, words: str) -> None:
-        axes.text((begin + end) / 2, 1.97, words, ha="center", va="center", fontsize=10)
-
-    forward, backward, wait, step = (run[k] for k in ("forward", "backward", "wait", "step"))
-    bar(0, forward, 1.4, "none", ec=INK, lw=0.8)
-    label(0, forward, "forward")
-    label(forward, backward, "backward")
-    if wait - backward > 0.25 * step:  # room for the word
-        label(backward, wait, "waiting")
-    bar(wait, step, 1.4, "none", ec=INK, lw=0.8)
-    label(wait, step, "step")
-    together = run["buckets"][0][0] >= backward  # nothing left before backward ended
-    if together:
-        bar(forward, backward, 1.4, COLORS[0])
-    begin = forward
-    for number, (ready, leaves, arrives) in enumerate(run["buckets"]):
-        color = COLORS[0] if number % 2 else COLORS[4]
-        if not together:
-            bar(begin, ready, 1.4, color)
-            axes.plot([ready, leaves], [1.0, 0.5], color=INK, lw=0.7, alpha=0.6)
-            begin = ready
-        bar(leaves, arrives, 0.1, color)
 
 
 def draw_replicas() -> None:
@@ -263,13 +141,13 @@ def draw_overlap(measure: bool) -> None:
     path = HERE / "data_parallel_overlap.json"
     if measure:
         # 50 microseconds, 1 Gbit/s; two ranks, a core each.
-        runs = ranks.run(trace, 2, 3, 15, 50e-6, 125e6, device="cpu", timeout=300)[0]
-        kept = {name: middle(those) for name, those in runs.items()}
+        runs = ranks.run(overlap.trace, 2, 3, 15, 50e-6, 125e6, device="cpu", timeout=300)[0]
+        kept = {name: overlap.middle(those) for name, those in runs.items()}
         rounded = json.loads(json.dumps(kept), parse_float=lambda digits: round(float(digits), 4))
         path.write_text(json.dumps(rounded) + "\n")
     runs = json.loads(path.read_text())
     show.svg(
-        timeline(runs["without"], runs["with"]),
+        overlap.timeline(runs["without"], runs["with"]),
         HERE / "data_parallel_overlap.svg",
         "Measured timeline of one training step, on one of two ranks joined by a 1 Gbit/s link. "
         f"Without overlap the wire is idle until backward has ended, and a step takes "

@@ -119,7 +119,7 @@ def draw_batch() -> None:
 
 
 def draw_checkpoint() -> None:
-    figure, axes = canvas(6.2, 4.15)
+    figure, axes = canvas(6.2, 5.25)
     _words(axes, 0.05, 0.18, "two ranks train, stage 3", weight="bold")
     for rank in range(2):
         y = 0.42 + 0.62 * rank
@@ -135,8 +135,8 @@ def draw_checkpoint() -> None:
         box(axes, 2.56, y, 0.84, 0.4, "no weights", "none")
         box(axes, 3.5, y, 2.54, 0.4, f"half {rank}, float32", COLORS[rank])
     _words(axes, 2.56, 1.88, "latest: says step3", family="monospace", fontsize=9.5)
-    arrow(axes, (2.9, 2.12), (1.4, 2.82))
-    _words(axes, 1.95, 2.35, "load", ha="right", family="monospace")
+    arrow(axes, (2.6, 2.12), (1.4, 2.82))
+    _words(axes, 1.8, 2.35, "load", ha="right", family="monospace")
     arrow(axes, (4.9, 2.12), (4.9, 2.82))
     _words(axes, 4.8, 2.45, "plain_state_dict", ha="right", family="monospace")
     _words(axes, 0.05, 3.0, "as many ranks, same stage", weight="bold")
@@ -150,6 +150,11 @@ def draw_checkpoint() -> None:
     _words(axes, 3.75, 3.43, "name: weight", ha="center", color="#ffffff", fontsize=11)
     _words(axes, 5.25, 3.43, "name: weight", ha="center", color="#000000", fontsize=11)
     _words(axes, 3.0, 3.88, "no optimizer: for inference, or a new start")
+    arrow(axes, (2.8, 2.12), (2.8, 4.2))
+    _words(axes, 2.7, 4.12, "to_universal", ha="right", family="monospace")
+    _words(axes, 0.05, 4.42, "any number of ranks, same stage", weight="bold")
+    for rank in range(4):
+        box(axes, 0.05 + 1.54 * rank, 4.6, 1.46, 0.46, f"quarter {rank}", COLORS[rank])
     show.svg(
         figure,
         HERE / "deepspeed_engine_checkpoint.svg",
@@ -157,7 +162,8 @@ def draw_checkpoint() -> None:
         "save writes, under a tag, model files without weights and optimizer files with half of "
         "the float32 master weights each; the file latest names the tag. load gives the halves "
         "back to as many ranks, and training goes on bit for bit. plain_state_dict joins the "
-        "halves into one dictionary of weights, without optimizer, for use anywhere.",
+        "halves into one dictionary of weights, without optimizer, for use anywhere. to_universal "
+        "makes a folder of whole tensors, of which each of any number of ranks loads its part.",
     )
 
 

@@ -1,20 +1,17 @@
 """Draw the pictures of lesson `memory`: python figures/memory.py
 
-The lesson itself uses `timeline` and `roofline`, with what it measures.
+Pictures of what the lesson measures itself are drawn by `shardlab.show.measured`.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from shardlab import count, memory, show
+from shardlab import memory, show
 from shardlab.model import PRESETS
 from shardlab.show.drawing import arrow, box, canvas, on, title
 
@@ -23,102 +20,6 @@ INK = show.INK
 COLORS = show.RANK_COLORS
 # What the pictures tell apart is no rank; so these are not the first four colours. See zero, too.
 WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]
-PHASES = ("forward", "backward", "step")
-Trace = Sequence[tuple[float, int]]
-
-
-def timeline(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> Figure:
-    """Bytes held over a training step, one panel for each run, on one scale.
-
-    A run is (title, trace as of count.held, the moments at which forward began and forward,
-    backward and step ended, bytes of weights, bytes of the optimizer's states). The axis counts
-    tensors made and freed: their order is the same in every run, and their times are not.
-    """
-    show.style()
-    figure, panels = plt.subplots(
-        len(runs), 1, figsize=(4.8, 2.7 * len(runs)), sharey=True, squeeze=False
-    )
-    top = 1.28 * max(size for _, trace, *_ in runs for _, size in trace) / 1e6
-    for axes, (words, trace, marks, weights, moments) in zip(panels[:, 0], runs, strict=True):
-        times = [moment for moment, _ in trace]
-        begin, *ends = (bisect.bisect_right(times, moment) for moment in marks)
-        sizes = np.array([size / 1e6 for _, size in trace[begin - 1 : ends[-1]]])
-        end = len(sizes) - 1
-        steps = np.diff(np.round(1000 * sizes / top))  # smaller ones would not show
-        corners = np.unique([0, *(np.flatnonzero(steps) + 1), end])
-        states = weights / 1e6, (weights + moments) / 1e6
-        axes.fill_between([0, end], 0, states[0], color=WEIGHTS, lw=0)
-        axes.fill_between([0, end], *states, color=MOMENTS, lw=0)
-        style = {"step": "post", "color": ACTIVATIONS, "lw": 0}
-        axes.fill_between(corners, states[1], sizes[corners], **style)
-        peak = int(sizes.argmax())
-        axes.plot(peak, sizes[peak] + 0.03 * top, "v", color=INK, markersize=5)
-        label = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"peak {sizes[peak]:.0f} MB", (peak, sizes[peak] + 0.03 * top), **label)
-        for bottom, high, name, color in (
-            (0, states[0], "weights", WEIGHTS),
-            (*states, "AdamW’s moments", MOMENTS),
-        ):
-            style = {"va": "center", "fontsize": 9, "color": on(color)}
-            axes.text(end / 60, (bottom + high) / 2, name, **style)
-        first, second, last = (stop - begin + 1 for stop in ends)
-        for name, at in (
-            ("activations", first + (second - first) // 7),
-            ("gradients", (second + last) // 2),
-        ):
-            if sizes[at] - states[1] > 0.08 * top:  # room for the word
-                style = {"ha": "center", "va": "center", "fontsize": 9, "color": on(ACTIVATIONS)}
-                axes.text(at, (sizes[at] + states[1]) / 2, name, **style)
-        start = 0
-        for name, stop in zip(PHASES, ends, strict=True):
-            stop -= begin - 1
-            axes.axvline(stop, color=INK, lw=0.6, alpha=0.5)
-            place = (start + stop) / 2, 0.98 * top
-            axes.text(*place, name, ha="center", va="top", fontsize=10)
-            start = stop
-        axes.set_title(words, loc="left", fontsize=12)
-        axes.set_ylabel("MB held")
-        axes.set_ylim(0, top)
-        axes.set_xlim(0, end)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    panels[-1, 0].set_xlabel("tensors made and freed since forward began")
-    figure.tight_layout()
-    return figure
-
-
-def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> Figure:
-    """The roof of a machine, and (name, FLOP per byte, FLOP/s reached) of work done under it."""
-    show.style()
-    figure, axes = plt.subplots(figsize=(6.2, 3.6))
-    left = min(intensity for _, intensity, _ in points) / 3
-    right = max(intensity for _, intensity, _ in points) * 6
-    reach = np.geomspace(left, right, 200)
-    axes.loglog(reach, [rates.reachable(x) / 1e9 for x in reach], color=INK, lw=1.6)
-    axes.axvline(rates.ridge, color=INK, lw=0.7, ls=(0, (3, 3)))
-    low = min(reached for _, _, reached in points) / 1e9 / 4
-    axes.set_ylim(low, rates.flops / 1e9 * 4)
-    axes.set_xlim(left, right)
-    words = f"ridge: {rates.ridge:.1f} FLOP per byte"
-    axes.annotate(words, (rates.ridge, low), (6, 6), textcoords="offset points", fontsize=10)
-    high = rates.flops / 1e9 * 3.6
-    for words, side, shift in (("memory limits", "right", -8), ("compute limits", "left", 8)):
-        style = {"ha": side, "va": "top", "fontsize": 10, "fontweight": "bold"}
-        place = {"xytext": (shift, 0), "textcoords": "offset points"}
-        axes.annotate(words, (rates.ridge, high), **place, **style)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:,g}")
-    for i, (name, intensity, reached) in enumerate(points):
-        axes.plot(intensity, reached / 1e9, "o", color=COLORS[i], markersize=8)
-        # To the lower right, except at the right edge, and where another label stands already.
-        twin = any(0.7 < intensity / other < 1.4 for _, other, _ in points[:i])
-        x, y, side = (-9, 9, "right") if twin else (9, -10, "left")
-        if intensity > right / 40:
-            x, y, side = -9, -10, "right"
-        style = {"textcoords": "offset points", "ha": side, "va": "center", "fontsize": 10}
-        axes.annotate(name, (intensity, reached / 1e9), (x, y), **style)
-    axes.set_xlabel("FLOP for each byte moved")
-    axes.set_ylabel("GFLOP/s")
-    return figure
 
 
 def draw_life() -> None:

@@ -13,12 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from shardlab import show, strategy
+from shardlab import memory, show, strategy
+from shardlab.shapes import PRESETS
 from shardlab.show.drawing import Point, arrow, canvas, on, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK
 COLORS = show.RANK_COLORS
+WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]  # as in the lesson Memory
 SMALL = 9.2  # points: 9 pixels on a phone, where these pictures are 328 pixels wide
 WIDE = 4.4  # inches
 N = 4
@@ -95,6 +97,221 @@ def ways() -> Figure:
                 holders = ([SAME], own, [rank if layer == rank else NONE], own)[number]
                 bar(axes, (left, top, size, high), holders)
         words(axes, x, y + 2.02, sent, ha="left", fontsize=SMALL)
+    return figure
+
+
+def step() -> Figure:
+    """Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means,
+    96 GB together, are there all the time. Activations pile up during forward, to 101 GB. During
+    backward they go, and gradients come in their place, up to 32 GB. The peak of 198 GB is at the
+    end of forward; the four parts add up to 230 GB.
+    """
+    needs = memory.estimate(PRESETS["llama-3-8b"], precision="fp32", device="gpu")
+    parts = (needs.parameters, needs.optimizer, needs.gradients, needs.activations)
+    weights, means, gradients, activations = (size / 1e9 for size in parts)
+    figure, axes = canvas(WIDE, 3.35)
+    left, bottom, forward, backward, end = 0.55, 2.75, 1.75, 3.55, 3.9  # inches
+    tall = 2.35 / 240  # of a GB
+
+    def level(size: float) -> float:
+        return bottom - size * tall
+
+    base = weights + means
+    for low, size, color, name in (
+        (0, weights, WEIGHTS, "weights"),
+        (weights, means, MOMENTS, "AdamW's two means"),
+    ):
+        place = (left, level(low + size)), end - left, size * tall
+        axes.add_patch(Rectangle(*place, fc=color, ec=INK, lw=0.7))
+        middle = (left + end) / 2, level(low + size / 2)
+        words(axes, *middle, f"{name}, {size:.0f} GB", color=on(color), fontsize=SMALL)
+    grown = [(forward, level(base)), (backward, level(base + gradients))]
+    grown += [(end, level(base + gradients)), (end, level(base))]
+    axes.add_patch(Polygon(grown, fc=GRADIENTS, ec=INK, lw=0.7))
+    top = [(left, level(base)), (forward, level(base + activations)), grown[1], grown[0]]
+    axes.add_patch(Polygon(top, fc=ACTIVATIONS, ec=INK, lw=0.7))
+    x, y = forward - 0.02, level(base + 0.36 * activations)
+    text = f"activations,\n{activations:.0f} GB"
+    words(axes, x, y, text, color=on(ACTIVATIONS), fontsize=SMALL)
+    text = f"gradients,\n{gradients:.0f} GB"
+    words(axes, end, level(base + 66), text, ha="right", fontsize=SMALL)
+    axes.plot([end - 0.18] * 2, [level(base + 50), level(base + 20)], color=INK, lw=0.8)
+    for size, text in (
+        (needs.peak / 1e9, f"peak {needs.peak / 1e9:.0f} GB"),
+        (base + gradients + activations, f"sum of the parts {sum(parts) / 1e9:.0f} GB"),
+    ):
+        axes.plot([left, end], [level(size)] * 2, color=INK, lw=1.0, ls=(0, (3, 2)))
+        title(axes, end, level(size) - 0.09, text, ha="right", fontsize=SMALL)
+    for begin, stop, name in ((left, forward, "forward"), (forward, backward, "backward")):
+        words(axes, (begin + stop) / 2, bottom + 0.15, name, fontsize=10)
+        axes.plot([stop, stop], [bottom, bottom + 0.22], color=INK, lw=0.8)
+    words(axes, (backward + end) / 2 + 0.12, bottom + 0.15, "AdamW", fontsize=10)
+    arrow(axes, (left, bottom + 0.36), (end, bottom + 0.36), lw=1.0)
+    words(axes, (left + end) / 2, bottom + 0.5, "time", fontsize=SMALL)
+    for size in (0, 100, 200):
+        words(axes, left - 0.08, level(size), str(size), ha="right", fontsize=SMALL)
+        axes.plot([left - 0.05, left], [level(size)] * 2, color=INK, lw=0.8)
+    words(axes, 0.02, 0.2, "GB", ha="left", fontsize=SMALL)
+    return figure
+
+
+Work = tuple[int, float, float, str, int]  # stage, begin, end, "F" or "B", micro-batch
+
+
+def timeline(order: list[list[tuple[str, int]]], micro: int) -> list[Work]:
+    """When each piece of work runs: a forward takes 1/micro, a backward twice as long.
+
+    order: of each stage, its work as (kind, micro-batch), kinds "F" and "B".
+    """
+    stages, unit = len(order), 1 / micro
+    free, done, works = [0.0] * stages, {}, []
+    todo = [list(row) for row in order]
+    while any(todo):
+        for stage, row in enumerate(todo):
+            while row:
+                kind, m = row[0]
+                before = stage - 1 if kind == "F" else stage + 1
+                waits = (kind, before, m) if 0 <= before < stages else ("F", stage, m)
+                if waits != (kind, stage, m) and waits not in done:
+                    break
+                begin = max(free[stage], done.get(waits, 0.0))
+                free[stage] = done[kind, stage, m] = begin + unit * (1 if kind == "F" else 2)
+                works.append((stage, begin, free[stage], kind, m))
+                row.pop(0)
+    return works
+
+
+def bubble() -> Figure:
+    """Three timelines of four stages on one axis; a backward takes twice as long as a forward.
+    Naive: the whole batch at once, one stage computes at a time, each is busy 25 % of the time.
+    GPipe with four micro-batches: all forwards, then all backwards; stages overlap, each is busy
+    57 % of the time. 1F1B with four micro-batches: each backward begins as early as it can; it
+    takes exactly as long as GPipe.
+    """
+    forwards, backwards = ([(kind, m) for m in range(N)] for kind in "FB")
+    early = []
+    for stage in range(N):
+        warm = N - 1 - stage
+        pairs = [w for m in range(N - warm) for w in (forwards[warm + m], backwards[m])]
+        early.append(forwards[:warm] + pairs + backwards[N - warm :])
+    figure, axes = canvas(WIDE, 4.42)
+    left, high, unit = 0.62, 0.225, (WIDE - 0.62 - 0.04) / 12
+    panels = (
+        ("naive: the whole batch at once", [[("F", 0), ("B", 0)]] * N, 1),
+        ("GPipe: four micro-batches", [forwards + backwards] * N, N),
+        ("1F1B: the same, backward early", early, N),
+    )
+    for number, (name, order, micro) in enumerate(panels):
+        y = 0.14 + 1.39 * number
+        works = timeline(order, micro)
+        length = max(work[2] for work in works)
+        title(axes, 0.04, y, name, ha="left", fontsize=10)
+        words(axes, WIDE - 0.04, y, f"busy {100 * 3 / length:.0f} %", ha="right", fontsize=10)
+        for stage in range(N):
+            top = y + 0.17 + stage * (high + 0.03)
+            words(axes, left - 0.08, top + high / 2, f"rank {stage}", ha="right", fontsize=SMALL)
+            wide = length * unit
+            axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=0.5))
+        for stage, begin, end, kind, m in works:
+            top = y + 0.17 + stage * (high + 0.03)
+            place = (left + begin * unit, top), (end - begin) * unit, high
+            pale = 0.55 if kind == "F" else 1.0
+            axes.add_patch(Rectangle(*place, fc=COLORS[stage], alpha=pale, lw=0))
+            axes.add_patch(Rectangle(*place, fill=False, ec=INK, lw=0.7))
+            middle = left + (begin + end) / 2 * unit, top + high / 2
+            look = {"color": INK if kind == "F" else on(COLORS[stage])}
+            if end - begin > 0.3:
+                label = str(m + 1) if micro > 1 else "all"
+                words(axes, *middle, label, fontsize=SMALL, **look)
+    text = "pale: forward; full: backward of micro-batch 1, 2, …"
+    words(axes, left, 4.3, text, ha="left", fontsize=SMALL)
+    return figure
+
+
+def ffn() -> Figure:
+    """A feed-forward network on four ranks. Every rank has all of X. The first matrix is cut by
+    columns, a quarter for each rank, and so are X times it and its GELU. The second matrix is cut
+    by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an
+    all-reduce adds the four.
+    """
+    figure, axes = canvas(WIDE, 4.1)
+    ranks = list(range(N))
+    narrow, wide, tall = 0.62, 1.24, 0.5  # of X, of the inner matrix, of the tokens
+    one, two = 0.5, 1.62
+    # XW₁, from the left: X, the first matrix cut by columns, what a rank has of the product.
+    y = 0.5
+    piece(axes, (one, y, narrow, tall), SAME)
+    words(axes, one + narrow / 2, y + tall / 2, "X", fontsize=11)
+    words(axes, one + narrow + 0.19, y + tall / 2, "×", fontsize=12)
+    bar(axes, (two, y - 0.06, wide, narrow), ranks)
+    words(axes, two + wide / 2, y - 0.17, "W₁, by columns", fontsize=SMALL)
+    words(axes, one + narrow / 2, y - 0.17, "whole", fontsize=SMALL)
+    words(axes, two + wide + 0.14, y + tall / 2, "=", fontsize=12)
+    bar(axes, (two + wide + 0.28, y, wide, tall), ranks)
+    words(axes, two + 1.5 * wide + 0.28, y - 0.17, "XW₁", fontsize=SMALL)
+    x = two + 1.5 * wide + 0.28
+    arrow(axes, (x, y + tall + 0.05), (x, y + tall + 0.37), lw=1.2)
+    words(axes, x - 0.08, y + tall + 0.2, "GELU: number by number", ha="right", fontsize=SMALL)
+    # GELU(XW₁)W₂: a summand for each rank.
+    y = 1.95
+    bar(axes, (one - 0.42, y, wide, tall), ranks)
+    words(axes, one - 0.42 + wide / 2, y - 0.12, "GELU(XW₁)", fontsize=SMALL)
+    words(axes, one - 0.42 + wide + 0.17, y + tall / 2, "×", fontsize=12)
+    for rank in ranks:
+        piece(axes, (1.68, y - 0.3 + rank * wide / N, narrow, wide / N), rank)
+    words(axes, 1.68 + narrow / 2, y - 0.42, "W₂, by rows", fontsize=SMALL)
+    words(axes, 1.68 + narrow + 0.16, y + tall / 2, "=", fontsize=12)
+    for rank in ranks:
+        place = 2.66 + 0.09 * rank, y - 0.12 + 0.13 * rank, narrow, tall
+        piece(axes, place, rank)
+    words(axes, 2.66 + 0.14 + narrow / 2, y - 0.24, "four summands of Y", fontsize=SMALL)
+    # The all-reduce.
+    x = 2.66 + 0.14 + narrow / 2
+    arrow(axes, (x, y + 0.86), (x, y + 1.2), lw=1.4)
+    title(axes, x - 0.1, y + 1.03, "all-reduce", ha="right", fontsize=10)
+    y = 3.22
+    piece(axes, (x - narrow / 2, y, narrow, tall), SAME)
+    words(axes, x, y + tall / 2, "Y", fontsize=11)
+    words(axes, x - narrow / 2 - 0.08, y + tall / 2, "whole again, on every rank:", ha="right",
+          fontsize=SMALL)  # fmt: skip
+    for rank in ranks:
+        place = 0.2 + rank * 0.9
+        piece(axes, (place, 3.9, 0.16, 0.14), rank)
+        words(axes, place + 0.22, 3.97, f"rank {rank}", ha="left", fontsize=SMALL)
+    piece(axes, (0.2 + 4 * 0.9, 3.9, 0.16, 0.14), SAME)
+    words(axes, 0.2 + 4 * 0.9 + 0.22, 3.97, "all", ha="left", fontsize=SMALL)
+    return figure
+
+
+def zero() -> Figure:
+    """Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a
+    pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are
+    whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the
+    optimizer states, 10 bytes. Stage 2: and a quarter of the gradients, 7 bytes. Stage 3: and a
+    quarter of the weights, 4 bytes.
+    """
+    figure, axes = canvas(WIDE, 3.55)
+    kinds = (("weights", 0.19), ("gradients", 0.19), ("optimizer", 0.38))  # 4, 4 and 8 bytes
+    names = ("0: copies", "1", "2", "3")
+    for stage, name in enumerate(names):
+        x, y = 0.86 + 1.84 * (stage % 2), 0.14 + 1.78 * (stage // 2)
+        title(axes, x, y, f"stage {name}", ha="left", fontsize=10)
+        bytes_ = memory.states(4, "fp32", zero=stage, dp=4).total // 4
+        top = y + 0.4
+        for rank in range(N):
+            words(axes, x + rank * 0.41 + 0.18, y + 0.25, str(rank), fontsize=SMALL)
+        for row, (kind, tall) in enumerate(kinds):
+            shared = stage >= 3 - row
+            for rank in range(N):
+                own = [rank if i == rank else NONE for i in range(N)] if shared else [SAME]
+                bar(axes, (x + rank * 0.41, top, 0.36, tall), own)
+            if stage % 2 == 0:
+                words(axes, x - 0.08, top + tall / 2, kind, ha="right", fontsize=SMALL)
+            top += tall + 0.05
+        if stage % 2 == 0:
+            words(axes, x - 0.08, y + 0.25, "rank", ha="right", fontsize=SMALL)
+        text = f"{bytes_} bytes a parameter"
+        words(axes, x, top + 0.08, text, ha="left", fontsize=SMALL)
     return figure
 
 
@@ -286,7 +503,7 @@ def cuts() -> Figure:
 
 
 def main() -> None:
-    for draw in (ways, choose, gpt3, stacks, cuts):
+    for draw in (step, ways, bubble, ffn, zero, choose, gpt3, stacks, cuts):
         alt = " ".join(draw.__doc__.split())
         if draw is choose:
             rungs = (f"{i}, {name}: {RUNGS[name]}" for i, name in enumerate(strategy.RUNGS, 1))

@@ -1,8 +1,7 @@
 """Draw the pictures of lesson `sequence_parallel`: python figures/sequence_parallel.py
 
-What is the same on every rank is pale; what one rank has or computes has that rank's colour. In
-pictures of a tensor, tokens run downwards, heads and columns to the right. The docstring of a
-function that draws is the picture's alternative text.
+What is the same on every rank is pale; what one rank has or computes has that rank's colour. The
+docstring of a function that draws is the picture's alternative text.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Polygon, Rectangle
+from matplotlib.patches import Rectangle
 
-from shardlab import sequence_parallel as sp
 from shardlab import show
 from shardlab.memory import korthikanti_layer
-from shardlab.shapes import PRESETS
-from shardlab.show.drawing import arrow, canvas, on, title, words
+from shardlab.show.drawing import canvas, on, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -113,179 +110,8 @@ def memory() -> Figure:
     return figure
 
 
-def ring() -> Figure:
-    """Ring attention on four ranks, in four turns. Each rank keeps its queries. Keys and values
-    start at their owners; after each turn every rank hands those that it has to the next one, the
-    last rank to the first, so that after four turns each rank has met all four pieces.
-    """
-    figure, axes = canvas(6.6, 3.05)
-    size, row, turn = 0.38, 0.6, 1.55
-    for step in range(N):
-        x = 0.7 + step * turn
-        title(axes, x + size, 0.14, f"turn {step}", fontsize=10)
-        for i, name in enumerate(("Q", "KV")):
-            words(axes, x + (i + 0.5) * size, 0.46, name, fontsize=SMALL)
-        for rank in range(N):
-            y, source = 0.62 + rank * row, (rank - step) % N
-            words(axes, 0.6, y + size / 2, f"rank {rank}" * (step == 0), ha="right")
-            tile(axes, (x, y, size, size), rank, str(rank))
-            tile(axes, (x + size, y, size, size), source, str(source))
-            if step < N - 1:
-                low = 0.62 + (rank + 1) % N * row + size / 2
-                begin, end = (x + 2 * size + 0.04, y + size / 2), (x + turn - 0.05, low)
-                arrow(axes, begin, end, lw=1.1, color=INK)
-    return figure
-
-
-def work(layout: str, rank: int) -> list[float]:
-    """For each turn of the ring: what a rank computes, in squares of a rank's tokens."""
-    tokens = 2**14  # so many that half a square and half its diagonal are half a square
-    return [pairs / tokens**2 for pairs in sp.score_turns(layout, tokens * N, N)[rank]]
-
-
-def zigzag() -> Figure:
-    """The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two
-    layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do
-    1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.
-    """
-    figure, axes = canvas(6.5, 3.85)
-    size, pieces = 0.235, 2 * N
-    for number, layout in enumerate(sp.LAYOUTS):
-        left, top = 0.55 + number * 3.25, 0.55
-        title(axes, left + pieces * size / 2, 0.14, layout.replace("zigzag", "zig-zag"))
-        words(axes, left + pieces * size / 2, 0.42, "keys", fontsize=SMALL)
-        words(axes, left - 0.44, top + 4 * size, "queries, of rank", fontsize=SMALL, rotation=90)
-        positions = {r: sp.positions(layout, pieces, N, r).tolist() for r in range(N)}
-        owner = {piece: rank for rank, mine in positions.items() for piece in mine}
-        for q in range(pieces):
-            y = top + q * size
-            words(axes, left - 0.16, y + size / 2, str(owner[q]), fontsize=SMALL)
-            for k in range(pieces):
-                x = left + k * size
-                if k < q:
-                    tile(axes, (x, y, size, size), owner[q])
-                else:
-                    empty(axes, (x, y, size, size), alpha=0.3)
-                if k == q:
-                    corners = [(x, y), (x, y + size), (x + size, y + size)]
-                    axes.add_patch(Polygon(corners, fc=COLORS[owner[q]], ec=INK, lw=0.8))
-        for rank in range(N):
-            done = sum(work(layout, rank))
-            y = 2.62 + rank * 0.28
-            words(axes, left - 0.06, y + 0.1, f"rank {rank}", ha="right", fontsize=SMALL)
-            tile(axes, (left, y, done * 0.5, 0.2), rank)
-            words(axes, left + done * 0.5 + 0.2, y + 0.1, f"{done * 2:.0f}/16", fontsize=SMALL)
-    return figure
-
-
-def idle() -> Figure:
-    """A causal ring in time, on four ranks. Contiguous, rank 0 has only its own keys to work on,
-    rank 3 all four blocks, and the others wait for it. Zig-zag, each rank has half a block to
-    compute in every turn: all end together, after four sevenths of the time.
-    """
-    figure, axes = canvas(6.5, 3.42)
-    unit, tall, left = 1.5, 0.26, 0.7
-    for number, layout in enumerate(sp.LAYOUTS):
-        top = 0.4 + number * 1.55
-        title(axes, left, top - 0.24, layout.replace("zigzag", "zig-zag"), ha="left", fontsize=10)
-        for rank in range(N):
-            y, now = top + rank * (tall + 0.03), 0.0
-            words(axes, left - 0.08, y + tall / 2, f"rank {rank}", ha="right", fontsize=SMALL)
-            for step, area in enumerate(work(layout, rank)):
-                if area:
-                    source = (rank - step) % N
-                    tile(axes, (left + now * unit, y, area * unit, tall), source, f"KV {source}")
-                    now += area
-            wait = max(sum(work(layout, r)) for r in range(N)) - now
-            empty(axes, (left + now * unit, y, wait * unit, tall))
-    arrow(axes, (left, 3.28), (left + 3.5 * unit, 3.28), lw=1)
-    words(axes, left - 0.08, 3.28, "time", ha="right", fontsize=SMALL)
-    return figure
-
-
-def ulysses() -> Figure:
-    """Four pieces of a sequence and four heads on four ranks. Before, each rank has one piece with
-    all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the
-    whole sequence. A second all-to-all goes back.
-    """
-    figure, axes = canvas(6.5, 2.35)
-    size, top, tokens = 0.36, 0.55, "its tokens, all heads"
-    for number, name in enumerate((tokens, "all tokens, its head", tokens)):
-        left, end = 0.75 + number * 2.15, 0.75 + number * 2.15 + N * size + 0.06
-        title(axes, left + 2 * size, 0.14, name, fontsize=SMALL)
-        for i in range(N):
-            words(axes, left + (i + 0.5) * size, 0.42, f"h{i}", fontsize=SMALL)
-            words(axes, left - 0.16, top + (i + 0.5) * size, f"s{i}", fontsize=SMALL)
-            for j in range(N):
-                owner = j if number == 1 else i
-                tile(axes, (left + j * size, top + i * size, size, size), owner, str(owner))
-        if number < 2:
-            arrow(axes, (end, top + 2 * size), (end + 0.44, top + 2 * size))
-            words(axes, end + 0.2, top + 2 * size - 0.25, "all-\nto-all", fontsize=SMALL)
-    words(axes, 2.9 + 2 * size, 2.2, "attention, over all tokens", fontsize=SMALL)
-    return figure
-
-
-def merge() -> Figure:
-    """Four scores of one query, in two blocks. Block 0 has exponentials 2 and 1, sum 3, output 7;
-    block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs weigh as much as the sums, 3/4
-    and 1/4, which gives 6.75, as all four scores do at once.
-    """
-    figure, axes = canvas(6.5, 2.3)
-    blocks = (((2.0, 9.0), (1.0, 3.0)), ((0.5, 4.0), (0.5, 8.0)))  # exp(score), value
-    unit, base, bottom, total, merged = 0.5, 1.4, 1.4, 4.0, []
-    for y, name in ((base - 0.4, "exp(score)"), (base + 0.16, "value")):
-        words(axes, 0.72, y, name, ha="right", fontsize=SMALL)
-    for number, scores in enumerate(blocks):
-        left = 0.82 + number * 1.5
-        title(axes, left + unit, 0.14, f"block {number}", fontsize=10)
-        for i, (high, value) in enumerate(scores):
-            x = left + i * unit
-            tile(axes, (x, base - high * unit, unit, high * unit), number, f"{high:g}")
-            words(axes, x + unit / 2, base + 0.16, f"{value:g}")
-        size = sum(part for part, _ in scores)
-        out = sum(part * value for part, value in scores) / size
-        words(axes, left + unit, base + 0.6, f"L = log {size:g}\noutput {out:g}")
-        bottom -= size / total
-        tile(axes, (4.5, bottom, 0.8, size / total), number, f"{size / total:g}")
-        merged.append(f"{size / total:g} · {out:g}")
-    arrow(axes, (3.55, 1.0), (4.2, 1.0))
-    title(axes, 4.9, 0.14, "merged", fontsize=10)
-    words(axes, 4.9, base + 0.6, f"L = log {total:g}\noutput {' + '.join(merged)} = 6.75")
-    return figure
-
-
-def fit() -> Figure:
-    """Tokens of context that fit into 80 GB on each rank, for Llama 3 8B with tensor degree 8,
-    over 1 to 64 context ranks. All lines double with the ranks. With sequence parallelism about
-    twice as many tokens fit, with full recomputation four times, with both thirteen times.
-    """
-    show.style()
-    figure, axes = plt.subplots(figsize=(4.4, 3.8))
-    cases = {"tensor parallelism": {"tp": 8}, "full recomputation": {"tp": 8, "recompute": "full"}}
-    cases["sequence parallelism"] = {"tp": 8, "sequence_parallel": True}
-    cases["both"] = cases["full recomputation"] | cases["sequence parallelism"]
-    rows = sp.tokens_table(PRESETS["llama-3-8b"], 80_000_000_000, (1, 4, 16, 64), cases)
-    for name, case in cases.items():
-        fitting = [row[name] / 1000 for row in rows]
-        look = {"color": COLORS[4 + ("sequence_parallel" in case)], "lw": 2, "marker": "o"}
-        look["ls"] = "--" if "recompute" in case else "-"
-        axes.plot([row["cp"] for row in rows], fitting, **look)
-        short = name.removeprefix("full ").removesuffix(" parallelism")
-        axes.text(80, fitting[-1], short, va="center", fontsize=10)
-    for tokens in (8192, 131_072):
-        axes.axhline(tokens / 1000, color=INK, lw=0.8, ls=":")
-        axes.text(64, tokens / 1000, f"{tokens:,} tokens", ha="right", va="bottom", fontsize=9.5)
-    axes.set(xscale="log", yscale="log", xlim=(0.9, 64))
-    axes.set(xlabel="context ranks, each of 8 tensor ranks", ylabel="tokens that fit (thousands)")
-    for axis, ticks in ((axes.xaxis, (1, 4, 16, 64)), (axes.yaxis, (10, 100, 1000, 10_000))):
-        axis.set_ticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.minorticks_off()
-    return figure
-
-
 def main() -> None:
-    for draw in (block, memory, ring, zigzag, idle, ulysses, merge, fit):
+    for draw in (block, memory):
         alt = " ".join(draw.__doc__.split())
         show.svg(draw(), HERE / f"sequence_parallel_{draw.__name__}.svg", alt)
 

@@ -36,10 +36,10 @@ from shardlab.checkpoint import (
     complete,
     export,
     lost_share,
+    named_tensors,
     simulated_lost_share,
 )
 from shardlab.checkpoint import folder as folders
-from shardlab.checkpoint import state as states
 from shardlab.data_parallel import DataParallel
 from shardlab.gemm import grid
 from shardlab.model import GPT, PRESETS, loss
@@ -97,7 +97,7 @@ def train(training, steps):
 
 def everything(training):
     """Whole copies of all tensors of a training run, by name, and its plain values."""
-    with states.gathered(training) as state:
+    with named_tensors(training) as state:
         pairs = {
             **{f"model.{k}": v for k, v in state["model"].items()},
             **{f"{k}.{n}": v for k, of in state["optimizer"].items() for n, v in of.items()},
@@ -556,7 +556,7 @@ def limits(root):
     """Of the groups that are made of a group of ours, and of one that a script made."""
     found = []
     with Checkpoints(root, dist.group.WORLD) as store:
-        found.append(limit_of(store.group) <= limit_of(dist.group.WORLD) < HALF_AN_HOUR)
+        found.append(limit_of(store.members.group) <= limit_of(dist.group.WORLD) < HALF_AN_HOUR)
     made = grid(dist.group.WORLD, 1, 1)
     for group in (made.row_group, made.column_group):
         found.append(limit_of(group) <= limit_of(dist.group.WORLD) < HALF_AN_HOUR)
@@ -565,7 +565,7 @@ def limits(root):
     place = {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", timeout=timedelta(seconds=77), **place)
     with Checkpoints(root, dist.group.WORLD) as store:
-        return [*found, limit_of(store.group) == 77]
+        return [*found, limit_of(store.members.group) == 77]
 
 
 def test_groups_of_ours_wait_as_long_as_the_run_does(tmp_path):
@@ -696,9 +696,9 @@ DAMAGE = {
     "nested": (MANIFEST, lambda p: p.write_text("[" * 100_000), "not JSON any more"),
     "no files": (MANIFEST, lambda p: forge(p, files=None), "files is None, allowed are names"),
     "no tensors": (MANIFEST, lambda p: forge(p, tensors=[]), r"tensors is \[\], allowed are names"),
-    "no step": (MANIFEST, lambda p: forge(p, step=None), "step is None, allowed are whole"),
-    "half a sample": (MANIFEST, lambda p: forge(p, samples=0.5), "samples is 0.5, allowed are"),
-    "no ranks": (MANIFEST, lambda p: forge(p, ranks=0), "ranks is 0, allowed are whole numbers, 1"),
+    "no step": (MANIFEST, lambda p: forge(p, step=None), "step=None: allowed are whole"),
+    "half a sample": (MANIFEST, lambda p: forge(p, samples=0.5), "samples=0.5: allowed are"),
+    "no ranks": (MANIFEST, lambda p: forge(p, ranks=0), "ranks=0: allowed are whole numbers, 1"),
     "no size": (MANIFEST, lambda p: forge(p, files={"x": {"crc32": 0}}), "files: 'x' is {'crc32'"),
     "no shape": (MANIFEST, lambda p: forge(p, tensors={"x": 3}), "tensors: 'x' is 3, allowed is"),
     "out of here": (MANIFEST, lambda p: forge(p, files=named("../x")), "'../x' is none in this"),

@@ -153,44 +153,60 @@ def test_share_dealt_in_turn_is_right_too():
     assert check(lambda s, b, r, n: range(s + r, s + b, n), "my_share").ok
 
 
-def plan(cut):
-    """A row at a time; `cut` says how many rows one of n ranks has."""
+def pieces(theirs_from="theirs", directions=2, empty=False):
+    """An answer to `my_pieces`, right unless told otherwise."""
 
-    def answer(rows, old, new, rank):
-        mine, theirs = cut(rows, new), cut(rows, old)
-        wanted = range(rank * mine, min((rank + 1) * mine, rows))
-        return [(row // theirs, row, row + 1) for row in wanted]
+    def answer(saved, offset, size):
+        plan = []
+        for file, corner, extent in saved:
+            both = list(zip(offset, size, corner, extent, strict=True))
+            cuts = [(max(a, b), min(a + n, b + m)) for a, n, b, m in both]
+            for i in range(directions, 2):  # forgotten: takes all that there is
+                cuts[i] = (offset[i], offset[i] + size[i])
+            if all(low < high for low, high in cuts) or empty:
+                start = {"theirs": corner, "whole": (0, 0), "mine": offset}[theirs_from]
+                theirs = tuple(
+                    slice(low - c, max(low, high) - c)
+                    for (low, high), c in zip(cuts, start, strict=True)
+                )
+                mine = tuple(
+                    slice(low - c, max(low, high) - c)
+                    for (low, high), c in zip(cuts, offset, strict=True)
+                )
+                plan.append((file, theirs, mine))
+        return plan
 
     return answer
 
 
-def whole_files(rows, old, new, rank):
-    size = -(-rows // old)
+def first_rows(saved, offset, size):
+    """As many rows and columns as are wanted, but always the first of each file."""
     return [
-        (f, f * size, (f + 1) * size) for f in range(rank * old // new, (rank + 1) * old // new)
+        (file, tuple(slice(0, s.stop - s.start) for s in theirs), mine)
+        for file, theirs, mine in pieces()(saved, offset, size)
     ]
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (whole_files, "8 rows, saved on 2 ranks and loaded on 4: rank 0 should read rows 0 to 1"),
-        (plan(lambda rows, n: rows // n), "How many rows does a rank have when they do not"),
-        (
-            lambda rows, old, new, rank: [
-                (rank, rank * rows // new, (rank + 1) * rows // new),
-            ],
-            "These are the right rows, from the wrong files.",
-        ),
+        (pieces(empty=True), "nothing in 2.pt is of use: leave it out"),
+        (pieces("whole"), "is nothing of 1.pt, whose box begins at (2, 0)"),
+        (pieces("mine"), "is nothing of 1.pt, whose box begins at (2, 0): is it counted from"),
+        (pieces(directions=1), "have not the same size: each is counted from the corner"),
+        (lambda *given: pieces()(*given)[:1], "numbers are not read"),
+        (first_rows, "other numbers than those of the whole matrix"),
         (lambda *_: None, "There is no answer yet"),
+        (lambda saved: [], "raised TypeError"),
     ],
 )
-def test_plan(answer, words):
-    wrong(answer, "my_plan", words)
+def test_pieces(answer, words):
+    wrong(answer, "my_pieces", words)
 
 
-def test_plan_row_by_row_is_right_too():
-    assert check(plan(lambda rows, n: -(-rows // n)), "my_plan").ok
+def test_pieces_in_any_order_are_right():
+    right = pieces()
+    assert check(lambda *given: right(*given)[::-1], "my_pieces").ok
 
 
 def every(hold, wait=lambda size, write: size / write, root=2):

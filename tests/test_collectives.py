@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -537,6 +538,16 @@ def both_receive_first(tensor, group):
     return received
 
 
+def all_send_first(tensor, group):
+    """With gloo it works."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(tensor)
+    sent = ranks.isend(tensor, (rank + 1) % size, group)
+    ranks.irecv(received, (rank - 1) % size, group).wait()
+    sent.wait()
+    return received
+
+
 def backwards(tensor, group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
@@ -555,6 +566,7 @@ def into_itself(tensor, group):
     ("answer", "says"),
     [
         (both_receive_first, "Somebody waits for what nobody sends"),
+        (all_send_first, "With nccl it hangs, on 2 ranks"),
         (backwards, "the ring turns the wrong way"),
         (into_itself, "Use a second tensor"),
         (lambda t, g: t, "It is the rank's own tensor"),
@@ -567,6 +579,28 @@ def test_wrong_shift(answer, says: str, monkeypatch: pytest.MonkeyPatch) -> None
     found = check(answer, "shift")
     assert not found.ok
     assert says in found.message
+
+
+def by_parity(tensor, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(tensor)
+    send = partial(ranks.isend, tensor, (rank + 1) % size, group)
+    receive = partial(ranks.irecv, received, (rank - 1) % size, group)
+    for begin in (send, receive) if rank % 2 == 0 else (receive, send):
+        begin().wait()
+    return received
+
+
+def in_one_batch(tensor, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(tensor)
+    ranks.exchange(tensor, (rank + 1) % size, received, (rank - 1) % size, group).wait()
+    return received
+
+
+@pytest.mark.parametrize("answer", [by_parity, in_one_batch])
+def test_right_shift(answer) -> None:
+    assert check(answer, "shift").ok
 
 
 def scatter_only(tensor, root, group):

@@ -560,6 +560,17 @@ def parameters_averaged(module, group):
             dist.all_reduce(parameter, dist.ReduceOp.AVG, group=group)
 
 
+def where_any(module, group):
+    trained = [p for p in module.parameters() if p.requires_grad]
+    users = torch.tensor([float(p.grad is not None) for p in trained])
+    dist.all_reduce(users, group=group)
+    for parameter, used in zip(trained, users.tolist(), strict=True):
+        if used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
+
+
 def skipped(module, group):
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -609,11 +620,12 @@ def micro_batches(hidden=1, ring=True, with_forward=True, of_step=True, every=Fa
 
 
 ANSWERS = [
-    ("my_average_gradients", averaged, None),
-    ("my_average_gradients", lambda module, group: ..., "nothing was averaged"),
-    ("my_average_gradients", summed, "the sum over the ranks, 2 times the average"),
-    ("my_average_gradients", parameters_averaged, "parameters themselves have changed"),
-    ("my_average_gradients", skipped, "take part in that parameter's all-reduce"),
+    ("my_exact_average", where_any, None),
+    ("my_exact_average", averaged, "that no rank used has a gradient of zeros"),
+    ("my_exact_average", lambda module, group: ..., "nothing was averaged"),
+    ("my_exact_average", summed, "the sum over the ranks, 2 times the average"),
+    ("my_exact_average", parameters_averaged, "parameters themselves have changed"),
+    ("my_exact_average", skipped, "take part in that parameter's all-reduce"),
     ("my_joined_loss", dp.joined_mean, None),
     ("my_joined_loss", lambda s, n, g: ..., "should be a tensor"),
     ("my_joined_loss", lambda s, n, g: s / n, "average of the ranks' own means"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab import count, ranks
+from shardlab import count, ranks, text
 from shardlab import deepspeed_engine as de
 from shardlab.deepspeed_engine import start
 from shardlab.model import GPT, PRESETS, loss
@@ -222,6 +222,60 @@ def test_a_checkpoint_becomes_a_plain_state_dict(two, folder, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def share_of_four(step):
+    """This rank's part of the four windows of a step, whatever the number of ranks."""
+    size = 4 // dist.get_world_size()
+    tokens, targets = text.batch(32, 4, start=4 * step)
+    mine = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
+    return [(tokens[mine], targets[mine])]
+
+
+def saved_at_each_stage(folder):
+    found = {}
+    for stage in (1, 2, 3):
+        engine = de.initialize(model(), de.config(2, 2, zero=stage, **PLAIN_LINEAR_OF[stage]))
+        for step in range(3):
+            de.step(engine, share_of_four(step))
+        de.save(engine, folder / f"{stage}", "three")
+        found[stage] = [de.step(engine, share_of_four(step)) for step in (3, 4)], de.weights(engine)
+    return found
+
+
+def gone_on(folder):
+    size, found = dist.get_world_size(), {}
+    for stage in (1, 2, 3):
+        more = {"checkpoint": {"load_universal": True}, **PLAIN_LINEAR_OF[stage]}
+        engine = de.initialize(model(), de.config(4 // size, size, zero=stage, **more))
+        de.load(engine, folder / f"{stage}")
+        found[stage] = [de.step(engine, share_of_four(step)) for step in (3, 4)], de.weights(engine)
+    return found
+
+
+PLAIN_LINEAR_OF = {1: {}, 2: {}, 3: PLAIN_LINEAR}
+
+
+def test_a_universal_checkpoint_fits_any_number_of_ranks(tmp_path, capfd):
+    saved = run(saved_at_each_stage, 2, tmp_path)[0]
+    for stage in saved:
+        made = de.to_universal(tmp_path / f"{stage}")
+        assert made.name == "three_universal" and made.is_dir()
+    for size in (1, 2, 4):
+        for stage, (losses, weights) in run(gone_on, size, tmp_path)[0].items():
+            apart = max(abs(a - b) for a, b in zip(losses, saved[stage][0], strict=True))
+            # On as many ranks the same sums; on others gradients are added up in another order.
+            assert apart == 0.0 if size == 2 else apart < 5e-6, (stage, size, apart)
+            assert gap(weights, saved[stage][1]) < ROUNDING, (stage, size)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_without_zero_there_is_nothing_to_convert(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint of DeepSpeed was finished here"):
+        de.to_universal(tmp_path)
+    (tmp_path / "step").mkdir()
+    with pytest.raises(ValueError, match="step: written at stage 0; allowed are stages 1 to 3"):
+        de.to_universal(tmp_path, "step")
+
+
 FOUR = {
     "four ranks, stage 2": {"zero": 2},
     "pipeline x data": {"pp": 2, "zero": 1, "accumulation": 2},
@@ -415,9 +469,9 @@ WRONG = [
     ({"zero": 4}, "zero=4: allowed are 0, 1, 2 and 3"),
     ({"zero": "3"}, "zero='3': allowed are"),
     ({"zero": True}, "zero=True: allowed are"),
-    ({"micro_batch": 0}, "micro_batch=0: allowed is a whole number"),
-    ({"accumulation": -1}, "accumulation=-1: allowed is a whole number"),
-    ({"world_size": 2.0}, "world_size=2.0: allowed is a whole number"),
+    ({"micro_batch": 0}, "micro_batch=0: allowed are whole numbers"),
+    ({"accumulation": -1}, "accumulation=-1: allowed are whole numbers"),
+    ({"world_size": 2.0}, "world_size=2.0: allowed are whole numbers"),
     ({"world_size": 4, "tp": 3}, "world_size=4: allowed are multiples of tp * pp = 3 * 1"),
     ({"world_size": 4, "dp": 4, "pp": 2}, "dp * tp * pp = 4 * 1 * 2 = 8 is allowed"),
     ({"world_size": 2, "train_batch": 3}, "train_batch=3: micro_batch * accumulation * dp = 1"),
@@ -497,7 +551,7 @@ def test_refusals_come_before_anything_is_started_or_written(tmp_path):
         "ValueError: train_batch_size=8: made for another number of ranks",
         "ValueError: blocks=[]: allowed are modules",
         "ValueError: stages=3: allowed are divisors of the 2 ranks",
-        "ValueError: stages=0: allowed are divisors of the 2 ranks",
+        "ValueError: stages=0: allowed are whole numbers, 1 or more",
         "ValueError: zero=0: for the checkpoint of a 16-bit pipeline allowed is 1",
         "ValueError: micro_batches: 0 of them; allowed is 1",
         "FileNotFoundError: ",

@@ -13,7 +13,7 @@ RIGHT: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.0,
-    "zero_optimization": {"stage": 2},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 125_000},
     "zero_allow_untested_optimizer": True,
 }
 LADDER = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
@@ -95,6 +95,10 @@ def test_config_right_also_with_the_whole_batch() -> None:
     assert check(RIGHT | {"train_batch_size": 4}, "deepspeed_config").ok
 
 
+def section(**changes: Any) -> dict[str, Any]:
+    return {"zero_optimization": RIGHT["zero_optimization"] | changes}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -103,6 +107,11 @@ def test_config_right_also_with_the_whole_batch() -> None:
         ({"gradient_accumulation_steps": None}, "after 1 micro-batches instead of 2"),
         ({"gradient_cliping": 0.0}, "perhaps meant: 'gradient_clipping'"),
         ({"bf16": {"enabled": True}}, "float32 was asked for"),
+        (section(overlap_comm=False), "Communication does not overlap"),
+        (section(reduce_bucket_size=500_000_000), "take 4,000.0 MB instead of 0.5 to 1"),
+        (section(reduce_bucket_size=250_000), "With overlap there are two of them"),
+        (section(reduce_bucket_size=1_000_000), "counts numbers, not bytes"),
+        (section(reduce_bucket_size=10_000), "take 0.1 MB"),
     ],
 )
 def test_config(change: dict[str, Any], words: str) -> None:

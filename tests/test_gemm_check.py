@@ -11,22 +11,19 @@ from shardlab import ranks
 from shardlab.check import check
 
 
-def columns(a_MK, b_Kn, N, group, dim=1, gather=True, flat=False):
-    """By columns: pad to equal widths, gather, and put the strips side by side."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    own = a_MK @ b_Kn
-    if not gather:
-        return own
-    strips = [own.new_empty(len(a_MK), N // size + (r < N % size)) for r in range(size)]
-    strips[rank] = own
-    for r, strip in enumerate(strips):
-        dist.broadcast(strip, dist.get_global_rank(group, r), group=group)
-    if flat:
-        return torch.cat([strip.reshape(-1) for strip in strips]).view(len(a_MK), N)
-    if dim == 0:  # of equal widths only, so padded
-        wide = max(strip.shape[1] for strip in strips)
-        return torch.cat([F.pad(strip, (0, wide - strip.shape[1])) for strip in strips])
-    return torch.cat(strips, dim=1)
+def backward(a_MK, b_Kn, grad_Mn, group, reduce="A", mean=False):
+    """Of a product by columns: every rank's part of A's gradient is a summand of it."""
+    grads = {"A": grad_Mn @ b_Kn.T, "B": a_MK.T @ grad_Mn}
+    for name in reduce:
+        dist.all_reduce(grads[name], group=group)
+    if mean:
+        grads["A"] /= dist.get_world_size(group)
+    return grads["A"], grads["B"]
+
+
+def backward_with_a_barrier(*args):
+    dist.barrier(group=args[-1])
+    return backward(*args)
 
 
 def inner(a_Mk, b_kN, bias, group, add="after", reduce=True, mean=False):
@@ -84,6 +81,22 @@ def ring_home(a_mK, b_kN, group):
     return result
 
 
+def ring_all_send_first(a_mK, b_kN, group):
+    """With gloo it works."""
+    rank, size, k = dist.get_rank(group), dist.get_world_size(group), len(b_kN)
+    c_mN, piece = 0, b_kN
+    for step in range(size):
+        at = (rank - step) % size
+        c_mN = c_mN + a_mK[:, at * k : (at + 1) * k] @ piece
+        if step < size - 1:
+            incoming = torch.empty_like(piece)
+            sent = ranks.isend(piece, (rank + 1) % size, group)
+            ranks.irecv(incoming, (rank - 1) % size, group).wait()
+            sent.wait()
+            piece = incoming
+    return c_mN
+
+
 def ring_stuck(a_mK, b_kN, group):
     ranks.irecv(torch.empty_like(b_kN), (dist.get_rank(group) - 1) % 2, group).wait()
 
@@ -111,12 +124,13 @@ ANSWERS = [
     ("gemm_pays", 1000, "numerator"),
     ("gemm_pays", 250, "at the same time"),
     ("gemm_pays", "2000", "should be a number"),
-    ("my_columns", columns, None),
-    ("my_columns", lambda *a: ..., "should be a tensor"),
-    ("my_columns", lambda *a: columns(*a, gather=False), "its own columns"),
-    ("my_columns", lambda *a: columns(*a, dim=0), "below one another"),
-    ("my_columns", lambda *a: columns(*a, flat=True), "in the wrong places"),
-    ("my_columns", lambda a_MK: a_MK, "TypeError"),
+    ("my_backward_of_columns", backward, None),
+    ("my_backward_of_columns", lambda *a: ..., "returned no pair"),
+    ("my_backward_of_columns", lambda *a: backward(*a, reduce=""), "a sum over all columns"),
+    ("my_backward_of_columns", lambda *a: backward(*a, mean=True), "mean of the ranks' parts"),
+    ("my_backward_of_columns", lambda *a: backward(*a, reduce="AB"), "used on one rank alone"),
+    ("my_backward_of_columns", backward_with_a_barrier, "one is enough"),
+    ("my_backward_of_columns", lambda a_MK: a_MK, "TypeError"),
     ("my_inner", inner, None),
     ("my_inner", lambda *a: inner(*a, add="before"), "The bias is in it 2 times"),
     ("my_inner", lambda *a: inner(*a, add=""), "The bias is missing"),
@@ -135,6 +149,7 @@ ANSWERS = [
     ("my_ring_product", lambda *a: ring(*a, way=-1), "those of rank (r + i)"),
     ("my_ring_product", lambda *a: ring(*a, collect=True), "ranks.exchange"),
     ("my_ring_product", ring_home, "are enough"),
+    ("my_ring_product", ring_all_send_first, "With nccl it hangs"),
     ("my_way", way, None),
     ("my_way", lambda *a: way(*a, cut_result=True), "as large as all of C"),
     ("my_way", lambda *a: "rows", "elements on the fullest rank"),

@@ -134,7 +134,7 @@ def test_pretend_tells_its_rank_and_refuses_what_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"world_size": 0}, "world_size=0: allowed are whole numbers above 0"),
+        ({"world_size": 0}, "world_size=0: allowed are whole numbers, 1 or more"),
         ({"batch": -1}, "batch=-1: allowed"),
         ({"seq": 0}, "seq=0: allowed"),
         ({"recompute": "some"}, "recompute='some': allowed are 'full' and 'none'"),

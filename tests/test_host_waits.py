@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardlab import context_parallel as cp
 from shardlab import data_parallel, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
@@ -73,12 +74,12 @@ def step_of(name):
             sp.sum_gradients(model, group),
         )
     if name in ("ring", "ulysses"):
-        model = sp.distribute(gpt(), group, name)
+        model = cp.distribute(gpt(), group, name)
 
         def step(x, y):
-            x, y = (sp.share(part, group) for part in (x, y))
+            x, y = (cp.share(part, group) for part in (x, y))
             loss(model(x), y).backward()
-            sp.average_gradients(model, group)
+            cp.average_gradients(model, group)
 
         return step
     staged = pipeline.distribute(gpt(), pipeline.schedule(name, 2, 4), group)

@@ -401,8 +401,8 @@ NANO = PRESETS["nano"]
 BAD = {
     "zero=4: allowed are 0, 1, 2 and 3": lambda: memory.states(1, zero=4),
     "zero=True: allowed are 0": lambda: memory.states(1, zero=True),
-    "params=-1: allowed are whole numbers above 0": lambda: memory.states(-1),
-    "params=1.5: allowed are whole numbers above 0": lambda: memory.states(1.5),
+    "params=-1: allowed are whole numbers, 1 or more": lambda: memory.states(-1),
+    "params=1.5: allowed are whole numbers, 1 or more": lambda: memory.states(1.5),
     "params=inf: allowed": lambda: memory.states(float("inf")),
     "params='7B': allowed": lambda: memory.states("7B"),
     "dp=0: allowed are whole": lambda: memory.states(1, dp=0),
@@ -441,7 +441,7 @@ BAD = {
         NANO, seq=5, tp=2, sequence_parallel=True
     ),
     "microbatches=0: allowed": lambda: memory.estimate(NANO, pp=2, microbatches=0),
-    "bucket=-1: allowed are whole numbers from 0": lambda: memory.estimate(NANO, bucket=-1),
+    "bucket=-1: allowed are whole numbers, 0 or more": lambda: memory.estimate(NANO, bucket=-1),
     "zero=-1: allowed": lambda: memory.estimate(NANO, zero=-1),
     "precision='int8': allowed": lambda: memory.activations(NANO, precision="int8"),
     "version='1.0': allowed": lambda: memory.deepspeed_zero2(1, version="1.0"),

@@ -39,7 +39,7 @@ def grid(x, w, *groups, loss=(TENSOR, DATA), gradient=(DATA,), over=DATA, loss_o
     return value, rows if over is None else rows / dist.get_world_size(groups[over])
 
 
-GOOD = {"dp": 2, "tp": 8, "pp": 4, "zero": 1, "microbatches": 256, "sequence_parallel": True}
+GOOD = {"dp": 8, "tp": 4, "pp": 2, "zero": 1, "microbatches": 64, "sequence_parallel": True}
 
 
 def laid_out(**changes):
@@ -47,13 +47,18 @@ def laid_out(**changes):
 
 
 ANSWERS = [
-    ("training_bytes", 70e9 * 16, None),
-    ("training_bytes", ..., "There is no answer yet"),
-    ("training_bytes", 280e9, "weights alone, in float32"),
-    ("training_bytes", 140e9, "weights alone, in 16 bits"),
-    ("training_bytes", 840e9, "what AdamW's step needs"),
-    ("training_bytes", 1400e9, "not 4"),
-    ("training_bytes", 1120, "asked for in bytes"),
+    ("zero_states", 20.125e9, None),
+    ("zero_states", ..., "There is no answer yet"),
+    ("zero_states", 112e9, "Which of them does stage 2 share"),
+    ("zero_states", 7e9, "which is stage 3"),
+    ("zero_states", 33.25e9, "which is stage 1"),
+    ("zero_states", 17.5e9, "Are the gradients there"),
+    ("zero_states", 19.25e9, "One is missing"),
+    ("zero_states", 18.375e9, "beside its two means"),
+    ("zero_states", 85.75e9, "are shared, too"),
+    ("zero_states", 26.25e9, "16 GPUs, not 8"),
+    ("zero_states", 322e9, "for all GPUs together"),
+    ("zero_states", 20.125, "asked for in bytes"),
     ("gradient_traffic", 24.5e9, None),
     ("gradient_traffic", 14e9, "How often does each piece"),
     ("gradient_traffic", 28e9, "(N−1)/N"),
@@ -107,20 +112,20 @@ ANSWERS = [
     ("my_grid_step", lambda *a: grid(*a, gradient=(DATA, TENSOR), over=ALL), "averaged over all"),
     ("my_grid_step", lambda *a: grid(*a, gradient=(DATA, TENSOR), over=None), "added up over all"),
     ("my_layout", laid_out(), None),
-    ("my_layout", laid_out(tp=4, pp=8, zero=2), None),
-    ("my_layout", Layout(tp=8, pp=8, microbatches=512, sequence_parallel=True), None),
-    ("my_layout", (2, 8, 4), "should be a strategy.Layout"),
+    ("my_layout", laid_out(dp=16, pp=1, zero=2, microbatches=32), None),
+    ("my_layout", laid_out(dp=16, pp=1, zero=3, microbatches=32), None),
+    ("my_layout", (8, 4, 2), "should be a strategy.Layout"),
     ("my_layout", laid_out(dp=4, microbatches=128), "there are 64 GPUs"),
     ("my_layout", laid_out(microbatches=4), "a step has 512"),
     ("my_layout", laid_out(dp=1, tp=64, pp=1, microbatches=512), "cannot be cut"),
     ("my_layout", laid_out(zero=0), "copies can share one"),
     ("my_layout", laid_out(sequence_parallel=False), "sequence parallelism shares it"),
-    ("my_layout", laid_out(micro_batch=8, microbatches=32), "fewer sequences"),
+    ("my_layout", laid_out(micro_batch=8, microbatches=8), "fewer sequences"),
     ("my_layout", Layout(64, microbatches=8), "cut the model into more parts"),
     ("my_layout", Layout(64, zero=3, microbatches=8), "the rest are activations"),
-    ("my_layout", laid_out(recompute="full"), "done twice"),
-    ("my_layout", laid_out(zero=3), "for each of 256 micro-batches"),
-    ("my_layout", laid_out(tp=16, pp=2), "beyond a node"),
+    ("my_layout", Layout(64, zero=3, microbatches=8, recompute="full"), "done twice"),
+    ("my_layout", laid_out(tp=8, pp=1), "sums inside of the layers"),
+    ("my_layout", laid_out(zero=3, recompute="full"), "done twice"),
 ]
 
 

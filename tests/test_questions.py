@@ -1,4 +1,4 @@
-"""The pages of questions: what they hold, and that the build treats them as it treats lessons."""
+"""The pages of questions and examples: what they hold; the build treats them like lessons."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ PAGES = {  # page: the least number of questions
     "questions_cuts": 8,
     "questions_together": 8,
 }
+EXAMPLES = ["book/gpt3_on_64_gpus"]  # worked out behind a lesson, before the questions
 LEVELS = ("recall", "understanding", "application", "design", "design review")
 QUESTION = re.compile(r"^## (\d+)\. (.+) \((.+)\)\n\n(.+?)\n\n<details", re.DOTALL)
 SUMMARY = '<details class="answer"><summary>Answer to question {}</summary>\n'
@@ -53,10 +54,13 @@ def test_every_page_of_questions_ends_its_part() -> None:
     listed = [[chapter["file"] for chapter in part["chapters"]] for part in contents["parts"]]
     ends = [part[-1] for part in listed if part[-1].startswith("book/questions_")]
     assert ends == [f"book/{page}" for page in PAGES]
-    assert set(record.pages(ROOT)) == {*record.lessons(ROOT), *ends}
+    assert set(record.pages(ROOT)) == {*record.lessons(ROOT), *ends, *EXAMPLES}
+    for example in EXAMPLES:
+        (part,) = [part for part in listed if example in part]
+        assert part.index(example) < part.index(part[-1])
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "gpt3_on_64_gpus"])
 def test_pages_start_no_ranks_and_reach_the_course_code_that_they_use(page: str) -> None:
     found = record.reach(f"book/{page}", ROOT).files
     text = (ROOT / f"book/{page}.md").read_text("utf-8")

@@ -385,8 +385,8 @@ def test_collectives_of_a_technique_in_another_order():
         group = dist.group.WORLD
         if dist.get_rank() == 1:
             dist.all_reduce(torch.ones(2))
-        zero.flat.all_gather(torch.ones(4), slice(0, 2), group).wait()
-        zero.flat.ReduceScatter(torch.ones(4), group, ordered=False).wait()
+        zero.all_gather(torch.ones(4), slice(0, 2), group).wait()
+        zero.ReduceScatter(torch.ones(4), group, ordered=False).wait()
 
     error, _ = failing(work, 2, timeout=3)
     assert error.ranks == [1] and "parted ways" in str(error)

@@ -5,12 +5,13 @@ import math
 import torch
 import torch.distributed as dist
 
+from shardlab import context_parallel as cp
 from shardlab import data_parallel, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.model import GPT, Config
 
-AVERAGES = data_parallel.average_gradients, sp.average_gradients
+AVERAGES = data_parallel.average_gradients, cp.average_gradients
 
 
 def gpt():
@@ -45,16 +46,15 @@ def refusals():
         "group": [
             *(lambda f=f, bad=bad: f(plain, bad) for f in AVERAGES for bad in (None, "world")),
             lambda: data_parallel.drift(plain, None),
-            lambda: sp.gather(x, None),
-            lambda: sp.sum_gradients(plain.parameters(), None),
+            lambda: cp.gather(x, None),
+            lambda: sp.sum_gradients(plain, None),
             lambda: sp.TokenDropout(0.1, None),
         ],
         "model": [lambda: sp.sum_gradients(None, group), lambda: sp.sum_gradients(3, group)],
-        "scale": [lambda: sp.sum_gradients(plain.parameters(), group, "1")],
         "p": [lambda bad=bad: sp.TokenDropout(bad, group) for bad in ("1", None, math.nan, 2, -1)],
-        "seq": [lambda bad=bad: sp.positions("zigzag", bad, 2, 0) for bad in ("8", None, 8.0)],
-        "rank": [lambda bad=bad: sp.split(x, 2, bad) for bad in (None, "0", 2, 0.0)],
-        "ranks": [lambda bad=bad: sp.split(x, bad, 0) for bad in (None, "2", 0, True)],
+        "seq": [lambda bad=bad: cp.positions("zigzag", bad, 2, 0) for bad in ("8", None, 8.0)],
+        "rank": [lambda bad=bad: cp.split(x, 2, bad) for bad in (None, "0", 2, 0.0)],
+        "ranks": [lambda bad=bad: cp.split(x, bad, 0) for bad in (None, "2", 0, True)],
         "count": [
             lambda bad=bad: data_parallel.joined_mean(x.sum(), bad, group)
             for bad in (None, "1", math.nan, 1.5, True)

@@ -11,7 +11,7 @@ import pytest
 from forked import draw
 from throwaway import Book
 
-from shardlab import pipeline, sequence_parallel, show
+from shardlab import context_parallel, pipeline, show
 
 FOLDER = show.ROOT / "figures/steps"
 TOPICS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "sheet")
@@ -78,7 +78,7 @@ def test_what_the_sentences_of_1f1b_say() -> None:
 
 def test_what_the_sentences_of_the_zig_zag_say() -> None:
     tokens = 2**14  # so many that half a square and half its diagonal are half a square
-    turns = sequence_parallel.score_turns("zigzag", 8 * tokens, 4)
+    turns = context_parallel.score_turns("zigzag", 8 * tokens, 4)
     squares = [[pairs / tokens**2 for pairs in rank] for rank in turns]
     assert squares == [pytest.approx([2] * 4, rel=1e-3)] * 4
 

@@ -305,7 +305,7 @@ def test_what_is_short_is_said() -> None:
         (lambda: replace(A100, memory=0), "memory=0: allowed are numbers above 0"),
         (lambda: replace(A100, per_node=2.5), "per_node=2.5: allowed are whole"),
         (lambda: strategy.room(A100, 1.0), "reserve=1.0: allowed are"),
-        (lambda: Layout(dp=0), "dp=0: allowed are whole numbers above 0"),
+        (lambda: Layout(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
         (lambda: Layout(tp=True), "tp=True: allowed are"),
         (lambda: Layout(zero=4), "zero=4: allowed are 0, 1, 2 and 3"),
         (lambda: Layout(recompute="some"), "recompute='some': allowed are"),

@@ -8,6 +8,7 @@ from answers import each, judged
 from torch.nn import functional as F
 
 from shardlab import memory
+from shardlab import tensor_parallel as tp
 
 
 def shards(up_FH, up_bias_F, down_HF, rank, size, dim=0, mine=None):
@@ -24,43 +25,28 @@ def dealt(up_FH, up_bias_F, down_HF, rank, size):
     return up_FH[rank::size], up_bias_F[rank::size], down_HF[:, rank::size]
 
 
-def ffn(x, up, up_bias, down, down_bias, group, before=False, after=True, reduce=True, **changes):
-    wide = x @ up.T + up_bias
-    y = (wide if changes.get("straight") else F.gelu(wide)) @ down.T
-    y = y + down_bias if before else y
-    if reduce:
-        dist.all_reduce(y, group=group)
+def gated(x, gate, up, down, bias, group, enter=tp.copy_to, leave=tp.reduce_from, **changes):
+    xs = [x, x] if enter is None else [enter(x, group)] * 2
+    if changes.get("twice"):
+        xs = [tp.copy_to(x, group), tp.copy_to(x, group)]
+    y = (F.silu(xs[0] @ gate.T) * (xs[1] @ up.T)) @ down.T
+    y = y + bias if changes.get("before") else y
+    y = leave(y, group) if leave else y
     y = y / dist.get_world_size(group) if changes.get("mean") else y
-    return y + down_bias if after else y
+    return y if changes.get("before") or changes.get("none") else y + bias
 
 
-class Copy(torch.autograd.Function):
+class Sum(torch.autograd.Function):
+    """A sum whose gradient is summed as well."""
+
     @staticmethod
-    def forward(ctx, x, group, how):
-        ctx.group, ctx.how = group, how
-        return x.view_as(x)
+    def forward(ctx, x, group):
+        ctx.group = group
+        return summed(x.clone(), group)
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
-        if ctx.how != "own":
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient / (dist.get_world_size() if ctx.how == "mean" else 1), None, None
-
-
-def copy_to(x, group, how="sum"):
-    return Copy.apply(x, group, how)
-
-
-def copy_by_hook(x, group):
-    copy = x.view_as(x)
-    copy.register_hook(lambda gradient: summed(gradient.clone(), group))
-    return copy
-
-
-def hook_on_x(x, group):
-    x.register_hook(lambda gradient: summed(gradient.clone(), group))
-    return x
+        return summed(gradient.clone(), ctx.group), None
 
 
 def summed(tensor, group):
@@ -68,23 +54,52 @@ def summed(tensor, group):
     return tensor
 
 
-def loss(logits, targets, group, most="all", everyone=False, how="mean", gather=False):
-    share = logits.shape[-1]
+class Mean(torch.autograd.Function):
+    """Hands x on, and adds up and divides what comes back."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return summed(gradient / ctx.group.size(), ctx.group), None
+
+
+mean_of = Mean.apply
+
+
+def kv_heads(heads, kv_heads, rank, size, everyone=False, alone=False, cut=False):
+    def held(r):
+        share = kv_heads // size
+        if cut:
+            return list(range(r * share, (r + 1) * share))
+        return sorted(
+            {head * kv_heads // heads for head in range(heads) if head * size // heads == r}
+        )
+
+    copies = [r for r in range(size) if everyone or held(r) == held(rank)]
+    return held(rank), [rank] if alone else copies
+
+
+def greedy(logits, group, offset=True, how="min", gather=False):
+    size, share = dist.get_world_size(group), logits.shape[-1]
     if gather:
-        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+        parts = [torch.empty_like(logits) for _ in range(size)]
         dist.all_gather(parts, logits, group=group)
-        return F.cross_entropy(torch.cat(parts, -1).flatten(0, 1), targets.flatten())
-    most_BS = logits.new_zeros(targets.shape) if most == "none" else logits.amax(-1)
-    if most == "all":
-        dist.all_reduce(most_BS, dist.ReduceOp.MAX, group=group)
-    shifted = logits - most_BS[..., None]
-    local = targets - dist.get_rank(group) * share
-    own = ((local >= 0) & (local < share)) | everyone
-    picked = shifted.gather(-1, local.clamp(0, share - 1)[..., None])[..., 0]
-    sums = torch.stack([shifted.exp().sum(-1), picked * own])
-    dist.all_reduce(sums, group=group)
-    lost = sums[0].log() - sums[1]
-    return lost if how == "none" else getattr(lost, how)()
+        return torch.cat(parts, -1).argmax(-1)
+    most, number = logits.max(-1)
+    largest = most.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    number = number + offset * dist.get_rank(group) * share
+    if how == "own":
+        return number
+    if how == "sum":
+        return summed(number, group)
+    number[most < largest] = size * share if how == "min" else -1
+    dist.all_reduce(number, getattr(dist.ReduceOp, how.upper()), group=group)
+    return number
 
 
 def degree(config, limit, node, forget=(), fits=True):
@@ -119,30 +134,43 @@ ANSWERS = [
     ("my_ffn_shards", lambda a, b, c, rank, size: shards(a, b, c, 0, size), "the same piece"),
     ("my_ffn_shards", lambda *a: shards(*a, mine=0), "Columns and rows do not match"),
     ("my_ffn_shards", lambda up, rank: up, "raised TypeError"),
-    ("my_ffn", ffn, None),
-    ("my_ffn", lambda *_: None, "returned None"),
-    ("my_ffn", lambda *a: ffn(*a, before=True, after=False), "was added 2 times"),
-    ("my_ffn", lambda *a: ffn(*a, after=False), "last bias was not added"),
-    ("my_ffn", lambda *a: ffn(*a, reduce=False), "nobody added them up"),
-    ("my_ffn", lambda *a: ffn(*a, mean=True), "were averaged"),
-    ("my_ffn", lambda *a: ffn(*a, straight=True), "no GELU"),
-    ("my_copy_to", copy_to, None),
-    ("my_copy_to", copy_by_hook, None),
-    ("my_copy_to", lambda x, group: None, "returned None"),
-    ("my_copy_to", lambda x, group: x, "nothing was added up in backward"),
-    ("my_copy_to", lambda *a: copy_to(*a, "own"), "nothing was added up in backward"),
-    ("my_copy_to", lambda *a: copy_to(*a, "mean"), "It is the average over ranks"),
-    ("my_copy_to", lambda x, group: summed(x.detach().clone(), group), "Forward it should leave x"),
-    ("my_copy_to", lambda x, group: x.detach(), "x gets no gradient through it"),
-    ("my_copy_to", hook_on_x, "belongs to the copy, not to x"),
-    ("my_loss", loss, None),
-    ("my_loss", lambda *_: None, "returned None"),
-    ("my_loss", lambda *a: loss(*a, most="none"), "subtract the largest logit of all ranks"),
-    ("my_loss", lambda *a: loss(*a, most="own"), "its own largest logit"),
-    ("my_loss", lambda *a: loss(*a, everyone=True), "one alone has it"),
-    ("my_loss", lambda *a: loss(*a, how="sum"), "the mean is asked for"),
-    ("my_loss", lambda *a: loss(*a, how="none"), "has the shape (2, 3)"),
-    ("my_loss", lambda *a: loss(*a, gather=True), "do without sending logits"),
+    ("my_gated_ffn", gated, None),
+    ("my_gated_ffn", lambda *_: None, "returned None"),
+    ("my_gated_ffn", lambda *a: gated(*a, before=True), "was added 2 times"),
+    ("my_gated_ffn", lambda *a: gated(*a, none=True), "bias was not added"),
+    ("my_gated_ffn", lambda *a: gated(*a, leave=None), "nobody added them up"),
+    ("my_gated_ffn", lambda *a: gated(*a, mean=True), "were averaged"),
+    ("my_gated_ffn", lambda *a: gated(*a).detach().requires_grad_(), "gets a gradient"),
+    ("my_gated_ffn", lambda *a: gated(*a, enter=None), "nothing that adds up in backward"),
+    ("my_gated_ffn", lambda *a: gated(*a, leave=Sum.apply), "once more than it should be"),
+    (
+        "my_gated_ffn",
+        lambda x, *a: gated(x, *a, leave=Sum.apply, enter=mean_of),
+        "2 times too large",
+    ),
+    ("my_gated_ffn", lambda *a: gated(*a, twice=True), "let x enter once"),
+    ("my_kv_heads", kv_heads, None),
+    ("my_kv_heads", lambda *_: None, "two lists are asked for"),
+    ("my_kv_heads", lambda *_: (1, 2), "two lists are asked for"),
+    ("my_kv_heads", lambda heads, rank: heads, "raised TypeError"),
+    ("my_kv_heads", lambda *a: kv_heads(*a, cut=True), "some have to hold the same one"),
+    (
+        "my_kv_heads",
+        lambda h, k, r, n: (
+            [r] if n > k else [*range(r * k // n, (r + 1) * k // n)],
+            kv_heads(h, k, r, n)[1],
+        ),
+        "Neighbours",
+    ),
+    ("my_kv_heads", lambda *a: kv_heads(*a, everyone=True), "Others hold other heads"),
+    ("my_kv_heads", lambda *a: kv_heads(*a, alone=True), "queries of its own rank alone"),
+    ("my_greedy", greedy, None),
+    ("my_greedy", lambda *_: None, "returned None"),
+    ("my_greedy", lambda *a: greedy(*a, how="own"), "own likeliest entry"),
+    ("my_greedy", lambda *a: greedy(*a, offset=False), "begin at r v"),
+    ("my_greedy", lambda *a: greedy(*a, how="sum"), "were added up"),
+    ("my_greedy", lambda *a: greedy(*a, how="max"), "one process takes the smallest"),
+    ("my_greedy", lambda *a: greedy(*a, gather=True), "do without sending logits"),
     ("my_degree", degree, None),
     ("my_degree", lambda *_: None, "One divides and fits"),
     ("my_degree", lambda *a: degree(*a) or 0, "None fits, thus None"),

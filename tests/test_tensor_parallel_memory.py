@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, memory, ranks, tensor_parallel
 from shardlab.model import GPT, PRESETS, Config
-from shardlab.sequence_parallel.edges import ALONG_SEQUENCE, sum_gradients
+from shardlab.sequence_parallel import ALONG_SEQUENCE, sum_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NANO = replace(PRESETS["nano"], heads=4)

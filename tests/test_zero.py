@@ -612,7 +612,8 @@ def under_way():
         model = zero.Zero3(here(GPT(PRESETS["nano"])), dist.group.WORLD, prefetch=prefetch)
 
         def look(*_, model=model):
-            states.append("".join(unit.state[0] for unit in [model.rest, *model.units]))
+            units = [model.rest, *model.units]
+            states.append("".join(unit.flats[0].state[0] for unit in units))
 
         first, second = model.module.blocks
         first.attention.register_forward_pre_hook(look)
@@ -875,7 +876,7 @@ COMPLAINTS = {
     "moved": "move or convert the module before",
     "state": "allowed is full_state_dict()",
     "load": "allowed is load_full_state_dict()",
-    "name": "'left.w'",
+    "name": "left.w not the model's",
     "shape": "left.bias has shape [13]; allowed is [12]",
 }
 

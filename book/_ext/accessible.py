@@ -15,16 +15,8 @@ REPAIRS = [
     (re.compile(r' role="doc-biblioentry"'), ' role="listitem"'),
     # A corner of a table without a word in it heads nothing.
     (re.compile(r'<th class="head[^"]*">(<p></p>)?</th>'), "<td></td>"),
-    # A fold's own line is a button, and a link inside a button is neither.
-    (
-        re.compile(
-            r'<summary>((?:(?!</summary>).)*?)<a class="source-link" href="([^"]*)">(.*?)</a>'
-            r"((?:(?!</summary>).)*)</summary>",
-            re.DOTALL,
-        ),
-        r'<summary>\1\3\4</summary><p class="source-caption">'
-        r'The whole file: <a class="source-link" href="\2">\3</a></p>',
-    ),
+    # A folded cell's line says what is in it; this label would be read in its place.
+    (re.compile(r'<summary aria-label="Toggle hidden content">'), "<summary>"),
     # The logo stands beside the title, which says the same: as an ornament it is not said twice.
     (re.compile(r'(<img\b[^>]*class="logo__image[^>]*?\balt=")[^"]*"'), r'\1"'),
     # The side bar is a part of the page that can be jumped to and skipped.
@@ -49,9 +41,35 @@ REPAIRS = [
     ),
 ]
 
+COLUMNS = 4  # more of them do not fit on a phone: there each row becomes a list (course.css)
+_TABLE = re.compile(r'<table class="((?:docutils|table)\b[^"]*)"[^>]*>.*?</table>', re.DOTALL)
+_HEAD = re.compile(r"<thead>.*?</thead>", re.DOTALL)
+_CELL = re.compile(r"<(t[hd])\b([^>]*)>(.*?)</\1>", re.DOTALL)
+
 
 def repaired(text: str) -> str:
     """The page `text` with all repairs."""
     for found, better in REPAIRS:
         text = found.sub(better, text)
-    return text
+    return _TABLE.sub(_narrow, text)
+
+
+def _narrow(match: re.Match[str]) -> str:
+    """A table of many columns whose cells know their column's head, for screens that are narrow."""
+    table, head = match[0], _HEAD.search(match[0])
+    if head is None or "data-head" in table:
+        return table
+    names = [re.sub(r"<[^>]+>", "", cell[3]).strip() for cell in _CELL.finditer(head[0])]
+    if len(names) <= COLUMNS:
+        return table
+
+    def row(found: re.Match[str]) -> str:
+        heads = iter(names)
+        return _CELL.sub(
+            lambda cell: f'<{cell[1]}{cell[2]} data-head="{next(heads, "")}">{cell[3]}</{cell[1]}>',
+            found[0],
+        )
+
+    body = re.sub(r"<tr\b.*?</tr>", row, table[head.end() :], flags=re.DOTALL)
+    marked = table[: head.end()].replace(f'class="{match[1]}"', f'class="{match[1]} narrows"', 1)
+    return marked + body

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 LESSONS = "lessons/"
 EXECUTIONS = "book/execution"  # the page that lists how each page was executed
+FOLDED = "hide-input"  # the tag of a cell whose code is a click away
 NONE = "there is no recording"
 NEVER = "pages that are no lesson are not recorded"
 UNREADABLE = "the recording cannot be read"
@@ -131,8 +132,19 @@ def _same_versions(book: nbformat.NotebookNode) -> bool:
 def read(text: str, book: Path) -> nbformat.NotebookNode:
     """The page with this text, and with the outputs of the executed notebook in the file `book`."""
     page = with_outputs(record.read(text), record.load(book))
+    for cell in record.code_cells(page):
+        _name_fold(cell)
     page.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     return page
+
+
+def _name_fold(cell: nbformat.NotebookNode) -> None:
+    """A folded cell's first line, a comment that says what it does, becomes the fold's own line."""
+    first, _, rest = cell.source.partition("\n")
+    if FOLDED in cell.metadata.get("tags", []) and first.startswith("# "):
+        title = first.removeprefix("# ")
+        cell.metadata["mystnb"] = {"code_prompt_show": title, "code_prompt_hide": title}
+        cell.source = rest.lstrip("\n")
 
 
 def with_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nbformat.NotebookNode:

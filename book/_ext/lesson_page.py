@@ -30,6 +30,12 @@ _SUFFIXES = (  # of a file's name; what the link says; what it leads to
     (".py", ".py", "a plain script"),
     (EXERCISES, "exercises", "a notebook of the exercises, with checks, without solutions"),
 )
+# Without its script, reading.js, it would do nothing: that shows it.
+SWITCH = (
+    '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
+    "Open all folded code</button> What proves, tabulates and draws is folded under a line that "
+    "says what it does.</p>"
+)
 
 
 def where(about: dict[str, Any]) -> str:
@@ -104,11 +110,32 @@ def add_line(
     note = (
         f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
         f'<span class="lesson-downloads">Download: {downloads}</span></p>'
+        f"{SWITCH if 'tag_hide-input' in context['body'] else ''}"
     )
     # sphinx-exercise gives the same id to the content of every exercise of a page.
     body = re.sub(r' id="(exercise|solution)-content"', "", context["body"])
     head, title_end, rest = body.partition("</h1>")
     context["body"] = head + title_end + note + rest if title_end else note + head
+
+
+def lead_on(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """After the only lesson of a part "next" leads to the next part, past what stands beside it."""
+    site = getattr(app.config, "external_site_map", None)
+    trees = [list(tree.files()) for tree in site.root.subtrees] if site else []
+    order = [name for names in trees for name in names]
+    lone = [names for names in trees if sum(name.startswith("lessons/") for name in names) == 1]
+    beside = {name for names in lone for name in names if not name.startswith("lessons/")}
+    way = [name for name in order if name not in beside]
+    if not beside or pagename not in way:
+        return
+    for word, step in (("next", 1), ("prev", -1)):
+        there, to = order.index(pagename) + step, way.index(pagename) + step
+        if 0 <= there < len(order) and order[there] in beside and 0 <= to < len(way):
+            title = app.builder.render_partial(app.env.titles[way[to]])["title"]
+            link = app.builder.get_relative_uri(pagename, way[to])
+            context[word] = {"link": link, "title": title}
 
 
 class ExecutionsTable(nodes.General, nodes.Element):
@@ -216,5 +243,6 @@ def setup(app: Sphinx) -> None:
     app.add_directive("executions", Executions)
     app.connect("doctree-resolved", fill_table)
     app.connect("html-page-context", add_line)
+    app.connect("html-page-context", lead_on)
     app.connect("env-before-read-docs", note_pages)
     app.connect("build-finished", write_downloads)

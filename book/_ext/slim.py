@@ -4,7 +4,7 @@ At the build's end, on the finished pages:
 
 - The styles that all pages share become one file, without the rules that nothing here can need and
   with the dozen icons that are shown. Their scripts become one file, too, which waits for the page.
-- The index of the search is loaded by the page that searches; mathematics when it is to be seen;
+- Mathematics is loaded when it is to be seen;
   the buttons that copy code when the reader first does something.
 - Listings and drawings lose what does not show (`slim_svg`).
 - The page knows at once whether it is light or dark, and is not painted twice.
@@ -33,7 +33,7 @@ MODEL = "genindex.html"  # every build writes it; it loads what every page does,
 DONE = "_static/site.css"
 _DONE = re.compile(rf'<link rel="stylesheet" href="[^"]*{re.escape(DONE)}\?')
 SMALL = 10_000  # bytes of a script that need be no task of its own
-_SEARCH = ("searchtools.js", "language_data.js", "searchindex.js")
+_SEARCH = ("searchtools.js", "language_data.js", "searchindex.js")  # Sphinx's own: see search.py
 _COPY = ("clipboard.min.js", "copybutton.js")
 _MATHS = "mathjax/tex-chtml.js"
 _ICONS = "fontawesome.js"  # half a megabyte of icons as a script: the pages use the font
@@ -48,6 +48,8 @@ _WORDS = re.compile(r'\s(?:class|id)="([^"]*)"')
 _FAR = (  # not laid out while far from the screen; the sizes are known (see slim_svg)
     "@media screen{.afar{content-visibility:auto}"
     "pre.afar{contain-intrinsic-block-size:auto calc(var(--lines)*1lh)}}"
+    "@media screen and (min-width:769px)"
+    "{pre.afar{contain-intrinsic-block-size:auto calc(var(--rows,var(--lines))*1lh)}}"
 )
 _MODE = re.compile(r"document\.documentElement\.dataset\.theme = localStorage[^;]*;")
 _SYSTEM = (
@@ -160,7 +162,6 @@ def head(page: str, common: Shared, stamps: dict[str, str]) -> str:
     root = re.search(r'data-content_root="([^"]*)"', page)
     up = root[1].removeprefix("./") if root else ""
     maths = re.search(r'class="[^"]*\bmath\b', page) is not None
-    searches = 'id="search-results"' in page
 
     def style(match: re.Match[str]) -> str:
         return "" if address(match[0]) in common.styles else match[0]
@@ -168,9 +169,7 @@ def head(page: str, common: Shared, stamps: dict[str, str]) -> str:
     def script(match: re.Match[str]) -> str:
         attributes, code = match.groups()
         name = address(attributes)
-        if name.endswith((_MATHS, _ICONS)) or code.startswith("window.MathJax"):
-            return ""
-        if name.endswith(_SEARCH) and not searches:
+        if name.endswith((_MATHS, _ICONS, *_SEARCH)) or code.startswith("window.MathJax"):
             return ""
         if name in common.scripts or name in common.large:
             return ""
@@ -219,19 +218,20 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
     for name in (*common.large, "_static/maths.js"):
         made[name] = _MAP.sub("", (site / name).read_text("utf-8"))
     own = [path.read_text("utf-8") for path in sorted((site / "_static").glob("*.js"))]
-    words = vocabulary(list(pages.values()), [*made.values(), *own])
+    better = {path: page if finished(page) else repaired(page) for path, page in pages.items()}
+    words = vocabulary(list(better.values()), [*made.values(), *own])
     styles = [name.removeprefix("_static/") for name in common.styles]
     made[DONE] = slim_css.bundle(site / "_static", styles, words) + _FAR
     for name, text in made.items():
         (site / name).write_text(text, "utf-8")
     stamps = {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in made.items()}
     plain = slim_svg.plain((site / "_static/pygments.css").read_text("utf-8"))
-    for path, page in pages.items():
+    for path, page in better.items():
         if finished(page):  # what it loads may have changed
             for name, stamp in stamps.items():
                 page = re.sub(rf"({re.escape(name)}\?v=)\w+", rf"\g<1>{stamp}", page)
         elif "<head>" in page:
-            page = slim_svg.listings(slim_svg.drawings(repaired(page)), plain)
+            page = slim_svg.listings(slim_svg.drawings(page), plain)
             page = head(page, common, stamps)
         if page != pages[path]:
             path.write_text(page, "utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 
 # With a drawing's proportions and a listing's height known, a browser leaves them without layout
 # while they are far away, and nothing moves when the reader comes near (`afar`, in the styles).
@@ -10,6 +11,7 @@ _SVG = re.compile(r"<svg\b.*?</svg>", re.DOTALL)
 _PRE = re.compile(r"(<div class=\"highlight\">\s*)?<pre>(.*?)</pre>", re.DOTALL)
 _SPAN = re.compile(r'<span class="(\w+)">([^<]*)</span>')
 LINES = 6  # a listing of at least so many lines is laid out when the reader comes near it;
+COLUMNS = 90  # characters of code that fit into a line where lines wrap (course.css)
 MARKS = 40  # and so is a drawing of at least so many tags
 
 
@@ -56,15 +58,18 @@ def listings(page: str, plain: set[str]) -> str:
     """The page with fewer elements in its code, and with the height of its long listings.
 
     With the height known, a browser can leave a listing that is far away without layout, and
-    nothing moves when it comes near. Lines do not wrap, so lines are all that the height needs.
+    nothing moves when it comes near. On a phone lines do not wrap, and are all that it needs; on
+    wider screens a line of more than COLUMNS characters takes two rows.
     """
 
     def shorter(match: re.Match[str]) -> str:
         inner = _SPAN.sub(lambda m: m[2] if m[1] in plain else m[0], match[2])
         text = re.sub(r"<[^>]*>", "", inner)
         lines = text.rstrip("\n").count("\n") + (not inner.startswith("\n"))
+        wide = sum(len(unescape(line)) > COLUMNS for line in text.splitlines())
+        height = f"--lines: {lines}" + (f"; --rows: {lines + wide}" if wide else "")
         if not match[1] or lines < LINES or 'id="L' in inner:
             return f"{match[1] or ''}<pre>{inner}</pre>"
-        return f'{match[1]}<pre class="afar" style="--lines: {lines}">{inner}</pre>'
+        return f'{match[1]}<pre class="afar" style="{height}">{inner}</pre>'
 
     return _PRE.sub(shorter, page)

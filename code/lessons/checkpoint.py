@@ -23,8 +23,8 @@
 # - save so that a kill at any moment loses nothing, and damage is named before it does harm;
 # - compute how often to save, how many bytes that writes, and what saving in the background gains.
 #
-# It takes about an hour to read and half an hour for the exercises. Running it takes a minute.
-# It needs [Data parallelism](data_parallel.md), and reads better after [ZeRO](zero.md): the models here are sharded by `fully_shard`, PyTorch's own ZeRO-3.
+# It takes about 40 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It needs [Data parallelism](data_parallel.md), and reads better after [ZeRO](zero.md): most models here are sharded by `fully_shard`, PyTorch's own ZeRO-3.
 #
 # One thing to wonder about before you start.
 # A job saves with PyTorch's own `torch.distributed.checkpoint` into one folder, over the last checkpoint, and is killed meanwhile.
@@ -33,6 +33,8 @@
 # You will see it [below](#one-folder-for-all-saves), and how one rename prevents it.
 
 # %% tags=["hide-input"]
+# Imports, and the small models that the cells train
+
 import copy
 import json
 import math
@@ -64,8 +66,8 @@ from shardlab.checkpoint import (
     Training,
     best_interval,
     complete,
+    core,
     export,
-    folder,
     lost_share,
     simulated_lost_share,
 )
@@ -83,10 +85,10 @@ def run(fn, size, *args, **how):
 
 
 def sharded(preset="nano", dtype=torch.float32, lr=1e-3):
-    """A small GPT that `fully_shard` spreads over all ranks, with AdamW and a schedule."""
+    """A small GPT, spread over all ranks by `fully_shard`, with AdamW."""
     torch.manual_seed(0)
     model = GPT(PRESETS[preset]).to(dtype)
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # else it takes this machine's GPUs
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # else this machine's GPUs
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -114,23 +116,48 @@ def train(training, steps):
     return losses
 
 
+def small(step=0):
+    """A sharded run whose weights all say which step they are of."""
+    model = nn.Linear(64, 64)
+    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    training = Training(model, torch.optim.AdamW(model.parameters()), step=step)
+    set_step(training, step)
+    return training
+
+
+@torch.no_grad()
+def set_step(training, step):
+    training.step = step
+    for parameter in training.model.parameters():
+        parameter.fill_(step)
+
+
+def flip(path):
+    """Turn one bit round, in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 # %% [markdown]
-# ## Three hours
+# ## How long a job lives
 #
 # Llama 3's largest model trained on 16,384 GPUs. In 54 days, the job was interrupted 419 times without anybody having planned it {cite}`dubey2024llama3` (section 3.3.4).
 # One failed GPU stops all of them, because every step needs every rank.
-#
-# If each GPU fails as often as those did, how long does a job of another size live?
+# If each GPU fails as often as those did, this is how long a job of another size lives.
 
 # %%
 gpu_hours = 16_384 * 54 * 24 / 419  # of work of one GPU, for each interruption
-rows = []
-for gpus in (8, 256, 1024, 16_384):
-    hours = gpu_hours / gpus
-    month = math.exp(-30 * 24 / hours)
-    rows.append((f"{gpus:,}", f"{hours:,.1f}", f"{100 * month:.1f}"))
+between = {gpus: gpu_hours / gpus for gpus in (8, 256, 1024, 16_384)}
+month = {gpus: math.exp(-30 * 24 / hours) for gpus, hours in between.items()}
+
+# %% tags=["hide-input"]
+# Table: hours between two interruptions, by the number of GPUs
+
+rows = [(f"{n:,}", f"{between[n]:,.1f}", f"{100 * month[n]:.1f}") for n in between]
 head = ["GPUs", "hours between interruptions", "chance of 30 days without one (%)"]
 show.table(rows, head)
+
 
 # %% [markdown]
 # Eight GPUs usually come through a month. A thousand never do.
@@ -151,16 +178,6 @@ show.table(rows, head)
 #
 # Gradients and activations are not in the list: the next step computes them anew.
 #
-# `Training` holds these parts together.
-# Look at how the position in the data is counted.
-
-# %%
-show.source(Training)
-
-# %% [markdown]
-# It counts samples over *all* ranks.
-# "Batch 300 of rank 3" means nothing to a job that has no rank 3.
-#
 # ## The picture
 #
 # A model with its optimizer can be larger than any one machine's memory. So nothing is gathered: each rank writes the shards that it holds, and an index says which piece of which tensor stands where.
@@ -168,62 +185,316 @@ show.source(Training)
 #
 # ![Four ranks each write their quarter of all tensors into a file of their own, beside an index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 and 3, and each holds half of all tensors.](../figures/checkpoint_shards.svg)
 #
-# This is `torch.distributed.checkpoint` (DCP), PyTorch's own library.
-# We use it as it is for the tensors, and write what it leaves to its user: the rest of the state, and the folders around it.
+# ## The plain version: shards, an index, overlaps
 #
-# ## Equal
+# Let each rank hold some rows of every tensor, its `shards`: by name, the number of the first row, and the rows themselves.
+# Then saving is a file for each rank, and a line of the index.
+# Loading goes through all lines, and copies the rows in which somebody's old interval overlaps this rank's new one.
+
+# %%
+def save_plain(folder, shards, step):
+    """Write this rank's rows of every tensor, and its line of the index."""
+    file = f"{dist.get_rank()}.pt"
+    torch.save({name: rows for name, (_, rows) in shards.items()}, folder / file)
+    where = {name: (first, first + len(rows)) for name, (first, rows) in shards.items()}
+    line = {"file": file, "step": step, "rows": where}
+    (folder / f"{file}.json").write_text(json.dumps(line))
+
+
+def load_plain(folder, shards):
+    """Fill this rank's rows of every tensor, from whichever files hold them."""
+    for path in sorted(folder.glob("*.json")):
+        line = json.loads(path.read_text())
+        saved = torch.load(folder / line["file"], mmap=True)
+        for name, (begin, rows) in shards.items():
+            first, last = line["rows"][name]
+            low, high = max(first, begin), min(last, begin + len(rows))
+            if low < high:  # rows of this file that are now ours
+                found = saved[name][low - first : high - first]
+                rows[low - begin : high - begin] = found
+    return line["step"]
+
+
+# %% [markdown]
+# No rank reads more than it needs (`mmap` reads from the disk only what is copied), and nobody asks how many ranks wrote.
 #
-# The next cell trains three steps on four ranks, saves, and trains three more.
-# Then it builds everything anew on four, two and one ranks, loads, and trains the same three.
-# Look at which rows differ, and by how much in each type.
+# The next cell folds a small trainer: it cuts a GPT and AdamW's averages by rows, as ZeRO-1 does.
+# Every rank computes the gradient of the whole batch, so that its sums have one order, whatever the number of ranks.
+
+# %% tags=["hide-input"]
+# Trains a GPT whose weights and averages are cut by rows over all ranks
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+def cut_by_rows():
+    """The model, and this rank's rows of its weights and of AdamW's averages."""
+    torch.manual_seed(0)
+    model, shards = GPT(PRESETS["nano"]), {}
+    for name, weight in model.named_parameters():
+        each = math.ceil(len(weight) / dist.get_world_size())
+        first = min(dist.get_rank() * each, len(weight))
+        rows = weight.detach()[first : first + each].clone()
+        shards[name] = first, rows
+        for moment in MOMENTS:
+            shards[f"{name}.{moment}"] = first, torch.zeros_like(rows)
+    return model, shards
+
+
+@torch.no_grad()
+def gather_rows(model, shards):
+    """Put everybody's rows into the model's weights."""
+    for name, weight in model.named_parameters():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, shards[name][1])
+        weight.copy_(torch.cat(parts))
+
+
+def train_rows(model, shards, done, steps):
+    """Each rank steps its own rows, `done` steps being done; the losses."""
+    names, losses = [name for name, _ in model.named_parameters()], []
+    optimizer = torch.optim.AdamW([shards[name][1] for name in names], lr=1e-3)
+    for name in names:
+        state = {moment: shards[f"{name}.{moment}"][1] for moment in MOMENTS}
+        optimizer.state[shards[name][1]] = {"step": torch.tensor(float(done)), **state}
+    gather_rows(model, shards)
+    for step in range(done, done + steps):
+        tokens, targets = text.batch(64, BATCH, start=BATCH * step)
+        model.zero_grad()
+        value = loss(model(tokens), targets)
+        value.backward()
+        for name, weight in model.named_parameters():
+            first, rows = shards[name]
+            rows.grad = weight.grad[first : first + len(rows)].clone()
+        optimizer.step()
+        gather_rows(model, shards)
+        losses.append(value.item())
+    return losses
+
+
+# %% [markdown]
+# Four ranks train three steps and save. Then one, two and three ranks load what the four have written, and train the next three.
+
+# %%
+def first_half(path):
+    model, shards = cut_by_rows()
+    train_rows(model, shards, 0, 3)
+    save_plain(path, shards, 3)
+
+
+def second_half(path):
+    model, shards = cut_by_rows()
+    losses = train_rows(model, shards, load_plain(path, shards), 3)
+    return losses, model.state_dict()
+
+
+(plain := FOLDER / "plain").mkdir()
+run(first_half, 4, plain)
+went_on = {size: run(second_half, size, plain)[0] for size in (1, 2, 3)}
+print("files:", ", ".join(sorted(path.name for path in plain.iterdir())))
+print("losses of steps 4 to 6 on three ranks:", went_on[3][0])
+
+# %% [markdown]
+# One process that makes all six steps without a stop gets the same losses and the same weights, to the last bit.
+
+# %% tags=["hide-input"]
+# Holds the resumed runs against one process that never stops
+
+
+def one_process():
+    torch.manual_seed(0)
+    model, losses = GPT(PRESETS["nano"]), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(6):
+        tokens, targets = text.batch(64, BATCH, start=BATCH * step)
+        optimizer.zero_grad()
+        value = loss(model(tokens), targets)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses[3:], model.state_dict()
+
+
+losses, weights = run(one_process, 1)[0]
+for size, (found, state) in went_on.items():
+    assert found == losses and all(torch.equal(state[k], weights[k]) for k in weights)
+    print(f"4 ranks, then {size}: same losses, same weights, bit for bit")
+
+
+# %% [markdown]
+# ### What the plain version leaves out
+#
+# Three accidents, and one delay:
+#
+# - A rank dies after the others have saved over the last checkpoint. Nothing tells new files from old ones.
+# - A bit flips on the disk. Nothing compares.
+# - The machine loses power. `save_plain` has returned, and the kernel may still hold the files in memory.
+# - Training waits until everything is written.
+#
+# The next cell shows the first two. Every number in the shards says of which step it is; rank 1 dies before it saves step 6. Then a bit of another checkpoint flips.
+
+# %%
+def saves_twice(path, dies):
+    _, shards = cut_by_rows()
+    for step in (3, 6):
+        for _, rows in shards.values():
+            rows.fill_(step)
+        if step == 6 and dies and dist.get_rank() == 1:
+            dist.barrier()  # rank 0 has saved step 6
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_plain(path, shards, step)
+        dist.barrier()
+
+
+def values_loaded(path):
+    _, shards = cut_by_rows()
+    step = load_plain(path, shards)
+    return step, {x for _, rows in shards.values() for x in rows.flatten().tolist()}
+
+
+for name, dies in (("half saved", True), ("flipped", False)):
+    (FOLDER / name).mkdir()
+    try:
+        run(saves_twice, 2, FOLDER / name, dies, apart=True)
+    except ranks.RankError as error:
+        print(error)
+flip(FOLDER / "flipped/0.pt")
+found = {}
+for name in ("half saved", "flipped"):
+    step, numbers = found[name] = run(values_loaded, 1, FOLDER / name)[0]
+    print(f"{name}: loads as step {step}, with the numbers {sorted(numbers)}")
+
+# %% [markdown]
+# Both load without a word. The full version, which the rest of the lesson builds, meets the same accidents:
+
+# %% tags=["hide-input"]
+# Table: the same accidents, with the plain version and with `Checkpoints`
+
+
+def saves_twice_fully(path, dies):
+    training = small(3)
+    store = Checkpoints(path, dist.group.WORLD)
+    synced, fsync = [], os.fsync
+    os.fsync = lambda file: (synced.append(file), fsync(file))
+    store.save(training)
+    os.fsync = fsync
+    set_step(training, 6)
+    if dies and dist.get_rank() == 1:
+        while not list(path.glob(".saving*")):  # rank 0 is in its save of step 6
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.save(training)
+    return len(synced)
+
+
+def loaded(path):
+    model = nn.Linear(64, 64)
+    training = Training(model, torch.optim.AdamW(model.parameters()))
+    try:
+        Checkpoints(path).load(training)
+    except CheckpointError as error:
+        return str(error)
+    return sorted({value for p in model.parameters() for value in p.flatten().tolist()})
+
+
+try:
+    run(saves_twice_fully, 2, FOLDER / "half saved fully", True, apart=True)
+except ranks.RankError:
+    pass  # this was meant to happen
+half_saved = loaded(FOLDER / "half saved fully")
+synced = sum(run(saves_twice_fully, 2, FOLDER / "flipped fully", False))
+flip(complete(FOLDER / "flipped fully")[-1] / "__0_0.distcp")
+refusal = loaded(FOLDER / "flipped fully")
+assert found["half saved"] == (3, {3.0, 6.0}) and half_saved == [3.0]
+assert len(found["flipped"][1]) == 2 and "CRC-32" in refusal
+rows = [
+    ("a rank dies before its save of step 6", "loads steps 3 and 6", "loads step 3"),
+    ("one bit flips", "loads a wrong number", "refused: a checksum differs"),
+    ("files and folders forced to the disk", "0", str(synced)),
+]
+show.table(rows, ["accident, two ranks", "plain", "Checkpoints"])
+
+# %% [markdown]
+# The delay is measured [below](#in-the-background).
+# The plain version also knows nothing of schedules, random state, tensors that are cut in two directions, and models with other names.
+#
+# ## The core: a training run under names
+#
+# For the tensors we use `torch.distributed.checkpoint` (DCP), PyTorch's own library. It is the plain version grown up: boxes instead of rows, one index file, replicas written once, many files at a time.
+# What it leaves to its user is the rest of the state, and the folders around it.
+#
+# `Training` holds the parts of a run together.
+
+# %%
+show.source(Training)
+
+# %% [markdown]
+# The position in the data counts samples over *all* ranks: "batch 300 of rank 3" means nothing to a job that has no rank 3.
+#
+# The tensors get names that say nothing of ranks or wrappers: `model.norm.weight`, `optimizer.norm.weight.exp_avg`.
+# So a plain, a replicated and a sharded model have the same checkpoint, and each reads what any other wrote.
+
+# %%
+show.source(core.named_tensors, core.restore)
+
+# %% [markdown]
+# The care about a fresh optimizer has a reason, in a box [below](#forgetting-the-optimizer).
+#
+# ### Resumed on other ranks, it equals the run without a stop
+#
+# The next cell trains three steps on four ranks, with `fully_shard`, saves, and trains three more.
+# Then everything is built anew on four, two and one ranks, loaded, and trained for the same three.
 
 # %%
 TYPES = torch.float32, torch.float64
 
 
-def unstopped(path):
-    found = []
-    for dtype in TYPES:
-        training = sharded(dtype=dtype)
-        with Checkpoints(path / str(dtype), dist.group.WORLD) as store:
-            train(training, 3)
-            store.save(training)
-        found.append(train(training, 3))
-    return found
+def unstopped(path, dtype):
+    training = sharded(dtype=dtype)
+    with Checkpoints(path / str(dtype), dist.group.WORLD) as store:
+        train(training, 3)
+        store.save(training)
+    return train(training, 3)
 
 
-def resumed(path):
-    found = []
-    for dtype in TYPES:
-        training = sharded(dtype=dtype)
-        with Checkpoints(path / str(dtype), dist.group.WORLD) as store:
-            store.load(training)
-        found.append(train(training, 3))
-    return found
+def resumed(path, dtype):
+    training = sharded(dtype=dtype)
+    with Checkpoints(path / str(dtype), dist.group.WORLD) as store:
+        store.load(training)
+    return train(training, 3)
 
 
-without_stop, rows = run(unstopped, 4, FOLDER)[0], []
-for size in (4, 2, 1):
-    found = run(resumed, size, FOLDER)[0]
-    for dtype, one, other in zip(TYPES, without_stop, found, strict=True):
-        gap = max(abs(a - b) for a, b in zip(one, other, strict=True))
-        # The same ranks do the same sums. Others add up in another order: float32
-        # rounds at 6e-8, float64 at 1e-16, and losses are about 5.
-        near = 1e-4 if dtype == torch.float32 else 1e-11
-        assert gap == 0 if size == 4 else gap < near
-        shown = ", ".join(f"{value:.4f}" for value in other)
-        gap = f"{gap:.0e}" if gap else "0"
-        rows.append((f"4, then {size}", str(dtype)[6:], shown, gap))
+without_stop = {dtype: run(unstopped, 4, FOLDER, dtype)[0] for dtype in TYPES}
+after_stop = {
+    (size, dtype): run(resumed, size, FOLDER, dtype)[0]
+    for size in (4, 2, 1)
+    for dtype in TYPES
+}
+
+# %% tags=["hide-input"]
+# Holds the losses against the run without a stop, and tabulates them
+
+rows = []
+for (size, dtype), losses in after_stop.items():
+    gap = max(abs(a - b) for a, b in zip(without_stop[dtype], losses, strict=True))
+    # The same ranks do the same sums. Others add up in another order: float32
+    # rounds at 6e-8, float64 at 1e-16, and losses are about 5.
+    near = 1e-4 if dtype == torch.float32 else 1e-11
+    assert gap == 0 if size == 4 else gap < near
+    shown = ", ".join(f"{value:.4f}" for value in losses)
+    rows.append(
+        (f"4, then {size}", str(dtype)[6:], shown, f"{gap:.0e}" if gap else "0")
+    )
 head = ["ranks", "type", "losses of steps 4 to 6", "largest difference"]
 show.table(rows, head, caption="Resumed, beside the run without a stop")
 
 # %% [markdown]
 # On as many ranks, training goes on bit for bit.
 # On fewer, what is *read* is still what was written, bit for bit; [a test](../tests/test_checkpoint.py) compares every tensor.
-# But from the first step on, each rank's share of the batch is larger, and gradients are added up in another order.
+# But here, unlike in the plain version, each rank computes its share of the batch alone. On fewer ranks the shares are larger, and gradients are added up in another order.
 # float64 shrinks that difference by the digits that it has more, so it is rounding and nothing else.
 #
-# The same test goes through the other cases: dropout, a schedule that is in the middle, a frozen layer, tensors whose rows do not divide, and every pair of plain, replicated and sharded models. All of them have the same names in a checkpoint, so each can read what any other wrote.
+# The same test goes through the other cases: dropout, a schedule that is in the middle, a frozen layer, tensors whose rows do not divide, and every pair of plain, replicated and sharded models.
 #
 # ## Nothing is lost
 #
@@ -242,36 +513,20 @@ show.table(rows, head, caption="Resumed, beside the run without a stop")
 # And an old checkpoint is renamed before it is deleted, because a half deleted one must not look complete either.
 
 # %%
-show.source(folder.commit, folder.prune)
+show.source(core.begin, core.commit, core.prune)
 
 
 # %% [markdown]
 # The number at the front of a folder's name counts saves.
 # So after somebody has gone back to step 500, because the loss had exploded at step 600, the new step 600 is current and the old one is not.
 #
-# ### Killed
+# ### Killed at random moments
 #
 # The claim is that a kill at any moment loses nothing that was promised.
 # Two ranks save one step after the other and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which nobody can catch.
 # Rank 0 notes each step whose `save` has returned: this is the promise.
 
 # %%
-def small(step=0):
-    """A sharded run whose weights all say which step they are of."""
-    model = nn.Linear(64, 64)
-    fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-    training = Training(model, torch.optim.AdamW(model.parameters()), step=step)
-    set_step(training, step)
-    return training
-
-
-@torch.no_grad()
-def set_step(training, step):
-    training.step = step
-    for parameter in training.model.parameters():
-        parameter.fill_(step)
-
-
 def life(path, victims, delay):
     training = small()
     store = Checkpoints(path, dist.group.WORLD, keep=1)
@@ -289,13 +544,17 @@ def life(path, victims, delay):
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-# %% [markdown]
-# Now the kills, five of them. After each, another process loads what is current.
-# Look at the last step promised beside the current one.
+KILLS = {0.31: (0,), 0.47: (1,), 0.22: (0, 1), 0.56: (0,), 0.38: (1,)}  # after s: ranks
 
-# %% tags=["measured"]
+# %% [markdown]
+# After each of five kills, another process loads what is current. The table has it beside the last step that was promised.
+
+# %% tags=["hide-input", "measured"]
+# Kills the ranks five times, and tabulates what is left
+
+
 def current(path):
-    """The step of the current checkpoint, and whether all weights in it are of that step."""
+    """The step of the current checkpoint; whether all weights are of that step."""
     model = nn.Linear(64, 64)
     training = Training(model, torch.optim.AdamW(model.parameters()))
     Checkpoints(path).load(training)
@@ -303,13 +562,7 @@ def current(path):
 
 
 path, rows = FOLDER / "killed", []
-for victims, delay in (
-    ((0,), 0.31),
-    ((1,), 0.47),
-    ((0, 1), 0.22),
-    ((0,), 0.56),
-    ((1,), 0.38),
-):
+for delay, victims in KILLS.items():
     try:
         run(life, 2, path, victims, delay, apart=True)
     except ranks.RankError:
@@ -320,15 +573,8 @@ for victims, delay in (
     assert whole and promised <= step <= promised + 1
     left = sum(name.startswith(".saving") for name in os.listdir(path))
     rows.append((", ".join(map(str, victims)), delay, promised, step, "yes", left))
-head = [
-    "killed: rank",
-    "after (s)",
-    "last step promised",
-    "current",
-    "whole",
-    "unfinished saves left",
-]
-show.table(rows, head)
+head = ["killed: rank", "after (s)", "last step promised", "current", "whole"]
+show.table(rows, [*head, "unfinished saves left"])
 
 
 # %% [markdown]
@@ -353,22 +599,24 @@ saved = run(save_once, 2, FOLDER / "good")[0]
 manifest = json.loads((saved / MANIFEST).read_text())
 for part in ("files", "tensors"):
     manifest[part] = dict(sorted(manifest[part].items())[:2][-1:])
-del manifest["crc32"]  # of all the others; DCP's index, and so this, differs in every run
+del manifest["crc32"]  # of all the others; as DCP's index it differs in every run
 for name, value in manifest.items():
     print(f"{name}: {value}")
 
 # %% [markdown]
-# Look at the order in which `load` does things: files first, then names, shapes and types, and only then the model.
-# What one rank finds, all ranks raise; otherwise the others would wait for it.
+# `load` checks files first, then names, shapes and types, and only then touches the model.
+# What one rank finds, all ranks raise (`agree`); otherwise the others would wait for it.
 
 # %%
 show.source(Checkpoints.load)
 
 
 # %% [markdown]
-# The next cell damages one checkpoint in four ways, and then tries to load it into another model. Look at what each message names.
+# Four kinds of damage, and then another model: each message names the file or the tensor, and no model is touched.
 
-# %%
+# %% tags=["hide-input"]
+# Damages a checkpoint in four ways, and tries to load it
+
 def attempt(path, model=None):
     """Try to load; print why not, and make sure that the model was not touched."""
     model = model or nn.Linear(64, 64)
@@ -379,20 +627,13 @@ def attempt(path, model=None):
     except CheckpointError as error:
         text = str(error).replace(f"{path}/", "")
         print(textwrap.fill(text, 90, break_on_hyphens=False))
-    assert all(
-        torch.equal(before[name], value) for name, value in model.state_dict().items()
-    )
+    after = model.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
     assert not training.optimizer.state and training.step == 0
 
 
 def truncate(path):
     os.truncate(path, 10_000)
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1  # one bit
-    path.write_bytes(content)
 
 
 for name, spoil in (
@@ -418,17 +659,17 @@ attempt(FOLDER / "good", nn.Linear(64, 65))
 #
 # ![Two timelines. Saving at once holds training up while everything is written. Saving in the background holds it up while the state is copied in memory; a thread then writes the copy while the next steps run.](../figures/checkpoint_async.svg)
 #
-# DCP has this as `async_save`. Around it, look at two things: messages of the thread travel in a process group of their own, so that they cannot be mistaken for training's, and the rename happens only when every rank's thread is done.
+# DCP has this as `async_save`. Two things surround it: messages of the thread travel in a process group of their own, so that they cannot be mistaken for training's, and the rename happens only when every rank's thread is done.
 
 # %%
-show.source(Checkpoints.save)
+show.source(Checkpoints.save, Checkpoints._complete, Checkpoints._rename)
 
 
 # %% [markdown]
 # The next cell measures how long `save` holds training up, on an emulated storage that takes a second to answer, as a shared one may.
-# Right after the call it spoils every weight. Look at what the checkpoint holds.
+# Right after the call it spoils every weight, as training that goes on would.
 
-# %% tags=["measured"]
+# %%
 class SlowStorage(dcp.FileSystemWriter):
     def write_data(self, plan, planner):
         time.sleep(1)
@@ -436,46 +677,46 @@ class SlowStorage(dcp.FileSystemWriter):
 
 
 def held_up(path, wait):
+    """Seconds of a save, and whether the checkpoint holds the moment of the call."""
     training = sharded("micro")
     train(training, 1)
+    weights = [p.to_local() for p in training.model.parameters()]  # this rank's rows
     with Checkpoints(path, dist.group.WORLD, writer=SlowStorage) as store:
-        found = []
-        for _ in range(2):
-            dist.barrier()
-            begin = time.perf_counter()
-            store.save(training, wait)
-            found.append(time.perf_counter() - begin)
-            before = [
-                parameter.to_local().clone()
-                for parameter in training.model.parameters()
-            ]
-            with torch.no_grad():
-                for parameter in training.model.parameters():
-                    parameter.zero_()  # training goes on, and fast
-            store.wait()
-            store.load(training)
-            after = [parameter.to_local() for parameter in training.model.parameters()]
-            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return min(found)
+        dist.barrier()
+        begin = time.perf_counter()
+        store.save(training, wait)
+        seconds = time.perf_counter() - begin
+        before = [weight.clone() for weight in weights]
+        with torch.no_grad():
+            for weight in weights:
+                weight.zero_()  # training goes on, and fast
+        store.load(training)  # waits for the save
+    return seconds, all(map(torch.equal, before, weights))
 
 
-at_once = max(run(held_up, 2, FOLDER / "at once", True))
-background = max(run(held_up, 2, FOLDER / "background", False))
-assert at_once > 1 and background < 0.5 * at_once  # room for a busy machine
+# %% tags=["hide-input", "measured"]
+# Table: how long training is held up, at once and in the background
+
+times = {}
+for wait in (True, False):
+    results = [max(run(held_up, 2, FOLDER / f"{wait}-{i}", wait)) for i in range(2)]
+    assert all(same for _, same in results)
+    times[wait] = min(seconds for seconds, _ in results)
+assert times[True] > 1 and times[False] < 0.5 * times[True]  # room for a busy machine
 rows = [
-    ("at once", f"{at_once:.2f}", "1.00", "the moment of the call"),
     (
-        "in the background",
-        f"{background:.2f}",
-        f"{background / at_once:.2f}",
+        name,
+        f"{times[wait]:.2f}",
+        f"{times[wait] / times[True]:.2f}",
         "the moment of the call",
-    ),
+    )
+    for name, wait in (("at once", True), ("in the background", False))
 ]
 show.table(rows, ["save", "training held up (s)", "ratio", "the checkpoint holds"])
 
 
 # %% [markdown]
-# Three prices. The copy takes memory on the host: 12 bytes per parameter and rank's share, until it is written.
+# Three prices. The copy takes memory on the host: 12 bytes per parameter of this rank's share, until it is written.
 # The thread takes CPU time and bandwidth from whatever else needs them.
 # And a failure shows one save late: `save` and `wait` raise what went wrong in the thread before.
 #
@@ -493,42 +734,30 @@ def written(path, preset):
         return store.save(training)
 
 
+def predicted_bytes(config):
+    # The output layer is the embedding: one tensor with two names, written twice.
+    return 12 * parameter_count(config) + 4 * config.vocab * config.hidden
+
+
+# %% tags=["hide-input"]
+# Table: bytes of a checkpoint, predicted and measured
+
 rows = []
 for preset, size in (("micro", 1), ("micro", 2), ("micro", 4), ("mini", 2)):
-    config = PRESETS[preset]
     path = run(written, size, FOLDER / f"{preset}{size}", preset)[0]
     manifest = json.loads((path / MANIFEST).read_text())
-    found = sum(
-        f["bytes"] for name, f in manifest["files"].items() if name.endswith("distcp")
-    )
-    # The output layer is the embedding: one tensor, which has two names and is written twice.
-    predicted = 12 * parameter_count(config) + 4 * config.vocab * config.hidden
+    files = manifest["files"].items()
+    found = sum(file["bytes"] for name, file in files if name.endswith("distcp"))
+    predicted = predicted_bytes(PRESETS[preset])
     pieces = size * len(manifest["tensors"])
-    each = (found - predicted) / pieces
-    assert 1000 < each < 2000
-    off = 100 * (found / predicted - 1)
-    rows.append(
-        (
-            preset,
-            size,
-            f"{predicted / 1e6:.2f}",
-            f"{found / 1e6:.2f}",
-            f"{off:+.1f}",
-            pieces,
-            f"{each:.0f}",
-        )
-    )
+    assert 1000 < (found - predicted) / pieces < 2000
+    mb = f"{predicted / 1e6:.2f}", f"{found / 1e6:.2f}"
+    off = f"{100 * (found / predicted - 1):+.1f}"
+    more = f"{(found - predicted) / pieces:.0f}"
+    rows.append((f"{preset}, {size}", *mb, off, pieces, more))
     shutil.rmtree(path)
-head = [
-    "model",
-    "ranks",
-    "predicted (MB)",
-    "measured (MB)",
-    "difference (%)",
-    "pieces",
-    "more bytes per piece",
-]
-show.table(rows, head)
+head = ["model, ranks", "predicted (MB)", "measured (MB)", "difference (%)"]
+show.table(rows, [*head, "pieces", "more bytes per piece"])
 
 # %% [markdown]
 # The difference is a header of one or two kilobytes around each piece of a tensor.
@@ -552,9 +781,11 @@ show.source(best_interval, lost_share)
 
 # %% [markdown]
 # The picture shows that share for 16,384 GPUs and five minutes to restart. The dots are a job that is played through until it has failed 20,000 times.
-# Look at how flat the valleys are, and how steep their left sides.
+# The valleys are flat, and steep on their left sides.
 
 # %% tags=["hide-input"]
+# Draws the share of time lost over the interval between saves
+
 mtbf, restart = 54 * 24 * 3600 / 419, 300.0  # seconds
 intervals = [60 * 1.15**i for i in range(38)]  # 1 minute to 3 hours
 figure, axes = plt.subplots(figsize=(6.4, 3.6))
@@ -584,8 +815,8 @@ axes.set_xlabel("minutes of training between two saves")
 axes.set_ylabel("% of all time lost")
 show.figure(
     figure,
-    "Share of time lost over the interval between saves, for saves that hold training up "
-    "for 120 and for 5 seconds. Both curves fall, have a flat valley, and rise again; "
+    "Share of time lost over the interval between saves, for saves that hold training "
+    "up for 120 and for 5 seconds. Both curves fall, have a flat valley, and rise; "
     "dots of a simulated job lie on them.",
     "checkpoint-interval",
 )
@@ -626,24 +857,30 @@ def trained_and_exported(path):
 
 
 _, (after,) = run(trained_and_exported, 4, FOLDER / "model.pt")[0]
-plain = GPT(PRESETS["nano"])
-plain.load_state_dict(torch.load(FOLDER / "model.pt", weights_only=True))
-value = loss(
-    plain(text.batch(64, 8, start=16)[0]), text.batch(64, 8, start=16)[1]
-).item()
+alone = GPT(PRESETS["nano"])
+alone.load_state_dict(torch.load(FOLDER / "model.pt", weights_only=True))
+tokens, targets = text.batch(64, 8, start=16)
+value = loss(alone(tokens), targets).item()
+
+# %% [markdown]
+# The plain process, which loaded the file without ranks, has the next loss of the four.
+
+# %% tags=["hide-input"]
+# Holds the next loss of the plain process against that of four ranks
+
 assert abs(value - after) < 1e-5  # one process computes the batch at once: rounding
 print(f"next loss: four ranks {after:.4f}, plain process {value:.4f}")
 
 
 # %% [markdown]
 # For weights that others will read, the `safetensors` format goes further: a header in JSON and raw numbers, nothing that could be code.
-# [DeepSpeed](deepspeed_engine.md) saves a folder per step with a file per rank, names the current one in a text file `latest`, and has a script that turns shards into one state dict. It resumes on the same number of ranks, unless the checkpoint is first converted to its universal format.
+# [DeepSpeed](deepspeed_engine.md) saves a folder per step with a file per rank, names the current one in a text file `latest`, and has scripts that turn shards into one state dict, or into the universal format, which any number of ranks loads.
 #
 # ## What goes wrong
 #
 # ### One folder for all saves
 #
-# This is the opening's accident. DCP writes its index last, which is meant to tell complete from incomplete.
+# This is the opening's accident, with DCP as it comes. DCP writes its index last, which is meant to tell complete from incomplete.
 # Rank 1 is killed just before it writes its second shard.
 
 # %%
@@ -672,6 +909,10 @@ state = {"model": nn.Linear(64, 64).state_dict()}
 dcp.load(state, checkpoint_id=FOLDER / "in place")
 weight = state["model"]["weight"]  # [64, 64]
 print("weights of step", sorted(set(weight.flatten().tolist())))
+
+# %% tags=["hide-input"]
+# Holds the loaded weights: rank 0's half of step 200, rank 1's of step 100
+
 assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 
 
@@ -703,7 +944,7 @@ def new(state=None, optimizer_state=None):
 
 
 def go_on(model, optimizer, steps, start=0):
-    """Losses on held-out text before and after each step; how far the first one moves."""
+    """Losses on held-out text around each step; how far the first one moves."""
     tokens, targets = text.batch(64, 32, start=20_000)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     losses, moved = [], None
@@ -733,11 +974,14 @@ def with_and_without():
 
 
 kept, lost = run(with_and_without, 1)[0]
+
+# %% tags=["hide-input"]
+# Prints how far the first step moves the weights, and what the loss does
+
 jumps = [losses[1] - losses[0] for losses, _ in (kept, lost)]
 assert lost[1] > 0.9 and lost[1] > 5 * kept[1] and jumps[1] > 0.05 > jumps[0]
-for words, (_, moved), jump in zip(
-    ("kept:", "lost:"), (kept, lost), jumps, strict=True
-):
+pairs = zip(("kept:", "lost:"), (kept, lost), jumps, strict=True)
+for words, (_, moved), jump in pairs:
     print(f"{words} the first step moves a weight by {moved:.2f} learning rates,")
     print(f"      and the loss changes by {jump:+.3f}")
 
@@ -745,6 +989,8 @@ for words, (_, moved), jump in zip(
 # And this is the loss over the next six steps.
 
 # %% tags=["hide-input"]
+# Draws the loss on held-out text after resuming, with and without AdamW's state
+
 figure, axes = plt.subplots(figsize=(6.4, 2.8))
 for (losses, _), color, words in (
     (lost, show.RANK_COLORS[5], "new AdamW"),
@@ -757,8 +1003,8 @@ axes.set_xlabel("step")
 axes.set_ylabel("loss on held-out text")
 show.figure(
     figure,
-    "Held-out loss after resuming at step 120. With AdamW's state it stays level; with a "
-    "new AdamW it jumps at the first step and stays higher.",
+    "Held-out loss after resuming at step 120. With AdamW's state it stays level; with "
+    "a new AdamW it jumps at the first step and stays higher.",
     "checkpoint-forgotten",
 )
 
@@ -770,23 +1016,29 @@ show.figure(
 # ````{admonition} Checked: "asking for a state dict changes nothing"
 # :class: checked
 #
-# Before the first step an optimizer has no state. `get_optimizer_state_dict` makes some by a step with gradients of zero, and leaves the step counters at 1: the next cell shows it.
+# Before the first step an optimizer has no state. `get_optimizer_state_dict` makes some by a step with gradients of zero, and leaves the step counters at 1: the table shows it.
 # AdamW then corrects its averages as if they were one step older, so a run that saves at step 0 differs from one that does not.
-# `Checkpoints.save` sets the counters back, and leaves the optimizer as it found it.
+# `named_tensors` sets the counters back, and leaves the optimizer as it found it.
 # ````
 
 # %%
 def counted(ask):
+    """AdamW's step counter after two steps, and the loss then."""
     model, optimizer = new()
     if ask:
         get_optimizer_state_dict(model, optimizer)
     losses, _ = go_on(model, optimizer, 2)
-    counter = int(optimizer.state[model.norm.weight]["step"])
-    return "yes" if ask else "no", counter, f"{losses[2]:.4f}"
+    return int(optimizer.state[model.norm.weight]["step"]), losses[2]
 
 
-rows = [run(counted, 1, ask)[0] for ask in (False, True)]
-assert [row[1] for row in rows] == [2, 3] and rows[0][2] != rows[1][2]
+counters = {"no": run(counted, 1, False)[0], "yes": run(counted, 1, True)[0]}
+
+# %% tags=["hide-input"]
+# Table: counter and loss, with and without a state dict before the first step
+
+assert counters["no"][0] == 2 and counters["yes"][0] == 3
+assert counters["no"][1] != counters["yes"][1]
+rows = [(ask, counter, f"{value:.4f}") for ask, (counter, value) in counters.items()]
 head = ["state dict asked for before step 1", "counter after two steps", "loss then"]
 show.table(rows, head)
 
@@ -810,9 +1062,7 @@ def seen(way):
             for rank in range(size):
                 if way == "from the beginning":
                     found += windows(BATCH * step, rank, size)
-                if (
-                    way == "each rank its own"
-                ):  # rank r reads the windows r, r + size, …
+                if way == "each rank its own":  # reads the windows r, r + size, …
                     own = (20 * part) * BATCH // 4 + step * BATCH // size
                     found += [(own + i) * size + rank for i in range(BATCH // size)]
                 if way == "samples of all ranks":
@@ -820,16 +1070,19 @@ def seen(way):
     return found
 
 
+WAYS = "from the beginning", "each rank its own", "samples of all ranks"
+trained_on = {way: seen(way) for way in WAYS}
+
+# %% tags=["hide-input"]
+# Table: windows seen, repeated and skipped, for the three ways of counting
+
 rows = []
-for way in ("from the beginning", "each rank its own", "samples of all ranks"):
-    found = seen(way)
-    once = len(set(found))
-    skipped = len(set(range(max(found))) - set(found))
+for way, found in trained_on.items():
+    once, skipped = len(set(found)), len(set(range(max(found))) - set(found))
     rows.append((way, len(found), once, len(found) - once, skipped))
 assert rows[2][2:] == (480, 0, 0) and rows[0][3] == 320 and rows[1][3] > 0
-show.table(
-    rows, ["position", "windows trained on", "different ones", "repeated", "skipped"]
-)
+head = ["position", "windows trained on", "different ones", "repeated", "skipped"]
+show.table(rows, head)
 
 
 # %% [markdown]
@@ -851,10 +1104,12 @@ run(only_rank_0, 4, FOLDER / "rank0.pt")
 state = torch.load(FOLDER / "rank0.pt", weights_only=True)
 whole = GPT(PRESETS["nano"]).state_dict()
 share = sum(v.numel() for v in state.values()) / sum(v.numel() for v in whole.values())
-print(
-    f"saved: {100 * share:.0f} % of the numbers; norm.weight has",
-    f"{len(state['norm.weight'])} of {len(whole['norm.weight'])}",
-)
+print("share of the numbers that was saved:", share)
+print("norm.weight:", len(state["norm.weight"]), "of", len(whole["norm.weight"]))
+
+# %% tags=["hide-input"]
+# Holds the share: a quarter, on four ranks
+
 assert share == 0.25
 
 
@@ -1052,48 +1307,52 @@ check(my_write)
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Read what others wrote (hard)
-# :label: ex-checkpoint-plan
+# ```{exercise-start} Read boxes that others wrote (hard)
+# :label: ex-checkpoint-pieces
 # ```
 #
-# A tensor's rows were cut over `old` ranks as `torch.chunk` cuts them, and each rank wrote its rows into its file. Now there are `new` ranks, and the rows are cut over them in the same way.
-# Return what rank `rank` has to read: a list of `(file, first, last)`, for the rows `first` up to but not including `last` of the whole tensor, from the file of old rank `file`.
+# Rows are not all: with tensor parallelism a matrix is cut by columns as well, and each rank holds a box.
+# `saved` is a list of boxes `(file, offset, size)`, and this rank's new box is `(offset, size)`. Offset and size have two numbers each: rows and columns of the whole matrix.
+# Return what to read: a list of `(file, theirs, mine)`, so that `box[mine] = saved_box[theirs]` copies what the two have in common. `theirs` and `mine` are pairs of slices, each counted from its own box's corner. Files that hold nothing for this rank are not in the list.
 
 # %%
-def my_plan(rows, old, new, rank):
+def my_pieces(saved, offset, size):
     pass  # your code
 
 
-check(my_plan)
+check(my_pieces)
 
 
 # %% [markdown]
 # ```{exercise-end}
 # ```
 #
-# ```{solution-start} ex-checkpoint-plan
-# :label: sol-checkpoint-plan
+# ```{solution-start} ex-checkpoint-pieces
+# :label: sol-checkpoint-pieces
 # :class: dropdown
 # ```
 #
-# `torch.chunk` rounds up, so the last ranks may have fewer rows, or none. The rest is which intervals overlap.
+# The overlap of two boxes is the overlap of two intervals, in each direction. This is what DCP's planner does, for any number of directions.
 
 # %%
-def my_plan(rows, old, new, rank):
-    def part(size, r):
-        rows_each = -(-rows // size)
-        return min(r * rows_each, rows), min((r + 1) * rows_each, rows)
-
-    begin, end = part(new, rank)
+def my_pieces(saved, offset, size):
     plan = []
-    for file in range(old):
-        first, last = part(old, file)
-        if max(first, begin) < min(last, end):
-            plan.append((file, max(first, begin), min(last, end)))
+    for file, corner, extent in saved:
+        both = list(zip(offset, size, corner, extent, strict=True))
+        low = [max(a, b) for a, _, b, _ in both]
+        high = [min(a + n, b + m) for a, n, b, m in both]
+        if all(first < last for first, last in zip(low, high, strict=True)):
+            theirs, mine = (
+                tuple(
+                    slice(i - c, j - c) for i, j, c in zip(low, high, at, strict=True)
+                )
+                for at in (corner, offset)
+            )
+            plan.append((file, theirs, mine))
     return plan
 
 
-check(my_plan)
+check(my_pieces)
 
 
 # %% [markdown]
@@ -1141,7 +1400,7 @@ check(my_save_interval)
 # ## Summary
 #
 # - A checkpoint is everything that decides the next step: weights, optimizer, schedule, step, position in the data, random state.
-# - Each rank writes its shards and reads what it needs; resumed equals unstopped, bit for bit on as many ranks, to rounding on others.
+# - Each rank writes its shards and a line of an index, and reads the overlaps with its new ones; resumed equals unstopped, bit for bit on as many ranks, to rounding on others.
 # - A save goes into a fresh folder and counts from one rename on; old ones go after it. A kill at any moment then loses nothing.
 # - Sizes and checksums, names and shapes are compared before a model is touched.
 # - 12 bytes per parameter in float32 with AdamW; in the background, training waits for the copy alone.

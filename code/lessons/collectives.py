@@ -23,7 +23,7 @@
 # - predict how many bytes and how many seconds a collective takes, and check the prediction;
 # - find the rank that is to blame when a collective hangs.
 #
-# It takes about an hour to read and half an hour for the exercises. Running it takes under a minute.
+# It takes about 35 minutes to read and 30 minutes for the exercises. Running it takes under a minute.
 #
 # **208 ms or 80 ms?** Four ranks add up the gradients of one small model over a slow network.
 # Done in the obvious way it takes 208 ms; the other way, 80 ms.
@@ -35,11 +35,9 @@
 # After each step they need the sum of their gradients, on all four.
 # The obvious way: everybody sends to rank 0, rank 0 adds, and sends the sum back.
 # A less obvious way, the *ring*, is the subject of half this lesson.
-#
-# The cell below does both over an emulated link of 100 MB/s and 5 ms, about what a long 1 Gbit/s line gives.
-# Look at what rank 0 has to send.
 
 # %% tags=["hide-input"]
+# Imports, the slow link's numbers, and two clocks
 import socket
 import subprocess
 import sys
@@ -75,40 +73,89 @@ def stopwatch(call, repeats=3):
 
 def best(times_by_rank):
     """Seconds of the fastest repeat, from the first rank's beginning to the last one's
-    end. Other work on the machine only adds time: the fastest is nearest to the truth."""
+    end. Other work on the machine only adds time: the fastest is nearest to it."""
     repeats = [zip(*repeat, strict=True) for repeat in zip(*times_by_rank, strict=True)]
     return min(max(ends) - min(begins) for begins, ends in repeats)
 
 
 style = show.style()
 
-# %% tags=["measured"]
+
+# %% [markdown]
+# Here are both, as plain as they come. In the ring every rank sends to the next one only, a piece of its tensor at a time.
+# The indices are explained [further below](#the-ring-step-by-step), with pictures.
+
+# %%
+def plain_naive(tensor, group):
+    """Every rank's tensor becomes the sum of all: over rank 0."""
+    if dist.get_rank(group) > 0:
+        ranks.isend(tensor, 0, group).wait()
+        return ranks.irecv(tensor, 0, group).wait()
+    incoming = torch.empty_like(tensor)
+    others = range(1, dist.get_world_size(group))
+    for peer in others:
+        ranks.irecv(incoming, peer, group).wait()
+        tensor += incoming
+    for message in [ranks.isend(tensor, peer, group) for peer in others]:
+        message.wait()
+
+
+def plain_ring(tensor, group):
+    """Every rank's tensor becomes the sum of all: around a ring."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    pieces = tensor.chunk(size)
+    incoming = torch.empty_like(pieces[0])
+    for step in range(size - 1):  # reduce-scatter: sums grow on their way
+        outgoing = pieces[(rank - step - 1) % size]
+        ranks.exchange(outgoing, after, incoming, before, group).wait()
+        pieces[(rank - step - 2) % size].add_(incoming)
+    for step in range(size - 1):  # all-gather: complete sums go around once more
+        outgoing = pieces[(rank - step) % size]
+        ranks.exchange(outgoing, after, incoming, before, group).wait()
+        pieces[(rank - step - 1) % size].copy_(incoming)
+
+
+# %% [markdown]
+# The next cell runs them over an emulated link of 100 MB/s and 5 ms, about what a long 1 Gbit/s line gives, and beside them the ring of this lesson's module.
+
+# %%
+WAYS = {
+    "naive": plain_naive,
+    "ring": plain_ring,
+    "the module's ring": collectives.all_reduce_ring,
+}
 size = 4 * parameter_count(PRESETS["micro"])  # bytes of its gradients in float32
 
 
 def sum_gradients():
     wire = link.slow(LATENCY, BANDWIDTH)
-    gradients = torch.ones(size // 4)
     found = {}
-    for way in ("naive", "ring"):
+    for way, all_reduce in WAYS.items():
+        gradients = torch.full((size // 4,), 10.0 ** dist.get_rank())
         with count.sent() as sent:
-            collectives.all_reduce(gradients.clone(), wire, way)
-        sum_up = partial(collectives.all_reduce, gradients, wire, way)
-        found[way] = sent.bytes, stopwatch(sum_up)
+            all_reduce(gradients, wire)
+        right = bool((gradients == 1111).all())
+        times = stopwatch(partial(all_reduce, gradients, wire))
+        found[way] = sent.bytes, times, right
     return found
 
 
+# %% tags=["hide-input", "measured"]
+# Holds the sums against 1 + 10 + 100 + 1000; table: bytes and times
 found = ranks.run(sum_gradients, 4, device="cpu")
+assert all(rank[way][2] for rank in found for way in WAYS)
 model = CostModel(LATENCY, BANDWIDTH)
-rows = []
-for way in ("naive", "ring"):
+rows, ms = [], {}
+for way in WAYS:
     mb = [f"{rank[way][0] / 1e6:.2f}" for rank in found]
-    predicted = 1e3 * model.seconds(f"all_reduce {way}", size, 4)
-    measured = 1e3 * best([rank[way][1] for rank in found])
-    gap = f"{measured / predicted - 1:+.0%}"
-    rows.append((way, mb[0], mb[3], f"{predicted:.0f}", f"{measured:.0f}", gap))
+    kind = "naive" if way == "naive" else "ring"
+    predicted = 1e3 * model.seconds(f"all_reduce {kind}", size, 4)
+    ms[way] = 1e3 * best([rank[way][1] for rank in found])
+    gap = f"{ms[way] / predicted - 1:+.0%}"
+    rows.append((way, mb[0], mb[3], f"{predicted:.0f}", f"{ms[way]:.0f}", gap))
 # Predicted: 2.6 times as long. The rest of the way to 1.5 is for a busy machine.
-assert float(rows[0][4]) > 1.5 * float(rows[1][4])
+assert ms["naive"] > 1.5 * ms["ring"]
 sends = ["rank 0 sends (MB)", "rank 3 sends (MB)"]
 show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"])
 
@@ -116,6 +163,8 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 # Same numbers in, same sum out, and one way takes more than twice as long as the other.
 # With eight ranks it would be nearly four times.
 # You will be able to say why, and when the ring is the wrong choice.
+#
+# The plain ring is as fast and sends as much as the module's. What it leaves out: a number of elements that $N$ does not divide, and the two halves as calls of their own, which later lessons are built on.
 #
 # ## Who is who
 #
@@ -127,10 +176,10 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 #
 # In this course `ranks.run(function, N)` starts $N$ processes and gives back what each one returned.
 # A real job is started by a launcher, which tells each process who it is in environment variables.
-# The next cell starts `torchrun`, the usual launcher, twice on this machine: as if on two nodes, with two processes each.
-# Compare the columns `RANK` and `LOCAL_RANK`.
+# The table shows what `torchrun`, the usual launcher, told four processes. It was started twice on this machine, as if on two nodes, with two processes each.
 
-# %%
+# %% tags=["hide-input"]
+# Starts torchrun twice, as on two nodes; table: what processes are told
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
 program = f"""
 import os, sys
@@ -190,7 +239,7 @@ show.table([line.split() for line in lines], names)
 # A *process group* is a list of ranks that talk among themselves.
 # The *default group* holds all; `dist.new_group([1, 3])` makes one of two ranks, with numbers of their own.
 # Every rank has to call `new_group`, members or not.
-# Watch the second column: the same process has two numbers.
+# The same process has two numbers.
 
 # %%
 def number_in_group():
@@ -198,7 +247,7 @@ def number_in_group():
     return dist.get_rank(), dist.get_rank(pair)
 
 
-show.table(ranks.run(number_in_group, 4), ["rank", "rank in new_group([1, 3])"])
+print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 
 
 # %% [markdown]
@@ -255,6 +304,10 @@ def tiny():
 
 
 found = ranks.run(tiny, 3)
+
+# %% tags=["hide-input"]
+# Table: what each collective leaves on three ranks
+assert found[2]["all_reduce"] == "[111, 222, 333]"
 rows = [[name, *(rank[name] for rank in found)] for name in found[0]]
 rows[1][2:] = ["undefined"] * 2  # only the root's result of a reduce means something
 show.table(rows, ["collective", "rank 0", "rank 1", "rank 2"])
@@ -268,7 +321,7 @@ show.table(rows, ["collective", "rank 0", "rank 1", "rank 2"])
 # All we have is one message: `ranks.isend(tensor, peer, group)` on one side, `ranks.irecv(tensor, peer, group)` on the other.
 # Both begin, and return a handle; `wait()` on the handle ends.
 # A send counts as finished when the tensor may be changed again, and with gloo and NCCL alike that can mean *when it was received*.
-# Keep that in mind for the exercise about the deadlock.
+# And with NCCL the *first* message between two ranks connects them, and both processes stop until it has.
 #
 # With messages alone, the root of a broadcast could send to everyone in turn, in $N - 1$ messages one after another.
 # But whoever has the tensor can help.
@@ -284,11 +337,10 @@ show.source(collectives.broadcast)
 # %% [markdown]
 # Reduce is the same tree walked backwards, and reduce followed by broadcast is an all-reduce: the *tree*.
 # The barrier uses the same distances, with everyone sending at once.
-# Unfold them, and see how little is new.
+# Little is new in them.
 
 # %%
-trees = collectives.reduce, collectives.all_reduce_tree
-show.source(*trees, collectives.all_reduce_naive, collectives.barrier, fold=4)
+show.source(collectives.reduce, collectives.all_reduce_tree, collectives.barrier)
 
 # %% [markdown]
 # ## The ring, step by step
@@ -334,15 +386,27 @@ show.source(*trees, collectives.all_reduce_naive, collectives.barrier, fold=4)
 # Follow piece 0, the first column.
 # It sets out from rank 1, collects rank 2's share, then rank 3's, and comes home to rank 0 in step 3, complete.
 # In steps 4 to 6 it goes around once more, and every rank keeps a copy.
+#
+# In the module the two loops of the plain version are two collectives, pieces may have any sizes, and sums grow in two buffers, so that the inputs stay as they were.
 
 # %%
 show.source(
-    collectives.reduce_scatter, collectives.all_gather, collectives.all_reduce_ring
+    collectives.split,
+    collectives.reduce_scatter,
+    collectives.all_gather,
+    collectives.all_reduce_ring,
 )
 
 # %% [markdown]
-# One line deserves a second look.
-# In a ring everybody sends and everybody receives at the same time, and neither may wait for the other: `ranks.exchange` begins both at once.
+# (ring-parity)=
+# ### Who sends first in a ring
+#
+# In a ring everybody sends and everybody receives. If all send first, each waits for a neighbour that waits for the next one: at the latest with NCCL, where a first message stops both ends until they meet.
+# Two rules avoid it.
+#
+# - **Parity**: ranks of even number send first and then receive, those of odd number receive first and then send. Then each send finds somebody who receives, whatever $N$ is.
+# - **One batch**: begin a send and a receive with a single call, `dist.batch_isend_irecv`, in which neither waits for the other. That is `ranks.exchange`.
+#
 # (Where gloo moves what lies on a GPU, it leaves from a copy in the host's memory and lands in one.)
 
 # %%
@@ -352,17 +416,23 @@ show.source(ranks.exchange)
 # All-to-all needs nothing else: in step $k$, send to the rank $k$ ahead and receive from the one $k$ behind.
 
 # %%
-show.source(collectives.all_to_all, fold=4)
+show.source(collectives.all_to_all)
 
 
 # %% [markdown]
-# ## Equal: the same as torch.distributed
+# ## Compared with torch.distributed
 #
 # Do ours compute what `torch.distributed` computes?
 # We compare on 1 to 4 ranks, with seven random numbers per rank, which two, three and four do not divide.
-# First those that work in place:
+# How close is close enough?
+# Each addition rounds its result, by at most half a unit in the last place: a share $u$ of it, $2^{-24}$ in `float32` and $2^{-8}$ in `bfloat16`.
+# A sum over $N$ ranks has $N - 1$ additions, and two orders of adding can differ by twice that.
+# So the tolerance is $2(N-1)\,u \sum_r |x_r|$.
+# What is only copied has to be equal, bit for bit.
+# The table holds the largest difference over 1 to 4 ranks, and what is allowed for four.
 
-# %%
+# %% tags=["hide-input"]
+# Holds every collective against torch's, on 1 to 4 ranks
 def whole_tensors(x, group):
     """Collectives that work in place: name, our result, torch's."""
     pairs = {
@@ -380,11 +450,6 @@ def whole_tensors(x, group):
         yield name, a, b
 
 
-# %% [markdown]
-# Then those that take pieces or give them.
-# Ours take pieces of any sizes; gloo's all-gather wants equal ones, so it gathers the whole tensors here.
-
-# %%
 def in_pieces(x, group):
     """Collectives that take or give pieces: name, our result, torch's."""
     size, y = dist.get_world_size(group), x.cpu()
@@ -409,15 +474,6 @@ def in_pieces(x, group):
     yield "all_to_all", a, b
 
 
-# %% [markdown]
-# How close is close enough?
-# Each addition rounds its result, by at most half a unit in the last place: a share $u$ of it, $2^{-24}$ in `float32` and $2^{-8}$ in `bfloat16`.
-# A sum over $N$ ranks has $N - 1$ additions, and two orders of adding can differ by twice that.
-# So the tolerance is $2(N-1)\,u \sum_r |x_r|$.
-# What is only copied has to be equal, bit for bit.
-# The table holds the largest difference over 1 to 4 ranks, and what is allowed for four.
-
-# %%
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
 
 
@@ -481,17 +537,16 @@ def same_bits():
 
 
 found = ranks.run(same_bits, 4, device="cpu")
-for way, *results in zip(collectives.ALL_REDUCE, *found, strict=True):
-    assert all(torch.equal(result, results[0]) for result in results)
-    print(f"{way}: 1000 sums, the same bits on all 4 ranks")
-for first, second in ((0, 1), (0, 2), (1, 2)):
-    differ = (found[0][first] != found[0][second]).sum().item()
-    names = list(collectives.ALL_REDUCE)
-    print(
-        f"{names[first]} and {names[second]}: {differ} of 1000 sums differ in the last bits"
-    )
-    assert differ > 0
+naive, tree, ring = found[0]
+print("the same on ranks 0 and 3:", *map(torch.equal, found[0], found[3]))
+print("of 1000 sums differ, naive and ring:", (naive != ring).sum().item())
 
+# %% tags=["hide-input"]
+# Holds the bits of all ranks against rank 0's; the three ways differ
+for results in found:
+    assert all(map(torch.equal, results, found[0]))
+for a, b in ((naive, tree), (naive, ring), (tree, ring)):
+    assert not torch.equal(a, b)
 
 # %% [markdown]
 # ## Cost: bytes
@@ -504,9 +559,14 @@ for first, second in ((0, 1), (0, 2), (1, 2)):
 # No algorithm can do with less {cite}`patarasuk2009ring`.
 #
 # We count, on four ranks, with a tensor of 1,000,003 floats, which four does not divide.
-# First, each collective as a function without arguments, so that a loop can go through all of them:
+# The formulas, in code, are exact to the byte, on each of the four ranks.
 
 # %%
+show.source(collectives.bytes_sent)
+
+
+# %% tags=["hide-input"]
+# Table: bytes sent in each collective, by the formula and counted
 def calls(x, group):
     """Each collective as a call without arguments, on a tensor `x`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -528,10 +588,6 @@ def calls(x, group):
     }
 
 
-# %% [markdown]
-# Now read the last column: the formula is exact to the byte, on each of the four ranks.
-
-# %%
 ELEMENTS = 1_000_003
 
 
@@ -562,9 +618,10 @@ show.table(rows, ["collective", *head, "difference (B)"])
 # The busiest rank is what matters, because the others wait for it.
 # The naive way makes rank 0 send three times the tensor; in the ring nobody sends more than anybody else.
 #
-# How does that grow with the number of ranks?
+# With the number of ranks it grows to twice the tensor, and never beyond.
 
-# %%
+# %% tags=["hide-input"]
+# Table: what the ring sends on 2 to 1,024 ranks, predicted and counted
 def ring_bytes_sent(elements):
     with count.sent() as sent:
         collectives.all_reduce(torch.ones(elements), dist.group.WORLD)
@@ -591,13 +648,14 @@ show.table(rows, ["ranks", "ring sends per rank, formula (S)", "counted (S)"])
 # What does grow is the number of steps, $2(N-1)$: the latency, not the bytes.
 # ````
 #
-# ### A witness from outside
+# ### What the network interface counts
 #
 # Counting our own sends proves little about what really travels.
 # The operating system counts, too: it knows what its loopback interface transmitted.
-# We read its counter before and after, for our collectives and for those of `torch.distributed` on gloo.
+# We read its counter before and after, for our collectives and for those of `torch.distributed` on gloo. Bytes are per rank, in units of $S$ = 16 MiB.
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "measured"]
+# Table: bytes on the loopback interface, ours and gloo's
 MIB = 2**20
 
 
@@ -631,10 +689,6 @@ def weigh(make, names):
     return found
 
 
-# %% [markdown]
-# Look for the row in which ours and gloo's differ. Bytes are per rank, in units of $S$ = 16 MiB.
-
-# %% tags=["measured"]
 kinds = ["all_reduce ring", "reduce_scatter", "all_gather", "all_to_all"]
 ours = ranks.run(weigh, 4, calls, kinds, device="cpu")[0]
 theirs = ranks.run(weigh, 4, torchs, kinds, device="cpu")[0]
@@ -675,13 +729,18 @@ show.table(rows, ["collective", *head])
 # | all-reduce, tree | $2 \lceil \log_2 N \rceil$ | $2 \lceil \log_2 N \rceil\, S$ |
 # | all-reduce, ring | $2(N - 1)$ | $2\,\frac{N-1}{N} S$ |
 # | barrier | $\lceil \log_2 N \rceil$ | $0$ |
-#
+
+# %%
+show.source(collectives.critical_path, collectives.CostModel, fold=40)
+
+# %% [markdown]
 # The two numbers of a link are fitted to measured times of single messages.
 # We fit two links: the emulated one, whose numbers we know, and this machine's own loopback.
 # The messages go back and forth in trains, from 16 B to 64 MiB, each in memory that the last one did not warm up.
 # *Typical* is the median over the twelve sizes.
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input", "measured"]
+# Table: latency and bandwidth of two links, fitted to single messages
 SIZES = [16 * 4**k for k in range(12)]  # 16 B to 64 MiB
 
 
@@ -698,9 +757,7 @@ def ping_pong(slow, passes):
             cars = [memory[64 * MIB // train * i :][:size] for i in range(train)]
             dist.barrier()
             for car in [memory[:16], *cars]:
-                if (
-                    car is cars[0]
-                ):  # the clock starts after one round that does not count
+                if car is cars[0]:  # the clock starts after a round that does not count
                     start = time.perf_counter()
                 for sender in (0, 1):
                     if dist.get_rank() == sender:
@@ -711,7 +768,6 @@ def ping_pong(slow, passes):
     return [min(seconds[size]) for size in SIZES]
 
 
-# %% tags=["measured"]
 measured = {
     "slow link": ranks.run(ping_pong, 2, True, 5, device="cpu")[0],
     "loopback": ranks.run(ping_pong, 2, False, 4, device="cpu")[0],
@@ -732,8 +788,10 @@ for name, fit in fits.items():
     alpha, rate = f"{1e6 * fit.latency:,.0f}", f"{fit.bandwidth / 1e6:,.0f}"
     rows.append((name, alpha, rate, f"{off[6]:.0%}", f"{off[-1]:.0%}"))
 # The slow link's numbers are known. 20 %: a busy machine wakes a process up late.
-slow, typical = fits["slow link"], {name: sorted(map(abs, errors(name)))[6] for name in fits}
-assert abs(slow.latency / LATENCY - 1) < 0.2 and abs(slow.bandwidth / BANDWIDTH - 1) < 0.2, slow
+slow = fits["slow link"]
+typical = {name: sorted(map(abs, errors(name)))[6] for name in fits}
+assert abs(slow.latency / LATENCY - 1) < 0.2, slow
+assert abs(slow.bandwidth / BANDWIDTH - 1) < 0.2, slow
 assert typical["slow link"] < 0.1 and typical["loopback"] < 0.5, typical
 show.table(rows, ["link", "α (µs)", "1/β (MB/s)", "typical error", "largest error"])
 
@@ -741,6 +799,7 @@ show.table(rows, ["link", "α (µs)", "1/β (MB/s)", "typical error", "largest e
 # The picture shows where two numbers are enough and where they are not.
 
 # %% tags=["hide-input", "measured"]
+# Draws measured times of messages and the fitted lines
 figure, axes = plt.subplots(figsize=(4.9, 3.4))
 for (name, fit), color in zip(fits.items(), show.RANK_COLORS, strict=False):
     axes.plot(SIZES, measured[name], "o", color=color, ms=5)
@@ -792,33 +851,21 @@ def race():
 
 
 # %% [markdown]
-# Watch which way is faster at which size.
-# Each time below is the fastest of four, from the first rank's beginning to the last one's end.
+# Each time in the picture is the fastest of four, from the first rank's beginning to the last one's end.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Measures the three all-reduces, and draws them beside the prediction
 found = ranks.run(race, 4, device="cpu")
 timed = {key: best([rank[key] for rank in found]) for key in found[0]}
 predicted = {
     (way, size): model.seconds(f"all_reduce {way}", size, 4) for way, size in timed
 }
-rows = []
-for size in LENGTHS:
-    for way in ("tree", "ring"):
-        p, t = 1e3 * predicted[way, size], 1e3 * timed[way, size]
-        rows.append((f"{size:,}", way, f"{p:.1f}", f"{t:.1f}", f"{t / p - 1:+.0%}"))
 # Nothing beats the wire (1 %: rounding). A busy machine may add to that: 25 % at most
 # in half of the cases.
 over = sorted(timed[key] / predicted[key] for key in timed)
 assert over[0] > 0.99 and over[len(over) // 2] < 1.25
 assert timed["tree", LENGTHS[0]] < timed["ring", LENGTHS[0]]  # predicted: 0.68
 assert timed["ring", LENGTHS[-1]] < timed["tree", LENGTHS[-1]]  # predicted: 0.49
-head = ["tensor (B)", "all-reduce", "predicted (ms)", "measured (ms)", "difference"]
-show.table(rows, head)
-
-# %% [markdown]
-# The same as a picture, with the naive way in it:
-
-# %% tags=["hide-input", "measured"]
 figure, axes = plt.subplots(figsize=(4.9, 3.4))
 for way, color in zip(collectives.ALL_REDUCE, show.RANK_COLORS, strict=False):
     axes.plot(
@@ -843,9 +890,9 @@ axes.set(
 )
 show.figure(
     figure,
-    "Time of an all-reduce on four ranks of the slow link against the tensor's size: lines "
-    "predicted, dots measured. The ring is the slowest for small tensors, and the fastest "
-    "above 400 kB.",
+    "Time of an all-reduce on four ranks of the slow link against the tensor's size: "
+    "lines predicted, dots measured. The ring is the slowest for small tensors, and "
+    "the fastest above 400 kB.",
     "collectives-race",
 )
 
@@ -853,8 +900,8 @@ show.figure(
 # ````{admonition} Checked: "the ring is the fastest all-reduce"
 # :class: checked
 #
-# Only for large tensors. At 16 KiB the tree takes 20.7 ms and the ring 30.2 ms, predicted; measured, the tree wins as well (the table above).
-# The crossing at 400 kB is predicted; the cell asserts that measurement agrees at both ends of the table.
+# Only for large tensors. At 16 KiB the tree takes 20.7 ms and the ring 30.2 ms, predicted; measured, the tree wins as well (the picture above).
+# The crossing at 400 kB is predicted; measured is only that the tree wins at the left end of the picture, and the ring at the right end.
 # ````
 #
 # The naive way looks best at the left end: its messages travel at the same time, so it waits for two latencies only.
@@ -862,9 +909,10 @@ show.figure(
 #
 # On a real cluster, with 10 µs and 25 GB/s, $\alpha/\beta$ is 250 kB: everything happens some hundred times faster than here, and the crossing lies nearly in the same place.
 # It moves up with the number of ranks, because the ring's latencies grow with $N$ and the tree's with $\log_2 N$.
-# The next table is predicted for such a cluster. Look at the column for 1 MB, where the winner changes.
+# The table is predicted for such a cluster. At 1 MB the winner changes with the number of ranks.
 
-# %%
+# %% tags=["hide-input"]
+# Table: tree and ring on a real cluster, predicted
 cluster = CostModel(latency=10e-6, bandwidth=25e9)
 rows = []
 for ranks_in_all in (8, 64, 1024):
@@ -895,7 +943,8 @@ show.table(rows, ["ranks", *head, "crossing (MB)"])
 # How much faster is it?
 # Both ways run alternately, four ranks on this machine, 16 MiB.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Measures ours beside gloo's
 def side_by_side():
     x = torch.zeros(16 * MIB // 4)
     ours, theirs = calls(x, dist.group.WORLD), torchs(x, dist.group.WORLD)
@@ -946,6 +995,7 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 # ![Four mistakes. Another order: rank 1 begins with a broadcast, the others with an all-reduce. One rank missing: rank 2 does not call, and the others wait. Another shape: rank 2 sums three numbers, the others four. Another tensor: rank 0 sums a, then b, rank 1 b, then a; nobody waits, and both sums are a + b.](../figures/collectives_mistakes.svg)
 
 # %% tags=["hide-input"]
+# Runs a function that has to fail, and prints what is said about it
 def failure(function):
     """Run on four ranks and print what `ranks.run` says about the failure."""
     try:
@@ -971,7 +1021,11 @@ def other_order():
         dist.broadcast(x, 0)
 
 
-assert failure(other_order) == [1]
+blamed = failure(other_order)
+
+# %% tags=["hide-input"]
+# Holds the blame against the rank that is at fault
+assert blamed == [1]
 
 
 # %% [markdown]
@@ -985,7 +1039,11 @@ def one_missing():
         dist.all_reduce(x)
 
 
-assert failure(one_missing) == [2]
+blamed = failure(one_missing)
+
+# %% tags=["hide-input"]
+# Holds the blame against the rank that is at fault
+assert blamed == [2]
 
 
 # %% [markdown]
@@ -997,13 +1055,17 @@ def other_shapes():
     dist.all_reduce(x)
 
 
-assert failure(other_shapes) == [2]
+blamed = failure(other_shapes)
+
+# %% tags=["hide-input"]
+# Holds the blame against the rank that is at fault
+assert blamed == [2]
 
 
 # %% [markdown]
 # **No error at all.** The worst one: two all-reduces in another order, of the same size.
 # Rank 0 sums `a` then `b`, rank 1 sums `b` then `a`.
-# Nothing hangs. Look at the sums.
+# Nothing hangs, and both sums are wrong.
 
 # %%
 def swapped():
@@ -1015,11 +1077,11 @@ def swapped():
 
 
 found = ranks.run(swapped, 2, device="cpu")
+print("sums of a and b on rank 0:", *found[0], "(right: 2 and 200)")
+
+# %% tags=["hide-input"]
+# Holds both ranks' sums against a + b
 assert found == [(101.0, 101.0)] * 2
-for rank, (a, b) in enumerate(found):
-    print(
-        f"rank {rank}: sum of a = {a:.0f} (right: 2), sum of b = {b:.0f} (right: 200)"
-    )
 
 
 # %% [markdown]
@@ -1040,8 +1102,11 @@ def late():
 
 
 message = ranks.run(late, 2, device="cpu", show=False)[0]
-assert "Timed out" in message
 print(message)
+
+# %% tags=["hide-input"]
+# Holds what gloo says against what this lesson says that it says
+assert "Timed out" in message
 
 # %% [markdown]
 # It names neither the culprit nor the place.
@@ -1147,7 +1212,7 @@ check(all_reduce_max)
 # ```
 #
 # Every rank wants to hand its tensor to the next one, and to return what the one before handed over.
-# This function looks right, and hangs. Repair it.
+# This function looks right, and hangs. Repair it so that it works with NCCL as well, on any number of ranks: [by parity, or in one batch](#ring-parity).
 
 # %%
 def shift(tensor, group):
@@ -1171,17 +1236,20 @@ check(shift)
 # ```
 #
 # Each rank waits for its send to end, and a send ends when somebody receives it; but all of them are sending.
-# Begin both at once, then wait for both.
-# With gloo it is enough to begin one after the other.
-# With NCCL it is not: the first message between two ranks connects them, and both stop until it has.
-# If all ranks begin with a send, each one stops for a neighbour that has stopped for the next.
+# To begin a send, then a receive, and to wait for both afterwards is enough with gloo and not with NCCL: there each rank already stops where it begins to send, for a neighbour that has stopped for the next.
+# By parity every send meets a receive.
 
 # %%
 def shift(tensor, group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
     after, before = (rank + 1) % size, (rank - 1) % size
-    ranks.exchange(tensor, after, received, before, group).wait()
+    if rank % 2 == 0:
+        ranks.isend(tensor, after, group).wait()
+        ranks.irecv(received, before, group).wait()
+    else:
+        ranks.irecv(received, before, group).wait()
+        ranks.isend(tensor, after, group).wait()
     return received
 
 
@@ -1189,6 +1257,8 @@ check(shift)
 
 
 # %% [markdown]
+# `ranks.exchange(tensor, after, received, before, group).wait()` in the place of the `if` does the same in one batch, and nobody waits for a neighbour's second message.
+#
 # ```{solution-end}
 # ```
 #
@@ -1287,7 +1357,7 @@ check(my_bucket_bytes)
 # - The tree takes $2\lceil\log_2 N\rceil$ rounds of the whole tensor: better below the crossing, worse above.
 # - $\alpha + \beta S$ predicts a wire within a few percent, and a machine's loopback only roughly.
 # - Sums differ in the last bits with the order of adding; all ranks still hold the same bits.
-# - Same calls, same order, same sizes: otherwise it hangs, or, worse, does not.
+# - Same calls, same order, same sizes: otherwise it hangs, or, worse, does not. In a ring, send and receive by parity or in one batch.
 #
 # ## Further reading
 #

@@ -23,7 +23,7 @@
 # - predict the bytes, the messages, the memory and the time of a step, and where more ranks stop helping;
 # - recognise the mistakes that people really make, by the trace that each leaves.
 #
-# It takes about an hour to read and half an hour for the exercises. Running it takes a minute.
+# It takes about 30 minutes to read and 30 minutes for the exercises. Running it takes a minute.
 # It needs [Collectives](collectives.md), of which mostly the all-reduce.
 #
 # One thing to wonder about before you start.
@@ -33,8 +33,8 @@
 # The line is easy. Making it cost next to nothing is the rest of the lesson.
 
 # %% tags=["hide-input"]
+# Imports, and the small model, its text and its optimizer
 import copy
-import runpy
 import statistics
 import tempfile
 import time
@@ -47,7 +47,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from shardlab import count, link, ranks, show, text
+from shardlab import count, link, overlap, ranks, show, text
 from shardlab.check import check
 from shardlab.collectives import CostModel
 from shardlab.data_parallel import (
@@ -63,8 +63,6 @@ from shardlab.data_parallel import (
 )
 from shardlab.model import GPT, PRESETS, loss
 
-# Its trace() and timeline() are used below.
-drawing = runpy.run_path(str(show.ROOT / "figures/data_parallel.py"))
 show.style()
 
 
@@ -90,7 +88,7 @@ def share(step, size=4, rank=None):
 # So we give each rank a quarter of the windows, and let it train.
 #
 # The next cell does that for five steps.
-# Look at the last number, which says how far the ranks' weights have come apart.
+# Then it measures the drift: how far any weight of any rank is from rank 0's.
 
 # %% tags=["measured"]
 def train_alone(steps):
@@ -105,13 +103,17 @@ def train_alone(steps):
     return seconds, drift(model, dist.group.WORLD)
 
 
-windows = len(text.Windows(64))
 (one_process, _) = ranks.run(train_alone, 1, 5)[0]
 (_, apart) = ranks.run(train_alone, 4, 5)[0]
+
+# %% tags=["hide-input", "measured"]
+# Prints the time of one process, and how far the four came apart
+windows = len(text.Windows(64))
 minutes = one_process * windows / 4 / 60
 print(f"one process, all {windows:,} windows: {minutes:.0f} minutes")
 print(f"four ranks, after five steps: weights differ by up to {apart:.3f}")
 assert apart > 1e-3  # a step of AdamW: about the learning rate
+
 
 # %% [markdown]
 # The ranks did share the work, and got four models, none of which saw more than a quarter of the text.
@@ -140,17 +142,17 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 #
 # ### Step 1: average after backward
 #
-# This is the missing line.
-# Look at what it does for a parameter without a gradient.
+# This is the missing line, in its plainest form: one all-reduce for each parameter.
 
 # %%
-show.source(average_gradients)
+def average(model):
+    for parameter in model.parameters():
+        parameter.grad /= dist.get_world_size()
+        dist.all_reduce(parameter.grad)  # in place, of the parameter's shape
 
 
 # %% [markdown]
-# An all-reduce waits for every rank. A rank that left one out, because it had nothing to say, would leave the others waiting.
-#
-# The next cell trains again, now with that line. Drift is the largest difference of any weight from rank 0's.
+# The next cell trains again, now with that line.
 
 # %%
 def train_together():
@@ -159,19 +161,24 @@ def train_together():
         tokens, targets = share(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
-        average_gradients(model, dist.group.WORLD)
+        average(model)
         optimizer.step()
     return drift(model, dist.group.WORLD)
 
 
-apart = ranks.run(train_together, 4)
-print("drift after five steps:", apart)
-assert apart == [0.0] * 4
+print("drift after five steps:", ranks.run(train_together, 4))
 
 # %% [markdown]
 # Not almost zero: zero.
 # Each sum is made in one place and copied to all ranks, so they get the same bits, and keep them.
 #
+# What the plain version leaves out: frozen parameters, a group that is not all ranks, and a parameter that this rank did not use.
+# An all-reduce waits for every rank. A rank that left one out, because it had nothing to say, would leave the others waiting; so it takes part with zeros.
+
+# %%
+show.source(average_gradients)
+
+# %% [markdown]
 # ### Step 2: buckets
 #
 # This GPT has 35 parameters, a large one has hundreds, and most of them are small: biases, norms.
@@ -186,7 +193,7 @@ assert apart == [0.0] * 4
 show.source(assign_buckets, average_in_buckets)
 
 # %% [markdown]
-# In the bucket itself, look at `place`: it makes `parameter.grad` a view into the bucket.
+# In the bucket itself `place` makes `parameter.grad` a view into the bucket.
 # So gradients are held once, are averaged where they lie, and the optimizer never notices.
 
 # %%
@@ -204,7 +211,7 @@ show.source(Bucket)
 # Backward goes through the layers from the last to the first.
 # The last layer's gradients are ready early, and step 2 lets them lie until the first layer's are ready as well.
 # Instead, a hook on each parameter puts its gradient into its bucket, and a full bucket leaves at once.
-# Look at the loop in `_arrived`, and at where `_finish` is called from.
+# The hook is `_arrived`, and autograd calls `_finish` when the whole backward is over.
 
 # %%
 show.source(DataParallel)
@@ -223,17 +230,19 @@ show.source(DataParallel)
 #
 # We measure it afresh [below](#seconds-overlap), together with the case in which it gains nothing.
 #
-# ## Equal
+# (ddp-equal)=
+# ## It computes what one process computes
 #
 # All three steps must compute what one process computes. But what is *one process*? There are two candidates:
 #
 # - *share by share*: it goes through the ranks' shares one after the other, and adds their gradients up, each divided by $N$. That is the same arithmetic in the same order.
 # - *joined*: it puts the whole batch through the model at once. That is the same mathematics, but matrix products over more rows add their terms up in another order.
 #
-# The cell compares with both, and with PyTorch's `DistributedDataParallel`, over five AdamW steps, also with a short last batch.
-# Look at which columns are exactly 0, and at what float64 does to the others.
+# The table compares with both, and with PyTorch's `DistributedDataParallel`, over five AdamW steps, also with a short last batch.
+# Beside torch's and beside share by share, one and two ranks differ by exactly 0. What is not 0 shrinks in float64 to some 1e-15.
 
-# %%
+# %% tags=["hide-input"]
+# Table: gradients and weights beside one process, in two types
 def largest(a, b):
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
@@ -312,7 +321,8 @@ show.table(rows, head, caption="Largest differences over five steps")
 # Gradient clipping and SGD do not hide it. The next cell measures both, with a sum in place of the average on four ranks.
 # ````
 
-# %%
+# %% tags=["hide-input"]
+# Table: how far a step moves a weight, with averaged and with summed gradients
 def moved(kind, factor):
     """Largest change of a weight in a step with gradients `factor` times too large."""
     torch.manual_seed(0)
@@ -346,9 +356,10 @@ show.table(rows, head)
 # A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch is.
 # So the three steps should send the same bytes, in a different number of messages.
 # Predicted: one message per parameter; then one per bucket, each with four bytes more per parameter.
-# The last two columns are a witness from outside: what the operating system's loopback interface transmitted.
+# The last two columns are what the operating system's loopback interface transmitted, which knows nothing of this course.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: messages and bytes of the three steps, predicted and counted
 SIZES = {"bucket_bytes": MIB, "first_bytes": MIB // 4}
 
 
@@ -419,7 +430,8 @@ show.table(
 # %% [markdown]
 # What do messages cost? Here is the same exchange on an emulated wire of 2 ms latency and 1 GB/s, predicted by $\alpha + \beta S$ and measured.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: seconds of one exchange on a slow wire, by parameters and by buckets
 WIRE = CostModel(latency=2e-3, bandwidth=1e9)
 
 
@@ -476,7 +488,8 @@ show.table(
 # In units of the weights' size, one process with AdamW holds 1 for weights, 1 for gradients and 2 for AdamW's two moments.
 # Data parallelism takes nothing off that. It should add nothing either, as long as gradients live in the buckets.
 
-# %%
+# %% tags=["hide-input"]
+# Table: what a rank holds at the step and after zero_grad, beside one process
 def held(way):
     model, optimizer = model_and_optimizer()
     wrapped = DataParallel(model, dist.group.WORLD) if way == "ours" else model
@@ -534,10 +547,11 @@ show.table(
 # The cell measures both, alternating between the two ways in one run, and draws the slow link's median step.
 # The link is emulated: real all-reduces, whose completion is held back until a wire of 50 µs and 1 Gbit/s would be done ([link](../code/shardlab/link/__init__.py)).
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: median steps with and without overlap, on two links
 runs = {
-    "loopback": ranks.run(drawing["trace"], 2, 1, 7, 0.0, 1e12, device="cpu")[0],
-    "1 Gbit/s": ranks.run(drawing["trace"], 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
+    "loopback": ranks.run(overlap.trace, 2, 1, 7, 0.0, 1e12, device="cpu")[0],
+    "1 Gbit/s": ranks.run(overlap.trace, 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
 }
 rows, ratios = [], {}
 for name, run in runs.items():
@@ -548,10 +562,11 @@ for name, run in runs.items():
 assert ratios["1 Gbit/s"] < 0.95 and ratios["1 Gbit/s"] < ratios["loopback"]
 show.table(rows, ["link", "without overlap (ms)", "with overlap (ms)", "with / without"])
 
-# %% tags=["measured"]
-slow = {way: drawing["middle"](run) for way, run in runs["1 Gbit/s"].items()}
+# %% tags=["hide-input", "measured"]
+# Draws the timeline of the slow link's median step
+slow = {way: overlap.middle(run) for way, run in runs["1 Gbit/s"].items()}
 show.figure(
-    drawing["timeline"](slow["without"], slow["with"]),
+    overlap.timeline(slow["without"], slow["with"]),
     "Timelines of a step without and with overlap, measured by this page on one of two ranks.",
     "data_parallel_timeline",
 )
@@ -583,6 +598,7 @@ show.source(step_seconds)
 # - *growing batch*: each rank keeps its batch; together they see $N$ times as much per step. One wants more data per second.
 
 # %% tags=["hide-input", "measured"]
+# Trains layers that sleep, on 1 to 8 ranks, and predicts each step
 LAYERS, LAYER_BYTES = 16, 2**17
 FORWARD, BACKWARD = 0.1, 0.2  # seconds for a batch on one rank
 SLEEP_WIRE = CostModel(latency=200e-6, bandwidth=25e6)
@@ -645,9 +661,10 @@ for growing in (False, True):
         assert 0.98 < measured[growing, size] / predicted[growing, size] < 1.25
 
 # %% [markdown]
-# The next cell shows both cases. Look at where the fixed batch stops gaining.
+# With the fixed batch four ranks are hardly faster than two, and eight are slower.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: step times by number of ranks, predicted and measured
 rows = []
 for growing in (False, True):
     for size in (1, 2, 4, 8):
@@ -660,6 +677,7 @@ head = ["case", "ranks", "predicted (ms)", "measured (ms)", "difference (%)"]
 show.table(rows, [*head, "samples per second, of one rank's"])
 
 # %% tags=["hide-input", "measured"]
+# Draws both cases
 figure, axes = plt.subplots(figsize=(6.2, 3.3))
 sizes = [1, 2, 4, 8]
 ideal = {
@@ -711,7 +729,8 @@ show.figure(
 #
 # The next cell runs both, step by step in turn, on two ranks and the same buckets.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: median step of ours and of torch's DDP, and their weights held equal
 def side_by_side(rounds):
     plain = GPT(PRESETS["micro"])
     ours = DataParallel(copy.deepcopy(plain), dist.group.WORLD)
@@ -757,9 +776,10 @@ show.table([*rows, ("ratio", f"{ratio:.2f}")], ["two ranks, loopback", "median s
 # ![Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. Twelve places have to be filled, so two samples appear a second time.](../figures/data_parallel_sampler.svg)
 #
 # Two lines are easily forgotten: the sampler itself, and `set_epoch`, which changes the seed from epoch to epoch.
-# The cell counts, for 4 ranks and 1,000 windows, which windows are seen in an epoch, and how many have the same place in the next.
+# The table counts, for 4 ranks and 1,000 windows, which windows are seen in an epoch, and how many have the same place in the next.
 
-# %%
+# %% tags=["hide-input"]
+# Table: which windows four ranks see, with and without the two lines
 def seen(sampler, set_epoch, epoch, N=4, windows=1000):
     """The windows that each of N ranks sees in an epoch, 250 each."""
     orders = []
@@ -798,8 +818,7 @@ show.table(
 # ### Loss, printing, saving
 #
 # A rank's loss is the loss of its own share. The number to report is the average over the ranks, an all-reduce of one scalar.
-# Printing, and writing files, is for rank 0 alone; *computing* what is printed, if that needs an all-reduce, is for all ranks.
-# Look at which lines stand under the `if`.
+# Printing, and writing files, is for rank 0 alone; *computing* what is printed, if that needs an all-reduce, is for all ranks: it does not stand under the `if`.
 
 # %%
 def train(folder):
@@ -819,7 +838,7 @@ def train(folder):
             total += value.detach() * len(tokens)
         dist.all_reduce(total)  # every rank, or rank 0 waits for ever
         if rank == 0:
-            print(f"epoch {epoch}: loss {total.item() / len(data):.1f}")
+            print("epoch", epoch, "loss", round(total.item() / len(data), 1))
     if rank == 0:
         # `module` is the plain model: its state has the plain names.
         torch.save(model.module.state_dict(), Path(folder, "model.pt"))
@@ -832,7 +851,7 @@ with tempfile.TemporaryDirectory() as folder:
     plain = GPT(PRESETS["nano"])
     plain.load_state_dict(torch.load(Path(folder, "model.pt"), map_location="cpu"))
 tokens, targets = text.batch(64, 8)
-print(f"in one process, from the file: loss {loss(plain(tokens), targets).item():.1f}")
+print("in one process, from the file: loss", round(loss(plain(tokens), targets).item(), 1))
 
 
 # %% [markdown]
@@ -870,6 +889,9 @@ def drift_with_hook(right):
 
 
 right, wrong = (ranks.run(drift_with_hook, 2, which)[0] for which in (True, False))
+
+# %% tags=["hide-input"]
+# Table: drift with the right hook and with the wrong one
 assert right == [0.0] * 5
 assert min(wrong) > 5e-4  # a step of AdamW is about 1e-3, on each rank its own
 rows = [
@@ -887,7 +909,8 @@ show.table(rows, ["the hook averages", *(f"drift after step {i}" for i in range(
 #
 # The last batch of an epoch is short on some ranks. Averaging the ranks' own means gives each *rank* the same weight, not each sample.
 
-# %%
+# %% tags=["hide-input"]
+# Compares both averages with the gradient of the joined batch
 def short_batch(joined):
     plain, _ = model_and_optimizer()
     model = DataParallel(copy.deepcopy(plain), dist.group.WORLD)
@@ -924,9 +947,10 @@ show.source(joined_mean)
 # ### Forgetting `zero_grad`, forgetting `no_sync`
 #
 # The first makes gradients pile up. The second is about accumulation: $k$ micro-batches per step need one exchange, not $k$.
-# Neither makes the ranks disagree, so `drift` sees nothing.
+# Neither makes the ranks disagree, so `drift` sees nothing. The norm of the gradient and the bytes sent do.
 
-# %%
+# %% tags=["hide-input"]
+# Counts what each of the two costs
 def norms(forget):
     model, _ = model_and_optimizer()
     model = DataParallel(model, dist.group.WORLD)
@@ -973,7 +997,8 @@ print(
 #
 # `RANK` counts over all nodes, a GPU's number only within its own. Which of these work on two nodes with four GPUs each?
 
-# %%
+# %% tags=["hide-input"]
+# Table: devices by RANK and by LOCAL_RANK, two nodes of four GPUs
 rows = []
 for rank in (0, 3, 4, 7):
     by_rank, by_local = rank, rank % 4  # the launcher says the latter in LOCAL_RANK
@@ -1005,6 +1030,9 @@ def around(wrap):
 
 torchs = ranks.run(around, 2, DistributedDataParallel)[0]
 ours = ranks.run(around, 2, lambda model: DataParallel(model, dist.group.WORLD))[0]
+
+# %% tags=["hide-input"]
+# Prints the drift of both
 assert torchs > 1e-3 and ours == 0.0  # a step of AdamW is about 1e-3
 print(
     f"drift after three steps: torch DDP {torchs:.4f}, ours {ours:.1f}, "
@@ -1018,16 +1046,6 @@ print(
 # **A rank skips a bucket**, say because of a condition that only it fulfils. Its part of the all-reduce never comes.
 
 # %%
-def failure(fn):
-    """Run `fn` on two ranks, print what came of it, and say which ranks were named."""
-    try:
-        ranks.run(fn, 2, timeout=4, apart=True)
-    except ranks.RankError as error:
-        print(error)
-        return error.ranks
-    raise AssertionError("this was meant to fail")
-
-
 def skips_one():
     model, _ = model_and_optimizer()
     buckets = [
@@ -1039,7 +1057,15 @@ def skips_one():
     average_in_buckets(buckets[:-1] if dist.get_rank() == 1 else buckets)
 
 
-assert failure(skips_one) == [1]
+try:
+    ranks.run(skips_one, 2, timeout=4, apart=True)
+except ranks.RankError as error:
+    print(error)
+    blamed = error.ranks
+
+# %% tags=["hide-input"]
+# Holds that the rank at fault was named
+assert blamed == [1]
 
 
 # %% [markdown]
@@ -1057,7 +1083,7 @@ def different_models():
         return "refused"
 
 
-assert ranks.run(different_models, 2) == ["refused", "refused"]
+print(ranks.run(different_models, 2))
 
 # %% [markdown]
 # ````{admonition} Checked: "a rank without a gradient can skip the all-reduce"
@@ -1152,19 +1178,20 @@ check(answer, "overlap_floor")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Average the gradients (medium)
+# ```{exercise-start} As one process would (medium)
 # :label: ex-data-parallel-average
 # ```
 #
-# Write step 1 yourself: after it, every trainable parameter's gradient is the average over the ranks.
-# Some parameters are frozen, and some have no gradient on some ranks.
+# `average_gradients` leaves zeros where no rank had a gradient, and AdamW's weight decay then moves a layer that one process would leave alone.
+# Write it so that this does not happen: a parameter that *some* rank used gets the average, one that *no* rank used keeps `grad=None`.
+# Some parameters are frozen.
 
 # %%
-def my_average_gradients(module, group):
+def my_exact_average(module, group):
     pass  # your code
 
 
-check(my_average_gradients)
+check(my_exact_average)
 
 
 # %% [markdown]
@@ -1176,19 +1203,22 @@ check(my_average_gradients)
 # :class: dropdown
 # ```
 #
-# `ReduceOp.AVG` sums and then divides. A parameter without a gradient brings zeros, because the others wait for it.
+# One more all-reduce counts who has a gradient, for all parameters at once. All ranks learn the same, so they leave out the same.
 
 # %%
-def my_average_gradients(module, group):
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
+def my_exact_average(module, group):
+    trained = [p for p in module.parameters() if p.requires_grad]
+    device = trained[0].device
+    users = torch.tensor([float(p.grad is not None) for p in trained], device=device)
+    dist.all_reduce(users, group=group)  # [parameters]
+    for parameter, used in zip(trained, users.tolist(), strict=True):
+        if used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
 
 
-check(my_average_gradients)
+check(my_exact_average)
 
 
 # %% [markdown]

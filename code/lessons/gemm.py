@@ -22,9 +22,9 @@
 # - predict the bytes that a rank holds and sends, to the byte;
 # - cut all three matrices at once, on a grid of ranks, and say when that is worth it;
 # - predict from three measured numbers from what size on splitting a product pays;
-# - say why each GPU computes more slowly when its shard gets thin.
+# - see in a roofline whether a piece of work waits for memory or for arithmetic, and why thin shards compute more slowly.
 #
-# It takes about forty-five minutes to read and forty minutes for the exercises. Running it takes half a minute.
+# It takes about 35 minutes to read and 40 minutes for the exercises. Running it takes half a minute.
 # It needs [Collectives](collectives.md), and leads to [Tensor parallelism](tensor_parallel.md), which is this lesson applied to a whole transformer.
 #
 # One number to begin with. Take GPUs that multiply with 400 TFLOP/s each and send 200 GB/s to one another, without delay.
@@ -33,6 +33,7 @@
 # You will be able to say where the 2,000 comes from, and why the number of GPUs is not in it.
 
 # %% tags=["hide-input"]
+# Imports, and two random matrices that are the same on every rank
 import statistics
 
 import matplotlib.pyplot as plt
@@ -45,6 +46,8 @@ from torch.nn import functional as F
 
 from shardlab import collectives, count, gemm, link, ranks, show
 from shardlab.check import check
+from shardlab.count import speed
+from shardlab.show import measured as pictures
 
 show.style()
 
@@ -71,19 +74,20 @@ def random(M, K, N, dtype=torch.float32):
 M, K, N = 2048, 512, 8192
 BUDGET = 40e6  # bytes on each rank
 
+needed = gemm.predict("rows", M, N, K, ranks=1).held
 try:
-    needed = gemm.predict("rows", M, N, K, ranks=1).held
     gemm.check_budget(needed, BUDGET, f"[{M}, {K}] @ [{K}, {N}]")
 except gemm.OverBudget as error:
     print(f"{type(error).__name__}: {error}")
-else:
-    raise AssertionError("this was meant to fail")
-
 
 # %% [markdown]
 # A GPU has such a budget, its memory, and says so in its own words:
 
-# %%
+# %% tags=["hide-input"]
+# Asks a GPU, where there is one, for a product that it cannot hold
+assert needed > BUDGET
+
+
 def too_large():
     side = int((torch.cuda.mem_get_info()[1] / 4) ** 0.5) + 1024
     a, b = (torch.zeros(shape, device="cuda") for shape in ((side, 8), (8, side)))
@@ -98,6 +102,7 @@ if ranks.place(1)[1] == "cuda":
     print(ranks.run(too_large, 1)[0])
 else:
     print("There is no GPU here: the budget stands in for it.")
+
 
 # %% [markdown]
 # ## The picture
@@ -117,69 +122,111 @@ else:
 # Each summand is as large as all of $C$.
 # So two of the ways need a whole factor on every rank and leave $C$ cut; the third needs no whole factor, and an addition over all ranks.
 #
-# ## The mechanism, one cut at a time
-#
-# ### By rows and by columns
-#
-# The code is as short as the formula. Nothing travels in it.
-
-# %%
-show.source(gemm.share, gemm.by_rows, gemm.by_columns)
-
-
-# %% [markdown]
-# `share` says who has which rows. Nothing has to divide: of 10 rows four ranks have 3, 3, 2 and 2.
+# ## The three cuts, in five lines each
 #
 # What has to travel depends on where the matrices are, and on who needs the result.
 # Suppose that rank 0 has read $B$, and that in the end everybody wants $C$.
 #
 # ![A product by rows on four ranks, step by step. At first rank 0 alone holds A and B. Then B is broadcast to all, and each rank gets its quarter of the rows of A. Each multiplies, and holds a quarter of the rows of C. After an all-gather every rank holds all of C.](../figures/gemm_story.svg)
 #
-# Here are the same steps on two ranks, told by each of them. There are three rows, so rank 1 has one row less.
-# Follow $B$ on rank 1, then $C$ on both.
+# Here are the same steps on two ranks, told by each of them.
+# Each multiplies its own two rows of $A$; the all-gather puts the results below one another, everywhere.
 
 # %%
+def plain_rows(a_mK, b_KN):
+    c_mN = a_mK @ b_KN
+    parts = [torch.empty_like(c_mN) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, c_mN)
+    return torch.cat(parts)
+
+
 def story():
-    a_MK = torch.tensor([[1, 2], [3, 4], [5, 6]])
-    b_KN = torch.tensor([[1, 0], [10, 1]])
-    if dist.get_rank() > 0:
-        b_KN.zero_()  # only rank 0 knows B
-    own = gemm.share(3, 2, dist.get_rank())
-    return gemm.narrated(a_MK[own], b_KN, 3, dist.group.WORLD)
+    rank = dist.get_rank()
+    a_MK = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
+    b_KN = torch.tensor([[1, 0], [10, 1]]) * (rank == 0)  # rank 0 alone knows B
+    print("B before the broadcast:", b_KN.tolist())
+    dist.broadcast(b_KN, 0)
+    print("B after it:            ", b_KN.tolist())
+    c_MN = plain_rows(a_MK.chunk(2)[rank], b_KN)
+    print("C after the all-gather:", c_MN.tolist())
+    return c_MN
 
 
 found = ranks.run(story, 2, device="cpu")
-assert all(c_MN.tolist() == [[21, 2], [43, 4], [65, 6]] for c_MN in found)
+
 
 # %% [markdown]
-# `B` changes on rank 1 and on nobody else; that was the broadcast.
-# Each rank's product has only its own rows; the all-gather puts them below one another, everywhere.
-#
-# Where rows do not divide, the shorter shares are padded, because the collective wants equal pieces:
+# By columns only the last line is another one: what arrives belongs side by side.
+# By the inner dimension no rank has an entry of $C$ that is right before the sum, and the sum is an all-reduce.
 
 # %%
-show.source(gemm.gather_rows, gemm.gather_columns)
+def plain_columns(a_MK, b_Kn):
+    c_Mn = a_MK @ b_Kn
+    parts = [torch.empty_like(c_Mn) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, c_Mn)
+    return torch.cat(parts, dim=1)
+
+
+def plain_inner(a_Mk, b_kN):
+    c_MN = a_Mk @ b_kN  # a summand of C
+    dist.all_reduce(c_MN)
+    return c_MN
+
+
+def three_ways():
+    a_MK, b_KN = (x.round() for x in random(8, 12, 16))  # whole numbers add up exactly
+    size, rank = dist.get_world_size(), dist.get_rank()
+    a_mK, a_Mk = a_MK.chunk(size)[rank], a_MK.chunk(size, dim=1)[rank]
+    b_kN, b_Kn = b_KN.chunk(size)[rank], b_KN.chunk(size, dim=1)[rank]
+    products = (
+        plain_rows(a_mK, b_KN),
+        plain_columns(a_MK, b_Kn),
+        plain_inner(a_Mk, b_kN),
+    )
+    return [(c_MN - a_MK @ b_KN).abs().max().item() for c_MN in products]
+
+
+off = ranks.run(three_ways, 4)
+print("largest difference from one process:", max(map(max, off)))
+
+# %% tags=["hide-input"]
+# Holds the plain versions against one process
+assert all(c_MN.tolist() == [[21, 2], [43, 4], [65, 6], [87, 8]] for c_MN in found)
+assert max(map(max, off)) == 0
 
 # %% [markdown]
-# Compare the last lines.
-# Rows that arrive one after another are a matrix: they lie in memory as the matrix does.
-# Columns do not: what arrives are $t$ narrow matrices, which have to be copied side by side. [Below](#gemm-wrong) is what happens if they are not.
-#
-# ### By the inner dimension
-#
-# No rank has an entry of $C$ that is right before the sum.
-#
 # ![After a product by the inner dimension each of four ranks holds a matrix of the size of C, with its own products in it. A reduce-scatter leaves each rank a quarter of C, summed over all ranks. An all-gather then gives every rank all of C. The two are an all-reduce.](../figures/gemm_inner.svg)
 #
-# If everybody needs all of $C$, the sum is an all-reduce. If $C$ may stay cut, a reduce-scatter is enough, and moves half as much.
+# The plain versions leave out two things.
+# Sizes have to divide by the number of ranks, because the collective wants equal pieces.
+# And every rank gets all of $C$, though it may stay cut: by rows and columns nothing has to be sent then, and by the inner dimension a reduce-scatter is enough, which moves half as much ([measured below](#gemm-bytes)).
+#
+# ## The core: any sizes, and C may stay cut
+#
+# `share` says who has which rows. Nothing has to divide: of 10 rows four ranks have 3, 3, 2 and 2.
 
 # %%
-show.source(gemm.by_inner)
+show.source(gemm.share, gemm.cut, gemm.by_rows, gemm.by_columns)
 
 # %% [markdown]
-# ### Who holds what
+# To gather, the shorter shares are padded, and the padding is dropped where it arrives.
+# The last lines of the two functions differ.
+# Rows that arrive one after another are a matrix: they lie in memory as the matrix does.
+# Columns do not: what arrives are $t$ narrow matrices, which have to be copied side by side. [Below](#gemm-wrong) is what happens if they are not.
+
+# %%
+show.source(gemm.core._padded, gemm.gather_rows, gemm.gather_columns)
+
+# %% [markdown]
+# By the inner dimension, `whole=False` leaves each rank its own rows of the sum.
+
+# %%
+show.source(gemm.by_inner, gemm.core._scattered_sum)
+
+# %% [markdown]
+# ### What each rank holds
 #
-# Now the budget. The cell counts what a rank holds at its peak on four ranks, beside the prediction.
+# The cell counts what a rank holds at its peak on four ranks.
 
 # %%
 WAYS = {
@@ -202,8 +249,11 @@ def held_by_four():
     return peaks
 
 
-rows = []
 measured = ranks.run(held_by_four, 4, device="cpu")[0]
+
+# %% tags=["hide-input"]
+# Table: bytes held by a rank, predicted and measured
+rows = []
 for (name, (way, whole)), peak in zip(WAYS.items(), measured, strict=True):
     cost = gemm.predict(way, M, N, K, ranks=4, whole=whole)
     assert peak == cost.held
@@ -213,37 +263,104 @@ for (name, (way, whole)), peak in zip(WAYS.items(), measured, strict=True):
 head = ["way", "A (MB)", "B (MB)", "C (MB)", "held, predicted (MB)", "measured (MB)"]
 show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
 
+
 # %% [markdown]
 # `````{admonition} Checked: "four ranks need a quarter of the memory each"
 # :class: checked
 #
-# Of 88.1 MB a quarter would be 22 MB. By columns it is 25.2 MB, by rows 34.6 MB, and by the inner dimension 72.4 MB (the cell above).
+# Of 88.1 MB a quarter would be 22 MB. By columns it is 25.2 MB, by rows 34.6 MB, and by the inner dimension 72.4 MB (the table above).
 # Whatever is not cut stays whole on every rank: one factor, or the sum.
 # So cut along a dimension of the *largest* matrix; here that is $C$, and of its two dimensions the one that leaves the smaller factor whole.
 # `````
 #
-# ### Both at once: SUMMA
+# ## Both directions at once: SUMMA
 #
 # With many ranks the whole factor is what fills the memory.
 # On a grid of ranks nobody needs one: every matrix is cut in both directions, and each rank has a block of each.
-# To multiply, the blocks travel, a few columns of $A$ and a few rows of $B$ at a time {cite}`vandegeijn1997summa`.
+# To multiply, the blocks travel {cite}`vandegeijn1997summa`.
 #
 # ![SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. Step 1: ranks 0 and 2 hand their block of A along their row of the grid, ranks 0 and 1 their block of B down their column; every rank adds the product of the two blocks it then has to its block of C. Step 2: the same with the blocks of A of ranks 1 and 3, and the blocks of B of ranks 2 and 3.](../figures/gemm_summa.svg)
 #
 # Each step is a product by the inner dimension, but the summands are added up in one place, one after another.
-# In the code, look for the two broadcasts in `fetch`, and for `fetch(number + 1)`: the next panel is under way while this one is multiplied.
+# This is the picture as a loop, for a square grid and blocks of one size.
 
 # %%
-show.source(gemm.summa, fold=70)
+def plain_summa(a_mk, b_kn, grid):
+    """This rank's block of C, from its blocks of A and B."""
+    c_mn = torch.zeros(len(a_mk), b_kn.shape[1], device=a_mk.device)
+    for step in range(grid.rows):
+        a, b = a_mk.clone(), b_kn.clone()
+        dist.broadcast(a, group=grid.row_group, group_src=step)
+        dist.broadcast(b, group=grid.column_group, group_src=step)
+        c_mn += a @ b
+    return c_mn
+
+
+def on_a_grid():
+    a_MK, b_KN = (x.round() for x in random(8, 12, 16))
+    grid = gemm.grid(dist.group.WORLD, 2, 2)
+    c_mn = plain_summa(*(x.contiguous() for x in grid.cut(a_MK, b_KN)), grid)
+    return (c_mn - grid.block(a_MK @ b_KN)).abs().max().item()
+
+
+off = ranks.run(on_a_grid, 4)
+print("largest difference from one process:", max(off))
+
+# %% tags=["hide-input"]
+# Holds the plain SUMMA against one process
+assert max(off) == 0
 
 # %% [markdown]
-# ## Equal
-#
-# Every way against one process, on 1, 2, 3 and 4 ranks, with sizes that do not divide.
-# Each entry of $C$ is a sum of $K$ products, and each addition rounds by at most a share $u$ of its result, $2^{-24}$ in float32.
-# So two orders of adding differ by at most $2 K u\,(|A|\,|B|)$: that is *allowed*. In float64 $u$ is $2^{-53}$.
+# It sends $A$'s block, then $B$'s, and waits for both before it multiplies; and it holds a copy of two whole blocks while it does.
+# The core cuts blocks into *panels*, some columns of $A$ and the same rows of $B$, and `fetch(number + 1)` sends the next panel while this one is multiplied.
+# Panels end where a block ends, in $A$ or in $B$, so the grid need not be square, and nothing has to divide.
 
 # %%
+show.source(gemm.Grid, gemm.panels, gemm.summa, fold=70)
+
+
+# %% [markdown]
+# Both ways on a grid of 2 × 2, whose rows and columns have links of 40 MB/s. The core uses panels of 64.
+
+# %% tags=["hide-input", "measured"]
+# Measures the plain SUMMA beside the core: bytes held, and seconds
+def plain_and_core():
+    group, side = dist.group.WORLD, 1024
+    grid = gemm.grid(group, 2, 2, lambda one: link.slow(2e-4, 40e6, one))
+    a, b = (x.contiguous() for x in grid.cut(*random(side, side, side)))
+    works = (
+        lambda: plain_summa(a, b, grid),
+        lambda: gemm.summa(a, b, side, grid, width=64),
+    )
+    peaks = []
+    for work in works:
+        with count.held(a, b) as held:
+            work()
+        peaks.append(held.peak)
+    pairs = [[gemm.stopwatch(work, group, 1) for work in works] for _ in range(9)]
+    return peaks, pairs
+
+
+peaks, pairs = ranks.run(plain_and_core, 4, device="cpu")[0]
+ms = [f"{1e3 * statistics.median(times):.0f}" for times in zip(*pairs, strict=True)]
+ratio = statistics.median(plain / core for plain, core in pairs)
+assert peaks[1] < peaks[0] and ratio > 1.15, (peaks, pairs)
+rows = [
+    (name, f"{peak / 1e6:.2f}", time)
+    for name, peak, time in zip(("plain", "core"), peaks, ms, strict=True)
+]
+show.table(rows, ["SUMMA", "held by a rank (MB)", "time (ms)"])
+
+# %% [markdown]
+# ## Every way equals one process
+#
+# Every way is held against one process on 1, 2, 3 and 4 ranks, with sizes that do not divide.
+# Each entry of $C$ is a sum of $K$ products, and each addition rounds by at most a share $u$ of its result, $2^{-24}$ in float32.
+# So two orders of adding differ by at most $2 K u\,(|A|\,|B|)$: that is *allowed*. In float64 $u$ is $2^{-53}$.
+# The table has the largest difference over all ranks, sizes and grids.
+
+# %% tags=["hide-input"]
+# Holds every way against one process, on 1 to 4 ranks, in two types
 GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (1, 4)]}
 SIZES = (10, 7, 9), (3, 50, 2), (129, 257, 65)
 ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53}
@@ -256,7 +373,9 @@ def differences(dtype):
         a_MK, b_KN = random(*sizes, dtype)
         right, inner = a_MK @ b_KN, sizes[1]
         allowed = 2 * inner * ROUNDING[dtype] * (a_MK.abs() @ b_KN.abs()).max().item()
-        pairs = [(way, gemm.multiply(way, a_MK, b_KN, group), right) for way in gemm.CUTS]
+        pairs = [
+            (way, gemm.multiply(way, a_MK, b_KN, group), right) for way in gemm.CUTS
+        ]
         cut = gemm.multiply("inner", a_MK, b_KN, group, whole=False)
         gathered = gemm.gather_rows(cut, sizes[0], group)
         pairs.append(("inner, reduce-scattered", gathered, right))
@@ -266,7 +385,12 @@ def differences(dtype):
             pairs.append(("summa", block, grid.block(right)))
         for way, got, want in pairs:
             off = (got - want).abs().max().item() if want.numel() else 0.0
-            assert got.shape == want.shape and off <= allowed, (way, sizes, off, allowed)
+            assert got.shape == want.shape and off <= allowed, (
+                way,
+                sizes,
+                off,
+                allowed,
+            )
             worst = found.setdefault(way, (0.0, allowed))
             found[way] = max(worst[0], off), max(worst[1], allowed)
     return found
@@ -276,10 +400,6 @@ def both():
     return [differences(dtype) for dtype in ROUNDING]
 
 
-# %% [markdown]
-# The assert in the middle is the claim. The table has the largest difference over all ranks, sizes and grids.
-
-# %%
 by_size = [found for size in GRIDS for found in ranks.run(both, size)]
 rows = []
 for way in by_size[0][0]:
@@ -289,7 +409,11 @@ for way in by_size[0][0]:
         limit = max(found[number][way][1] for found in by_size)
         cells += [f"{off:.0e}" if off else "0", f"{limit:.0e}"]
     rows.append((way, *cells))
-head = [f"{kind}: {what}" for kind in ("float32", "float64") for what in ("off by", "allowed")]
+head = [
+    f"{kind}: {what}"
+    for kind in ("float32", "float64")
+    for what in ("off by", "allowed")
+]
 show.table(rows, ["way", *head])
 
 # %% [markdown]
@@ -298,6 +422,7 @@ show.table(rows, ["way", *head])
 #
 # ## What it costs
 #
+# (gemm-bytes)=
 # ### Bytes
 #
 # With $S_C = MN \cdot$ itemsize, and by the formulas of [Collectives](collectives.md), a rank sends
@@ -307,10 +432,17 @@ show.table(rows, ["way", *head])
 # - on a grid of $p \times q$: what it receives is $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
 #
 # Our reduce-scatter is an `all_to_all_single` and a sum in the order of the ranks, which moves as much, and has the same bits each time.
-# The cell holds the formulas against two witnesses: each operation's bytes, counted, which have to be exact, and what the loopback interface transmitted, headers included.
+# The table holds the formulas against two witnesses: each operation's bytes, counted, which have to be exact, and what the loopback interface transmitted, headers included.
 
-# %%
-CASES = [("rows", True), ("columns", True), ("inner", False), ("inner", True), ("summa", False)]
+# %% tags=["hide-input", "measured"]
+# Table: bytes sent, predicted, counted, and seen on the interface
+CASES = [
+    ("rows", True),
+    ("columns", True),
+    ("inner", False),
+    ("inner", True),
+    ("summa", False),
+]
 SHAPE = 1024, 1024, 2048  # M, K, N
 
 
@@ -340,27 +472,31 @@ def bytes_sent():
     return found
 
 
-# %% [markdown]
-# Here is what they say; look at the two columns in the middle.
-
-# %% tags=["measured"]
 by_rank, rows = ranks.run(bytes_sent, 4, device="cpu"), []
 m, k, n = SHAPE
 for number, (way, whole) in enumerate(CASES):
     for rank, found in enumerate(by_rank):
-        cost = gemm.predict(
-            way, m, n, k, 4, whole=whole, rank=rank, shape=(2, 2) if way == "summa" else None
-        )
+        shape = (2, 2) if way == "summa" else None
+        cost = gemm.predict(way, m, n, k, 4, whole=whole, rank=rank, shape=shape)
         assert found[number][0] == cost.collectives  # calls and bytes, exactly
     seen = by_rank[0][number][1]
     # Headers add some percent, other traffic of the machine more; nothing takes away.
     assert not seen or 1 <= seen / cost.wire < 1.25, (way, seen, cost.wire)
     name = f"{way}, C on all" if whole else f"{way}, C cut"
-    calls = ", ".join(f"{times} {what}" for what, (times, _) in cost.collectives.items())
+    calls = ", ".join(
+        f"{times} {what}" for what, (times, _) in cost.collectives.items()
+    )
     wire = (f"{value / 4 / 1e6:.2f}" for value in (cost.wire, seen))
     rows.append((name, calls, *wire, f"{seen / cost.wire - 1:+.1%}"))
-head = ["way", "collectives of a rank", "predicted (MB per rank)", "on the wire (MB per rank)"]
-show.table(rows, [*head, "difference"], caption=f"4 ranks, C takes {4 * m * n / 1e6:.1f} MB")
+head = [
+    "way",
+    "collectives of a rank",
+    "predicted (MB per rank)",
+    "on the wire (MB per rank)",
+]
+show.table(
+    rows, [*head, "difference"], caption=f"4 ranks, C takes {4 * m * n / 1e6:.1f} MB"
+)
 
 # %% [markdown]
 # ### Why a grid
@@ -368,19 +504,29 @@ show.table(rows, [*head, "difference"], caption=f"4 ranks, C takes {4 * m * n / 
 # Four ranks do not show what SUMMA is for. Let all of $A$, $B$ and $C$ be cut, and stay cut, and let the number of ranks grow.
 # A product by rows then has to gather $B$ first.
 
-# %%
+# %% tags=["hide-input"]
+# Table: bytes held and received by rows and on a grid
 side, rows = 16384, []
 whole = 2 * side**2  # bytes of one matrix in 16 bits
 for t in (4, 16, 64, 256):
     p = int(t**0.5)
     one_d = gemm.predict("rows", side, side, side, t, 2, whole=False)
     received = collectives.bytes_sent("all_gather", whole, 2, t, 0)  # sent = received
-    two_d = gemm.predict("summa", side, side, side, t, 2, whole=False, shape=(p, p), width=256)
+    two_d = gemm.predict(
+        "summa", side, side, side, t, 2, whole=False, shape=(p, p), width=256
+    )
     cells = (one_d.held, two_d.held, received, two_d.wire / t)
     rows.append((t, *(f"{value / 1e6:,.0f}" for value in cells)))
-head = ["held: by rows (MB)", "on a grid (MB)", "received: by rows (MB)", "on a grid (MB)"]
+head = [
+    "held: by rows (MB)",
+    "on a grid (MB)",
+    "received: by rows (MB)",
+    "on a grid (MB)",
+]
 assert float(rows[-1][4]) < float(rows[-1][3]) / 5
-show.table(rows, ["ranks", *head], caption=f"Square matrices of 16-bit numbers, side {side:,}")
+show.table(
+    rows, ["ranks", *head], caption=f"Square matrices of 16-bit numbers, side {side:,}"
+)
 
 # %% [markdown]
 # By rows, a rank receives all of $B$, however many ranks there are.
@@ -406,14 +552,20 @@ show.table(rows, ["ranks", *head], caption=f"Square matrices of 16-bit numbers, 
 # :class: checked
 #
 # Below $n^*$ more ranks do not help; with a latency they make it worse.
-# The next cell computes the crossing for 2 to 64 ranks, by rows with an all-gather, and by the inner dimension with an all-reduce, in multiples of $t$.
+# The table has the crossing for 2 to 64 ranks, by rows with an all-gather, and by the inner dimension with an all-reduce, in multiples of $t$.
 # `````
 
-# %%
+# %% tags=["hide-input"]
+# Table: from what size on splitting pays, predicted for 2 to 64 ranks
 rows = []
-for t in (2, 4, 8, 64):
+for t in (2, 8, 64):
     cells = []
-    for way, latency in (("rows", 0.0), ("inner", 0.0), ("rows", 10e-6), ("inner", 10e-6)):
+    for way, latency in (
+        ("rows", 0.0),
+        ("inner", 0.0),
+        ("rows", 10e-6),
+        ("inner", 10e-6),
+    ):
         fast = gemm.Machine(flops=400e12, latency=latency, bandwidth=200e9)
         cells.append(gemm.pays_from(way, t, fast, itemsize=2))
     # The formula's 2000 and 4000, and the next multiple of t above them.
@@ -422,122 +574,202 @@ for t in (2, 4, 8, 64):
 head = ["rows, α = 0 (side)", "inner, α = 0 (side)", "rows, α = 10 µs (side)"]
 show.table(rows, ["ranks", *head, "inner, α = 10 µs (side)"])
 
+
 # %% [markdown]
 # Now a machine that we have: this one, with two ranks, one core each, and an emulated link of 400 MB/s between them.
-# `gemm.measure` finds three numbers: operations per second, latency, bandwidth.
-# They hold what the emulated link adds and what the machine itself needs to send.
-# From them come the predictions; the other columns are measured.
+# `gemm.measure` finds operations per second, latency and bandwidth, and `gemm.pays_from` predicts the crossing from them.
+# Then both ways are measured around it, at half of the predicted side and at twice of it, and in between.
 
-# %% tags=["measured"]
-SIDES = [128, 256, 512, 1024, 2048]
-
-
+# %%
 def one_and_two():
     wire = link.slow(2e-4, 400e6)
-    machine, found = gemm.measure(wire), []
-    for side in SIDES:
+    machine = gemm.measure(wire, side=512, repeats=15)
+    crossing = gemm.pays_from("rows", 2, machine)
+    sides = [round(factor * crossing) for factor in (0.5, 0.71, 1, 1.41, 2)]
+    times = {side: (float("inf"), float("inf")) for side in sides}
+    for side in sides * 5:  # again and again: what disturbs the machine disturbs all
         a, b = random(side, side, side)
-        alone = gemm.stopwatch(lambda a=a, b=b: a @ b, wire)
-        split = gemm.stopwatch(lambda a=a, b=b: gemm.multiply("rows", a, b, wire), wire)
-        found.append((alone, split))
-    return machine, found
+        works = lambda: a @ b, lambda: gemm.multiply("rows", a, b, wire)  # noqa: B023
+        now = [gemm.stopwatch(work, wire, 3, min) for work in works]
+        times[side] = tuple(map(min, times[side], now))
+    return machine, crossing, times
 
-
-machine, times = ranks.run(one_and_two, 2, device="cpu")[0]
-predicted = [
-    [gemm.seconds("rows", side, side, side, t, machine).total for t in (1, 2)] for side in SIDES
-]
-crossing = gemm.pays_from("rows", 2, machine)
-rows = []
-for side, (one, two), (alone, split) in zip(SIDES, predicted, times, strict=True):
-    ms = (f"{1e3 * value:.2f}" for value in (one, alone, two, split))
-    rows.append((side, *ms, f"{two / one:.2f}", f"{split / alone:.2f}"))
-# Predicted: about 2 and more at 128, 0.6 to 0.8 at 2048. A busy machine blurs, not swaps them.
-assert times[0][1] > times[0][0] and times[-1][1] < times[-1][0], times
-print(f"{machine.flops / 1e9:.0f} GFLOP/s, {1e6 * machine.latency:.0f} µs, ", end="")
-print(f"{machine.bandwidth / 1e6:.0f} MB/s: splitting pays from side {crossing:,}")
-head = ["1 rank, predicted (ms)", "measured (ms)", "2 ranks, predicted (ms)", "measured (ms)"]
-show.table(rows, ["side", *head, "two / one, predicted", "measured"])
 
 # %% [markdown]
 # A link of 400 MB/s is slow, but so is a processor's core: what counts is the ratio of the two.
+# All times, the calibration's included, are the fastest of several: other work on the machine only adds to them.
 
 # %% tags=["hide-input", "measured"]
+# Measures where one rank and two take equally long, and draws it
+machine, crossing, times = ranks.run(one_and_two, 2, device="cpu")[0]
+sides = list(times)
+gains = [split / alone for alone, split in times.values()]  # above 1: one is faster
+after = next((i for i, gain in enumerate(gains) if gain < 1), 0)
+assert after > 0, gains  # one rank is faster at half of the crossing, two at twice
+low, high = gains[after - 1] - 1, 1 - gains[after]
+measured = sides[after - 1] + (sides[after] - sides[after - 1]) * low / (low + high)
+assert 0.6 < measured / crossing < 1.6, (measured, crossing)
+print(f"{machine.flops / 1e9:.0f} GFLOP/s, {1e6 * machine.latency:.0f} µs, ", end="")
+print(f"{machine.bandwidth / 1e6:.0f} MB/s: splitting pays from side {crossing:,}")
+print(f"measured: from side {measured:.0f}, {measured / crossing - 1:+.0%}")
 figure, axes = plt.subplots(figsize=(5.2, 3.3))
 looks = (("1 rank", show.RANK_COLORS[0]), ("2 ranks", show.RANK_COLORS[1]))
 for number, (name, color) in enumerate(looks):
-    line = [1e3 * pair[number] for pair in predicted]
-    axes.plot(SIDES, line, color=color, lw=1.6)
-    axes.plot(SIDES, [1e3 * pair[number] for pair in times], "o", color=color, ms=5)
-    axes.text(1.1 * SIDES[-1], line[-1], name, va="center")
-if crossing:
-    axes.axvline(crossing, color=show.INK, lw=1, ls=(0, (2, 2)))
-    axes.text(1.05 * crossing, 1e3 * min(map(min, times)), f"equal at {crossing}", va="bottom")
+    line = [
+        1e3 * gemm.seconds("rows", n, n, n, number + 1, machine).total for n in sides
+    ]
+    axes.plot(sides, line, color=color, lw=1.6)
+    axes.plot(
+        sides, [1e3 * pair[number] for pair in times.values()], "o", color=color, ms=5
+    )
+    axes.text(1.05 * sides[-1], line[-1], name, va="center")
+axes.axvline(crossing, color=show.INK, lw=1, ls=(0, (2, 2)))
+least = min(min(pair) for pair in times.values())
+axes.text(1.03 * crossing, 1e3 * least, f"equal at {crossing}", va="bottom")
 axes.set(xscale="log", yscale="log", xlabel="side of the matrices", ylabel="time (ms)")
-axes.set_xticks(SIDES, map(str, SIDES))
+axes.set_xticks(sides, map(str, sides))
 axes.minorticks_off()
 axes.set_title("dots measured, lines predicted", fontsize="medium")
 show.figure(
     figure,
-    "Time of a product of square matrices over their side, with one rank and with two over a slow "
-    "link. For small matrices two ranks take longer, for large ones less; the lines cross at the "
-    "predicted side.",
+    "Time of a product of square matrices over their side, with one rank and with two "
+    "over a slow link. For small matrices two ranks take longer, for large ones less; "
+    "the lines cross at the predicted side.",
     "gemm-pays",
+)
+
+# %% [markdown]
+# The measured crossing lies between two sides, and moves by some tens of percent from run to run: the two lines cross at a small angle, so a few percent of time are many rows.
+#
+# (gemm-roofline)=
+# ## From bytes to seconds: the roofline
+#
+# The formula hides an assumption: that a rank which gets a $t$-th of the work needs a $t$-th of the time.
+# Whether it does depends on the bytes that it has to fetch from its own memory.
+# Every byte that an operation touches travels between memory and arithmetic, and for many operations that takes longer than the arithmetic.
+#
+# The *arithmetic intensity* of a piece of work is its FLOP (floating-point operations) for each byte moved. A machine reaches at most
+#
+# $$
+# \min(\text{its FLOP/s},\; \text{intensity} \times \text{its bytes/s})
+# $$
+#
+# which drawn over the intensity looks like a roof {cite}`williams2009roofline`. Left of the ridge memory is the limit, right of it compute is.
+# Here are five things that training does, with their operations and the bytes that they have to move at least.
+
+# %%
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+gpu = device.type == "cuda"
+n, rows_, many = (8192, 8192, 2**27) if gpu else (1024, 4096, 2**25)
+a, b = (torch.randn(n, n, device=device) for _ in range(2))
+wide = torch.randn(rows_, 8192, device=device)
+one, sixteen = (torch.randn(8192, columns, device=device) for columns in (1, 16))
+long, out = (torch.ones(many, device=device) for _ in range(2))
+weight = torch.nn.Parameter(torch.ones(many // 4, device=device))
+weight.grad = torch.ones_like(weight)
+adamw = torch.optim.AdamW([weight], fused=True)
+size = wide.numel()
+WORK = {  # name: (FLOP, bytes, the work); all in float32
+    "large product": (2 * n**3, 12 * n**2, lambda: a @ b),  # [n, n] @ [n, n]
+    "matrix × 16 columns": (32 * size, 4 * size, lambda: wide @ sixteen),
+    "matrix × 1 column": (2 * size, 4 * size, lambda: wide @ one),
+    "addition": (many, 8 * many, lambda: torch.add(long, 1, out=out)),
+    # 14 operations; reads weight, gradient, two moments; writes all but the gradient
+    "AdamW step": (14 * many // 4, 28 * many // 4, adamw.step),
+}
+
+
+# %% [markdown]
+# The roof over them is the best rates that any of them reached, or a long copy.
+
+# %% tags=["hide-input", "measured"]
+# Measures and draws the roofline of this machine
+def raised(roof, points):
+    """A roof is what nothing exceeds: the best rates that anything here reached."""
+    return count.Rates(
+        max(roof.flops, *(rate for _, _, rate in points)),
+        max(roof.bytes, *(rate / intensity for _, intensity, rate in points)),
+    )
+
+
+points = []
+for name, (flop, moved, work) in WORK.items():
+    points.append((name, flop / moved, flop / speed.seconds(work, device)))
+roof = raised(count.rates(torch.float32, device), points)
+reached = {name: rate for name, _, rate in points}
+assert reached["large product"] > 3 * reached["matrix × 1 column"]
+assert reached["large product"] > 3 * reached["addition"]
+show.figure(
+    pictures.roofline(roof, points),
+    "The roofline of the machine that executed this page, and five pieces of work.",
+    "gemm_roofline",
 )
 
 
 # %% [markdown]
-# The line for two ranks is flat on the left, where it is all latency, and nearly parallel to the other on the right, where it is nearly all compute.
+# The optimizer's step and every elementwise operation stand far to the left: a faster processor does not help them, fewer bytes do.
+# A matrix with one column stands there too, and that is what generating text one token at a time is.
+# With $bs$ tokens in a batch, a weight matrix is read once and used $bs$ times, so more tokens move a product to the right, under the flat roof. That is the other side of "make the batch smaller".
 #
 # ### Thin shards
 #
-# The formula hides an assumption: that a rank which gets a $t$-th of the work needs a $t$-th of the time.
-# It reads more than a $t$-th, though.
+# Cutting a product moves it to the left, because a rank reads more than a $t$-th of the bytes.
 #
 # ![What one rank reads and writes for its share of a square product, cut by columns. On 1 rank: all of A, B and C. On 2: all of A, half of B and C; half the work for 0.67 of the bytes. On 4: a quarter of the work for 0.50 of the bytes. On 16: a sixteenth of the work for 0.38 of the bytes.](../figures/gemm_thin.svg)
 #
-# Operations per byte moved are the product's {term}`arithmetic intensity`.
-# For square matrices it is $2n/(w(t+2))$, so a thin shard comes nearer to the memory's limit ([Memory](memory.md) has the {term}`roofline`).
+# For square matrices the intensity is $2n/(w(t+2))$.
 # On top of that a kernel cuts $C$ into tiles and deals them out to the processor's units; from a thin shard there are few tiles, the last round is half empty, and a tile at the edge is computed in full {cite}`nvidia2023gemm`.
 #
 # The cell measures the share that each rank would get, for 1 to 16 ranks, on one device: no communication, just the thin product.
-# *Reachable* is the roofline for this device's measured rates: a ceiling, which thin products do not reach.
 
-# %% tags=["measured"]
+# %%
 def thin_shards():
     device = ranks.device()
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    shape = (1024, 4096, 16384) if gpu else (64, 2048, 2048)
-    m, k, n = shape
-    rates = count.rates(dtype, device)
+    m, k, n = (1024, 4096, 16384) if gpu else (64, 2048, 2048)
     shards = {
         cut: gemm.shard_throughput(m, n, k, cut=cut, dtype=dtype, device=device)
         for cut in ("columns", "rows")
     }
-    return shape, dtype.itemsize, rates, shards
+    return count.rates(dtype, device), shards, dtype.itemsize
 
 
-(m, k, n), itemsize, rates, found = ranks.run(thin_shards, 1)[0]
-rows = []
+# %% [markdown]
+# *Reachable* is the roof at that intensity, for the type of these matrices. Its flat part is the best that a large product or any of these shards reached, so nothing stands above it.
+
+# %% tags=["hide-input", "measured"]
+# Table: what thin shards reach of the roof
+rates, found, itemsize = ranks.run(thin_shards, 1)[0]
+points = []
 for cut, shards in found.items():
     for shard in shards:
         moved = itemsize * (shard.M * shard.K + shard.K * shard.N + shard.M * shard.N)
-        intensity = 2 * shard.M * shard.K * shard.N / moved
-        reachable = rates.reachable(intensity)
-        rows.append(
-            (
-                f"{cut}, t = {shard.degree}",
-                f"[{shard.M}, {shard.K}] @ [{shard.K}, {shard.N}]",
-                f"{intensity:.0f}",
-                f"{reachable / 1e9:,.0f}",
-                f"{shard.flops / 1e9:,.0f}",
-                f"{shard.flops / shards[0].flops:.0%}",
-            )
+        name = (
+            f"{cut}, t = {shard.degree}",
+            f"[{shard.M}, {shard.K}] @ [{shard.K}, {shard.N}]",
         )
-thin = found["rows"]  # sixteen times fewer FLOP per byte: below half of the speed, and 0.8 at most
+        points.append((name, 2 * shard.M * shard.K * shard.N / moved, shard.flops))
+roof = raised(rates, points)
+rows = []
+for number, (name, intensity, rate) in enumerate(points):
+    first = points[number - number % 5][2]  # t = 1 of the same cut
+    cells = (
+        f"{intensity:.0f}",
+        f"{roof.reachable(intensity) / 1e9:,.0f}",
+        f"{rate / 1e9:,.0f}",
+    )
+    rows.append((*name, *cells, f"{rate / first:.0%}"))
+thin = found["rows"]  # sixteen times fewer FLOP per byte: below half of the speed
 assert thin[-1].flops < 0.8 * thin[0].flops
-head = ["cut", "shard", "FLOP per byte", "reachable (GFLOP/s)", "measured (GFLOP/s)", "of t = 1"]
+head = [
+    "cut",
+    "shard",
+    "FLOP per byte",
+    "reachable (GFLOP/s)",
+    "measured (GFLOP/s)",
+    "of t = 1",
+]
 show.table(rows, head)
 
 # %% [markdown]
@@ -552,7 +784,7 @@ show.table(rows, head)
 # ## The library beside ours
 #
 # PyTorch's `DTensor` is a tensor that knows how it is cut. You multiply two of them with `@`, and it works out what the result is.
-# Look at its names for our three ways, and at when it talks.
+# These are its names for our ways; the table says when it sends.
 
 # %%
 PLACED = {
@@ -582,17 +814,21 @@ def with_dtensor():
             c = a @ b
         with CommDebugMode() as second:
             whole = c.full_tensor()
-        if way != "grid":
-            ours = gemm.multiply(way, a_MK, b_KN, dist.group.WORLD)
-            torch.testing.assert_close(whole, ours, rtol=0, atol=1e-4)  # 258 float32 products
-        kinds = [", ".join(map(str, p)) for p in (*placements, c.placements)]
-        found[way] = (*kinds, calls(first), calls(second))
+        off = (whole - a_MK @ b_KN).abs().max().item()
+        found[way] = ", ".join(map(str, c.placements)), calls(first), calls(second), off
     return found
 
 
 found = ranks.run(with_dtensor, 4, device="cpu")[0]
-head = ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"]
-show.table([(way, *cells) for way, cells in found.items()], head)
+
+# %% tags=["hide-input"]
+# Table: what DTensor makes of each way, and when it sends
+rows = []
+for way, (result, first, second, off) in found.items():
+    assert off < 1e-4  # sums of 258 products in float32
+    kinds = [", ".join(map(str, placements)) for placements in PLACED[way]]
+    rows.append((way, *kinds, result, first, second))
+show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"])
 
 
 # %% [markdown]
@@ -601,9 +837,9 @@ show.table([(way, *cells) for way, cells in found.items()], head)
 # Tensor parallelism in PyTorch is made of these.
 #
 # The knowing has a price. Both ways multiply by rows and gather $C$, alternating in one run, on two ranks.
-# Look at the small matrices, where there is little else.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Measures DTensor beside ours, for small and for large matrices
 def beside_dtensor():
     group, mesh, found = dist.group.WORLD, init_device_mesh("cpu", (2,)), []
     for side in (64, 1024):
@@ -612,16 +848,24 @@ def beside_dtensor():
         a = distribute_tensor(a_MK, mesh, [Shard(0)], src_data_rank=None)
         b = distribute_tensor(b_KN, mesh, [Replicate()], src_data_rank=None)
         works = (
-            lambda a=a_mK, b=b_KN, n=side: gemm.gather_rows(gemm.by_rows(a, b), n, group),
+            lambda a=a_mK, b=b_KN, n=side: gemm.gather_rows(
+                gemm.by_rows(a, b), n, group
+            ),
             lambda a=a, b=b: (a @ b).full_tensor(),
         )
-        found.append([[gemm.stopwatch(work, group, 3) for work in works] for _ in range(9)])
+        found.append(
+            [[gemm.stopwatch(work, group, 3) for work in works] for _ in range(9)]
+        )
     return found
 
 
 rows = []
-for side, pairs in zip((64, 1024), ranks.run(beside_dtensor, 2, device="cpu")[0], strict=True):
-    low, middle, high = statistics.quantiles([ours / theirs for ours, theirs in pairs], n=4)
+for side, pairs in zip(
+    (64, 1024), ranks.run(beside_dtensor, 2, device="cpu")[0], strict=True
+):
+    low, middle, high = statistics.quantiles(
+        [ours / theirs for ours, theirs in pairs], n=4
+    )
     ms = (f"{1e3 * statistics.median(times):.2f}" for times in zip(*pairs, strict=True))
     rows.append((side, *ms, f"{middle:.2f} [{low:.2f}, {high:.2f}]"))
     if side == 64:
@@ -641,20 +885,24 @@ show.table(rows, ["side", "ours (ms)", "DTensor (ms)", "ours / DTensor"])
 def mistakes():
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     a_MK, b_KN = random(256, 256, 256)
-    right, found = a_MK @ b_KN, {}
     a_Mk, b_kN = gemm.cut("inner", a_MK, b_KN, size, rank)
-    found["inner, never added up"] = a_Mk @ b_kN
-    a, b_Kn = gemm.cut("columns", a_MK, b_KN, size, rank)
-    pieces = [torch.empty_like(a @ b_Kn) for _ in range(size)]
-    dist.all_gather(pieces, a @ b_Kn, group=group)
-    found["columns, joined as rows"] = torch.cat([p.reshape(-1) for p in pieces]).view(256, 256)
+    _, b_Kn = gemm.cut("columns", a_MK, b_KN, size, rank)
+    found = {"inner, never added up": a_Mk @ b_kN}
+    pieces = [torch.empty_like(a_MK @ b_Kn) for _ in range(size)]
+    dist.all_gather(pieces, a_MK @ b_Kn, group=group)
+    joined = torch.cat([piece.reshape(-1) for piece in pieces])
+    found["columns, joined as rows"] = joined.view(256, 256)
     mean = a_Mk @ b_kN
     dist.all_reduce(mean, group=group)
     found["inner, averaged"] = mean / size
+    right = a_MK @ b_KN
     return [(name, c, (c - right).norm() / right.norm()) for name, c in found.items()]
 
 
 by_rank = ranks.run(mistakes, 4, device="cpu")
+
+# %% tags=["hide-input"]
+# Table: the three mistakes, and what a reader sees of them
 rows = []
 for (name, c, off), (_, other, _) in zip(by_rank[0], by_rank[1], strict=True):
     agree = "yes" if torch.equal(c, other) else "no"
@@ -667,7 +915,7 @@ show.table(rows, ["mistake", "shape", "the same on all ranks", "relative error o
 # The shape is right each time, so nothing downstream complains, and two of the three even agree on all ranks.
 # Therefore: compare with one process, once, on small matrices whose sizes are all different and do not divide. Square ones hide most mistakes.
 #
-# The fourth is a small one. In bfloat16 the summands are rounded to eight bits *before* they are added, and each addition rounds again:
+# The fourth mistake is a small one. In bfloat16 the summands are rounded to eight bits *before* they are added, and each addition rounds again.
 
 # %%
 def rounding():
@@ -680,6 +928,8 @@ def rounding():
     return [((c.double() - right).norm() / right.norm()).item() for c in found]
 
 
+# %% tags=["hide-input"]
+# Table: rounding errors by rows and by the inner dimension
 rows = []
 for t in (1, 2, 4, 8):
     by_rows, summed, in_float32 = ranks.run(rounding, t, device="cpu")[0]
@@ -699,7 +949,7 @@ show.table(rows, ["ranks", *head], caption="Relative error of a product in bfloa
 # | columns | nothing to send if $C$ may stay cut; joins with *inner* | all of $A$ on every rank |
 # | inner | neither factor whole; takes what *columns* leaves | all of $C$ on every rank, for a moment; a sum in every product |
 # | grid | nothing whole; received bytes fall with $\sqrt t$ | more and smaller messages, $t = p \cdot q$ |
-# | one rank | no communication | it has to fit, and is slower above $n^*$ |
+# | one rank | no communication | it has to fit, and is slower than several above $n^*$ |
 #
 # In data parallelism tokens are the rows: each rank has its own, and all of the weights. That is *by rows*, without the all-gather.
 # ZeRO's stage 3 gathers $B$ first, as above.
@@ -778,43 +1028,41 @@ check(answer, "gemm_pays")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} Columns, side by side (medium)
-# :label: ex-gemm-columns
+# ```{exercise-start} Columns, backward (medium)
+# :label: ex-gemm-backward
 # ```
 #
-# Return all of $C$ on every rank. `a_MK` is whole, `b_Kn` has this rank's columns, `N` is the number of all columns, and need not divide.
+# $C = AB$ was made by columns: `a_MK` is whole on every rank, `b_Kn` has this rank's columns, and `grad_Mn` is the gradient of this rank's columns of $C$.
+# Return the gradient of all of $A$, on every rank, and that of `b_Kn`, with a single collective. $N$ need not divide.
+# (In one process they are `grad_MN @ b_KN.T` and `a_MK.T @ grad_MN`.)
 
 # %%
-def my_columns(a_MK, b_Kn, N, group):
+def my_backward_of_columns(a_MK, b_Kn, grad_Mn, group):
     pass  # your code
 
 
-check(my_columns)
+check(my_backward_of_columns)
 
 
 # %% [markdown]
 # ```{exercise-end}
 # ```
 #
-# ```{solution-start} ex-gemm-columns
-# :label: sol-gemm-columns
+# ```{solution-start} ex-gemm-backward
+# :label: sol-gemm-backward
 # :class: dropdown
 # ```
 #
-# Pad to the widest share, gather, drop the padding, and join along the second dimension.
+# $N$ was the cut dimension of $C$, and is the inner dimension of $A$'s gradient: a product by columns, backward, is one by the inner dimension. $B$'s gradient is again one by columns.
 
 # %%
-def my_columns(a_MK, b_Kn, N, group):
-    size = dist.get_world_size(group)
-    parts = [gemm.share(N, size, rank) for rank in range(size)]
-    widths = [part.stop - part.start for part in parts]
-    own = F.pad(a_MK @ b_Kn, (0, widths[0] - b_Kn.shape[1]))  # [M, K] @ [K, n]
-    strips = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(strips, own, group=group)  # [M, n] to t of them
-    return torch.cat([s[:, :n] for s, n in zip(strips, widths, strict=True)], dim=1)
+def my_backward_of_columns(a_MK, b_Kn, grad_Mn, group):
+    grad_MK = grad_Mn @ b_Kn.T  # [M, n] @ [n, K]: a summand
+    dist.all_reduce(grad_MK, group=group)
+    return grad_MK, a_MK.T @ grad_Mn  # [K, M] @ [M, n]
 
 
-check(my_columns)
+check(my_backward_of_columns)
 
 
 # %% [markdown]
@@ -907,7 +1155,7 @@ check(my_two_products)
 #
 # `a_mK` has this rank's rows of $A$, `b_kN` this rank's rows of $B$; $t$ divides $K$. Return this rank's rows of $C$.
 # No rank may hold all of $B$: let the pieces go around a ring.
-# `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive, and returns at once; `.wait()` waits.
+# `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. (A ring in which all send first and then receive hangs with NCCL: [Collectives](collectives.md#who-sends-first-in-a-ring) says why.)
 
 # %%
 def my_ring_product(a_mK, b_kN, group):
@@ -1002,9 +1250,9 @@ check(my_way)
 # - A product can be cut along $M$, $N$ or $K$. Along $M$ and $N$ nothing is sent as long as $C$ may stay cut; along $K$ there is a sum over ranks.
 # - Whatever is not cut is whole on every rank: $B$, $A$, or the summand of $C$.
 # - All of $C$ on all ranks costs $\frac{t-1}{t} S_C$ by rows and columns, twice that by the inner dimension.
-# - On a grid nothing is whole, and bytes per rank fall with $\sqrt t$.
+# - On a grid nothing is whole, and received bytes per rank fall with $\sqrt t$.
 # - Splitting pays from $n^* = \frac{w}{2}\beta F$ on, for any number of ranks.
-# - Thin shards do fewer operations per byte, and each rank gets slower.
+# - Below the ridge of the roofline bytes decide the time. Thin shards do fewer operations per byte, and each rank gets slower.
 # - By columns, then by the inner dimension: two products for one sum. That is tensor parallelism.
 #
 # ## Further reading
@@ -1012,4 +1260,5 @@ check(my_way)
 # - {cite:t}`vandegeijn1997summa`: SUMMA in full, with the pipelining of its broadcasts.
 # - {cite:t}`chan2007collective`: the collectives of this lesson, what each costs, and why no algorithm can do with less.
 # - {cite:t}`irony2004lower`: how many bytes a product has to move, for a given memory. {cite:t}`solomonik2011matmul` spend memory on copies of the matrices, and move fewer.
+# - {cite:t}`williams2009roofline`: the roofline.
 # - {cite:t}`nvidia2023gemm`: tiles and waves: what a GPU does with the shape of a product.

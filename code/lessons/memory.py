@@ -20,10 +20,9 @@
 #
 # - say, before you start a job, how many bytes each part of it takes, and be right to the byte for most of them;
 # - read an out-of-memory error, and tell from it which part was too large;
-# - choose between a smaller batch, recomputation and more GPUs by numbers, not by trial;
-# - see in a roofline whether a piece of work waits for memory or for arithmetic.
+# - choose between a smaller batch, recomputation and more GPUs by numbers, not by trial.
 #
-# It takes about an hour to read and half an hour for the exercises. Running it takes under a minute.
+# It takes about 35 minutes to read and 30 minutes for the exercises. Running it takes under a minute.
 # You need to know PyTorch, and nothing of parallelism: everything here happens on one rank.
 #
 # One thing to wonder about before you start.
@@ -32,8 +31,8 @@
 # With one sequence of the length that it was trained on, it does not fit on one of 141 GB either.
 
 # %% tags=["hide-input"]
+# Imports, and the small model that every cell trains
 import argparse
-import runpy
 import statistics
 import textwrap
 import time
@@ -45,26 +44,26 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, memory, show, text
 from shardlab.check import check
-from shardlab.count import speed
 from shardlab.memory.command import add_command
 from shardlab.model import GPT, PRESETS, Config, loss
+from shardlab.show import measured as pictures
 
-# Its timeline() and roofline() are used below.
-drawing = runpy.run_path(str(show.ROOT / "figures/memory.py"))
 show.style()
 
 GPU = torch.cuda.is_available()
 MB, GB = 1e6, 1e9
-# Small enough to train here, with a vocabulary that is large beside it, as real ones are.
+# Small enough to train here, with a vocabulary that is large beside it, as in life.
 SHAPE = Config(vocab=8192, seq=256, layers=4, heads=4, hidden=256)
 
 
 def training(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
     """A model, its AdamW, and a batch: tokens, targets: [batch, seq]."""
     torch.manual_seed(0)
-    with torch.device(device):  # where it is to be: the CPU may have less room than the GPU
+    with torch.device(
+        device
+    ):  # where it is to be: the CPU may have less room than the GPU
         model = GPT(config).to(dtype)
-    # foreach=True, the default on a GPU, would copy some tensors for the time of the step.
+    # foreach=True, the default on a GPU, would copy some tensors during the step.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens, targets = text.batch(config.seq, batch)
     return model, optimizer, tokens.to(device), targets.to(device)
@@ -87,9 +86,10 @@ def off(measured, predicted):
 # %% [markdown]
 # ## What there is
 #
-# First the machine that executed this page. Look for its memory, the number that everything below is compared with.
+# First the machine that executed this page. Its memory is the number that everything below is compared with.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: what this machine has
 show.table(count.machine(), ["what", "this machine's"])
 
 # %% [markdown]
@@ -100,19 +100,30 @@ show.table(count.machine(), ["what", "this machine's"])
 # ## A model that does not fit
 #
 # Here is what one GPU would hold to train Llama 3 8B in bfloat16, on one sequence of 8192 tokens.
-# The sizes of the parts are the subject of this lesson. Look at how little of the total is the weights.
+# The weights are a small part of it. The sizes of the parts are the subject of this lesson.
 
 # %%
 llama = PRESETS["llama-3-8b"]
 one = memory.estimate(llama, batch=1, device="gpu")
 parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
-sizes = {part: getattr(one, part) for part in parts} | {"total": one.total}
-rows = [(part, f"{size / GB:.1f}", f"{100 * size / one.total:.0f}") for part, size in sizes.items()]
-assert one.peak > 141 * GB > 80 * GB > 4 * one.parameters > 0
-show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of the total (%)"])
+
+# %% tags=["hide-input"]
+# Table: the parts of a step of Llama 3 8B, and the most at one moment
+sizes = {part: getattr(one, part) for part in parts}
+sizes |= {"all parts together": one.total, "most at one moment": one.peak}
+rows = [
+    (part, f"{size / GB:.1f}", f"{100 * size / one.total:.0f}")
+    for part, size in sizes.items()
+]
+assert one.total > one.peak > 141 * GB > 80 * GB > 4 * one.parameters > 0
+show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of all parts (%)"])
 
 
 # %% [markdown]
+# The last row is the *peak*, and it is the peak that has to fit.
+# It is below the sum of the parts, because they are never all there at one time: gradients come while activations go.
+# When backward begins, all activations are there and hardly any gradients; when it ends, all gradients and no activations.
+#
 # ### What out-of-memory looks like
 #
 # An allocation that cannot be met raises an error on the line that asked.
@@ -124,11 +135,11 @@ def refused(size, device):
         torch.empty(size, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    raise AssertionError("there was room for it")
 
 
 size = 10 * torch.cuda.get_device_properties(0).total_memory if GPU else 10**15
 print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
+
 
 # %% [markdown]
 # On a GPU the message is longer, and each of its numbers answers a question.
@@ -155,7 +166,81 @@ print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
 # - *Activations*: what forward keeps because backward will need it. They follow from the shape, the batch and the sequence.
 # - *Temporary* tensors: what a single operation needs besides. They follow from whatever is largest at that moment, and for a language model that is the logits.
 #
-# So the first parts are simple, and come first.
+# ## The plain count
+#
+# All of it can be counted in the plainest way.
+# Weights, gradients and moments are tensors that a model and its optimizer name.
+# Activations have no name, but autograd hands each tensor that it keeps to a hook.
+
+# %%
+def plain_states(model, optimizer):
+    """Bytes of weights, gradients and moments, after a step."""
+    weights = sum(p.nbytes for p in model.parameters())
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    kept = [x for state in optimizer.state.values() for x in state.values()]
+    return weights, gradients, sum(x.nbytes for x in kept if x.dim() > 0)
+
+
+def plain_activations(model, tokens, targets):
+    """The loss, and the bytes that autograd keeps for its backward."""
+    named = (*model.parameters(), tokens, targets)
+    named = {x.untyped_storage().data_ptr() for x in named}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()  # views share one: it is counted once
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = loss(model(tokens), targets)
+    return value, sum(size for place, size in found.items() if place not in named)
+
+
+model, optimizer, tokens, targets = training()
+value, activations = plain_activations(model, tokens, targets)
+value.backward()
+optimizer.step()
+weights, gradients, moments = plain_states(model, optimizer)
+
+# %% tags=["hide-input"]
+# Holds the plain count against the bytes that a step really holds
+with count.held(model, optimizer, tokens, targets) as held:
+    named = held.now
+    optimizer.zero_grad()
+    start = held.now
+    value = loss(model(tokens), targets)
+    kept = held.now - start
+    value.backward()
+    optimizer.step()
+    most = held.peak
+counters = count.states(model, optimizer)["counters"]
+given = count.bytes_of((tokens, targets))
+assert weights + gradients + moments + counters + given == named
+assert kept == activations + 4  # the loss itself
+rows = [
+    (
+        "weights, gradients, moments",
+        weights + gradients + moments,
+        named - counters - given,
+    ),
+    ("activations", activations, kept),
+    (
+        "together, and the most at one moment",
+        named - counters - given + activations,
+        most,
+    ),
+]
+rows = [(name, f"{a:,}", f"{b:,}", off(b, a)) for name, a, b in rows]
+assert 1.05 < most / (named + activations) < 1.2
+head = ["part", "plain count (bytes)", "held by a step (bytes)", "difference (%)"]
+show.table(rows, head)
+
+# %% [markdown]
+# The parts are right to the byte, and yet the peak is another number: the plain count knows no moments.
+# Here the step holds more than the sum of the parts, because where backward begins two temporary tensors of the size of the logits stand beside the activations, and they weigh more than the gradients, which are not there yet.
+# And the plain count needs a machine on which the model fits.
+# The rest of this lesson predicts each part, and the peak, before anything runs.
 #
 # ## The 16 bytes of a parameter
 #
@@ -168,15 +253,16 @@ print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
 #
 # ![Bytes of states for each parameter, as bars of weights, gradients and optimizer. float32: 16; bfloat16, float32 master: 16; … and float32 gradients: 18; 8-bit moments: 10; bfloat16, momentum: 12; bfloat16, SGD: 8 bytes.](../figures/memory_recipes.svg)
 #
-# Here is the whole calculation. `zero`, `dp`, `tp` and `pp` say how many ranks share what; on one rank all are 1 or 0, and you can read past them.
+# Here is the whole calculation, with the numbers of bytes in `Recipe`. `zero`, `dp`, `tp` and `pp` say how many ranks share what; on one rank all are 1 or 0, and you can read past them.
 
 # %%
-show.source(memory.states)
+show.source(
+    memory.core.Recipe, memory.core.check_recipe, memory.core.States, memory.states
+)
 
 
 # %% [markdown]
-# Is it so? The next cell makes both kinds of states, and counts the bytes of every tensor that is there after a step.
-# Look at the last column.
+# The next cell makes both kinds of states, and counts the bytes of every tensor that is there after a step.
 
 # %%
 def float32():
@@ -200,6 +286,8 @@ def mixed():
     return count.states(model, optimizer), count.bytes_of(master)
 
 
+# %% tags=["hide-input"]
+# Table: states of both recipes, predicted and measured to the byte
 P, rows = memory.parameter_count(SHAPE), []
 for precision, recipe in (("fp32", float32), ("bf16", mixed)):
     found, master = recipe()
@@ -208,7 +296,15 @@ for precision, recipe in (("fp32", float32), ("bf16", mixed)):
     for part in ("parameters", "gradients", "optimizer"):
         predicted, measured = getattr(want, part), found[part]
         assert measured == predicted  # to the byte
-        rows.append((precision, part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
+        rows.append(
+            (
+                precision,
+                part,
+                f"{predicted:,}",
+                f"{measured:,}",
+                off(measured, predicted),
+            )
+        )
     assert want.total == 16 * P
 head = ["recipe", "part", "predicted (bytes)", "measured (bytes)", "difference (%)"]
 show.table(rows, head, caption=f"{P:,} parameters")
@@ -232,13 +328,18 @@ show.table(rows, head, caption=f"{P:,} parameters")
 # Hugging Face's guide says 18: 6 for the weights in both precisions, 8 for the moments, 4 for a gradient in float32 {cite}`huggingface2026anatomy`.
 # Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
 
-# %%
+# %% tags=["hide-input"]
+# Table: bytes of a parameter as others print them, and by our recipes
 wide = "bf16-fp32-gradients"
 rows = [
     ("ZeRO paper, mixed precision", "16", memory.bytes_per_parameter("bf16")),
     ("Hugging Face, gradients in float32", "18", memory.bytes_per_parameter(wide)),
     ("Megatron, the same", "18", memory.megatron_bytes(wide, 1, distributed=False)),
-    ("Megatron, gradients twice", "20", memory.megatron_bytes("fp16", 1, distributed=False)),
+    (
+        "Megatron, gradients twice",
+        "20",
+        memory.megatron_bytes("fp16", 1, distributed=False),
+    ),
 ]
 for _, printed, ours in rows:
     assert float(printed) == ours
@@ -258,18 +359,24 @@ show.table(rows, ["whose recipe", "printed (bytes per parameter)", "shardlab.mem
 # Autograd keeps them until backward has used them. What one layer keeps, for every token:
 
 # %% tags=["hide-input"]
+# Table: what one layer keeps for every token
 rows = [
     ("the layer's input, for the norm", "1"),
     ("the norm's output, for query, key and value", "1"),
     ("query, key, value, for attention", "3"),
-    ("attention's output, for its own backward, and in the order that the next product wants", "2"),
+    (
+        "attention's output, for its own backward, and as the next product wants it",
+        "2",
+    ),
     ("input and output of the second norm", "2"),
     ("the feed-forward network, before GELU", "4"),
     ("… and after it, for the second product", "4"),
 ]
 per_token = sum(int(n) for _, n in rows)
 config = Config(vocab=8192, seq=256, layers=1, heads=4, hidden=256)
-found = memory.activations(config, batch=4, precision="fp32").layer / (4 * 4 * 256 * 256)
+found = memory.activations(config, batch=4, precision="fp32").layer / (
+    4 * 4 * 256 * 256
+)
 # Norms keep two numbers for a token, attention one for each head: 0.3 % of the rest.
 assert abs(found / per_token - 1) < 0.01
 rows.append(("together", str(per_token)))
@@ -279,10 +386,23 @@ show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
 # So a layer keeps about $17\,bsh$ numbers, of four bytes or of two (16 where a GPU's attention kernel puts its output in the right order at once). The attention matrix itself, $s \times s$ for each head, is not among them: fused kernels never keep it, and compute it again in backward.
 # Written out in plain operations it costs another $5abs^2$ bytes in 16-bit precision, and that is the formula in many papers: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
 #
-# After the last layer come the logits: $V$ numbers for each token. The loss keeps their log-softmax, and widens 16-bit logits to float32 first.
-# The cell compares three shapes with what autograd really keeps. Look at the last column.
+# In the core that table is a function for each part, of the sizes of a layer's tensors, in the order of the forward pass.
 
 # %%
+show.source(
+    memory.core.sizes,
+    memory.core.kept_by_norm,
+    memory.core.kept_by_attention,
+    memory.core.kept_by_ffn,
+    memory.core.layer_parts,
+)
+
+# %% [markdown]
+# After the last layer come the logits: $V$ numbers for each token. The loss keeps their log-softmax, and widens 16-bit logits to float32 first.
+# The table compares three shapes with what autograd really keeps.
+
+# %% tags=["hide-input"]
+# Table: activations of three shapes, predicted and measured
 SHAPES = {
     "GELU, float32": (SHAPE, 2, "fp32"),
     "GELU, bfloat16": (SHAPE, 2, "bf16"),
@@ -305,7 +425,13 @@ for name, (config, batch, precision) in SHAPES.items():
     share = f"{100 * loss_part / want.saved:.0f}"
     cells = [f"{size / MB:.2f}" for size in sizes]
     rows.append((name, *cells, off(saved.bytes, want.saved), share))
-head = ["shape", "layers (MB)", "logits and loss (MB)", "predicted (MB)", "measured (MB)"]
+head = [
+    "shape",
+    "layers (MB)",
+    "logits and loss (MB)",
+    "predicted (MB)",
+    "measured (MB)",
+]
 show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 
 # %% [markdown]
@@ -316,7 +442,7 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 # For Llama 3 8B, one sequence of 8192 tokens makes $8192 \times 128{,}256$ logits: 4.2 GB in float32, for each copy.
 # ````
 #
-# ## Equal: a step, predicted and measured
+# ## A whole step, predicted and measured
 #
 # Now a whole step, from the first byte to the last. On the CPU, `count.held` sees every storage from birth to death; on a GPU it asks the allocator's own counters.
 
@@ -326,11 +452,10 @@ show.source(count.held)
 
 # %% [markdown]
 # The next cell runs two steps and writes down what is held after each line, and the most on the way.
-# Look at where the second step differs from the first.
 
 # %%
 def watch(model, optimizer, tokens, targets, trace=False):
-    """One step: bytes held {after each line} and {at most in it}, states, trace and its marks."""
+    """One step: bytes held {after each line}, {at most in it}, states, trace, marks."""
     after, most, marks = {}, {}, [time.perf_counter()]
     with count.held(model, optimizer, tokens, targets, trace=trace) as held:
 
@@ -354,13 +479,18 @@ def watch(model, optimizer, tokens, targets, trace=False):
 
 job = training()
 first, second = watch(*job), watch(*job)
+
+# %% tags=["hide-input"]
+# Table: bytes held after each line of the first two steps, and at most
 rows = []
 for name in first[0]:
     sizes = [size[name] / MB for step in (first, second) for size in step[:2]]
     rows.append((name, *(f"{size:.1f}" for size in sizes)))
 moments = first[2]["optimizer"]
 assert second[0]["before"] - first[0]["before"] == moments + first[2]["counters"]
-assert max(second[1].values()) - max(first[1].values()) == moments + first[2]["counters"]
+assert (
+    max(second[1].values()) - max(first[1].values()) == moments + first[2]["counters"]
+)
 head = ["line", "step 1: held after it (MB)", "at most in it (MB)"]
 show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
 
@@ -380,7 +510,8 @@ show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
 #
 # And here is the second step beside the prediction.
 
-# %%
+# %% tags=["hide-input"]
+# Table: each part of the second step, predicted and measured
 def compare(config, batch, device="cpu"):
     """Rows of (part, predicted, measured) for the second step, on `device`."""
     job = training(config, batch, device)
@@ -391,7 +522,11 @@ def compare(config, batch, device="cpu"):
     rows = [(part, getattr(want, part), states[part]) for part in parts[:3]]
     kept = after["forward"] - after["before"]
     saved = memory.activations(config, batch, precision="fp32", device=kernels).saved
-    return [*rows, ("activations", saved, kept), ("peak", want.peak, max(most.values()))]
+    return [
+        *rows,
+        ("activations", saved, kept),
+        ("peak", want.peak, max(most.values())),
+    ]
 
 
 rows = []
@@ -404,9 +539,9 @@ show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 
 
 # %% [markdown]
-# Now the same step as a picture, one column for each tensor that is made or freed. Look for the tower.
+# Now the same step as a picture, one column for each tensor that is made or freed; and beside it a step whose layers are computed again in backward, which is [explained below](#memory-recompute).
 
-# %% tags=["measured"]
+# %%
 def recomputed(job):
     """The same job, each block's forward run again in backward."""
     for block in job[0].blocks:
@@ -414,6 +549,8 @@ def recomputed(job):
     return job
 
 
+# %% tags=["hide-input", "measured"]
+# Measures and draws the bytes held over a step, keeping and recomputing
 jobs = {"keeping all activations": training(), "recomputing": recomputed(training())}
 runs = []
 for words, job in jobs.items():
@@ -422,20 +559,21 @@ for words, job in jobs.items():
     weights = states["parameters"], states["optimizer"] + states["counters"]
     runs.append((words, trace, marks, *weights))
 show.figure(
-    drawing["timeline"](runs),
-    "Bytes held over one training step, measured by this page, with all activations kept and with "
-    "each layer recomputed in backward.",
+    pictures.bytes_held(runs),
+    "Bytes held over one training step, measured by this page, with all activations "
+    "kept and with each layer recomputed in backward.",
     "memory_timeline",
 )
 
 # %% [markdown]
 # Forward climbs in equal stairs, one for each layer. The tower in the middle is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
-# Then backward frees one layer's activations after the other, and gradients take their place. The lower panel is explained [below](#memory-recompute).
+# Then backward frees one layer's activations after the other, and gradients take their place.
 #
 # On a GPU other kernels run, which keep slightly different things, and a library's workspaces are held beside them.
 # The same table from the allocator's counters, where there is one, and for models of billions of parameters as far as its memory reaches:
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: the same on a GPU, where there is one
 LARGER = {  # the shapes of Brown et al. 2020, table 2.1
     "1.3 billion": Config(vocab=50_257, seq=2048, layers=24, heads=16, hidden=2048),
     "2.7 billion": Config(vocab=50_257, seq=2048, layers=32, heads=32, hidden=2560),
@@ -444,13 +582,15 @@ LARGER = {  # the shapes of Brown et al. 2020, table 2.1
 for name, config in {"this page's model": SHAPE, **LARGER}.items() if GPU else ():
     batch, device = (2 if config is SHAPE else 1), torch.cuda.get_device_name()
     want = memory.estimate(config, batch=batch, precision="fp32", device="gpu").peak
-    torch.cuda.empty_cache()  # what torch keeps for its next tensors does not count as free
+    torch.cuda.empty_cache()  # what torch keeps for later does not count as free
     if want > 0.9 * torch.cuda.mem_get_info()[0]:
         print(f"{name}: {want / 1e9:.0f} GB are more than this GPU has.")
         continue
     rows = []
     for part, predicted, measured in compare(config, batch, "cuda"):
-        assert abs(measured / predicted - 1) <= (0.1 if part in ("activations", "peak") else 0)
+        assert abs(measured / predicted - 1) <= (
+            0.1 if part in ("activations", "peak") else 0
+        )
         rows.append((part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
     show.table(rows, head, caption=f"{name}: one step on {device}, batch of {batch}")
 if not GPU:
@@ -460,16 +600,19 @@ if not GPU:
 # ## What a smaller batch does, and what it does not
 #
 # A smaller batch is what everyone tries first. The states do not know the batch, so it cannot shrink them.
-# Each row halves it. Look at the last column.
+# Each row halves it.
 
-# %%
+# %% tags=["hide-input"]
+# Table: states, activations and peak for smaller and smaller batches
 rows, last = [], None
 for batch in (4, 2, 1):
     (*_, kept), (*_, peak) = compare(SHAPE, batch)[-2:]
     states = memory.states(P, precision="fp32").total
     ratio = "" if last is None else f"{peak / last:.2f}"
     assert last is None or 0.5 < peak / last < 0.8
-    rows.append((batch, f"{states / MB:.1f}", f"{kept / MB:.1f}", f"{peak / MB:.1f}", ratio))
+    rows.append(
+        (batch, f"{states / MB:.1f}", f"{kept / MB:.1f}", f"{peak / MB:.1f}", ratio)
+    )
     last = peak
 head = ["sequences", "states (MB)", "activations (MB)", "peak (MB)", "of the row above"]
 show.table(rows, head)
@@ -500,9 +643,10 @@ show.table(rows, head)
 #
 # ![Activations of four layers in time, twice. Keep all: each layer's stay from its forward to its backward, and at the end of forward all four are there. Recompute: each layer keeps its input alone, runs forward again right before its backward, and only one layer's activations are whole at any time.](../figures/memory_recompute.svg)
 #
-# A step costs about two units of arithmetic in backward for each in forward, so one more forward is a third more. The cell measures what it saves and what it costs, alternating.
+# A step costs about two units of arithmetic in backward for each in forward, so one more forward is a third more. The table has what it saves and what it costs, measured alternating.
 
-# %% tags=["measured"]
+# %% tags=["hide-input", "measured"]
+# Table: what recomputation saves, predicted and measured; its price
 def seconds(job):
     model, optimizer, tokens, targets = job
     begin = time.perf_counter()
@@ -545,8 +689,11 @@ def gradients(job):
 
 
 kept, again = gradients(training()), gradients(recomputed(training()))
+print(sum(map(torch.equal, kept, again)), "of", len(kept), "gradients are equal")
+
+# %% tags=["hide-input"]
+# Holds the gradients of both against each other, bit for bit
 assert all(map(torch.equal, kept, again))
-print(f"{len(kept)} gradients, all equal bit for bit")
 
 # %% [markdown]
 # *Selective* recomputation recomputes attention alone, which was most of the memory and little of the arithmetic when its matrix was kept: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels do exactly that by themselves.
@@ -559,18 +706,29 @@ print(f"{len(kept)} gradients, all equal bit for bit")
 # **These numbers are simulated, not measured.** The simulation was compared with real ranks, on a small model on four of them, where it is [equal to the byte](../tests/test_held.py).
 # What it cannot see is what an allocator loses to fragments and what nccl takes.
 
-# %%
+# %% tags=["hide-input"]
+# Table: Llama 3 8B on 8 and on 64 GPUs, simulated and by the formula
 rows = []
 for size in (8, 64):
     found = count.pretended_step(llama, size)
-    want = memory.estimate(llama, dp=size, zero=3, precision="bf16-compute", recompute="full")
+    want = memory.estimate(
+        llama, dp=size, zero=3, precision="bf16-compute", recompute="full"
+    )
     assert abs(found["peak"] / want.peak - 1) < 0.05
     cells = [f"{found[part] / GB:.2f}" for part in parts[:4]]
-    peaks = [f"{found['peak'] / GB:.2f}", f"{want.peak / GB:.2f}", off(want.peak, found["peak"])]
+    peaks = [
+        f"{found['peak'] / GB:.2f}",
+        f"{want.peak / GB:.2f}",
+        off(want.peak, found["peak"]),
+    ]
     rows.append((size, *cells, *peaks))
 head = ["GPUs", *(f"{part} (GB)" for part in parts[:4])]
 head += ["simulated peak (GB)", "formula's (GB)", "difference (%)"]
-show.table(rows, head, caption="Rank 0, one sequence of 8192 tokens on each, full recomputation")
+show.table(
+    rows,
+    head,
+    caption="Rank 0, one sequence of 8192 tokens on each, full recomputation",
+)
 
 # %% [markdown]
 # Eight times as many GPUs take an eighth of the states, and the activations do not move: from some point on, more GPUs of this kind save nothing.
@@ -591,6 +749,9 @@ with tracker:
     optimizer.step()
     optimizer.zero_grad()
 kinds = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+
+# %% tags=["hide-input"]
+# Table: what MemTracker found at the peak, beside our own count
 rows = [(str(kind).split(".")[-1], f"{size:,}") for kind, size in kinds.items() if size]
 rows.append(("count.held", f"{ours:,}"))
 assert kinds["Total"] == ours
@@ -598,11 +759,12 @@ show.table(rows, ["MemTracker's name", "at the peak (bytes)"])
 
 # %% [markdown]
 # Equal to the byte. `TEMP` is two tensors of the logits' size, which no formula for layers knows.
-# On a GPU there are three more instruments. `torch.cuda.memory_summary()` prints the allocator's counters. `torch.cuda.max_memory_allocated()` is the peak, in blocks rounded up to 512 bytes. `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write down every allocation with its stack, for the viewer at `pytorch.org/memory_viz`.
+# On a GPU there are three more instruments. `torch.cuda.memory_summary()` prints the allocator's counters. `torch.cuda.max_memory_allocated()` is the peak, in the allocator's blocks, which are [somewhat larger](#memory-wrong) than what was asked for; `count.held` reads the bytes that were asked for, `requested_bytes` in `memory_stats()`. `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write down every allocation with its stack, for the viewer at `pytorch.org/memory_viz`.
 #
 # DeepSpeed's estimator answers before the job runs. For T5-3B, on one node of eight GPUs, its documentation {cite}`deepspeed2026memory` prints the first column; the formulas behind it give the second, and our own count of the states the third.
 
-# %%
+# %% tags=["hide-input"]
+# Table: DeepSpeed's estimates as printed, by its formula, and our own
 GIB = memory.UNITS["GiB"]
 t5 = 2851 * 10**6
 rows = []
@@ -629,73 +791,11 @@ show.table(rows, [*head, "shardlab.memory (GiB)"])
 # The two rows differ in what they mean by stage 2: the paper shards gradients, and the estimator counts all of them on every GPU beside $16/d$ bytes of the optimizer.
 # An estimate is only as good as your knowledge of what it counts. None of these counts activations.
 #
-# ## From bytes to seconds: the roofline
-#
-# Memory has a second price. Every byte that an operation touches has to travel between memory and arithmetic, and for many operations that takes longer than the arithmetic.
-# The *arithmetic intensity* of a piece of work is its FLOP (floating-point operations) for each byte moved. A machine reaches at most
-#
-# $$
-# \min(\text{its FLOP/s},\; \text{intensity} \times \text{its bytes/s})
-# $$
-#
-# which drawn over the intensity looks like a roof {cite}`williams2009roofline`. Left of the ridge memory is the limit, right of it compute is.
-# The cell measures five things that training does, and a long copy, and draws this machine's roof over them: the best rates that any of them reached. Look at which of them could ever be fast.
-
-# %% tags=["measured"]
-DEVICE = torch.device("cuda" if GPU else "cpu")
-n, rows_, many = (8192, 8192, 2**27) if GPU else (1024, 4096, 2**25)
-a, b = (torch.randn(n, n, device=DEVICE) for _ in range(2))
-wide = torch.randn(rows_, 8192, device=DEVICE)
-one, sixteen = (torch.randn(8192, columns, device=DEVICE) for columns in (1, 16))
-long, out = (torch.ones(many, device=DEVICE) for _ in range(2))
-weight = torch.nn.Parameter(torch.ones(many // 4, device=DEVICE))
-weight.grad = torch.ones_like(weight)
-adamw = torch.optim.AdamW([weight], fused=True)
-size = wide.numel()
-WORK = {  # name: (FLOP, bytes that have to move at least, the work); all in float32
-    "large product": (2 * n**3, 12 * n**2, lambda: a @ b),  # [n, n] @ [n, n]
-    "matrix × 16 columns": (32 * size, 4 * size, lambda: wide @ sixteen),  # [., 8192] @ [8192, 16]
-    "matrix × 1 column": (2 * size, 4 * size, lambda: wide @ one),  # [., 8192] @ [8192, 1]
-    "addition": (many, 8 * many, lambda: torch.add(long, 1, out=out)),
-    # 14 operations; reads weight, gradient, two moments, and writes all but the gradient
-    "AdamW step": (14 * many // 4, 28 * many // 4, adamw.step),
-}
-points = []
-for name, (flop, moved, work) in WORK.items():
-    points.append((name, flop / moved, flop / speed.seconds(work, DEVICE)))
-roof = count.rates(torch.float32, DEVICE)
-# A roof is what nothing exceeds: the best rates that anything here reached.
-roof = count.Rates(
-    max(roof.flops, *(rate for _, _, rate in points)),
-    max(roof.bytes, *(rate / intensity for _, intensity, rate in points)),
-)
-reached = {name: rate for name, _, rate in points}
-assert reached["large product"] > 3 * reached["matrix × 1 column"]
-assert reached["large product"] > 3 * reached["addition"]
-show.figure(
-    drawing["roofline"](roof, points),
-    "The roofline of the machine that executed this page, with five pieces of work under it.",
-    "memory_roofline",
-)
-
-# %% tags=["measured"]
-rows = [
-    (name, f"{x:.2f}", f"{rate / GB:.1f}", f"{100 * rate / roof.reachable(x):.0f}")
-    for name, x, rate in points
-]
-head = ["work", "FLOP per byte", "reached (GFLOP/s)", "of what its intensity allows (%)"]
-show.table(rows, head)
-
-# %% [markdown]
-# The optimizer's step and every elementwise operation stand far to the left: a faster processor does not help them, fewer bytes do.
-# A matrix with one column stands there too, and that is what generating text one token at a time is.
-# With $bs$ tokens in a batch, a weight matrix is read once and used $bs$ times, so more tokens move a product to the right, under the flat roof. That is the other side of "make the batch smaller".
-#
 # (memory-wrong)=
 # ## What goes wrong
 #
 # Each of these takes memory that no formula above contains.
-# First a step and an evaluation into which mistakes can be put, and a way to ask for the peak of the third one.
+# First come a step and an evaluation into which mistakes can be put, and a way to ask for the peak of the third one.
 
 # %%
 model, optimizer, tokens, targets = training()
@@ -717,7 +817,7 @@ def evaluate(gradients):
 
 
 def peak(fn):
-    """Most bytes held in `fn`, called for the third time, above what one needs for training."""
+    """Most bytes held in `fn`, called for the third time, above what training needs."""
     optimizer.zero_grad()
     kept.clear()
     with count.held(model, optimizer, tokens, targets) as held:
@@ -729,7 +829,7 @@ def peak(fn):
 
 
 # %% [markdown]
-# Now the mistakes: the cell measures each, and what it adds to the peak. Look for the one that is harmless.
+# Now the mistakes, each with what it should add to the peak. One of them is harmless.
 
 # %%
 right, frugal = peak(step), peak(lambda: evaluate(False))
@@ -737,7 +837,12 @@ logits = tokens.numel() * SHAPE.vocab * 4
 saved = memory.activations(SHAPE, 2, precision="fp32").saved
 CASES = [
     ("gradients set to zero, not None", lambda: step(set_to_none=False), right, 4 * P),
-    ("the last step's logits kept", lambda: step(lambda x, _: kept.update(x=x)), right, logits),
+    (
+        "the last step's logits kept",
+        lambda: step(lambda x, _: kept.update(x=x)),
+        right,
+        logits,
+    ),
     (
         "losses kept in a list, after backward",
         lambda: step(lambda _, v: kept.setdefault("v", []).append(v)),
@@ -751,6 +856,9 @@ CASES = [
         3 * saved - logits,  # the log-softmax of the third is there in any case
     ),
 ]
+
+# %% tags=["hide-input"]
+# Table: what each mistake adds to the peak, predicted and measured
 rows = []
 for name, wrong, without, predicted in CASES:
     extra = peak(wrong) - without
@@ -758,7 +866,11 @@ for name, wrong, without, predicted in CASES:
     assert abs(extra - predicted) <= 0.01 * predicted, (name, extra, predicted)
 optimizer.zero_grad()
 kept.clear()
-head = ["in the third step, with", "predicted extra at the peak (bytes)", "measured (bytes)"]
+head = [
+    "in the third step, with",
+    "predicted extra at the peak (bytes)",
+    "measured (bytes)",
+]
 show.table(rows, [*head, "difference (%)"])
 
 # %% [markdown]
@@ -773,8 +885,11 @@ show.table(rows, [*head, "difference (%)"])
 # Call `.item()` in both cases, but look for your leak where there is no backward.
 # ````
 #
-# **Fragments.** PyTorch takes memory from the GPU in large blocks and cuts them up. After many steps with sequences of different lengths the free bytes lie scattered, and a tensor of 2 GiB finds no 2 GiB in one piece though 6 are free.
-# The error then says that much is *reserved but unallocated*. What helps: `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (older versions: `PYTORCH_CUDA_ALLOC_CONF`), lengths padded to a few sizes, and the longest batch first.
+# **Fragments.** PyTorch takes memory from the GPU in *segments*, and cuts blocks off them.
+# A tensor of at most 1 MiB gets a multiple of 512 bytes of a segment of 2 MiB. One below 10 MiB shares a segment of 20 MiB; a larger one gets a segment of its own, rounded up to 2 MiB.
+# Of a large block the rest is cut off only if it is more than 1 MiB: otherwise the tensor keeps the whole block, and the rest serves nobody (torch 2.13).
+# After many steps with sequences of different lengths the free bytes lie scattered, and a tensor of 2 GiB finds no 2 GiB in one piece though 6 are free.
+# The error then says that much is *reserved but unallocated*. What helps: `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (older versions: `PYTORCH_CUDA_ALLOC_CONF`), with which segments grow and every rest of 512 bytes or more is cut off; lengths padded to a few sizes; and the longest batch first.
 # On the CPU there is no such cache, so this page cannot show it.
 #
 # **An exception keeps a step.** In a notebook, a traceback holds the frames, the frames hold the tensors, and after an out-of-memory error the next cell has less memory than before. Restart the kernel.
@@ -783,7 +898,7 @@ show.table(rows, [*head, "difference (%)"])
 #
 # | remedy | it takes away | it costs |
 # |---|---|---|
-# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller products, further left under the roof; no byte of the states |
+# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller products, further left under [the roof](gemm.md#from-bytes-to-seconds-the-roofline); no byte of the states |
 # | recomputation | layers' activations: to 1/17 above | a third more arithmetic |
 # | the loss in pieces over the tokens | the logits' copies: three times 16.8 MB of the 151 MB above | the products with the output matrix again, or a fused kernel |
 # | bfloat16 | half of the activations | nothing of the 16 bytes; digits |
@@ -796,7 +911,6 @@ show.table(rows, [*head, "difference (%)"])
 
 # %%
 status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
-assert status == 0
 
 # %% [markdown]
 # ```{admonition} On more GPUs
@@ -1090,7 +1204,6 @@ check(my_micro_batch)
 # - Activations grow with batch times sequence: about $17\,bsh$ numbers a layer with fused attention, and one input a layer when it is recomputed.
 # - The peak is where backward begins, at the logits; a prediction without them is far too low.
 # - The second step is the first that holds everything.
-# - Below the ridge of the roofline bytes decide the time as well.
 # - Predict first; then count one step. If the two differ, something is held that you do not know of.
 #
 # ## Further reading
@@ -1099,4 +1212,3 @@ check(my_micro_batch)
 # - {cite:t}`korthikanti2022recomputation`: every activation of a layer, counted; what recomputing which of them saves.
 # - {cite:t}`chen2016sublinear`: recomputation, and why keeping $\sqrt{L}$ inputs can be enough.
 # - {cite:t}`dettmers2022eightbit`: moments in 8 bits, block by block.
-# - {cite:t}`williams2009roofline`: the roofline.

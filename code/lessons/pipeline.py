@@ -48,6 +48,7 @@ from torch.distributed import pipelining
 
 from shardlab import count, link, memory, pipeline, ranks, show, text
 from shardlab import deepspeed_engine as de
+from shardlab.buckets import average_gradients
 from shardlab.check import check
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.pipeline import core, deferred
@@ -1123,10 +1124,10 @@ for zero in (0, 1, 2):
 # ## With data parallelism
 #
 # A pipeline of $p$ stages on $N$ ranks leaves room for $d = N/p$ copies. Ranks that hold the same stage in different copies are *replicas*, and average their gradients.
-# When? Once, after the last micro-batch: the gradient of a step is the sum over all of them. The core does it at the end of `step`, one all-reduce for each parameter:
+# When? Once, after the last micro-batch: the gradient of a step is the sum over all of them. The core does it at the end of `step`, with one all-reduce for each parameter:
 
 # %%
-show.source(core.average)
+show.source(core.Pipeline._end, average_gradients)
 
 # %% [markdown]
 # Two copies of a two-stage pipeline, held against one process:

@@ -24,25 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab import ranks
+from shardlab import buckets, ranks
+from shardlab.buckets import MIB, Backward, copy_from_rank_0
 
-MIB = 2**20
 
-
-@torch.no_grad()
 def average_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Step 1: average each gradient over `group`, after backward (Li, section 3.2.1).
-
-    One message per parameter. A rank without a gradient takes part with zeros: the others wait.
-    """
+    """Step 1: average each gradient over `group`, after backward (Li, section 3.2.1)."""
     ranks.check_trained(module, group)
-    share = 1 / dist.get_world_size(group)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.mul_(share)
-            dist.all_reduce(parameter.grad, group=group)  # in place, of the parameter's shape
+    buckets.average_gradients(module.parameters(), group)
 
 
 def assign_buckets(
@@ -50,18 +39,10 @@ def assign_buckets(
 ) -> list[list[nn.Parameter]]:
     """Step 2: deal trainable parameters into buckets, the last first, as its gradient is first.
 
-    A bucket is full once it holds `bucket_bytes`; the first, with which sending begins, already
-    at `first_bytes`. It holds one dtype on one device. The sizes are torch's (Li, section 3.2.2).
+    The sizes are torch's (Li, section 3.2.2).
     """
-    full: list[list[nn.Parameter]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        kind = (parameter.dtype, parameter.device)
-        bucket = filling.setdefault(kind, [])
-        bucket.append(parameter)
-        if sum(p.nbytes for p in bucket) >= (bucket_bytes if full else first_bytes):
-            full.append(filling.pop(kind))
-    return full + list(filling.values())
+    trained = [p for p in parameters if p.requires_grad]
+    return buckets.deal(reversed(trained), bucket_bytes, first_bytes)
 
 
 class Bucket:
@@ -168,22 +149,22 @@ class DataParallel(nn.Module):
         ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
         ranks.check_model(module, group)
         self.module, self.group, self.broadcast_buffers = module, group, broadcast_buffers
-        _copy_from_rank_0([*module.parameters(), *module.buffers()], group)
+        copy_from_rank_0([*module.parameters(), *module.buffers()], group)
         dealt = assign_buckets(module.parameters(), bucket_bytes, first_bytes)
         self.buckets = [Bucket(parameters, group) for parameters in dealt]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 hook = partial(self._arrived, bucket, index)
                 parameter.register_post_accumulate_grad_hook(hook)
-        self._synchronise = True
+        self._synchronise, self._backward = True, Backward()
         self._start_over()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        if self._backward is not None:  # an error ended the last one halfway
+        if self._backward.unfinished:  # an error ended the last one halfway
             self._give_up()
         if self.broadcast_buffers and self.training and self._synchronise:
-            _copy_from_rank_0(self.module.buffers(), self.group)
+            copy_from_rank_0(self.module.buffers(), self.group)
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -199,7 +180,7 @@ class DataParallel(nn.Module):
             self._synchronise = before
 
     def _start_over(self) -> None:
-        self._backward: int | None = None  # autograd's number of the one that is under way
+        self._backward.over()
         self._sent = 0  # buckets under way
         for bucket in self.buckets:
             bucket.expect_all()
@@ -216,17 +197,9 @@ class DataParallel(nn.Module):
 
     def _arrived(self, bucket: Bucket, index: int, _parameter: torch.Tensor) -> None:
         """Autograd calls this when a gradient is complete, all uses of its parameter added up."""
-        backward = torch._C._current_graph_task_id()  # not public; torch's own code asks so
-        if self._backward not in (None, backward):
-            raise RuntimeError("an error ended the last backward: a forward has to come first")
+        self._backward.begins(self._finish if self._synchronise else None)
         if not self._synchronise:
             return bucket.place(index, 1)
-        if self._backward is None:
-            self._backward = backward
-            # Autograd calls back when this backward is over, just before backward() returns: the
-            # first moment at which a gradient that has not come is known not to come. The interface
-            # is not public, but torch's DDP and FSDP2 stand on it too.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket.place(index, bucket.share)
         bucket.pending.discard(index)
         while self._sent < len(self.buckets) and not self.buckets[self._sent].pending:
@@ -264,7 +237,7 @@ def drift(module: nn.Module, group: dist.ProcessGroup) -> float:
     gaps = []
     for parameter in module.parameters():
         first = parameter.detach().clone()
-        _copy_from_rank_0([first], group)
+        copy_from_rank_0([first], group)
         gaps.append((parameter - first).abs().max().float())
     worst = torch.stack(gaps).max()
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)  # a scalar
@@ -288,12 +261,3 @@ def step_seconds(
         ready += backward * size / sum(sizes)
         free = max(free, ready if overlap else forward + backward) + wire(size)
     return max(forward + backward, free)
-
-
-@torch.no_grad()
-def _copy_from_rank_0(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `tensors` with those of the group's rank 0, which is another one in the world."""
-    root = dist.get_global_rank(group, 0)
-    works = [dist.broadcast(t.detach(), root, group=group, async_op=True) for t in tensors]
-    for work in works:
-        work.wait()

@@ -21,7 +21,7 @@ LOGS = ROOT / "_build/rehearsal"
 # What cannot be rehearsed: the lesson, a text in its cell, and why.
 NOT_REHEARSED = [
     (
-        "sequence_parallel",
+        "context_parallel",
         "beside_context_parallel",
         "torch's context_parallel registers its strategies for CUDA's kernels alone",
     ),

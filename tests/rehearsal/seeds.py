@@ -49,10 +49,10 @@ SEEDS = [
     ),
     Seed(
         "a mask on the CPU",
-        "sequence_parallel/kernel.py",
+        "context_parallel/kernel.py",
         "dtype=torch.bool, device=q_BAQD.device).triu(1)",
         "dtype=torch.bool).triu(1)",
-        "sequence_parallel.block",
+        "context_parallel.block",
         finding("devices"),
     ),
     Seed(
@@ -115,7 +115,7 @@ SEEDS = [
     ),
     Seed(
         "a file that wants a GPU",
-        "checkpoint/state.py",
+        "checkpoint/one_file.py",
         "torch.save({name: tensor.cpu() for name, tensor in whole.items()}, file)",
         "torch.save(dict(whole), file)",
         "checkpoint.weights_for_a_machine_without_a_gpu",
@@ -123,7 +123,7 @@ SEEDS = [
     ),
     Seed(
         "a list is copied to the GPU at each bucket",
-        "zero/gradients.py",
+        "zero/flat.py",
         "torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "torch.tensor([1] * len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "zero.hot_path",
@@ -131,7 +131,7 @@ SEEDS = [
     ),
     Seed(
         "dropout in place, which is another kernel",
-        "sequence_parallel/edges.py",
+        "sequence_parallel/dropout.py",
         "if x_BsH.is_cuda and self.p < 1:",
         "if False:",
         "sequence_parallel.token_dropout",

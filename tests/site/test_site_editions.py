@@ -45,7 +45,7 @@ def test_archive_works_as_files(offline):
 
 def test_search_of_the_archive_finds(offline):
     offline.go("search.html?q=reduce-scatter")
-    results = offline.page.locator("ul.search li a")
+    results = offline.page.locator("ol.search li a")
     results.first.wait_for()
     assert results.count() >= 3
     results.first.click()

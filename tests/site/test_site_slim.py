@@ -32,8 +32,8 @@ def test_lessons_are_light(site):
 def test_page_loads_one_style_sheet_and_no_search_index(site):
     page = (site / "book/index.html").read_text("utf-8")
     assert re.findall(r'rel="stylesheet" href="([^"?]+)', page)[0].endswith("_static/site.css")
-    assert "searchindex.js" not in page
-    assert "searchindex.js" in (site / "search.html").read_text("utf-8")
+    assert "sections.js" not in page
+    assert "sections.js" in (site / "search.html").read_text("utf-8")
     assert "tex-chtml.js" not in page
     assert "maths.js" not in page  # it has none
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-STEPS = {"collectives": 7, "zero": 10, "pipeline": 9, "sequence_parallel": 6}
+STEPS = {"collectives": 7, "zero": 10, "pipeline": 9, "context_parallel": 6}
 SHOWN = "e => [...e.querySelectorAll('li')].map(x => getComputedStyle(x).visibility == 'visible')"
 
 

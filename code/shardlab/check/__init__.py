@@ -175,3 +175,47 @@ def number(
             raise Wrong(sentence)
     side = "large" if answer > want else "small"
     raise Wrong(f"{answer:,} {unit}".rstrip() + f" is too {side}.")
+
+
+Log = list[tuple[str, int]]  # a rank's messages in order: ("isend" or "irecv", peer)
+
+
+def messages_of(answer: Callable[..., Any], *arguments: Any) -> tuple[Any, Log]:
+    """On a rank: answer(*arguments), and its messages but for exchanges, which are batches."""
+    log: Log = []
+    plain = {"isend": ranks.isend, "irecv": ranks.irecv}
+
+    def noting(kind: str) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, peer: int, group: Any = None) -> Any:
+            log.append((kind, peer))
+            return plain[kind](tensor, peer, group)
+
+        return call
+
+    try:
+        ranks.isend, ranks.irecv = noting("isend"), noting("irecv")
+        return answer(*arguments), log
+    finally:
+        ranks.isend, ranks.irecv = plain["isend"], plain["irecv"]
+
+
+def refuse_a_ring_that_hangs(logs: Sequence[Log]) -> None:
+    """Wrong for messages that gloo moves and nccl does not: there the first one of a pair stops
+    both ranks until they meet. So each call is taken to wait until its peer makes the other one.
+    """
+    other = {"isend": "irecv", "irecv": "isend"}
+    queues, met = [list(log) for log in logs], True
+    while met:
+        met = False
+        for rank, queue in enumerate(queues):
+            if queue and queues[queue[0][1]][:1] == [(other[queue[0][0]], rank)]:
+                peer = queue[0][1]
+                del queue[0], queues[peer][0]
+                met = True
+    if any(queues):
+        raise Wrong(
+            f"The values are right, with gloo. With nccl it hangs, on {len(logs)} ranks: the first "
+            "message of two ranks stops both until they meet, and here each of them has stopped "
+            "for another one. Let even ranks send first and odd ones receive first, or begin both "
+            "at once: ranks.exchange."
+        )

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import pairwise, product
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -189,51 +190,82 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: 4, 2, 1 and 8 ranks go through the data one after the other, each window once."
 
 
-@exercise("my_plan")
+# Rows and columns of a matrix; over how many ranks each was cut when it was saved, and is now.
+_CUTS = (
+    ((8, 6), (4, 1), (2, 1)),
+    ((8, 6), (2, 2), (4, 1)),
+    ((7, 5), (1, 3), (3, 2)),
+    ((9, 8), (2, 4), (3, 1)),
+)
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size: rows, columns
+
+
+def _boxes(shape: tuple[int, int], cut: tuple[int, int]) -> list[_Box]:
+    """The boxes of all ranks when `shape` is cut as torch cuts it; some may be empty."""
+
+    def parts(length: int, pieces: int) -> list[tuple[int, int]]:
+        each = -(-length // pieces)
+        ends = [min(i * each, length) for i in range(pieces + 1)]
+        return [(first, last - first) for first, last in pairwise(ends)]
+
+    both = product(parts(shape[0], cut[0]), parts(shape[1], cut[1]))
+    return [((row, column), (rows, columns)) for (row, rows), (column, columns) in both]
+
+
+def _inside(whole: torch.Tensor, box: _Box) -> torch.Tensor:
+    (row, column), (rows, columns) = box
+    return whole[row : row + rows, column : column + columns]
+
+
+@exercise("my_pieces")
 def _(answer: Callable[..., Any]) -> str:
-    for rows, old, new in ((8, 4, 2), (8, 2, 4), (12, 4, 3), (10, 4, 2), (7, 3, 2), (5, 4, 1)):
-        for rank in range(new):
-            got = answer(rows, old, new, rank)
-            if got is None:
-                raise Wrong("There is no answer yet: return a list of (file, first, last).")
-            got = sorted((int(f), int(a), int(b)) for f, a, b in got if a < b)
-            want = _plan(rows, old, new, rank)
-            if sorted(_rows_of(got)) == sorted(_rows_of(want)):
-                continue
-            text = (
-                f"{rows} rows, saved on {old} ranks and loaded on {new}: rank {rank} should read "
-                f"rows {_words(want)}, and your plan reads {got}."
+    for shape, old, new in _CUTS:
+        whole = torch.arange(shape[0] * shape[1]).view(shape)
+        files = {f"{i}.pt": box for i, box in enumerate(_boxes(shape, old))}
+        saved = [(file, *box) for file, box in files.items()]
+        for box in _boxes(shape, new):
+            where = (
+                f"A matrix of {shape}, cut {old[0]} x {old[1]} when it was saved: for the box at "
+                f"{box[0]} of size {box[1]}"
             )
-            if rows % old or rows % new:
-                text += " How many rows does a rank have when they do not divide?"
-            elif {row for _, row in _rows_of(got)} == {row for _, row in _rows_of(want)}:
-                text += " These are the right rows, from the wrong files."
-            raise Wrong(text)
-    return "Right: also where rows do not divide, and where a rank has none."
+            plan = called(answer, saved, *box)
+            if plan is None:
+                raise Wrong("There is no answer yet: return a list of (file, theirs, mine).")
+            wanted = _inside(whole, box)
+            found = torch.full_like(wanted, -1)
+            for file, theirs, mine in plan:
+                source = _inside(whole, files[file])
+                if not set(source.flatten().tolist()) & set(wanted.flatten().tolist()):
+                    raise Wrong(f"{where}, nothing in {file} is of use: leave it out.")
+                if not source[theirs].numel():
+                    raise Wrong(
+                        f"{where}, theirs={_slices(theirs)} is nothing of {file}, whose box begins "
+                        f"at {files[file][0]}: is it counted from that box's own corner?"
+                    )
+                try:
+                    found[mine] = source[theirs]
+                except (RuntimeError, IndexError):
+                    raise Wrong(
+                        f"{where}, {file}: theirs={_slices(theirs)} and mine={_slices(mine)} have "
+                        "not the same size: each is counted from the corner of its own box."
+                    ) from None
+            if torch.equal(found, wanted):
+                continue
+            if missing := int((found == -1).sum()):
+                raise Wrong(
+                    f"{where}, {missing} of {wanted.numel()} numbers are not read. Do you count "
+                    "from the box's own corner, and look at rows and columns?"
+                )
+            raise Wrong(
+                f"{where}, all is filled, but with other numbers than those of the whole matrix: "
+                "is `theirs` counted from the corner of the saved box, and `mine` from yours?"
+            )
+    return "Right: cut by rows, by columns and by both, also where they do not divide."
 
 
-def _plan(rows: int, old: int, new: int, rank: int) -> list[tuple[int, int, int]]:
-    """By brute force, with torch's own cut: row by row, which file holds what this rank wants."""
-
-    def parts(size: int) -> list[list[int]]:
-        return [part.tolist() for part in torch.arange(rows).chunk(size)]
-
-    held = {row: file for file, part in enumerate(parts(old)) for row in part}
-    mine = parts(new)[rank] if rank < len(parts(new)) else []
-    plan = []
-    for file in sorted({held[row] for row in mine}):
-        here = [row for row in mine if held[row] == file]
-        plan.append((file, here[0], here[-1] + 1))
-    return plan
-
-
-def _rows_of(plan: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    return [(file, row) for file, first, last in plan for row in range(first, last)]
-
-
-def _words(plan: list[tuple[int, int, int]]) -> str:
-    rows = sorted(row for _, row in _rows_of(plan))
-    return f"{rows[0]} to {rows[-1]}" if rows else "none"
+def _slices(pair: Any) -> str:
+    return ", ".join(f"{one.start}:{one.stop}" for one in pair)
 
 
 # Bytes, ranks, bytes/s of a rank to its host, bytes/s of all ranks to storage, seconds between two

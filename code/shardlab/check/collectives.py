@@ -10,7 +10,16 @@ import torch.distributed as dist
 
 from shardlab import collectives, count, ranks
 
-from . import Wrong, called, exercise, number, run_answer, same
+from . import (
+    Wrong,
+    called,
+    exercise,
+    messages_of,
+    number,
+    refuse_a_ring_that_hangs,
+    run_answer,
+    same,
+)
 
 _PATIENCE = 5.0  # seconds; a right answer takes a tenth of one, so who is not back by then is stuck
 
@@ -29,13 +38,14 @@ def _in_place(
     def run() -> dict[str, Any]:
         tensor = values[dist.get_rank()].to(ranks.device())
         with count.sent() as sent:
-            returned = answer(tensor, *arguments, dist.group.WORLD)
+            returned, log = messages_of(answer, tensor, *arguments, dist.group.WORLD)
         return {
             "tensor": tensor,
             "returned": returned is not None,
             "bytes": sent.bytes,
             "messages": sent.messages,
             "collectives": list(sent.collectives),
+            "log": log,
         }
 
     try:
@@ -118,15 +128,16 @@ def _shift(answer: Any) -> str:
     for size in (2, 3, 4):
         values = _values(size, 5)
 
-        def run(values: list[torch.Tensor] = values) -> tuple[Any, torch.Tensor]:
+        def run(values: list[torch.Tensor] = values) -> tuple[Any, torch.Tensor, Any]:
             tensor = values[dist.get_rank()].to(ranks.device())
-            return answer(tensor, dist.group.WORLD), tensor
+            received, log = messages_of(answer, tensor, dist.group.WORLD)
+            return received, tensor, log
 
         try:
             found = run_answer(run, size, timeout=_PATIENCE)
         except Wrong as wrong:
             raise Wrong(_stuck(str(wrong))) from None
-        got = [received for received, _ in found]
+        got = [received for received, *_ in found]
         same(
             got,
             [values[rank - 1] for rank in range(size)],
@@ -138,11 +149,12 @@ def _shift(answer: Any) -> str:
                 "It is the rank's own tensor.": values,
             },
         )
-        if not all(torch.equal(kept, own) for (_, kept), own in zip(found, values, strict=True)):
+        if not all(torch.equal(kept, own) for (_, kept, _), own in zip(found, values, strict=True)):
             raise Wrong(
                 "What arrived is right, but `tensor` itself was overwritten: while it is being "
                 "sent nothing may be received into it. Use a second tensor."
             )
+        refuse_a_ring_that_hangs([log for *_, log in found])
     return "Every rank has its left neighbour's tensor, with 2, 3 and 4 ranks, and nobody is stuck."
 
 

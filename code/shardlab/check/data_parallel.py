@@ -57,29 +57,32 @@ def _local(rank: int, extra: bool, parts: Sequence[int] = (0,)) -> torch.Tensor:
     return model.gradients()
 
 
-def _average(answer: Callable[..., Any], everywhere: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _average(
+    answer: Callable[..., Any], users: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
+    """Gradients, weights, and which of the extra layer's gradients are None, on each rank."""
     rank, model = dist.get_rank(), _Toy()
-    model(_share(rank), everywhere or rank == 0).backward()
+    model(_share(rank), rank in users).backward()
     answer(model, dist.group.WORLD)
-    return model.gradients(), model.weights()
+    return model.gradients(), model.weights(), [p.grad is None for p in model.extra.parameters()]
 
 
-@exercise("my_average_gradients")
+@exercise("my_exact_average")
 def _(answer: Callable[..., Any]) -> str:
-    for size, everywhere in ((2, True), (4, True), (2, False)):
+    for size, users in ((2, (0, 1)), (4, (0, 1, 2, 3)), (2, (0,)), (2, ())):
         try:
-            results = run_answer(_average, size, answer, everywhere, timeout=10)
+            results = run_answer(_average, size, answer, users, timeout=10)
         except Wrong as wrong:
-            raise Wrong(f"{wrong}{'' if everywhere else _WAITS}") from None
-        local = [_local(rank, everywhere or rank == 0) for rank in range(size)]
+            raise Wrong(f"{wrong}{'' if len(users) == size else _WAITS}") from None
+        local = [_local(rank, rank in users) for rank in range(size)]
         total = torch.stack(local).sum(0)
-        if any(not torch.equal(weights, _Toy().weights()) for _, weights in results):
+        if any(not torch.equal(weights, _Toy().weights()) for _, weights, _ in results):
             raise Wrong(
                 "The parameters themselves have changed: average `parameter.grad`, and leave the "
                 "step to the optimizer."
             )
         same(
-            [gradient for gradient, _ in results],
+            [gradient for gradient, _, _ in results],
             [total / size] * size,
             "the gradient",
             1e-6,  # float32, values up to about 1: the order of four additions
@@ -88,9 +91,15 @@ def _(answer: Callable[..., Any]) -> str:
                 "Every rank still has its own gradient: nothing was averaged.": local,
             },
         )
+        if not users and not all(all(none) for _, _, none in results):
+            raise Wrong(
+                "A layer that no rank used has a gradient of zeros now, and AdamW's weight decay "
+                "would move it: its `grad` has to stay None. How does a rank learn that no other "
+                "one has a gradient?"
+            )
     return (
-        "Right: equal to the average on 2 and 4 ranks, with a frozen layer, and with one that only "
-        "rank 0 used."
+        "Right: equal to the average on 2 and 4 ranks, with a frozen layer, with one that only "
+        "rank 0 used, and None for one that nobody used."
     )
 
 

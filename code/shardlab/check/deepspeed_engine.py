@@ -114,6 +114,8 @@ def _engine(settings: Mapping[str, Any]) -> dict[str, Any]:
         "stage": engine.zero_optimization_stage(),
         "clipping": engine.gradient_clipping(),
         "bf16": engine.bfloat16_enabled(),
+        "overlap": engine.zero_overlap_comm(),
+        "bucket": engine.zero_reduce_bucket_size(),
     }
     if found["accumulation"] == _PARTS:
         found["losses"] = [
@@ -164,6 +166,15 @@ def _(answer: Any) -> str:
             f"The engine clips gradients at {found['clipping']}, and its losses are not those of "
             "one process. What does DeepSpeed do when it is not told?"
         )
+    if not found["overlap"]:
+        raise Wrong(
+            "Communication does not overlap with backward: in stage 2 it has to be asked for."
+        )
+    buckets = 2 * 4 * found["bucket"]  # two, of float32
+    if not 0.5e6 <= buckets <= 1e6:
+        hint = " With overlap there are two of them." if 0.5e6 < buckets / 2 <= 1e6 else ""
+        hint = hint or (" The size counts numbers, not bytes." if found["bucket"] == 10**6 else "")
+        raise Wrong(f"The buckets take {buckets / 1e6:,.1f} MB instead of 0.5 to 1.{hint}")
     gap = max(abs(a - b) for a, b in zip(found["losses"], _one_process(), strict=True))
     if gap > 1e-5:  # float32, losses near 5, four steps
         raise Wrong(f"It trains, but its losses are {gap:.1g} off those of one process.")

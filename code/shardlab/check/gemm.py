@@ -12,7 +12,15 @@ from torch.nn import functional as F
 
 from shardlab import count, gemm, ranks
 
-from . import Wrong, exercise, number, run_answer, same
+from . import (
+    Wrong,
+    exercise,
+    messages_of,
+    number,
+    refuse_a_ring_that_hangs,
+    run_answer,
+    same,
+)
 
 _PATIENCE = 5.0  # seconds; a right answer takes a tenth of one
 # Values below 10 and sums of at most ten products in float64: rounding stays below 1e-13.
@@ -39,9 +47,9 @@ def _on_ranks(
 
     def work() -> tuple[Any, dict[str, Any]]:
         with count.sent() as sent:
-            result = answer(*map(here, given[dist.get_rank()]), dist.group.WORLD)
-        seen = {"collectives": dict(sent.collectives), "bytes": sent.bytes}
-        return result, {**seen, "messages": sent.messages}
+            mine = map(here, given[dist.get_rank()])
+            result, log = messages_of(answer, *mine, dist.group.WORLD)
+        return result, {"collectives": dict(sent.collectives), "bytes": sent.bytes, "log": log}
 
     try:
         found = run_answer(work, len(given), timeout=_PATIENCE)
@@ -109,39 +117,52 @@ def _(answer: Any) -> str:
     return "Right: n = 2000, and the number of ranks cancels."
 
 
-@exercise("my_columns")
+@exercise("my_backward_of_columns")
 def _(answer: Callable[..., Any]) -> str:
     M, K, columns = _SIZES
-    a, b = _matrix(M, K, 1), _matrix(K, columns, 2)
-    for size in (2, 4, 3):
+    a, b, grad = _matrix(M, K, 1), _matrix(K, columns, 2), _matrix(M, columns, 11)
+    for size in (3, 2, 4):
         cuts = _cut(columns, size)
-        given = [(a, b[:, cut], columns) for cut in cuts]
-        got, _ = _on_ranks(answer, given)
-        right = a @ b
-        strips = [right[:, cut] for cut in cuts]
-        stacked = torch.cat([strip.reshape(-1) for strip in strips]).view(M, columns)
-        if _equal(got, strips):
+        given = [(a, b[:, cut], grad[:, cut]) for cut in cuts]
+        pairs, seen = _on_ranks(answer, given)
+        for rank, pair in enumerate(pairs):
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise Wrong(f"Rank {rank} returned no pair: wanted is (gradient of A, of b_Kn).")
+        of_a, of_b = ([pair[i] for pair in pairs] for i in (0, 1))
+        own_a, own_b = (
+            [grad[:, cut] @ b[:, cut].T for cut in cuts],
+            [a.T @ grad[:, c] for c in cuts],
+        )
+        right = grad @ b.T
+        if _equal(of_a, own_a):
             raise Wrong(
-                f"Rank 0 returned {tuple(got[0].shape)}, its own columns. All {columns} are "
-                "wanted, on every rank: an all-gather is missing."
-            )
-        if isinstance(got[0], Tensor) and got[0].shape[0] == size * M:
-            raise Wrong(
-                f"Rank 0 returned {tuple(got[0].shape)}: the strips stand below one another. They "
-                "belong side by side: torch.cat(..., dim=1)."
+                f"With {size} ranks, each returned its own part of A's gradient. Every column of C "
+                "used all of A, so A's gradient is a sum over all columns: over all ranks."
             )
         same(
-            got,
+            of_a,
             [right] * size,
-            f"the product on {size} ranks",
+            f"A's gradient on {size} ranks",
             _TOLERANCE,
             {
-                "The numbers are right and in the wrong places: one strip after the other in "
-                "memory is not one strip beside the other. An all-gather joins the first "
-                "dimension.": [stacked] * size,
+                "That is the mean of the ranks' parts; A's gradient is their sum.": [right / size]
+                * size
             },
         )
-    return "Equal to A @ B on 2, 3 and 4 ranks, though 9 columns do not divide by 2 or 4."
+        hints = {}
+        if columns % size == 0:
+            hints[
+                "These are the sums over all ranks; a column of B was used on one rank alone."
+            ] = [torch.stack(own_b).sum(0)] * size
+        same(of_b, own_b, f"the gradient of b_Kn on {size} ranks", _TOLERANCE, hints)
+        for rank, sent in enumerate(seen):
+            calls = sum(times for times, _ in sent["collectives"].values())
+            if calls > 1:
+                raise Wrong(
+                    f"The values are right. But rank {rank} called {calls} collectives, and one is "
+                    "enough: the gradient of a rank's columns of B needs nothing of others."
+                )
+    return "Equal to one process on 2, 3 and 4 ranks, with one all-reduce, of A's gradient."
 
 
 @exercise("my_inner")
@@ -257,6 +278,7 @@ def _(answer: Callable[..., Any]) -> str:
                     f"{sent['bytes']} bytes, and {(size - 1) * piece} are enough: after N - 1 "
                     "steps everybody has seen every piece."
                 )
+        refuse_a_ring_that_hangs([sent["log"] for sent in seen])
     return "Right on 2, 3 and 4 ranks: the bytes of an all-gather, and never all of B on a rank."
 
 

@@ -22,28 +22,29 @@ _TIMEOUT = 10.0  # seconds, for what takes milliseconds: who waits that long wai
 _ON_GRID = 2e-4  # float32, values up to about 100, sums made in another order
 
 
-@exercise("training_bytes")
-def _(answer: Any) -> str:
-    params = 70e9
+@exercise("zero_states")
+def _zero_states(answer: Any) -> str:
+    params, size = 7e9, 16
     hints = {
-        params * 4: "Those are the weights alone, in float32. What else does training keep?",
-        params * 2: "Those are the weights alone, in 16 bits. What else does training keep?",
-        params * 8: "Are the master weights there, and both of AdamW's states, in 4 bytes each?",
-        params * 12: "That is what AdamW's step needs: master weights and two states, in 4 bytes "
-        "each. Weights and gradients in 16 bits are there beside them.",
-        params * 14: "One of them is missing: weights, gradients, master weights, two states.",
-        params * 20: "Weights and gradients have 2 bytes each here, not 4: mixed precision keeps "
-        "float32 in the optimizer.",
-        1120: "In GB it is right; the answer is asked for in bytes.",
-        1.12: "In TB it is right; the answer is asked for in bytes.",
-        16: "That is for one parameter; there are 70 billion.",
+        params * 16: "Those are all states, as without ZeRO. Which of them does stage 2 share?",
+        params: "That shares the weights as well, which is stage 3.",
+        params * (4 + 12 / size): "Either the gradients are whole there, which is stage 1, or "
+        "weights have 4 bytes; here they have 2.",
+        params * (2 + 8 / size): "Are the gradients there, and the float32 master weights?",
+        params * (2 + 12 / size): "One is missing: gradients, master weights, two means.",
+        params * (2 + 10 / size): "The optimizer keeps master weights beside its two means.",
+        params * (12 + 4 / size): "It is the optimizer's 12 bytes that are shared, too.",
+        params * (2 + 14 / 8): "There are 16 GPUs, not 8.",
+        params * (2 + 14 / size) * size: "That is for all GPUs together.",
+        20.125: "In GB it is right; the answer is asked for in bytes.",
+        2.875: "That is for one parameter; there are 7 billion.",
     }
-    number(answer, params * 16, "bytes", rel=1e-6, hints=hints)
-    return "Right: 1,120 GB, four times the 280 GB of the weights in float32."
+    number(answer, params * (2 + 14 / size), "bytes", rel=1e-6, hints=hints)
+    return "Right: 20.1 GB in place of 112; the weights' 14 GB stay, however many GPUs there are."
 
 
 @exercise("gradient_traffic")
-def _(answer: Any) -> str:
+def _gradient_traffic(answer: Any) -> str:
     params, size, nbytes = 7e9, 8, 2
     once = (size - 1) / size * params * nbytes
     hints = {
@@ -80,7 +81,7 @@ def _enough(p: int, percent: int) -> int:
 
 
 @exercise("my_busy_microbatches")
-def _(answer: Callable[[int, int], Any]) -> str:
+def _busy_microbatches(answer: Callable[[int, int], Any]) -> str:
     got = _results(answer, _PIPELINES, "my_busy_microbatches")
     want = [_enough(*case) for case in _PIPELINES]
     if got == want:
@@ -115,7 +116,7 @@ def _(answer: Callable[[int, int], Any]) -> str:
 
 
 @exercise("gpus_needed")
-def _(answer: Any) -> str:
+def _gpus_needed(answer: Any) -> str:
     hints = {
         16: "1,120 GB / 16 are 70 GB on each GPU; do the other 10 fit beside it?",
         14: "That shares 80 GB of each GPU among states alone.",
@@ -147,7 +148,7 @@ def _alike(a: list[Any], b: list[Any]) -> bool:
 
 
 @exercise("my_zero_traffic")
-def _(answer: Callable[[int, int, int], Any]) -> str:
+def _zero_traffic(answer: Callable[[int, int, int], Any]) -> str:
     for case, got in zip(_STAGES, _results(answer, _STAGES, "my_zero_traffic"), strict=True):
         asked = "my_zero_traffic({}, {}, {})".format(*case)
         try:
@@ -222,7 +223,7 @@ def _on_grid(answer: Callable[..., Any], copies: int, shards: int) -> Any:
 
 
 @exercise("my_grid_step")
-def _(answer: Callable[..., Any]) -> str:
+def _grid_step(answer: Callable[..., Any]) -> str:
     for copies, shards in ((2, 2), (1, 2)):
         size = copies * shards
         results = run_answer(_on_grid, size, answer, copies, shards, timeout=_TIMEOUT)
@@ -272,12 +273,12 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right on two copies of two shards, and on one, as one process computes it."
 
 
-_MODEL, _GPU = PRESETS["gpt-3-175b"], MACHINES["a100"]
-_GPUS, _BATCH, _FLOOR = 64, 512, 65.0
+_MODEL, _GPU = PRESETS["llama-3-70b"], MACHINES["h200"]
+_GPUS, _BATCH, _FLOOR = 64, 512, 36.0
 
 
 @exercise("my_layout")
-def _(answer: Any) -> str:
+def _layout(answer: Any) -> str:
     if not isinstance(answer, Layout):
         raise Wrong(f"The answer should be a strategy.Layout, not a {type(answer).__name__}.")
     if answer.ranks != _GPUS:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardlab import count
-from shardlab.check import Wrong, exercise, number, run_answer, same
+from shardlab.check import Wrong, called, exercise, number, run_answer, same
+from shardlab.model import GPT, Config
 
 
 @exercise("sequence_bytes")
@@ -34,266 +36,116 @@ def _(answer: Any) -> str:
     return "Right: 34/8 bytes for each of the 2048 × 12,288 elements, 107 MB instead of 856."
 
 
-def _zigzag(seq: int, rank: int, size: int) -> list[int]:
-    pieces = torch.arange(seq).chunk(2 * size)
-    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank])).tolist()
+_SMALL = {"vocab": 8, "seq": 4, "layers": 2, "heads": 2, "hidden": 8}
+_MODELS = {
+    "GPT-2's kind": Config(**_SMALL),
+    "Llama's kind": Config(**_SMALL, mlp="swiglu", norm="rms", bias=False, tied=False),
+}
 
 
-@exercise("my_zigzag")
-def _(answer: Callable[[int, int, int], Any]) -> str:
-    for seq, size in ((8, 2), (16, 4), (12, 2), (6, 1), (48, 8)):
-        share, piece = seq // size, seq // (2 * size)
-        for rank in range(size):
-            asked = f"my_zigzag({seq}, {rank}, {size})"
-            try:
-                got = answer(seq, rank, size)
-                given = None if got is None else [int(position) for position in got]
-            except Exception as error:
-                raise Wrong(f"{asked} raised {type(error).__name__}: {error}") from None
-            want = _zigzag(seq, rank, size)
-            if given == want:
-                continue
-            if given is None:
-                raise Wrong(f"{asked} returned None; it should be a list of positions.")
-            hint = f"Of {2 * size} pieces rank {rank} has numbers {rank} and {2 * size - 1 - rank}."
-            if given == list(range(rank * share, (rank + 1) * share)):
-                hint = "That is the contiguous cut: the last rank does most of the work."
-            elif given == list(range(rank, seq, size)):
-                hint = "That is the striped cut: balanced as well, but in more pieces."
-            elif sorted(given) == want:
-                hint = "The tokens are right, their order is not: the early piece comes first."
-            elif given == want[:piece]:
-                hint = "The second piece is missing: the same one, counted from the end."
-            elif len(given) != share:
-                hint = f"Each rank has {share} of the {seq} positions."
-            raise Wrong(f"{asked} returned {given}. {hint}")
-    return "Right for 1, 2, 4 and 8 ranks: each has an early piece and a late one."
+def _summands(names: list[str]) -> set[str]:
+    """Parameters that are whole on every rank, and meet this rank's tokens alone."""
+    late = ("attention.out.bias", "ffn.down.bias")
+    return {name for name in names if "norm." in name or name.endswith(late)}
 
 
-def _part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over these keys alone, times their values, and the logarithm of its denominator."""
-    return scores.softmax(-1) @ values, scores.logsumexp(-1)
+@exercise("my_summands")
+def _(answer: Callable[[list[str]], Any]) -> str:
+    for kind, config in _MODELS.items():
+        names = [name for name, _ in GPT(config).named_parameters()]
+        given = called(answer, list(names))
+        if given is None or isinstance(given, str):
+            raise Wrong("my_summands should return the names, as a list or a set.")
+        got, want = set(given), _summands(names)
+        if got == want:
+            continue
+        if unknown := got - set(names):
+            raise Wrong(f"With {kind} it returned {min(unknown)!r}, which is none of the names.")
+        words = f"With {kind} "
+        if extra := sorted(got - want):
+            words += f"{extra[0]!r} is one too many. "
+            if extra[0].endswith("bias"):
+                words += "A column-cut layer's bias is cut, too, and added to all tokens."
+            elif "embedding" in extra[0] or "head" in extra[0]:
+                words += "It is cut by the vocabulary, and each rank meets all tokens with it."
+            else:
+                words += "This matrix is cut, and all tokens go through each rank's part of it."
+        else:
+            missing = min(want - got)
+            words += f"{missing!r} is missing. "
+            if "norm" in missing:
+                words += "A norm is whole on every rank and has seen this rank's tokens alone."
+            else:
+                words += "It is added behind the reduce-scatter, to this rank's tokens alone."
+        raise Wrong(words)
+    return "Right: norms, and biases that are added behind the reduce-scatter."
 
 
-@exercise("my_merge")
-def _(answer: Callable[..., Any]) -> str:
-    generator = torch.Generator().manual_seed(0)
-    values, scores = (
-        torch.randn(2, 3, *shape, generator=generator, dtype=torch.float64)
-        for shape in ((10, 8), (5, 10))
-    )
-    for shift in (0, 1000, -1000):
-        o1, l1 = _part(shift + scores[..., :4], values[..., :4, :])
-        o2, l2 = _part(shift + scores[..., 4:], values[..., 4:, :])
-        right_o, right_l = _part(shift + scores, values)
-        where = f"scores around {shift}"
-        o, log_sum = _merged(answer, where, o1, l1, o2, l2)
-        if not (o.isfinite().all() and log_sum.isfinite().all()):
-            raise Wrong(
-                f"With {where} the result is not finite: exp(1000) is too large for any number, "
-                "and exp(-1000) is 0. Take exponentials of differences only."
-            )
-        # float64, values of a few units; logarithms around 1000 have 12 digits behind the point.
-        hints = {
-            "It is the mean of both: larger scores count for more.": [(o1 + o2) / 2],
-            "It is the sum of both: their weights have to add up to 1.": [o1 + o2],
-        }
-        same([o], [right_o], f"o ({where})", 1e-9, hints)
-        hints = {
-            "It is the larger of both.": [torch.maximum(l1, l2)],
-            "It is the sum of both: what adds up are the sums, not their logarithms.": [l1 + l2],
-        }
-        same([log_sum], [right_l], f"l ({where})", 1e-9, hints)
-    nothing = torch.zeros_like(o1), torch.full_like(l1, -torch.inf)
-    for parts in ((*nothing, o2, l2), (o2, l2, *nothing)):
-        o, log_sum = _merged(answer, "an empty block", *parts)
-        if not (torch.allclose(o, o2) and torch.allclose(log_sum, l2)):
-            raise Wrong(
-                "A block in which a query sees nothing has l = -inf and o = 0; merged with it, the "
-                "other block should come out unchanged."
-            )
-    return "Right, with large scores, and with a block that is masked away altogether."
+_B, _SHARE, _H, _F = 2, 3, 4, 5
 
 
-def _merged(answer: Callable[..., Any], where: str, *parts: Tensor) -> tuple[Tensor, Tensor]:
-    try:
-        got = answer(*(part.clone() for part in parts))
-    except Exception as error:
-        raise Wrong(f"With {where} my_merge raised {type(error).__name__}: {error}") from None
-    pair = isinstance(got, tuple) and len(got) == 2
-    if not (pair and all(isinstance(tensor, Tensor) for tensor in got)):
-        raise Wrong("my_merge should return a pair of tensors, (o, l).")
-    return got
-
-
-_B, _SHARE, _H = 2, 3, 4
-
-
-def _tokens(rank: int) -> tuple[Tensor, Tensor]:
-    """This rank's share of the stream, and what it does with the gathered one: a factor."""
+def _tokens(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's share of the stream, its columns, and what it does with the result: a factor."""
     generator = torch.Generator().manual_seed(rank)
-    x_BsH = torch.randn(_B, _SHARE, _H, generator=generator, dtype=torch.float64)
-    factor = torch.randn(_B, 4 * _SHARE, _H, generator=generator, dtype=torch.float64)
-    return x_BsH, factor
+    shapes = (_B, _SHARE, _H), (_H, _F), (_B, 4 * _SHARE, _F)
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
 
 
-def _enter(answer: Callable[..., Any]) -> tuple[Any, Any]:
+def _column(answer: Callable[..., Any]) -> tuple[Any, ...]:
     size = dist.get_world_size()
-    x_BsH, factor = _tokens(dist.get_rank())
-    x_BsH.requires_grad_()
-    out = answer(x_BsH, dist.group.WORLD)
-    whole = torch.cat([_tokens(rank)[0] for rank in range(size)], 1)
-    if isinstance(out, Tensor) and out.equal(whole) and out.requires_grad:
-        (out * factor[:, : size * _SHARE]).sum().backward()
-    return out, x_BsH.grad
+    x_BsH, w_HF, factor = _tokens(dist.get_rank())
+    x_BsH.requires_grad_(), w_HF.requires_grad_()
+    kept: dict[int, int] = {}  # storages that backward holds on to, and their bytes
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        y_BSF = answer(x_BsH, w_HF, dist.group.WORLD)
+    asked = 0
+    if isinstance(y_BSF, Tensor) and y_BSF.requires_grad and y_BSF.shape[1] == size * _SHARE:
+        with count.sent() as sent:
+            (y_BSF * factor[:, : size * _SHARE]).sum().backward()
+        asked = sum(sent.calls.values()) + sent.messages
+    return y_BSF, x_BsH.grad, w_HF.grad, max(kept.values(), default=0), asked
 
 
-@exercise("my_enter")
+@exercise("my_column")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
-        results = run_answer(_enter, size, answer, timeout=10)
-        shares = [_tokens(rank)[0] for rank in range(size)]
-        mixed = torch.cat(shares).view(_B, size * _SHARE, _H)
+        results = run_answer(_column, size, answer, timeout=10)
+        outputs, dx, dw, kept, asked = zip(*results, strict=True)
+        given = [_tokens(rank) for rank in range(size)]
+        whole = torch.cat([x for x, _, _ in given], 1)
+        mixed = torch.cat([x for x, _, _ in given]).view(whole.shape)
         hint = "An all-gather puts one rank's tensor behind the other's, whole batches: bring the "
         hint += "tokens of one sequence together before reshaping (torch.cat(…, dim=1))."
-        whole = torch.cat(shares, 1)
-        # Gathering adds nothing up, so nothing is rounded.
-        same([out for out, _ in results], [whole] * size, "the output", 0.0, {hint: [mixed] * size})
-        if any(gradient is None for _, gradient in results):
+        # float64, sums of a few numbers of order 1
+        right = [whole @ w for _, w, _ in given]
+        same(outputs, right, "the output", 1e-12, {hint: [mixed @ w for _, w, _ in given]})
+        if any(gradient is None for gradient in (*dx, *dw)):
             raise Wrong(
-                "The output is right, and x_BsH gets no gradient: collectives know nothing of "
-                "autograd. Write a torch.autograd.Function with a backward of its own."
+                "The output is right, and x_BsH or w_HF gets no gradient: collectives know nothing "
+                "of autograd. Write a torch.autograd.Function with a backward for both."
             )
-        factors = [_tokens(rank)[1][:, : size * _SHARE] for rank in range(size)]
-        total = torch.stack(factors).sum(0)
-        same(
-            [gradient for _, gradient in results],
-            list(total.chunk(size, 1)),
-            "the gradient",
-            1e-12,  # float64: four numbers of order 1, added in any order
-            {
-                "It is this rank's gradient alone: every rank has used these tokens, and their "
-                "gradients add up.": [factor.chunk(size, 1)[r] for r, factor in enumerate(factors)],
-            },
-        )
-    return "Right on 2 and 4 ranks: an all-gather forward, a reduce-scatter backward."
-
-
-def _heads(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's queries, keys and values: [2, 2, 3, 4]."""
-    generator = torch.Generator().manual_seed(7 + rank)
-    q, k, v = torch.randn(3, 2, 2, 3, 4, generator=generator, dtype=torch.float64)
-    return q, 2 * k, v
-
-
-def _ring(answer: Callable[..., Any]) -> tuple[Any, dict[str, tuple[int, int]], int]:
-    with count.sent() as sent:
-        out = answer(*_heads(dist.get_rank()), dist.group.WORLD)
-    return out, sent.collectives, sent.bytes
-
-
-@exercise("my_ring")
-def _(answer: Callable[..., Any]) -> str:
-    blocks = 0.0
-    for size in (2, 4):
-        results = run_answer(_ring, size, answer, timeout=10)
-        q, k, v = zip(*(_heads(rank) for rank in range(size)), strict=True)
-        keys, values = torch.cat(k, 2), torch.cat(v, 2)
-        own = [_attend(q[r], k[r], v[r]) for r in range(size)]
-        each = [[_attend(q[r], k[i], v[i]) for i in range(size)] for r in range(size)]
-        same(
-            [out for out, _, _ in results],
-            [_attend(q[r], keys, values) for r in range(size)],
-            "the output",
-            1e-11,  # float64, values of order 1, sums in another order
-            {
-                "Each rank has attended to its own keys alone.": own,
-                "It is the mean of the blocks' outputs; a block counts by the sum of its "
-                "exponentials.": [torch.stack(parts).mean(0) for parts in each],
-                "It is the sum of the blocks' outputs: each was divided by its own sum of "
-                "exponentials, not by that of all.": [torch.stack(parts).sum(0) for parts in each],
-            },
-        )
-        for _, collectives, sent in results:
-            if collectives:
-                raise Wrong(
-                    f"The output is right, but it calls {next(iter(collectives))}: pass blocks on "
-                    "with ranks.exchange, so that nobody ever holds all of them."
-                )
-            blocks = max(blocks, sent / (2 * k[0].numel() * 8))  # of keys and values, float64
-    if blocks > 3:
-        return "Right. On 4 ranks it sends 4 blocks or more; 3 are enough: keep the last one."
-    return "Right on 2 and 4 ranks: each of 4 sends 3 blocks."
-
-
-def _attend(q_BAsD: Tensor, k_BASD: Tensor, v_BASD: Tensor) -> Tensor:
-    scores = q_BAsD @ k_BASD.transpose(-1, -2) / q_BAsD.shape[-1] ** 0.5  # [B, A, s, S]
-    return scores.softmax(-1) @ v_BASD
-
-
-# Tokens, bytes of states, heads, heads of keys and values; 2 MB a token, and 80 GB of memory.
-_JOBS = (
-    (8192, 20e9, 32, 32),
-    (32_768, 20e9, 32, 32),
-    (65_536, 20e9, 32, 32),
-    (65_536, 20e9, 32, 8),
-    (131_072, 20e9, 32, 8),
-    (262_144, 20e9, 32, 8),
-    (1_048_576, 20e9, 32, 32),
-    (131_072, 20e9, 12, 12),
-    (8_388_608, 20e9, 32, 32),
-    (8192, 90e9, 32, 32),
-)
-
-
-def _plan(
-    seq: int,
-    states: float,
-    heads: int,
-    kv_heads: int,
-    shared: bool = False,
-    grouped: bool = True,
-    divisible: bool = True,
-) -> tuple[int, str] | None:
-    """The answer; the last three are the mistakes that have a sentence."""
-    for ranks in (1, 2, 4, 8, 16, 32, 64):
-        if states / (ranks if shared else 1) + 2e6 * seq / ranks > 80e9:
-            continue
-        narrow = kv_heads if grouped else heads
-        whole = not divisible or (heads % ranks == 0 and kv_heads % ranks == 0)
-        fewer = heads + narrow < ranks * narrow
-        return ranks, "none" if ranks == 1 else "all-to-all" if fewer and whole else "ring"
-    return None
-
-
-@exercise("my_context")
-def _(answer: Callable[..., Any]) -> str:
-    got = []
-    for seq, states, *heads in _JOBS:
-        try:
-            got.append(answer(seq, 2e6, states, 80e9, *heads))
-        except Exception as error:
-            raise Wrong(f"my_context raised {type(error).__name__}: {error}") from None
-    want = [_plan(*job) for job in _JOBS]
-    if got == want:
-        return f"Right for {len(want)} jobs, two of which fit on no number of ranks."
-    first = next(i for i, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1])
-    seq, states, a, K = _JOBS[first]
-    words = f"{seq:,} tokens, {states / 1e9:.0f} GB of states, {a} heads, {K} of keys and values: "
-    words += f"it returned {got[first]!r}."
-    if got == [_plan(*job, shared=True) for job in _JOBS]:
-        words += " Cutting the sequence divides no states: each rank holds the whole model."
-    elif got == [_plan(*job, divisible=False) for job in _JOBS]:
-        words += " For the all-to-all the ranks must divide both numbers of heads."
-    elif got == [_plan(*job, grouped=False) for job in _JOBS]:
-        words += " The ring moves keys and values alone, which have fewer heads than queries here."
-    elif want[first] is None:
-        words += " Do the states fit, and do 64 ranks suffice?"
-    elif not isinstance(got[first], tuple | None):
-        words += " It should be a pair, such as (4, 'ring'), or None."
-    elif want[first] == (1, "none"):
-        words += " One rank holds everything, and has nobody to talk to: (1, 'none')."
-    elif got[first] is not None and got[first][0] == want[first][0]:
-        words += " The ranks are right. Of each of its tokens a rank sends 2K (N-1) heads in the "
-        words += "ring, (2a + 2K) (N-1)/N in the all-to-all."
-    raise Wrong(words)
+        factors = [factor[:, : size * _SHARE] for _, _, factor in given]
+        each = [f @ w.T for f, (_, w, _) in zip(factors, given, strict=True)]
+        own = [dx_.chunk(size, 1)[r] for r, dx_ in enumerate(each)]
+        words = "It is this rank's part alone: every rank has used these tokens, and what they "
+        words += "found for them adds up."
+        total = list(torch.stack(each).sum(0).chunk(size, 1))
+        same(dx, total, "the gradient of x_BsH", 1e-12, {words: own})
+        mine = [
+            x.flatten(0, 1).T @ f.chunk(size, 1)[r].flatten(0, 1)
+            for r, ((x, _, _), f) in enumerate(zip(given, factors, strict=True))
+        ]
+        words = "It is that of this rank's tokens alone: all tokens went through these columns."
+        want = [whole.flatten(0, 1).T @ f.flatten(0, 1) for f in factors]
+        same(dw, want, "the gradient of w_HF", 1e-12, {words: mine})
+        if max(kept) >= whole.nbytes or min(asked) < 2:
+            raise Wrong(
+                "All of it is right, but what was gathered is kept until backward. Keep the share "
+                "(ctx.save_for_backward(x_BsH, w_HF)), and gather once more in backward."
+            )
+    return "Right on 2 and 4 ranks, and between forward and backward only the share is kept."

@@ -61,25 +61,6 @@ def _everywhere(size: int, mistakes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _network(size: int) -> dict[str, Tensor]:
-    """Weights of a feed-forward network and its input, the same for everyone who asks."""
-    generator = torch.Generator().manual_seed(size)
-    shapes = {"x_BSH": (2, 3, 6), "up_FH": (8, 6), "up_bias_F": (8,), "down_HF": (6, 8)}
-    shapes["down_bias_H"] = (6,)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def _part(x_BSH: Tensor, up_fH: Tensor, up_bias_f: Tensor, down_Hf: Tensor) -> Tensor:
-    """A summand of the feed-forward network's result, without the last bias: [B, S, H]."""
-    return F.gelu(x_BSH @ up_fH.T + up_bias_f) @ down_Hf.T  # [.., H] @ [H, f], [.., f] @ [f, H]
-
-
-def _cut(network: dict[str, Tensor], rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    share = len(network["up_FH"]) // size
-    own = slice(rank * share, (rank + 1) * share)
-    return network["up_FH"][own], network["up_bias_F"][own], network["down_HF"][:, own]
-
-
 @exercise("my_ffn_shards")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
@@ -94,7 +75,7 @@ def _(answer: Callable[..., Any]) -> str:
                 raise Wrong(f"{words}raised {type(error).__name__}: {error}") from None
             several = isinstance(got, (tuple, list))
             shapes = [tuple(getattr(part, "shape", ())) for part in got] if several else got
-            right = [tuple(part.shape) for part in _cut(network, rank, size)]
+            right = [tuple(part.shape) for part in _shards(network, rank, size)]
             if shapes != right:
                 words += f"returned the shapes {shapes}; right are {right}."
                 raise Wrong(words + " Weights of nn.Linear are [out, in]: where is F?")
@@ -108,154 +89,200 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: the parts of 2 and of 4 ranks add up to the whole network."
 
 
-def _ffn(answer: Callable[..., Any]) -> Any:
+def _network(size: int) -> dict[str, Tensor]:
+    """Weights of a feed-forward network and its input, the same for everyone who asks."""
+    generator = torch.Generator().manual_seed(size)
+    shapes = {"x_BSH": (2, 3, 6), "up_FH": (8, 6), "up_bias_F": (8,), "down_HF": (6, 8)}
+    shapes |= {"gate_FH": (8, 6), "bias_H": (6,), "dy_BSH": (2, 3, 6)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _part(x_BSH: Tensor, up_fH: Tensor, up_bias_f: Tensor, down_Hf: Tensor) -> Tensor:
+    """A summand of the feed-forward network's result, without the last bias: [B, S, H]."""
+    return F.gelu(x_BSH @ up_fH.T + up_bias_f) @ down_Hf.T  # [.., H] @ [H, f], [.., f] @ [f, H]
+
+
+def _own(network: dict[str, Tensor], rank: int, size: int) -> slice:
+    share = len(network["up_FH"]) // size
+    return slice(rank * share, (rank + 1) * share)
+
+
+def _shards(network: dict[str, Tensor], rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    own = _own(network, rank, size)
+    return network["up_FH"][own], network["up_bias_F"][own], network["down_HF"][:, own]
+
+
+def _gated(answer: Callable[..., Any]) -> Any:
+    """On a rank: what it returned, the gradients of x and up, all-reduces forward and backward."""
     rank, size = dist.get_rank(), dist.get_world_size()
     network = {name: tensor.to(ranks.device()) for name, tensor in _network(size).items()}
-    cut = _cut(network, rank, size)
-    got = answer(network["x_BSH"], *cut, network["down_bias_H"], dist.group.WORLD)
-    return got.detach().cpu() if isinstance(got, Tensor) else got
+    own = _own(network, rank, size)
+    gate, up, down = network["gate_FH"][own], network["up_FH"][own], network["down_HF"][:, own]
+    given = [t.clone().requires_grad_() for t in (network["x_BSH"], gate, up, down)]
+    bias_H = network["bias_H"].clone().requires_grad_()
+    with count.sent() as forward:
+        got = answer(*given, bias_H, dist.group.WORLD)
+    if not isinstance(got, Tensor) or not got.requires_grad or got.shape != given[0].shape:
+        return (got.cpu() if isinstance(got, Tensor) else got), None, None, None, None
+    with count.sent() as backward:
+        got.backward(network["dy_BSH"])
+    grads = [None if t.grad is None else t.grad.cpu() for t in (given[0], given[2], bias_H)]
+    return got.detach().cpu(), *grads, [sum(s.calls.values()) for s in (forward, backward)]
 
 
-@exercise("my_ffn")
+def _gated_whole(network: dict[str, Tensor], own: slice, bias: bool = True) -> list[Tensor]:
+    """One process, of the inner columns `own`: Y, and the gradients of x and of up."""
+    x_BSH = network["x_BSH"].clone().requires_grad_()
+    up_FH = network["up_FH"][own].clone().requires_grad_()
+    inner = F.silu(x_BSH @ network["gate_FH"][own].T) * (x_BSH @ up_FH.T)
+    y_BSH = inner @ network["down_HF"][:, own].T + bias * network["bias_H"]
+    y_BSH.backward(network["dy_BSH"])
+    return [y_BSH.detach(), x_BSH.grad, up_FH.grad]
+
+
+@exercise("my_gated_ffn")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
-        results = run_answer(_ffn, size, answer, timeout=_TIMEOUT)
+        results = run_answer(_gated, size, answer, timeout=_TIMEOUT)
         network = _network(size)
-        x_BSH, bias_H = network["x_BSH"], network["down_bias_H"]
-        cuts = [_cut(network, rank, size) for rank in range(size)]
-        parts = [_part(x_BSH, *cut) for cut in cuts]
-        whole = sum(parts)
-        straight = sum((x_BSH @ up.T + bias) @ down.T for up, bias, down in cuts)
+        bias_H = network["bias_H"]
+        y, dx, dup = _gated_whole(network, slice(None))
+        parts = [_gated_whole(network, _own(network, rank, size)) for rank in range(size)]
+        outputs, dxs, dups, dbiases, calls = zip(*results, strict=True)
         mistakes = {
-            f"The last bias was added {size} times: add it after the sum, once.": (
-                whole + size * bias_H
-            ),
-            "The last bias was not added.": whole,
-            "Each rank has its own summand; nobody added them up.": [p + bias_H for p in parts],
-            "The summands were averaged: they are parts of a sum.": whole / size + bias_H,
-            "There is no GELU between the two matrices.": straight + bias_H,
+            f"The bias was added {size} times: add it after the sum, once.": y
+            + (size - 1) * bias_H,
+            "The bias was not added.": y - bias_H,
+            "Each rank has its own summand; nobody added them up.": [part[0] for part in parts],
+            "The summands were averaged: they are parts of a sum.": (y - bias_H) / size + bias_H,
         }
-        right = [whole + bias_H] * size
-        same(results, right, "Y", _TOLERANCE, _everywhere(size, mistakes))
-    return "Right on 2 and on 4 ranks, with the last bias once."
+        same(outputs, [y] * size, "Y", _TOLERANCE, _everywhere(size, mistakes))
+        if any(gradient is None for gradient in (*dxs, *dups, *dbiases)):
+            raise Wrong("Y is right, but not everything that it is made of gets a gradient.")
+        hints = {
+            "It is the rank's own gradient: in front of the first matrices stands nothing that "
+            "adds up in backward.": [part[1] for part in parts],
+            f"It was added up once more than it should be, {size} times too much.": size * dx,
+        }
+        same(dxs, [dx] * size, "the gradient of x", _TOLERANCE, _everywhere(size, hints))
+        own = [dup[_own(network, rank, size)] for rank in range(size)]
+        hints = {
+            f"It is {size} times too large: backward added up what all ranks have already. What "
+            "does reduce_from do in backward?": [size * gradient for gradient in own]
+        }
+        same(dups, own, "the gradient of up", _TOLERANCE, hints)
+        dbias = network["dy_BSH"].sum((0, 1))
+        same(dbiases, [dbias] * size, "the gradient of the bias", _TOLERANCE, {})
+        if max(map(sum, calls)) > 2:
+            forward, backward = calls[0]
+            words = f"Right, but with {forward} messages forward and {backward} backward"
+            raise Wrong(f"{words}: let x enter once, for both matrices, and one sum leave.")
+    return "Right on 2 and on 4 ranks, with one all-reduce forward and one backward."
 
 
-_TOKENS, _WIDTH = (2, 3), 4
+# Heads, heads of keys and values, ranks.
+_HEADS = ((8, 4, 2), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 2, 4), (6, 3, 1))
 
 
-def _copy_inputs(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x and the shortcut's factors, the same everywhere; a matrix of the rank's own."""
-    common, own = (torch.Generator().manual_seed(seed) for seed in (0, 1 + rank))
-    x, shortcut = torch.randn(2, *_TOKENS, _WIDTH, generator=common)
-    return x, shortcut, torch.randn(_WIDTH, 2, generator=own)
+def _heads_held(heads: int, kv_heads: int, rank: int, size: int) -> list[int]:
+    own = range(rank * heads // size, (rank + 1) * heads // size)
+    return sorted({head * kv_heads // heads for head in own})
 
 
-def _copy_to(answer: Callable[..., Any]) -> Any:
-    x, shortcut, own = (tensor.to(ranks.device()) for tensor in _copy_inputs(dist.get_rank()))
-    x.requires_grad_()
-    got = answer(x, dist.group.WORLD)
-    if not isinstance(got, Tensor) or not got.requires_grad:
-        return got.cpu() if isinstance(got, Tensor) else got, None
-    ((got @ own).sum() + (x * shortcut).sum()).backward()
-    return got.detach().cpu(), None if x.grad is None else x.grad.cpu()
-
-
-@exercise("my_copy_to")
+@exercise("my_kv_heads")
 def _(answer: Callable[..., Any]) -> str:
-    for size in (2, 4):
-        results = run_answer(_copy_to, size, answer, timeout=_TIMEOUT)
-        x, shortcut, _ = _copy_inputs(0)
-        through = [torch.ones(*_TOKENS, 2) @ _copy_inputs(rank)[2].T for rank in range(size)]
-        forward = {"Forward it should leave x as it is; it added up the ranks' copies.": size * x}
-        copies = [got for got, _ in results]
-        same(copies, [x] * size, "what it returned", 0.0, _everywhere(size, forward))
-        gradients = [gradient for _, gradient in results]
-        if any(gradient is None for gradient in gradients):
-            raise Wrong("Autograd does not pass what it returned: x gets no gradient through it.")
-        total = sum(through)
-        mistakes = {
-            "It is the rank's own gradient: nothing was added up in backward.": [
-                own + shortcut for own in through
-            ],
-            "It is the average over ranks: each rank has a part of a sum.": total / size + shortcut,
-            "What came through the shortcut, around the operator, was added up as well, "
-            f"{size} times: the sum belongs to the copy, not to x.": total + size * shortcut,
-            "What came through the operator is lost.": shortcut,
-        }
-        right = [total + shortcut] * size
-        same(gradients, right, "the gradient of x", _TOLERANCE, _everywhere(size, mistakes))
-    return "Right on 2 and on 4 ranks: a copy forward, a sum backward, and x's shortcut untouched."
+    for heads, kv_heads, size in _HEADS:
+        held = [_heads_held(heads, kv_heads, rank, size) for rank in range(size)]
+        for rank in range(size):
+            words = f"heads={heads}, kv_heads={kv_heads}, rank {rank} of {size}: it "
+            try:
+                got = answer(heads, kv_heads, rank, size)
+            except Exception as error:
+                raise Wrong(f"{words}raised {type(error).__name__}: {error}") from None
+            if not isinstance(got, (tuple, list)) or len(got) != 2:
+                raise Wrong(f"{words}returned {got!r}; two lists are asked for.")
+            try:
+                mine, copies = [sorted(map(int, part)) for part in got]
+            except TypeError:
+                raise Wrong(f"{words}returned {got!r}; two lists are asked for.") from None
+            if mine != held[rank]:
+                words += f"holds the heads {mine}; its queries use {held[rank]}."
+                if mine == []:
+                    words += " With more ranks than heads, some have to hold the same one."
+                elif mine == [rank]:
+                    words += " Neighbours in rank share a head of keys."
+                raise Wrong(words)
+            right = [other for other in range(size) if held[other] == held[rank]]
+            if copies != right:
+                words += f"adds up over the ranks {copies}; the same heads are on {right}."
+                if len(copies) == size:
+                    words += " Others hold other heads, whose gradients do not belong to these."
+                elif copies == [rank]:
+                    words += " Each copy saw the queries of its own rank alone."
+                raise Wrong(words)
+    return f"Right for {len(_HEADS)} models: copies of a head stay equal when they add up."
 
 
-_SHARE = 16  # entries of the vocabulary on each rank
+_TOKENS, _SHARE = (2, 3), 16  # tokens; entries of the vocabulary on each rank
 
 
-def _logits(size: int, high: bool) -> tuple[Tensor, Tensor]:
-    """[B, S, V] logits and [B, S] targets; `high`: beyond what exp can take in float32."""
-    generator = torch.Generator().manual_seed(size + high)
-    logits_BSV = 2 * torch.randn(*_TOKENS, size * _SHARE, generator=generator)
-    if high:
-        logits_BSV = logits_BSV + 100 * (1 + torch.arange(size).repeat_interleave(_SHARE) % 2)
-    return logits_BSV, torch.randint(size * _SHARE, _TOKENS, generator=generator)
+def _logits(size: int, ties: bool) -> Tensor:
+    """[B, S, V] logits, all below 0; `ties`: whole numbers, of which many are equal."""
+    generator = torch.Generator().manual_seed(size + ties)
+    if ties:
+        return torch.randint(-4, 0, (*_TOKENS, size * _SHARE), generator=generator).float()
+    return -torch.rand(*_TOKENS, size * _SHARE, generator=generator) - 1
 
 
-def _loss(answer: Callable[..., Any]) -> list[Any]:
+def _greedy(answer: Callable[..., Any]) -> list[Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     found: list[Any] = []
-    for high in (False, True):
-        logits_BSV, targets_BS = (tensor.to(ranks.device()) for tensor in _logits(size, high))
+    for ties in (False, True):
+        logits_BSV = _logits(size, ties).to(ranks.device())
         own_BSv = logits_BSV[..., rank * _SHARE : (rank + 1) * _SHARE].clone()
         with count.sent() as sent:
-            got = answer(own_BSv, targets_BS, dist.group.WORLD)
+            got = answer(own_BSv, dist.group.WORLD)
         value = got.detach().cpu() if isinstance(got, Tensor) else got
         found.append((value, sum(sent.payload.values()) + sent.bytes))
     return found
 
 
-def _mistaken_loss(logits_BSV: Tensor, targets_BS: Tensor, size: int) -> dict[str, Tensor]:
-    """What well-known mistakes compute."""
-    parts = logits_BSV.chunk(size, -1)
-    most = [part.amax(-1) for part in parts]
-    target_BS = logits_BSV.gather(-1, targets_BS[..., None])[..., 0]
-    owners_most_BS = torch.stack(most).gather(0, targets_BS[None] // _SHARE)[0]
-    sums_BS = sum((part - m[..., None]).exp().sum(-1) for part, m in zip(parts, most, strict=True))
-    whole_BS = logits_BSV.logsumexp(-1)
-    everyones_BS = most_BS = logits_BSV.amax(-1)
-    for rank, part in enumerate(parts):
-        at_BS = (targets_BS - rank * _SHARE).clamp(0, _SHARE - 1)
-        everyones_BS = everyones_BS + part.gather(-1, at_BS[..., None])[..., 0] - most_BS
-    return {
-        "Each rank subtracted its own largest logit; only with the same one everywhere do the "
-        "exponentials add up.": (sums_BS.log() - (target_BS - owners_most_BS)).mean(),
-        "Each rank added a logit for the target; one alone has it.": (
-            whole_BS - everyones_BS
-        ).mean(),
-        "It is the sum over all tokens; the mean is asked for.": (whole_BS - target_BS).sum(),
-    }
-
-
-@exercise("my_loss")
+@exercise("my_greedy")
 def _(answer: Callable[..., Any]) -> str:
-    numbers = 0.0
+    sent = 0.0
     for size in (2, 4):
-        results = run_answer(_loss, size, answer, timeout=_TIMEOUT)
-        for case, high in enumerate((False, True)):
-            got = [result[case][0] for result in results]
-            if all(isinstance(value, Tensor) and not value.isfinite().all() for value in got):
-                words = "Logits of 100 and more" if high else "The values"
-                raise Wrong(f"{words} give {got[0]}: subtract the largest logit of all ranks.")
-            logits_BSV, targets_BS = _logits(size, high)
-            want = F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
-            hints = _everywhere(size, _mistaken_loss(logits_BSV, targets_BS, size))
-            # Logits of some 200 in float32: their last digit is 1.5e-5.
-            same(got, [want] * size, "the loss", 1e-4, hints)
-            numbers = max(result[case][1] for result in results) / targets_BS.numel() / 4
-            if numbers >= _SHARE:
-                words = (
-                    f"Right, but a rank with {_SHARE} logits a token sent {numbers:.0f} numbers:"
-                )
-                raise Wrong(f"{words} do without sending logits.")
-    return f"Right on 2 and on 4 ranks, with {numbers:.0f} numbers a token, whatever V is."
+        results = run_answer(_greedy, size, answer, timeout=_TIMEOUT)
+        for case, ties in enumerate((False, True)):
+            logits_BSV = _logits(size, ties)
+            parts = logits_BSV.chunk(size, -1)
+            want = logits_BSV.argmax(-1)
+            local = [part.argmax(-1) for part in parts]
+            numbers = torch.stack([n + rank * _SHARE for rank, n in enumerate(local)])
+            has_it = torch.stack([part.amax(-1) for part in parts]) == logits_BSV.amax(-1)
+            hints = {
+                "It is each rank's own likeliest entry: which rank has the largest logit of all?": (
+                    list(numbers)
+                ),
+                "It is a number in the rank's own part; entries of rank r begin at r v.": (
+                    torch.stack(local).where(has_it, torch.tensor(size * _SHARE)).amin(0)
+                ),
+                "The numbers of all ranks were added up; only one of them is meant.": numbers.sum(
+                    0
+                ),
+                "Of equal logits the largest number won; one process takes the smallest.": (
+                    numbers.where(has_it, torch.tensor(-1)).amax(0)
+                ),
+            }
+            got = [
+                value.long() if isinstance(value := result[case][0], Tensor) else value
+                for result in results
+            ]
+            same(got, [want] * size, "the tokens", 0.0, _everywhere(size, hints))
+            sent = max(result[case][1] for result in results) / want.numel()
+            if sent >= 4 * _SHARE:
+                words = f"Right, but a rank with {_SHARE} logits a token sent {sent:.0f} bytes for"
+                raise Wrong(f"{words} each: do without sending logits.")
+    return f"Right on 2 and on 4 ranks, with {sent:.0f} bytes a token, whatever V is."
 
 
 _LLAMA, _GPT2 = PRESETS["llama-3-8b"], PRESETS["gpt-2"]

@@ -3,11 +3,11 @@
 torch.distributed.checkpoint (DCP) writes and reads the tensors: every rank its own shards, and any
 number of ranks can read what another number wrote. This package adds what DCP leaves to its user:
 
-- `state`: what belongs into a checkpoint beside the weights (optimizer, schedule, step, position in
-  the data, random state), and how two lists of tensors differ;
-- `folder`: one atomic rename makes a save the current one; a manifest with sizes and checksums
-  tells damage before anything is loaded; old checkpoints go only after a new one is complete;
-- `store`: `Checkpoints`, which does both on all ranks, at once or in the background;
+- `core`: what belongs into a checkpoint, the rename that makes a save count, and `Checkpoints`;
+- `contents`: what is no tensor (random state, schedule), and how two lists of tensors differ;
+- `folder`: a folder on a disk, its manifest, and what tells damage before anything is loaded;
+- `members`: what one rank finds, all raise;
+- `one_file`: `export`, one file for a plain process;
 - `cost`: how often to save.
 
     store = Checkpoints("runs/a", dist.group.WORLD, keep=2)
@@ -23,10 +23,10 @@ number of ranks can read what another number wrote. This package adds what DCP l
     store.close()
 """
 
+from .core import Checkpoints, Training, named_tensors
 from .cost import best_interval, lost_share, simulated_lost_share
 from .folder import MANIFEST, CheckpointError, complete
-from .state import Training, export, tensors
-from .store import Checkpoints
+from .one_file import export
 
 __all__ = [
     "MANIFEST",
@@ -38,5 +38,5 @@ __all__ = [
     "export",
     "lost_share",
     "simulated_lost_share",
-    "tensors",
+    "named_tensors",
 ]

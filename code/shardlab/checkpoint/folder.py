@@ -1,18 +1,9 @@
-"""Checkpoints as folders: fresh ones, complete ones, old ones, damaged ones. No torch in here.
-
-    runs/a/000006-step-500/          complete, the last but one
-    runs/a/000007-step-600/          complete, the current one: the highest number
-        manifest.json                step, world size, sizes and checksums of the other files, …
-        .metadata, __0_0.distcp, …   DCP's
-        rest.pt                      learning rates and the like, the schedule
-        random-0.pt, …               the ranks' random states
-    runs/a/.saving-000008-step-700/  not complete: under way, or left by a save that was killed
-    runs/a/.old-000005-step-400/     on its way out
+"""A folder of checkpoints on a disk: names, locks, files that last, and what tells damage.
 
 A folder gets its final name by one rename, which a file system does entirely or not at all: so a
 name without a dot at its front is a promise that everything is in it. The number at the front
 counts saves and not steps, so that whoever goes back to step 500 and saves step 600 anew has a
-current checkpoint with the new step 600 in it.
+current checkpoint with the new step 600 in it. No torch in here.
 """
 
 from __future__ import annotations
@@ -22,13 +13,14 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import stat
 import warnings
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
+
+from shardlab.ranks.agree import check_whole
 
 FORMAT, VERSION = "shardlab checkpoint", 1
 MANIFEST = "manifest.json"
@@ -58,6 +50,20 @@ def step_of(path: Path) -> int:
     return int(found[2])
 
 
+def choose(root: Path, step: int | None) -> Path:
+    """The current checkpoint in `root`, or the newest one of `step`."""
+    if step is not None:
+        check_whole(0, step=step)
+    found = complete(root)
+    if not found:
+        raise CheckpointError(f"{root}: there is no complete checkpoint in it")
+    chosen = [path for path in found if step is None or step_of(path) == step]
+    if not chosen:
+        steps = ", ".join(str(step_of(path)) for path in found)
+        raise ValueError(f"step={step!r}: allowed are {steps}")
+    return chosen[-1]
+
+
 def lock(root: Path) -> IO[str] | None:
     """Hold `root`, so that no other process saves into it; CheckpointError if one does already.
 
@@ -84,41 +90,6 @@ def unlock(held: IO[str]) -> None:
     held.close()
 
 
-def begin(root: Path, step: int) -> Path:
-    """Clear away what killed saves have left in `root`, and make a fresh folder to save into."""
-    root.mkdir(parents=True, exist_ok=True)
-    for path in root.iterdir():
-        if path.name.startswith((SAVING, OLD)):
-            shutil.rmtree(path)
-    done = complete(root)
-    number = int(done[-1].name.split("-")[0]) + 1 if done else 1
-    saving = root / f"{SAVING}{number:06d}-step-{step}"
-    saving.mkdir()
-    return saving
-
-
-def commit(saving: Path, manifest: dict[str, Any]) -> Path:
-    """Complete `saving` with its manifest, and make it the current checkpoint.
-
-    Everything has to be on the disk before the rename: the kernel may write it in another order,
-    and the machine may lose power in between.
-    """
-    write_durably(saving / MANIFEST, json.dumps(manifest, indent=1).encode())
-    _sync(saving)
-    final = saving.with_name(saving.name.removeprefix(SAVING))
-    os.rename(saving, final)  # the one moment at which the new checkpoint becomes the current one
-    _sync(final.parent)
-    return final
-
-
-def prune(root: Path, keep: int) -> None:
-    """Let all but the newest `keep` checkpoints go. Only ever after a commit."""
-    for path in complete(root)[:-keep]:
-        gone = path.with_name(OLD + path.name)
-        os.rename(path, gone)  # first: a half deleted checkpoint must not look complete
-        shutil.rmtree(gone)
-
-
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file, and return when it is on the disk and not just in the kernel's memory."""
     with open(path, "wb") as file:
@@ -127,7 +98,7 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(directory: Path) -> None:
+def sync(directory: Path) -> None:
     """Have the names in a directory written to the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -175,9 +146,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _wrong(manifest: dict[str, Any]) -> str | None:
     """What keeps a manifest, however well its checksum fits, from being one that we wrote."""
     for name, least in (("step", 0), ("samples", 0), ("ranks", 1)):
-        value = manifest.get(name)
-        if type(value) is not int or value < least:
-            return f"{name} is {value!r}, allowed are whole numbers, {least} or more"
+        try:
+            check_whole(least, **{name: manifest.get(name)})
+        except ValueError as error:
+            return str(error)
     for name, kinds in (
         ("files", {"bytes": int, "crc32": int}),
         ("tensors", {"shape": list, "dtype": str}),

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import model as plain
 from shardlab import ranks
+from shardlab.checks import check_whole
 from shardlab.shapes import Config
 
 from .storage import held, states
@@ -48,9 +49,7 @@ def pretended_step(
     Raises ValueError for sizes below 1 and an unknown `recompute`.
     """
     seq = config.seq if seq is None else seq
-    for name, value in (("world_size", world_size), ("batch", batch), ("seq", seq)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
+    check_whole(1, world_size=world_size, batch=batch, seq=seq)
     if recompute not in ("full", "none"):
         raise ValueError(f"recompute={recompute!r}: allowed are 'full' and 'none'")
     arguments = config, batch, seq, recompute == "full", reshard

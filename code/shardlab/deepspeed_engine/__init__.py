@@ -5,23 +5,22 @@
     engine = deepspeed_engine.initialize(GPT(PRESETS["nano"]), settings)
     loss = deepspeed_engine.step(engine, [(tokens, targets)])
 
-- `config` builds DeepSpeed's configuration and `check` holds any configuration against DeepSpeed's
-  own schema (builder, schema);
-- `initialize` starts the engine, quietly and without a compiler (start);
-- `step`, `weights` and `recompute` use it (training);
-- `pipeline` cuts the plain GPT into the stages of DeepSpeed's pipeline (pipe);
-- `save`, `load` and `plain_state_dict` keep what was trained (saved).
+- `core`: `initialize`, `step`, `config`, `recompute`, `save`, `load`, `to_universal`;
+- `start`: `prepare`, DeepSpeed quietly and without a compiler;
+- `schema`: `check`, and what is refused before anything starts;
+- `pipe`: `pipeline` cuts the plain GPT into the stages of DeepSpeed's pipeline;
+- `plain`: `weights` of an engine and `plain_state_dict` of a checkpoint, by the plain names;
+- `lab` and `breakdown`: one Llama, four ways, and what each costs.
 
 Importing this package does not import DeepSpeed, which takes seconds and may not be installed. The
 functions that need it say so. Source: DeepSpeed 0.19.8; Rajbhandari et al., "ZeRO", SC 2020.
 """
 
-from .builder import config
+from .core import config, initialize, load, recompute, save, step, to_universal
 from .pipe import pipeline
-from .saved import load, plain_state_dict, save
+from .plain import plain_state_dict, weights
 from .schema import check
-from .start import initialize, prepare
-from .training import recompute, step, weights
+from .start import prepare
 
 __all__ = [
     "check",
@@ -34,5 +33,6 @@ __all__ = [
     "recompute",
     "save",
     "step",
+    "to_universal",
     "weights",
 ]

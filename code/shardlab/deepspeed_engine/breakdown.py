@@ -1,4 +1,4 @@
-"""What a run of the lab cost: tokens, seconds, operations, bytes and money, in one breakdown.
+"""What a run of the lab took: tokens, seconds, operations, bytes, and money if it has a price.
 
 Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shardlab import show
+from shardlab.ranks.agree import check_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,9 +42,7 @@ class Task:
     steps: int = 3
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: allowed is a whole number, 1 or more")
+        check_whole(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class Report:
     """What one way of working cost: the breakdown, and what came out for comparison.
 
     tokens: trained, or generated. seconds: of the slowest rank, without starting. flops, moved:
-    floating-point operations, and bytes to and from memory, of all ranks. price: per GPU hour.
+    floating-point operations, and bytes to and from memory, of all ranks. price: per GPU hour, or
+    None where ranks are no GPUs that anybody pays for.
     outcome: losses [1 + steps], or generated tokens [B, new].
     """
 
@@ -62,7 +62,7 @@ class Report:
     seconds: float
     flops: int
     moved: int
-    price: float
+    price: float | None
     outcome: Tensor
 
     @property
@@ -81,8 +81,10 @@ class Report:
         return self.flops / self.moved
 
     @property
-    def cost(self) -> float:
+    def cost(self) -> float | None:
         """Price of a million tokens: every rank is a GPU that is paid for."""
+        if self.price is None:
+            return None
         return self.price * self.ranks * self.seconds / 3600 / self.tokens * 1e6
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,27 +165,29 @@ def inference_moved(
 def table(reports: Sequence[Report], caption: str = "") -> show.Shown:
     """The breakdown of each report, a row each."""
     head = ["work", "way", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]
-    head += ["FLOP/byte", "cost per million tokens"]
-    rows = [
+    head += ["FLOP/byte"]
+    rows: list[tuple[object, ...]] = [
         (
             *(r.work, WAYS[r.way], r.ranks, r.tokens, f"{r.seconds:.3f}", f"{r.rate:,.0f}"),
-            *(f"{r.tflops:.4f}", f"{r.intensity:.1f}", f"{r.cost:.2f}"),
+            *(f"{r.tflops:.4f}", f"{r.intensity:.1f}"),
         )
         for r in reports
     ]
+    if all(r.cost is not None for r in reports):
+        head += ["cost per million tokens"]
+        rows = [(*row, f"{r.cost:.2f}") for row, r in zip(rows, reports, strict=True)]
     return show.table(rows, head, caption)
 
 
 def picture(reports: Sequence[Report]) -> Figure:
-    """Speed, intensity and cost of each way: a row for inference and one for training."""
+    """Speed and intensity of each way: a row for inference and one for training."""
     import matplotlib.pyplot as plt
 
     show.style()
     kinds = [work for work in WORK if any(r.work == work for r in reports)]
-    figure, panels = plt.subplots(len(kinds), 3, figsize=(6.6, 1.9 * len(kinds)), squeeze=False)
+    figure, panels = plt.subplots(len(kinds), 2, figsize=(6.6, 1.9 * len(kinds)), squeeze=False)
     figure.subplots_adjust(wspace=0.18, hspace=0.45)
     measures = [("tokens/s", "rate", ",.0f"), ("FLOP per byte", "intensity", ".1f")]
-    measures += [("cost per million", "cost", ".2f")]
     for row, work in zip(panels, kinds, strict=True):
         chosen = [r for r in reports if r.work == work]
         for axes, (title, name, form) in zip(row, measures, strict=True):

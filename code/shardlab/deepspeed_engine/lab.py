@@ -36,8 +36,8 @@ from .breakdown import (
     training_flops,
     training_moved,
 )
-from .builder import config
-from .start import initialize, prepare, quiet
+from .core import config, initialize
+from .start import prepare, quiet
 
 # Llama's parts in a size for two CPU cores: 3.1 million parameters.
 TINY = {
@@ -161,27 +161,27 @@ def run(
     way: str,
     size: int = 2,
     task: Task | None = None,
-    price: float = 2.5,
+    price: float | None = None,
     model: str | None = None,
     device: str = "auto",
     timeout: float = 300.0,
 ) -> list[Report]:
     """Generate and train in one `way` (of WAYS) on `size` ranks; "one" is always one process.
 
-    price: of a GPU hour, in whatever currency; the cost comes in the same. model: a name on Hugging
-    Face's hub, to be downloaded by each rank's process; without one, TINY with random weights, and
-    no network. device: as in `ranks.run`.
+    price: of a GPU hour, in whatever currency; the cost comes in the same. Without one, there is no
+    cost: ranks on one CPU, or on one GPU that they share, cost no more than one. model: a name on
+    Hugging Face's hub, to be downloaded by each rank's process; without one, TINY with random
+    weights, and no network. device: as in `ranks.run`.
 
     Returns a Report for inference and one for training. Raises ValueError for what is not allowed.
     """
     task = task or Task()
     size = 1 if way == "one" else size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"size={size!r}: allowed is a whole number of ranks, 1 or more")
+    ranks.agree.check_whole(size=size)
     if way not in WAYS:
         raise ValueError(f"way={way!r}: allowed are {', '.join(map(repr, WAYS))}")
-    if isinstance(price, bool) or not isinstance(price, (int, float)) or not price >= 0:
-        raise ValueError(f"price={price!r}: allowed is a price per GPU hour, 0 or more")
+    if price is not None:
+        ranks.check_number(0, price=price)
     if way in ("data", "zero3") and task.batch % size:
         raise ValueError(f"batch={task.batch}: allowed are multiples of the {size} ranks")
     shape = _shape(model)
@@ -204,9 +204,7 @@ def run(
             tokens = task.steps * task.batch * task.seq
             flops = task.steps * training_flops(shape, task.batch, task.seq)
         moved, seconds = sum(r[1] for r in results), max(r[2] for r in results)
-        reports.append(
-            Report(way, work, size, tokens, seconds, flops, moved, float(price), outcome)
-        )
+        reports.append(Report(way, work, size, tokens, seconds, flops, moved, price, outcome))
     return reports
 
 
@@ -215,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--price", type=float, default=2.5, help="of a GPU hour")
+    parser.add_argument("--price", type=float, help="of a GPU hour: adds what tokens cost")
     parser.add_argument("--model", help="a name on Hugging Face's hub; downloads it")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     for name, default in vars(Task()).items():

@@ -68,7 +68,8 @@ def pipeline(model: GPT, stages: int) -> Any:
     from deepspeed.pipe import PipelineModule
 
     world = dist.get_world_size()
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1 or world % stages:
+    ranks.agree.check_whole(stages=stages)
+    if world % stages:
         raise ValueError(f"stages={stages!r}: allowed are divisors of the {world} ranks")
     if ranks.device().type == "cuda" and dist.get_backend() == "gloo":
         raise ValueError("device='cuda': with a GPU for several ranks allowed is device='cpu'")

@@ -1,4 +1,6 @@
-"""Holding a configuration against DeepSpeed's own schema, and finding what DeepSpeed ignores.
+"""What is refused before anything starts: what DeepSpeed cannot do, or would pass over in silence.
+
+First arguments that cannot go together. Then a configuration against DeepSpeed's own schema.
 
 DeepSpeed checks its sections strictly (they are pydantic models, which refuse unknown names), but
 not the top level: it looks up the names that it knows, and whatever else stands there is passed
@@ -11,15 +13,96 @@ note of what is looked up: what DeepSpeed never asks for, it does not know.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardlab import ranks
+from shardlab.ranks.agree import check_whole
+
 from .start import prepare, quiet
 
+OFFLOADS = ("none", "optimizer", "parameters")
+PRECISIONS = ("fp32", "bf16", "fp16")
 # Read outside the class that holds the configuration: by deepspeed.initialize and the pipeline.
 _READ_ELSEWHERE = {"sequence_parallel_size", "data_parallel_size", "pipeline.use_reentrant"}
 # What stands in these goes to another constructor, as it is.
 _FREE = ("optimizer.params.", "scheduler.params.")
+
+
+def degrees(world_size: Any, dp: Any, tp: Any, pp: Any) -> int:
+    """The data-parallel degree; ValueError unless dp * tp * pp is the number of ranks."""
+    check_whole(world_size=world_size, tp=tp, pp=pp)
+    if dp is None:
+        if world_size % (tp * pp):
+            raise ValueError(
+                f"world_size={world_size}: allowed are multiples of tp * pp = {tp} * {pp}"
+            )
+        return world_size // (tp * pp)
+    check_whole(dp=dp)
+    if dp * tp * pp != world_size:
+        raise ValueError(
+            f"world_size={world_size}: dp * tp * pp = {dp} * {tp} * {pp} = {dp * tp * pp} is"
+            " allowed"
+        )
+    return dp
+
+
+def check_choices(zero: Any, offload: Any, precision: Any, clipping: Any) -> None:
+    """Raise ValueError for a value that is none of those that `config` names."""
+    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero!r}: allowed are 0, 1, 2 and 3")
+    if offload not in OFFLOADS:
+        raise ValueError(f"offload={offload!r}: allowed are {', '.join(map(repr, OFFLOADS))}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: allowed are {', '.join(map(repr, PRECISIONS))}")
+    number = isinstance(clipping, (int, float)) and not isinstance(clipping, bool)
+    if not number or not 0 <= clipping < math.inf:
+        raise ValueError(f"clipping={clipping!r}: allowed is a norm, 0 (no clipping) or more")
+
+
+def check_together(zero: int, offload: str, precision: str, tp: int, pp: int, device: str) -> None:
+    """Raise ValueError for values that DeepSpeed cannot combine."""
+    _, place = ranks.place(1, device)
+    if pp > 1 and zero > 1:
+        raise ValueError(
+            f"zero={zero}: with pp={pp} allowed are 0 and 1; a pipeline adds up the gradients of "
+            "many micro-batches, and stages 2 and 3 would scatter them after each one"
+        )
+    if pp > 1 and tp > 1:
+        raise ValueError(
+            f"tp={tp}: with pp={pp} allowed is 1; DeepSpeed's automatic tensor parallelism does not"
+            " go into its pipeline module"
+        )
+    if offload == "optimizer" and zero == 0:
+        raise ValueError("zero=0: with offload='optimizer' allowed are 1, 2 and 3")
+    if offload == "parameters" and zero != 3:
+        raise ValueError(f"zero={zero}: with offload='parameters' allowed is 3")
+    if precision == "fp16" and place == "cpu":
+        raise ValueError("precision='fp16': on a CPU DeepSpeed allows 'fp32' and 'bf16'")
+
+
+def check_world(settings: Mapping[str, Any], world: int) -> None:
+    """Raise ValueError for a configuration that was made for another number of ranks."""
+    total, micro, accumulation = (
+        settings.get(key)
+        for key in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
+    )
+    if None in (total, micro, accumulation):
+        return  # DeepSpeed works out the rest
+    stages = settings.get("pipeline", {}).get("stages", 1)
+    pp = stages if isinstance(stages, int) else 1
+    # DeepSpeed divides by the stages of a pipeline, and not by the degree of tensor parallelism.
+    if total * pp != micro * accumulation * world:
+        raise ValueError(
+            f"train_batch_size={total}: made for another number of ranks; with micro_batch={micro},"
+            f" accumulation={accumulation}, pp={pp} on {world} ranks, allowed is"
+            f" {micro * accumulation * world // pp}"
+        )
 
 
 class Asked(dict):

@@ -13,17 +13,11 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
 from shardlab import ranks
-
-Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def prepare() -> Any:
@@ -85,47 +79,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def initialize(
-    module: nn.Module,
-    config: Mapping[str, Any],
-    optimizer: Optimizers | torch.optim.Optimizer | None = None,
-) -> Any:
-    """DeepSpeed's engine around `module`, on every rank of the default process group.
-
-        engine = initialize(GPT(PRESETS["nano"]), config(micro_batch=2, world_size=2, zero=3))
-        loss(engine(tokens), targets)   # then engine.backward(...), engine.step(); or use `step`
-
-    module: the same on every rank; it is moved to the rank's device and becomes the engine's. One
-        made by `pipeline` gives DeepSpeed's PipelineEngine.
-    config: from `config`, or any dict in DeepSpeed's own words.
-    optimizer: a function from parameters to an optimizer, or an optimizer over all of `module`'s
-        parameters; without one, torch's AdamW with a learning rate of 1e-3. (The config's own
-        "optimizer" section, when there is one, comes before that default. DeepSpeed compiles the
-        fast optimizers that it names unless "torch_adam" is set.)
-
-    DeepSpeed keeps some of its state for the whole process: an engine with a pipeline, one with
-    tensor parallelism and one with neither belong in runs of their own.
-
-    Raises ValueError when the config was made for another number of ranks, before DeepSpeed starts.
-    """
-    deepspeed = prepare()
-    settings = dict(config)
-    _check_world(settings, dist.get_world_size())
-    if optimizer is None and "optimizer" not in settings:
-        optimizer = _adamw
-    device = ranks.device()
-    if device.type == "cuda":  # DeepSpeed takes this for the GPU's number; ranks may share one
-        os.environ["LOCAL_RANK"] = str(device.index)
-    with quiet():
-        engine, *_ = deepspeed.initialize(
-            model=module.to(device),
-            optimizer=optimizer,
-            model_parameters=[p for p in module.parameters() if p.requires_grad],
-            config=settings,
-        )
-    return engine
-
-
 def _forget() -> None:
     """Take from DeepSpeed what it keeps of this run: a process of torchrun's has more than one."""
     name = "deepspeed.{}".format
@@ -134,29 +87,3 @@ def _forget() -> None:
     importlib.import_module(name("module_inject.layers")).set_autotp_mode(training=False)
     messages = importlib.import_module(name("runtime.pipe.p2p"))
     messages._groups = messages._grid = None
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
-
-
-def _check_world(settings: Mapping[str, Any], world: int) -> None:
-    total, micro, accumulation = (
-        settings.get(key)
-        for key in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        )
-    )
-    if None in (total, micro, accumulation):
-        return  # DeepSpeed works out the rest
-    stages = settings.get("pipeline", {}).get("stages", 1)
-    pp = stages if isinstance(stages, int) else 1
-    # DeepSpeed divides by the stages of a pipeline, and not by the degree of tensor parallelism.
-    if total * pp != micro * accumulation * world:
-        raise ValueError(
-            f"train_batch_size={total}: made for another number of ranks; with micro_batch={micro},"
-            f" accumulation={accumulation}, pp={pp} on {world} ranks, allowed is"
-            f" {micro * accumulation * world // pp}"
-        )

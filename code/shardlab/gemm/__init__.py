@@ -1,11 +1,28 @@
 """One matrix product on many ranks: where to cut it, what that costs, and when it pays.
 
-- `by_rows`, `by_columns`, `by_inner` (split): one dimension cut, and the collective that follows;
-- `summa` (summa): all three matrices cut into blocks, on a grid of ranks;
+- `by_rows`, `by_columns`, `by_inner`, `summa` (core): the product, cut along one dimension or on a
+  grid of ranks, and what it sends; what it refuses stands in `checks`;
 - `predict`, `seconds`, `pays_from` (cost): bytes held and sent, and time, before anything runs;
 - `measure`, `shard_throughput` (measure): the rates that the predictions start from.
 """
 
+from .core import (
+    CUTS,
+    Grid,
+    Panel,
+    by_columns,
+    by_inner,
+    by_rows,
+    cut,
+    gather_columns,
+    gather_rows,
+    grid,
+    multiply,
+    panels,
+    share,
+    shares,
+    summa,
+)
 from .cost import (
     WAYS,
     Cost,
@@ -19,20 +36,6 @@ from .cost import (
     seconds,
 )
 from .measure import Shard, measure, shard_throughput, stopwatch
-from .split import (
-    CUTS,
-    by_columns,
-    by_inner,
-    by_rows,
-    cut,
-    gather_columns,
-    gather_rows,
-    multiply,
-    narrated,
-    share,
-    shares,
-)
-from .summa import Grid, Panel, grid, panels, summa
 
 __all__ = [
     "CUTS",
@@ -54,7 +57,6 @@ __all__ = [
     "grid",
     "measure",
     "multiply",
-    "narrated",
     "near_square",
     "panels",
     "pays_from",

@@ -1,6 +1,6 @@
 """What each way to cut a product costs a rank, predicted: bytes held, bytes sent, seconds.
 
-C_MN = A_MK @ B_KN on t ranks, letters as in `split`, e bytes an element, S = M N e bytes of C.
+C_MN = A_MK @ B_KN on t ranks, letters as in `core`, e bytes an element, S = M N e bytes of C.
 
     way      a rank holds, of A, B, C           all t ranks together send
     rows     MK/t, KN, MN/t; MN with all of C   nothing; t (t - 1) ceil(M/t) N e for all of C
@@ -17,9 +17,10 @@ import math
 from dataclasses import dataclass, field
 
 from shardlab.link import ring_seconds
+from shardlab.ranks.agree import check_whole
 
-from .split import CUTS, check_way, share, shares
-from .summa import panels
+from .checks import check_way
+from .core import CUTS, panels, share, shares
 
 WAYS = (*CUTS, "summa")
 
@@ -254,10 +255,7 @@ def _check(
     shape: tuple[int, int] | None,
 ) -> None:
     check_way(way, WAYS)
-    given = {"M": M, "N": N, "K": K, "ranks": ranks, "itemsize": itemsize}
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
+    check_whole(1, M=M, N=N, K=K, ranks=ranks, itemsize=itemsize)
     if way == "summa" and whole:
         raise ValueError("whole=True: allowed with way='summa' is False, for it leaves C in blocks")
     if shape is not None and (way != "summa" or shape[0] * shape[1] != ranks):

@@ -17,14 +17,21 @@ from shardlab import ranks
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
 
+from .checks import check_way
+from .core import CUTS, shares
 from .cost import Machine
-from .split import CUTS, check_way, shares
 
 
-def stopwatch(call: Callable[[], Any], group: Group, repeats: int = 5) -> float:
-    """Median seconds of `call` until the last rank has finished it; the same on every rank.
+def stopwatch(
+    call: Callable[[], Any],
+    group: Group,
+    repeats: int = 5,
+    pick: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    """Seconds of `call` until the last rank has finished it; the same on every rank.
 
-    Every rank of `group` calls it. One call to warm up; a barrier before each repeat.
+    Every rank of `group` calls it. One call to warm up; a barrier before each repeat. pick: of the
+    repeats' seconds the one that counts; `min` where it is to be what the machine can do.
     """
     check_group(group)
     times = []
@@ -35,7 +42,7 @@ def stopwatch(call: Callable[[], Any], group: Group, repeats: int = 5) -> float:
         times.append(_clock() - begin)
     slowest = torch.tensor(times[1:], dtype=torch.float64, device=_wire_device(group))
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # [repeats]
-    return statistics.median(slowest.tolist())
+    return pick(slowest.tolist())
 
 
 def _clock() -> float:
@@ -58,8 +65,9 @@ def measure(
 ) -> Machine:
     """Measure what a rank computes while all do, and what `group` carries: the same on every rank.
 
-    Compute: a product of square float32 matrices of `side`, on all ranks at once; the slowest rank
-    counts. Link: an all-gather of few bytes, and one of `size` bytes in all, which take
+    The fastest of `repeats` counts, and in each the slowest rank: other work on the machine only
+    adds time. Compute: a product of square float32 matrices of `side`, on all ranks at once. Link:
+    an all-gather of few bytes, and one of `size` bytes in all, which take
     (t - 1)(latency + bytes / t / bandwidth) seconds each. With one rank there is no link to
     measure: latency 0, bandwidth without end.
     """
@@ -67,7 +75,8 @@ def measure(
     device = ranks.device() if device is None else device
     side = (8192 if device.type == "cuda" else 768) if side is None else side
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    flops = 2 * side**3 / stopwatch(lambda: a @ b, group, repeats)  # [side, side] @ [side, side]
+    product = stopwatch(lambda: a @ b, group, repeats, min)  # [side, side] @ [side, side]
+    flops = 2 * side**3 / product
     if number == 1:
         return Machine(flops, 0.0, float("inf"))
 
@@ -75,7 +84,7 @@ def measure(
         piece = torch.ones(numbers, device=device)
         all_pieces = torch.empty(number * numbers, device=device)
         gather = partial(all_gather_single, all_pieces, piece, group=group)
-        return stopwatch(gather, group, repeats) / (number - 1)
+        return stopwatch(gather, group, repeats, min) / (number - 1)
 
     small, large = 1, max(2, size // 4 // number)  # numbers of 4 bytes that each rank has
     short, long = hop(small), hop(large)

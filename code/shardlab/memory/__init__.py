@@ -1,36 +1,29 @@
 """Where the bytes of a training step go, predicted: the standard library alone.
 
+- `states` and what a layer keeps (core): model states by precision, optimizer, ZeRO stage;
 - `parameters`, `parameter_count`, `fsdp2_shard` (counting): parameters of a shape, of one rank;
-- `states`, `bytes_per_parameter`, `largest` (recipes): the states of a model, by precision,
-  optimizer, ZeRO stage;
-- `activations`: what autograd keeps of the course's own model;
+- `activations`: what autograd keeps of the course's own model, on one rank;
 - `estimate` (step): all of it, and the moment of a step that needs the most;
-- the formulas that papers and libraries print (published);
+- the formulas that papers and libraries print (published), `bytes_per_parameter` and `largest`;
 - `format_bytes` (units): GB is 10^9 bytes, GiB is 2^30.
 
 Everything is in bytes, on one rank. `shardlab.count` measures the same.
 """
 
 from .activations import Activations, activations
+from .core import OPTIMIZERS, PRECISIONS, Recipe, States, states
 from .counting import PARTS, fsdp2_shard, largest_parameter, parameter_count, parameters, shapes
 from .published import (
     attention_term,
+    bytes_per_parameter,
     deepspeed_zero2,
     deepspeed_zero3,
     in_flight_layers,
     korthikanti_layer,
+    largest,
     megatron_bytes,
     selective_saving,
     stage_output_saved,
-)
-from .recipes import (
-    OPTIMIZERS,
-    PRECISIONS,
-    Recipe,
-    States,
-    bytes_per_parameter,
-    largest,
-    states,
 )
 from .step import Estimate, estimate
 from .units import UNITS, format_bytes

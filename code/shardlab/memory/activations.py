@@ -1,23 +1,6 @@
-"""Activations of the course's own model: what autograd keeps between forward and backward.
+"""Activations on one rank: what its layers and the loss keep, and what backward adds to that.
 
-Counted tensor by tensor from `shardlab.model`, in the dtypes that it really has. Sizes in
-bytes for one micro-batch on one rank: b sequences of s tokens, h hidden, a heads, K key-value heads
-of size D, F width of the feed-forward network, V vocabulary, t tensor degree, e bytes an element.
-
-    kept by              bytes
-    norm (layer)         input and output 2bshe, mean and deviation
-    norm (rms)           on a CPU input and normalised input in float32 8bsh, output bshe
-    attention, fused     queries, keys, values (bshe + 2bsKDe) / t, output 2bshe / t, a number a row
-    attention, plain     the same in float32, and its a * s * s scores
-    rotary positions     cosines and sines, for queries and for keys: 2sDe
-    feed-forward, gelu   before and after: 2bsFe / t
-    feed-forward, swiglu gate, its SiLU, up, their product: 4bsFe / t
-    dropout              a mask: bshe on a CPU, bsh on a GPU
-    loss                 log-softmax in float32: 4bsV / t
-
-Tensor parallelism divides what stands between the cut matrices; sequence parallelism the rest
-(Korthikanti et al. 2022, arXiv 2205.05198, section 4), and there bshe stands whole for a moment, a
-few times: gathered, in another order, or received in parts.
+What one layer keeps, tensor by tensor, is counted in `core`; letters as there.
 """
 
 from __future__ import annotations
@@ -26,9 +9,9 @@ from dataclasses import dataclass
 
 from shardlab.shapes import Config
 
+from .core import PRECISIONS, Sizes, is_plain, kept_by_attention, kept_by_norm, layer_parts, sizes
 from .counting import check_cut
 from .published import RECOMPUTE
-from .recipes import PRECISIONS
 from .units import one_of, whole
 
 ATTENTION = "fused", "plain"
@@ -65,110 +48,6 @@ class Activations:
         return self.saved + max(self.loss, *self.working.values())
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of the tensors of one micro-batch on one rank, by what they are."""
-
-    stream: int  # the residual stream, outside of the cut matrices
-    stream_fp32: int
-    tokens: int  # one float32 for each token of the stream
-    edge: int  # the stream of all tokens, where sequence parallelism gathers it; 0 without
-    order: int  # the same in the order of the ranks; 0 for one sequence, which has that order
-    sent: int  # the gradient of a cut part's input; where it is scattered, received and input, too
-    query: int
-    key: int
-    heads_fp32: int  # queries in float32
-    scores: int  # a * s * s of them, in float32
-    rows: int  # a float32 for each query and head
-    rows_of_a_head: int
-    wide: int  # the feed-forward network's inner tensor
-    tables: int  # cosines and sines
-    logits_fp32: int
-    element: int
-
-
-def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence: bool) -> Sizes:
-    """Sizes for `element` bytes an element; `sequence`: the stream is cut along the sequence."""
-    b_s, h = batch * seq, config.hidden
-    tokens = -(-b_s // (tp if sequence else 1))
-    stream, edge = tokens * h * element, b_s * h * element if sequence and tp > 1 else 0
-    return Sizes(
-        stream=stream,
-        stream_fp32=tokens * h * 4,
-        tokens=tokens * 4,
-        edge=edge,
-        order=edge if batch > 1 else 0,
-        sent=(3 * edge or stream) if tp > 1 else 0,
-        query=b_s * h * element // tp,
-        key=b_s * config.key_value_heads * config.head_size * element // tp,
-        heads_fp32=b_s * h * 4 // tp,
-        scores=batch * config.heads * seq * seq * 4 // tp,
-        rows=b_s * config.heads * 4 // tp,
-        rows_of_a_head=b_s * 4,
-        wide=b_s * config.ffn_width * element // tp,
-        tables=4 * seq * (config.head_size // 2) * element,
-        logits_fp32=b_s * -(-config.vocab // tp) * 4,
-        element=element,
-    )
-
-
-def _norm(config: Config, z: Sizes, device: str) -> int:
-    """Kept by one norm; its output is kept by what follows, but counted here."""
-    if config.norm == "layer":
-        # Mean and deviation, in float32 on a GPU and in the input's dtype on a CPU.
-        numbers = 2 * z.tokens * (4 if device == "gpu" else z.element) // 4
-        return 2 * z.stream + numbers
-    if device == "gpu":  # one fused kernel
-        return 2 * z.stream + z.tokens
-    return 2 * z.stream_fp32 + z.tokens + z.stream  # input and normalised input in float32
-
-
-def _attention(config: Config, z: Sizes, recompute: str, plain: bool, device: str) -> int:
-    """Kept from the projections to the input of the output projection."""
-    inputs = z.query + 2 * z.key
-    if recompute == "selective":
-        return inputs + z.tables + z.query  # the core's inputs, and its output for `out`
-    if not plain:
-        # A CPU's kernel puts out heads before tokens: `out` keeps a copy in the other order.
-        copied = device == "cpu" and z.rows > z.rows_of_a_head
-        return inputs + z.tables + (2 if copied else 1) * z.query + z.rows
-    kept = 3 * z.heads_fp32 + z.scores + z.query  # keys and values repeated for every head
-    if config.dropout:
-        mask = z.scores // 4 if device == "gpu" else z.scores
-        kept += mask + z.scores
-    return kept + z.tables
-
-
-def _dropout(config: Config, z: Sizes, device: str) -> int:
-    if not config.dropout:
-        return 0
-    return z.stream // z.element if device == "gpu" else z.stream
-
-
-def _ffn(config: Config, z: Sizes) -> int:
-    return (4 if config.mlp == "swiglu" else 2) * z.wide
-
-
-def is_plain(config: Config, attention: str, device: str) -> bool:
-    """Whether scores are kept: asked for, or because a CPU has no fused kernel with dropout."""
-    return attention == "plain" or (device == "cpu" and config.dropout > 0)
-
-
-def layer_parts(
-    config: Config, z: Sizes, recompute: str, attention: str, device: str
-) -> dict[str, int]:
-    """What one layer keeps, by part, as if `recompute` were not "full"."""
-    plain = is_plain(config, attention, device)
-    return {
-        "attention_norm": _norm(config, z, device),
-        "attention": _attention(config, z, recompute, plain, device),
-        "attention_dropout": _dropout(config, z, device),
-        "ffn_norm": _norm(config, z, device),
-        "ffn": _ffn(config, z),
-        "ffn_dropout": _dropout(config, z, device),
-    }
-
-
 def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) -> int:
     """Held in backward of a norm: its input, the gradients after and before it, temporaries."""
     if config.norm == "rms" and device == "cpu":  # in float32, step by step
@@ -200,7 +79,7 @@ def _backward(
     attention = 2 * (z.query + z.key)  # gradients of output, queries, keys, values
     if plain:
         attention = z.scores + (2 * z.heads_fp32 if config.dropout else z.scores)
-    again = parts["attention_norm"] + _attention(config, z, "none", plain, device) - z.query
+    again = parts["attention_norm"] + kept_by_attention(config, z, "none", plain, device) - z.query
     inside = first + z.stream + z.query + 2 * z.key + z.sent
     moments["attention"] = max(
         again + z.stream + attention, begun + z.edge + z.order, inside + z.order
@@ -263,7 +142,7 @@ def activations(
         layer=layer,
         layers=config.layers // pp,
         in_flight=in_flight,
-        head=_norm(config, z, device) if last else 0,
+        head=kept_by_norm(config, z, device) if last else 0,
         logits=z.logits_fp32 + (4 if tp == 1 else 0) if last else 0,
         loss=(2 * z.logits_fp32 if tp == 1 else z.logits_fp32 * z.element // 4) if last else 0,
         stream=z.stream,

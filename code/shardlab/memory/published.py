@@ -1,13 +1,14 @@
 """Formulas as papers and libraries print them, to compare with, and to know where they end.
 
-They count what their authors' models held. The course's own model is in `activations`.
+They count what their authors' models held. The course's own model is in `core`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from fractions import Fraction
 
-from .recipes import bytes_per_parameter
+from .core import OPTIMIZERS, check_recipe, states
 from .units import ceil_div, one_of, whole
 
 RECOMPUTE = "none", "selective", "full"
@@ -73,6 +74,43 @@ def stage_output_saved(s: int, b: int, h: int, p: int) -> int:
     Korthikanti et al. 2022, appendix B: 2.73 GB (they are GiB) for the 530B model on 35 stages.
     """
     return 2 * whole("s", s) * whole("b", b) * whole("h", h) * whole("p", p)
+
+
+def bytes_per_parameter(
+    precision: str = "bf16", optimizer: str = "adamw", zero: int = 0, dp: int = 1
+) -> Fraction:
+    """Bytes of model states for each parameter, on each rank, exactly: 4 + 12/64, for instance."""
+    recipe = check_recipe(precision, optimizer, zero, dp, "none")
+    kinds = OPTIMIZERS[optimizer]
+    kept = Fraction(recipe.master + kinds * recipe.state)
+    if recipe.block:
+        kept += Fraction(4 * kinds, recipe.block)
+    parts = Fraction(recipe.parameters), Fraction(recipe.gradients), kept
+    stages = 3, 2, 1
+    return sum((p / dp if zero >= s else p for p, s in zip(parts, stages, strict=True)), Fraction())
+
+
+def largest(
+    memory: float,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    zero: int = 0,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+) -> int:
+    """The most parameters whose states fit into `memory` bytes per rank, and nothing else.
+
+    Rajbhandari et al. 2020 (arXiv 1910.02054), Table 2, prints it as the theoretical maximum.
+    """
+    memory = whole("memory", memory, floats=True)
+    ranks = whole("tp", tp) * whole("pp", pp)
+    about = int(memory * ranks / bytes_per_parameter(precision, optimizer, zero, dp))
+
+    def needs(params: int) -> int:
+        return states(params, precision, optimizer, zero, dp, tp, pp).total
+
+    return bisect_right(range(1, about + 2), memory, key=needs)  # shares are rounded up
 
 
 def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Fraction:

@@ -8,8 +8,8 @@ from math import prod
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
+from .core import OPTIMIZERS, Recipe, States, check_recipe, states
 from .counting import check_cut, layer_shapes, parameters, shapes
-from .recipes import OPTIMIZERS, Recipe, States, check_recipe, states
 from .units import ceil_div, whole
 
 MIB = 2**20

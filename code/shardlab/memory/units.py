@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardlab.checks import check_whole
+
 # A disk maker's GB is 10^9 bytes, and so is the GB of papers; an operating system's GiB is 2^30,
 # 7 % more. torch and DeepSpeed print GiB, the latter under the name "GB".
 UNITS: dict[str, int] = {
@@ -43,9 +45,7 @@ def whole(argument: str, value: float, least: int = 1, floats: bool = False) -> 
     """`value` as an int, or ValueError. floats: 7.5e9 is a whole number too."""
     if floats and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        allowed = "whole numbers above 0" if least == 1 else f"whole numbers from {least}"
-        raise ValueError(f"{argument}={value!r}: allowed are {allowed}")
+    check_whole(least, **{argument: value})
     return value
 
 

@@ -10,7 +10,7 @@ Shapes in names: B batch, S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardlab import ranks
+from shardlab.buckets import average_gradients, copy_from_rank_0
 from shardlab.ranks import agree, p2p
 
 from . import deferred
@@ -356,7 +357,7 @@ class Pipeline(Held):
             if self.before is not None:
                 parameter.grad += self.before
         if self.replicas is not None:
-            average(self.parameters(), self.replicas)
+            average_gradients(self.parameters(), self.replicas)
         self.mail.end()
 
     def timeline(self) -> Timeline:
@@ -373,20 +374,4 @@ class Pipeline(Held):
             if peer < self.stage:
                 parameter.copy_(theirs)
         if self.replicas is not None:
-            root = dist.get_global_rank(self.replicas, 0)
-            for parameter in self.parameters():
-                dist.broadcast(parameter.detach(), root, group=self.replicas)
-
-
-@torch.no_grad()
-def average(parameters: Iterator[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Make each gradient the average over `group`; one that is missing takes part with zeros."""
-    works = []
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= dist.get_world_size(group)
-            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-    for work in works:
-        work.wait()
+            copy_from_rank_0(self.parameters(), self.replicas)

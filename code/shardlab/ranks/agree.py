@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
-from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+
+from shardlab.checks import check_bytes, check_number, check_whole
 
 from . import worker
+
+__all__ = [
+    "check_bytes",
+    "check_group",
+    "check_model",
+    "check_number",
+    "check_state",
+    "check_trained",
+    "check_whole",
+    "time_limit",
+]
 
 
 def check_group(group: dist.ProcessGroup) -> tuple[int, int]:
@@ -63,24 +76,22 @@ def check_model(module: nn.Module, group: dist.ProcessGroup) -> None:
                 raise ValueError(f"module: rank 0 of the group has {a}, rank {rank} has {b}")
 
 
-def check_whole(least: int = 1, **values: int) -> None:
-    """Raise ValueError for a value, given by its argument's name, that is no whole number."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers, {least} or more")
+def check_state(state: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError unless `state` holds a tensor for each name in `shapes`, of that shape.
 
-
-def check_number(least: float | None = None, **values: float) -> None:
-    """Raise ValueError for a value that is no number from `least`, or, without it, above 0."""
-    for name, value in values.items():
-        real = isinstance(value, Real) and not isinstance(value, bool)
-        if not real or not (value > 0 if least is None else value >= least):
-            allowed = "above 0" if least is None else f"from {least:g}"
-            raise ValueError(f"{name}={value!r}: allowed are numbers {allowed}")
-
-
-def check_bytes(**sizes: int) -> None:
-    """Raise ValueError for a size, given by its argument's name, that is no number of bytes."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed is a whole number of bytes, 1 or more")
+    For those who load a plain model's state dict into parts of it; `shapes` are the plain model's.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+        kind = type(state).__name__
+        raise ValueError(f"state={kind}: allowed are tensors by the names of the plain model")
+    problems = {
+        "missing": [name for name in shapes if name not in state],
+        "not the model's": [str(name) for name in state if name not in shapes],
+    }
+    told = [f"{', '.join(n[:3])} {what}; {len(n)} in all" for what, n in problems.items() if n]
+    if told:
+        raise ValueError(f"state: {'; '.join(told)}; allowed are the names of the plain model")
+    for name, shape in shapes.items():
+        if state[name].shape != tuple(shape):
+            given, wanted = list(state[name].shape), list(shape)
+            raise ValueError(f"state: {name} has shape {given}; allowed is {wanted}")

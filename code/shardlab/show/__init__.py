@@ -100,18 +100,19 @@ def _source_html(code: str, path: Path, start: int, name: str, folded: bool) -> 
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
 
-    below = _below_root(path)
-    caption = f"{below.removeprefix('code/')}, line {start}"
+    caption = f"{_below_root(path).removeprefix('code/')}, line {start}"
+    link = caption
     if path.is_relative_to(ROOT):
         # Works as it stands in JupyterLab; the book's extension points it at its own copy.
-        caption = f'<a class="source-link" href="../{below}#L{start}">{caption}</a>'
+        link = f'<a class="source-link" href="../{_below_root(path)}#L{start}">{caption}</a>'
     body = highlight(code, PythonLexer(), HtmlFormatter(cssclass="highlight", wrapcode=True))
-    head = f"<code>{html.escape(name)}</code> in {caption}"
+    head = f"<code>{html.escape(name)}</code> in "
     if not folded:
-        return f'<div class="shown-source"><p class="source-caption">{head}</p>{body}</div>'
-    count = code.count("\n")
+        return f'<div class="shown-source"><p class="source-caption">{head}{link}</p>{body}</div>'
+    # The fold's own line is a button, and no place for a link.
     return (
-        f'<details class="shown-source"><summary>{head} ({count} lines)</summary>{body}</details>'
+        f'<details class="shown-source"><summary>{head}{caption} ({code.count(chr(10))} lines)'
+        f'</summary><p class="source-caption">The whole file: {link}</p>{body}</details>'
     )
 
 

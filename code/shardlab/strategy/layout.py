@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab import memory
+from shardlab.checks import check_whole
 from shardlab.shapes import Config
 
 _DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches"
@@ -24,10 +25,7 @@ class Layout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in _DEGREES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
+        check_whole(1, **{name: getattr(self, name) for name in _DEGREES})
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r}: allowed are 0, 1, 2 and 3")
         if self.recompute not in ("none", "selective", "full"):

@@ -4,40 +4,44 @@ A transformer block is two regions, attention and feed-forward network. Each beg
 cut by columns and ends with one cut by rows, so that nothing has to be sent in between. One sum at
 its end, and in backward one at its beginning, make it what one process computes.
 
-- `operators`: what stands at the edges of a region, forward and backward;
-- `layers`: linear layers and the embedding, a share of each; `columns`: the first layers of a
-  region at once, so that backward sends while it computes;
-- `parallelize`: the plain GPT, changed in place; `dropout` within attention;
-- `loss`: cross-entropy from logits of which each rank has a part;
-- `state`: whole state dicts in and out, and models too large for one rank; `clip`: their norm;
-- `predict`: what a rank holds and sends.
+- `core`: the operators at the edges of a region, the layers inside, the loss, the plain GPT cut in
+  place: what the lesson teaches;
+- `overlap`: the first layers of a region at once, so that backward sends while it computes;
+- `dropout`: within attention, whose heads are on different ranks;
+- `states`: whole state dicts in and out, models too large for one rank, and the norm of gradients;
+- `gather`: two more operators, for other orders of cuts;
+- `predict`: which numbers of ranks will do, and what a rank holds and sends.
 
 Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro, "Megatron-LM: Training Multi-Billion Parameter
 Language Models Using Model Parallelism", 2019 (arXiv 1909.08053).
 """
 
-from .clip import clip_grad_norm_
-from .columns import REPLICATED, columns
-from .layers import ColumnLinear, Cut, RowLinear, VocabEmbedding
-from .loss import loss
-from .operators import (
-    Edges,
+from .core import (
+    REPLICATED,
+    ColumnLinear,
+    Cut,
+    RowLinear,
+    VocabEmbedding,
     copy_to,
-    gather_last,
+    cut_attention,
+    cut_ffn,
+    loss,
+    parallelize,
     reduce_from,
     reduce_from_,
     share,
-    split_last,
 )
-from .parallelize import cut_attention, cut_ffn, parallelize
+from .gather import gather_last, split_last
+from .overlap import Edges, Entrance, columns
 from .predict import degrees, on_wire, predicted_calls, predicted_sent, predicted_states
-from .state import cuts, full_state_dict, initialize, load_full_state_dict
+from .states import clip_grad_norm_, cuts, full_state_dict, initialize, load_full_state_dict
 
 __all__ = [
     "REPLICATED",
     "ColumnLinear",
     "Cut",
     "Edges",
+    "Entrance",
     "RowLinear",
     "VocabEmbedding",
     "clip_grad_norm_",

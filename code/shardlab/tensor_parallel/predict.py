@@ -18,9 +18,8 @@ from __future__ import annotations
 from math import gcd
 
 from shardlab import memory
+from shardlab.ranks.agree import check_whole
 from shardlab.shapes import Config
-
-from .operators import multiples
 
 WIDTHS = "heads", "key_value_heads", "ffn_width", "vocab"  # what is cut, besides what follows
 
@@ -85,8 +84,7 @@ def degrees(config: Config) -> list[int]:
 
 def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
-    if isinstance(t, bool) or not isinstance(t, int) or t < 1:
-        raise ValueError(f"t={t!r}: allowed are whole numbers above 0")
+    check_whole(t=t)
     for name in WIDTHS:
         if (value := getattr(config, name)) % t:
             *some, last = map(str, degrees(config))
@@ -95,3 +93,10 @@ def check_degree(config: Config, t: int) -> None:
                 f"{name}={value}: allowed on {t} ranks are {multiples(value, t)}; "
                 f"allowed ranks for this model are {fits}"
             )
+
+
+def multiples(size: int, ranks: int) -> str:
+    """The multiples of `ranks`, by those nearest to `size`, in words."""
+    below = size - size % ranks
+    nearest = f"{below} or {below + ranks}" if below else f"{ranks}"
+    return f"multiples of {ranks}, such as {nearest}"

@@ -7,9 +7,10 @@ model, and all hold the same. ZeRO's ranks own a shard each, of ever more of it:
 2. `Zero2`: of the gradients as well, which are reduce-scattered as they arrive;
 3. `Zero3`: of the parameters as well, which are gathered just before they are used.
 
-`shard(module, group, stage)` gives one of them. All stand on `Flat`, parameters side by side in
-one tensor that falls into N equal shards, on two collectives, `all_gather` and `ReduceScatter`, and
-on torch's own optimizers, which see nothing but the shard.
+`shard(module, group, stage)` gives one of them. The stages stand in `core`, and in `flat` what they
+gather and send: parameters and gradients side by side in one tensor that falls into N equal shards.
+torch's own optimizers see nothing but the shard. `wrapper` is how all this looks from outside,
+`units` what stage 3 gathers together, `predict` what a rank holds and sends.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -21,25 +22,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .flat import Flat, ReduceScatter, all_gather, deal
-from .gradients import Gradients
+from .core import Stage, Unit, Zero1, Zero2, Zero3
+from .flat import Flat, Gradients, ReduceScatter, all_gather
 from .predict import predicted_sent, predicted_states
-from .replicated import Zero1, Zero2
-from .sharded import Sharded
-from .units import Unit
-from .zero3 import Zero3
+from .wrapper import Sharded
 
 __all__ = [
     "Flat",
     "Gradients",
     "ReduceScatter",
     "Sharded",
+    "Stage",
     "Unit",
     "Zero1",
     "Zero2",
     "Zero3",
     "all_gather",
-    "deal",
     "predicted_sent",
     "predicted_states",
     "shard",

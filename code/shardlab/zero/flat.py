@@ -1,14 +1,13 @@
-"""Parameters side by side in one flat tensor, and the two collectives that work on it.
+"""One flat tensor: what a rank owns of its parameters and gradients, and how both travel.
 
-N ranks, P elements. Whatever is sharded here is cut the same way: the flat tensor, padded to a
-multiple of N, falls into N equal shards, and shard r belongs to rank r. Equal shards are what the
-collectives want; the padding is less than N elements for each flat tensor.
+N ranks. A flat tensor is padded to a multiple of N and falls into N equal shards; shard r belongs
+to rank r. Equal shards are what collectives want; the padding is less than N elements. When any of
+this happens is what ZeRO's stages differ in: see `core`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,11 +19,13 @@ from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
 
 class Flat:
-    """Where each of some parameters stands in a flat tensor, and which part of it this rank owns.
+    """Some parameters side by side in one tensor, of which each rank owns a shard.
 
-    parameters: by name, of one dtype on one device. dtype: in which the module computes. `master`
-    is the parameters' own dtype, in which they are trained. `full` is the tensor that the module
-    computes with, `shard` what this rank trains of it, `pieces` the shard's parts as parameters.
+    full [size]: what the module computes with; its parameters are views into it. shard [size / N]:
+    what this rank owns of it, in `master`, the parameters' own dtype. pieces: the shard, cut where
+    parameters begin, for the optimizer. `full` may have another dtype, and may be away: its memory
+    is given back and taken again behind the tensor's back (`resize_`), so that what autograd has
+    saved for backward points into it, and finds what was gathered last.
     """
 
     full: Tensor
@@ -36,8 +37,8 @@ class Flat:
     ):
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.group, self.dtype = group, dtype
-        self.master, self.device = self.parameters[0].dtype, self.parameters[0].device
-        self.trainable = self.parameters[0].requires_grad
+        first = self.parameters[0]  # all are of one kind
+        self.master, self.device, self.trainable = first.dtype, first.device, first.requires_grad
         self.shapes = [p.shape for p in self.parameters]
         self.sizes = [p.numel() for p in self.parameters]
         size = dist.get_world_size(group)
@@ -58,9 +59,9 @@ class Flat:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def cut(self, shard: Tensor) -> list[Tensor]:
-        """This rank's `shard` [shard_size], cut where parameters begin: one view each, or nothing.
+        """This rank's `shard` [size / N], cut where parameters begin: a view for each of them.
 
-        A parameter that lies in other ranks' shards altogether has an empty piece here.
+        Of a parameter that lies in other ranks' shards altogether it is empty.
         """
         cuts, end = [], 0
         for size in self.sizes:
@@ -69,66 +70,46 @@ class Flat:
             cuts.append(shard[low:high])
         return cuts
 
-    def train(self, shard: Tensor) -> None:
-        """Make `shard` [shard_size] what this rank trains: its pieces become parameters."""
-        self.shard = shard
-        self.pieces = [nn.Parameter(cut, self.trainable) for cut in self.cut(shard)]
-
-    def serve(self, full: Tensor) -> None:
-        """Make `full` [size] what the module computes with."""
-        self.full, self._views = full, self.views(full)
-        self._nothing = full.new_empty(0)
-        self.show()
-
-    def show(self) -> None:
-        """Let the module's parameters be views into `full`."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
-
-    def hide(self) -> None:
-        """Let them have no elements, so that nobody computes with what is not there."""
-        for parameter in self.parameters:
-            parameter.data = self._nothing
+    def start(self, whole: Tensor, stay: bool) -> None:
+        """Own a shard of `whole` [size], in the masters' dtype; stay: `full` is there for good."""
+        self.full = whole.to(self.dtype)  # the same tensor where it has that dtype
+        self._apart = not stay or self.full is not whole  # the shard has memory of its own
+        self.shard = whole[self.own].clone() if self._apart else whole[self.own]
+        self.pieces = [nn.Parameter(cut, self.trainable) for cut in self.cut(self.shard)]
+        self._views, self._nothing = self.views(self.full), self.full.new_empty(0)
+        self.works: list[dist.Work] = []
+        self._show("whole", self._views)
+        if not stay:
+            self.free()
 
     @torch.no_grad()
-    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A flat tensor [size] of the masters' dtype with `tensors`, one for each parameter."""
-        flat = self.empty(self.master)
-        for view, tensor in zip(self.views(flat), tensors, strict=True):
-            view.copy_(tensor)
-        return flat
+    def gather(self) -> None:
+        """Start to fill `full` with all ranks' shards; nobody has parameters until `wait`."""
+        self._show("coming", [self._nothing] * len(self.sizes))
+        self.full.untyped_storage().resize_(self.full.nbytes)  # nothing to do where it has stayed
+        if self._apart:
+            self.full[self.own] = self.shard  # in the dtype of computing
+        self.works = [all_gather(self.full, self.own, self.group)]
 
-    @torch.no_grad()
-    def whole(self) -> list[Tensor]:
-        """Every parameter in full, in the masters' dtype, put together from all ranks' shards."""
-        flat = self.empty(self.master)
-        flat[self.own] = self.shard
-        all_gather(flat, self.own, self.group).wait()
-        return [view.clone() for view in self.views(flat)]
+    def wait(self) -> None:
+        """Have the parameters whole, if they are on their way."""
+        for work in self.works:
+            work.wait()
+        if self.state == "coming":
+            self.works = []
+            self._show("whole", self._views)
 
+    def free(self) -> None:
+        """Give the memory of `full` back, after what is under way."""
+        self.wait()
+        if self.state == "whole":
+            self._show("free", [self._nothing] * len(self.sizes))
+            self.full.untyped_storage().resize_(0)
 
-def deal(
-    parameters: Mapping[str, nn.Parameter],
-    group: dist.ProcessGroup,
-    compute_dtype: torch.dtype | None,
-    limits: tuple[float, float] = (math.inf, math.inf),
-) -> list[Flat]:
-    """Deal parameters into flat tensors, in order: trained or frozen, of one dtype, on one device.
-
-    limits: bytes of masters from which a flat tensor is full: the first one, and all others.
-    """
-    full: list[dict[str, nn.Parameter]] = []
-    filling: dict[Any, dict[str, nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        kind = parameter.dtype, parameter.device, parameter.requires_grad
-        bucket = filling.setdefault(kind, {})
-        bucket[name] = parameter
-        if sum(p.nbytes for p in bucket.values()) >= limits[bool(full)]:
-            full.append(filling.pop(kind))
-    return [
-        Flat(bucket, group, compute_dtype or next(iter(bucket.values())).dtype)
-        for bucket in full + list(filling.values())
-    ]
+    def _show(self, state: str, tensors: list[Tensor]) -> None:
+        self.state = state
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+            parameter.data = tensor
 
 
 def all_gather(flat: Tensor, own: slice, group: dist.ProcessGroup) -> dist.Work:
@@ -184,3 +165,93 @@ class ReduceScatter:
         for part in parts[1:-1]:
             total = torch.add(total, part, out=self.received[0])
         return torch.add(total, parts[-1], out=output) if self.size > 1 else output.copy_(total)
+
+
+class Gradients:
+    """The gradients of a flat tensor's parameters, from autograd's hands to this rank's pieces.
+
+    `place` moves each one into a flat tensor of their own, `send` starts the reduce-scatter,
+    `receive` gives each piece its part of the average. keep (stage 1): the sum is written where
+    this rank's share stood, and the flat tensor stays for as long as the pieces have gradients.
+    Otherwise (stages 2 and 3) it is given back, and a shard is left.
+    """
+
+    def __init__(self, flat: Flat, keep: bool, ordered: bool):
+        self.flat, self.keep, self.ordered = flat, keep, ordered
+        self.share = 1 / dist.get_world_size(flat.group)
+        self.sending: ReduceScatter | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what has been collected, and wait for what is under way."""
+        if self.sending is not None:
+            self.sending.wait()
+        for parameter in self.flat.parameters:
+            parameter.grad = None
+        self.sending = self.collected = self.late = None
+        self.placed: set[int] = set()  # numbers of the parameters whose gradients have come
+
+    @torch.no_grad()
+    def place(self, index: int) -> None:
+        """Move a parameter's gradient, times 1/N, to its place, or add it to what is there."""
+        parameter = self.flat.parameters[index]
+        gradient, parameter.grad = parameter.grad, None  # here autograd's tensor is given back
+        if self.collected is None:
+            self._collect()
+        view = self.views[index]
+        if index in self.placed:
+            view.add_(gradient, alpha=self.share)
+        elif gradient.dtype == view.dtype:
+            torch.mul(gradient, self.share, out=view)  # moved and scaled in one pass
+        else:
+            view.copy_(gradient).mul_(self.share)  # widened before it is scaled
+        self.placed.add(index)
+
+    def _collect(self) -> None:
+        self.collected = self.flat.empty(self.flat.master)  # [size]
+        self.views = self.flat.views(self.collected)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Start the reduce-scatter; a parameter without a gradient takes part with zeros."""
+        if self.collected is None:
+            self._collect()
+        # Made where it is needed: a list that is copied to a GPU makes this process wait for it.
+        self.had_gradient = torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)
+        for index, view in enumerate(self.views):
+            if index not in self.placed:
+                view.zero_()
+                self.had_gradient[index].zero_()
+        self.sending = ReduceScatter(self.collected, self.flat.group, self.ordered)
+        self.collected, self.views = None, []
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for the sum. Pieces get their gradients, but for parameters that had none here."""
+        if self.sending is None:
+            return
+        output = self.sending.flat[self.flat.own] if self.keep else None
+        shard = self.sending.wait(output)  # [size / N]
+        self.sending = None
+        self._give(shard, self.placed)
+        missing = len(self.placed) < len(self.flat.pieces)
+        self.late = (shard, set(range(len(self.flat.pieces))) - self.placed) if missing else None
+        self.placed = set()
+
+    @torch.no_grad()
+    def settle(self, had_gradient: Tensor) -> None:
+        """Give the others theirs, where any rank had one: `had_gradient` [parameters].
+
+        Reading it waits for a GPU: it happens only where a gradient is missing.
+        """
+        if self.late is not None:
+            shard, missing = self.late
+            self._give(shard, {index for index in missing if had_gradient[index] > 0})
+            self.late = None
+
+    def _give(self, shard: Tensor, indices: set[int]) -> None:
+        for index, (piece, part) in enumerate(
+            zip(self.flat.pieces, self.flat.cut(shard), strict=True)
+        ):
+            if index in indices and piece.numel():
+                piece.grad = part if piece.grad is None else piece.grad.add_(part)

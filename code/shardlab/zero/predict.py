@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardlab.ranks.agree import check_whole
 
-from .sharded import Sharded
-from .zero3 import Zero3
+from .core import Zero3
+from .wrapper import Sharded
 
 
 def predicted_states(model: Sharded, bytes_per_state: int = 8) -> dict[str, int]:

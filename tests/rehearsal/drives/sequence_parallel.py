@@ -1,114 +1,48 @@
-"""Attention over a sequence that lies on many ranks, and dropout of one's own tokens."""
+"""The edges that cut a tensor-parallel model's stream by tokens, and dropout of a rank's tokens."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from shardlab import ranks
 from shardlab import sequence_parallel as sp
-from shardlab.model import loss
 
-from .common import LLAMA, alike, batch, near, on, solution, twice, waits, world
+from .common import near, on, world
 
 
-def _attention(way: str, layout: str, dtype: torch.dtype, tolerance: float) -> None:
+@on(1, 2, 4)
+def edges():
     group, rank, size = world()
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, h, 16, 8).to(ranks.device(), dtype) for h in (8, 4, 4))
-    mine = [sp.split(t, size, rank, layout, dim=2).clone().requires_grad_() for t in (q, k, v)]
-    if way == "ring":
-        y = sp.ring_attention(*mine, group, True, layout)
-        sp.ring_attention(*mine, group, True, layout, trace=[])
-    else:
-        y = sp.all_to_all_attention(*mine, group, True, layout)
-    y.float().sum().backward()
-    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    near(y, sp.split(wanted, size, rank, layout, dim=2), tolerance)
-
-
-@on(1, 2, 4)
-def ring():
-    _attention("ring", "zigzag", torch.float32, 1e-5)
-
-
-def ring_in_other_dtypes():
-    _attention("ring", "zigzag", torch.float64, 1e-5)
-    _attention("ring", "zigzag", torch.bfloat16, 5e-2)
-
-
-@on(1, 2, 4)
-def solution_of_the_ring():
-    group, rank, size = world()
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 4, 16, 8, device=ranks.device())
-    mine = [sp.split(t, size, rank, "contiguous", dim=2).clone() for t in (q, k, v)]
-    y = solution("sequence_parallel", "ex-sequence-ring")(*mine, group)
-    wanted = F.scaled_dot_product_attention(q, k, v)
-    near(y, sp.split(wanted, size, rank, "contiguous", dim=2), 1e-5)
-
-
-@on(1, 2, 4)
-def ulysses():
-    _attention("ulysses", "contiguous", torch.float32, 1e-5)
-
-
-def ulysses_in_other_dtypes():
-    _attention("ulysses", "contiguous", torch.float64, 1e-5)
-    _attention("ulysses", "contiguous", torch.bfloat16, 5e-2)
-
-
-def whole_model():
-    group = world()[0]
-    for way in ("ring", "ulysses"):
-        plain, mine = twice(LLAMA)
-        mine = sp.distribute(mine, group, way, "zigzag")
-        x, y = batch(LLAMA)
-        value = loss(mine(sp.share(x, group, "zigzag")), sp.share(y, group, "zigzag"))
-        value.backward()
-        sp.average_gradients(mine, group)
-        wanted = loss(plain(x), y)
-        assert abs(sp.average(value, group) - wanted.item()) < 1e-4
-        wanted.backward()
-        alike(mine, plain)
+    x, dy = torch.randn(2, size, 2, 4 * size, 8, device=ranks.device())
+    for sequence in (x, x[:, :1]):  # gathered pieces of one sequence are one without a copy
+        share = sequence[0].chunk(size, 1)[rank].clone().requires_grad_()
+        whole = sp.ALONG_SEQUENCE.enter(share, group)
+        near(whole, sequence[0], 0.0)
+        whole.backward(dy[rank, : len(sequence[0])])
+        near(share.grad, dy[:, : len(sequence[0])].sum(0).chunk(size, 1)[rank], 1e-5)
+        addend = sequence[rank].clone().requires_grad_()
+        mine = sp.ALONG_SEQUENCE.leave(addend, group)
+        near(mine, sequence.sum(0).chunk(size, 1)[rank], 1e-5)
+        mine.sum().backward()
+        near(addend.grad, torch.ones_like(addend), 0.0)
 
 
 @on(1, 2, 4)
 def token_dropout():
     group, rank, size = world()
-    for layout, dtype in (("contiguous", torch.float32), ("zigzag", torch.bfloat16)):
+    for dtype in (torch.float32, torch.bfloat16):
         x, dy = (torch.randn(2, 16, 8, device=ranks.device(), dtype=dtype) for _ in range(2))
         x.requires_grad_()
-        share = sp.split(x.detach(), size, rank, layout).clone().requires_grad_()
+        share = x.detach().chunk(size, 1)[rank].clone().requires_grad_()
         torch.manual_seed(1)
         wanted = nn.Dropout(0.3)(x)
         state = torch.cuda.get_rng_state()
         torch.manual_seed(1)
-        mine = sp.TokenDropout(0.3, group, layout)(share)
-        near(mine, sp.split(wanted, size, rank, layout), 0.0)
+        mine = sp.TokenDropout(0.3, group)(share)
+        near(mine, wanted.chunk(size, 1)[rank], 0.0)
         assert torch.equal(torch.cuda.get_rng_state(), state)
         wanted.backward(dy)
-        mine.backward(sp.split(dy, size, rank, layout))
-        near(share.grad, sp.split(x.grad, size, rank, layout), 0.0)
-
-
-@on(2)  # on a GPU that is shared, messages pass through the host
-def hot_path():
-    group = world()[0]
-    for way in ("ring", "ulysses"):
-        mine = sp.distribute(twice(LLAMA)[1], group, way, "zigzag")
-        x, y = (sp.share(part, group, "zigzag") for part in batch(LLAMA))
-        for step in range(2):
-            with waits() as found:
-                loss(mine(x), y).backward()
-                sp.average_gradients(mine, group)
-            if step:  # the first one makes connections
-                assert not found, f"the host waits at {found}"
-
-
-def block():
-    from shardlab.sequence_parallel.kernel import block_attention
-
-    q = torch.randn(1, 2, 6, 5, dtype=torch.float64, device=ranks.device())
-    block_attention(q, q, q, causal=True)
+        mine.backward(dy.chunk(size, 1)[rank])
+        near(share.grad, x.grad.chunk(size, 1)[rank], 0.0)

@@ -1,0 +1,69 @@
+"""Link each word of the glossary where a lesson uses it first.
+
+Authors write plain words. The first time that a lesson's prose has one of the glossary's terms
+(in the plural, too, and whatever its case), it becomes a link. `{term}` by hand still works, and is
+needed for what is an everyday word as well: EVERYDAY.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+EVERYDAY = {
+    *("chunk", "flush", "hang", "head", "hook", "moments", "node", "overlap", "panel", "reduce"),
+    *("ring", "root", "schedule", "stage", "tree", "unit", "wire"),
+}
+_APART = (  # where a word is not the lesson's own prose, or a link stands already
+    nodes.title | nodes.reference | nodes.literal | nodes.literal_block | nodes.raw | nodes.math
+)
+
+
+def prose(doctree: nodes.document) -> Iterator[nodes.Text]:
+    """The pieces of text of a page's paragraphs and lists."""
+    for paragraph in doctree.findall(lambda n: isinstance(n, nodes.paragraph | nodes.term)):
+        for text in paragraph.findall(nodes.Text):
+            above = text.parent
+            while above not in (paragraph, None) and not isinstance(above, _APART):
+                above = above.parent
+            if above is paragraph:
+                yield text
+
+
+def link(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Turn first uses on the lesson `docname` into links."""
+    if not docname.startswith("lessons/"):
+        return
+    objects = app.env.get_domain("std").objects
+    where = {name.lower(): at for (kind, name), at in objects.items() if kind == "term"}
+    left = {name for name in where if name not in EVERYDAY}
+    if not left:
+        return
+    words = "|".join(sorted(map(re.escape, left), key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w-])({words})(?:e?s)?(?![\w-])", re.IGNORECASE)
+    for text in list(prose(doctree)):
+        pieces: list[nodes.Node] = []
+        end = 0
+        for found in pattern.finditer(text.astext()):
+            name = found[1].lower()
+            if name not in left:
+                continue
+            left.discard(name)
+            page, label = where[name]
+            uri = f"{app.builder.get_relative_uri(docname, page)}#{label}"
+            pieces += [
+                nodes.Text(text.astext()[end : found.start()]),
+                nodes.reference("", found[0], refuri=uri, internal=True, classes=["first-use"]),
+            ]
+            end = found.end()
+        if pieces:
+            pieces.append(nodes.Text(text.astext()[end:]))
+            text.parent.replace(text, pieces)
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the extension."""
+    app.connect("doctree-resolved", link)

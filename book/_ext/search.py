@@ -1,0 +1,122 @@
+"""The search: over sections rather than pages, prose alone, whole words, and words for the same.
+
+Sphinx's own search knows pages, counts the code on them, and takes a part of a word for the word.
+Here each section is an entry: its title, its page's, its prose. Names defined in the course's files
+are entries, too, and come after sections. `_static/sections.js` has them all, with the groups of
+book/synonyms.yml; the page search.html loads it and book/static/search.js, which finds and ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from code_pages import sources, target
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+INDEX = "sections.js"
+_PAGE = """\
+<h1>Search</h1>
+<noscript><p>The search is a script of this page, and the browser runs none.</p></noscript>
+<form action="" method="get" role="search">
+<input type="search" name="q" aria-label="Words to search for" autocomplete="off" />
+<button type="submit">Search</button>
+</form>
+<p class="search-summary" role="status"></p>
+<ol class="search" id="search-results"></ol>
+<script defer src="{index}"></script>
+<script defer src="{script}"></script>
+"""
+_NO_PROSE = nodes.literal_block | nodes.raw | nodes.comment | nodes.math_block | nodes.title
+
+
+def remember(app: Sphinx, doctree: nodes.document) -> None:
+    """Keep the sections of a page that was read."""
+    if not hasattr(app.env, "searched"):
+        app.env.searched = {}
+    app.env.searched[app.env.docname] = list(sections(doctree))
+
+
+def forget(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
+    """Forget those of a page that is read anew, or no more."""
+    getattr(env, "searched", {}).pop(docname, None)
+
+
+def sections(doctree: nodes.document) -> Iterator[tuple[str, str, str]]:
+    """(anchor, title, prose) of each section; an entry of the glossary is one as well."""
+    for section in doctree.findall(nodes.section):
+        title = section.next_node(nodes.title)
+        if title is not None:
+            yield section["ids"][0], title.astext(), _prose(section)
+    for item in doctree.findall(nodes.definition_list_item):
+        term = item.next_node(nodes.term)
+        if term is not None and term["ids"]:
+            yield term["ids"][0], term.astext(), _prose(item)
+
+
+def _prose(node: nodes.Element) -> str:
+    """The words of a section, without those of the sections in it, of code and of formulas."""
+    found = []
+    for child in node.children:
+        if isinstance(child, nodes.section | nodes.term | _NO_PROSE):
+            continue
+        if isinstance(child, nodes.paragraph):
+            found.append(child.astext())
+        elif isinstance(child, nodes.Element) and "glossary" not in child.get("classes", []):
+            found.append(_prose(child))
+    return " ".join(" ".join(found).split())
+
+
+def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
+    """(file, name, line) of the public functions and classes of the package."""
+    for path in sources(root):
+        if path.startswith("code/shardlab/"):
+            for node in ast.parse((root / path).read_text("utf-8")).body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
+                    yield path, node.name, node.lineno
+
+
+def search_page(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The page that searches."""
+    body = _PAGE.format(index=f"_static/{INDEX}", script="_static/search.js")
+    yield "search", {"title": "Search", "body": body}, "page.html"
+
+
+def without_sphinxs(app: Sphinx) -> None:
+    """Have Sphinx make no search of its own."""
+    if app.builder.format == "html":
+        app.builder.search = False
+
+
+def write_index(app: Sphinx, exception: Exception | None) -> None:
+    """Write the entries, in the book's order: page's title, section's title, address, prose."""
+    if exception or app.builder.format != "html":
+        return
+    env, root = app.env, Path(app.srcdir)
+    entries = [
+        [env.titles[docname].astext(), title, f"{app.builder.get_target_uri(docname)}#{at}", prose]
+        for docname in env.searched
+        for at, title, prose in env.searched[docname]
+    ]
+    up = app.builder.get_target_uri
+    for path, name, line in definitions(root):
+        where = target(path, f"#L{line}", lambda page, _resource=0: up(page))
+        entries.append([path.removeprefix("code/"), name, where, None])
+    groups = yaml.safe_load((root / "book/synonyms.yml").read_text("utf-8"))
+    text = json.dumps({"entries": entries, "synonyms": groups}, ensure_ascii=False)
+    Path(app.outdir, "_static", INDEX).write_text(f"window.SECTIONS = {text};\n", "utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the extension."""
+    app.connect("doctree-read", remember)
+    app.connect("env-purge-doc", forget)
+    app.connect("builder-inited", without_sphinxs)
+    app.connect("html-collect-pages", search_page)
+    app.connect("build-finished", write_index)

@@ -1,0 +1,44 @@
+// What helps reading a long page: a switch that opens all folded code, contents that follow.
+addEventListener("DOMContentLoaded", () => {
+  for (const line of document.querySelectorAll(".open-folds")) {
+    const button = line.querySelector("button");
+    const folds = () => document.querySelectorAll("details.above-input, details.shown-source");
+    button.onclick = () => {
+      const open = button.ariaPressed !== "true";
+      button.ariaPressed = String(open);
+      for (const fold of folds()) fold.open = open;
+      // Where the reader was is where the reader stays.
+      button.scrollIntoView({ block: "nearest" });
+    };
+    line.hidden = false;
+  }
+
+  // The theme marks a heading in the contents when it comes by, and misses it when the reader jumps.
+  const contents = document.querySelector("#pst-page-toc-nav");
+  const links = [...(contents?.querySelectorAll("a[href^='#']") ?? [])];
+  const follow = () => {
+    const passed = (link) => {
+      const place = document.getElementById(decodeURIComponent(link.hash.slice(1)));
+      return place && place.getBoundingClientRect().top < innerHeight * 0.15;
+    };
+    const now = links.findLast(passed);
+    for (const link of links) {
+      link.classList.toggle("active", link === now);
+      if (link === now) link.ariaCurrent = "true";
+      else link.removeAttribute("aria-current");
+    }
+    for (const entry of contents.querySelectorAll(".toc-entry")) {
+      entry.classList.toggle("active", Boolean(now) && entry.contains(now));
+    }
+    const box = now && contents.closest(".bd-sidebar-secondary");
+    const used = box?.matches(":hover, :focus-within"); // what the reader uses stays where it is
+    if (box && !used && box.scrollHeight > box.clientHeight) now.scrollIntoView({ block: "nearest" });
+  };
+  let waiting = 0;
+  if (links.length) {
+    addEventListener("scroll", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(follow, 100); // after the theme
+    }, { passive: true });
+  }
+});

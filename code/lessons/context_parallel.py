@@ -1,0 +1,1220 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Context parallelism: attention over a sequence that no rank holds
+#
+# After this lesson you can
+#
+# - compute attention over a sequence that no rank holds, with a ring or with an all-to-all, and prove that it is one process's attention, gradients included;
+# - say why a causal mask leaves ranks idle in a ring, and what a zig-zag does about it;
+# - predict bytes sent, work and memory for each way, and how many tokens fit;
+# - notice that positions or messages are set up wrong, before a long run does.
+#
+# It takes about 40 minutes to read and 45 minutes for the exercises. Running it takes half a minute.
+# It needs [Memory](memory.md) and [Data parallelism](data_parallel.md). [Sequence parallelism](sequence_parallel.md) is its companion within a machine.
+
+# %% tags=["hide-input"]
+# Imports, and the small GPT that every cell trains
+import time
+from functools import partial
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardlab import context_parallel as cp
+from shardlab import count, link, memory, ranks, show, text
+from shardlab.check import check
+from shardlab.model import GPT, PRESETS, Config, loss
+
+show.style()
+
+SMALL = Config(seq=64, layers=2, heads=4, hidden=64)
+LLAMA = PRESETS["llama-3-8b"]
+
+
+def plain(dtype=None):
+    """The same GPT at every call."""
+    torch.manual_seed(0)
+    return GPT(SMALL).to(ranks.device(), dtype)
+
+
+def batch(step=0, size=2):
+    """The same windows of text on every rank: tokens, targets: [size, 64]."""
+    tokens, targets = text.batch(SMALL.seq, size, start=step * size)
+    return tokens.to(ranks.device()), targets.to(ranks.device())
+
+
+def gap(a, b):
+    """The largest difference between two tensors."""
+    return (a - b).abs().max().item()
+
+
+def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
+    """This rank's queries, keys and values, cut from the same everywhere: leaves."""
+    generator = torch.Generator().manual_seed(0)
+    whole = (
+        torch.randn(1, n, seq, size, generator=generator, dtype=dtype).to(
+            ranks.device()
+        )
+        for n in (heads, kv_heads, kv_heads)
+    )
+    N, rank = dist.get_world_size(), dist.get_rank()
+    return [cp.split(x, N, rank, layout, dim=2).clone().requires_grad_() for x in whole]
+
+
+# %% [markdown]
+# Llama 3 was trained on contexts of 131,072 tokens.
+# A step on one of them keeps 99 GB of activations on each of eight ranks, although tensor and sequence parallelism divide everything that they can.
+# A GPU of 80 GB does not hold that.
+# More ranks of that kind are not to be had: they need heads to share, and the wire inside a machine.
+
+# %% tags=["hide-input"]
+# Prints what a step on Llama's longest context keeps on each of eight ranks
+of = memory.activations(LLAMA, seq=131_072, tp=8, sequence_parallel=True, device="gpu")
+print(f"Llama 3 8B, 131,072 tokens, on each of 8 ranks: {of.saved / 1e9:.1f} GB")
+assert of.saved > 80e9
+
+
+# %% [markdown]
+# So the sequence itself is cut, from the embedding to the loss, over as many ranks as it takes. This is *context parallelism*.
+#
+# ## One operation needs other tokens
+#
+# Each of $N$ ranks keeps $s/N$ tokens all the way through the model, and all of the weights.
+# Embedding, norms, matrices and the loss take one token at a time, and need nobody. One operation does: attention, where a token looks at keys and values of others.
+#
+# There are two ways to them. Bring the keys to the queries, a piece at a time: a ring. Or change, for the moment, what is cut: an all-to-all.
+#
+# ## A ring of keys and values
+#
+# Queries stay where they are. Keys and values travel: in each turn a rank computes attention to the piece that it has, and hands it to the next rank {cite}`liu2023ring`.
+#
+# ![Ring attention on four ranks, in four turns. Each rank keeps its queries. Keys and values start at their owners; after each turn every rank hands those that it has to the next one, the last rank to the first, so that after four turns each rank has met all four pieces.](../figures/context_parallel_ring.svg)
+#
+# But softmax divides by a sum over *all* keys, and in turn 0 most of them are elsewhere.
+# So each block of keys gives two things: its own output $o_i$, and the logarithm $\ell_i$ of its own sum of exponentials. From those of two blocks follow those of both together {cite}`milakov2018softmax,dao2022flashattention`:
+#
+# $$
+# \ell = \log\big(e^{\ell_1} + e^{\ell_2}\big), \qquad o = e^{\ell_1 - \ell}\, o_1 + e^{\ell_2 - \ell}\, o_2 .
+# $$
+#
+# ![Four scores of one query, in two blocks. Block 0 has exponentials 2 and 1, sum 3, output 7; block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs weigh as much as the sums, 3/4 and 1/4, which gives 6.75, as all four scores do at once.](../figures/context_parallel_merge.svg)
+#
+# Only differences are ever exponentiated, so nothing overflows, however large the scores are.
+#
+# ### The plain version
+#
+# This is forward of ring attention, without a mask:
+
+# %%
+def attend(q, k, v):
+    """Output over these keys, and the logarithm of each row's sum of exponentials."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5  # [B, A, s, s]
+    return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
+
+
+def pass_on(kv):
+    """Hand a piece to the next rank, and get that of the rank before."""
+    N, rank, coming = dist.get_world_size(), dist.get_rank(), torch.empty_like(kv)
+    if rank % 2 == 0:  # even ranks send first, odd ones receive first
+        dist.send(kv, (rank + 1) % N)
+        dist.recv(coming, (rank - 1) % N)
+    else:
+        dist.recv(coming, (rank - 1) % N)
+        dist.send(kv, (rank + 1) % N)
+    return coming
+
+
+def ring(q, k, v):
+    (out, log_sum), kv = attend(q, k, v), torch.stack((k, v))
+    for _turn in range(1, dist.get_world_size()):
+        kv = pass_on(kv)
+        block, block_sum = attend(q, *kv)
+        both = torch.logaddexp(log_sum, block_sum)
+        out = (log_sum - both).exp() * out + (block_sum - both).exp() * block
+        log_sum = both
+    return out
+
+
+# %% tags=["hide-input"]
+# Holds the plain ring against one process, on 2, 3 and 4 ranks
+def ring_gap():
+    mine = [x.detach() for x in qkv("contiguous", 48, 4, 4)]
+    whole = [cp.gather(x, dist.group.WORLD, "contiguous", dim=2) for x in mine]
+    right = F.scaled_dot_product_attention(*whole)
+    return gap(right.chunk(dist.get_world_size(), 2)[dist.get_rank()], ring(*mine))
+
+
+gaps = {N: max(ranks.run(ring_gap, N, device="cpu")) for N in (2, 3, 4)}
+assert max(gaps.values()) < 1e-13  # float64; a row's sum is made block by block
+print(
+    *(f"{N} ranks: largest difference {each:.0e}" for N, each in gaps.items()), sep="\n"
+)
+
+# %% [markdown]
+# Why by parity? `send` returns when the other end has received. If all ranks sent first, nobody would receive, and the ring would stand still ([below](#all-send-first) it does).
+# With even ranks sending and odd ones receiving, there is always somebody at the other end. With an odd number of ranks the last one and rank 0 are both even; then the chain dissolves from the first odd rank on.
+#
+# `isend`, which does not wait, is no cure. With gloo it works.
+# With nccl a ring of three ranks or more hangs: nccl makes the connection of two ranks at their first message, and both ends wait until it is made. Where all send first, each rank waits for the next one.
+# What works everywhere is parity, or one batch in which a rank announces both messages at once:
+
+# %%
+show.source(ranks.exchange)
+
+
+# %% [markdown]
+# ### What the plain version leaves out
+#
+# - *Backward.* A message knows nothing of autograd, so no gradient finds the way back to the rank whose keys they were. It takes a second ring.
+# - *Memory.* `attend` makes all scores of a block, $[B, A, s, s]$, which fused kernels never hold.
+# - *Overlap.* The wire is idle while a rank computes, and the rank while it waits ([measured below](#context-seconds)).
+# - *The causal mask*, and with it the question who has how much work ([measured below](#context-work)).
+#
+# The module has all four. Here are the first two in numbers, on four ranks, beside the module's `ring_attention`.
+
+# %% tags=["hide-input"]
+# Table: bytes held and the keys' gradient, plain and the module
+def both_rings(way, seq=2048):
+    """On a rank: most bytes held in forward, and how far the keys' gradient is off."""
+    mine = qkv("contiguous", seq, 4, 4, 16)
+    with count.held(*mine) as held:
+        y = way(*mine)
+    y.sum().backward()
+    whole = qkv_of_one(seq)
+    F.scaled_dot_product_attention(*whole).sum().backward()
+    right = whole[1].grad.chunk(dist.get_world_size(), 2)[dist.get_rank()]
+    return held.peak, gap(right, mine[1].grad) / right.abs().max().item()
+
+
+def qkv_of_one(seq):
+    """The whole sequence's queries, keys and values."""
+    mine, group = qkv("contiguous", seq, 4, 4, 16), dist.group.WORLD
+    return [cp.gather(x, group, "contiguous", dim=2).requires_grad_() for x in mine]
+
+
+def module_ring(q, k, v):
+    return cp.ring_attention(
+        q, k, v, dist.group.WORLD, causal=False, layout="contiguous"
+    )
+
+
+RINGS = {
+    name: ranks.run(both_rings, 4, way, device="cpu")
+    for name, way in (("plain", ring), ("module", module_ring))
+}
+rows = []
+for way, found in RINGS.items():
+    peak, off = (max(each) for each in zip(*found, strict=True))
+    rows.append((way, f"{peak / 1e6:.1f}", f"{100 * off:.2g}"))
+    assert (off < 1e-10) == (way == "module"), (way, off)
+assert RINGS["plain"][0][0] > 5 * RINGS["module"][0][0]
+head = ["ring", "most held in forward (MB)", "gradient of the keys off by (%)"]
+show.table(rows, head, caption="2048 tokens on 4 ranks, 4 heads of 16, float64")
+
+# %% [markdown]
+# ### The module's ring, forward and backward
+#
+# The merge is the same, with the second weight as a sigmoid of $\ell_2 - \ell_1$:
+
+# %%
+show.source(cp.merge)
+
+# %% [markdown]
+# In forward, `pass_on` stands *before* the blocks and `wait` behind them: both messages are under way during the computation.
+# `ring.work` gives the blocks of a turn: which of the rank's queries meet which of the keys that are there, and whether a triangle of them is masked. Without a mask that is everything. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
+# Backward goes round again, and recomputes each block's probabilities from $\ell$, as fused kernels do.
+# With each piece of keys now travels the gradient that the ranks it has met have found for it. The last hop brings it home.
+
+# %%
+show.source(cp.ring_attention, cp.core._RingAttention)
+
+# %% [markdown]
+# A pass is one batch of two messages, and its own receiving buffer:
+
+# %%
+show.source(cp.core._Pass)
+
+# %% [markdown]
+# (context-work)=
+# ## Who works, under a causal mask
+#
+# A language model's token looks back, never forward: half of the scores are not needed. Which half depends on the rank.
+#
+# ![The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do 1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.](../figures/context_parallel_zigzag.svg)
+#
+# Cut into contiguous shares, rank 0 is done after turn 0, and the last rank has work in every turn.
+# So cut into $2N$ pieces, and give rank $r$ an early one and a late one, $r$ and $2N-1-r$: the *zig-zag*. (Striped attention deals out single tokens, to the same end {cite}`brandon2023striped`.)
+#
+# :::{step-through} A causal ring in a zig-zag, on four ranks
+# 1. ![Before the first turn. A square of eight rows, the pieces' queries, and eight columns, their keys; only what is on and below its diagonal is needed. Of the pieces rank 0 has 0 and 7; rank 1 has 1 and 6; rank 2 has 2 and 5; rank 3 has 3 and 4.](../figures/steps/context_parallel_1.svg)
+#
+#    Eight pieces: rank 0 has queries and keys of pieces 0 and 7, rank 1 of 1 and 6, and so on.
+#    What has to be computed lies on the diagonal and below it.
+#
+# 2. ![Turn 0. Queries to keys: rank 0 has keys 0 and 7: 0 to 0 (half), 7 to 0, 7 to 7 (half); rank 1 has keys 1 and 6: 1 to 1 (half), 6 to 1, 6 to 6 (half); rank 2 has keys 2 and 5: 2 to 2 (half), 5 to 2, 5 to 5 (half); rank 3 has keys 3 and 4: 3 to 3 (half), 4 to 3, 4 to 4 (half). Two squares of work for each rank.](../figures/steps/context_parallel_2.svg)
+#
+#    In turn 0 every rank has its own keys. On the diagonal half a square is needed, twice; with the whole one that makes two squares of work for each rank.
+#
+# 3. ![Turn 1. Queries to keys: rank 0 has keys 3 and 4: 7 to 3, 7 to 4; rank 1 has keys 0 and 7: 1 to 0, 6 to 0; rank 2 has keys 1 and 6: 2 to 1, 5 to 1; rank 3 has keys 2 and 5: 3 to 2, 4 to 2. Two squares of work for each rank.](../figures/steps/context_parallel_3.svg)
+#
+#    The keys have moved on by a rank. Rank 0 has those of pieces 3 and 4: its late queries come after both, its early ones after neither.
+#    Rank 1 has 0 and 7: both of its pieces come after 0, none after 7. Two squares again.
+#
+# 4. ![Turn 2. Queries to keys: rank 0 has keys 2 and 5: 7 to 2, 7 to 5; rank 1 has keys 3 and 4: 6 to 3, 6 to 4; rank 2 has keys 0 and 7: 2 to 0, 5 to 0; rank 3 has keys 1 and 6: 3 to 1, 4 to 1. Two squares of work for each rank.](../figures/steps/context_parallel_4.svg)
+#
+#    Two squares in every turn: one piece of queries with both of keys, or both of queries with one of keys.
+#
+# 5. ![Turn 3. Queries to keys: rank 0 has keys 1 and 6: 7 to 1, 7 to 6; rank 1 has keys 2 and 5: 6 to 2, 6 to 5; rank 2 has keys 3 and 4: 5 to 3, 5 to 4; rank 3 has keys 0 and 7: 3 to 0, 4 to 0. Two squares of work for each rank.](../figures/steps/context_parallel_5.svg)
+#
+#    In the last turn every rank meets the keys that it has not met yet.
+#
+# 6. ![After four turns. All squares below the diagonal and the halves on it are computed, eight squares of work by each rank: those in the rows of its two pieces.](../figures/steps/context_parallel_6.svg)
+#
+#    Each rank has computed the rows of its two pieces, 8 squares of 32. In no turn did one have to wait for another.
+# :::
+#
+# What is left of a block of keys is then always half, whoever they come from:
+
+# %%
+show.source(cp.Block, cp.blocks)
+
+
+# %% [markdown]
+# The next cell counts the pairs of query and key that each rank computes, and the processor's time that they take.
+
+# %% tags=["measured"]
+def work(seq):
+    """By layout: pairs of query and key in a head of this rank, and seconds."""
+    found = {}
+    for layout in cp.LAYOUTS:
+        for _ in range(2):  # the first one warms up
+            trace, mine = [], qkv(layout, seq, dtype=torch.float32)
+            begin = time.process_time()  # stands still while a rank waits
+            cp.ring_attention(*mine, dist.group.WORLD, layout=layout, trace=trace)
+            seconds = time.process_time() - begin
+        found[layout] = sum(work.block.pairs for work in trace), seconds
+    return found
+
+
+N, seq = 4, 8192
+WORK = ranks.run(work, N, seq, device="cpu")
+
+# %% tags=["hide-input", "measured"]
+# Table: work of each rank in both layouts, predicted and counted
+rows, slowest = [], {}
+for layout in cp.LAYOUTS:
+    all_seconds = sum(result[layout][1] for result in WORK)
+    for rank, result in enumerate(WORK):
+        pairs, seconds = result[layout]
+        want = cp.score_pairs(layout, seq, N, rank)
+        assert pairs == want
+        share = f"{100 * pairs / (seq * (seq + 1) / 2):.1f}"
+        took = f"{100 * seconds / all_seconds:.0f}"
+        rows.append((layout, rank, f"{want:,}", f"{pairs:,}", share, took))
+    slowest[layout] = max(result[layout][1] for result in WORK) / all_seconds
+assert slowest["contiguous"] > 0.36 > slowest["zigzag"], slowest
+head = [
+    "layout",
+    "rank",
+    "pairs, predicted",
+    "counted",
+    "of all (%)",
+    "of the time (%)",
+]
+show.table(rows, head, caption=f"{seq} tokens, causal, forward")
+
+
+# %% [markdown]
+# `````{admonition} Checked: "the causal mask halves the time of ring attention"
+# :class: checked
+#
+# It halves the work of all ranks together. But the step takes as long as its slowest rank.
+# With contiguous shares that is $\frac{2N-1}{N^2}$ of the square's half: 44 % on four ranks (row 4), where 25 % would be even. Against no mask at all, a rank's 25 % of the square, it saves an eighth of the time, not a half.
+# The zig-zag gets the half, on any number of ranks, and in every turn.
+# `````
+#
+# ![A causal ring in time, on four ranks. Contiguous, rank 0 has only its own keys to work on, rank 3 all four blocks, and the others wait for it. Zig-zag, each rank has half a block to compute in every turn: all end together, after four sevenths of the time.](../figures/context_parallel_idle.svg)
+#
+# ## Tokens for heads: the all-to-all
+#
+# The other way: an all-to-all before attention, after which a rank has *all* tokens of $a/N$ heads instead of $s/N$ tokens of all heads. Heads know nothing of each other, so what follows is plain attention, with any kernel and any mask.
+# A second all-to-all goes back. This is *Ulysses*, by the name of its paper {cite}`jacobs2023ulysses`.
+#
+# ![Four pieces of a sequence and four heads on four ranks. Before, each rank has one piece with all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the whole sequence. A second all-to-all goes back.](../figures/context_parallel_ulysses.svg)
+#
+# The plain version needs one function for both ways. It deals out one dimension and collects another.
+
+# %%
+def swap(x, deal, collect):
+    """Part j along `deal` goes to rank j; what comes is joined along `collect`."""
+    parts = torch.stack(x.chunk(dist.get_world_size(), dim=deal))
+    coming = torch.empty_like(parts)
+    dist.all_to_all_single(coming, parts)
+    return torch.cat(list(coming), dim=collect)
+
+
+def all_to_all(q, k, v):
+    q, k, v = (swap(x, 1, 2) for x in (q, k, v))  # all tokens of a/N heads
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return swap(y, 2, 1)  # all heads of s/N tokens
+
+
+# %% tags=["hide-input"]
+# Holds the plain all-to-all against one process, and counts its messages
+def swap_gap():
+    N, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    mine = [x.detach() for x in qkv("contiguous", 48, 4, 4)]
+    whole = [cp.gather(x, group, "contiguous", dim=2) for x in mine]
+    right = F.scaled_dot_product_attention(*whole, is_causal=True)
+    calls = []
+    for way in (all_to_all, partial(cp.all_to_all_attention, group=group)):
+        with count.sent() as sent:
+            y = way(*mine)
+        calls.append(sum(sent.calls.values()))
+    return gap(right.chunk(N, 2)[rank], y), *calls
+
+
+for N in (2, 4):
+    results = ranks.run(swap_gap, N, device="cpu")
+    off, *calls = map(max, zip(*results, strict=True))
+    assert off < 1e-13 and calls == [4, 2]
+    print(f"{N} ranks: largest difference {off:.0e}; all-to-alls: plain 4, module 2")
+
+# %% [markdown]
+# The module's version has a backward, which is the same exchange the other way round. It sends queries, keys and values in one message instead of three.
+# It takes the zig-zag, too, and fewer heads of keys than there are ranks: then each is sent several times.
+
+# %%
+show.source(cp.all_to_all_attention)
+
+# %% [markdown]
+# `heads_for_tokens` and `tokens_for_heads` are the two swaps, and `_AllToAll` is the message that knows its backward:
+
+# %%
+show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.core._AllToAll)
+
+# %% [markdown]
+# It is balanced without a zig-zag. But there must be a head for every rank.
+#
+# ## The whole model
+#
+# `cp.distribute` changes the plain GPT from outside: each attention calls one of the two, and rotates by the tokens' positions in the *whole* sequence.
+
+# %%
+show.source(cp.core._attention)
+
+# %% [markdown]
+# Each rank holds all weights and has seen some of the tokens. So gradients are averaged after backward, as in data parallelism; norms, matrices and the loss are untouched.
+
+# %%
+show.source(cp.average_gradients)
+
+
+# %% [markdown]
+# A training step then reads like this:
+
+# %%
+def train_step(model, optimizer, tokens, targets, layout):
+    """Loss of a step on this rank's tokens, averaged over the ranks."""
+    group = dist.group.WORLD
+    tokens, targets = (cp.share(x, group, layout) for x in (tokens, targets))
+    value = loss(model(tokens), targets)
+    optimizer.zero_grad()
+    value.backward()
+    cp.average_gradients(model, group)
+    optimizer.step()
+    return cp.average(value, group)
+
+
+def adamw(model, lr=1e-3):
+    return torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+
+
+# %% [markdown]
+# Both attentions have to equal one process's: the output, and the gradients of queries, keys and values, causal and not, with 8 heads of queries and 2 of keys. Then five steps of AdamW have to end at the same weights.
+
+# %% tags=["hide-input"]
+# Holds attention with its gradients, and five steps, against one process
+WAYS = {
+    ("ring", "contiguous"): cp.ring_attention,
+    ("ring", "zigzag"): cp.ring_attention,
+    ("ulysses", "contiguous"): cp.all_to_all_attention,
+}
+
+
+def attention_gaps(attention, layout):
+    """Largest differences: output, and gradients of queries, keys, values."""
+    N, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    gaps = [0.0, 0.0]
+    for causal in (True, False):
+        mine = qkv(layout, 64)
+        whole = [cp.gather(x, group, layout, dim=2).requires_grad_() for x in mine]
+        right = F.scaled_dot_product_attention(
+            *whole, is_causal=causal, enable_gqa=True
+        )
+        got = attention(*mine, group, causal=causal, layout=layout)
+        weights = torch.arange(right.numel(), device=right.device).view_as(right).sin()
+        (right * weights).sum().backward()
+        (got * cp.split(weights, N, rank, layout, dim=2)).sum().backward()
+        pairs = [(right, got)]
+        pairs += [(x.grad, y.grad) for x, y in zip(whole, mine, strict=True)]
+        out, *back = (gap(cp.split(a, N, rank, layout, dim=2), b) for a, b in pairs)
+        gaps = [max(gaps[0], out), max(gaps[1], *back)]
+    return gaps
+
+
+def five_steps(attention, layout):
+    """Largest differences: loss, weights after five steps."""
+    group, dtype = dist.group.WORLD, torch.float64
+    alone = plain(dtype)
+    model = cp.distribute(plain(dtype), group, attention, layout)
+    optimizers, in_loss = (adamw(alone), adamw(model)), 0.0
+    for step in range(5):
+        tokens, targets = batch(step)
+        value = loss(alone(tokens), targets)
+        optimizers[0].zero_grad()
+        value.backward()
+        optimizers[0].step()
+        mine = train_step(model, optimizers[1], tokens, targets, layout)
+        in_loss = max(in_loss, abs(value.item() - mine))
+    pairs = zip(alone.state_dict().values(), model.state_dict().values(), strict=True)
+    return in_loss, max(gap(a, b) for a, b in pairs)
+
+
+def all_gaps():
+    return {
+        way: (*attention_gaps(fn, way[1]), *five_steps(*way))
+        for way, fn in WAYS.items()
+    }
+
+
+rows = []
+for N in (2, 4):
+    results = ranks.run(all_gaps, N)
+    for way in WAYS:
+        gaps = [max(each) for each in zip(*(r[way] for r in results), strict=True)]
+        # Float64. AdamW divides by a gradient's size, which makes rounding larger.
+        assert max(gaps[:3]) < 1e-11 and gaps[3] < 1e-8, (way, gaps)
+        rows.append((N, *way, *(f"{each:.0e}" if each else "0" for each in gaps)))
+head = [
+    "ranks",
+    "way",
+    "layout",
+    "attention",
+    "its gradients",
+    "loss",
+    "weights after 5 steps",
+]
+show.table(rows, head, caption="Largest differences from one process, float64")
+
+
+# %% [markdown]
+# The [tests](../tests/test_context_parallel.py) do it for random shapes and in narrower types, and [those of the model](../tests/test_context_parallel_model.py) together with tensor parallelism, a slow wire and recomputation.
+#
+# ## What it costs
+#
+# ### Bytes sent
+#
+# Per layer and rank, with $D = h/a$ numbers in a head, $K$ heads of keys and values, and $e$ bytes a number:
+#
+# - the ring sends its piece $N-1$ times forward. Backward it does so again, and the gradients go $N$ times, all the way home (in float32, if not in more): with $e = 4$ that is $2bKD\frac{s}{N}\,e\,(3N-2)$ in all, which grows a little with $N$;
+# - the all-to-all sends $\frac{N-1}{N}$ of queries, keys, values and output, forward and backward: $4b(a+K)D\frac{s}{N}\,e\,\frac{N-1}{N}$, which falls with $N$.
+
+# %%
+def attention_sent(heads, kv_heads, seq, size):
+    """Bytes of a rank, forward and backward of one attention: ring, all-to-all."""
+    found, N = [], dist.get_world_size()
+    for attention in (cp.ring_attention, cp.all_to_all_attention):
+        mine = qkv("zigzag", seq, heads, kv_heads, size, torch.float32)
+        with count.sent() as sent:
+            attention(*mine, dist.group.WORLD, layout="zigzag").sum().backward()
+        # Of what is handed to an all-to-all, a rank keeps its own part.
+        handed = sent.payload["all_to_all"] + sent.payload["all_to_all_single"]
+        found.append(sent.bytes + handed * (N - 1) // N)
+    return found
+
+
+SENT = {
+    (kv, N): ranks.run(attention_sent, N, 16, kv, 1024, 16, device="cpu")[0]
+    for kv in (16, 2)
+    for N in (2, 4, 8)
+}
+
+# %% tags=["hide-input"]
+# Table: bytes of one attention, predicted and counted
+rows = []
+for (kv, N), counted in SENT.items():
+    swap_ = cp.ulysses_sent(1, 1024, 16, kv, 16, N)
+    both = cp.ring_sent(1, 1024, kv, 16, N), swap_
+    want = [each["forward"] + each["backward"] for each in both]
+    assert counted == want
+    cells = [
+        f"{bytes_:,}" for pair in zip(want, counted, strict=True) for bytes_ in pair
+    ]
+    rows.append((kv, N, *cells))
+head = ["heads of keys", "ranks", "ring: predicted (B)", "counted (B)"]
+show.table(
+    rows,
+    [*head, "all-to-all: predicted (B)", "counted (B)"],
+    caption="Sent by a rank for one attention, 1024 tokens, 16 heads of 16, float32",
+)
+
+# %% [markdown]
+# `````{admonition} Checked: "the all-to-all always sends less than the ring"
+# :class: checked
+#
+# With as many heads of keys as of queries, yes. With grouped keys and values the ring moves only those: here with 2 heads instead of 16 it sends less on 2 and 4 ranks (rows 4 and 5 of the table).
+# And the ring's bytes travel while attention computes; those of the all-to-all are waited for.
+# `````
+#
+# (context-seconds)=
+# ### Seconds
+#
+# What hides the ring's bytes is work that grows with the square: in a turn a rank does $4b\big(\frac{s}{N}\big)^2h$ floating-point operations (half of them under the mask), and sends $2b\frac{s}{N}KDe$ bytes meanwhile.
+# The ratio grows with the tokens on a rank, $\frac{s}{N}$. With enough of them the wire costs nothing; that is the ring's regime, and why its ranks may sit in different machines.
+#
+# The next cell puts two ranks on an emulated wire of 100 Mbit/s.
+# One turn takes $c$ seconds of computing and one hop $w$ on the wire, so a forward without a mask takes $c + \max(c, w)$. One after the other, as in the plain version, it takes $c + w + c$.
+
+# %% tags=["measured"]
+BANDWIDTH = 12.5e6  # bytes per second
+
+
+def one_after_the_other(q, k, v, group):
+    """The plain ring of two ranks, with the module's kernel: it waits for each hop."""
+    mine, peer = cp.block_attention(q, k, v), 1 - dist.get_rank()
+    kv = torch.stack((k, v))
+    coming = torch.empty_like(kv)
+    ranks.exchange(kv, peer, coming, peer, group).wait()
+    return cp.merge(*mine, *cp.block_attention(q, *coming))
+
+
+def forwards(times):
+    """By tokens on a rank: seconds without the wire; on it, plain and overlapped."""
+    fast, slow = dist.group.WORLD, link.slow(0, BANDWIDTH)
+    overlapped = partial(cp.ring_attention, causal=False, layout="contiguous")
+    ways = (overlapped, fast), (one_after_the_other, slow), (overlapped, slow)
+    found = {}
+    for share, repeats in times.items():
+        mine = [x.detach() for x in qkv("contiguous", 2 * share, dtype=torch.float32)]
+        took = [[], [], []]
+        for _ in range(repeats):
+            for seconds, (way, group) in zip(took, ways, strict=True):
+                dist.barrier()
+                begin = time.perf_counter()
+                way(*mine, group=group)
+                seconds.append(time.perf_counter() - begin)
+        found[share] = [min(seconds) for seconds in took]  # what disturbs only adds
+    return found
+
+
+TIMES = ranks.run(forwards, 2, {128: 12, 3072: 3}, device="cpu")[0]
+
+# %% tags=["hide-input", "measured"]
+# Table: seconds of a forward on the slow wire, predicted and measured
+rows, ratios = [], []
+for share, (without, plain_, slow) in TIMES.items():
+    c, w = without / 2, 2 * 2 * 32 * share * 4 / BANDWIDTH  # keys, values
+    for name, want, took in (
+        ("one after the other", c + w + c, plain_),
+        ("overlapped", max(c, w) + c, slow),
+    ):
+        cells = (f"{1e3 * seconds:.1f}" for seconds in (2 * c, w, want, took))
+        off = f"{100 * (took / want - 1):+.0f}"
+        rows.append((share, name, *cells, off, f"{took / without:.2f}"))
+    ratios.append(slow / without)
+assert ratios[0] > 1.2 * ratios[1], ratios
+head = [
+    "tokens on a rank",
+    "ring",
+    "without the wire (ms)",
+    "wire (ms)",
+    "predicted (ms)",
+]
+show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
+
+
+# %% [markdown]
+# With few tokens on a rank the wire is all there is. With 24 times as many it carries 24 times the bytes, and hides behind 576 times the work.
+#
+# ### Memory
+#
+# A rank of the ring keeps its share of queries, keys, values and output, and $\ell$; while it works it holds two pieces of keys and values, and in backward their gradients.
+# The all-to-all keeps its result twice, by heads and by tokens, and has what is on its way twice.
+
+# %%
+def attention_bytes(attention, contexts):
+    """On a rank, for each context: bytes kept by forward, the most held in backward."""
+    found = {seq: [] for seq in contexts}
+    for seq in [*contexts, *contexts]:
+        mine = qkv("zigzag", seq, 8, 8, 16, torch.float32)
+        dy = torch.ones_like(mine[0])
+        with count.held() as held:
+            y = attention(*(x * 1 for x in mine))  # computed, as a model's would be
+            time.sleep(0.05)
+            kept = held.now
+        with count.held(*mine) as held:
+            y = attention(*mine)
+            held.reset_peak()
+            torch.autograd.grad(y, mine, dy)
+        found[seq].append((kept, held.peak))
+        del y
+    return found
+
+
+# %% tags=["hide-input", "measured"]
+# Draws bytes over the context, predicted and measured, and holds them together
+def alone(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def in_ring(q, k, v):
+    return cp.ring_attention(q, k, v, dist.group.WORLD)
+
+
+def swapped(q, k, v):
+    return cp.all_to_all_attention(q, k, v, dist.group.WORLD, layout="zigzag")
+
+
+CONTEXTS = [512, 1024, 2048, 3072]
+CORES = {
+    "one process": ("one", alone, 1),
+    "all-to-all, 4 ranks": ("ulysses", swapped, 4),
+    "ring, 4 ranks": ("ring", in_ring, 4),
+}
+figure, panels = plt.subplots(1, 2, figsize=(7.4, 3))
+for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict=False):
+    wants, measured = [], []
+    every = ranks.run(attention_bytes, N, core, CONTEXTS, device="cpu")
+    for seq in CONTEXTS:
+        want = cp.attention_memory(way, 1, seq, 8, 8, 16, N)
+        # A thread of gloo may hold a message for a moment longer: take the least.
+        kept, peak = (
+            min(run[i] for found in every for run in found[seq]) for i in (0, 1)
+        )
+        wants.append((want["kept"], want["backward"]))
+        measured.append((kept, peak))
+        assert kept == want["kept"], (name, kept, want)
+        limit = 0.15 if way == "ulysses" else 0.02
+        assert abs(peak / want["backward"] - 1) < limit, (name, peak, want)
+    for axes, lines, dots in zip(
+        panels, zip(*wants, strict=True), zip(*measured, strict=True), strict=True
+    ):
+        axes.plot(CONTEXTS, [bytes_ / 1e6 for bytes_ in lines], color=color)
+        axes.plot(CONTEXTS, [bytes_ / 1e6 for bytes_ in dots], "o", color=color, ms=4)
+        end = CONTEXTS[-1], dots[-1] / 1e6
+        axes.annotate(
+            name, end, (6, 0), textcoords="offset points", va="center", fontsize=8
+        )
+for axes, label in zip(
+    panels, ("kept by forward (MB)", "most in backward (MB)"), strict=True
+):
+    axes.set(xlabel="tokens of context", ylabel=label, xlim=(300, 4700), ylim=(0, None))
+    axes.set_xticks(CONTEXTS)
+figure.tight_layout()
+show.figure(
+    figure,
+    "Bytes of one attention over the length of the context, predicted as lines, "
+    "measured as dots on them or close by. Kept by forward: one process keeps about "
+    "four times as much as each of four ranks. The most in backward: one process 11 MB "
+    "at 3072 tokens, ring 7, all-to-all 5.",
+    "context_parallel_measured",
+)
+
+# %% [markdown]
+# Lines are predicted ([predict.py](../code/shardlab/context_parallel/predict.py)), dots measured. What is kept agrees to the byte; it is divided by four, and every layer keeps it.
+# What is held for a moment is divided by less: pieces under way come on top, of one layer at a time. Both grow in proportion to the context.
+#
+# `````{admonition} Checked: "with N times the ranks, N times the context for the same time"
+# :class: checked
+#
+# The same memory, yes. But attention's work grows with the square of the sequence: $N$ times the tokens on $N$ times the ranks is $N$ times the work for each.
+# The cell below counts pairs of query and key on a rank that always has 8192 tokens.
+# `````
+
+# %%
+pairs = {N: cp.score_pairs("zigzag", 8192 * N, N, rank=0) for N in (1, 2, 4, 8)}
+print({N: round(on_a_rank / pairs[1], 2) for N, on_a_rank in pairs.items()})
+
+# %% [markdown]
+# (context-fit)=
+# ### How many tokens fit
+#
+# The memory model of the course has all of it: states, activations, the pieces of the ring, the loss. So it can be asked the other way round: how long a context fits into 80 GB?
+# Here it answers for Llama 3 8B, 8 ranks of tensor parallelism in each machine, and 1 to 64 machines along the context.
+#
+# ![Tokens of context that fit into 80 GB on each rank, for Llama 3 8B with tensor degree 8, over 1 to 64 context ranks. All lines double with the ranks. With sequence parallelism about twice as many tokens fit, with full recomputation four times, with both thirteen times.](../figures/context_parallel_fit.svg)
+
+# %%
+fits = {
+    N: cp.tokens_that_fit(LLAMA, 80e9, tp=8, cp=N, sequence_parallel=True)
+    for N in (1, 2, 16)
+}
+print(fits)
+
+# %% tags=["hide-input"]
+# Holds the sentences below against the memory model
+how = {"tp": 8, "sequence_parallel": True}
+assert fits[1] < 131_072 < fits[2] and fits[1] > 2 * cp.tokens_that_fit(
+    LLAMA, 80e9, tp=8
+)
+assert fits[16] > 15 * fits[1]
+assert cp.tokens_that_fit(LLAMA, 80e9, recompute="full", **how) > 5 * fits[1]
+
+
+# %% [markdown]
+# Every doubling of ranks doubles the context: two machines hold Llama's 131,072 tokens, where one did not.
+# Sequence parallelism more than doubles what fits, for nothing. Recomputation multiplies it again, for a third more arithmetic ([Memory](memory.md)); what limits then are the logits, which no layer holds: a rank's tokens times its part of the vocabulary, in float32.
+#
+# ## PyTorch's own: context_parallel
+#
+# PyTorch has `context_parallel`, a ring attention with a zig-zag (its *load balancing*) that swaps torch's attention while a `with` block lasts.
+# It needs the fused kernels of a GPU; on a CPU it raises (torch 2.13). With two GPUs the next cell runs it beside ours.
+
+# %%
+def beside_context_parallel():
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    N, group = dist.get_world_size(), dist.group.WORLD
+    mine = [x.to(torch.bfloat16) for x in qkv("zigzag", 1024, 8, 8, 64, torch.float32)]
+    ours = cp.gather(cp.ring_attention(*mine, group), group, dim=2)
+    buffers = [cp.gather(x, group, dim=2) for x in mine]
+    mesh = init_device_mesh("cuda", (N,))
+    shared = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), shared:
+        theirs = F.scaled_dot_product_attention(*buffers, is_causal=True)
+    right = F.scaled_dot_product_attention(
+        *(cp.gather(x, group, dim=2) for x in mine), is_causal=True
+    )
+    share = cp.split(right, N, dist.get_rank(), "zigzag", dim=2)
+    return gap(ours, right), gap(theirs, share)
+
+
+# %% tags=["hide-input"]
+# Runs torch's context_parallel beside ours, where there are two GPUs
+if ranks.place(2)[1] == "cuda" and torch.cuda.device_count() >= 2:
+    gaps = max(ranks.run(beside_context_parallel, 2))
+    print(f"from one process: ours {gaps[0]:.0e}, torch's {gaps[1]:.0e}")
+    assert max(gaps) < 0.05  # bfloat16 has three digits
+else:
+    print("no two GPUs here: torch's context_parallel is left out")
+
+
+# %% [markdown]
+# ## What goes wrong
+#
+# (all-send-first)=
+# ### A ring in which all send first
+#
+# Two ranks, the plain ring's messages, and no parity. It ends at the time limit of the run, with both ranks in `send`.
+
+# %%
+def all_send_first():
+    kv, peer = torch.ones(4), 1 - dist.get_rank()
+    dist.send(kv, peer)
+    dist.recv(kv, peer)
+
+
+try:
+    ranks.run(all_send_first, 2, timeout=3, device="cpu", show=False, apart=True)
+except ranks.RankError as error:
+    print(error)
+
+
+# %% [markdown]
+# In a real job this is a hang in the first step, with all ranks at the same line: the sign of a cycle, where a rank that died or went another way would stand elsewhere.
+# With `isend` it shows on nccl alone. So a test on CPU ranks does not find it; parity or one batch is a rule, not an optimisation.
+#
+# ### Tokens that do not know where they stand
+#
+# Cut the batch along the sequence, leave the model as it is, average the gradients: it runs. Each rank then trains on short texts of its own, whose tokens cannot see what came before.
+# Half right is worse to find: the ring is there, but positions begin at 0 on every rank.
+
+# %%
+def mistaken(way, dtype, steps=20):
+    """First loss, gradients, and the last loss, of a model that is set up this way."""
+    model, group = plain(dtype), dist.group.WORLD
+    if way == "positions from 0":
+        cp.core.positions = lambda layout, seq, N, *_: torch.arange(
+            seq // N, device=ranks.device()
+        )
+    if way != "own tokens alone":
+        cp.distribute(model, group, "ring", "contiguous")
+    optimizer = adamw(model, lr=3e-3)
+    losses = [train_step(model, optimizer, *batch(0), "contiguous")]
+    first = {name: p.grad.double() for name, p in model.named_parameters()}
+    for step in range(1, steps):
+        losses.append(train_step(model, optimizer, *batch(step), "contiguous"))
+    return losses[0], first, losses[-1]
+
+
+WRONG = {
+    (way, dtype): ranks.run(mistaken, 4, way, dtype, device="cpu")[0]
+    for way in ("right", "own tokens alone", "positions from 0")
+    for dtype in (torch.float32, torch.bfloat16)
+}
+
+
+# %% tags=["hide-input"]
+# Table: what each mistake does to the first loss and to gradients
+def of_one_process():
+    """The first loss and its gradients in one process, in float64."""
+    alone = plain(torch.float64)
+    value = loss(alone(batch()[0]), batch()[1])
+    value.backward()
+    return value.item(), {name: p.grad for name, p in alone.named_parameters()}
+
+
+def apart(mine, right, part):
+    """Difference of the gradients whose names have `part`, relative, as norms (%)."""
+    pairs = [(mine[n], right[n]) for n in right if part in n]
+    a, b = (torch.cat([x.flatten() for x in each]) for each in zip(*pairs, strict=True))
+    return 100 * ((a - b).norm() / b.norm()).item()
+
+
+value, right = ranks.run(of_one_process, 1, device="cpu", show=False)[0]
+rows, off = [], {}
+for (way, dtype), (first, gradients, last) in WRONG.items():
+    queries = apart(gradients, right, "query.weight")
+    off[way, dtype] = abs(first - value), queries
+    cells = (
+        f"{first - value:+.1e}",
+        f"{apart(gradients, right, ''):.2f}",
+        f"{queries:.2f}",
+    )
+    rows.append((way, str(dtype)[6:], *cells, f"{last:.3f}"))
+wide, narrow = torch.float32, torch.bfloat16
+assert off["right", wide][0] < 1e-6 < 1e-5 < off["positions from 0", wide][0]
+# In bfloat16 the right way is off as well, so that the loss decides nothing.
+assert off["right", narrow][0] > 0.1 * off["positions from 0", narrow][0]
+assert all(off["right", dtype][1] < 3 for dtype in (wide, narrow))
+assert all(off["positions from 0", dtype][1] > 20 for dtype in (wide, narrow))
+head = ["way", "type", "first loss: off by", "all gradients off by (%)"]
+show.table(rows, [*head, "queries' weights (%)", "loss after 20 steps"])
+
+
+# %% [markdown]
+# After 20 steps the losses look alike. The first loss of the wrong positions is off by $3.4 \cdot 10^{-5}$: float32 shows that, where the right way is off by $10^{-7}$. In bfloat16 the right way is off by nearly as much, and the loss says nothing.
+# All gradients together say little more: off by 0.4 %, where rounding in bfloat16 makes 0.5 %, because the embedding's are much the largest.
+# The gradients of the *queries' weights* tell: with wrong positions they are off by 56 % in either type, and by rounding by 1 % at most.
+# So before a long run compare these with one process's, on one short sequence.
+#
+# ### Sequences and heads that ranks cannot share
+#
+# These are refused before anything is sent:
+
+# %%
+def refused():
+    group, q = dist.group.WORLD, torch.zeros(1, 6, 5, 8)
+    for attempt in (
+        lambda: cp.share(torch.zeros(1, 250), group, "zigzag"),
+        lambda: cp.all_to_all_attention(q, q, q, group),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            print(error)
+
+
+_ = ranks.run(lambda: refused() if dist.get_rank() == 0 else None, 4, device="cpu")
+
+
+# %% [markdown]
+# In practice sequences are padded to a multiple of $2N$, and the padding's targets left out of the loss. Then ranks have unequal numbers of targets, and each loss has to count by its number: sum the losses, and divide by the targets of *all* ranks ([Data parallelism](data_parallel.md) has the same pitfall).
+#
+# ## When to use it
+#
+# | technique | for | against |
+# |---|---|---|
+# | ring | any number of ranks, any heads; bytes hide behind work when $s/N$ is large; with 2 heads of keys for 16 of queries it sends 0.66 MB where the all-to-all sends 0.98 | with as many heads of keys it sends 5.2 MB where the all-to-all sends 1.6; without a zig-zag one rank has 44 % of the work of four; attention code of its own |
+# | all-to-all | few bytes with many ranks; any attention kernel, any mask; balanced as it is | a head for every rank; its bytes are waited for |
+# | both of them | activations per rank fall with $1/N$, so twice the ranks fit twice the context | weights are not divided: states stay, unless [ZeRO](zero.md) shards them; work grows with the square |
+#
+# Rings of all-to-alls exist: heads within a machine, keys round the machines.
+# Llama 3 405B was trained at 131,072 tokens with 8 tensor-parallel ranks times 16 along the context {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. With grouped keys they are small, and a mask may then be anything.
+#
+# In a real job you see that it is set up right when the gradients of the queries' weights equal those of one process on one short sequence, when activations fall with $1/N$, and when all ranks take equally long in attention.
+#
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Both attentions are equal to one process and their bytes are counted; that the ring hides its hops behind its blocks is said of an emulated link.
+# With two GPUs this page also runs PyTorch's own context parallelism, which needs their kernels, beside ours.
+# They would show whether NVLink is fast enough for your block size, and let you train on the context that the tables promise.
+# ```
+#
+# ## Exercises
+#
+# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
+#
+# ```{exercise-start} Whose tokens? (easy)
+# :label: ex-context-zigzag
+# ```
+#
+# Return the positions of the tokens that `rank` of `size` has in the zig-zag, in the order in which it has them. `seq` is a multiple of `2 * size`.
+
+# %%
+def my_zigzag(seq, rank, size):
+    pass  # your code
+
+
+check(my_zigzag)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-context-zigzag
+# :label: sol-context-zigzag
+# :class: dropdown
+# ```
+#
+# Two pieces, one counted from the front and one from the back.
+
+# %%
+def my_zigzag(seq, rank, size):
+    piece = seq // (2 * size)
+    return [
+        position
+        for i in (rank, 2 * size - 1 - rank)
+        for position in range(i * piece, (i + 1) * piece)
+    ]
+
+
+check(my_zigzag)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Round the ring, safely (easy)
+# :label: ex-context-pass
+# ```
+#
+# Hand `tensor` to the next rank and return what the rank before has handed to you, on any number of ranks from 2 on.
+# Use messages between two ranks, no collective. The check replays them by nccl's rules: whoever begins a message waits for its other end.
+
+# %%
+def my_pass(tensor, group):
+    pass  # your code
+
+
+check(my_pass)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-context-pass
+# :label: sol-context-pass
+# :class: dropdown
+# ```
+#
+# One batch. (By parity, as `pass_on` above, is right as well.)
+
+# %%
+def my_pass(tensor, group):
+    N, rank = dist.get_world_size(group), dist.get_rank(group)
+    coming = torch.empty_like(tensor)
+    both = [
+        dist.P2POp(dist.isend, tensor, (rank + 1) % N, group),
+        dist.P2POp(dist.irecv, coming, (rank - 1) % N, group),
+    ]
+    for message in dist.batch_isend_irecv(both):
+        message.wait()
+    return coming
+
+
+check(my_pass)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} One token, keys on many ranks (medium)
+# :label: ex-context-decode
+# ```
+#
+# When a model writes text, there is one query at a time, and its keys are those of a long context: they lie on many ranks.
+# `q_BA1D` is the same on all ranks, `k_BAsD` and `v_BAsD` are this rank's. Return [B, A, 1, D], attention over the keys of all ranks, on every rank.
+# Keys and values stay where they are: collectives are allowed for what comes of them. Scores may be as large as 1000.
+
+# %%
+def my_decode(q_BA1D, k_BAsD, v_BAsD, group):
+    pass  # your code
+
+
+check(my_decode)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-context-decode
+# :label: sol-context-decode
+# :class: dropdown
+# ```
+#
+# The merge of all blocks at once: the largest logarithm first, then outputs weighed by $e^{\ell - \max}$, and the weights beside them.
+
+# %%
+def my_decode(q_BA1D, k_BAsD, v_BAsD, group):
+    scores = q_BA1D @ k_BAsD.mT / q_BA1D.shape[-1] ** 0.5
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    largest = log_sum.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    weight = (log_sum - largest).exp()
+    both = torch.cat((weight * (scores.softmax(-1) @ v_BAsD), weight), dim=-1)
+    dist.all_reduce(both, group=group)
+    return both[..., :-1] / both[..., -1:]
+
+
+check(my_decode)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} A causal ring (hard)
+# :label: ex-context-ring
+# ```
+#
+# Write forward of a *causal* ring. Shares are contiguous: rank 0 has the first tokens. A token sees itself and all tokens before it. Return this rank's output [B, A, s, D].
+# No collectives: `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. With `send` and `recv`, mind the parity.
+
+# %%
+def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
+    pass  # your code
+
+
+check(my_ring)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-context-ring
+# :label: sol-context-ring
+# :class: dropdown
+# ```
+#
+# Pass on first, compute, merge, then wait for the next piece. A piece from a later rank is passed on and not computed; the last piece is not passed on.
+
+# %%
+def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
+    N, rank, s = dist.get_world_size(group), dist.get_rank(group), q_BAsD.shape[2]
+    hidden = torch.ones(s, s, device=q_BAsD.device).triu(1).bool()
+    kv, out, log_sum = torch.stack((k_BAsD, v_BAsD)), 0.0, torch.tensor(-torch.inf)
+    for turn in range(N):
+        coming, source = torch.empty_like(kv), (rank - turn) % N
+        if turn < N - 1:
+            passing = ranks.exchange(kv, (rank + 1) % N, coming, (rank - 1) % N, group)
+        if source <= rank:
+            scores = q_BAsD @ kv[0].mT / q_BAsD.shape[-1] ** 0.5
+            if source == rank:
+                scores = scores.masked_fill(hidden, -torch.inf)
+            block_sum = scores.logsumexp(-1, keepdim=True)
+            weight = torch.sigmoid(block_sum - log_sum)  # 1 in turn 0
+            out = (1 - weight) * out + weight * (scores.softmax(-1) @ kv[1])
+            log_sum = torch.logaddexp(block_sum, log_sum)
+        if turn < N - 1:
+            passing.wait()
+        kv = coming
+    return out
+
+
+check(my_ring)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Which way, on how many ranks? (design)
+# :label: ex-context-way
+# ```
+#
+# A model keeps `kept` bytes of activations for each token and has `states` bytes of states on every rank; a rank has `memory_` bytes. There are `heads` heads, `kv_heads` of keys and values.
+# Return `(ranks, way)` for one sequence of `seq` tokens: the fewest ranks of 1, 2, 4, …, 64 on which it fits when only the sequence is cut, or `None`.
+# The way is `"none"` on one rank. Otherwise it is `"all-to-all"` where the ranks divide both numbers of heads and it sends fewer bytes in *forward* than the ring; else `"ring"`.
+
+# %%
+def my_context(seq, kept, states, memory_, heads, kv_heads):
+    pass  # your code
+
+
+check(my_context)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-context-way
+# :label: sol-context-way
+# :class: dropdown
+# ```
+#
+# Forward, for each of its tokens, a rank sends $2K(N-1)$ heads in the ring, and $(2a + 2K)\frac{N-1}{N}$ in the all-to-all.
+
+# %%
+def my_context(seq, kept, states, memory_, heads, kv_heads):
+    for N in (1, 2, 4, 8, 16, 32, 64):
+        if states + kept * seq / N > memory_:
+            continue
+        if N == 1:
+            return 1, "none"
+        divides = heads % N == 0 and kv_heads % N == 0
+        fewer = (heads + kv_heads) / N < kv_heads
+        return N, "all-to-all" if divides and fewer else "ring"
+    return None
+
+
+check(my_context)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - For contexts that no rank holds, cut the sequence from the embedding to the loss; only attention needs other tokens.
+# - The ring moves keys and values, and merges blocks by the logarithms of their sums; its backward is a second ring.
+# - Even ranks send first and odd ones receive, or both messages go in one batch: all sending first hangs.
+# - Under a causal mask the zig-zag gives every rank equal work in every turn.
+# - The all-to-all changes tokens for heads; it sends less with many ranks, the ring with few and grouped keys.
+# - Memory per rank falls with $1/N$; attention's work grows with the square all the same.
+# - Wrong positions hide in the loss, in bfloat16 altogether: compare the gradients of the queries' weights.
+#
+# ## Further reading
+#
+# - {cite:t}`liu2023ring`: ring attention; section 3 has when the messages hide behind the blocks.
+# - {cite:t}`brandon2023striped`: why a causal ring is unbalanced, and another cure.
+# - {cite:t}`jacobs2023ulysses`: tokens for heads, and how its bytes fall with the ranks.
+# - {cite:t}`milakov2018softmax`: softmax in one pass; two pages that all of this rests on.
+# - {cite:t}`dao2022flashattention`: the same on one chip, where the "other rank" is slow memory.

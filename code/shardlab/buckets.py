@@ -1,0 +1,120 @@
+"""What data parallelism, ZeRO and others do alike with parameters and gradients over a group.
+
+`deal` puts parameters into buckets, `copy_from_rank_0` lets all ranks start equal, `Backward` tells
+when autograd's backward pass begins and ends, and `average_gradients` is data parallelism in one
+call, for those who need no more.
+
+Li: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+MIB = 2**20
+
+
+def deal(
+    parameters: Iterable[nn.Parameter],
+    bucket_bytes: float = math.inf,
+    first_bytes: float = math.inf,
+) -> list[list[nn.Parameter]]:
+    """Deal parameters into buckets, in their order (Li, section 3.2.2).
+
+    A bucket is full once it holds `bucket_bytes`; the first, with which sending begins, already at
+    `first_bytes`. It holds one dtype on one device, and is trained or frozen as a whole.
+    """
+    full: list[list[nn.Parameter]] = []
+    filling: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device, parameter.requires_grad)
+        bucket = filling.setdefault(kind, [])
+        bucket.append(parameter)
+        if sum(p.nbytes for p in bucket) >= (bucket_bytes if full else first_bytes):
+            full.append(filling.pop(kind))
+    return full + list(filling.values())
+
+
+@torch.no_grad()
+def copy_from_rank_0(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite `tensors` with those of the group's rank 0, which is another one in the world."""
+    root = dist.get_global_rank(group, 0)
+    works = [dist.broadcast(t.detach(), root, group=group, async_op=True) for t in tensors]
+    for work in works:
+        work.wait()
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, joined: bool = False
+) -> None:
+    """After backward: make each gradient its average over `group`, in place.
+
+    One message for each parameter, all under way at once. joined: one for each dtype instead, in
+    which the gradients stand side by side, as a copy. A rank without a gradient takes part with
+    zeros: the others wait. Each is scaled by 1/N first and added up then.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    buckets = deal(trained) if joined else [[p] for p in trained]
+    sums = []
+    for bucket in buckets:
+        gradients = [p.grad for p in bucket]
+        flat = torch.cat([g.flatten() for g in gradients]) if joined else gradients[0]
+        flat *= 1 / dist.get_world_size(group)
+        sums.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for gradients, flat, work in sums:
+        work.wait()
+        if joined:
+            for gradient, average in zip(
+                gradients, flat.split([g.numel() for g in gradients]), strict=True
+            ):
+                gradient.copy_(average.view_as(gradient))
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work: a forward is then a recomputation. torch's own code asks so."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Backward:
+    """One backward pass at a time: when it begins, when it is over, and whether it broke off.
+
+    Every hook on a gradient calls `begins`. What `begins` is given is called when this backward is
+    over, just before backward() returns: the first moment at which a gradient that has not come is
+    known not to come. It calls `over`. After an error in backward nobody is called; until `over`
+    is, the backward is `unfinished`, and no other one can begin.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None  # autograd's, of the backward that is under way
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a backward has begun and is not over; at a forward: that an error ended it."""
+        return self._number is not None
+
+    def begins(self, finish: Callable[[], None] | None) -> None:
+        """Note that a backward is under way, and have `finish` called at its end; None: only look.
+
+        RuntimeError for a backward after one that an error ended, without a forward in between.
+        """
+        number = torch._C._current_graph_task_id()  # not public; torch's own code asks so
+        if self._number not in (None, number):
+            raise RuntimeError("an error ended the last backward: a forward has to come first")
+        if self._number is None and finish is not None:
+            self._number = number
+            # Not public either, but torch's DDP and FSDP2 stand on it too.
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def over(self) -> None:
+        """The next backward may begin."""
+        self._number = None

@@ -1,0 +1,354 @@
+"""Checkpoints: stop on some ranks, resume on others, and lose nothing when a save is killed.
+
+torch.distributed.checkpoint (DCP) writes and reads the tensors: every rank its own shards, and any
+number of ranks can read what another number wrote. Around it stands here, in this order:
+
+1. `Training`, everything that decides the next step; `named_tensors` and `restore`, its tensors;
+2. `begin`, `commit` and `prune`: a fresh folder for each save, one rename that makes it count, and
+   old ones that go only afterwards;
+3. `Checkpoints`, which does all of it on all ranks, at once or in the background.
+
+    runs/a/000006-step-500/          complete, the last but one
+    runs/a/000007-step-600/          complete, the current one: the highest number
+        manifest.json                step, world size, sizes and checksums of the other files, …
+        .metadata, __0_0.distcp, …   DCP's
+        rest.pt                      learning rates and the like, the schedule
+        random-0.pt, …               the ranks' random states
+    runs/a/.saving-000008-step-700/  not complete: under way, or left by a save that was killed
+    runs/a/.old-000005-step-400/     on its way out
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from shardlab.data_parallel import DataParallel
+from shardlab.ranks.agree import check_whole
+
+from . import contents
+from . import folder as files
+from .folder import MANIFEST, OLD, SAVING, CheckpointError
+from .members import Members, cause
+
+
+@dataclass
+class Training:
+    """All that a training run needs to go on as if it had not stopped.
+
+    model: plain, wrapped in DataParallel (ours or torch's), or sharded by `fully_shard`: its
+    checkpoints are the same. step: optimizer steps done. samples: position in the data, counted
+    over all ranks, so that any number of ranks can share what comes next. The random state needs
+    no field.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    step: int = 0
+    samples: int = 0
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, out of DataParallel's wrapper, which would add to every name."""
+        return self.model.module if isinstance(self.model, DataParallel) else self.model
+
+    def about(self) -> dict[str, Any]:
+        """What the manifest says of this run, for people and for comparison."""
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "optimizer": type(self.optimizer).__name__,
+            "parameter groups": len(self.optimizer.param_groups),
+            "schedule": type(self.schedule).__name__ if self.schedule else None,
+        }
+
+    def rest(self) -> dict[str, Any]:
+        """What is left beside tensors: learning rates and the like, and the schedule's state."""
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return {"groups": groups, "schedule": self.schedule.state_dict() if self.schedule else None}
+
+
+@contextmanager
+def named_tensors(training: Training) -> Iterator[dict[str, Any]]:
+    """The tensors of model and optimizer, by name; they are the run's own, and no copies.
+
+    An optimizer that has made no step has no tensors yet. torch gives it some by a step with
+    gradients of zero, after which its counters say 1: inside they say 0, and afterwards the
+    tensors are gone again, unless something has been loaded into them.
+    """
+    module, optimizer = training.module, training.optimizer
+    fresh = not optimizer.state
+    gradients = [parameter.grad for parameter in module.parameters()]
+    if fresh:
+        optimizer.zero_grad()  # with gradients there, torch would not make the tensors
+    try:
+        state = get_optimizer_state_dict(module, optimizer)["state"]
+        if fresh:
+            for values in state.values():
+                if isinstance(values.get("step"), torch.Tensor):
+                    values["step"].zero_()
+        yield {"model": get_model_state_dict(module), "optimizer": state}
+    finally:
+        if fresh:
+            optimizer.state.clear()
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+
+
+def restore(training: Training, state: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Put tensors and the rest of a checkpoint into a training run; its gradients go."""
+    module, optimizer = training.module, training.optimizer
+    optimizer.zero_grad()  # they belong to the weights from before
+    set_model_state_dict(module, state["model"])
+    groups = get_optimizer_state_dict(module, optimizer)["param_groups"]  # this model's own names
+    for group, saved in zip(groups, rest["groups"], strict=True):
+        group.update(saved)
+    kept = {"state": state["optimizer"], "param_groups": groups}
+    set_optimizer_state_dict(module, optimizer, kept)
+    if training.schedule:
+        training.schedule.load_state_dict(rest["schedule"])
+
+
+def begin(root: Path, step: int) -> Path:
+    """Clear away what killed saves have left in `root`, and make a fresh folder to save into."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.iterdir():
+        if path.name.startswith((SAVING, OLD)):
+            shutil.rmtree(path)
+    done = files.complete(root)
+    number = int(done[-1].name.split("-")[0]) + 1 if done else 1  # counts saves, and not steps
+    saving = root / f"{SAVING}{number:06d}-step-{step}"
+    saving.mkdir()
+    return saving
+
+
+def commit(saving: Path, manifest: dict[str, Any]) -> Path:
+    """Complete `saving` with its manifest, and make it the current checkpoint.
+
+    Everything has to be on the disk before the rename: the kernel may write it in another order,
+    and the machine may lose power in between.
+    """
+    manifest["crc32"] = files.checksum_of(manifest)
+    files.write_durably(saving / MANIFEST, json.dumps(manifest, indent=1).encode())
+    files.sync(saving)
+    final = saving.with_name(saving.name.removeprefix(SAVING))
+    os.rename(saving, final)  # the one moment at which the new checkpoint becomes the current one
+    files.sync(final.parent)
+    return final
+
+
+def prune(root: Path, keep: int) -> None:
+    """Let all but the newest `keep` checkpoints go. Only ever after a commit."""
+    for path in files.complete(root)[:-keep]:
+        gone = path.with_name(OLD + path.name)
+        os.rename(path, gone)  # first: a half deleted checkpoint must not look complete
+        shutil.rmtree(gone)
+
+
+class Checkpoints:
+    """The checkpoints of one training run, in one folder that all ranks of `group` can reach.
+
+    keep: complete checkpoints that remain after a save. writer: makes DCP's storage writer for a
+    path. timeout: seconds that a rank waits for another in a save or load, by default the run's.
+    All methods but `steps` are collective: every rank of `group` calls them, and all of them raise
+    the same error. Without a group, one process does everything.
+
+    Raises ValueError for a folder that is a file, keep below 1, a group without this rank, or a
+    timeout that is no number above 0.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        group: dist.ProcessGroup | None = None,
+        keep: int = 2,
+        writer: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter,
+        timeout: float | None = None,
+    ):
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ValueError(f"folder={folder!r}: allowed are a name and a Path")
+        self.root = Path(folder)
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"folder={str(folder)!r}: this is a file; allowed is a folder")
+        check_whole(keep=keep)
+        self.keep, self.writer = keep, writer
+        self.members = Members(group, timeout)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Path] | None = None
+        self._lock: Any = None
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, the current one last."""
+        return [files.step_of(path) for path in files.complete(self.root)]
+
+    def save(self, training: Training, wait: bool = True) -> Path | None:
+        """Save `training` as it is now; return the folder, or None at once with wait=False.
+
+        With wait=False the tensors are copied, and a thread writes the copies while training goes
+        on. The next save, load, wait or close waits for it and raises what went wrong in it.
+        Raises CheckpointError; the checkpoints from before are then still there.
+        """
+        self.wait()
+        contents.check(training, Training, "step", "samples")
+        random = contents.random_state(next(training.module.parameters()).device)
+        small = {f"random-{self.members.rank}.pt": contents.pack(random, "random state")}
+        rest = contents.pack(training.rest(), "optimizer and schedule")  # refused on every rank
+        if self.members.rank == 0:
+            small["rest.pt"] = rest
+        saving = self.members.first(lambda: self._begin(training.step))
+        with named_tensors(training) as tensors:
+            about = training.about() | {"tensors": contents.shapes(tensors)}
+            save = dcp.save if wait else dcp.async_save  # the latter copies, and then returns
+            try:
+                storage = self.writer(saving)
+                written = save(tensors, storage_writer=storage, process_group=self.members.group)
+            except (Exception, CheckpointException) as error:
+                written = error
+            if wait:
+                return self._complete(saving, written, small, about)
+        self._pending = self._thread.submit(self._complete, saving, written, small, about)
+        return None
+
+    def wait(self) -> Path | None:
+        """Wait for a save in the background; return its folder, or None if there was none."""
+        pending, self._pending = self._pending, None
+        return pending.result() if pending else None
+
+    def _begin(self, step: int) -> Path:
+        """On rank 0: a fresh folder, after a look whether another process saves here as well."""
+        self._release()  # of a save that an error ended before it had written anything
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = files.lock(self.root)
+            return begin(self.root, step)
+        except OSError as error:
+            self._release()
+            raise CheckpointError(f"{self.root}: not saved: {cause(error)}") from None
+
+    def _release(self) -> None:
+        if self._lock:
+            self._lock = files.unlock(self._lock)
+
+    def _complete(
+        self, saving: Path, written: Any, small: dict[str, bytes], about: dict[str, Any]
+    ) -> Path:
+        """When all ranks have written all: rank 0 makes the folder the current checkpoint."""
+        problem, mine = None, {}
+        try:
+            if isinstance(written, Future):
+                written = written.result()
+            if isinstance(written, BaseException):
+                raise written
+            for name, content in small.items():
+                files.write_durably(saving / name, content)
+            paths = [saving / name for name in small]
+            paths += saving.glob(f"__{self.members.rank}_*")
+            paths += [saving / ".metadata"] if self.members.rank == 0 else []
+            mine = {path.name: files.describe(path) for path in sorted(paths)}
+        except (Exception, CheckpointException) as error:
+            problem = f"{saving}: not saved: {cause(error)}"
+        reports = self.members.exchange((problem, mine, about["tensors"]))
+        return self.members.first(lambda: self._rename(saving, reports, about))
+
+    def _rename(self, saving: Path, reports: list[Any], about: dict[str, Any]) -> Path:
+        """On rank 0: the rename, if every rank's files are there; then what is older goes."""
+        problems = [problem for problem, _, _ in reports if problem]
+        manifest = {"format": files.FORMAT, "version": files.VERSION} | about
+        manifest |= {"ranks": self.members.size, "torch": torch.__version__}
+        manifest["files"] = {name: of for _, part, _ in reports for name, of in part.items()}
+        manifest["tensors"] = {name: of for *_, part in reports for name, of in part.items()}
+        try:
+            unseen = [name for name in manifest["files"] if not (saving / name).exists()]
+            if unseen and not problems:
+                text = f"{saving}: not saved: rank 0 does not see {', '.join(sorted(unseen))}"
+                problems.append(f"{text}: allowed is a folder that all ranks share")
+            if problems:
+                raise CheckpointError(problems[0])
+            final = commit(saving, manifest)
+        except OSError as error:
+            raise CheckpointError(f"{saving}: not saved: {cause(error)}") from None
+        finally:
+            shutil.rmtree(saving, ignore_errors=True)  # if it failed: on a full disk, room counts
+            self._release()
+        try:
+            prune(self.root, self.keep)
+        except OSError as error:
+            text = f"{final}: saved, but what is older does not go: {cause(error)}"
+            raise CheckpointError(text) from None
+        return final
+
+    def load(self, training: Training, step: int | None = None) -> dict[str, Any]:
+        """Load the current checkpoint, or the newest one of `step`; return its manifest.
+
+        Any number of ranks may load, into any of the kinds of model that Training names. All files
+        are checked against sizes and checksums, and all names, shapes and types against
+        `training`, before anything in it changes: CheckpointError says what does not fit. With
+        another number of ranks than saved, random generators are seeded anew.
+        """
+        self.wait()
+        contents.check(training, Training)
+        folder = self.members.first(lambda: files.choose(self.root, step))
+        manifest = self.members.first(lambda: files.read_manifest(folder))
+        share = sorted(manifest["files"])[self.members.rank :: self.members.size]
+        self.members.agree(files.damage(folder, manifest["files"], share))
+        unfit = f"{folder}: does not fit this training: "
+        self.members.agree(contents.other_differences(manifest, training.about()), unfit)
+        rest = contents.unpack(folder / "rest.pt")
+        with named_tensors(training) as tensors:
+            parts = self.members.exchange(contents.shapes(tensors))
+            here = {name: shape for part in parts for name, shape in part.items()}
+            self.members.agree(contents.differences(manifest["tensors"], here), unfit)
+            try:
+                dcp.load(tensors, checkpoint_id=folder, process_group=self.members.group)
+            except CheckpointException as error:  # the disk failed since it was checked
+                text = f"{folder}: half loaded, build `training` anew: {cause(error)}"
+                raise CheckpointError(text) from None
+        restore(training, tensors, rest)
+        training.step, training.samples = manifest["step"], manifest["samples"]
+        if manifest["ranks"] == self.members.size:
+            random = contents.unpack(folder / f"random-{self.members.rank}.pt")
+            contents.set_random_state(random, next(training.module.parameters()).device)
+        else:
+            contents.seed_anew(training.step, self.members.rank)
+        return manifest
+
+    def close(self) -> None:
+        """Wait for a save in the background, and give the thread and the group back."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self.members.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:  # others may never come to where this rank is: leave their messages alone
+            with suppress(Exception):
+                self._thread.shutdown(wait=False)

@@ -1,0 +1,63 @@
+"""Context parallelism: a sequence cut over ranks in the whole model, in attention too.
+
+`distribute(model, group, …)` lets a plain GPT work on this rank's tokens, `share` deals them out,
+`average_gradients` comes after backward. In attention a rank needs the other ranks' tokens: by
+`ring_attention`, whose keys and values go round, or by `all_to_all_attention`, which trades tokens
+for heads and back.
+
+`split`, `join`, `gather`, `positions` (layout) say which tokens a rank has; `block_attention`
+(kernel) is attention to some of the keys; `ring_sent`, `ulysses_sent`, `score_turns`,
+`attention_memory` (predict) say what it costs, `tokens_that_fit` (fit) how long a context may be.
+"""
+
+from .core import (
+    Block,
+    Work,
+    all_to_all_attention,
+    average,
+    average_gradients,
+    blocks,
+    distribute,
+    heads_for_tokens,
+    merge,
+    ring_attention,
+    share,
+    tokens_for_heads,
+)
+from .fit import context_moments, grain, tokens_table, tokens_that_fit
+from .kernel import Gradients, block_attention, block_gradients
+from .layout import LAYOUTS, gather, join, pieces, positions, split
+from .predict import attention_memory, ring_sent, score_pairs, score_turns, ulysses_sent
+
+__all__ = [
+    "LAYOUTS",
+    "Block",
+    "Gradients",
+    "Work",
+    "all_to_all_attention",
+    "attention_memory",
+    "average",
+    "average_gradients",
+    "block_attention",
+    "block_gradients",
+    "blocks",
+    "context_moments",
+    "distribute",
+    "gather",
+    "grain",
+    "heads_for_tokens",
+    "join",
+    "merge",
+    "pieces",
+    "positions",
+    "ring_attention",
+    "ring_sent",
+    "score_pairs",
+    "score_turns",
+    "share",
+    "split",
+    "tokens_for_heads",
+    "tokens_table",
+    "tokens_that_fit",
+    "ulysses_sent",
+]

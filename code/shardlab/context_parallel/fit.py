@@ -1,0 +1,172 @@
+"""How many tokens fit: the longest context that a training step has room for, by the memory model.
+
+Cut over cp ranks (context parallelism), each rank has the activations of S / cp tokens and all
+weights of its own. What comes on top: attention's messages, which are in flight while a layer's
+attention is computed, and the gradients' copy that is summed over the ranks at the end. Everything
+else is `memory.estimate`, and so is what tensor and sequence parallelism divide.
+
+Growing the context adds the same bytes for each token, at every moment of the step: no kernel here
+keeps scores. So the longest context that fits is found by bisection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlab.memory import PRECISIONS, estimate
+from shardlab.ranks.agree import check_number, check_whole
+from shardlab.shapes import Config
+
+from .predict import attention_memory
+
+WAYS = "ring", "ulysses"
+
+
+def context_moments(
+    config: Config,
+    seq: int,
+    cp: int = 1,
+    way: str = "ring",
+    batch: int = 1,
+    precision: str = "bf16",
+    tp: int = 1,
+    zero: int = 0,
+    dp: int = 1,
+    device: str = "gpu",
+    **choices: Any,
+) -> dict[str, int]:
+    """Bytes on one rank at each moment of a training step on `batch` contexts of `seq` tokens.
+
+    cp: ranks that share a context. way: how attention reaches the other ranks' keys, "ring" or
+    "ulysses". zero: over all ranks that have the same weights, dp * cp of them. choices: of
+    `memory.estimate` (sequence_parallel, recompute, optimizer, pp, …). The largest value is the
+    peak.
+
+    Raises ValueError as `memory.estimate` does, and for what cannot be cut: a `seq` that cp ranks
+    cannot share, dropout or plain scores (attention="plain") with cp above 1.
+    """
+    _check(config, cp, way, tp, choices)
+    unit = grain(cp, tp, choices.get("sequence_parallel", False))
+    check_whole(seq=seq)
+    if seq % unit:
+        near = [n for n in (seq // unit * unit, seq // unit * unit + unit) if n > 0]
+        nearest = " and ".join(map(str, near))
+        raise ValueError(f"seq={seq!r}: allowed are multiples of {unit}; the nearest: {nearest}")
+    copies = dp * cp if zero else dp
+    found = estimate(
+        config, batch, seq // cp, precision, zero=zero, dp=copies, tp=tp, device=device, **choices
+    )
+    moments = dict(found.moments)
+    if cp == 1:
+        return moments
+    heads, kv_heads = config.heads // tp, config.key_value_heads // tp
+    itemsize = PRECISIONS[precision].compute
+    shape = heads, kv_heads, config.head_size
+    one = attention_memory("one", batch, seq // cp, *shape, 1, itemsize)
+    cut = attention_memory(way, batch, seq, *shape, cp, itemsize)
+    inputs, query = _input_bytes(batch * (seq // cp), *shape, itemsize)
+    # What a layer keeps in other ways than in one process, where a CPU keeps attention's results
+    # twice, heads first and tokens first, and a GPU once.
+    kept = cut["kept"] - one["kept"] - (query if device == "cpu" and heads > 1 else 0)
+    layers = _layers_in_flight(config, choices)
+    if choices.get("recompute", "none") == "full":
+        layers = 1
+        computed_again = {"ffn", "norm"}
+    else:
+        computed_again = set(moments) - {"attention", "embedding", "step", "reduce", "forward"}
+    for moment in computed_again:
+        moments[moment] += layers * kept
+    # In backward of attention itself this layer's results are there once in either case.
+    moments["attention"] += (layers - 1) * kept + cut["backward"] - one["backward"]
+    if way == "ulysses":
+        moments["attention"] -= inputs  # of the first all-to-all: nobody needs them any more
+    if not zero:  # the gradients side by side in one message: see `average_gradients`
+        states = found.parameters + found.gradients + found.optimizer
+        moments["average"] = states + found.gradients + 16 * batch * (seq // cp)
+    return moments
+
+
+def grain(cp: int, tp: int = 1, sequence_parallel: bool = False) -> int:
+    """Contexts have a multiple of so many tokens: two pieces for each of cp ranks, t equal shares.
+
+    Of both layouts the stricter, the zig-zag.
+    """
+    return cp * math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
+
+
+def tokens_that_fit(
+    config: Config,
+    budget: int,
+    tp: int = 1,
+    cp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    **choices: Any,
+) -> int:
+    """The longest context, in tokens, whose training step stays within `budget` bytes on each rank.
+
+    A multiple of `grain`; 0 when not even the shortest fits, as when the states alone are too
+    large. choices: of `context_moments` (way, batch, precision, zero, dp, device) and of
+    `memory.estimate`. Not in it is what that does not count: fragments, CUDA's context, buffers of
+    nccl. Leave a tenth for them.
+    """
+    check_number(budget=budget)
+    unit = grain(cp, tp, sequence_parallel) if min(cp, tp) > 0 else 1
+
+    def fits(units: int) -> bool:
+        moments = context_moments(
+            config, units * unit, cp, tp=tp, sequence_parallel=sequence_parallel,
+            recompute=recompute, **choices,
+        )  # fmt: skip
+        return max(moments.values()) <= budget
+
+    low, high = 0, 1  # so many units fit; so many do not
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * unit
+
+
+def tokens_table(
+    config: Config, budget: int, cps: Sequence[int], cases: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, int]]:
+    """A row for each number of context ranks, with the tokens that fit in each case.
+
+    cases: name of a column -> arguments of `tokens_that_fit`. For a table, and for a picture.
+    """
+    return [
+        {"cp": cp}
+        | {name: tokens_that_fit(config, budget, cp=cp, **c) for name, c in cases.items()}
+        for cp in cps
+    ]
+
+
+def _input_bytes(
+    tokens: int, heads: int, kv_heads: int, head_size: int, itemsize: int
+) -> tuple[int, int]:
+    """Bytes of attention's queries, keys and values; and of the queries, or results, alone."""
+    one_head = tokens * head_size * itemsize
+    return (heads + 2 * kv_heads) * one_head, heads * one_head
+
+
+def _layers_in_flight(config: Config, choices: Mapping[str, Any]) -> int:
+    """Layers whose activations are there at once, as the first stage of a pipeline has them."""
+    pp, microbatches = choices.get("pp", 1), choices.get("microbatches")
+    return config.layers // pp * (pp if microbatches is None else min(pp, microbatches))
+
+
+def _check(config: Config, cp: int, way: str, tp: int, choices: Mapping[str, Any]) -> None:
+    check_whole(cp=cp, tp=tp)
+    if way not in WAYS:
+        raise ValueError(f"way={way!r}: allowed are 'ring' and 'ulysses'")
+    for name in ("heads", "key_value_heads"):
+        if (value := getattr(config, name)) % tp:
+            raise ValueError(f"tp={tp}: allowed are divisors of {name}={value}")
+    if cp > 1 and config.dropout:
+        raise ValueError(f"dropout={config.dropout}: allowed is 0 with cp={cp}")
+    if cp > 1 and choices.get("attention", "fused") != "fused":
+        raise ValueError(f"attention={choices['attention']!r}: allowed is 'fused' with cp={cp}")

@@ -1,0 +1,137 @@
+"""Which tokens a rank has, and what is refused because it cannot be shared out.
+
+- "contiguous": N pieces, rank r has piece r;
+- "zigzag": 2N pieces, rank r has pieces r and 2N - 1 - r, one early and one late. Under a causal
+  mask a late token looks at more keys than an early one; so shared out, all ranks have equal work.
+
+The zig-zag is the balanced layout in use for ring attention today; Brandon et al. 2023, "Striped
+Attention" (arXiv 2311.09431), balance by dealing out single tokens instead.
+
+Shapes: S the whole sequence, s one rank's share of it, S / N. B batch, A query heads, K key and
+value heads, D size of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.ranks.agree import check_group, check_whole
+from shardlab.ranks.renamed import all_gather_single
+
+LAYOUTS = "contiguous", "zigzag"
+
+
+def pieces(layout: str, ranks: int, rank: int) -> list[int]:
+    """Which pieces of the sequence a rank has, in its order: of N contiguous, of 2N zig-zag."""
+    check_layout(layout)
+    check_rank(ranks, rank)
+    return [rank] if layout == "contiguous" else [rank, 2 * ranks - 1 - rank]
+
+
+def positions(
+    layout: str, seq: int, ranks: int, rank: int, device: torch.device | None = None
+) -> Tensor:
+    """Where a rank's tokens stand in the whole sequence: int64 [s]."""
+    check_seq(seq, ranks, layout)
+    return split(torch.arange(seq, device=device), ranks, rank, layout, dim=0)
+
+
+def split(whole: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int = 1) -> Tensor:
+    """A rank's share of `whole` along `dim`: a view when contiguous, a copy when zig-zag."""
+    check_seq(whole.shape[dim], ranks, layout)
+    mine = pieces(layout, ranks, rank)
+    parts = whole.chunk(ranks * len(mine), dim)
+    return parts[mine[0]] if len(mine) == 1 else torch.cat([parts[i] for i in mine], dim)
+
+
+def join(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
+    """The whole from all ranks' shares, given in rank order: the inverse of `split`."""
+    check_layout(layout)
+    if layout == "zigzag":  # the early halves in rank order, the late ones back from the last
+        halves = [part.chunk(2, dim) for part in parts]
+        parts = [early for early, _ in halves] + [late for _, late in reversed(halves)]
+    return torch.cat(parts, dim)
+
+
+def gather(share: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim: int = 1) -> Tensor:
+    """The whole on every rank, put together by an all-gather; without gradients, to compare with.
+
+    Each rank sends its share to N - 1 others.
+    """
+    check_layout(layout)
+    _, ranks = check_group(group)
+    parts = share.new_empty((ranks, *share.shape))
+    all_gather_single(parts.flatten(0, 1), share.detach().contiguous(), group=group)
+    return join(list(parts), layout, dim)
+
+
+# What is refused, before anything is sent
+
+
+def check_layout(layout: str) -> None:
+    """Raise ValueError for a layout that there is not."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: allowed are 'contiguous' and 'zigzag'")
+
+
+def check_seq(seq: int, ranks: int, layout: str) -> None:
+    """Raise ValueError for a sequence that cannot be shared out equally; it says what could."""
+    check_layout(layout)
+    check_whole(ranks=ranks)
+    check_whole(0, seq=seq)
+    unit = ranks if layout == "contiguous" else 2 * ranks
+    if seq < 1 or seq % unit:
+        down, up = seq // unit * unit, -(-max(seq, 1) // unit) * unit
+        nearest = f"nearest are {down} and {up}" if down > 0 else f"nearest is {up}"
+        needed = f"{ranks} ranks in layout {layout!r} need a multiple of {unit}"
+        raise ValueError(f"seq={seq}: {needed}; the {nearest}")
+
+
+def check_rank(ranks: int, rank: int) -> None:
+    """Raise ValueError for a rank that is not in a group of this size."""
+    check_whole(ranks=ranks)
+    check_whole(0, rank=rank)
+    if rank >= ranks:
+        raise ValueError(f"rank={rank!r}: allowed in a group of {ranks} are 0 to {ranks - 1}")
+
+
+def check_shapes(q_BAsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, layout: str) -> None:
+    """Raise ValueError unless these are queries, keys and values of tokens in such a layout."""
+    check_layout(layout)
+    shapes = f"q {list(q_BAsD.shape)}, k {list(k_BKsD.shape)}, v {list(v_BKsD.shape)}"
+    if q_BAsD.dim() != 4 or k_BKsD.shape != v_BKsD.shape or k_BKsD.dim() != 4:
+        raise ValueError(f"{shapes}: allowed are q [B, A, s, D] and k, v [B, K, s, D]")
+    batch, heads, share, size = q_BAsD.shape
+    if (batch, share, size) != (k_BKsD.shape[0], *k_BKsD.shape[2:]) or 0 in q_BAsD.shape:
+        raise ValueError(
+            f"{shapes}: batch, tokens and size of a head have to agree, and be above 0"
+        )
+    if not k_BKsD.shape[1] or heads % k_BKsD.shape[1]:
+        raise ValueError(f"{shapes}: allowed numbers of key and value heads divide {heads}")
+    if len({(x.dtype, x.device) for x in (q_BAsD, k_BKsD, v_BKsD)}) > 1:
+        kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q_BAsD, k_BKsD, v_BKsD))
+        raise ValueError(f"q, k, v are {kinds}: allowed is one dtype, on one device")
+    if layout == "zigzag" and share % 2:
+        raise ValueError(
+            f"q_BAsD has {share} tokens: layout 'zigzag' needs an even number on each rank; "
+            f"the nearest are {share - 1} and {share + 1}"
+        )
+
+
+def key_repeats(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each key and value head is sent; ValueError when heads cannot be shared out."""
+    if heads % ranks:
+        down, up = heads // ranks * ranks, -(-heads // ranks) * ranks
+        nearest = f"nearest are {down} and {up}" if down else f"nearest is {up}"
+        raise ValueError(
+            f"heads={heads}: {ranks} ranks need a multiple of {ranks}; the {nearest}. "
+            "Ring attention takes any number"
+        )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(
+            f"kv_heads={kv_heads}: {ranks} ranks need a multiple or a divisor of {ranks}. "
+            "Ring attention takes any number"
+        )
+    return max(1, ranks // kv_heads)

@@ -1,0 +1,139 @@
+"""All weights of an engine, or of a checkpoint, under the plain module's names.
+
+Neither needs DeepSpeed afterwards: a plain state dict loads into the plain model.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .core import folder_of
+from .pipe import full_names, is_pipeline
+from .start import prepare, quiet
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    """All weights on every rank, in float32 on the CPU, under the plain module's names.
+
+    Every rank has to call it. The master weights where DeepSpeed keeps them apart (a 16-bit model,
+    ZeRO), except with tensor parallelism, whose shards are put together from the weights in use.
+    """
+    deepspeed = prepare()
+    if is_pipeline(engine):
+        return _of_all_stages(engine)
+    gathered: dict[str, Tensor] = {}
+    for prefix, module in engine.module.named_modules(remove_duplicate=False):
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        with ExitStack() as stack:
+            if engine.zero_optimization_stage() == 3:
+                stack.enter_context(deepspeed.zero.GatheredParameters(list(own.values())))
+            if engine.autotp_size() > 1:
+                from deepspeed.module_inject.layers import GatherReplacedLayerParams
+
+                stack.enter_context(GatherReplacedLayerParams(list(own.values()), module, True))
+            for name, parameter in own.items():
+                gathered[f"{prefix}.{name}".lstrip(".")] = _on_cpu(parameter)
+    if engine.autotp_size() <= 1:
+        for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+            gathered[name] = _master(engine, parameter, gathered[name])
+    return gathered
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+def _master(engine: Any, parameter: nn.Parameter, otherwise: Tensor) -> Tensor:
+    """The float32 master weight of `parameter`, gathered over the ranks; if it has one."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if not parameter.requires_grad:
+        return otherwise
+    if hasattr(engine.optimizer, "fp32_groups"):  # stage 0 in 16 bits: two lists side by side
+        used, masters = (sum(map(list, _groups(engine, bits)), []) for bits in (16, 32))
+        return next(_on_cpu(m) for u, m in zip(used, masters, strict=True) if u is parameter)
+    full = safe_get_full_fp32_param(parameter)
+    return otherwise if full is None else _on_cpu(full).view_as(otherwise)
+
+
+def _groups(engine: Any, bits: int) -> list[Any]:
+    return getattr(engine.optimizer, f"fp{bits}_groups")
+
+
+def _of_all_stages(engine: Any) -> dict[str, Tensor]:
+    mine = {}
+    for name, parameter in engine.module.named_parameters():
+        value = _master(engine, parameter, _on_cpu(parameter))
+        mine.update(dict.fromkeys(full_names(engine.module, name), value))
+    stages: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(stages, mine)
+    return {name: value for stage in stages for name, value in stage.items()}
+
+
+def plain_state_dict(directory: str | Path, tag: str | None = None) -> dict[str, Tensor]:
+    """The float32 weights of a DeepSpeed checkpoint, under the plain module's names, on the CPU.
+
+    For all ZeRO stages and for `pipeline`; without ranks. Where DeepSpeed saves no master weights
+    with the model (16 bits in stage 0 or in a pipeline), they are those in use, widened.
+
+    It reads pickles, which can run code: only load checkpoints that you trust. (DeepSpeed writes
+    more than tensors into them.)
+
+    Raises FileNotFoundError when there is no such checkpoint, ValueError for one of a tensor
+    parallel model, whose shards only the running engine can put together (`weights`).
+    """
+    prepare()
+    folder = folder_of(directory, tag)
+    shards = {file.name.split("mp_rank_")[1][:2] for file in folder.glob("*mp_rank_*.pt")}
+    if len(shards) > 1 and not _layers(folder):
+        raise ValueError(
+            f"{folder}: written by tensor-parallel ranks; allowed are those of data-parallel and"
+            " pipeline ones: use weights(engine) while they run"
+        )
+    if _layers(folder):
+        return _from_layers(folder)
+    if list(folder.glob("*_optim_states.pt")):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with quiet():
+            return dict(get_fp32_state_dict_from_zero_checkpoint(str(directory), folder.name))
+    states = sorted([*folder.glob("mp_rank_00_model_states.pt")])
+    if not states:
+        raise FileNotFoundError(f"{folder}: it holds no model states of DeepSpeed")
+    return _floats(torch.load(states[0], "cpu", weights_only=False)["module"])
+
+
+def _layers(folder: Path) -> list[Path]:
+    return sorted(folder.glob("layer_*-model_states.pt"))
+
+
+def _from_layers(folder: Path) -> dict[str, Tensor]:
+    """A pipeline writes one file per layer, numbered as in `pipe.layers`; a tied head has none."""
+    content = {}
+    for file in _layers(folder):
+        match = re.match(r"layer_(\d+)-", file.name)
+        assert match, file
+        content[int(match[1])] = _floats(torch.load(file, "cpu", weights_only=True))
+    blocks = [index for index, state in content.items() if any("." in name for name in state)]
+    names = {0: "embedding", max(blocks) + 1: "norm", max(blocks) + 2: "head"}
+    names |= {index: f"blocks.{index - 1}" for index in blocks}
+    state = {
+        f"{names[index]}.{name}": value
+        for index, layer in content.items()
+        for name, value in layer.items()
+    }
+    state.setdefault("head.weight", state["embedding.weight"])
+    return state
+
+
+def _floats(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in state.items()}

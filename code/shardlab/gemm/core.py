@@ -1,0 +1,312 @@
+"""One matrix product on t ranks: cut along one of its three dimensions, or along all of them.
+
+C_MN = A_MK @ B_KN. M, N, K: rows of A, columns of B, and the inner dimension, over which the sum
+goes. t: ranks that share the matrices; N is the columns here, as everywhere in linear algebra.
+A lower-case letter is this rank's share of a dimension: a_mK is m of the M rows of A.
+
+    cut        a rank holds    it computes        so that every rank has all of C
+    "rows"     a_mK, b_KN      c_mN               all-gather of rows
+    "columns"  a_MK, b_Kn      c_Mn               all-gather of columns
+    "inner"    a_Mk, b_kN      a summand of C     all-reduce; reduce-scatter leaves its rows alone
+    SUMMA      a_mk, b_kn      c_mn               on a grid of ranks; C stays in blocks
+
+Sources: Golub and Van Loan, Matrix Computations, 4th edition, section 1.6. Chan, Heimlich,
+Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience", CCPE 19
+(2007). Van de Geijn, Watts, "SUMMA", Concurrency: Practice and Experience 9 (1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup as Group
+
+from shardlab.ranks import check_group
+from shardlab.ranks.agree import check_whole, time_limit
+from shardlab.ranks.p2p import carrier
+from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
+
+from .checks import check_blocks, check_grid, check_product, check_share, check_way
+
+CUTS = "rows", "columns", "inner"
+
+
+def share(size: int, ranks: int, rank: int) -> slice:
+    """The part of `size` things that belongs to `rank`: as equal as it goes, the longer ones first.
+
+    Of 10 on 4 ranks: 0 to 3, 3 to 6, 6 to 8, 8 to 10. With fewer things than ranks some are empty.
+    """
+    check_whole(0, size=size, rank=rank)
+    check_whole(1, ranks=ranks)
+    if rank >= ranks:
+        raise ValueError(f"rank={rank}: allowed are 0 to {ranks - 1}")
+    each, longer = divmod(size, ranks)
+    begin = rank * each + min(rank, longer)
+    return slice(begin, begin + each + (rank < longer))
+
+
+def shares(size: int, ranks: int) -> list[int]:
+    """How many of `size` things each rank gets."""
+    return [part.stop - part.start for part in (share(size, ranks, r) for r in range(ranks))]
+
+
+def cut(way: str, a_MK: Tensor, b_KN: Tensor, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+    """What `rank` of `ranks` holds of A and of B; views. way: "rows", "columns" or "inner"."""
+    check_way(way, CUTS)
+    check_product(a_MK, b_KN)
+    if way == "rows":
+        return a_MK[share(len(a_MK), ranks, rank)], b_KN
+    if way == "columns":
+        return a_MK, b_KN[:, share(b_KN.shape[1], ranks, rank)]
+    inner = share(len(b_KN), ranks, rank)
+    return a_MK[:, inner], b_KN[inner]
+
+
+def by_rows(a_mK: Tensor, b_KN: Tensor) -> Tensor:
+    """This rank's rows of C, c_mN, from its rows of A and all of B. Nothing is sent."""
+    check_product(a_mK, b_KN)
+    return a_mK @ b_KN  # [m, K] @ [K, N]
+
+
+def by_columns(a_MK: Tensor, b_Kn: Tensor) -> Tensor:
+    """This rank's columns of C, c_Mn, from all of A and its columns of B. Nothing is sent."""
+    check_product(a_MK, b_Kn)
+    return a_MK @ b_Kn  # [M, K] @ [K, n]
+
+
+@torch.no_grad()
+def gather_rows(c_mN: Tensor, rows: int, group: Group) -> Tensor:
+    """All of C, c_MN, on every rank, from each rank's rows. rows: M."""
+    rank, size = check_group(group)
+    counts, columns = shares(rows, size), c_mN.shape[1]
+    check_share("c_mN", c_mN, 0, counts, rank)
+    if size == 1:
+        return c_mN
+    piece = _padded(c_mN, 0, counts[0])  # [m, N], m as on the rank with the most
+    gathered = _gathered(piece, group)  # [t, m, N]
+    if rows % size == 0:
+        return gathered.view(rows, columns)
+    return torch.cat([part[:m] for part, m in zip(gathered, counts, strict=True)])
+
+
+@torch.no_grad()
+def gather_columns(c_Mn: Tensor, columns: int, group: Group) -> Tensor:
+    """All of C, c_MN, on every rank, from each rank's columns. columns: N.
+
+    The rows of a matrix lie one behind the other, so rows that arrive are in their place; columns
+    have to be copied there: all of C a second time, for a moment.
+    """
+    rank, size = check_group(group)
+    counts = shares(columns, size)
+    check_share("c_Mn", c_Mn, 1, counts, rank)
+    if size == 1:
+        return c_Mn
+    piece = _padded(c_Mn, 1, counts[0])  # [M, n], n as on the rank with the most
+    gathered = _gathered(piece, group)  # [t, M, n]
+    return torch.cat([part[:, :n] for part, n in zip(gathered, counts, strict=True)], dim=1)
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """`x` with zeros behind it: the collective wants pieces of one size."""
+    if x.shape[dim] == length:
+        return x.contiguous()
+    shape = list(x.shape)
+    shape[dim] = length
+    padded = x.new_zeros(shape)
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return padded
+
+
+def _gathered(x: Tensor, group: Group) -> Tensor:
+    """Every rank's `x`, one behind the other: [t, …]."""
+    gathered = x.new_empty(dist.get_world_size(group) * len(x), x.shape[1])
+    all_gather_single(gathered, x, group=group)
+    return gathered.view(-1, *x.shape)
+
+
+@torch.no_grad()
+def by_inner(a_Mk: Tensor, b_kN: Tensor, group: Group, whole: bool = True) -> Tensor:
+    """C from its columns of A and its rows of B: every rank's product is a summand of all of C.
+
+    whole: all of C, c_MN, on every rank, by an all-reduce; otherwise this rank's rows of it, c_mN,
+    by a reduce-scatter, which moves half as much. All ranks bring the same M and N; their k may
+    differ. Sums are made in the tensors' own type.
+    """
+    check_product(a_Mk, b_kN)
+    _, size = check_group(group)
+    summand_MN = a_Mk @ b_kN  # [M, k] @ [k, N]
+    if size == 1:
+        return summand_MN
+    if whole:
+        dist.all_reduce(summand_MN, group=group)  # [M, N]
+        return summand_MN
+    return _scattered_sum(summand_MN, group)
+
+
+def _scattered_sum(x_MN: Tensor, group: Group) -> Tensor:
+    """This rank's rows of the sum of all ranks' x_MN: a reduce-scatter.
+
+    Every rank sends each other rank its rows, and adds up what it gets in the order of the ranks.
+    That moves what a reduce-scatter moves, takes any number of rows, and has the same bits from run
+    to run. gloo's own makes an all-reduce, twice as many bytes. nccl's is better, for equal shares.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rows = shares(len(x_MN), size)
+    m, columns = rows[rank], x_MN.shape[1]
+    if carrier(x_MN.device, group) == "nccl" and len(x_MN) % size == 0:
+        sum_mN = x_MN.new_empty(m, columns)
+        reduce_scatter_single(sum_mN, x_MN, group=group)  # [M, N] to [m, N]
+        return sum_mN
+    received = x_MN.new_empty(size * m, columns)
+    dist.all_to_all_single(received, x_MN, [m] * size, rows, group=group)  # [M, N] to [t * m, N]
+    first, second, *others = received.view(size, m, columns)
+    sum_mN = first + second
+    for part_mN in others:
+        sum_mN += part_mN
+    return sum_mN
+
+
+def multiply(way: str, a_MK: Tensor, b_KN: Tensor, group: Group, whole: bool = True) -> Tensor:
+    """C by one of the three cuts, from an A and a B that all ranks have in full: to compare them.
+
+    whole: c_MN on every rank; otherwise this rank's part: of "columns" its columns, of the other
+    two its rows.
+    """
+    rank, size = check_group(group)
+    a, b = cut(way, a_MK, b_KN, size, rank)
+    if way == "inner":
+        return by_inner(a, b, group, whole)
+    if way == "rows":
+        c_mN = by_rows(a, b)
+        return gather_rows(c_mN, len(a_MK), group) if whole else c_mN
+    c_Mn = by_columns(a, b)
+    return gather_columns(c_Mn, b_KN.shape[1], group) if whole else c_Mn
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where this rank stands in a grid of `rows` x `columns` ranks, numbered row by row."""
+
+    rows: int
+    columns: int
+    row: int
+    column: int
+    row_group: Group  # the ranks of its row, which A travels along: `columns` of them
+    column_group: Group  # the ranks of its column, which B travels along: `rows` of them
+
+    def cut(self, a_MK: Tensor, b_KN: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's blocks of A and of B, a_mk and b_kn; views."""
+        check_product(a_MK, b_KN)
+        return self.block(a_MK), self.block(b_KN)
+
+    def block(self, x: Tensor) -> Tensor:
+        """This rank's block of any matrix; a view."""
+        down = share(x.shape[0], self.rows, self.row)
+        across = share(x.shape[1], self.columns, self.column)
+        return x[down, across]
+
+
+def grid(
+    group: Group, rows: int, columns: int, wrap: Callable[[Group], Group] | None = None
+) -> Grid:
+    """Arrange the ranks of `group` in a grid of `rows` x `columns`; all of them have to call it.
+
+    wrap: makes another group of each row's and column's, for instance one with a slow link.
+    """
+    rank, size = check_group(group)
+    check_grid(rows, columns, size)
+    row, column = divmod(rank, columns)
+    members = dist.get_process_group_ranks(group)
+    along = members[row * columns : (row + 1) * columns], members[column::columns]
+    # Only its members make a group: the ranks outside of `group` know nothing of this.
+    limit = time_limit(group)
+    row_group, column_group = (
+        dist.new_group(m, timeout=limit, use_local_synchronization=True) for m in along
+    )
+    if wrap is not None:
+        row_group, column_group = wrap(row_group), wrap(column_group)
+    return Grid(rows, columns, row, column, row_group, column_group)
+
+
+class Panel(NamedTuple):
+    """A stretch of the inner dimension, and who has it."""
+
+    begin: int
+    end: int
+    column: int  # of the grid: its ranks have these columns of A
+    row: int  # of the grid: its ranks have these rows of B
+
+
+def panels(inner: int, rows: int, columns: int, width: int | None = None) -> list[Panel]:
+    """Cut the inner dimension, K, so that each panel has one owner in A and one in B.
+
+    A's blocks are cut by the grid's columns and B's by its rows, so panels end wherever one of
+    these does. width: the most that a panel may have; None: as wide as they come.
+    """
+    if width is not None:
+        check_whole(1, width=width)
+    found = []
+    for column in range(columns):
+        for row in range(rows):
+            a, b = share(inner, columns, column), share(inner, rows, row)
+            low, high = max(a.start, b.start), min(a.stop, b.stop)
+            for begin in range(low, high, width or max(1, high - low)):
+                found.append(Panel(begin, min(high, begin + (width or high)), column, row))
+    return sorted(found)
+
+
+@torch.no_grad()
+def summa(a_mk: Tensor, b_kn: Tensor, inner: int, grid: Grid, width: int | None = None) -> Tensor:
+    """This rank's block of C, c_mn, from its blocks of A and of B. inner: K, of the whole product.
+
+    The next panel travels while this one is multiplied: two panels of each are held beside the
+    blocks. A narrow `width` holds less, sends more often and multiplies thinner.
+    """
+    row, column = share(inner, grid.rows, grid.row), share(inner, grid.columns, grid.column)
+    check_blocks(a_mk, b_kn, column, row, inner)
+    steps = panels(inner, grid.rows, grid.columns, width)
+    m, n = a_mk.shape[0], b_kn.shape[1]
+    widest = max((step.end - step.begin for step in steps), default=0)
+    ahead = min(2, len(steps))
+    # Where all of A's row, or of B's column, is here anyway, it is used where it stands.
+    a_room = a_mk.new_empty(ahead, m * widest) if grid.columns > 1 else None
+    b_room = b_kn.new_empty(ahead, widest * n) if grid.rows > 1 else None
+
+    def fetch(number: int) -> tuple[Tensor | None, Tensor | None, list[dist.Work | None]]:
+        """Begin to send or to receive a panel of each factor."""
+        step, works = steps[number], []
+        w = step.end - step.begin
+        a_mw = a_mk.narrow(1, step.begin - column.start, w) if step.column == grid.column else None
+        b_wn = b_kn.narrow(0, step.begin - row.start, w) if step.row == grid.row else None
+        if a_room is not None:
+            a_mw = _into(a_room[number % ahead], a_mw, m, w)
+            works.append(_broadcast(a_mw, step.column, grid.row_group))  # [m, w]
+        if b_room is not None:
+            b_wn = _into(b_room[number % ahead], b_wn, w, n)
+            works.append(_broadcast(b_wn, step.row, grid.column_group))  # [w, n]
+        return a_mw, b_wn, works
+
+    c_mn = a_mk.new_zeros(m, n)
+    following = fetch(0) if steps else None
+    for number in range(len(steps)):
+        a_mw, b_wn, works = following
+        following = fetch(number + 1) if number + 1 < len(steps) else None
+        for work in works:
+            work.wait()
+        c_mn.addmm_(a_mw, b_wn)  # [m, w] @ [w, n]
+    return c_mn
+
+
+def _into(room: Tensor, mine: Tensor | None, rows: int, columns: int) -> Tensor:
+    """A matrix in `room`, with what this rank has to send in it, if it is the one that sends."""
+    matrix = room[: rows * columns].view(rows, columns)
+    return matrix if mine is None else matrix.copy_(mine)
+
+
+def _broadcast(tensor: Tensor, source: int, group: Group) -> dist.Work | None:
+    return dist.broadcast(tensor, group=group, group_src=source, async_op=True)

@@ -1,0 +1,249 @@
+"""What a training step holds from beginning to end, and what a layer keeps for its backward.
+
+Model states: parameters, gradients and optimizer states. Bytes for each parameter, before anything
+is sharded, with Adam:
+
+    recipe                 weights  gradients  master  Adam   together
+    fp32                   4        4          -       8      16
+    fp16, bf16             2        2          4       8      16   Micikevicius et al. 2018; ZeRO
+    bf16-fp32-gradients    2        4          4       8      18   Megatron-LM
+    bf16-compute           4        4          -       8      16   FSDP2's MixedPrecisionPolicy
+    8-bit                  2        2          4       2.004  10   Dettmers et al. 2022
+
+ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5): stage 1 gives each of the d
+data-parallel ranks a d-th of the optimizer states (the master weights among them), stage 2 of the
+gradients too, stage 3 of the parameters too. A share is rounded up: a flat buffer is
+padded to a multiple of d.
+
+Activations: what autograd keeps of the course's own model, counted tensor by tensor, in the dtypes
+that it really has. Sizes are of one micro-batch on one rank: b sequences of s tokens, h hidden,
+a heads, K key-value heads of size D, F width of the feed-forward network, V vocabulary, t tensor
+degree, e bytes an element.
+
+    kept by              bytes
+    norm (layer)         input and output 2bshe, mean and deviation
+    norm (rms)           on a CPU input and normalised input in float32 8bsh, output bshe
+    attention, fused     queries, keys, values (bshe + 2bsKDe) / t, output 2bshe / t, a number a row
+    attention, plain     the same in float32, and its a * s * s scores
+    rotary positions     cosines and sines, for queries and for keys: 2sDe
+    feed-forward, gelu   before and after: 2bsFe / t
+    feed-forward, swiglu gate, its SiLU, up, their product: 4bsFe / t
+    dropout              a mask: bshe on a CPU, bsh on a GPU
+    loss                 log-softmax in float32: 4bsV / t
+
+Tensor parallelism divides what stands between the cut matrices; sequence parallelism the rest
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4), and there bshe stands whole for a moment, a
+few times: gathered, in another order, or received in parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardlab.shapes import Config
+
+from .units import ceil_div, one_of, whole
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes of one element of each kind of tensor; `master` is 0 where there is no second copy."""
+
+    parameters: int
+    gradients: int
+    master: int
+    state: int  # of each of the optimizer's states
+    compute: int  # of activations
+    about: str
+    block: int = 0  # this many 8-bit states share a scale of four bytes; 0: no scales
+
+
+PRECISIONS: dict[str, Recipe] = {
+    "fp32": Recipe(4, 4, 0, 4, 4, "everything in float32"),
+    "fp16": Recipe(2, 2, 4, 4, 2, "float16, with float32 master weights"),
+    "bf16": Recipe(2, 2, 4, 4, 2, "bfloat16, with float32 master weights"),
+    "bf16-fp32-gradients": Recipe(2, 4, 4, 4, 2, "bfloat16, gradients added up in float32"),
+    "bf16-compute": Recipe(4, 4, 0, 4, 2, "kept in float32, cast to bfloat16 where it is used"),
+    # Dettmers et al. 2022 (arXiv 2110.02861), section 2.1: blocks of 2048 values share a scale.
+    "8-bit": Recipe(2, 2, 4, 1, 2, "bfloat16, float32 master weights, 8-bit states", 2048),
+}
+OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states a parameter
+STAGES = 0, 1, 2, 3
+OFFLOADS = "none", "optimizer", "parameters"
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of model states on one rank: on its device, and what it keeps in `host` memory."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def check_recipe(precision: str, optimizer: str, zero: int, dp: int, offload: str) -> Recipe:
+    """The recipe of that name; ValueError for what does not exist or does not go together."""
+    one_of("precision", precision, PRECISIONS)
+    one_of("optimizer", optimizer, OPTIMIZERS)
+    one_of("zero", zero, STAGES)
+    one_of("offload", offload, OFFLOADS)
+    whole("dp", dp)
+    if offload == "parameters" and zero != 3:
+        raise ValueError(f"zero={zero}: allowed with offload='parameters' is 3")
+    return PRECISIONS[precision]
+
+
+def states(
+    params: float,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    zero: int = 0,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    offload: str = "none",
+) -> States:
+    """Bytes of model states per rank, for `params` parameters in the whole model (7.5e9 is fine).
+
+    tp, pp: each of tp * pp ranks gets its share of the parameters, rounded up; what a certain
+    shape gives each rank, exactly, is in `parameters`.
+    offload: "optimizer" keeps the optimizer's states in host memory, and from stage 2 on the
+    gradients too, because the optimizer computes there (ZeRO-Offload, arXiv 2101.06840, section 3);
+    "parameters" keeps the parameters there as well (stage 3 alone).
+    Adam's step counters (four bytes a tensor) are left out.
+
+    Raises ValueError for unknown names, degrees below 1, and parameters offloaded below stage 3.
+    """
+    recipe = check_recipe(precision, optimizer, zero, dp, offload)
+    held = ceil_div(whole("params", params, floats=True), whole("tp", tp) * whole("pp", pp))
+    share = ceil_div(held, dp)
+
+    def of(stage: int) -> int:
+        return share if zero >= stage else held
+
+    weights = of(3) * recipe.parameters
+    gradients = of(2) * recipe.gradients
+    kinds = OPTIMIZERS[optimizer]
+    kept = of(1) * (recipe.master + kinds * recipe.state)
+    if recipe.block:
+        kept += kinds * 4 * ceil_div(of(1), recipe.block)
+    host = 0
+    if offload != "none":
+        host, kept = kept, 0
+        if zero >= 2:
+            host, gradients = host + gradients, 0
+    if offload == "parameters":
+        host, weights = host + weights, 0
+    return States(weights, gradients, kept, host)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the tensors of one micro-batch on one rank, by what they are."""
+
+    stream: int  # the residual stream, outside of the cut matrices
+    stream_fp32: int
+    tokens: int  # one float32 for each token of the stream
+    edge: int  # the stream of all tokens, where sequence parallelism gathers it; 0 without
+    order: int  # the same in the order of the ranks; 0 for one sequence, which has that order
+    sent: int  # the gradient of a cut part's input; where it is scattered, received and input, too
+    query: int
+    key: int
+    heads_fp32: int  # queries in float32
+    scores: int  # a * s * s of them, in float32
+    rows: int  # a float32 for each query and head
+    rows_of_a_head: int
+    wide: int  # the feed-forward network's inner tensor
+    tables: int  # cosines and sines
+    logits_fp32: int
+    element: int
+
+
+def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence: bool) -> Sizes:
+    """Sizes for `element` bytes an element; `sequence`: the stream is cut along the sequence."""
+    b_s, h = batch * seq, config.hidden
+    tokens = -(-b_s // (tp if sequence else 1))
+    stream, edge = tokens * h * element, b_s * h * element if sequence and tp > 1 else 0
+    return Sizes(
+        stream=stream,
+        stream_fp32=tokens * h * 4,
+        tokens=tokens * 4,
+        edge=edge,
+        order=edge if batch > 1 else 0,
+        sent=(3 * edge or stream) if tp > 1 else 0,
+        query=b_s * h * element // tp,
+        key=b_s * config.key_value_heads * config.head_size * element // tp,
+        heads_fp32=b_s * h * 4 // tp,
+        scores=batch * config.heads * seq * seq * 4 // tp,
+        rows=b_s * config.heads * 4 // tp,
+        rows_of_a_head=b_s * 4,
+        wide=b_s * config.ffn_width * element // tp,
+        tables=4 * seq * (config.head_size // 2) * element,
+        logits_fp32=b_s * -(-config.vocab // tp) * 4,
+        element=element,
+    )
+
+
+def kept_by_norm(config: Config, z: Sizes, device: str) -> int:
+    """Kept by one norm; its output is kept by what follows, but counted here."""
+    if config.norm == "layer":
+        # Mean and deviation, in float32 on a GPU and in the input's dtype on a CPU.
+        numbers = 2 * z.tokens * (4 if device == "gpu" else z.element) // 4
+        return 2 * z.stream + numbers
+    if device == "gpu":  # one fused kernel
+        return 2 * z.stream + z.tokens
+    return 2 * z.stream_fp32 + z.tokens + z.stream  # input and normalised input in float32
+
+
+def kept_by_attention(config: Config, z: Sizes, recompute: str, plain: bool, device: str) -> int:
+    """Kept from the projections to the input of the output projection."""
+    inputs = z.query + 2 * z.key
+    if recompute == "selective":
+        return inputs + z.tables + z.query  # the core's inputs, and its output for `out`
+    if not plain:
+        # A CPU's kernel puts out heads before tokens: `out` keeps a copy in the other order.
+        copied = device == "cpu" and z.rows > z.rows_of_a_head
+        return inputs + z.tables + (2 if copied else 1) * z.query + z.rows
+    kept = 3 * z.heads_fp32 + z.scores + z.query  # keys and values repeated for every head
+    if config.dropout:
+        mask = z.scores // 4 if device == "gpu" else z.scores
+        kept += mask + z.scores
+    return kept + z.tables
+
+
+def kept_by_dropout(config: Config, z: Sizes, device: str) -> int:
+    """A mask: of whole elements on a CPU, of bytes on a GPU."""
+    if not config.dropout:
+        return 0
+    return z.stream // z.element if device == "gpu" else z.stream
+
+
+def kept_by_ffn(config: Config, z: Sizes) -> int:
+    """The wide tensors that its products and its nonlinearity need again."""
+    return (4 if config.mlp == "swiglu" else 2) * z.wide
+
+
+def is_plain(config: Config, attention: str, device: str) -> bool:
+    """Whether scores are kept: asked for, or because a CPU has no fused kernel with dropout."""
+    return attention == "plain" or (device == "cpu" and config.dropout > 0)
+
+
+def layer_parts(
+    config: Config, z: Sizes, recompute: str, attention: str, device: str
+) -> dict[str, int]:
+    """What one layer keeps, by part, as if `recompute` were not "full"."""
+    plain = is_plain(config, attention, device)
+    return {
+        "attention_norm": kept_by_norm(config, z, device),
+        "attention": kept_by_attention(config, z, recompute, plain, device),
+        "attention_dropout": kept_by_dropout(config, z, device),
+        "ffn_norm": kept_by_norm(config, z, device),
+        "ffn": kept_by_ffn(config, z),
+        "ffn_dropout": kept_by_dropout(config, z, device),
+    }

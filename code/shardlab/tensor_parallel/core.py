@@ -1,0 +1,391 @@
+"""Tensor parallelism: every rank has a part of each matrix, and all ranks have every token.
+
+    Y = X [W1 | W2] = [X W1 | X W2]            by columns: each rank has some of the outputs
+    Y = [X1 | X2] [W1 ; W2] = X1 W1 + X2 W2    by rows: each has some of the inputs, and a summand
+
+The first needs nothing of the others forward, the second ends in a sum. In this order they are a
+feed-forward network, or an attention, with one all-reduce forward and one backward. In the order of
+the lesson: the two operators that make these sums; the two layers; how the parts of a block are
+cut; embedding and loss, cut by vocabulary; the whole GPT.
+
+Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro, "Megatron-LM: Training Multi-Billion Parameter
+Language Models Using Model Parallelism", 2019 (arXiv 1909.08053), section 3. (nn.Linear keeps its
+matrix transposed, outputs first: what the formulas call a column is a row of `weight`.)
+
+Shapes in names: B batch, S sequence, H hidden, O outputs, I inputs, V vocabulary; a small letter is
+this rank's share of that dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shardlab.model import GPT, Attention, FeedForward
+from shardlab.ranks import check_group
+
+from .dropout import DROPOUTS, drop_by_heads
+from .overlap import Edge, Edges, Entrance, added_up, handed_on
+from .predict import check_degree, multiples
+
+Group = dist.ProcessGroup
+
+# The two operators at the edges of what is cut. Each is the other one, read backwards.
+
+
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """Give `x` [any shape], which all ranks have, to layers of which each rank has a part.
+
+    Megatron's f. Each rank's layers see all of `x`, and give it a gradient that knows of them
+    alone: backward adds these up.
+    """
+    return _CopyTo.apply(x, group) if check_group(group)[1] > 1 else x
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        total = dx.clone(memory_format=torch.contiguous_format)  # dx may be others' as well
+        dist.all_reduce(total, group=ctx.group)  # of x's shape
+        return total, None
+
+
+def reduce_from(x: Tensor, group: Group) -> Tensor:
+    """The sum of all ranks' `x` [any shape], on all of them.
+
+    Megatron's g. Backward sends nothing: each summand has the sum's gradient, which all ranks have.
+    """
+    return _ReduceFrom.apply(x, group, False) if check_group(group)[1] > 1 else x
+
+
+def reduce_from_(x: Tensor, group: Group) -> Tensor:
+    """`reduce_from` in place: `x` becomes the sum. For what was just computed and nobody keeps."""
+    return _ReduceFrom.apply(x, group, True) if check_group(group)[1] > 1 else x
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
+        if in_place and x.is_contiguous():
+            ctx.mark_dirty(x)
+        else:
+            x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)  # of x's shape
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx, None, None
+
+
+# What stands around each part that is cut, where all ranks have all activations outside of it.
+REPLICATED = Edges(copy_to, reduce_from_, handed_on, added_up)
+
+
+# Layers of which each of t ranks has a t-th.
+
+
+def share(name: str, size: int, group: Group) -> slice:
+    """Which part of `size` is this rank's; `name` is what the size is called.
+
+    Raises ValueError where the group's ranks do not divide it, with the nearest sizes that they do.
+    """
+    rank, ranks = check_group(group)
+    if size % ranks:
+        raise ValueError(f"{name}={size}: allowed on {ranks} ranks are {multiples(size, ranks)}")
+    part = size // ranks
+    return slice(rank * part, (rank + 1) * part)
+
+
+def take(whole: Tensor, dimension: int, part: slice) -> Tensor:
+    """The part of `whole` along a dimension: a view."""
+    return whole.narrow(dimension, part.start, part.stop - part.start)
+
+
+class Cut(nn.Module):
+    """A layer with this rank's share of a plain one's parameters.
+
+    cut: parameter -> the dimension along which it is cut; all others are whole on every rank.
+    along: what nn.Linear or nn.Embedding call the size that is cut.
+    """
+
+    cut: ClassVar[dict[str, int]]
+    along: ClassVar[str]
+    group: Group
+
+    def keep(self, plain: nn.Module) -> None:
+        """Take over the parameters of `plain`, this rank's share of those that are cut."""
+        part = share(self.along, getattr(plain, self.along), self.group)
+        for name, parameter in plain._parameters.items():
+            if parameter is None:  # a bias that is not there
+                self.register_parameter(name, None)
+                continue
+            kept = parameter.detach()
+            if name in self.cut:
+                kept = take(kept, self.cut[name], part).clone()  # a view would keep all of it alive
+            self.register_parameter(name, nn.Parameter(kept, parameter.requires_grad))
+
+
+class ColumnLinear(Cut):
+    """A linear layer that computes this rank's share of the outputs.
+
+    enter: the operator in front of it. entrance: where it stands beside others that see the same
+    input, what computes all of them at once (see `overlap`).
+    """
+
+    cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    along: ClassVar[str] = "out_features"
+
+    def __init__(self, group: Group, enter: Edge = copy_to):
+        super().__init__()
+        self.group, self.enter = group, enter
+        self.entrance: Entrance | None = None
+
+    @classmethod
+    def from_plain(cls, linear: nn.Linear, group: Group, enter: Edge = copy_to) -> ColumnLinear:
+        """Cut `linear` by its outputs; ValueError where the ranks do not divide them."""
+        layer = cls(group, enter)
+        layer.keep(linear)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., o]."""
+        if self.entrance is not None:
+            return self.entrance.output(self, x)
+        return F.linear(self.enter(x, self.group), self.weight, self.bias)  # [..., I] @ [I, o]
+
+    def extra_repr(self) -> str:
+        """Its shape, as nn.Linear prints it."""
+        outputs, inputs = self.weight.shape
+        return f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}"
+
+
+class RowLinear(Cut):
+    """A linear layer that sees this rank's share of the inputs; `leave` makes the sum of it.
+
+    The bias stands behind the sum. In front of it, each rank would add its own: t times too much.
+    """
+
+    cut: ClassVar[dict[str, int]] = {"weight": 1}
+    along: ClassVar[str] = "in_features"
+
+    def __init__(self, group: Group, leave: Edge = reduce_from_):
+        super().__init__()
+        self.group, self.leave = group, leave
+
+    @classmethod
+    def from_plain(cls, linear: nn.Linear, group: Group, leave: Edge = reduce_from_) -> RowLinear:
+        """Cut `linear` by its inputs; ValueError where the ranks do not divide them."""
+        layer = cls(group, leave)
+        layer.keep(linear)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., i] to [..., O]."""
+        y = F.linear(x, self.weight)  # [..., i] @ [i, O], one of t summands
+        y = self.leave(y, self.group)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    extra_repr = ColumnLinear.extra_repr
+
+
+# The two parts of a block, each cut in place: columns first, rows last, nothing sent in between.
+
+
+def cut_ffn(ffn: FeedForward, group: Group, edges: Edges = REPLICATED) -> None:
+    """Leave this rank its share of `ffn`'s width, in place: [B, S, H] to [B, S, H] as before.
+
+    The function between the matrices acts on each feature alone, so every rank can apply it to its
+    own. Were the first matrix cut by rows, it would have to wait for a sum.
+    """
+    share("ffn_width", ffn.up.out_features, group)
+    first = ("up", "gate") if ffn.gate is not None else ("up",)
+    for name in first:
+        setattr(ffn, name, ColumnLinear.from_plain(getattr(ffn, name), group, edges.enter))
+    ffn.down = RowLinear.from_plain(ffn.down, group, edges.leave)
+    Entrance([getattr(ffn, name) for name in first], group, edges)
+
+
+def cut_attention(
+    attention: Attention, group: Group, edges: Edges = REPLICATED, dropout: str = "equal"
+) -> None:
+    """Leave this rank its heads of `attention`, in place: [B, S, H] to [B, S, H] as before."""
+    config, first = attention.config, ("query", "key", "value")
+    for name in ("heads", "key_value_heads"):
+        share(name, getattr(config, name), group)
+    for name in first:  # heads stand side by side in the outputs
+        plain = getattr(attention, name)
+        setattr(attention, name, ColumnLinear.from_plain(plain, group, edges.enter))
+    attention.out = RowLinear.from_plain(attention.out, group, edges.leave)
+    Entrance([getattr(attention, name) for name in first], group, edges)
+    if config.dropout and check_group(group)[1] > 1:
+        drop_by_heads(attention, group, dropout)
+
+
+# Cut by vocabulary: the embedding, and the loss from logits of which each rank has a part.
+
+
+class VocabEmbedding(Cut):
+    """An embedding with this rank's share of the rows; tokens of the other ranks give zeros."""
+
+    cut: ClassVar[dict[str, int]] = {"weight": 0}
+    along: ClassVar[str] = "num_embeddings"
+
+    def __init__(self, group: Group, leave: Edge, vocabulary: int):
+        super().__init__()
+        self.group, self.leave, self.vocabulary = group, leave, vocabulary
+        self.own = share("num_embeddings", vocabulary, group)
+
+    @classmethod
+    def from_plain(
+        cls, embedding: nn.Embedding, group: Group, leave: Edge = reduce_from_
+    ) -> VocabEmbedding:
+        """Cut `embedding` by its rows; ValueError where the ranks do not divide them."""
+        layer = cls(group, leave, embedding.num_embeddings)
+        layer.keep(embedding)
+        return layer
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] token numbers to [B, S, H]: one rank has each row, and the sum gives it to all.
+
+        Raises ValueError for tokens that are not in the vocabulary; on a GPU, which would have to
+        be waited for, they give zeros.
+        """
+        check_entries("tokens", tokens_BS, self.vocabulary)
+        rows_BS, elsewhere_BS = own_rows(tokens_BS, self.own)
+        x_BSH = F.embedding(rows_BS, self.weight)
+        x_BSH = x_BSH.masked_fill_(elsewhere_BS[..., None], 0)
+        return self.leave(x_BSH, self.group)
+
+    def extra_repr(self) -> str:
+        """Its shape, as nn.Embedding prints it."""
+        return ", ".join(map(str, self.weight.shape))
+
+
+def own_rows(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+    """Where `numbers` stand in this rank's part, and which do not: these get row 0."""
+    rows = numbers - own.start
+    elsewhere = (rows < 0) | (numbers >= own.stop)
+    return rows.masked_fill_(elsewhere, 0), elsewhere
+
+
+def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
+    """Raise ValueError if there are `numbers` on the CPU that are not in the vocabulary."""
+    if numbers.is_cpu and type(numbers) is Tensor:  # fake tensors have no data
+        outside = (numbers < 0) | (numbers >= vocabulary)
+        if outside.any():
+            wrong = int(numbers[outside][0])
+            raise ValueError(f"{name}: {wrong} is among them; allowed are 0 to {vocabulary - 1}")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The losses [B, S] of tokens: log(sum of exp(logit)) - logit of the target.
+
+    Of each rank that takes three numbers a token. Keeps one tensor of the logits' shape, which
+    becomes their gradient in place: backward can be done once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_BSv: Tensor, targets_BS: Tensor, group: Group) -> Tensor:
+        rank, ranks = check_group(group)
+        width = logits_BSv.shape[-1]
+        largest_BS1 = logits_BSv.amax(-1, keepdim=True)
+        if logits_BSv.dtype in (torch.bfloat16, torch.float16):
+            largest_BS1 = largest_BS1.float()  # and so is all that is computed with it
+        if ranks > 1:
+            dist.all_reduce(largest_BS1, dist.ReduceOp.MAX, group=group)  # [B, S, 1]
+        own = slice(rank * width, (rank + 1) * width)
+        own_BS1, elsewhere_BS1 = own_rows(targets_BS[..., None], own)
+        target_BS1 = logits_BSv.gather(-1, own_BS1) - largest_BS1
+        target_BS1 = target_BS1.masked_fill_(elsewhere_BS1, 0)  # one rank has it
+        exp_BSv = (logits_BSv - largest_BS1).exp_()
+        sums_2BS1 = torch.stack((exp_BSv.sum(-1, keepdim=True), target_BS1))
+        if ranks > 1:
+            dist.all_reduce(sums_2BS1, group=group)  # [2, B, S, 1]
+        sum_BS1, target_BS1 = sums_2BS1
+        ctx.dtype = logits_BSv.dtype
+        ctx.save_for_backward(exp_BSv, sum_BS1, own_BS1, elsewhere_BS1)
+        return (sum_BS1.log() - target_BS1).squeeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses_BS: Tensor) -> tuple[Tensor, None, None]:
+        exp_BSv, sum_BS1, own_BS1, elsewhere_BS1 = ctx.saved_tensors
+        scale_BS1 = dlosses_BS[..., None]
+        softmax_BSv = exp_BSv.mul_(scale_BS1 / sum_BS1)  # of this rank's entries, scaled
+        target_BS1 = scale_BS1.masked_fill(elsewhere_BS1, 0)
+        return softmax_BSv.scatter_add_(-1, own_BS1, -target_BS1).to(ctx.dtype), None, None
+
+
+def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = "mean") -> Tensor:
+    """Cross-entropy over all tokens, the same on all ranks; reduction "mean" or "sum".
+
+    logits_BSv: of this rank's part of the vocabulary. targets_BS: numbers in the whole vocabulary,
+    the same on all ranks. Logits of 16 bits are widened to float32. Two all-reduces, of [B, S] and
+    [2, B, S]; backward, which can be done once, sends nothing: softmax - target is known for each
+    entry where it is. The [B, S, V] logits never exist on any rank.
+
+    Raises ValueError for other shapes, reductions, and (on the CPU; a GPU would have to be waited
+    for, and gives nan) for targets that are not in the vocabulary.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: allowed are 'mean' and 'sum'")
+    if logits_BSv.shape[:-1] != targets_BS.shape or targets_BS.is_floating_point():
+        given, wanted = list(logits_BSv.shape), list(logits_BSv.shape[:-1])
+        what = f"allowed are whole numbers of shape {wanted}, as the logits' {given}"
+        raise ValueError(f"targets={targets_BS.dtype} {list(targets_BS.shape)}: {what}")
+    vocabulary = logits_BSv.shape[-1] * check_group(group)[1]
+    check_entries("targets", targets_BS, vocabulary)
+    losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group)
+    if not targets_BS.is_cpu:
+        outside_BS = (targets_BS < 0) | (targets_BS >= vocabulary)
+        losses_BS = losses_BS.masked_fill(outside_BS, float("nan"))
+    return losses_BS.mean() if reduction == "mean" else losses_BS.sum()
+
+
+# The whole model.
+
+
+def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: str = "equal") -> GPT:
+    """Leave this rank its share of `model`, in place, and return it: logits [B, S, V / t].
+
+    Every rank of `group` calls it with the same model, and gives it the same tokens; train with
+    `loss`, and make the optimizer afterwards. Names of parameters stay those of the plain GPT, a
+    tied head stays tied. A model on meta gets numbers by `initialize` or `load_full_state_dict`.
+
+    edges: what stands around each region. dropout, within attention: "equal", as one process draws
+    it, or "own", each rank for itself (see `dropout`); between blocks all ranks draw the same, if
+    their generators are in the same state.
+
+    Raises ValueError for anything but a plain GPT, a group without this rank, and heads, key-value
+    heads, width of the feed-forward network or vocabulary that the ranks do not divide.
+    """
+    _, ranks = check_group(group)
+    if not isinstance(model, GPT):
+        raise ValueError(f"model={type(model).__name__}: allowed is a GPT of shardlab.model")
+    if hasattr(model, "tensor_group"):
+        raise ValueError("model: it is parallelized already; allowed is a plain GPT")
+    if dropout not in DROPOUTS:
+        raise ValueError(f"dropout={dropout!r}: allowed are {', '.join(map(repr, DROPOUTS))}")
+    check_degree(model.config, ranks)
+    for block in model.blocks:
+        cut_attention(block.attention, group, edges, dropout)
+        cut_ffn(block.ffn, group, edges)
+    tied = model.head.weight is model.embedding.weight
+    model.embedding = VocabEmbedding.from_plain(model.embedding, group, edges.leave)
+    model.head = ColumnLinear.from_plain(model.head, group, edges.enter)
+    Entrance([model.head], group, edges)
+    if tied:
+        model.head.weight = model.embedding.weight
+    model.tensor_group, model.edges = group, edges
+    return model

@@ -1,0 +1,66 @@
+"""The other conjugate pair: all ranks' features side by side, and this rank's slice of them.
+
+    operator       forward            backward
+    gather_last    all-gather         keep own slice
+    split_last     keep own slice     all-gather
+
+With them a matrix can be cut by rows first and by columns afterwards, for more bytes; and what a
+column-parallel layer leaves cut becomes whole. On a group of one rank nothing is sent and nothing
+is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.ranks import check_group
+from shardlab.ranks.renamed import all_gather_single
+
+from .core import Group, share
+
+
+def gather_last(x: Tensor, group: Group) -> Tensor:
+    """All ranks' `x` [..., n] side by side: [..., t n]."""
+    return _GatherLast.apply(x, group) if check_group(group)[1] > 1 else x
+
+
+def split_last(x: Tensor, group: Group) -> Tensor:
+    """This rank's slice [..., n / t] of `x` [..., n], which all ranks have.
+
+    Raises ValueError where the ranks do not divide n.
+    """
+    share("last dimension of x", x.shape[-1], group)
+    return _SplitLast.apply(x, group) if check_group(group)[1] > 1 else x
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _side_by_side(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx[..., share("last dimension", dx.shape[-1], ctx.group)], None
+
+
+class _SplitLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x[..., share("last dimension of x", x.shape[-1], group)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return _side_by_side(dx, ctx.group), None
+
+
+def _side_by_side(x: Tensor, group: Group) -> Tensor:
+    """All ranks' `x` [..., n] in one tensor [..., t n]."""
+    parts = x.new_empty((group.size(), *x.shape))
+    # [..., n] to [t, ..., n]
+    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group)
+    return parts.movedim(0, -2).flatten(-2)  # to [..., t, n] to [..., t n]

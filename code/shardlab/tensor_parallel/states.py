@@ -1,0 +1,226 @@
+"""Whole weights into shares of them, and back; a model too large to be whole anywhere; its norm.
+
+Which parameters are cut, and how, stands in the layers (`Cut.cut`). Names are the plain GPT's, so
+that a state dict of one process fits any number of ranks, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardlab import ranks
+from shardlab.model import GPT
+from shardlab.ranks import check_group, check_number
+from shardlab.ranks.renamed import all_gather_single
+
+from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, share, take
+
+
+def cuts(model: nn.Module) -> dict[str, int | None]:
+    """Parameter -> the dimension along which it is cut; None: it is whole on every rank.
+
+    A tied parameter stands here once, under its first name.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, _ in module.named_parameters(prefix, recurse=False):
+            found[name] = getattr(module, "cut", {}).get(name.rpartition(".")[2])
+    return {name: found[name] for name, _ in model.named_parameters()}
+
+
+def pieces(model: nn.Module) -> list[tuple[str, nn.Parameter, int | None]]:
+    """Each parameter once: its name, itself, and the dimension along which it is cut, or None."""
+    parameters = dict(model.named_parameters())
+    return [(name, parameters[name], dimension) for name, dimension in cuts(model).items()]
+
+
+def whole_shapes(model: GPT) -> dict[str, torch.Size]:
+    """Shapes of the plain GPT's parameters, by name."""
+    _, size = check_group(_group(model))
+    shapes = {}
+    for name, parameter, dimension in pieces(model):
+        shape = list(parameter.shape)
+        if dimension is not None:
+            shape[dimension] *= size
+        shapes[name] = torch.Size(shape)
+    return shapes
+
+
+@torch.no_grad()
+def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
+    """The plain GPT's state dict, from all ranks' shares: every rank of the group calls it.
+
+    to: the rank of the group that gets it, the others get {}; None: all of them do. A parameter
+    after the other, so that beside the result no more than one is in memory whole.
+
+    Raises ValueError for a model that is not parallelized, and for a rank that is none.
+    """
+    group = _group(model)
+    rank, size = check_group(group)
+    if to is not None and (type(to) is not int or to not in range(size)):
+        raise ValueError(f"to={to!r}: allowed are None and the group's ranks, 0 to {size - 1}")
+    found: dict[str, Tensor] = {}
+    for name, parameter, dimension in pieces(model):
+        if dimension is None:
+            if to in (None, rank):
+                found[name] = parameter.detach().clone()
+            continue
+        mine = parameter.detach().contiguous()
+        if to in (None, rank):
+            parts = mine.new_empty((size, *mine.shape))
+        if to is None:
+            all_gather_single(parts.view(-1), mine.view(-1), group=group)  # a share to [t, share]
+        elif to != rank:
+            ranks.isend(mine, to, group).wait()
+        else:
+            parts[rank] = mine
+            for source in (r for r in range(size) if r != rank):
+                ranks.irecv(parts[source], source, group).wait()
+        if to in (None, rank):
+            found[name] = torch.cat(list(parts), dimension)
+    return {name: found[first] for name, first in _aliases(model).items() if first in found}
+
+
+@torch.no_grad()
+def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
+    """Fill this rank's shares from a plain GPT's `state`; sends nothing.
+
+    Parameters on meta become real ones, with the dtype and on the device of `state`.
+
+    Raises ValueError for a model that is not parallelized, names that are missing or too many, and
+    other shapes than the plain GPT's.
+    """
+    group = _group(model)
+    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise ValueError(f"state={type(state).__name__}: allowed are tensors by the model's names")
+    aliases, shapes = _aliases(model), whole_shapes(model)
+    for what, names in (
+        ("missing", [name for name in aliases if name not in state]),
+        ("not the model's", [name for name in state if name not in aliases]),
+    ):
+        if names:
+            raise ValueError(f"state: {', '.join(names[:3])} {what}; {len(names)} in all")
+    for name, first in aliases.items():
+        if state[name].shape != shapes[first]:
+            given, wanted = list(state[name].shape), list(shapes[first])
+            raise ValueError(f"state: {name} is {given}; allowed is {wanted}, the whole parameter")
+    for name, parameter, dimension in pieces(model):
+        whole = state[name]
+        if dimension is not None:
+            whole = take(whole, dimension, share(name, whole.shape[dimension], group))
+        _fill(model, parameter, whole)
+
+
+@torch.no_grad()
+def initialize(
+    model: GPT, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Give a model on meta this rank's share of the numbers that GPT(config) would have drawn.
+
+        with torch.device("meta"):
+            model = GPT(config)
+        parallelize(model, group)
+        torch.manual_seed(0)
+        initialize(model)
+
+    Shares that each rank drew on its own would be no halves of one matrix. So every rank draws each
+    matrix whole, one after the other, and keeps its part: the time of drawing all of it, the memory
+    of the largest. Layers draw twice, as they do in GPT: when they are made, and when GPT fills
+    them. Afterwards the generator is where GPT(config) would leave it.
+
+    device: by default this rank's (`ranks.device`); drawn on the CPU. dtype: by default float32.
+
+    Raises ValueError for a model that is not parallelized.
+    """
+    group, shapes = _group(model), whole_shapes(model)
+    device = ranks.device() if device is None else torch.device(device)
+    _, size = check_group(group)
+    for module in model.modules():  # drawn, and dropped at once
+        if isinstance(module, VocabEmbedding):
+            nn.Embedding(module.weight.shape[0] * size, module.weight.shape[1])
+        elif isinstance(module, ColumnLinear | RowLinear):
+            whole = list(module.weight.shape)
+            whole[module.cut["weight"]] *= size
+            nn.Linear(whole[1], whole[0], module.bias is not None)
+    for name, parameter, dimension in pieces(model):
+        if parameter.dim() == 2:
+            whole = nn.init.normal_(torch.empty(shapes[name]), std=0.02)
+        elif name.endswith("bias"):
+            whole = torch.zeros(shapes[name])
+        else:
+            whole = torch.ones(shapes[name])  # of norms
+        if dimension is not None:
+            whole = take(whole, dimension, share(name, whole.shape[dimension], group))
+        _fill(model, parameter, whole, device, dtype or whole.dtype)
+    if model.head.weight is model.embedding.weight:  # GPT fills its head before it ties it
+        nn.init.normal_(torch.empty(shapes["embedding.weight"]), std=0.02)
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
+    """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
+
+    Squares of cut parameters are added up over the ranks; those of whole ones, which all ranks
+    have, count once. torch's own `nn.utils.clip_grad_norm_` would find another norm on every rank,
+    and whole parameters would drift apart. Every rank of the group calls it; one number is sent.
+
+    Raises ValueError for a limit below 0, and a model that is not parallelized.
+    """
+    group = _group(model)
+    check_number(0, limit=limit)
+    squares = {True: [], False: []}  # of cut ones, and of whole ones
+    gradients = []
+    for _, parameter, dimension in pieces(model):
+        if (gradient := parameter.grad) is not None:
+            gradients.append(gradient)
+            wide = torch.promote_types(gradient.dtype, torch.float32)  # 16 bits lose too much
+            norm = torch.linalg.vector_norm(gradient, dtype=wide)
+            squares[dimension is not None].append(norm.square())
+    nothing = next(model.parameters()).new_zeros((), dtype=torch.float32)
+    cut, whole = (torch.stack(part).sum() if part else nothing.clone() for part in squares.values())
+    dist.all_reduce(cut, group=group)  # one number
+    norm = (cut + whole).sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
+
+
+def _fill(
+    model: nn.Module,
+    parameter: nn.Parameter,
+    values: Tensor,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copy `values` into `parameter`; a parameter on meta is replaced wherever it stands."""
+    if not parameter.is_meta:
+        parameter.copy_(values)
+        return
+    real = values.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    new = nn.Parameter(real, parameter.requires_grad)
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            if old is parameter:
+                setattr(module, name, new)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Every name in the plain GPT's state dict -> the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def _group(model: nn.Module) -> Group:
+    group = getattr(model, "tensor_group", None)
+    if group is None:
+        kind = type(model).__name__
+        raise ValueError(f"model={kind}: allowed is what `parallelize` returned")
+    return group

@@ -1,0 +1,206 @@
+"""What a sharded model looks like from outside: pieces for the optimizer, whole weights, one norm.
+
+It knows nothing of stages: which part of a flat tensor is where, and when, is in `core`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from shardlab import ranks
+from shardlab.buckets import Backward, copy_from_rank_0, deal
+from shardlab.ranks.agree import check_state
+
+from .flat import Flat, all_gather
+
+
+class Sharded(nn.Module):
+    """Wraps `module` so that this rank trains its own pieces of the parameters, over `group`.
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        loss(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    `parameters()` are pieces, one for each parameter of the module and under its name: flat, with
+    what this rank owns of it, which may be nothing. When backward returns, their gradients are
+    averages over the group; several backwards add up. What no rank has a gradient for keeps None,
+    as in one process, for which one byte per parameter travels with each backward. A sum over
+    `parameters()`, such as a norm, is that of the own pieces: see clip_grad_norm_.
+
+    Parameters and buffers start as rank 0's. Ranks have to call the same modules in the same order.
+    compute_dtype: the module's parameters have it, while pieces, gradients and the optimizer keep
+    the module's own, which is then that of master weights (Micikevicius et al., arXiv 1710.03740).
+    reduction: "ordered", "library", or "auto": ordered on the CPU; see ReduceScatter.
+    """
+
+    keep = False  # whether full gradients stay after the reduce-scatter
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        compute_dtype: torch.dtype | None = None,
+        reduction: str = "auto",
+    ):
+        super().__init__()
+        _check_options(compute_dtype, reduction)
+        ranks.check_model(module, group)
+        if not all(p.is_floating_point() for p in module.parameters()):
+            kind = type(module).__name__
+            raise ValueError(f"module={kind}: allowed are parameters of floating-point types alone")
+        self.module, self.group, self.compute_dtype = module, group, compute_dtype
+        on_cpu = next(module.parameters()).device.type == "cpu"
+        self.ordered = reduction == "ordered" or (reduction == "auto" and on_cpu)
+        self.flats: list[Flat] = []
+        self.frozen: dict[str, nn.Parameter] = {}  # whole on every rank
+        self._names = {p: name for name, p in module.named_parameters()}
+        self._backward = Backward()
+        self._stepped = False  # pieces may have new values
+        copy_from_rank_0(module.buffers(), group)
+        notice = weakref.WeakMethod(self._notice)  # the hook shall not keep the model alive
+
+        def stepped(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            if (method := notice()) is not None:
+                method(optimizer)
+
+        self._hook = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, self._hook.remove)
+
+    def _shard(self, parameters: Iterable[nn.Parameter], stay: bool, *limits: float) -> list[Flat]:
+        """Put parameters, as they are on rank 0, into flat tensors; limits: see `buckets.deal`."""
+        flats = []
+        for bucket in deal(parameters, *limits):
+            named = {self._names[p]: p for p in bucket}
+            flat = Flat(named, self.group, self.compute_dtype or bucket[0].dtype)
+            whole = _joined(flat, [p.detach() for p in bucket])
+            copy_from_rank_0([whole], self.group)
+            flat.start(whole, stay)
+            flats.append(flat)
+        self.flats += flats
+        return flats
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's pieces, by the parameters' names in the module: for the optimizer."""
+        pieces = dict(self.frozen)
+        for flat in self.flats:
+            pieces |= zip(flat.names, flat.pieces, strict=True)
+        for name in self._names.values():
+            yield (f"{prefix}.{name}" if prefix else name), pieces[name]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Only stage 1 has it: see Zero1."""
+        stage = type(self).__name__
+        raise ValueError(
+            f"no_sync: {stage} keeps a shard of the gradients, so each backward has to send them; "
+            "allowed is Zero1, which keeps them whole"
+        )
+        yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their joint norm is `max_norm` at most; return what it was.
+
+        Each rank knows its shard's share of the sum of squares: one number to add up over ranks.
+        The norm is torch.nn.utils.clip_grad_norm_'s of one process, up to the order of a sum.
+        """
+        ranks.check_number(max_norm=max_norm)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        square = norm.to(self.flats[0].device, torch.float64).square()
+        dist.all_reduce(square, group=self.group)  # a scalar
+        norm = square.sqrt().to(self.flats[0].master)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The plain module's state dict, in full and on every rank, in the masters' dtype.
+
+        Every rank has to call it. Between steps it is the way to look at weights.
+        """
+        whole = {name: p.detach().clone() for name, p in self.frozen.items()}
+        for flat in self.flats:
+            full = flat.empty(flat.master)
+            full[flat.own] = flat.shard
+            all_gather(full, flat.own, self.group).wait()
+            whole |= zip(flat.names, (view.clone() for view in flat.views(full)), strict=True)
+        return {
+            name: whole[self._names[t]] if t in self._names else t.detach().clone()
+            for name, t in self.module.state_dict(keep_vars=True).items()
+        }
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state dict of the plain module; every rank has to be given the same one."""
+        own = self.module.state_dict(keep_vars=True)
+        shapes = {
+            p: shape
+            for flat in self.flats
+            for p, shape in zip(flat.parameters, flat.shapes, strict=True)
+        }
+        check_state(state, {name: shapes.get(t, t.shape) for name, t in own.items()})
+        for flat in self.flats:
+            flat.shard.copy_(_joined(flat, [state[name] for name in flat.names])[flat.own])
+        for name, tensor in own.items():
+            if tensor not in shapes:
+                tensor.copy_(state[name])
+        self.changed()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank's own tensors are no model."""
+        raise ValueError("state_dict: a rank has a shard alone; allowed is full_state_dict()")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused as well."""
+        raise ValueError("load_state_dict: allowed is load_full_state_dict()")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Moving and converting, which would tear parameters out of their flat tensors."""
+        raise ValueError("a sharded model stays where it is: move or convert the module before")
+
+    def changed(self) -> None:
+        """Pieces have new values: on some rank, so it has to be called on all.
+
+        The steps of torch's optimizers are noticed; only who changes pieces by hand calls this.
+        """
+        self._stepped = True
+
+    def _notice(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped: if it is ours, pieces have changed, here or on other ranks."""
+        own = {id(p) for p in self.parameters()}
+        if any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+            self.changed()
+
+
+def _joined(flat: Flat, tensors: list[Tensor]) -> Tensor:
+    """A flat tensor [size] of the masters' dtype with `tensors`, one for each parameter."""
+    whole = flat.empty(flat.master)
+    for view, tensor in zip(flat.views(whole), tensors, strict=True):
+        view.copy_(tensor)
+    return whole
+
+
+def _check_options(compute_dtype: Any, reduction: Any) -> None:
+    if compute_dtype is not None and (
+        not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point
+    ):
+        allowed = "allowed are None and floating-point types, torch.bfloat16 for one"
+        raise ValueError(f"compute_dtype={compute_dtype!r}: {allowed}")
+    if reduction not in ("auto", "ordered", "library"):
+        raise ValueError(f"reduction={reduction!r}: allowed are 'auto', 'ordered' and 'library'")

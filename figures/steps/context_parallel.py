@@ -1,0 +1,113 @@
+"""Draw a causal ring in a zig-zag in steps: python figures/steps/context_parallel.py"""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+from sheet import EMPTY, INK, Place, boxes, keep
+
+from shardlab import context_parallel as cp
+from shardlab import show
+from shardlab.show.drawing import arrow, canvas, on, title, words
+
+RANKS, PIECES = 4, 8
+MINE = [cp.positions("zigzag", PIECES, RANKS, rank).tolist() for rank in range(RANKS)]
+OWNER = {piece: rank for rank, pieces in enumerate(MINE) for piece in pieces}
+SIZE, LEFT, TOP, KEYS, ROW = 0.23, 0.5, 0.66, 2.98, 0.48
+Square = tuple[int, int]  # a piece's queries, a piece's keys
+
+
+def squares(rank: int, turn: int) -> list[Square]:
+    """What a rank computes in a turn, with the keys that it then has."""
+    return [(q, k) for q in MINE[rank] for k in MINE[(rank - turn) % RANKS] if k <= q]
+
+
+def place(square: Square) -> Place:
+    query, key = square
+    return LEFT + key * SIZE, TOP + query * SIZE, SIZE, SIZE
+
+
+def describe(turn: int) -> str:
+    """The alternative text: who has which keys, and computes what."""
+    if turn < 0:
+        shares = "; ".join(f"rank {rank} has {a} and {b}" for rank, (a, b) in enumerate(MINE))
+        return (
+            "Before the first turn. A square of eight rows, the pieces' queries, and eight "
+            "columns, their keys; only what is on and below its diagonal is needed. Of the pieces "
+            f"{shares}."
+        )
+    said = []
+    for rank in range(RANKS):
+        early, late = sorted(MINE[(rank - turn) % RANKS])
+        pairs = [f"{q} to {k}" + " (half)" * (q == k) for q, k in squares(rank, turn)]
+        said.append(f"rank {rank} has keys {early} and {late}: {', '.join(pairs)}")
+    return f"Turn {turn}. Queries to keys: {'; '.join(said)}. Two squares of work for each rank."
+
+
+END = (
+    "After four turns. All squares below the diagonal and the halves on it are computed, eight "
+    "squares of work by each rank: those in the rows of its two pieces."
+)
+
+
+def draw(number: int) -> None:
+    figure, axes = canvas(3.8, 2.66)
+    turn = number - 2
+    now = turn if turn < RANKS else -1
+    head = f"turn {now}" if now >= 0 else ("after four turns" if turn > 0 else "before")
+    title(axes, LEFT + 4 * SIZE, 0.16, head)
+    words(axes, LEFT - 0.36, TOP + 4 * SIZE, "queries", rotation=90, fontsize=9)
+    words(axes, LEFT + 4 * SIZE, 0.4, "keys of piece", fontsize=9)
+    every = [(q, k) for q in range(PIECES) for k in range(PIECES)]
+    boxes(axes, [place(square) for square in every], **{**EMPTY, "alpha": 0.3})
+    for piece in range(PIECES):
+        words(axes, LEFT + (piece + 0.5) * SIZE, TOP - 0.1, str(piece), fontsize=9)
+        words(axes, LEFT - 0.12, TOP + (piece + 0.5) * SIZE, str(piece), fontsize=9)
+    for rank in range(RANKS):
+        done = [s for t in range(min(turn + 1, RANKS)) for s in squares(rank, t)]
+        color = show.RANK_COLORS[rank]
+        boxes(axes, [place(s) for s in done if s[0] > s[1]], fc=color, ec=INK, lw=0.8)
+        current = squares(rank, now) if now >= 0 else []
+        for square in [s for s in done if s[0] == s[1]]:
+            x, y, _, _ = place(square)
+            half = Outline([(x, y), (x, y + SIZE), (x + SIZE, y + SIZE), (x, y)], closed=True)
+            thick = 2.2 if square in current else 0.8
+            axes.add_patch(PathPatch(half, fc=color, ec=INK, lw=thick, clip_on=False))
+        boxes(axes, [place(s) for s in current if s[0] > s[1]], fc="none", ec=INK, lw=2.2)
+    if turn < RANKS:
+        draw_keys(axes, max(now, 0))
+    alt = END if turn == RANKS else describe(now)
+    keep(figure, "context_parallel", number, alt)
+
+
+def draw_keys(axes: Axes, turn: int) -> None:
+    """Whose keys each rank has, and where they came from."""
+    words(axes, KEYS + 0.02, 0.4, "has keys", fontsize=9)
+    for rank in range(RANKS):
+        y = TOP + rank * ROW
+        words(axes, KEYS - 0.08, y + SIZE / 2, f"rank {rank}", ha="right")
+        source = (rank - turn) % RANKS
+        color = show.RANK_COLORS[source]
+        places = [(KEYS + i * SIZE, y, SIZE, SIZE) for i in range(2)]
+        boxes(axes, places, fc=color, ec=INK, lw=0.8)
+        for (x, _, _, _), piece in zip(places, sorted(MINE[source]), strict=True):
+            words(axes, x + SIZE / 2, y + SIZE / 2, str(piece), color=on(color), fontsize=9)
+        middle = KEYS + SIZE
+        if turn and rank:
+            arrow(axes, (middle, y - ROW + SIZE), (middle, y), clip_on=False, lw=1.2)
+        if turn and not rank:
+            low, right = y + (RANKS - 1) * ROW + SIZE / 2, KEYS + 2 * SIZE + 0.2
+            way = [(KEYS + 2 * SIZE, low), (right, low), (right, y + SIZE / 2)]
+            axes.plot(*zip(*way, strict=True), color=INK, lw=1.2, clip_on=False)
+            end = (KEYS + 2 * SIZE, y + SIZE / 2)
+            arrow(axes, (right, y + SIZE / 2), end, clip_on=False, lw=1.2)
+
+
+def main() -> None:
+    for number in range(1, RANKS + 3):
+        draw(number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Attention over a sequence that lies on many ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from shardlab import context_parallel as cp
+from shardlab import ranks
+from shardlab.model import loss
+
+from .common import LLAMA, alike, batch, near, on, solution, twice, waits, world
+
+
+def _attention(way: str, layout: str, dtype: torch.dtype, tolerance: float) -> None:
+    group, rank, size = world()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 16, 8).to(ranks.device(), dtype) for h in (8, 4, 4))
+    mine = [cp.split(t, size, rank, layout, dim=2).clone().requires_grad_() for t in (q, k, v)]
+    if way == "ring":
+        y = cp.ring_attention(*mine, group, True, layout)
+        cp.ring_attention(*mine, group, True, layout, trace=[])
+    else:
+        y = cp.all_to_all_attention(*mine, group, True, layout)
+    y.float().sum().backward()
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    near(y, cp.split(wanted, size, rank, layout, dim=2), tolerance)
+
+
+@on(1, 2, 4)
+def ring():
+    _attention("ring", "zigzag", torch.float32, 1e-5)
+
+
+def ring_in_other_dtypes():
+    _attention("ring", "zigzag", torch.float64, 1e-5)
+    _attention("ring", "zigzag", torch.bfloat16, 5e-2)
+
+
+@on(1, 2, 4)
+def solution_of_the_ring():
+    group, rank, size = world()
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 16, 8, device=ranks.device())
+    mine = [cp.split(t, size, rank, "contiguous", dim=2).clone() for t in (q, k, v)]
+    y = solution("context_parallel", "ex-context-ring")(*mine, group)
+    wanted = F.scaled_dot_product_attention(q, k, v)
+    near(y, cp.split(wanted, size, rank, "contiguous", dim=2), 1e-5)
+
+
+@on(1, 2, 4)
+def ulysses():
+    _attention("ulysses", "contiguous", torch.float32, 1e-5)
+
+
+def ulysses_in_other_dtypes():
+    _attention("ulysses", "contiguous", torch.float64, 1e-5)
+    _attention("ulysses", "contiguous", torch.bfloat16, 5e-2)
+
+
+def whole_model():
+    group = world()[0]
+    for way in ("ring", "ulysses"):
+        plain, mine = twice(LLAMA)
+        mine = cp.distribute(mine, group, way, "zigzag")
+        x, y = batch(LLAMA)
+        value = loss(mine(cp.share(x, group, "zigzag")), cp.share(y, group, "zigzag"))
+        value.backward()
+        cp.average_gradients(mine, group)
+        wanted = loss(plain(x), y)
+        assert abs(cp.average(value, group) - wanted.item()) < 1e-4
+        wanted.backward()
+        alike(mine, plain)
+
+
+@on(2)  # on a GPU that is shared, messages pass through the host
+def hot_path():
+    group = world()[0]
+    for way in ("ring", "ulysses"):
+        mine = cp.distribute(twice(LLAMA)[1], group, way, "zigzag")
+        x, y = (cp.share(part, group, "zigzag") for part in batch(LLAMA))
+        for step in range(2):
+            with waits() as found:
+                loss(mine(x), y).backward()
+                cp.average_gradients(mine, group)
+            if step:  # the first one makes connections
+                assert not found, f"the host waits at {found}"
+
+
+def block():
+    from shardlab.context_parallel.kernel import block_attention
+
+    q = torch.randn(1, 2, 6, 5, dtype=torch.float64, device=ranks.device())
+    block_attention(q, q, q, causal=True)

@@ -1,0 +1,107 @@
+"""What helps reading a long page: folds that say what they hold, contents that follow, words."""
+
+from __future__ import annotations
+
+import pytest
+
+LESSON = "lessons/gemm.html"
+
+
+def test_a_switch_opens_and_closes_all_folded_code(visit):
+    page = visit(LESSON).page
+    folds = page.locator("details.above-input, details.shown-source")
+    opened = "(all) => all.filter((one) => one.open).length"
+    switch = page.get_by_role("button", name="Open all folded code")
+    assert folds.evaluate_all(opened) == 0 < folds.count()
+    switch.click()
+    assert folds.evaluate_all(opened) == folds.count()
+    switch.click()
+    assert folds.evaluate_all(opened) == 0
+
+
+def test_the_switch_is_not_shown_where_it_would_do_nothing(visit):
+    page = visit(LESSON, java_script_enabled=False).page
+    assert page.locator(".open-folds").is_hidden()
+
+
+def test_contents_follow_the_reader_who_jumps(visit):
+    page = visit(LESSON, width=1440, reduced_motion="reduce").page
+    headings = page.locator("article h2, article h3")
+    for number in (3, 7, 2):
+        heading = headings.nth(number)
+        heading.evaluate("(one) => scrollTo(0, one.getBoundingClientRect().top + scrollY - 100)")
+        name = heading.evaluate("(one) => one.firstChild.textContent")
+        marked = page.locator("#pst-page-toc-nav a.active")
+        page.wait_for_function(
+            "(name) => document.querySelector('#pst-page-toc-nav a.active')?.textContent === name",
+            arg=name,
+        )
+        assert marked.count() == 1
+
+
+def test_a_table_of_many_columns_is_a_list_on_a_phone(visit):
+    page = visit(LESSON, width=390).page
+    table = page.locator("table.narrows").first
+    assert table.evaluate("(one) => one.scrollWidth <= one.parentElement.clientWidth")
+    cell = table.locator("td[data-head]").first
+    assert cell.evaluate("(one) => getComputedStyle(one, '::before').content.length > 2")
+
+
+def test_code_is_nearly_as_large_as_prose_and_no_line_is_cut(visit):
+    for width, least in ((1280, 13), (1440, 15)):
+        page = visit(LESSON, width=width).page
+        page.get_by_role("button", name="Open all folded code").click()
+        code = page.locator("div.cell_input pre, .shown-source pre")
+        sizes = code.evaluate_all(
+            "(all) => all.map((e) => parseFloat(getComputedStyle(e).fontSize))"
+        )
+        assert min(sizes) >= least
+        assert code.evaluate_all("(all) => all.every((e) => e.scrollWidth <= e.clientWidth + 1)")
+
+
+def test_a_word_of_the_glossary_is_a_link_where_it_is_first_used(visit, site):
+    for path in sorted(site.glob("lessons/*.html")):
+        page = visit(f"lessons/{path.name}").page
+        first = page.locator("a.first-use")
+        ends = first.evaluate_all("(all) => all.map((a) => a.hash)")
+        assert len(ends) >= 8, path.name
+        assert len(ends) == len(set(ends)), path.name
+    glossary = visit("book/glossary.html").page
+    for end in ends:
+        assert glossary.locator(f'[id="{end[1:]}"]').count() == 1
+
+
+# What people type, and what they have to find: each of these among the first three.
+QUERIES = {
+    "OOM": ["lessons/memory.html"],
+    "out of memory": ["lessons/memory.html"],
+    "FSDP": ["lessons/zero.html"],
+    "deadlock": ["term-hang"],
+    "all-reduce": ["term-all-reduce"],
+    "bubble": ["term-bubble", "lessons/pipeline.html"],
+    "1F1B": ["lessons/pipeline.html"],
+    "DDP": ["lessons/data_parallel.html"],
+    "torchrun": ["term-torchrun", "book/setup.html"],
+    "gradient accumulation": ["term-gradient-accumulation"],
+}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_search_leads_to_sections(visit, query):
+    page = visit(f"search.html?q={query}").page
+    links = page.locator("#search-results li a").evaluate_all("(all) => all.map((a) => a.href)")
+    for wanted in QUERIES[query]:
+        assert any(wanted in link for link in links[:3]), links[:3]
+
+
+def test_search_knows_whole_words_and_names_of_code_come_last(visit):
+    page = visit("search.html?q=ring").page
+    titles = page.locator("#search-results li").all_inner_texts()
+    assert titles and not any(
+        "ring" not in text.lower().replace("string", "").replace("during", "")
+        for text in titles[:3]
+    )
+    page = visit("search.html?q=Bucket").page
+    links = page.locator("#search-results li a").evaluate_all("(all) => all.map((a) => a.href)")
+    code = ["/shardlab/" in link for link in links]
+    assert any(code) and code == sorted(code)

@@ -1,0 +1,112 @@
+"""What a reader sees of a lesson is the technique, and it takes the time that the lesson says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import visible
+
+ROOT = Path(__file__).resolve().parents[1]
+LESSONS = sorted((ROOT / "lessons").glob("*.md"))
+PROOF = 0.08  # of the visible lines
+CORE = 0.60  # of the core file's lines
+# The command, the figures and the many checks of these are no part of what they teach.
+WITHOUT_CORE = {"model_parallelism"}
+
+
+def each(test):
+    return pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)(test)
+
+
+@each
+def test_few_visible_lines_assert_or_format(path):
+    proof, total = visible.share_of_proof(path.read_text("utf-8"))
+    assert proof <= PROOF * total, f"{proof} of {total}: python tests/visible.py {path.name}"
+
+
+@each
+def test_folded_cells_begin_with_what_they_do(path):
+    for cell in visible.cells(path.read_text("utf-8")):
+        if cell.folded:
+            first = cell.source.splitlines()[0]
+            assert first.startswith("# ") and 8 < len(first) <= 80 and first[-1] != ".", first
+
+
+@each
+def test_the_stated_time_is_that_of_its_words_and_code(path):
+    text = path.read_text("utf-8")
+    stated = visible.stated_minutes(text)
+    assert stated is not None, "It takes about … minutes to read"
+    # The nearest multiple of five, or the one beside it.
+    assert abs(stated - visible.minutes(text)) <= 5
+
+
+@each
+def test_no_lesson_is_longer_than_an_hour(path):
+    text = path.read_text("utf-8")
+    assert visible.words(text) <= 5000
+    assert visible.minutes(text) <= 60
+
+
+@each
+def test_most_of_the_core_is_on_the_page(path):
+    package = ROOT / "code/shardlab" / path.stem
+    core = next((f for f in (package / "core.py", package.with_suffix(".py")) if f.exists()), None)
+    if path.stem in WITHOUT_CORE:
+        assert core is None
+        return
+    there, lines = visible.share_of_core(path.read_text("utf-8"), core)
+    assert there >= CORE * lines
+    assert len(core.read_text("utf-8").splitlines()) <= 400
+
+
+def test_the_counter_sees_proof():
+    source = """\
+def step(x):
+    y = x @ w
+    assert y.shape == x.shape
+    return y
+
+rows = []
+for name in names:
+    rows.append((name, 1))
+print("drift:", drift)
+print(f"{drift:.2f}")
+if drift:
+    raise AssertionError("apart")
+"""
+    assert visible.proof_lines(source) == {3, 6, 7, 8, 10, 11, 12}
+
+
+def test_the_counter_leaves_exercises_and_folds_apart():
+    text = """\
+```{code-cell} ipython3
+:tags: [hide-input]
+
+# Holds a against b
+assert a == b
+```
+
+Four words of prose.
+
+```{exercise-start} One
+:label: one
+```
+
+Not counted.
+
+```{code-cell} ipython3
+assert True
+```
+
+```{exercise-end}
+```
+
+```{code-cell} ipython3
+a = 1
+assert a
+```
+"""
+    assert visible.share_of_proof(text) == (1, 2)
+    assert visible.words(text) == 4

@@ -1,0 +1,175 @@
+"""What a reader sees of a lesson: how much of its code is technique, how long it takes to read.
+
+    python tests/visible.py lessons/zero.md      # figures, and the lines that count as proof
+
+A cell's code is visible unless it carries `hide-input`; exercises and solutions are apart. A line
+is proof when it belongs to a statement that asserts, compares with a reference, or makes a table:
+`assert`, `raise AssertionError`, `show.table`, `show.figure`, what fills `rows` or `head`, numbers
+put into a format, a print of several lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+# How fast one reads: prose with formulas and pictures, and code that one wants to understand.
+WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20
+_CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(.*?)^```", re.M | re.S)
+_APART = re.compile(
+    r"^```\{(exercise|solution)-start\}.*?^```\{\1-end\}\n```|^---\n.*?^---\n", re.M | re.S
+)
+_TAGS = re.compile(r"^:tags: \[(.*?)\]", re.M)
+_TIME = re.compile(r"^It takes about (\d+) minutes to read", re.M)
+_MADE = {"rows", "head", "caption", "cells"}  # by the lessons' custom: parts of a table
+_SHOWS = {"show.table", "show.figure"}
+_COMPARES = {"torch.testing.assert_close", "torch.allclose"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A code cell: its source without options, its tags."""
+
+    source: str
+    tags: frozenset[str]
+
+    @property
+    def folded(self) -> bool:
+        """Whether the page shows one line of it, until it is clicked."""
+        return bool(self.tags & {"hide-input", "hide-cell"})
+
+
+def cells(text: str) -> list[Cell]:
+    """The code cells of a lesson outside its exercises and solutions."""
+    found = []
+    for body in _CELL.findall(_APART.sub("", text)):
+        tags = _TAGS.search(body)
+        names = frozenset(tags[1].replace(" ", "").split(",")) if tags else frozenset()
+        code = [line for line in body.splitlines() if not re.match(r":\w+: ", line)]
+        found.append(Cell("\n".join(code).strip("\n"), names))
+    return found
+
+
+def words(text: str) -> int:
+    """Words of prose outside of code and exercises; of a link its text, of a picture its words."""
+    text = _CELL.sub("", _APART.sub("", text))
+    text = re.sub(r"^:{3,}.*$|^`{3,}.*$|^:\w+:.*$", "", text, flags=re.M)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
+    return len(re.sub(r"\]\([^)]*\)", "]", text).split())
+
+
+def stated_minutes(text: str) -> int | None:
+    """The minutes that the lesson says it takes to read."""
+    found = _TIME.search(text)
+    return int(found[1]) if found else None
+
+
+def proof_lines(source: str) -> set[int]:
+    """The numbers of the lines of a cell that assert, compare or make a table."""
+    lines: set[int] = set()
+    for statement in ast.parse(source).body:
+        lines |= _proof(statement)
+    return lines
+
+
+def _proof(node: ast.stmt) -> set[int]:
+    inner = [s for field in ("body", "orelse", "finalbody") for s in getattr(node, field, [])]
+    for handler in getattr(node, "handlers", []):
+        inner += handler.body
+    whole = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    if inner:
+        found = set().union(*map(_proof, inner))
+        every = all(_proof(s) for s in inner)
+        return whole if every and not isinstance(node, ast.FunctionDef | ast.ClassDef) else found
+    if isinstance(node, ast.Assert):
+        return whole
+    if isinstance(node, ast.Raise) and "AssertionError" in ast.unparse(node):
+        return whole
+    for part in ast.walk(node):
+        if isinstance(part, ast.FormattedValue) and part.format_spec is not None:
+            return whole
+        if isinstance(part, ast.Call):
+            name = ast.unparse(part.func)
+            if name in _SHOWS | _COMPARES or name == "print" and len(whole) > 1:
+                return whole
+            if name.split(".")[0] in _MADE and "." in name:
+                return whole
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    names = {part.id for t in targets if t for part in ast.walk(t) if isinstance(part, ast.Name)}
+    return whole if names & _MADE else set()
+
+
+def share_of_proof(text: str) -> tuple[int, int]:
+    """(lines of proof, lines) of a lesson's visible code; blank lines do not count."""
+    proof = total = 0
+    for cell in cells(text):
+        if not cell.folded:
+            full = {n for n, line in enumerate(cell.source.splitlines(), 1) if line.strip()}
+            proof, total = proof + len(proof_lines(cell.source) & full), total + len(full)
+    return proof, total
+
+
+def shown(text: str) -> dict[Path, set[int]]:
+    """By file, the numbers of the lines that show.source puts on the page, blank ones apart."""
+    names: dict[str, object] = {}
+    for cell in cells(text):
+        for node in ast.parse(cell.source).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                exec(compile(ast.Module([node], []), "imports", "exec"), names)
+    seen: dict[Path, set[int]] = {}
+    for cell in cells(text):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "show.source":
+                for thing in node.args:
+                    try:
+                        found = inspect.unwrap(eval(ast.unparse(thing), names))
+                    except (NameError, SyntaxError):  # made by the lesson itself
+                        continue
+                    path = Path(inspect.getsourcefile(found) or "").resolve()
+                    code, start = inspect.getsourcelines(found)
+                    full = {n for n, line in enumerate(code, max(start, 1)) if line.strip()}
+                    seen.setdefault(path, set()).update(full)
+    return seen
+
+
+def share_of_core(text: str, core: Path) -> tuple[int, int]:
+    """(lines of the file `core` that the lesson shows, its lines), blank ones apart."""
+    full = sum(bool(line.strip()) for line in core.read_text("utf-8").splitlines())
+    return len(shown(text).get(core.resolve(), ())), full
+
+
+def minutes(text: str) -> float:
+    """How long the lesson takes to read, its exercises apart: prose, and code that is visible."""
+    code = share_of_proof(text)[1] + sum(map(len, shown(text).values()))
+    return words(text) / WORDS_A_MINUTE + code / LINES_A_MINUTE
+
+
+def main(paths: list[str]) -> None:
+    """Print the figures of each lesson, and what counts as proof in it."""
+    for path in map(Path, paths):
+        text = path.read_text("utf-8")
+        proof, total = share_of_proof(text)
+        share = f"{proof} of {total} visible lines ({100 * proof / total:.1f} %)"
+        print(f"{path}: {share} are proof")
+        print(f"  {words(text)} words: {minutes(text):.0f} minutes; stated: {stated_minutes(text)}")
+        package = path.resolve().parents[1] / "code/shardlab" / path.stem
+        core = next((f for f in (package / "core.py", package.with_suffix(".py")) if f.exists()), 0)
+        if core:
+            there, lines = share_of_core(text, core)
+            part = f"{there} of {lines} lines ({100 * there / lines:.0f} %)"
+            print(f"  of {core.relative_to(package.parent)} {part} are on the page")
+        for cell in cells(text):
+            if cell.folded:
+                if not cell.source.startswith("# "):
+                    print(f"  folded, and no first line says what it does: {cell.source[:50]!r}")
+                continue
+            for n in sorted(proof_lines(cell.source)) if len(paths) == 1 else []:
+                print(f"    {cell.source.splitlines()[n - 1]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

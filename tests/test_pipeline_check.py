@@ -96,10 +96,10 @@ def one_f_one_b(
     for i in range(ahead, m):
         x = xs[i]
         if stage > 0:
-            x = receive(x, stage - 1) if dx is None else swap(dx, stage - 1)
+            x = receive(x, stage - 1) if i == ahead else swap(dx, stage - 1)
         out = forward(i, x)
         dx = backward(swap(out, stage + 1) if stage < last else None)
-    if stage > 0 and dx is not None:
+    if stage > 0 and ahead < m:
         send(dx, stage - 1)
     for _ in range(ahead):
         dx = backward(receive(kept[0][1], stage + 1) if stage < last else None)
@@ -190,7 +190,7 @@ ANSWERS = [
     ("my_interleaved", lambda *a: interleaved(*a, down=False), "Backward begins with the last"),
     ("my_interleaved", lambda s, p, m, v: interleaved(s, p, m, v, group=m), "as many micro-batch"),
     ("my_interleaved", lambda *a: interleaved(*a, group=1), "Micro-batches go in groups"),
-    ("my_interleaved", lambda *a: interleaved(*a, ahead=3), "comes at the wrong time"),
+    ("my_interleaved", lambda *a: interleaved(*a, ahead=12), "comes at the wrong time"),
     ("my_interleaved", from_one, "no pass of micro-batches 0 to 7 and chunks 0 to 1"),
     ("my_interleaved", lambda *a: [b[:2] for b in interleaved(*a)], "a micro-batch and a chunk"),
     ("my_interleaved", lambda *a: interleaved(*a)[:-1], "B7.0 is missing"),

@@ -23,7 +23,7 @@
 # - read and simulate the schedules that idle less, down to zero bubble, and set them beside PyTorch's own;
 # - choose the number of stages and of micro-batches, balance the stages, and find a deadlock before it happens.
 #
-# It takes about 50 minutes to read and 60 minutes for the exercises. Running it takes a minute.
+# It takes about 45 minutes to read and 60 minutes for the exercises. Running it takes a minute.
 # It needs [Data parallelism](data_parallel.md), and what [Memory](memory.md) says about activations.
 #
 # One number to begin with. A model does not fit on your GPU, so you buy three more and cut it into four.
@@ -1628,14 +1628,14 @@ def my_1f1b(part, x_BH, y_BH, m, stage, stages, send, receive):
     for i in range(ahead):  # warm-up
         x = receive(xs[i], stage - 1) if stage > 0 else xs[i]
         send(forward(x, ys[i]), stage + 1)
-    dx = None  # of the backward before: it goes back while the next input comes
+    dx = None  # of the last backward
     for i in range(ahead, m):  # steady
         x = xs[i]
         if stage > 0:
-            x = receive(x, stage - 1) if dx is None else swap(dx, stage - 1)
+            x = receive(x, stage - 1) if i == ahead else swap(dx, stage - 1)
         out = forward(x, ys[i])
         dx = backward(swap(out, stage + 1) if stage < stages - 1 else None)
-    if stage > 0 and dx is not None:
+    if stage > 0 and ahead < m:
         send(dx, stage - 1)
     for _ in range(ahead):  # cool-down
         dx = backward(receive(kept[0][1], stage + 1))

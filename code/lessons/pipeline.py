@@ -427,11 +427,11 @@ print(pipeline.schedule("1f1b", 4, 6))
 #
 # With $F$, $I$ and $W$ seconds for the three,
 #
-# - *ZB-H1* fills with `W` the end, where the pipeline drains: of 1F1B's $(p-1)(F+I+W)$ idle seconds $(p-1)(F+I-W)$ are left, a third if all three take equally long. No stage holds more than $p$ micro-batches, but now all hold as many.
+# - *ZB-H1* puts `W` at the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds; $(p-1)(F+I-W)$ are left, a third if all three take equally long. No stage holds more than $p$ micro-batches, but now all hold as many.
 # - *ZB-H2* also fills the beginning, with more forwards: $(p-1)(F+I-2W)$ are left, nothing, at the price of $2p-1$ micro-batches held.
 # - *ZB-V* gets to nothing with 1F1B's memory. Its two chunks lie in a V: the first rank holds the first part *and the last*, so the first backward begins where the first forward began.
 #
-# With three kinds of passes a picture in steps is easier to write than loops: in every step a stage does one pass of each kind, and the kinds begin at different steps. The interleaved schedule is made in the same way.
+# Three kinds of passes are easier to write in steps than in loops: in every step a stage does one pass of each kind, and each kind begins at a step of its own. The interleaved schedule is made in the same way.
 
 # %%
 show.source(pipeline.zb_h1, pipeline.schedules.in_steps)
@@ -532,10 +532,10 @@ for schedule in late:
 
 # %% [markdown]
 # Both send first, and neither receives. Nor does it help to begin both sends without waiting where the ranks talk through nccl:
-# it moves the messages of two ranks in one group one after the other, in the order in which each rank began them, so one rank's send stands before the other's send.
-# (gloo lets it pass. Such code works on a laptop and hangs on a cluster.)
+# within one group it moves the messages of two ranks one after the other, in the order in which each rank began them, so each rank's receive stands behind a send that nobody receives.
+# gloo lets it pass. Such code works on a laptop and hangs on a cluster.
 #
-# The *parity rule* solves it: even stages send first and then receive, odd stages receive first. Of two neighbours one is even, so every send meets a receive.
+# The *parity rule* solves it: even stages send first and then receive, odd stages receive first. Of two neighbours one is even, so every send meets a receive. Here each rank swaps its number with both neighbours:
 
 # %%
 def swap(out, peer):
@@ -550,13 +550,13 @@ def swap(out, peer):
     return into
 
 
-def swap_with_the_next():
+def swap_with_both():
     me, mine = dist.get_rank(), torch.full((2,), dist.get_rank(), device=ranks.device())
     peers = [peer for peer in (me - 1, me + 1) if 0 <= peer < dist.get_world_size()]
     return {peer: swap(mine, peer)[0].item() for peer in peers}
 
 
-print(*ranks.run(swap_with_the_next, 4))
+print(*ranks.run(swap_with_both, 4))
 
 # %% [markdown]
 # Two more ways lead there. `dist.batch_isend_irecv` hands both messages to nccl at once, and they set off together; this is what Megatron does in 1F1B, and what `ranks.exchange` does in a ring.
@@ -961,7 +961,7 @@ costs = [1.0] * 31 + [1.0 + HEAD]
 print("the head costs", round(HEAD, 2), "layers:", pipeline.balance(costs, 4))
 
 # %% [markdown]
-# `balance` finds the cut whose slowest part is fastest; an exercise below asks you for it. What it gains, on stages that sleep for so long:
+# `balance` finds the cut whose slowest part is fastest; an exercise below asks you for it. The table says what it gains, on stages that sleep for so long:
 
 # %% tags=["hide-input", "measured"]
 # Table: an even cut and a balanced one, simulated and measured

@@ -5,33 +5,28 @@ from __future__ import annotations
 from itertools import accumulate, combinations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from answers import each, judged
 
-from shardlab import ranks
 from shardlab.check import pipeline as checks
 
 
-def one_f_one_b(stage, stages, microbatches, ahead=None):
-    ahead = stages - 1 - stage if ahead is None else ahead
-    ahead = min(ahead, microbatches)
-    order = [f"F{i}" for i in range(ahead)]
-    for i in range(microbatches - ahead):
-        order += [f"F{ahead + i}", f"B{i}"]
-    return order + [f"B{i}" for i in range(microbatches - ahead, microbatches)]
+def interleaved(stage, p, m, v, ahead=None, group=None, down=True):
+    forwards, backwards = [], []
+    for first in range(0, m, group or p):
+        them = range(first, min(m, first + (group or p)))
+        forwards += [f"F{i}.{c}" for c in range(v) for i in them]
+        backwards += [f"B{i}.{c}" for c in range(v)[:: -1 if down else 1] for i in them]
+    ahead = 2 * (p - 1 - stage) + (v - 1) * p if ahead is None else ahead
+    ahead = min(ahead, len(forwards))
+    order = forwards[:ahead]
+    for i in range(len(forwards) - ahead):
+        order += [forwards[ahead + i], backwards[i]]
+    return order + backwards[len(forwards) - ahead :]
 
 
-def more_than_there_are(stage, stages, microbatches):
-    ahead = stages - 1 - stage
-    order = [f"F{i}" for i in range(ahead)]
-    for i in range(microbatches - ahead):
-        order += [f"F{ahead + i}", f"B{i}"]
-    return order + [f"B{i}" for i in range(microbatches - ahead, microbatches)]
-
-
-def from_one(stage, stages, microbatches):
-    return [f"{a[0]}{int(a[1:]) + 1}" for a in one_f_one_b(stage, stages, microbatches)]
+def from_one(*args):
+    return [f"{a[0]}{int(a[1]) + 1}{a[2:]}" for a in interleaved(*args)]
 
 
 def live(order, ends="BW", most=max, from_zero=True):
@@ -63,43 +58,70 @@ def greedy(costs, parts):
     return layers
 
 
-def gpipe(part, x_BH, y_BH, m, group, scale=None, ones=False, clear=False, grad=True, order=1):
-    stage, last = dist.get_rank(group), dist.get_world_size(group) - 1
-    inputs, outputs, sent = [], [], []
-    for x, y in zip(x_BH.chunk(m), y_BH.chunk(m), strict=True):
+def one_f_one_b(
+    part, x_BH, y_BH, m, stage, stages, send, receive,
+    first=None, scale=None, ones=False, clear=False, grad=True, ahead=None,
+):  # fmt: skip
+    xs, ys, kept = list(x_BH.chunk(m)), list(y_BH.chunk(m)), []
+    last = stages - 1
+
+    def swap(out, peer):
+        if stage % 2 == 0 if first is None else first:
+            send(out, peer)
+            return receive(out, peer)
+        got = receive(out, peer)
+        send(out, peer)
+        return got
+
+    def forward(i, x):
         if stage > 0:
-            x = torch.empty_like(x)
-            ranks.irecv(x, stage - 1, group).wait()
             x.requires_grad_(grad)
         out = part(x)
-        if stage < last:
-            sent.append(ranks.isend(out.detach(), stage + 1, group))
-        else:
-            out = F.mse_loss(out, y) / (scale or m)
-        inputs.append(x)
-        outputs.append(out)
-    for x, out in list(zip(inputs, outputs, strict=True))[::order]:
+        kept.append((x, F.mse_loss(out, ys[i]) / (scale or m) if stage == last else out))
+        return out.detach()
+
+    def backward(dy):
+        x, out = kept.pop(0)
         if clear:
             part.zero_grad()
-        gradient = None
+        out.backward(torch.ones_like(out) if ones and stage < last else dy)
+        return x.grad
+
+    ahead = min(last - stage if ahead is None else ahead, m)
+    for i in range(ahead):
+        out = forward(i, receive(xs[i], stage - 1) if stage else xs[i])
         if stage < last:
-            gradient = torch.empty_like(out)
-            ranks.irecv(gradient, stage + 1, group).wait()
-        out.backward(torch.ones_like(out) if ones and stage < last else gradient)
+            send(out, stage + 1)
+    dx = None
+    for i in range(ahead, m):
+        x = xs[i]
         if stage > 0:
-            sent.append(ranks.isend(x.grad, stage - 1, group))
-    for message in sent:
-        message.wait()
+            x = receive(x, stage - 1) if dx is None else swap(dx, stage - 1)
+        out = forward(i, x)
+        dx = backward(swap(out, stage + 1) if stage < last else None)
+    if stage > 0 and dx is not None:
+        send(dx, stage - 1)
+    for _ in range(ahead):
+        dx = backward(receive(kept[0][1], stage + 1) if stage < last else None)
+        if stage > 0:
+            send(dx, stage - 1)
 
 
-def gpipe_without_gradients(part, x_BH, y_BH, m, group):
+def gpipe(part, x_BH, y_BH, m, stage, stages, send, receive):
+    one_f_one_b(part, x_BH, y_BH, m, stage, stages, send, receive, ahead=m)
+
+
+def without_gradients(part, x_BH, y_BH, m, *_):
     for x in x_BH.chunk(m):
         part(x).backward()
 
 
-def gpipe_that_waits(part, x_BH, y_BH, m, group):
-    stage = dist.get_rank(group)
-    ranks.irecv(torch.empty_like(x_BH), 1 - stage if stage < 2 else 0, group).wait()
+def all_send_first(*args):
+    one_f_one_b(*args, first=True)
+
+
+def all_receive_first(*args):
+    one_f_one_b(*args, first=False)
 
 
 def deadlock(orders, rounds=99, kinds="FB", own=True, only=99):
@@ -152,23 +174,28 @@ ANSWERS = [
     ("pipeline_bubble", 14 / 39, "Twice too much"),
     ("pipeline_bubble", 17.9, "In percent it is right"),
     ("pipeline_bubble", "18 %", "should be a number"),
-    ("my_1f1b", one_f_one_b, None),
-    ("my_1f1b", lambda *_: None, "should be a list"),
-    ("my_1f1b", lambda *_: ..., "should be a list"),
-    ("my_1f1b", lambda *_: [0, 1], "should be a list"),
-    ("my_1f1b", lambda *_: [], "F0 is missing"),
-    ("my_1f1b", lambda stage: [], "raised TypeError"),
-    ("my_1f1b", lambda s, p, m: one_f_one_b(s, p, m, m), "That is GPipe"),
-    ("my_1f1b", lambda s, p, m: one_f_one_b(s, p, m, p - s), "one micro-batch more than"),
-    ("my_1f1b", lambda s, p, m: one_f_one_b(s, p, m, p - 1), "All stages begin alike"),
-    ("my_1f1b", lambda s, p, m: one_f_one_b(s, p, m, s), "Counted from the wrong end"),
-    ("my_1f1b", lambda s, p, m: one_f_one_b(s, p, m, 0), "nothing overlaps"),
-    ("my_1f1b", more_than_there_are, "no pass of micro-batches 0 to 1"),
-    ("my_1f1b", from_one, "counted from 0"),
-    ("my_1f1b", lambda *a: one_f_one_b(*a)[:-1], "B7 is missing"),
-    ("my_1f1b", lambda *a: [*one_f_one_b(*a), "B0"], "more than once"),
-    ("my_1f1b", lambda *a: one_f_one_b(*a)[::-1], "B0 stands before F0"),
-    ("my_1f1b", lambda s, p, m: one_f_one_b(s, p, m, 2), "comes at the wrong time"),
+    ("my_interleaved", interleaved, None),
+    ("my_interleaved", lambda *_: None, "should be a list"),
+    ("my_interleaved", lambda *_: ..., "should be a list"),
+    ("my_interleaved", lambda *_: [0, 1], "should be a list"),
+    ("my_interleaved", lambda *_: [], "F0.0 is missing"),
+    ("my_interleaved", lambda stage: [], "raised TypeError"),
+    ("my_interleaved", lambda s, p, m, v: interleaved(s, p, m, v, p - 1 - s), "1F1B's number"),
+    ("my_interleaved", lambda s, p, m, v: interleaved(s, p, m, v, m * v), "All forwards come"),
+    (
+        "my_interleaved",
+        lambda s, p, m, v: interleaved(s, p, m, v, 2 * s + (v - 1) * p),
+        "counted from the wrong end",
+    ),
+    ("my_interleaved", lambda *a: interleaved(*a, down=False), "Backward begins with the last"),
+    ("my_interleaved", lambda s, p, m, v: interleaved(s, p, m, v, group=m), "as many micro-batch"),
+    ("my_interleaved", lambda *a: interleaved(*a, group=1), "Micro-batches go in groups"),
+    ("my_interleaved", lambda *a: interleaved(*a, ahead=3), "comes at the wrong time"),
+    ("my_interleaved", from_one, "no pass of micro-batches 0 to 7 and chunks 0 to 1"),
+    ("my_interleaved", lambda *a: [b[:2] for b in interleaved(*a)], "a micro-batch and a chunk"),
+    ("my_interleaved", lambda *a: interleaved(*a)[:-1], "B7.0 is missing"),
+    ("my_interleaved", lambda *a: [*interleaved(*a), "B0.0"], "more than once"),
+    ("my_interleaved", lambda *a: interleaved(*a)[::-1], "B0.0 stands before F0.0"),
     ("my_live", live, None),
     ("my_live", lambda order: None, "returned None"),
     ("my_live", lambda order: live(order, most=lambda counts: counts[-1]), "most at any time"),
@@ -186,15 +213,16 @@ ANSWERS = [
     ("my_balance", lambda costs, parts: [len(costs)], "should be 4 numbers"),
     ("my_balance", lambda costs, parts: [1] * parts, "8 layers in all"),
     ("my_balance", lambda costs, parts: [len(costs)] + [0] * (parts - 1), "without work"),
-    ("my_gpipe", gpipe, None),
-    ("my_gpipe", lambda *a: gpipe(*a, order=-1), None),
-    ("my_gpipe", lambda *_: ..., "never went backward"),
-    ("my_gpipe", lambda *a: gpipe(*a, scale=1), "sum of 4 means is 4 times"),
-    ("my_gpipe", lambda *a: gpipe(*a, ones=True), "went backward from ones"),
-    ("my_gpipe", lambda *a: gpipe(*a, clear=True), "last micro-batch alone"),
-    ("my_gpipe", lambda *a: gpipe(*a, grad=False), "requires_grad_()"),
-    ("my_gpipe", gpipe_without_gradients, "Only the last stage has a loss"),
-    ("my_gpipe", gpipe_that_waits, "needs a send on the other side"),
+    ("my_1f1b", one_f_one_b, None),
+    ("my_1f1b", lambda *_: ..., "never went backward"),
+    ("my_1f1b", lambda *a: one_f_one_b(*a, scale=1), "sum of 8 means is 8 times"),
+    ("my_1f1b", lambda *a: one_f_one_b(*a, ones=True), "went backward from ones"),
+    ("my_1f1b", lambda *a: one_f_one_b(*a, clear=True), "last micro-batch alone"),
+    ("my_1f1b", lambda *a: one_f_one_b(*a, grad=False), "requires_grad_()"),
+    ("my_1f1b", without_gradients, "Only the last stage has a loss"),
+    ("my_1f1b", gpipe, "That is GPipe"),
+    ("my_1f1b", all_send_first, "one has to send first and the other to receive first"),
+    ("my_1f1b", all_receive_first, "one has to send first and the other to receive first"),
     ("my_deadlock", deadlock, None),
     ("my_deadlock", lambda orders: None, "should be a dict"),
     ("my_deadlock", lambda orders: [], "should be a dict"),
@@ -241,6 +269,6 @@ ANSWERS = [
 
 @each(ANSWERS)
 def test_exercises_accept_the_solution_and_help_with_mistakes(name, answer, words, monkeypatch):
-    if answer in (for_ever, gpipe_that_waits):
+    if answer in (for_ever, all_send_first, all_receive_first):
         monkeypatch.setattr(checks, "_TIMEOUT", 2.0)  # they wait until it is over
     judged(name, answer, words)

@@ -59,7 +59,7 @@ SHAPE = Config(seq=64, layers=8, heads=2, hidden=64, tied=False)
 
 
 def plain(shape=SHAPE, device=None):
-    """The same GPT at every call, in one piece; on the rank's device unless another is given."""
+    """The same GPT at every call, whole; on the rank's device, or on another."""
     torch.manual_seed(0)
     return GPT(shape).to(device or ranks.device())
 
@@ -88,12 +88,12 @@ def staged(name, microbatches, model=None, chunks=None, **options):
 
 # %%
 class Stage:
-    """A stage in its plainest form: a forward and a backward, each with its messages."""
+    """A stage in its plainest form: forward and backward, each with its messages."""
 
     def __init__(self, part, m, loss=loss):
         self.part, self.m, self.loss, self.sent = part, m, loss, []
         self.me, self.last = dist.get_rank(), dist.get_world_size() - 1
-        self.down, self.up = dist.group.WORLD, dist.new_group()  # one for each direction
+        self.down, self.up = dist.group.WORLD, dist.new_group()  # by direction
 
     def forward(self, tokens, targets):
         x = tokens
@@ -163,7 +163,7 @@ def alone(m):
 
 
 def apart_from_one_process(gradients, m):
-    """The largest difference of what the ranks of a pipeline have; each has its own part."""
+    """The largest difference of what the ranks have, each of its own part."""
     want, found = ranks.run(alone, 1, m)[0], {}
     for mine in gradients:
         found |= mine
@@ -198,8 +198,8 @@ shares = {m: 1 - timeline.bubble for m, timeline in ((1, whole), (4, looped))}
 assert all(0.05 < share < 0.26 for share in shares.values()), shares
 show.figure(
     pipeline.draw(whole, label="time (s)"),
-    "A measured training step of four stages: forward goes down the stages one after the other, "
-    "backward comes up again, and at each moment one stage works.",
+    "A measured training step of four stages: forward goes down the stages one after "
+    "the other, backward comes up again, and at each moment one stage works.",
     "pipeline_measured_naive",
 )
 print(f"a stage works {100 * shares[1]:.0f} % of the step with the batch at once,")
@@ -209,7 +209,7 @@ print(f"and {100 * shares[4]:.0f} % with four micro-batches in a loop")
 # %% [markdown]
 # Micro-batches gain nothing yet. The first stage has done its forward of micro-batch 0, and could go on with micro-batch 1.
 # But next in the loop stands the *backward* of micro-batch 0, and that has to come back from the last stage first.
-# (Without a backward, in inference, the same loop does overlap on GPUs: their work is queued, and nobody waits for it to end.) What is needed is another order: a *schedule*. The time in which a stage waits is the *bubble*.
+# What is needed is another order: a *schedule*. The time in which a stage waits is the *bubble*.
 #
 # ![Three timelines of four stages on one axis. The whole batch at once: one stage computes at a time, and each is busy 25 % of the time. Four micro-batches in a loop, forward and backward of one before the next begins: still one stage at a time, still 25 %. GPipe, forwards of all four and then backwards of all four: stages overlap, each is busy 57 % of the time, and the step takes less than half as long.](../figures/pipeline_microbatches.svg)
 #
@@ -246,7 +246,7 @@ gradients = ranks.run(train, 4, gpipe, 8)
 # %% tags=["hide-input", "measured"]
 # Holds GPipe's gradients against one process, and measures its bubble
 
-UNIT = 0.02  # seconds for each of forward, backward of the input, backward of the weights
+UNIT = 0.02  # seconds for each of forward, backward of the input, of the weights
 
 
 def plain_seconds(order, m, wire=None):
@@ -366,13 +366,25 @@ for order, slots in steps.items():
     predicted = 3 * UNIT * slots
     assert -0.02 < seconds / predicted - 1 < 0.4, (order, seconds)  # late sleeps
     name = order.__name__.replace("_", " ")
-    held = [f"{n}: {size / 1e6:.1f}" for n, size in zip(kept[order], peaks[::3], strict=True)]
+    held = [
+        f"{n}: {size / 1e6:.1f}"
+        for n, size in zip(kept[order], peaks[::3], strict=True)
+    ]
     times = [f"{1e3 * t:.0f}" for t in (predicted, seconds)]
-    rows.append((name, f"{apart:g}", *held, *times, f"{100 * m * 3 * UNIT / seconds:.0f}"))
+    rows.append(
+        (name, f"{apart:g}", *held, *times, f"{100 * m * 3 * UNIT / seconds:.0f}")
+    )
 assert first[in_a_loop] < first[one_f_one_b] < first[gpipe]
-head = ["order", "gradients differ by", "stage 0 keeps: MB at the peak", "stage 3 keeps"]
+head = [
+    "order",
+    "gradients differ by",
+    "stage 0 keeps: MB at the peak",
+    "stage 3 keeps",
+]
 head += ["step: predicted (ms)", "measured (ms)", "busy (%)"]
-show.table(rows, head, caption="Micro-batches that a stage keeps, and bytes that it holds")
+show.table(
+    rows, head, caption="Micro-batches that a stage keeps, and bytes that it holds"
+)
 
 # %% [markdown]
 # GPipe and 1F1B idle equally long: the same pipeline is filled and drained. What 1F1B buys is room for a larger $m$, and *that* makes the bubble smaller.
@@ -477,7 +489,7 @@ show.table(rows, [*head, "held", "messages sent by stage 1"])
 # %% tags=["hide-input"]
 # Holds the simulator against published bubble rates
 
-# stages, micro-batches; F, I, W, hop in ms (Table 9); rates of 1F1B, ZB-H1, ZB-H2 (Table 5)
+# p, m; F, I, W, hop in ms (Table 9); rates of 1F1B, ZB-H1, ZB-H2 (Table 5)
 PUBLISHED = [
     (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
     (8, 32, (18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
@@ -489,7 +501,9 @@ for p, m, times, rates in PUBLISHED:
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
         found.append(pipeline.simulate(pipeline.schedule(name, p, m), *times).bubble)
         assert round(found[-1], 4) == rate, (name, p, m, found)
-    shown = "   ".join(f"{rate:.4f} {ours:.4f}" for rate, ours in zip(rates, found, strict=True))
+    shown = "   ".join(
+        f"{rate:.4f} {ours:.4f}" for rate, ours in zip(rates, found, strict=True)
+    )
     print(f"p = {p:2}, m = {m}   published and ours, of 1F1B, ZB-H1, ZB-H2:   {shown}")
 
 # %% [markdown]
@@ -596,13 +610,13 @@ show.source(core.way_back, core.Mail._connect, core.Mail.exchange)
 # What this gains over the plain stage, in the same two schedules: bytes at the peak on stage 0, and a step of sleeping stages on a wire on which a message takes half of a forward.
 
 # %% tags=["hide-input", "measured"]
-# Table: the plain stage and the core, bytes held and seconds on a slow wire
+# Table: the plain stage and the core on a slow wire
 
 HOP = UNIT / 2  # seconds; the wire is slow only to begin with
 
 
 def core_peak(name, m):
-    """On a rank: bytes held at the peak of a step of the core, beyond weights and batch."""
+    """The same for a step of the core."""
     mine, (tokens, targets) = staged(name, m), batch(8)
     with count.held(*mine.parts, tokens, targets) as held:
         before = held.now
@@ -633,14 +647,20 @@ for order, name in ((gpipe, "gpipe"), (one_f_one_b, "1f1b")):
     ]
     times = [f"{1e3 * t:.0f}" for t in seconds]
     rows.append((name, f"{first[order] / 1e6:.2f}", f"{peak / 1e6:.2f}", *times))
-head = ["schedule", "plain: held (MB)", "core: held (MB)", "plain: step (ms)", "core: step (ms)"]
+head = [
+    "schedule",
+    "plain: held (MB)",
+    "core: held (MB)",
+    "plain: step (ms)",
+    "core: step (ms)",
+]
 show.table(rows, head)
 
 # %% [markdown]
 # ## Bit for bit what one process computes
 #
 # One process goes through the same micro-batches one after another, and adds their gradients up. The pipeline must compute the same, whatever the schedule.
-# The cells train for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; the batch has six sequences, so four micro-batches are uneven.
+# The cell trains for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; four of six sequences are uneven.
 
 # %% tags=["hide-input"]
 # Holds all schedules against one process over five steps
@@ -650,7 +670,7 @@ MICRO = (2, 4, 6)
 
 
 def one_process(shape, dtype, micro, at_once=False):
-    """By number of micro-batches: losses, gradients of the last step, weights after five."""
+    """By m: losses, gradients of the last step, weights after five."""
     found = {}
     for m in micro:
         model = plain(shape).to(dtype)
@@ -658,7 +678,9 @@ def one_process(shape, dtype, micro, at_once=False):
         losses = []
         for step in range(5):
             optimizer.zero_grad()
-            pieces = [x.tensor_split(1 if at_once else m) for x in batch(6, step, shape.seq)]
+            pieces = [
+                x.tensor_split(1 if at_once else m) for x in batch(6, step, shape.seq)
+            ]
             total = 0.0
             for tokens, targets in zip(*pieces, strict=True):
                 value = loss(model(tokens), targets) * (len(tokens) / 6)
@@ -666,13 +688,14 @@ def one_process(shape, dtype, micro, at_once=False):
                 total += value.item()
             losses.append(total)
             optimizer.step()
-        named = model.named_parameters(remove_duplicate=False)  # a tied weight has two names
+        # A tied weight has two names.
+        named = model.named_parameters(remove_duplicate=False)
         found[m] = losses, {name: (p.grad.cpu(), p.detach().cpu()) for name, p in named}
     return found
 
 
 def differences(name, shape, dtype, reference):
-    """On a rank: by number of micro-batches, largest difference in gradients and in weights."""
+    """On a rank: by m, largest difference in gradients and in weights."""
     found = []
     for m, (losses, tensors) in reference.items():
         mine = staged(name, m, plain(shape).to(dtype))
@@ -680,11 +703,14 @@ def differences(name, shape, dtype, reference):
         for step in range(5):
             optimizer.zero_grad()
             value = mine.step(*batch(6, step, shape.seq))
-            assert value is None or abs(value.item() - losses[step]) < 1e-5  # float32, about 5
+            # float32, about 5
+            assert value is None or abs(value.item() - losses[step]) < 1e-5
             optimizer.step()
         apart = [0.0, 0.0]
         for own, p in mine.named_parameters():  # those of this rank's layers
-            for i, (got, want) in enumerate(zip((p.grad, p.detach()), tensors[own], strict=True)):
+            for i, (got, want) in enumerate(
+                zip((p.grad, p.detach()), tensors[own], strict=True)
+            ):
                 apart[i] = max(apart[i], (got.cpu() - want).abs().max().item())
         found.append(apart)
     return found
@@ -703,7 +729,8 @@ references = {}
 for layers in (4, 8):
     shape = replace(SMALL, layers=layers)
     references[layers] = ranks.run(one_process, 1, shape, torch.float32, MICRO)[0]
-results = torch.tensor(ranks.run(all_schedules, 4, references))  # [rank, schedule, m, 2]
+# [rank, schedule, m, gradients and weights]
+results = torch.tensor(ranks.run(all_schedules, 4, references))
 assert results.max() == 0 or (not EXACT and results.max() < 1e-3), results.amax(0)
 for which, what in enumerate(("gradients", "weights")):
     apart = results[..., which].max().item()
@@ -719,15 +746,20 @@ for which, what in enumerate(("gradients", "weights")):
 # Table: the two cases that differ, in float32 and in float64
 
 shape, rows = replace(SMALL, layers=4), []
-for case, tied, at_once in (("tied weights", True, False), ("the batch at once", False, True)):
+for case, tied, at_once in (
+    ("tied weights", True, False),
+    ("the batch at once", False, True),
+):
     for dtype, room in ((torch.float32, (1e-5, 1e-3)), (torch.float64, (1e-13, 1e-11))):
         shape = replace(shape, tied=tied)
         reference = ranks.run(one_process, 1, shape, dtype, [4], at_once)[0]
         found = ranks.run(differences, 4, "1f1b", shape, dtype, reference)
         apart = [max(rank[0][which] for rank in found) for which in (0, 1)]
-        # Gradients reach 1. AdamW divides by a gradient's size: where that is almost 0, rounding
-        # decides which way a weight moves.
-        assert all(0 < value < limit for value, limit in zip(apart, room, strict=True)), apart
+        # Gradients reach 1. AdamW divides by a gradient's size: where that is almost 0,
+        # rounding decides which way a weight moves.
+        assert all(
+            0 < value < limit for value, limit in zip(apart, room, strict=True)
+        ), apart
         rows.append((case, str(dtype)[6:], *(f"{value:.0e}" for value in apart)))
 show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five steps"])
 
@@ -745,7 +777,7 @@ show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five s
 
 
 def sleeping_steps(names, microbatches, wire=None):
-    """On a rank: of each schedule's pipeline of sleeping stages, the shorter of two steps."""
+    """On a rank: of each schedule, with stages that sleep, the shorter of two steps."""
     found = {}
     for name in names:
         group = link.slow(*wire) if wire else dist.group.WORLD
@@ -769,13 +801,15 @@ for hop, timeline in cases:
     name = timeline.schedule.name
     predicted = pipeline.simulate(timeline.schedule, UNIT, UNIT, UNIT, hop)
     off = timeline.cost / predicted.cost - 1
-    # Some 30 sleeps in a row end late, and a busy machine delays messages: hence the room.
+    # Some 30 sleeps in a row end late, and a busy machine delays messages.
     assert -0.02 < off < 0.4, (name, off)
     cells = [f"{1e3 * t.cost:.0f}" for t in (predicted, timeline)]
     bubbles = [f"{100 * t.bubble:.0f}" for t in (predicted, timeline)]
     rows.append((name, f"{1e3 * hop:.0f}", *cells, f"{100 * off:+.1f}", *bubbles))
 head = ["schedule", "hop (ms)", "predicted (ms)", "measured (ms)", "difference (%)"]
-show.table(rows, [*head, "bubble: predicted (%)", "measured (%)"], caption="Four ranks, m = 8")
+show.table(
+    rows, [*head, "bubble: predicted (%)", "measured (%)"], caption="Four ranks, m = 8"
+)
 
 # %% [markdown]
 # With hops 1F1B takes longer than GPipe, which pays each hop once on the way there and once back. A stage that alternates waits round after round for a message that its neighbour could not send earlier.
@@ -790,8 +824,8 @@ measured = near["interleaved"]
 simulated = pipeline.simulate(measured.schedule, UNIT, UNIT, UNIT)
 show.figure(
     pipeline.draw([simulated, measured], ["simulated", "measured"], label="time (s)"),
-    "The interleaved schedule on four stages with eight micro-batches, simulated and measured: the "
-    "same boxes in the same places, the measured ones a little longer.",
+    "The interleaved schedule on four stages with eight micro-batches, simulated and "
+    "measured: the same boxes in the same places, the measured ones a little longer.",
     "pipeline_measured",
 )
 
@@ -803,12 +837,12 @@ show.figure(
 
 # %%
 def predicted_peak(name, stage, m, again):
-    """Bytes: what is kept, times those in flight, and what backward of one layer needs."""
+    """Bytes: what is kept, times those in flight; what backward of a layer needs."""
     recompute = "full" if again else "none"
     one = memory.activations(
         WIDE, 1, precision="fp32", pp=4, stage=stage, recompute=recompute
     )
-    layers, ends = one.layer * one.layers, one.head + one.logits  # kept by a micro-batch
+    layers, ends = one.layer * one.layers, one.head + one.logits  # of a micro-batch
     in_flight = pipeline.live(pipeline.schedule(name, 4, m))[stage]
     # Backward of a layer comes when that of head and loss is over. It makes a matrix's
     # gradient.
@@ -824,11 +858,12 @@ def predicted_peak(name, stage, m, again):
 # Table: activations at the peak by stage, predicted and counted
 
 WIDE = Config(seq=64, layers=8, heads=4, hidden=128, tied=False)
-CASES = [("gpipe", False), ("1f1b", False), ("gpipe", True), ("1f1b", True)]  # recompute?
+# Schedule, and whether to recompute.
+CASES = [("gpipe", False), ("1f1b", False), ("gpipe", True), ("1f1b", True)]
 
 
 def held_in_a_step(m):
-    """On a rank, for each case: bytes at the peak of a step, beyond weights and gradients."""
+    """On a rank, by case: bytes at the peak of a step, beyond weights and gradients."""
     found = []
     for name, again in CASES:
         mine = staged(name, m, plain(WIDE), recompute=again)
@@ -850,7 +885,11 @@ for stage in range(4):
     for name in ("gpipe", "1f1b"):
         want, got = predicted_peak(name, stage, 8, False), PEAKS[name, False][stage]
         assert abs(got / want - 1) < 0.06, (name, stage, want, got)
-        cells += [f"{want / 1e6:.2f}", f"{got / 1e6:.2f}", f"{100 * (got / want - 1):+.1f}"]
+        cells += [
+            f"{want / 1e6:.2f}",
+            f"{got / 1e6:.2f}",
+            f"{100 * (got / want - 1):+.1f}",
+        ]
     rows.append((stage, *cells))
 columns = "predicted (MB)", "measured (MB)", "difference (%)"
 head = [f"{name}: {column}" for name in ("GPipe", "1F1B") for column in columns]
@@ -916,7 +955,8 @@ show.table(rows, head, caption="Batch of 8 sequences of 64 tokens, h = 128")
 
 # %%
 sizes = memory.parameters(PRESETS["llama-3-8b"])
-HEAD = sizes["head"] / ((sizes["attention"] + sizes["ffn"]) / 32)  # as parameters, so time
+layer = (sizes["attention"] + sizes["ffn"]) / 32
+HEAD = sizes["head"] / layer  # as many parameters, so much time
 costs = [1.0] * 31 + [1.0 + HEAD]
 print("the head costs", round(HEAD, 2), "layers:", pipeline.balance(costs, 4))
 
@@ -941,14 +981,29 @@ def uneven_step(seconds):
 cuts = {"as many layers each": [8] * 4, "balance(costs, 4)": pipeline.balance(costs, 4)}
 rows = []
 for what, layers in cuts.items():
-    stages = [1e-3 * (n + HEAD * (i == 3)) for i, n in enumerate(layers)]  # 1 ms a layer
-    predicted = pipeline.simulate(pipeline.schedule("1f1b", 4, 8), stages, stages, stages)
+    stages = [
+        1e-3 * (n + HEAD * (i == 3)) for i, n in enumerate(layers)
+    ]  # 1 ms a layer
+    predicted = pipeline.simulate(
+        pipeline.schedule("1f1b", 4, 8), stages, stages, stages
+    )
     measured = ranks.run(uneven_step, 4, stages, device="cpu")[0]
     off = measured / predicted.cost - 1
     assert -0.02 < off < 0.4, (what, off)  # late sleeps
-    times = [f"{1e3 * predicted.cost:.0f}", f"{1e3 * measured:.0f}", f"{100 * off:+.1f}"]
+    times = [
+        f"{1e3 * predicted.cost:.0f}",
+        f"{1e3 * measured:.0f}",
+        f"{100 * off:+.1f}",
+    ]
     rows.append((what, str(layers), *times, f"{100 * predicted.bubble:.0f}"))
-head = ["cut", "layers", "step: predicted (ms)", "measured (ms)", "difference (%)", "bubble (%)"]
+head = [
+    "cut",
+    "layers",
+    "step: predicted (ms)",
+    "measured (ms)",
+    "difference (%)",
+    "bubble (%)",
+]
 show.table(rows, head)
 
 # %% [markdown]
@@ -965,14 +1020,24 @@ show.table(rows, head)
 # `````
 
 # %% tags=["hide-input"]
-# Holds the bubble with four times as many micro-batches as stages against the formula
+# Holds the bubble for m = 4p against the formula
 
 for p in (2, 4, 8, 16):
-    names = {"1f1b": "1F1B", "interleaved": "interleaved", "zb-h1": "ZB-H1", "zb-v": "ZB-V"}
-    found = [pipeline.simulate(pipeline.schedule(name, p, 4 * p)).bubble for name in names]
+    names = {
+        "1f1b": "1F1B",
+        "interleaved": "interleaved",
+        "zb-h1": "ZB-H1",
+        "zb-v": "ZB-V",
+    }
+    found = [
+        pipeline.simulate(pipeline.schedule(name, p, 4 * p)).bubble for name in names
+    ]
     assert abs(found[0] - (p - 1) / (5 * p - 1)) < 1e-12
     shares = zip(names.values(), found, strict=True)
-    print(f"p = {p:2}:", ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares))
+    print(
+        f"p = {p:2}:",
+        ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares),
+    )
 
 # %% [markdown]
 # **Stages.** As few as let the model fit: every stage more adds to the bubble.
@@ -994,20 +1059,23 @@ TORCHS = {
     "interleaved": "Interleaved1F1B",
     "zb-v": "ZBVZeroBubble",
 }
-if torch.__version__ < "2.13":  # there it sends to itself, and gloo carries no such message
+if torch.__version__ < "2.13":  # it sends to itself there, which gloo cannot
     del TORCHS["zb-v"]
 
 
 def torchs(name, m, model, **options):
-    """Torch's pipeline around the parts that `pipeline.cut` makes: a step, and this rank's parts."""
+    """Torch's pipeline around parts of `pipeline.cut`: a step, and this rank's parts."""
     schedule = pipeline.schedule(name, dist.get_world_size(), m)
     parts = pipeline.cut(model, schedule.parts)
     numbers = schedule.placement[dist.get_rank()]
     stages = [
-        pipelining.PipelineStage(parts[i], i, schedule.parts, ranks.device()) for i in numbers
+        pipelining.PipelineStage(parts[i], i, schedule.parts, ranks.device())
+        for i in numbers
     ]
     kind = getattr(pipelining, "Schedule" + TORCHS[name])
-    theirs = kind(stages if schedule.chunks > 1 else stages[0], m, **{"loss_fn": loss} | options)
+    theirs = kind(
+        stages if schedule.chunks > 1 else stages[0], m, **{"loss_fn": loss} | options
+    )
 
     def step(tokens, targets):
         first = [tokens] if 0 in numbers else []
@@ -1041,7 +1109,9 @@ def side_by_side(names, rounds, m):
                 seconds[who].append(time.perf_counter() - begin)
         pairs = zip(ours.parameters(), parts.parameters(), strict=True)
         apart = max((a.grad - b.grad).abs().max().item() for a, b in pairs)
-        ratios = [a / b for a, b in zip(*(s[1:] for s in seconds.values()), strict=True)]
+        ratios = [
+            a / b for a, b in zip(*(s[1:] for s in seconds.values()), strict=True)
+        ]
         found.append((apart, statistics.median(ratios)))
     return found
 
@@ -1051,9 +1121,15 @@ rows = []
 for i, (name, theirs) in enumerate(TORCHS.items()):
     apart = max(result[i][0] for result in results)
     ratio = results[0][i][1]
-    assert apart == 0.0 and 0.4 < ratio < 1.6, (name, apart, ratio)  # two ranks, a busy machine
+    # Two ranks, a busy machine.
+    assert apart == 0.0 and 0.4 < ratio < 1.6, (name, apart, ratio)
     rows.append((name, f"Schedule{theirs}", f"{apart:.1f}", f"{ratio:.2f}"))
-head = ["ours", "torch.distributed.pipelining", "gradients differ by", "step time, ours / torch's"]
+head = [
+    "ours",
+    "torch.distributed.pipelining",
+    "gradients differ by",
+    "step time, ours / torch's",
+]
 show.table(rows, head, caption="Two ranks, loopback, m = 4")
 
 # %% [markdown]
@@ -1084,8 +1160,12 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 gone = importlib.util.find_spec("torch.distributed.pipeline") is None
 there = [name for name in dir(pipelining) if name.startswith("Schedule")]
 print("torch.distributed.pipeline:", "gone" if gone else "still there")
-print("torch.distributed.pipelining:", *(name.removeprefix("Schedule") for name in there))
-assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= set(there)
+print(
+    "torch.distributed.pipelining:", *(name.removeprefix("Schedule") for name in there)
+)
+assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= set(
+    there
+)
 
 # %% [markdown]
 # `````{admonition} Checked: "DeepSpeed's pipeline goes with any ZeRO stage"
@@ -1095,11 +1175,11 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 # `````
 
 # %% tags=["hide-input"]
-# Trains DeepSpeed's pipeline with ZeRO stages 0, 1 and 2, and holds its loss against one process
+# Trains DeepSpeed's pipeline with ZeRO stages 0, 1 and 2
 
 
 def deepspeeds(zero):
-    """On a rank: the loss of a step of DeepSpeed's pipeline, or what it says instead."""
+    """On a rank: the loss of a step of DeepSpeed's pipeline, or what it says."""
     settings = de.config(1, 2, pp=2, accumulation=4)
     settings["zero_optimization"] = {"stage": zero}
     try:
@@ -1133,11 +1213,11 @@ show.source(core.Pipeline._end, average_gradients)
 # Two copies of a two-stage pipeline, held against one process:
 
 # %% tags=["hide-input"]
-# Holds two copies of two stages against one process, and counts all-reduces
+# Holds two copies of two stages against one process
 
 
 def two_by_two(m):
-    """On a rank: largest difference of gradients from one process, and all-reduces in a step."""
+    """On a rank: largest difference from one process, all-reduces, parameters."""
     rank = dist.get_rank()
     pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -1153,17 +1233,21 @@ def two_by_two(m):
         for x, y in zip(tokens.chunk(m), targets.chunk(m), strict=True):
             (loss(alone(x), y) / m / 2).backward()
     want = dict(alone.named_parameters())
-    apart = max((p.grad - want[name].grad).abs().max() for name, p in mine.named_parameters())
+    apart = max(
+        (p.grad - want[name].grad).abs().max() for name, p in mine.named_parameters()
+    )
     return apart.item(), sent.collectives["all_reduce"][0], len(list(mine.parameters()))
 
 
 for m in (2, 8):
     results = ranks.run(two_by_two, 4, m)
     apart = max(result[0] for result in results)
-    assert apart < 1e-5  # float32: (a + b) + (c + d) beside ((a + b) + c) + d; gradients reach 1
+    # float32: (a + b) + (c + d) beside ((a + b) + c) + d; gradients reach 1
+    assert apart < 1e-5
     assert all(calls == parameters for _, calls, parameters in results)
     _, calls, parameters = results[0]
-    print(f"m = {m}: gradients differ by {apart:.0e}; {calls} all-reduces, {parameters} parameters")
+    print(f"m = {m}: gradients differ by {apart:.0e}")
+    print(f"  {calls} all-reduces for {parameters} parameters")
 
 # %% [markdown]
 # However many micro-batches there are, each parameter has one: who averages after each of them, as a wrapper around each stage would, sends $m$ times as much.
@@ -1239,7 +1323,7 @@ except ValueError as error:
 # The others wait for messages that never come. `ranks.run` names the rank that failed of its own doing; under `torchrun` the *first* error by time is the one that counts.
 
 # %% tags=["hide-input"]
-# Lets stage 2 raise at its third micro-batch, and prints whom the run names
+# Lets stage 2 raise, and prints whom the run names
 
 
 def raises():
@@ -1269,17 +1353,19 @@ else:
 # Each micro-batch's loss is a mean over its own sequences, so their gradients add up to $m$ times the right one. Torch's schedules divide by $m$ (`scale_grads=True`); who divides the loss as well, out of habit from gradient accumulation, does it twice.
 
 # %% tags=["hide-input"]
-# Compares the norm of the gradients when torch divides, nobody does, or both do
+# Compares gradients divided by torch, by nobody, and twice
 
 
 def norms(m):
-    """On a rank: by what is divided, the norm of this stage's gradients, in units of the right one."""
+    """On a rank: the norm of this stage's gradients, in units of the right one."""
     step = staged("gpipe", m)
     step.step(*batch(8))
     right = sum(p.grad.square().sum() for p in step.parameters()).sqrt()
     found = {}
     ways = {"torch divides (default)": {}, "nobody divides": {"scale_grads": False}}
-    ways["torch and the loss divide"] = {"loss_fn": lambda y, targets: loss(y, targets) / m}
+    ways["torch and the loss divide"] = {
+        "loss_fn": lambda y, targets: loss(y, targets) / m
+    }
     for name, options in ways.items():
         run, parts = torchs("gpipe", m, plain(), **options)
         run(*batch(8))

@@ -44,7 +44,7 @@ def _orders(name: str, p: int, m: int) -> list[list[str]]:
 
 
 @exercise("pipeline_bubble")
-def _(answer: Any) -> str:
+def _pipeline_bubble(answer: Any) -> str:
     p, m = 8, 32
     right = (p - 1) / (m + p - 1)
     hints = {
@@ -121,7 +121,7 @@ def _flaw(order: Sequence[str], m: int, v: int) -> str:
 
 
 @exercise("my_interleaved")
-def _(answer: Callable[[int, int, int, int], Any]) -> str:
+def _my_interleaved(answer: Callable[[int, int, int, int], Any]) -> str:
     for p, m, v in _TRIPLES:
         want = [
             [f"{a.kind}{a.microbatch}.{a.chunk}" for a in order]
@@ -147,7 +147,7 @@ def _(answer: Callable[[int, int, int, int], Any]) -> str:
 
 
 @exercise("my_live")
-def _(answer: Callable[[list[str]], Any]) -> str:
+def _my_live(answer: Callable[[list[str]], Any]) -> str:
     back = "A backward gives activations back; asked for is the most that is there at any time."
     cases = (
         ("F0 F1 F2 B0 B1 B2", 3, "Asked for is the most at any time, a number of micro-batches."),
@@ -178,7 +178,7 @@ def _slowest(costs: list[float], layers: Sequence[int]) -> float:
 
 
 @exercise("my_balance")
-def _(answer: Callable[[list[float], int], Any]) -> str:
+def _my_balance(answer: Callable[[list[float], int], Any]) -> str:
     for costs, parts in _COSTS:
         got = _ask(answer, "my_balance", list(costs), parts)
         words = f"my_balance({costs}, {parts}) returned {got!r}"
@@ -270,7 +270,7 @@ def _one_process(size: int, m: int, scale: float, only: int = 0, ones: bool = Fa
 
 
 @exercise("my_1f1b")
-def _(answer: Callable[..., Any]) -> str:
+def _my_1f1b(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
         try:
             results = run_answer(_step_of_1f1b, size, answer, timeout=_TIMEOUT)
@@ -333,7 +333,7 @@ def _diagnoses(answer: Callable[..., Any]) -> str:
 
 
 @exercise("my_deadlock")
-def _(answer: Callable[..., Any]) -> str:
+def _my_deadlock(answer: Callable[..., Any]) -> str:
     # In a process of its own: a loop that never ends would hold up the page.
     try:
         wrong = ranks.run(_diagnoses, 1, answer, timeout=_TIMEOUT, device="cpu", show=False)[0]
@@ -345,7 +345,7 @@ def _(answer: Callable[..., Any]) -> str:
 
 
 @exercise("my_microbatches")
-def _(answer: Callable[[int, int, float, int], Any]) -> str:
+def _my_microbatches(answer: Callable[[int, int, float, int], Any]) -> str:
     share = "The bubble is (p-1)/(m+p-1), a share of the whole step."
     held = "1F1B's first stage holds up to p micro-batches, each of batch/m sequences."
     cases = (

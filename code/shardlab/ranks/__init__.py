@@ -23,10 +23,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 import torch
+
+from shardlab import stale
 
 from . import blame, stacks, start, torchrun, worker
 from .agree import check_bytes, check_group, check_model, check_number, check_trained
@@ -35,6 +38,7 @@ from .pretended import pretend
 from .torchrun import at_parting
 
 __all__ = [
+    "Interrupted",
     "Message",
     "RankError",
     "WorldSizeError",
@@ -71,6 +75,13 @@ class RankError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         # In a notebook the launcher's own frames say nothing: the message already says where.
+        return [f"{type(self).__name__}: {self}"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was interrupted, and its ranks were ended."""
+
+    def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -142,9 +153,10 @@ def run(
     effect (see `torchrun`). Where `world_size` is more than they are, or with `apart`, process 0
     starts ranks of its own on its machine, as it would without torchrun, and prints that it does.
 
-    Raises RankError when a rank fails, dies, hangs or leaves; ValueError or TypeError, before any
-    process starts, when an argument is not allowed.
+    Raises RankError when a rank fails, dies, hangs or leaves; Interrupted when the caller is
+    interrupted; ValueError or TypeError, before any process starts, for what is not allowed.
     """
+    stale.notice()
     under_torchrun = torchrun.launched()
     if under_torchrun:
         torchrun.enter()
@@ -167,6 +179,37 @@ def run(
         spoilt = torch.cuda.is_initialized() or under_torchrun
         spoilt = spoilt or (device == "cuda" and not start.cuda_survives_fork())
         method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
+    try:
+        return _run(fn, args, world_size, timeout, backend, device, method, show)
+    except KeyboardInterrupt:
+        sys.excepthook = partial(_excepthook, sys.excepthook)
+        name = getattr(fn, "__name__", repr(fn))
+        raise Interrupted(
+            f"the run of {name} on {world_size} rank{'s' if world_size > 1 else ''}.\n"
+            "Its ranks were ended, and nothing that they started is left.\n"
+            "What was computed before the run is still there."
+        ) from None
+
+
+def _excepthook(other: Callable[..., None], kind: Any, error: Any, trace: Any) -> None:
+    """What a script that was interrupted in a run ends with: no frames of the launcher's."""
+    if isinstance(error, Interrupted):
+        print(*error._render_traceback_(), file=sys.stderr)
+    else:
+        other(kind, error, trace)
+
+
+def _run(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    timeout: float,
+    backend: str,
+    device: str,
+    method: str,
+    show: bool,
+) -> list[Any]:
+    """Start the ranks here, wait for them, end them; their results in rank order."""
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
@@ -183,8 +226,8 @@ def run(
             patience = 0.0 if failed else 0.5
         finally:
             start.end(processes, lifeline, patience)
-        if show:
-            _show(job)
+            if show:
+                _show(job)
         if failed:
             culprits, message = blame.explain(witnesses, time_up)
             raise RankError(message, culprits)

@@ -38,7 +38,6 @@ from .pretended import pretend
 from .torchrun import at_parting
 
 __all__ = [
-    "Interrupted",
     "Message",
     "RankError",
     "WorldSizeError",
@@ -75,13 +74,6 @@ class RankError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         # In a notebook the launcher's own frames say nothing: the message already says where.
-        return [f"{type(self).__name__}: {self}"]
-
-
-class Interrupted(KeyboardInterrupt):
-    """A run was interrupted, and its ranks were ended."""
-
-    def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -153,8 +145,8 @@ def run(
     effect (see `torchrun`). Where `world_size` is more than they are, or with `apart`, process 0
     starts ranks of its own on its machine, as it would without torchrun, and prints that it does.
 
-    Raises RankError when a rank fails, dies, hangs or leaves; Interrupted when the caller is
-    interrupted; ValueError or TypeError, before any process starts, for what is not allowed.
+    Raises RankError when a rank fails, dies, hangs or leaves; ValueError or TypeError, before any
+    process starts, when an argument is not allowed.
     """
     stale.notice()
     under_torchrun = torchrun.launched()
@@ -182,18 +174,24 @@ def run(
     try:
         return _run(fn, args, world_size, timeout, backend, device, method, show)
     except KeyboardInterrupt:
-        sys.excepthook = partial(_excepthook, sys.excepthook)
-        name = getattr(fn, "__name__", repr(fn))
-        raise Interrupted(
-            f"the run of {name} on {world_size} rank{'s' if world_size > 1 else ''}.\n"
-            "Its ranks were ended, and nothing that they started is left.\n"
-            "What was computed before the run is still there."
-        ) from None
+        raise _interrupted(getattr(fn, "__name__", repr(fn)), world_size) from None
+
+
+def _interrupted(name: str, world_size: int) -> KeyboardInterrupt:
+    """An interrupt that is shown without the launcher's frames, in a notebook and by a script."""
+    error = KeyboardInterrupt(
+        f"{name} was running on {world_size} rank{'s' if world_size > 1 else ''}.\n"
+        "The ranks were ended, and nothing that they started is left.\n"
+        "What was computed before the run is still there."
+    )
+    error._render_traceback_ = lambda: [f"Interrupted: {error}"]  # IPython's, as RankError has it
+    sys.excepthook = partial(_excepthook, sys.excepthook)
+    return error
 
 
 def _excepthook(other: Callable[..., None], kind: Any, error: Any, trace: Any) -> None:
-    """What a script that was interrupted in a run ends with: no frames of the launcher's."""
-    if isinstance(error, Interrupted):
+    """What a script shows of an uncaught error; `other` shows what is no interrupted run."""
+    if kind is KeyboardInterrupt and hasattr(error, "_render_traceback_"):
         print(*error._render_traceback_(), file=sys.stderr)
     else:
         other(kind, error, trace)

@@ -73,8 +73,9 @@ test: $(INSTALLED) ## run every test (ARGS='-k ring' for some)
 rehearse: $(INSTALLED) ## run every lesson on pretended GPUs, one and four (ARGS='zero --gpus 4')
 	PYTHONPATH=tests $(BIN)/python -m rehearsal $(ARGS)
 
-lab: $(INSTALLED) ## open the lessons as notebooks in JupyterLab
-	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lessons $(ARGS)
+lab: $(INSTALLED) ## write the lessons as notebooks into lab/, which git ignores, and open JupyterLab there
+	$(BIN)/python -m shardlab lab
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lab/contents.ipynb $(ARGS)
 
 serve: $(INSTALLED) ## show the built site on http://127.0.0.1:8000
 	@test -s $(SITE)/index.html || { echo "There is no site yet: make book"; exit 1; }
@@ -102,7 +103,7 @@ format: $(INSTALLED) ## put the code into the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean: ## remove what was built and every cache, but not .venv
+clean: ## remove what was built and every cache, but neither .venv nor your notebooks in lab/
 	rm -rf _build .pytest_cache .ruff_cache .hypothesis code/shardlab.egg-info
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 

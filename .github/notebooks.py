@@ -6,15 +6,18 @@ Each notebook gets a first cell that fetches the course's code, and pictures add
 show without it. REPOSITORY is the address that readers clone.
 """
 
-import re
 import sys
 from pathlib import Path
 
-import jupytext
+import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = re.compile(r"\]\(\.\./(figures/[\w.-]+)\)")
+sys.path.insert(0, str(ROOT / "code"))
+
+from shardlab.record import lessons  # noqa: E402
+from shardlab.record.reading import numbered, reading  # noqa: E402
+
 FETCH = """\
 import os, subprocess, sys
 
@@ -25,28 +28,22 @@ os.chdir("/content/course/lessons")
 sys.path.insert(0, "/content/course/code")"""
 
 
-def notebook(path: Path, repository: str):
-    """The lesson in `path` with its first cell and its pictures' addresses."""
-    book = jupytext.read(path, fmt="md:myst")
-    for cell in book.cells:
-        if cell.cell_type == "markdown":
-            cell.source = PICTURE.sub(rf"]({repository}/raw/main/\1)", cell.source)
-    book.cells[:0] = [
-        new_markdown_cell(
-            "This notebook is made from a lesson. The next cell fetches the course's code."
-        ),
-        new_code_cell(FETCH.format(repository=repository)),
-    ]
-    book.metadata.pop("jupytext", None)
-    return book
+def notebook(topic: str, repository: str) -> nbformat.NotebookNode:
+    """The lesson with its first cell and its pictures' addresses."""
+    book = reading(
+        topic, ROOT, picture=lambda path: f"{repository}/raw/main/{path.removeprefix('../')}"
+    )
+    words = "This notebook is made from a lesson. The next cell fetches the course's code."
+    fetch = new_code_cell(FETCH.format(repository=repository))
+    return numbered([new_markdown_cell(words), fetch, *book.cells])
 
 
 def main(folder: str, repository: str) -> None:
     """Write FOLDER/<topic>.ipynb for each lesson."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(ROOT.glob("lessons/*.md")):
-        jupytext.write(notebook(path, repository), target / f"{path.stem}.ipynb", fmt="ipynb")
+    for topic in lessons(ROOT):
+        nbformat.write(notebook(topic, repository), target / f"{topic}.ipynb")
 
 
 if __name__ == "__main__":

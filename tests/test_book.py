@@ -230,7 +230,7 @@ def test_buttons_need_a_repository(small):
     assert with_address.executed == []
     page = with_address.page()
     assert f"{address}/edit/trunk/lessons/small.md" in page
-    assert "mybinder.org/v2/gh/some-owner/some-name/trunk?urlpath=lab%2Ftree%2Flessons" in page
+    assert "mybinder.org/v2/gh/some-owner/some-name/trunk?urlpath=lab%2Ftree%2Flab" in page
     assert "github/some-owner/some-name/blob/notebooks/small.ipynb" in page
     assert f'href="{address}/blob/trunk/code/shardlab/first.py#L4"' in page
     assert foreign(small.root / "_build/html") == []

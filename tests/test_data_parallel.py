@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardlab import buckets as shared
 from shardlab import count, link, ranks, text
 from shardlab import data_parallel as dp
 from shardlab.model import GPT, PRESETS, loss
@@ -237,6 +238,25 @@ def three_ways():
 
 def test_the_three_ways_give_the_same_bits():
     run(three_ways, 2)
+
+
+def joined_or_not():
+    """The gradients of two models, averaged in messages of their own and side by side."""
+    models, messages = [here(Toy()), here(Toy())], []
+    for model, joined in zip(models, (False, True), strict=True):
+        toy_loss(
+            model, toy_batch(0, dist.get_rank(), 6), "lr" if dist.get_rank() else "l"
+        ).backward()
+        with count.sent() as sent:
+            shared.average_gradients(model.parameters(), dist.group.WORLD, joined)
+        messages.append(sent.calls["all_reduce"])
+    assert gap(*map(gradients, models)) == 0.0
+    trained = sum(p.requires_grad for p in models[0].parameters())
+    assert messages == [trained, 1]
+
+
+def test_averaging_side_by_side_gives_the_same_bits_in_one_message():
+    run(joined_or_not, 2)
 
 
 def held_and_sent():

@@ -450,15 +450,52 @@ def sleepers() -> list[dict[str, str]]:
 # The caller.
 
 
-def test_an_interrupted_caller_leaves_no_rank():
+@pytest.mark.parametrize("uncaught", [True, False])
+def test_an_interrupted_script_ends_in_three_lines(uncaught: bool, tmp_path: Path):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, signal, time
+            from shardlab.ranks import run
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            def work():
+                print("begun")
+                if os.environ["RANK"] == "1":
+                    os.kill(os.getppid(), signal.SIGINT)
+                time.sleep(1000)
+            def outer():
+                run(work, 2)
+            try:
+                outer()
+            except KeyboardInterrupt:
+                if {uncaught}:
+                    raise
+            1 / 0
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert "[rank 1] begun" in done.stdout
+    if uncaught:
+        assert len(lines) == 3 and lines[0] == "Interrupted: work was running on 2 ranks."
+        assert done.returncode == -signal.SIGINT
+    else:  # other errors are shown as ever
+        assert lines[0].startswith("Traceback") and lines[-1].startswith("ZeroDivisionError")
+
+
+def test_an_interrupted_caller_leaves_no_rank(leaves_nothing):
     main = threading.main_thread().ident
     assert main is not None
     # Whoever was started in the background of a script ignores this signal until told otherwise.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             run(lambda: time.sleep(1000), 2)
+        (text,) = caught.value._render_traceback_()  # what a notebook shows
+        assert len(text.splitlines()) == 3
     finally:
         signal.signal(signal.SIGINT, before)
     assert run(add_ranks, 2)[0].tolist() == [1, 1, 1]

@@ -40,26 +40,49 @@ def own(weights, moment, group):
     return slice(begin, begin + len(moment))
 
 
-def zero1(weights, gradient, moment, lr, decay, group, share=None, keep=True, gather=True):
-    mine = own(weights, moment, group)
-    total = zero.ReduceScatter(gradient, group, ordered=True).wait()
-    total = total * (share or 1 / dist.get_world_size(group))
-    new = decay * moment + total
+def mixed(
+    weights,
+    gradient,
+    master,
+    moment,
+    lr,
+    decay,
+    group,
+    share=None,
+    wide=True,
+    keep=True,
+    put=True,
+    gather=True,
+):
+    mine = own(weights, master, group)
+    total = zero.ReduceScatter(gradient.float() if wide else gradient, group, ordered=True).wait()
+    new = decay * moment + total.float() * (share or 1 / dist.get_world_size(group))
     if keep:
         moment.copy_(new)
-    weights[mine] -= lr * new
+    master -= lr * new
+    if put:
+        weights[mine] = master
     if gather:
         zero.all_gather(weights, mine, group).wait()
 
 
-def zero1_nothing(weights, gradient, moment, lr, decay, group):
+def mixed_nothing(weights, gradient, master, moment, lr, decay, group):
     dist.all_reduce(gradient, group=group)
 
 
-def zero1_unsummed(weights, gradient, moment, lr, decay, group):
-    mine = own(weights, moment, group)
-    moment.mul_(decay).add_(gradient[mine])
-    weights[mine] -= lr * moment
+def mixed_narrow_step(weights, gradient, master, moment, lr, decay, group):
+    mine = own(weights, master, group)
+    total = zero.ReduceScatter(gradient.float(), group, ordered=True).wait()
+    moment.mul_(decay).add_(total / dist.get_world_size(group))
+    weights[mine] -= (lr * moment).bfloat16()
+    zero.all_gather(weights, mine, group).wait()
+
+
+def mixed_unsummed(weights, gradient, master, moment, lr, decay, group):
+    mine = own(weights, master, group)
+    moment.mul_(decay).add_(gradient[mine].float())
+    master -= lr * moment
+    weights[mine] = master
     zero.all_gather(weights, mine, group).wait()
 
 
@@ -96,13 +119,16 @@ ANSWERS = [
     ("my_shard_bounds", begin_too_far, "behind the end"),
     ("my_shard_bounds", last_takes_the_rest, "belong to nobody"),
     ("my_shard_bounds", lambda elements, rank: (0, 1), "raised TypeError"),
-    ("my_zero1_step", zero1, None),
-    ("my_zero1_step", lambda *_: ..., "Nothing has changed"),
-    ("my_zero1_step", zero1_nothing, "Nothing has changed"),
-    ("my_zero1_step", lambda *a: zero1(*a, share=1.0), "summed over 2 ranks, not averaged"),
-    ("my_zero1_step", lambda *a: zero1(*a, gather=False), "nobody has the others'"),
-    ("my_zero1_step", lambda *a: zero1(*a, keep=False), "does not carry over"),
-    ("my_zero1_step", zero1_unsummed, "not averaged at all"),
+    ("my_mixed_step", mixed, None),
+    ("my_mixed_step", lambda *_: ..., "Nothing has changed"),
+    ("my_mixed_step", mixed_nothing, "Nothing has changed"),
+    ("my_mixed_step", lambda *a: mixed(*a, share=1.0), "summed over 2 ranks, not averaged"),
+    ("my_mixed_step", lambda *a: mixed(*a, gather=False), "nobody has the others'"),
+    ("my_mixed_step", lambda *a: mixed(*a, put=False), "never get into the weights"),
+    ("my_mixed_step", lambda *a: mixed(*a, keep=False), "does not carry over"),
+    ("my_mixed_step", lambda *a: mixed(*a, wide=False), "added up in bfloat16"),
+    ("my_mixed_step", mixed_narrow_step, "small steps round away"),
+    ("my_mixed_step", mixed_unsummed, "not averaged at all"),
     ("my_global_norm", norm, None),
     ("my_global_norm", lambda gradients, group: norm(gradients, group).item(), None),
     ("my_global_norm", lambda gradients, group: ..., "should be a tensor"),

@@ -21,6 +21,7 @@ from sphinx.util.docutils import SphinxDirective
 from shardlab import record
 from shardlab.record import pairs
 from shardlab.record.exercises import exercises
+from shardlab.record.reading import reading
 
 DOWNLOADS = "downloads"
 EXERCISES = "_exercises.ipynb"
@@ -216,7 +217,11 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
         wanted = {
             f"{topic}.md": (root / f"{docname}.md").read_text("utf-8"),
             f"{topic}.ipynb": nbformat.writes(
-                _with_outputs(topic, root, app.lesson_books[docname])
+                reading(
+                    topic,
+                    root,
+                    with_outputs(record.notebook(topic, root), app.lesson_books[docname]),
+                )
             ),
             f"{topic}{EXERCISES}": (asked := exercises(topic, root)) and nbformat.writes(asked),
             f"{topic}.py": pairs.script(topic, root),
@@ -226,15 +231,6 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
                 (folder / name).unlink(missing_ok=True)
             else:
                 (folder / name).write_text(text.rstrip("\n") + "\n", "utf-8")
-
-
-def _with_outputs(topic: str, root: Path, made: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    book = with_outputs(record.notebook(topic, root), made)
-    book.metadata = nbformat.from_dict({"kernelspec": made.metadata["kernelspec"]})
-    for number, cell in enumerate(book.cells):
-        cell["id"] = f"cell-{number}"  # jupytext's are random: the file should not change by itself
-    book.nbformat, book.nbformat_minor = 4, 5
-    return book
 
 
 def setup(app: Sphinx) -> None:

@@ -66,7 +66,7 @@ def launchers(repository: Repository, topic: str) -> list[dict[str, str]]:
             "text": "Binder",
             "tooltip": "Open this lesson in JupyterLab on Binder",
             "icon": "_static/images/logo_binder.svg",
-            "url": f"{binder}?urlpath={quote(f'lab/tree/lessons/{topic}.md', safe='')}",
+            "url": f"{binder}?urlpath={quote(f'lab/tree/lab/{topic}.ipynb', safe='')}",
         },
         {
             "type": "link",

@@ -23,7 +23,7 @@
 # - predict bytes sent, work and memory for each way, and how many tokens fit;
 # - notice that positions or messages are set up wrong, before a long run does.
 #
-# It takes about 40 minutes to read and 45 minutes for the exercises. Running it takes half a minute.
+# It takes about 40 minutes to read and 45 minutes for the exercises. Running it takes less than a minute.
 # It needs [Memory](memory.md) and [Data parallelism](data_parallel.md). [Sequence parallelism](sequence_parallel.md) is its companion within a machine.
 
 # %% tags=["hide-input"]
@@ -239,11 +239,16 @@ show.source(cp.merge)
 # %% [markdown]
 # In forward, `pass_on` stands *before* the blocks and `wait` behind them: both messages are under way during the computation.
 # `ring.work` gives the blocks of a turn: which of the rank's queries meet which of the keys that are there, and whether a triangle of them is masked. Without a mask that is everything. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
+
+# %%
+show.source(cp.ring_attention, cp.core._RingAttention.forward)
+
+# %% [markdown]
 # Backward goes round again, and recomputes each block's probabilities from $\ell$, as fused kernels do.
 # With each piece of keys now travels the gradient that the ranks it has met have found for it. The last hop brings it home.
 
 # %%
-show.source(cp.ring_attention, cp.core._RingAttention)
+show.source(cp.core._RingAttention.backward)
 
 # %% [markdown]
 # A pass is one batch of two messages, and its own receiving buffer:

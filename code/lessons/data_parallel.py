@@ -23,7 +23,7 @@
 # - predict the bytes, the messages, the memory and the time of a step, and where more ranks stop helping;
 # - recognise the mistakes that people really make, by the trace that each leaves.
 #
-# It takes about 30 minutes to read and 30 minutes for the exercises. Running it takes a minute.
+# It takes about 35 minutes to read and 30 minutes for the exercises. Running it takes a minute.
 # It needs [Collectives](collectives.md), of which mostly the all-reduce.
 #
 # One thing to wonder about before you start.
@@ -33,7 +33,7 @@
 # The line is easy. Making it cost next to nothing is the rest of the lesson.
 
 # %% tags=["hide-input"]
-# Imports, and the small model, its text and its optimizer
+# Imports, and the small GPT that every cell trains
 import copy
 import statistics
 import tempfile
@@ -48,6 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from shardlab import count, link, overlap, ranks, show, text
+from shardlab.buckets import deal
 from shardlab.check import check
 from shardlab.collectives import CostModel
 from shardlab.data_parallel import (
@@ -87,10 +88,9 @@ def share(step, size=4, rank=None):
 # Four ranks that share the work could need a quarter of it.
 # So we give each rank a quarter of the windows, and let it train.
 #
-# The next cell does that for five steps.
-# Then it measures the drift: how far any weight of any rank is from rank 0's.
+# The next cell does that for five steps. `drift` says how far the ranks' weights have come apart: the largest difference of any weight from rank 0's.
 
-# %% tags=["measured"]
+# %%
 def train_alone(steps):
     model, optimizer = model_and_optimizer()
     begin = count.clock(ranks.device())  # it waits for the GPU, if there is one
@@ -103,12 +103,12 @@ def train_alone(steps):
     return seconds, drift(model, dist.group.WORLD)
 
 
-(one_process, _) = ranks.run(train_alone, 1, 5)[0]
-(_, apart) = ranks.run(train_alone, 4, 5)[0]
 
 # %% tags=["hide-input", "measured"]
-# Prints the time of one process, and how far the four came apart
+# Measures an epoch, and the drift of four ranks
 windows = len(text.Windows(64))
+(one_process, _) = ranks.run(train_alone, 1, 5)[0]
+(_, apart) = ranks.run(train_alone, 4, 5)[0]
 minutes = one_process * windows / 4 / 60
 print(f"one process, all {windows:,} windows: {minutes:.0f} minutes")
 print(f"four ranks, after five steps: weights differ by up to {apart:.3f}")
@@ -119,7 +119,7 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 # The ranks did share the work, and got four models, none of which saw more than a quarter of the text.
 # What is missing is one line after `backward`.
 #
-# ## The picture
+# ## Every rank has the whole model, and a share of the batch
 #
 # Every rank holds the whole model, and gets its own share of each batch.
 # Before the optimizer's step the ranks average their gradients.
@@ -142,17 +142,17 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 #
 # ### Step 1: average after backward
 #
-# This is the missing line, in its plainest form: one all-reduce for each parameter.
+# This is what is missing, in three lines.
 
 # %%
 def average(model):
     for parameter in model.parameters():
         parameter.grad /= dist.get_world_size()
-        dist.all_reduce(parameter.grad)  # in place, of the parameter's shape
+        dist.all_reduce(parameter.grad)
 
 
 # %% [markdown]
-# The next cell trains again, now with that line.
+# The next cell trains again, and now averages behind each `backward`.
 
 # %%
 def train_together():
@@ -166,19 +166,21 @@ def train_together():
     return drift(model, dist.group.WORLD)
 
 
-print("drift after five steps:", ranks.run(train_together, 4))
+apart = ranks.run(train_together, 4)
+print("drift after five steps:", apart)
+
+# %% tags=["hide-input"]
+# Holds the drift of all four ranks against zero
+assert apart == [0.0] * 4
 
 # %% [markdown]
 # Not almost zero: zero.
 # Each sum is made in one place and copied to all ranks, so they get the same bits, and keep them.
 #
-# What the plain version leaves out: frozen parameters, a group that is not all ranks, and a parameter that this rank did not use.
-# An all-reduce waits for every rank. A rank that left one out, because it had nothing to say, would leave the others waiting; so it takes part with zeros.
-
-# %%
-show.source(average_gradients)
-
-# %% [markdown]
+# Three lines leave something out: parameters that are frozen, and those that have no gradient on some rank.
+# An all-reduce waits for every rank. A rank that left one out, because it had nothing to say, would leave the others waiting.
+# The package's [average_gradients](../code/shardlab/buckets.py) deals with both, and one of the exercises goes a step further.
+#
 # ### Step 2: buckets
 #
 # This GPT has 35 parameters, a large one has hundreds, and most of them are small: biases, norms.
@@ -190,7 +192,7 @@ show.source(average_gradients)
 # The order is the reverse of the module's, for a reason that step 3 will use.
 
 # %%
-show.source(assign_buckets, average_in_buckets)
+show.source(assign_buckets, deal, average_in_buckets)
 
 # %% [markdown]
 # In the bucket itself `place` makes `parameter.grad` a view into the bucket.
@@ -211,7 +213,7 @@ show.source(Bucket)
 # Backward goes through the layers from the last to the first.
 # The last layer's gradients are ready early, and step 2 lets them lie until the first layer's are ready as well.
 # Instead, a hook on each parameter puts its gradient into its bucket, and a full bucket leaves at once.
-# The hook is `_arrived`, and autograd calls `_finish` when the whole backward is over.
+# `_arrived` is this hook, and its loop sends what is complete. Autograd calls `_finish` when backward is over; [Backward](../code/shardlab/buckets.py) asks it to.
 
 # %%
 show.source(DataParallel)
@@ -230,19 +232,17 @@ show.source(DataParallel)
 #
 # We measure it afresh [below](#seconds-overlap), together with the case in which it gains nothing.
 #
-# (ddp-equal)=
-# ## It computes what one process computes
+# ## Five steps equal one process
 #
 # All three steps must compute what one process computes. But what is *one process*? There are two candidates:
 #
 # - *share by share*: it goes through the ranks' shares one after the other, and adds their gradients up, each divided by $N$. That is the same arithmetic in the same order.
 # - *joined*: it puts the whole batch through the model at once. That is the same mathematics, but matrix products over more rows add their terms up in another order.
 #
-# The table compares with both, and with PyTorch's `DistributedDataParallel`, over five AdamW steps, also with a short last batch.
-# Beside torch's and beside share by share, one and two ranks differ by exactly 0. What is not 0 shrinks in float64 to some 1e-15.
+# The table compares with both, and with PyTorch's `DistributedDataParallel`, over five AdamW steps, also with a short last batch. Some columns are exactly 0, and float64 shrinks the others.
 
 # %% tags=["hide-input"]
-# Table: gradients and weights beside one process, in two types
+# Holds gradients and weights against one process and torch's DDP
 def largest(a, b):
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
@@ -290,9 +290,8 @@ for sizes in ([4], [4, 4], [4, 4, 4, 4], [4, 4, 4, 1]):
         # no gradient here is that small.
         assert found[3] < (1e-3 if dtype == torch.float32 else 1e-11), found
         if len(sizes) <= 2 and ranks.place(len(sizes))[1] == "cpu":
-            assert (
-                found[0] == 0.0
-            )  # a + b is b + a, rounding included: equal to torch's bit for bit
+            # a + b is b + a, rounding included: equal to torch's bit for bit
+            assert found[0] == 0.0
         cells = [f"{value:.0e}" if value else "0" for value in found]
         rows.append((len(sizes), " + ".join(map(str, sizes)), str(dtype)[6:], *cells))
 head = ["ranks", "windows on each", "type", "gradients: from torch DDP's"]
@@ -318,11 +317,11 @@ show.table(rows, head, caption="Largest differences over five steps")
 #
 # It averages: the gradient above equals that of the joined mean, to the last digits.
 # If you do sum, AdamW hides it from you: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
-# Gradient clipping and SGD do not hide it. The next cell measures both, with a sum in place of the average on four ranks.
+# Gradient clipping and SGD do not hide it. The table has both, with a sum in place of the average on four ranks.
 # ````
 
 # %% tags=["hide-input"]
-# Table: how far a step moves a weight, with averaged and with summed gradients
+# Table: how far a step moves a weight, with an average and with a sum
 def moved(kind, factor):
     """Largest change of a weight in a step with gradients `factor` times too large."""
     torch.manual_seed(0)
@@ -356,10 +355,10 @@ show.table(rows, head)
 # A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch is.
 # So the three steps should send the same bytes, in a different number of messages.
 # Predicted: one message per parameter; then one per bucket, each with four bytes more per parameter.
-# The last two columns are what the operating system's loopback interface transmitted, which knows nothing of this course.
+# The last two columns are what the operating system's loopback interface transmitted, which knows nothing of our counting.
 
 # %% tags=["hide-input", "measured"]
-# Table: messages and bytes of the three steps, predicted and counted
+# Table: messages and bytes of the three steps, predicted and measured
 SIZES = {"bucket_bytes": MIB, "first_bytes": MIB // 4}
 
 
@@ -367,9 +366,8 @@ def sent_by(way):
     world = dist.group.WORLD
     model = GPT(PRESETS["micro"])
     hooked = DataParallel(model, world, **SIZES) if way == "DataParallel" else model
-    buckets = [
-        Bucket(dealt, world) for dealt in assign_buckets(model.parameters(), *SIZES.values())
-    ]
+    dealt = assign_buckets(model.parameters(), *SIZES.values())
+    buckets = [Bucket(parameters, world) for parameters in dealt]
     tokens, targets = text.batch(128, 1)
     loss(model(tokens) * 0, targets).backward()  # gradients exist from here on
     on_wire = []
@@ -431,7 +429,7 @@ show.table(
 # What do messages cost? Here is the same exchange on an emulated wire of 2 ms latency and 1 GB/s, predicted by $\alpha + \beta S$ and measured.
 
 # %% tags=["hide-input", "measured"]
-# Table: seconds of one exchange on a slow wire, by parameters and by buckets
+# Table: seconds of the messages on a slow wire, predicted and measured
 WIRE = CostModel(latency=2e-3, bandwidth=1e9)
 
 
@@ -445,7 +443,10 @@ def seconds_of(way):
     for _ in range(3):
         dist.barrier()
         begin = time.perf_counter()
-        average_gradients(model, wire) if way == "parameters" else average_in_buckets(buckets)
+        if way == "parameters":
+            average_gradients(model, wire)
+        else:
+            average_in_buckets(buckets)
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
 
@@ -453,7 +454,7 @@ def seconds_of(way):
 parameters = list(GPT(PRESETS["micro"]).parameters())
 messages = {
     "parameters": [p.nbytes for p in parameters],
-    "buckets": [sum(p.nbytes + 4 for p in dealt) for dealt in assign_buckets(parameters)],
+    "buckets": [sum(p.nbytes + 4 for p in b) for b in assign_buckets(parameters)],
 }
 rows = []
 for way, sizes in messages.items():
@@ -489,7 +490,7 @@ show.table(
 # Data parallelism takes nothing off that. It should add nothing either, as long as gradients live in the buckets.
 
 # %% tags=["hide-input"]
-# Table: what a rank holds at the step and after zero_grad, beside one process
+# Table: memory in units of the weights, predicted and measured
 def held(way):
     model, optimizer = model_and_optimizer()
     wrapped = DataParallel(model, dist.group.WORLD) if way == "ours" else model
@@ -506,8 +507,9 @@ def held(way):
             v for s in optimizer.state.values() for v in s.values() if v.dim()
         ]  # not the counter
         kept += [b.flat for b in wrapped.buckets] if way == "ours" else []
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-        return sum(storages.values()) / sum(p.nbytes for p in model.parameters())
+        storages = [t.untyped_storage() for t in kept]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(sizes.values()) / sum(p.nbytes for p in model.parameters())
 
     at_step = units()
     optimizer.zero_grad()
@@ -544,30 +546,37 @@ show.table(
 # On this machine's loopback the cores copy all bytes themselves, so with every core busy there is nothing to hide.
 # On a slow link they wait for the wire.
 #
-# The cell measures both, alternating between the two ways in one run, and draws the slow link's median step.
+# The table has both, alternating between the two ways in one run.
 # The link is emulated: real all-reduces, whose completion is held back until a wire of 50 µs and 1 Gbit/s would be done ([link](../code/shardlab/link/__init__.py)).
 
 # %% tags=["hide-input", "measured"]
-# Table: median steps with and without overlap, on two links
+# Table: a step with and without overlap, on loopback and a slow link
 runs = {
     "loopback": ranks.run(overlap.trace, 2, 1, 7, 0.0, 1e12, device="cpu")[0],
     "1 Gbit/s": ranks.run(overlap.trace, 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
 }
 rows, ratios = [], {}
 for name, run in runs.items():
-    medians = {way: statistics.median(r["step"] for r in run[way]) for way in ("without", "with")}
+    steps = {way: [r["step"] for r in run[way]] for way in ("without", "with")}
+    medians = {way: statistics.median(seconds) for way, seconds in steps.items()}
     ratios[name] = medians["with"] / medians["without"]
-    rows.append((name, *(f"{1e3 * s:.0f}" for s in medians.values()), f"{ratios[name]:.2f}"))
-# About 0.7 and 1 on a quiet machine. A busy one computes slower, so it has less to hide.
+    cells = (f"{1e3 * s:.0f}" for s in medians.values())
+    rows.append((name, *cells, f"{ratios[name]:.2f}"))
+# About 0.7 and 1 on a quiet machine. A busy one computes slower, and has less to hide.
 assert ratios["1 Gbit/s"] < 0.95 and ratios["1 Gbit/s"] < ratios["loopback"]
-show.table(rows, ["link", "without overlap (ms)", "with overlap (ms)", "with / without"])
+head = ["link", "without overlap (ms)", "with overlap (ms)", "with / without"]
+show.table(rows, head)
+
+# %% [markdown]
+# On the slow link, this is where the time goes:
 
 # %% tags=["hide-input", "measured"]
-# Draws the timeline of the slow link's median step
+# Draws the slow link's median step, without and with overlap
 slow = {way: overlap.middle(run) for way, run in runs["1 Gbit/s"].items()}
 show.figure(
     overlap.timeline(slow["without"], slow["with"]),
-    "Timelines of a step without and with overlap, measured by this page on one of two ranks.",
+    "Timelines of a step without and with overlap, measured by this page on one of two "
+    "ranks.",
     "data_parallel_timeline",
 )
 
@@ -598,7 +607,7 @@ show.source(step_seconds)
 # - *growing batch*: each rank keeps its batch; together they see $N$ times as much per step. One wants more data per second.
 
 # %% tags=["hide-input", "measured"]
-# Trains layers that sleep, on 1 to 8 ranks, and predicts each step
+# Measures steps of layers that sleep, on 1 to 8 ranks
 LAYERS, LAYER_BYTES = 16, 2**17
 FORWARD, BACKWARD = 0.1, 0.2  # seconds for a batch on one rank
 SLEEP_WIRE = CostModel(latency=200e-6, bandwidth=25e6)
@@ -649,22 +658,26 @@ measured, predicted = {}, {}
 for growing in (False, True):
     for size in (1, 2, 4, 8):
         results = ranks.run(sleeping_steps, size, growing, device="cpu")
+
+        def wire(nbytes, size=size):
+            return SLEEP_WIRE.seconds("all_reduce ring", nbytes, size)
+
         measured[growing, size] = max(seconds for seconds, _ in results)
         part = 1 if growing else 1 / size
         predicted[growing, size] = step_seconds(
             part * FORWARD,
             part * BACKWARD,
             results[0][1],
-            lambda nbytes, size=size: SLEEP_WIRE.seconds("all_reduce ring", nbytes, size),
+            wire,
         )
         # Each of 32 sleeps ends 0.1 ms late; 25 % is for a busy machine.
         assert 0.98 < measured[growing, size] / predicted[growing, size] < 1.25
 
 # %% [markdown]
-# With the fixed batch four ranks are hardly faster than two, and eight are slower.
+# The table has both cases. The fixed batch soon stops gaining.
 
 # %% tags=["hide-input", "measured"]
-# Table: step times by number of ranks, predicted and measured
+# Table: steps and throughput, predicted and measured
 rows = []
 for growing in (False, True):
     for size in (1, 2, 4, 8):
@@ -672,12 +685,16 @@ for growing in (False, True):
         gain = measured[growing, 1] / m * (size if growing else 1)
         off = f"{100 * (m / p - 1):+.1f}"
         case = "growing batch" if growing else "fixed batch"
-        rows.append((case, size, f"{1e3 * p:.0f}", f"{1e3 * m:.0f}", off, f"{gain:.1f} x"))
+        cells = f"{1e3 * p:.0f}", f"{1e3 * m:.0f}", off, f"{gain:.1f} x"
+        rows.append((case, size, *cells))
 head = ["case", "ranks", "predicted (ms)", "measured (ms)", "difference (%)"]
 show.table(rows, [*head, "samples per second, of one rank's"])
 
+# %% [markdown]
+# The picture has the same numbers, with what they would be without a wire.
+
 # %% tags=["hide-input", "measured"]
-# Draws both cases
+# Draws the step's time against the number of ranks
 figure, axes = plt.subplots(figsize=(6.2, 3.3))
 sizes = [1, 2, 4, 8]
 ideal = {
@@ -686,7 +703,8 @@ ideal = {
 }
 for growing, color in ((True, show.RANK_COLORS[1]), (False, show.RANK_COLORS[0])):
     axes.plot(sizes, [1e3 * predicted[growing, n] for n in sizes], color=color, lw=2)
-    axes.plot(sizes, [1e3 * measured[growing, n] for n in sizes], "o", color=color, ms=7)
+    dots = [1e3 * measured[growing, n] for n in sizes]
+    axes.plot(sizes, dots, "o", color=color, ms=7)
     axes.plot(sizes, ideal[growing], color=color, lw=1, ls=":")
     words = "growing batch" if growing else "fixed batch"
     axes.text(8.6, 1e3 * predicted[growing, 8] + 8, words, va="center")
@@ -727,10 +745,10 @@ show.figure(
 # | end | `destroy_process_group()` | `del model, optimizer` first: on gloo the process may hang otherwise (torch 2.13) |
 # | length | under 300 lines of Python | several thousand of C++ and Python |
 #
-# The next cell runs both, step by step in turn, on two ranks and the same buckets.
+# The table has both, step by step in turn, on two ranks and the same buckets.
 
 # %% tags=["hide-input", "measured"]
-# Table: median step of ours and of torch's DDP, and their weights held equal
+# Table: median steps of ours and of torch's DDP
 def side_by_side(rounds):
     plain = GPT(PRESETS["micro"])
     ours = DataParallel(copy.deepcopy(plain), dist.group.WORLD)
@@ -760,7 +778,8 @@ ratio = medians["ours"] / medians["torch DDP"]
 assert equal == 0.0
 assert 0.75 < ratio < 1.33  # about 1; on a busy machine good to some 10 %
 rows = [(name, f"{1e3 * value:.0f}") for name, value in medians.items()]
-show.table([*rows, ("ratio", f"{ratio:.2f}")], ["two ranks, loopback", "median step (ms)"])
+rows.append(("ratio", f"{ratio:.2f}"))
+show.table(rows, ["two ranks, loopback", "median step (ms)"])
 
 
 # %% [markdown]
@@ -778,18 +797,21 @@ show.table([*rows, ("ratio", f"{ratio:.2f}")], ["two ranks, loopback", "median s
 # Two lines are easily forgotten: the sampler itself, and `set_epoch`, which changes the seed from epoch to epoch.
 # The table counts, for 4 ranks and 1,000 windows, which windows are seen in an epoch, and how many have the same place in the next.
 
-# %% tags=["hide-input"]
-# Table: which windows four ranks see, with and without the two lines
+# %%
 def seen(sampler, set_epoch, epoch, N=4, windows=1000):
     """The windows that each of N ranks sees in an epoch, 250 each."""
     orders = []
     for rank in range(N):
-        deal = DistributedSampler(range(windows), N if sampler else 1, rank if sampler else 0)
-        deal.set_epoch(epoch if set_epoch else 0)
-        orders.append(list(deal)[: windows // N])
+        place = (N, rank) if sampler else (1, 0)
+        dealer = DistributedSampler(range(windows), *place)
+        dealer.set_epoch(epoch if set_epoch else 0)
+        orders.append(list(dealer)[: windows // N])
     return orders
 
 
+
+# %% tags=["hide-input"]
+# Table: windows seen in an epoch, with each line and without it
 rows = []
 for name, sampler, set_epoch in (
     ("both", True, True),
@@ -818,7 +840,8 @@ show.table(
 # ### Loss, printing, saving
 #
 # A rank's loss is the loss of its own share. The number to report is the average over the ranks, an all-reduce of one scalar.
-# Printing, and writing files, is for rank 0 alone; *computing* what is printed, if that needs an all-reduce, is for all ranks: it does not stand under the `if`.
+# Printing, and writing files, is for rank 0 alone; *computing* what is printed, if that needs an all-reduce, is for all ranks.
+# In the loop two things stand under the `if`, and the all-reduce does not.
 
 # %%
 def train(folder):
@@ -851,7 +874,8 @@ with tempfile.TemporaryDirectory() as folder:
     plain = GPT(PRESETS["nano"])
     plain.load_state_dict(torch.load(Path(folder, "model.pt"), map_location="cpu"))
 tokens, targets = text.batch(64, 8)
-print("in one process, from the file: loss", round(loss(plain(tokens), targets).item(), 1))
+value = loss(plain(tokens), targets).item()
+print("in one process, from the file: loss", round(value, 1))
 
 
 # %% [markdown]
@@ -859,7 +883,7 @@ print("in one process, from the file: loss", round(loss(plain(tokens), targets).
 #
 # ## What goes wrong
 #
-# Each of these has been seen in real code. Each cell shows the trace that it leaves.
+# Each of these has been seen in real code, with the trace that it leaves.
 #
 # ### The hook that averages the wrong thing
 #
@@ -888,10 +912,10 @@ def drift_with_hook(right):
     return found
 
 
-right, wrong = (ranks.run(drift_with_hook, 2, which)[0] for which in (True, False))
 
 # %% tags=["hide-input"]
-# Table: drift with the right hook and with the wrong one
+# Table: drift after each step, with the right hook and with the wrong one
+right, wrong = (ranks.run(drift_with_hook, 2, which)[0] for which in (True, False))
 assert right == [0.0] * 5
 assert min(wrong) > 5e-4  # a step of AdamW is about 1e-3, on each rank its own
 rows = [
@@ -909,8 +933,7 @@ show.table(rows, ["the hook averages", *(f"drift after step {i}" for i in range(
 #
 # The last batch of an epoch is short on some ranks. Averaging the ranks' own means gives each *rank* the same weight, not each sample.
 
-# %% tags=["hide-input"]
-# Compares both averages with the gradient of the joined batch
+# %%
 def short_batch(joined):
     plain, _ = model_and_optimizer()
     model = DataParallel(copy.deepcopy(plain), dist.group.WORLD)
@@ -929,6 +952,9 @@ def short_batch(joined):
     return ((got - want).norm() / want.norm()).item()
 
 
+
+# %% tags=["hide-input"]
+# How far the gradient is off, with the ranks' means and with joined_mean
 naive, right = (ranks.run(short_batch, 4, joined)[0] for joined in (False, True))
 assert naive > 0.05 and right < 1e-5  # float32 has seven digits
 print(f"average of the ranks' means: the gradient is off by {100 * naive:.0f} %")
@@ -947,10 +973,9 @@ show.source(joined_mean)
 # ### Forgetting `zero_grad`, forgetting `no_sync`
 #
 # The first makes gradients pile up. The second is about accumulation: $k$ micro-batches per step need one exchange, not $k$.
-# Neither makes the ranks disagree, so `drift` sees nothing. The norm of the gradient and the bytes sent do.
+# Neither makes the ranks disagree, so `drift` sees nothing.
 
-# %% tags=["hide-input"]
-# Counts what each of the two costs
+# %%
 def norms(forget):
     model, _ = model_and_optimizer()
     model = DataParallel(model, dist.group.WORLD)
@@ -978,6 +1003,9 @@ def traffic(forget):
     return sent.collectives["all_reduce"][1]
 
 
+
+# %% tags=["hide-input"]
+# The gradient's norm and the bytes sent, with each line and without it
 right, wrong = (ranks.run(norms, 2, forget)[0] for forget in (False, True))
 few, many = (ranks.run(traffic, 2, forget)[0] for forget in (False, True))
 growth = [b / a for a, b in zip(right, wrong, strict=True)]
@@ -998,7 +1026,7 @@ print(
 # `RANK` counts over all nodes, a GPU's number only within its own. Which of these work on two nodes with four GPUs each?
 
 # %% tags=["hide-input"]
-# Table: devices by RANK and by LOCAL_RANK, two nodes of four GPUs
+# Table: the device by RANK and by LOCAL_RANK
 rows = []
 for rank in (0, 3, 4, 7):
     by_rank, by_local = rank, rank % 4  # the launcher says the latter in LOCAL_RANK
@@ -1028,11 +1056,11 @@ def around(wrap):
     return drift(model, dist.group.WORLD)
 
 
-torchs = ranks.run(around, 2, DistributedDataParallel)[0]
-ours = ranks.run(around, 2, lambda model: DataParallel(model, dist.group.WORLD))[0]
 
 # %% tags=["hide-input"]
-# Prints the drift of both
+# Drift after three steps round the wrapper, torch's and ours
+torchs = ranks.run(around, 2, DistributedDataParallel)[0]
+ours = ranks.run(around, 2, lambda model: DataParallel(model, dist.group.WORLD))[0]
 assert torchs > 1e-3 and ours == 0.0  # a step of AdamW is about 1e-3
 print(
     f"drift after three steps: torch DDP {torchs:.4f}, ours {ours:.1f}, "
@@ -1057,15 +1085,20 @@ def skips_one():
     average_in_buckets(buckets[:-1] if dist.get_rank() == 1 else buckets)
 
 
-try:
-    ranks.run(skips_one, 2, timeout=4, apart=True)
-except ranks.RankError as error:
-    print(error)
-    blamed = error.ranks
 
 # %% tags=["hide-input"]
-# Holds that the rank at fault was named
-assert blamed == [1]
+# Runs it on two ranks, and shows what the launcher says
+def failure(fn):
+    """Run `fn` on two ranks, print what came of it, and say which ranks were named."""
+    try:
+        ranks.run(fn, 2, timeout=4, apart=True)
+    except ranks.RankError as error:
+        print(error)
+        return error.ranks
+    raise AssertionError("this was meant to fail")
+
+
+assert failure(skips_one) == [1]
 
 
 # %% [markdown]
@@ -1083,7 +1116,10 @@ def different_models():
         return "refused"
 
 
-print(ranks.run(different_models, 2))
+
+# %% tags=["hide-input"]
+# Runs it on two ranks, both of which are to refuse
+assert ranks.run(different_models, 2) == ["refused", "refused"]
 
 # %% [markdown]
 # ````{admonition} Checked: "a rank without a gradient can skip the all-reduce"

@@ -37,6 +37,7 @@
 import json
 import statistics
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -297,7 +298,7 @@ wrong = {
     "gradient_accumulation_steps": 1,
 }
 message = ranks.run(refused, 2, wrong, device="cpu")[0]
-print(message)
+print(textwrap.fill(message, 84))
 
 # %% tags=["hide-input"]
 # Holds the product that the message names
@@ -636,7 +637,7 @@ def on_one_rank(folder):
 with tempfile.TemporaryDirectory() as folder:
     ranks.run(save_and_go_on, 2, folder, device="cpu")
     message = ranks.run(on_one_rank, 1, folder, device="cpu")[0]
-print(message.replace(". ", ".\n"))
+print(textwrap.fill(message, 84))
 
 # %% [markdown]
 # These are the files of the checkpoint as it is:
@@ -825,7 +826,7 @@ print("DeepSpeed:", ranks.run(refused, 2, misspelt, device="cpu")[0])
 try:
     de.check(misspelt)
 except ValueError as error:
-    print("check:    ", error)
+    print("check:", textwrap.fill(str(error), 78))
 
 
 # %% [markdown]

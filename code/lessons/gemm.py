@@ -532,7 +532,7 @@ show.table(
 # By rows, a rank receives all of $B$, however many ranks there are.
 # On a grid it receives $2(\sqrt t - 1)\,n^2/t$ entries, and holds $3 n^2/t$ and two panels of each factor.
 # With only one copy of the matrices in memory nobody can do with fewer than that, up to a constant factor {cite}`irony2004lower`.
-# So supercomputers multiply on grids. Transformers mostly do not: their $t$ is small, 2 to 8, and their products come in pairs that fit together (the fifth exercise).
+# So supercomputers multiply on grids. Transformers mostly do not: their $t$ is small, 2 to 8 in most nodes, and their products come in pairs that fit together (the fifth exercise).
 #
 # ### Seconds: when splitting pays
 #
@@ -589,7 +589,7 @@ def one_and_two():
     times = {side: (float("inf"), float("inf")) for side in sides}
     for side in sides * 5:  # again and again: what disturbs the machine disturbs all
         a, b = random(side, side, side)
-        works = lambda: a @ b, lambda: gemm.multiply("rows", a, b, wire)  # noqa: B023
+        works = lambda: a @ b, lambda: gemm.multiply("rows", a, b, wire)
         now = [gemm.stopwatch(work, wire, 3, min) for work in works]
         times[side] = tuple(map(min, times[side], now))
     return machine, crossing, times

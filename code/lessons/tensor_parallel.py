@@ -33,6 +33,7 @@
 # Imports, and the small model and batches that every cell takes
 import math
 import statistics
+import textwrap
 import time
 from dataclasses import replace
 
@@ -321,20 +322,20 @@ print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
 
 # %% tags=["hide-input"]
 # The three collectives, as functions of a tensor
-def gathered(x_Th):
+def join(x_Th):
     """[T, H/t] of every rank to [T, H]."""
     pieces = [torch.empty_like(x_Th) for _ in range(dist.get_world_size())]
     collectives.all_gather(pieces, x_Th, dist.group.WORLD)
     return torch.cat(pieces, -1)
 
 
-def summed(x_TH):
+def add(x_TH):
     """The sum of all ranks' [T, H]."""
     collectives.all_reduce(x_TH, dist.group.WORLD)
     return x_TH
 
 
-def own_summed(x_TF):
+def scatter(x_TF):
     """This rank's columns [T, F/t] of the sum of all ranks' [T, F]."""
     pieces = [piece.contiguous() for piece in x_TF.chunk(dist.get_world_size(), -1)]
     out = torch.empty_like(pieces[0])
@@ -347,16 +348,10 @@ def own_summed(x_TF):
 
 # %%
 ORDERS = {
-    "columns, rows": lambda x, w, u: summed(gelu(x @ cut(w, 1)) @ cut(u, 0)),
-    "columns, columns": lambda x, w, u: gathered(
-        gathered(gelu(x @ cut(w, 1))) @ cut(u, 1)
-    ),
-    "rows, rows": lambda x, w, u: summed(
-        gelu(own_summed(cut(x, 1) @ cut(w, 0))) @ cut(u, 0)
-    ),
-    "rows, columns": lambda x, w, u: gathered(
-        gelu(summed(cut(x, 1) @ cut(w, 0))) @ cut(u, 1)
-    ),
+    "columns, rows": lambda x, w, u: add(gelu(x @ cut(w, 1)) @ cut(u, 0)),
+    "columns, columns": lambda x, w, u: join(join(gelu(x @ cut(w, 1))) @ cut(u, 1)),
+    "rows, rows": lambda x, w, u: add(gelu(scatter(cut(x, 1) @ cut(w, 0))) @ cut(u, 0)),
+    "rows, columns": lambda x, w, u: join(gelu(add(cut(x, 1) @ cut(w, 0))) @ cut(u, 1)),
 }
 
 # %% tags=["hide-input"]
@@ -405,7 +400,7 @@ show.table(rows, head, caption=f"Sent by rank 0 of {N} in forward")
 # `````
 
 # %% tags=["hide-input"]
-# Table: what the copies carry through rank 0's wire, beside an all-reduce
+# Table: what the copies carry through rank 0's wire
 T, H = 16, 4096
 
 
@@ -593,7 +588,7 @@ print("Llama 3 405B", tp.degrees(PRESETS["llama-3-405b"]))
 try:
     ranks.run(lambda: tp.parallelize(GPT(PRESETS["nano"]), dist.group.WORLD), 4)
 except ranks.RankError as error:
-    print(str(error).splitlines()[0])
+    print(*textwrap.wrap(str(error).splitlines()[0], 84), sep="\n")
 else:
     raise AssertionError("this was meant to be refused")
 
@@ -644,6 +639,9 @@ def plain_loss(logits_BSv, targets_BS):
 
 # %%
 show.source(tp.VocabEmbedding.forward, _CrossEntropy)
+
+# %% [markdown]
+# Both losses and both embeddings compute what one process computes; the plain loss holds four times as much, and gathering would send hundreds of times as many bytes.
 
 # %% tags=["hide-input"]
 # Table: both losses beside one process, and what they hold and send
@@ -835,7 +833,7 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 # The cell measures states after a step, and what forward saves for backward.
 
 # %% tags=["hide-input"]
-# Table: model states and activations of a rank, predicted and measured
+# Table: states and activations of a rank, predicted and measured
 def held():
     """On a rank: bytes of the states after a step, and of what forward saves."""
     model = tp.parallelize(plain(MODEL), dist.group.WORLD)
@@ -945,12 +943,12 @@ show.source(tp.Entrance.output, _Columns.backward)
 # Queries, keys and values are three layers of the plain model, which calls them one by one. Whichever is called first with an $x$ has all three computed; the other two, called with the same $x$, take theirs.
 #
 # The next cell takes steps over an emulated wire of 0.4 Gbit/s, in both ways, and predicts them from $\alpha + \beta S$ of each message.
-# What is the step without a wire, to which these are added? Not a step on loopback: that already contains its messages, the copying and the waiting for each other, and on a slower wire these run *underneath* its seconds. (An earlier version of this page did add the two, predicted 107 ms more and measured 63.)
+# To what are these seconds added? Not to a step on loopback: that already contains its messages, the copying and the waiting for each other, and on a slower wire these run *underneath* its seconds. Who adds the two counts them twice, as the second line of the table shows.
 # So the base is the same step with operators that send nothing; its numbers are wrong and its products are the same.
 # Overlap can hide at most the gradients of the weights of first layers: 7 of 12 parts of a third of the products.
 
 # %% tags=["hide-input", "measured"]
-# Measures steps over a wire of 0.4 Gbit/s, beside computing and α + β S of all messages
+# Table: steps over a wire, predicted by computing and α + β S
 LATENCY, BANDWIDTH = 1e-4, 50e6
 WIDER = replace(MODEL, layers=2, hidden=512)
 
@@ -1055,7 +1053,8 @@ print(
 )
 
 # %% [markdown]
-# Of the two, product and wire, the shorter disappears but for its first or last piece. What pieces cost: each is a message with its own $\alpha$, and a thinner product, which computes worse; so the pieces have to stay large.
+# With 8 pieces at best 7 of 8 parts of the shorter one, product or wire, disappear. How near the measured value comes depends on what else wants the cores: copying and adding up on loopback is work for the same two.
+# Pieces have a price, too: each is a message with its own $\alpha$, and a thinner product, which computes worse. So they have to stay large.
 #
 # This is *asynchronous tensor parallelism*. Where the edges are an all-gather and a reduce-scatter ([Sequence parallelism](sequence_parallel.md)), both are taken apart in this way, around the products before and behind them.
 # PyTorch's report of 2024, made with torchtitan, gives a forward faster by up to 29 % for a Llama 3 of 7B and 20 % for 70B, and a whole step by about 8 % {cite}`wang2024asynctp`. These are the authors' numbers, in their set-up; none was measured here.
@@ -1131,7 +1130,7 @@ def torch_step(model, step):
 # Now both train for five steps; the third line is the plan as one often sees it, without `PrepareModuleInput`.
 
 # %% tags=["hide-input"]
-# Table: both beside each other, losses, weights, all-reduces and dispatches
+# Table: losses, weights, all-reduces and dispatches of both
 def profiled(run, model):
     """In one step: all-reduces, and operations through DTensor's dispatcher."""
     with profile() as seen:
@@ -1324,7 +1323,7 @@ show.figure(
 # So a single seed for all is wrong, and a seed for each rank is wrong. The cell makes both mistakes:
 
 # %% tags=["hide-input"]
-# Makes both mistakes: a seed for each rank outside, one for all inside
+# Makes both mistakes: a seed for each rank outside, one inside
 DROPS = replace(LAB, dropout=0.1)
 
 
@@ -1514,7 +1513,7 @@ print(f"{len(state)} tensors trained on 4 ranks, loaded on 1 and on 2: the same 
 # And torch's `clip_grad_norm_` sees a rank's own gradients. Every rank scales by another factor, and whole parameters drift. `tp.clip_grad_norm_` adds up the squares of what is cut over the ranks, and counts once what is whole.
 
 # %% tags=["hide-input"]
-# Measures the norm by one process, by the module, and by torch on each rank
+# Measures the norm: one process's, the module's, torch's by rank
 def norms():
     """On a rank: the norm of one process, by tp, and by torch on this rank."""
     alone, model = plain(LAB), tp.parallelize(plain(LAB), dist.group.WORLD)

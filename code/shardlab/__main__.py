@@ -18,6 +18,7 @@ import sys
 COMMANDS = {
     "record": "shardlab.record",
     "pairs": "shardlab.record.pairs",
+    "lab": "shardlab.record.lab",
     "lesson": "shardlab.record.lesson",
     "gpu": "shardlab.record.gpu",
     "memory": "shardlab.memory.command",

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import model as plain
 from shardlab import ranks
-from shardlab.checks import check_whole
+from shardlab.arguments import check_whole
 from shardlab.shapes import Config
 
 from .storage import held, states

@@ -23,10 +23,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 import torch
+
+from shardlab import stale
 
 from . import blame, stacks, start, torchrun, worker
 from .agree import check_bytes, check_group, check_model, check_number, check_trained
@@ -145,6 +148,7 @@ def run(
     Raises RankError when a rank fails, dies, hangs or leaves; ValueError or TypeError, before any
     process starts, when an argument is not allowed.
     """
+    stale.notice()
     under_torchrun = torchrun.launched()
     if under_torchrun:
         torchrun.enter()
@@ -167,6 +171,43 @@ def run(
         spoilt = torch.cuda.is_initialized() or under_torchrun
         spoilt = spoilt or (device == "cuda" and not start.cuda_survives_fork())
         method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
+    try:
+        return _run(fn, args, world_size, timeout, backend, device, method, show)
+    except KeyboardInterrupt:
+        raise _interrupted(getattr(fn, "__name__", repr(fn)), world_size) from None
+
+
+def _interrupted(name: str, world_size: int) -> KeyboardInterrupt:
+    """An interrupt that is shown without the launcher's frames, in a notebook and by a script."""
+    error = KeyboardInterrupt(
+        f"{name} was running on {world_size} rank{'s' if world_size > 1 else ''}.\n"
+        "The ranks were ended, and nothing that they started is left.\n"
+        "What was computed before the run is still there."
+    )
+    error._render_traceback_ = lambda: [f"Interrupted: {error}"]  # IPython's, as RankError has it
+    sys.excepthook = partial(_excepthook, sys.excepthook)
+    return error
+
+
+def _excepthook(other: Callable[..., None], kind: Any, error: Any, trace: Any) -> None:
+    """What a script shows of an uncaught error; `other` shows what is no interrupted run."""
+    if kind is KeyboardInterrupt and hasattr(error, "_render_traceback_"):
+        print(*error._render_traceback_(), file=sys.stderr)
+    else:
+        other(kind, error, trace)
+
+
+def _run(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    timeout: float,
+    backend: str,
+    device: str,
+    method: str,
+    show: bool,
+) -> list[Any]:
+    """Start the ranks here, wait for them, end them; their results in rank order."""
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
@@ -183,8 +224,8 @@ def run(
             patience = 0.0 if failed else 0.5
         finally:
             start.end(processes, lifeline, patience)
-        if show:
-            _show(job)
+            if show:
+                _show(job)
         if failed:
             culprits, message = blame.explain(witnesses, time_up)
             raise RankError(message, culprits)

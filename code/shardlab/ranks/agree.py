@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.checks import check_bytes, check_number, check_whole
+from shardlab.arguments import check_bytes, check_number, check_whole
 
 from . import worker
 

@@ -18,6 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardlab import stale
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -73,6 +75,7 @@ def source(*objects: Any, fold: int = _FOLD) -> Shown:
     """
     if not objects:
         raise ValueError("source() needs at least one function, class or module to show")
+    stale.notice()
     pages, texts, notes = [], [], []
     for thing in map(inspect.unwrap, objects):
         try:

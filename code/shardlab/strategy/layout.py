@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab import memory
-from shardlab.checks import check_whole
+from shardlab.arguments import check_whole
 from shardlab.shapes import Config
 
 _DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches"

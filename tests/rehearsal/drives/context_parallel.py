@@ -44,8 +44,27 @@ def solution_of_the_ring():
     q, k, v = torch.randn(3, 2, 4, 16, 8, device=ranks.device())
     mine = [cp.split(t, size, rank, "contiguous", dim=2).clone() for t in (q, k, v)]
     y = solution("context_parallel", "ex-context-ring")(*mine, group)
-    wanted = F.scaled_dot_product_attention(q, k, v)
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     near(y, cp.split(wanted, size, rank, "contiguous", dim=2), 1e-5)
+
+
+@on(2, 4)
+def solution_of_the_pass():
+    group, rank, size = world()
+    mine = torch.full((3,), float(rank), device=ranks.device())
+    got = solution("context_parallel", "ex-context-pass")
+    if ranks.place(size)[0] == "nccl":  # gloo takes no tensor of a GPU: ranks.exchange is for that
+        near(got(mine, group), torch.full_like(mine, (rank - 1) % size), 0.0)
+
+
+@on(1, 2, 4)
+def solution_of_decoding():
+    group, rank, size = world()
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 16, 8, device=ranks.device())
+    parts = (x.chunk(size, 2)[rank].clone() for x in (k, v))
+    y = solution("context_parallel", "ex-context-decode")(q[:, :, :1], *parts, group)
+    near(y, F.scaled_dot_product_attention(q[:, :, :1], k, v), 1e-5)
 
 
 @on(1, 2, 4)

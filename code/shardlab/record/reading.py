@@ -1,0 +1,276 @@
+"""A page as a notebook that reads well wherever notebooks open: plain Markdown, and what is folded.
+
+    >>> book = reading("zero", root)
+
+Boxes keep their titles, exercises are numbered, a citation is an author and a year. What a page
+folds is folded: cells that are tagged hide-input, solutions, answers. JupyterLab shows the first
+line of a folded cell, which says what is in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .kernel import KERNELSPEC
+from .key import has_cells, notebook, source
+
+if TYPE_CHECKING:
+    import nbformat
+
+_MARK = re.compile(  # where an exercise or a solution begins or ends, and a section begins
+    r"^```\{(exercise|solution)-(start|end)\}[ \t]*(.*)\n(?::.*\n)*```[ \t]*(?:\n|\Z)|^## +(.*)$",
+    re.M,
+)
+_ANSWER = re.compile(r'^<details class="answer"><summary>(.*)</summary>$|^</details>$', re.M)
+_FENCE = re.compile(r"(`{3,}|:{3,})(?:\{([\w-]+)\}[ \t]*)?(.*)")
+_INLINE = re.compile(
+    r"\{(?P<role>[\w:-]+)\}`(?P<said>[^`]*)`"
+    r"|(?P<code>(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`))"
+    r"|(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<to>[^()\s]*)\)"
+    r"|^\((?P<label>[\w-]+)\)=$\n?",
+    re.M | re.S,
+)
+_BOXES = {"admonition", "attention", "caution", "danger", "dropdown", "error", "hint", "important"}
+_BOXES |= {"note", "seealso", "tip", "warning"}
+_COLOURS = {"checked": "success", "warning": "warning", "caution": "warning", "danger": "danger"}
+
+
+class Part(NamedTuple):
+    """A cell, or a part of a text cell, of a page."""
+
+    place: str  # "lesson", "between" the exercises, "exercise" or "solution"
+    kind: str  # "markdown", "code", or the "title" of a section, an exercise or a solution
+    text: str
+    cell: nbformat.NotebookNode | None = None  # of code
+
+
+def parts(book: nbformat.NotebookNode) -> Iterator[Part]:
+    """The page in order, its text cells cut where exercises, solutions and sections begin."""
+    place = outside = "lesson"
+    for cell in book.cells:
+        if cell.cell_type != "markdown":
+            yield Part(place, "code", cell.source, cell)
+            continue
+        # What stands before the first mark, then of each mark its four groups and what follows.
+        pieces = iter(["", "", "", "", *_MARK.split(_ANSWER.sub(_as_solution, cell.source))])
+        for what, edge, title, section, text in zip(*[pieces] * 5, strict=True):
+            if section:
+                place = outside = "between" if section.startswith("Exercises") else "lesson"
+                yield Part(place, "title", section.strip())
+            elif what:
+                place = what if edge == "start" else outside
+                if edge == "start":
+                    yield Part(place, "title", title.strip())
+            if text.strip():
+                yield Part(place, "markdown", text.strip())
+
+
+def _as_solution(answer: re.Match[str]) -> str:
+    """An answer of a page of questions, marked as a lesson marks a solution."""
+    return f"```{{solution-{'start' if answer[1] else 'end'}}} {answer[1] or ''}\n```"
+
+
+class Writer:
+    """Writes the page `name` of the course in `root` as plain Markdown.
+
+    beside: whether the text stands in a folder of the course, so that links to its files lead
+        there, and links to its pages to their notebooks. Elsewhere such a link is its words alone,
+        and pictures stand in the text.
+    picture: what the address of a picture becomes instead.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        root: Path,
+        beside: bool = False,
+        picture: Callable[[str], str] | None = None,
+    ):
+        self.folder = source(name, root).parent
+        self.papers = root / "book/references.bib"
+        self.labels = set(re.findall(r"(?m)^\(([\w-]+)\)=$", source(name, root).read_text("utf-8")))
+        self.beside = beside
+        stays = str if beside else lambda path: carried(self.folder / path)
+        self.picture = picture or stays
+
+    def plain(self, text: str) -> str:
+        """MyST as Markdown. Raises ValueError for a directive that has no plain form."""
+        done: list[str] = []
+        prose: list[str] = []
+        lines = iter(text.split("\n"))
+        for line in lines:
+            fence = _FENCE.fullmatch(line)
+            if not fence:
+                prose.append(line)
+                continue
+            ticks, name, title = fence.groups()
+            body = []
+            for line in lines:
+                if line.startswith(ticks) and not line.strip(ticks[0]).strip():
+                    break
+                body.append(line)
+            done += [self._prose(prose), self._fenced(ticks, name, title.strip(), body)]
+            prose = []
+        return "\n".join(filter(None, [*done, self._prose(prose)]))
+
+    def _prose(self, lines: list[str]) -> str:
+        return _INLINE.sub(self._inline, "\n".join(lines))
+
+    def _fenced(self, ticks: str, name: str | None, title: str, body: list[str]) -> str:
+        if name is None:
+            return "\n".join([ticks + title, *body, ticks])
+        options = {}
+        while body and (option := re.fullmatch(r":([\w-]+):(.*)", body[0])):
+            options[option[1]] = option[2].strip()
+            body = body[1:]
+        text = "\n".join(body).strip("\n")
+        if name in ("code-block", "code"):
+            return f"```{title}\n{text}\n```"
+        if name == "math":
+            return f"$$\n{text}\n$$"
+        text = self.plain(text)
+        if name == "step-through":
+            return f"**{title}**\n\n{text}"
+        if name not in _BOXES:
+            raise ValueError(f"the directive {{{name}}} has no plain form: see record/reading.py")
+        title = self._prose([title or name.capitalize()])
+        kinds = [name, *options.get("class", "").split()]
+        if "dropdown" in kinds:
+            return folded(title, text)
+        colour = next((_COLOURS[kind] for kind in kinds[::-1] if kind in _COLOURS), "info")
+        return f'<div class="alert alert-{colour}">\n\n**{title}**\n\n{text}\n\n</div>'
+
+    def _inline(self, found: re.Match[str]) -> str:
+        role, said, text, to = found["role"], found["said"], found["text"], found["to"]
+        if found["code"]:
+            return found["code"]
+        if found["label"]:
+            return f'<a id="{found["label"]}"></a>\n\n'
+        if role in ("cite", "cite:p", "cite:t"):
+            form = "{} ({})" if role == "cite:t" else "{}, {}"
+            words = "; ".join(cited(self.papers, key.strip(), form) for key in said.split(","))
+            return words if role == "cite:t" else f"({words})"
+        if role:
+            return f"${said}$" if role == "math" else re.sub(r"\s*<[^>]*>$", "", said)
+        if found["picture"]:
+            to = to if "://" in to else self.picture(to)
+            if to.startswith("data:"):  # VS Code takes it so alone
+                return f'<img src="{to}" alt="{escape(text)}">'
+            return f"![{text}]({to})"
+        text = self._prose([text])
+        path, _, label = to.partition("#")
+        if "://" in to or (not path and label in self.labels):
+            return f"[{text}]({to})"
+        if not (self.beside and path and (self.folder / path).exists()):
+            return text
+        return f"[{text}]({Path(path).stem}.ipynb)" if self._is_page(path) else f"[{text}]({path})"
+
+    def _is_page(self, path: str) -> bool:
+        return path.endswith(".md") and has_cells(self.folder / path)
+
+
+def folded(title: str, text: str) -> str:
+    """Text that a click on its title opens."""
+    return f"<details><summary><b>{title}</b></summary>\n\n{text}\n\n</details>"
+
+
+def carried(path: Path) -> str:
+    """A picture as an address that holds it: dark on white, whichever the notebook's theme is.
+
+    JupyterLab 4 shows no SVG that is attached to a cell.
+    """
+    text = re.sub(r"@media\(prefers-color-scheme:dark\)\{[^}]*\}\}", "", path.read_text("utf-8"))
+    text = text.replace("svg:root{", "svg:root{background:#fff;", 1)
+    return f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}"
+
+
+@lru_cache(1)
+def _papers(path: Path, _changed: int) -> dict:
+    from pybtex.database import parse_file
+
+    return dict(parse_file(str(path), "bibtex").entries)
+
+
+def cited(path: Path, key: str, form: str) -> str:
+    """A paper of the file `path` in short, authors and year, with a link where it has one."""
+    from pybtex.richtext import Text
+
+    entry = _papers(path, path.stat().st_mtime_ns)[key]
+    names = [
+        str(Text.from_latex(" ".join(person.prelast_names + person.last_names))) or "others"
+        for person in entry.persons["author"]
+    ]
+    short = names[0] if len(names) == 1 else f"{names[0]} and {names[1]}"
+    if len(names) > 2 or names[-1] == "others":
+        short = f"{names[0]} et al."
+    links = {"url": "{}", "doi": "https://doi.org/{}", "eprint": "https://arxiv.org/abs/{}"}
+    fields = entry.fields
+    link = next((form.format(fields[name]) for name, form in links.items() if name in fields), "")
+    words = form.format(short, fields["year"])
+    return f"[{words}]({link})" if link else words
+
+
+def reading(
+    name: str,
+    root: Path,
+    book: nbformat.NotebookNode | None = None,
+    beside: bool = False,
+    picture: Callable[[str], str] | None = None,
+) -> nbformat.NotebookNode:
+    """The page `name` (see `key`) as a notebook to read and to run.
+
+    book: the page as a notebook with the outputs that it shall have; without outputs otherwise.
+    beside, picture: see `Writer`.
+    """
+    import nbformat
+
+    new, writer = nbformat.v4, Writer(name, root, beside, picture)
+    cells: list[nbformat.NotebookNode] = []
+    number, title, begins = 0, "", False
+    for place, kind, text, cell in parts(book or notebook(name, root)):
+        if kind == "title":
+            heading = place != "solution"
+            number += place == "exercise"
+            # A solution's mark has the address of its exercise; an answer's says which it is.
+            title = text if heading or " " in text else f"Solution to exercise {number}"
+            if heading:
+                asked = f"### Exercise {number}: " if place == "exercise" else "## "
+                cells.append(new.new_markdown_cell(asked + writer.plain(text)))
+                begins = True
+            continue
+        if kind == "code":
+            tags = cell.metadata.get("tags", [])
+            made = new.new_code_cell(
+                text, outputs=cell.outputs, execution_count=cell.execution_count
+            )
+            made.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+            if place == "solution":
+                made.source = f"# {title}\n{text}"
+                made.metadata["jupyter"] = {"source_hidden": True, "outputs_hidden": True}
+            elif "hide-input" in tags:
+                made.metadata["jupyter"] = {"source_hidden": True}
+            cells.append(made)
+        else:
+            plain = writer.plain(text)
+            plain = folded(title, plain) if place == "solution" else plain
+            if begins:  # its heading and its text are one cell
+                cells[-1].source += f"\n\n{plain}"
+            else:
+                cells.append(new.new_markdown_cell(plain))
+        begins = False
+    return numbered(cells)
+
+
+def numbered(cells: list[nbformat.NotebookNode]) -> nbformat.NotebookNode:
+    """A notebook of `cells`, whose names do not change by themselves."""
+    import nbformat
+
+    for place, cell in enumerate(cells):
+        cell["id"] = f"cell-{place}"  # not random
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})

@@ -1,0 +1,260 @@
+"""Lessons as notebooks: how they read, where they lie, and that they run without the course."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+from throwaway import HEADER
+
+from shardlab import record, show
+from shardlab.record import lab
+from shardlab.record.reading import reading
+
+PAGES = record.pages(show.ROOT)
+CELL = "```{code-cell} ipython3\n:tags: [hide-input]\n\n# Sets up\nx = 1\n```\n"
+LESSON = """\
+# A lesson
+
+See [above](#here), [elsewhere](other.md#there), [the code](../code/a.py), [none](../code/b.py).
+It is old {cite}`one2001, two2002`, says {cite:t}`three2003`.
+A {term}`rank <ranks>`; `{cite}` stays.
+
+![A box [a]](../figures/box.svg)
+
+````{admonition} Checked: "it is so"
+:class: checked
+
+It is **not**.
+
+```python
+x = {1: "{cite}`one2001`"}
+```
+````
+
+(here)=
+## Exercises
+
+:::{step-through} Two steps
+1. ![One](../figures/box.svg)
+
+   First.
+:::
+
+```{exercise-start} Count (easy)
+:label: ex-count
+```
+
+How many?
+
+```{code-cell} ipython3
+answer = ...
+```
+
+```{exercise-end}
+```
+
+```{solution-start} ex-count
+:label: sol-count
+:class: dropdown
+```
+
+Two.
+
+```{code-cell} ipython3
+answer = 2
+```
+
+```{solution-end}
+```
+
+After it.
+"""
+BIB = """\
+@article{one2001, author = {M{\\"u}ller, A. and others}, year = {2001}, url = {https://a.b/1}}
+@article{two2002, author = {van Dam, B. and Doe, C.}, year = {2002}, eprint = {2.2}}
+@book{three2003, author = {{ACME}}, year = {2003}}
+"""
+TOPICS = """\
+parts:
+  - part: One
+    topics:
+      - {topic: one, title: One, able: do one, floor: 1}
+      - {topic: other, title: Other, able: do other, floor: 1}
+floors:
+  - {floor: 1, what: all}
+"""
+
+
+@pytest.fixture
+def course(tmp_path: Path) -> Path:
+    box = "<svg><style>svg:root{color:#111}@media(prefers-color-scheme:dark){svg:root{color:#eee}}"
+    files = {
+        "lessons/one.md": HEADER + LESSON + "\n" + CELL,
+        "lessons/other.md": HEADER + "# Another\n\n## There\n\n" + CELL,
+        "book/references.bib": BIB,
+        "book/topics.yml": TOPICS,
+        "figures/box.svg": f"{box}</style></svg>",
+        "code/a.py": "",
+        "_toc.yml": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def texts(book: nbformat.NotebookNode) -> list[str]:
+    return [cell.source for cell in book.cells if cell.cell_type == "markdown"]
+
+
+def test_a_lesson_in_plain_markdown(course):
+    book = reading("one", course, beside=True)
+    nbformat.validate(book)
+    first, exercises, asked, solved, after = texts(book)
+    assert "[above](#here), [elsewhere](other.ipynb), [the code](../code/a.py), none." in first
+    assert "([Müller et al., 2001](https://a.b/1); [van Dam and Doe, 2002](" in first
+    assert "https://arxiv.org/abs/2.2" in first and "says ACME (2003).\nA rank; `{cite}`" in first
+    assert "![A box [a]](../figures/box.svg)" in first
+    box = '<div class="alert alert-success">\n\n**Checked: "it is so"**\n\nIt is **not**.\n\n'
+    assert box in first and 'x = {1: "{cite}`one2001`"}\n```\n\n</div>' in first
+    assert '<a id="here"></a>' in first
+    assert exercises.startswith("## Exercises\n\n**Two steps**\n\n1. ![One](../figures/box.svg)")
+    assert asked == "### Exercise 1: Count (easy)\n\nHow many?"
+    words = "<details><summary><b>Solution to exercise 1</b></summary>\n\nTwo.\n\n</details>"
+    assert solved == words and after == "After it."
+
+
+def test_what_is_folded(course):
+    asked, solved, setup = (
+        cell for cell in reading("one", course).cells if cell.cell_type == "code"
+    )
+    assert asked.source == "answer = ..." and "jupyter" not in asked.metadata
+    assert solved.source == "# Solution to exercise 1\nanswer = 2"
+    assert solved.metadata.jupyter == {"source_hidden": True, "outputs_hidden": True}
+    assert setup.source.startswith("# Sets up")
+    assert setup.metadata.jupyter == {"source_hidden": True}
+
+
+def test_a_notebook_that_is_sent_away_holds_its_pictures_and_leads_nowhere(course):
+    text = "\n".join(texts(reading("one", course)))
+    assert "See [above](#here), elsewhere, the code, none." in text
+    assert text.count('src="data:image/svg+xml;base64,') == 2 and "figures/" not in text
+    colab = reading("one", course, picture=lambda path: f"https://a.b/{path}")
+    assert "![One](https://a.b/../figures/box.svg)" in "\n".join(texts(colab))
+
+
+def test_answers_of_questions_are_folded(course):
+    answer = '<details class="answer"><summary>Answer to 1</summary>\n\n{}\nSo.\n\n</details>\n'
+    (course / "book/questions.md").write_text(f"{HEADER}# Q\n\n{answer.format(CELL)}\nEnd.\n")
+    book = reading("book/questions", course)
+    assert texts(book)[1:] == [
+        "<details><summary><b>Answer to 1</b></summary>\n\nSo.\n\n</details>",
+        "End.",
+    ]
+    assert book.cells[1].source.startswith("# Answer to 1\n")
+    assert book.cells[1].metadata.jupyter.outputs_hidden
+
+
+def test_a_directive_without_a_plain_form_is_named(course):
+    (course / "lessons/one.md").write_text(HEADER + "# T\n\n```{mermaid}\nx\n```\n")
+    with pytest.raises(ValueError, match="{mermaid} has no plain form"):
+        reading("one", course)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_keeps_what_only_the_site_understands(name, root):
+    book = reading(name, root, beside=True)
+    nbformat.validate(book)
+    assert book == reading(name, root, beside=True)
+    for text in texts(book):
+        prose = re.sub(r"(?ms)^```\w*$.*?^```$", "", text)
+        assert not re.search(r"\{[a-z:-]+\}`|^(```|:::)|^\([\w-]+\)=$", prose, re.M)
+        for path in re.findall(r"\]\((\.\./[^)#]*)", prose):
+            assert (root / "lab" / path).resolve().exists(), path
+
+
+# --- The folder lab/ --------------------------------------------------------------------------
+
+
+def test_lab_is_written_once_and_anew_when_a_lesson_changes(course):
+    assert lab.write(course) == [f"wrote lab/{n}.ipynb" for n in ("contents", "one", "other")]
+    contents, one = (nbformat.read(course / f"lab/{n}.ipynb", 4) for n in ("contents", "one"))
+    assert "- [A lesson](one.ipynb)\n- [Another](other.ipynb)" in contents.cells[0].source
+    assert "Next: [Another](other.ipynb)" in one.cells[-1].source
+    assert lab.write(course) == []
+    with (course / "lessons/other.md").open("a") as file:
+        file.write("\nMore.\n")
+    assert lab.write(course) == ["wrote lab/other.ipynb"]
+    assert not (course / "lab/kept").exists()
+
+
+def test_nothing_that_a_reader_did_is_lost(course):
+    lab.write(course)
+    path = course / "lab/other.ipynb"
+    book = nbformat.read(path, 4)
+    book.cells[1].outputs = [nbformat.v4.new_output("stream", text="mine\n")]
+    nbformat.write(book, path)
+    mine = path.read_text()
+    assert lab.write(course) == [] and path.read_text() == mine  # the lesson is as it was
+    kept = set()
+    for number in range(3):
+        with (course / "lessons/other.md").open("a") as file:
+            file.write(f"\nMore {number}.\n")
+        path.write_text(mine if number < 2 else "no notebook")
+        (said,) = lab.write(course)
+        assert f"More {number}." in path.read_text()
+        new = set((course / "lab/kept").glob("*.ipynb")) - kept
+        assert str(new.copy().pop().relative_to(course)) in said
+        kept |= new
+    assert sorted(p.read_text() for p in kept) == sorted([mine, mine, "no notebook"])
+
+
+def test_git_ignores_it(root):
+    assert "/lab/" in (root / ".gitignore").read_text().splitlines()
+
+
+# --- Outside of the course --------------------------------------------------------------------
+
+
+def imported(path: Path) -> set[str]:
+    """The packages that a file imports, whether at its top or where it needs them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"shardlab"}
+
+
+def test_what_lessons_import_is_declared(root):
+    """So that `pip install` of the package is all that a downloaded notebook needs."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+
+    def names(listed: list[str]) -> set[str]:
+        renamed = {"pyyaml": "yaml", "jupyter-client": "jupyter_client"}
+        return {renamed.get(n, n) for n in (re.split(r"[<>=]", entry)[0] for entry in listed)}
+
+    always, press = names(project["dependencies"]), names(extras["record"])
+    engine = names(extras["deepspeed"])
+    package = root / "code/shardlab"
+    for path in [*package.rglob("*.py"), *(root / "code/lessons").glob("*.py")]:
+        allowed = always | (press if package / "record" in path.parents else set())
+        allowed |= engine if "deepspeed_engine" in str(path) else set()
+        allowed |= {"datasets"} if path.name == "text.py" else set()  # an option of the reader's
+        assert imported(path) <= allowed, path
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_reads_what_only_the_course_has(name, root):
+    files = record.reach(name, root).files
+    assert [path for path in files if not path.startswith("code/shardlab/")] == []
+    cells = "\n".join(cell.source for cell in record.code_cells(record.notebook(name, root)))
+    assert "show.ROOT" not in cells and "runpy" not in cells

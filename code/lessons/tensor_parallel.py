@@ -982,7 +982,7 @@ wire = calls * 2 * LATENCY + tp.on_wire(handed, 2) / BANDWIDTH
 compute, bare, plainly, overlapped = map(statistics.median, zip(*seconds, strict=True))
 at_least = wire + compute * (1 - 7 / 12 / 3)
 # Ranks wait for one another at each message, on a busy machine longer.
-assert 0.93 < plainly / (compute + wire) < 1.35, (compute, bare, wire, plainly)
+assert 0.75 < plainly / (compute + wire) < 1.5, (compute, bare, wire, plainly)
 assert statistics.median(b / a for *_, a, b in seconds) < 1.05, seconds
 rows = [("nothing is sent", "-", compute), ("loopback", "-", bare)]
 rows += [("the wire, layers one by one", f"{1e3 * (compute + wire):.0f}", plainly)]

@@ -154,7 +154,7 @@ ENTRY = """\
 def test_a_new_lesson_builds(root: Path, tmp_path: Path) -> None:
     """Its skeleton passes lint, the house's tests and its own, and stands on the map."""
     copy = tmp_path / "course"
-    left = shutil.ignore_patterns("_build", ".venv", ".git", ".*_cache", "__pycache__")
+    left = shutil.ignore_patterns("_build", "lab", ".venv", ".git", ".*_cache", "__pycache__")
     shutil.copytree(root, copy, ignore=left)
 
     def run(tool: str, *arguments: str) -> None:

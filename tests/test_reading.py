@@ -143,7 +143,7 @@ def test_what_is_folded(course):
 
 def test_a_notebook_that_is_sent_away_holds_its_pictures_and_leads_nowhere(course):
     text = "\n".join(texts(reading("one", course)))
-    assert "See [above](#here), elsewhere, the code, none." in text
+    assert "See [above](#here), elsewhere, the code, none." in text and "`shardlab`" in text
     assert text.count('src="data:image/svg+xml;base64,') == 2 and "figures/" not in text
     colab = reading("one", course, picture=lambda path: f"https://a.b/{path}")
     assert "![One](https://a.b/../figures/box.svg)" in "\n".join(texts(colab))
@@ -152,7 +152,7 @@ def test_a_notebook_that_is_sent_away_holds_its_pictures_and_leads_nowhere(cours
 def test_answers_of_questions_are_folded(course):
     answer = '<details class="answer"><summary>Answer to 1</summary>\n\n{}\nSo.\n\n</details>\n'
     (course / "book/questions.md").write_text(f"{HEADER}# Q\n\n{answer.format(CELL)}\nEnd.\n")
-    book = reading("book/questions", course)
+    book = reading("book/questions", course, beside=True)
     assert texts(book)[1:] == [
         "<details><summary><b>Answer to 1</b></summary>\n\nSo.\n\n</details>",
         "End.",

@@ -17,6 +17,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardlab import __version__
+
 from .kernel import KERNELSPEC
 from .key import has_cells, notebook, source
 
@@ -36,6 +38,9 @@ _INLINE = re.compile(
     r"|^\((?P<label>[\w-]+)\)=$\n?",
     re.M | re.S,
 )
+_NEEDS = """\
+*To run this notebook you need Jupyter and `{package}`, the course's package, version {version}.
+You need no GPU. The page Set-up of the course says how to install the package.*"""
 _BOXES = {"admonition", "attention", "caution", "danger", "dropdown", "error", "hint", "important"}
 _BOXES |= {"note", "seealso", "tip", "warning"}
 _COLOURS = {"checked": "success", "warning": "warning", "caution": "warning", "danger": "danger"}
@@ -264,6 +269,11 @@ def reading(
             else:
                 cells.append(new.new_markdown_cell(plain))
         begins = False
+    if not beside and not picture:
+        engine = any("deepspeed" in cell.source for cell in cells if cell.cell_type == "code")
+        package = "shardlab[deepspeed]" if engine else "shardlab"
+        words = _NEEDS.format(package=package, version=__version__)
+        cells.insert(1, new.new_markdown_cell(words))
     return numbered(cells)
 
 

@@ -1,0 +1,115 @@
+"""A lesson in JupyterLab, in a real browser: what is folded, answered, interrupted, restarted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from playwright.sync_api import Browser, Page
+
+from shardlab.record.reading import reading
+
+SLOW = 60  # seconds: a kernel has to start, and torch to be imported
+OUTPUTS = """() => Array.from(jupyterapp.shell.currentWidget.content.model.cells)
+    .filter(cell => cell.type === 'code')
+    .map(cell => cell.outputs.toJSON().map(output => JSON.stringify(output)).join('\\n'))"""
+WAIT = """import os, time
+from shardlab import ranks
+def wait():
+    os.close(os.open({path!r} + os.environ["RANK"], os.O_CREAT))
+    time.sleep(1000)
+ranks.run(wait, 2)"""
+
+
+@contextlib.contextmanager
+def jupyter(folder: Path) -> Iterator[str]:
+    """JupyterLab over `folder`, without the settings of whoever runs the tests; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    options = ["--no-browser", "--allow-root", "--expose-app-in-browser", f"--port={port}"]
+    options += ["--IdentityProvider.token=", "--ServerApp.port_retries=0"]
+    command = [sys.executable, "-m", "jupyterlab", *options, f"--ServerApp.root_dir={folder}"]
+    log = (folder / "log").open("w")
+    environment = {**os.environ, **home, "IPYTHONDIR": str(folder / "ipython")}
+    server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
+    address = f"http://127.0.0.1:{port}/lab"
+    try:
+        until(lambda: urllib.request.urlopen(address, timeout=5).status == 200)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait until `true` returns something true."""
+    deadline = time.monotonic() + SLOW
+    while True:
+        with contextlib.suppress(OSError):  # nobody answers there yet
+            if true():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def page(tmp_path: Path, root: Path, browser: Browser) -> Iterator[Page]:
+    """JupyterLab with the lesson on products, its exercises alone, and a run that never ends."""
+    book = reading("gemm", root, beside=True)
+    code = [n for n, cell in enumerate(book.cells) if cell.cell_type == "code"]
+    first = next(n for n, c in enumerate(book.cells) if c.source.startswith("### Exercise 1"))
+    asked = book.cells[first : first + 4]
+    waiting = nbformat.v4.new_code_cell(WAIT.format(path=str(tmp_path / "rank")))
+    book.cells = [book.cells[code[0]], *asked, waiting]
+    nbformat.write(book, tmp_path / "gemm.ipynb")
+    context = browser.new_context(viewport={"width": 1300, "height": 2000})
+    context.set_default_timeout(1000 * SLOW)
+    with jupyter(tmp_path) as address:
+        tab = context.new_page()
+        tab.goto(f"{address}/tree/gemm.ipynb")
+        tab.wait_for_selector(".jp-Notebook .jp-CodeCell")
+        yield tab
+    context.close()
+
+
+def test_a_lesson_is_read_answered_interrupted_and_started_again(page: Page, tmp_path: Path):
+    shown = page.locator(".jp-Notebook")
+    solution, folded = shown.locator("details"), shown.locator(".jp-InputPlaceholder")
+    assert not solution.evaluate("node => node.open")
+    assert folded.count() == 2 and "# Solution to exercise 1" in folded.nth(1).inner_text()
+    assert "2 * 3 / 4" not in shown.inner_text()  # the solution's number
+
+    def do(command: str) -> None:
+        page.evaluate("name => void jupyterapp.commands.execute(name)", command)
+
+    page.wait_for_function(
+        "() => jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
+    )
+    for _ in ("a fresh kernel", "one that was started again"):
+        do("notebook:run-all-cells")
+        met = [tmp_path / "rank0", tmp_path / "rank1"]
+        until(lambda: all(path.exists() for path in met))  # noqa: B023
+        for path in met:
+            path.unlink()
+        do("notebook:interrupt-kernel")
+        until(lambda: "Interrupted: " in page.evaluate(OUTPUTS)[3])
+        _, asked, solved, waited = page.evaluate(OUTPUTS)
+        assert asked and solved and asked != solved  # the check's two verdicts
+        assert "KeyboardInterrupt" in waited and "Traceback" not in waited
+        said = page.locator(".jp-RenderedText[data-mime-type$=stderr]").last.inner_text()
+        assert len(said.strip().splitlines()) == 3
+        page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
+        do("notebook:clear-all-cell-outputs")
+    folded.nth(1).click()
+    assert "2 * 3 / 4" in shown.inner_text()

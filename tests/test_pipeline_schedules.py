@@ -491,13 +491,13 @@ def test_placements_are_judged() -> None:
 
 BAD = [
     (lambda: schedule("1f1c", 2, 2), "schedule='1f1c': allowed are naive, gpipe, 1f1b, interl"),
-    (lambda: schedule("1f1b", 0, 2), "stages=0: allowed are whole numbers above 0"),
-    (lambda: schedule("1f1b", 2, 0), "microbatches=0: allowed are whole numbers above 0"),
-    (lambda: schedule("zb-v", 2, -1), "microbatches=-1: allowed are whole numbers above 0"),
-    (lambda: schedule("gpipe", 2.0, 2), "stages=2.0: allowed are whole numbers above 0"),
-    (lambda: schedule("gpipe", True, 2), "stages=True: allowed are whole numbers above 0"),
-    (lambda: one_f_one_b(2, "4"), "microbatches='4': allowed are whole numbers above 0"),
-    (lambda: interleaved(2, 2, 0), "chunks=0: allowed are whole numbers above 0"),
+    (lambda: schedule("1f1b", 0, 2), "stages=0: allowed are whole numbers, 1 or more"),
+    (lambda: schedule("1f1b", 2, 0), "microbatches=0: allowed are whole numbers, 1 or more"),
+    (lambda: schedule("zb-v", 2, -1), "microbatches=-1: allowed are whole numbers, 1 or more"),
+    (lambda: schedule("gpipe", 2.0, 2), "stages=2.0: allowed are whole numbers, 1 or more"),
+    (lambda: schedule("gpipe", True, 2), "stages=True: allowed are whole numbers, 1 or more"),
+    (lambda: one_f_one_b(2, "4"), "microbatches='4': allowed are whole numbers, 1 or more"),
+    (lambda: interleaved(2, 2, 0), "chunks=0: allowed are whole numbers, 1 or more"),
     (lambda: schedule("1f1b", 2, 2, 2), "chunks=2: allowed for 1f1b is 1"),
     (lambda: schedule("zb-v", 2, 2, 3), "chunks=3: allowed for zb-v is 2"),
     (lambda: simulate(schedule("1f1b", 2, 2), -1), "forward=-1: allowed are numbers from 0"),
@@ -517,7 +517,10 @@ BAD = [
     (lambda: from_text("F0", placement=((0,), (1,))), "placement=.*: allowed is a row of parts"),
     (lambda: other_end(one_f_one_b(2, 2), 0, Action("F", 0)), "message=F0: allowed are RF, SF"),
     (lambda: other_end(one_f_one_b(2, 2), 0, Action("SB", 0)), "SB0 on stage 0: its part has no"),
-    (lambda: text(simulate(one_f_one_b(2, 2)), 39), "width=39: allowed are whole numbers from 40"),
+    (
+        lambda: text(simulate(one_f_one_b(2, 2)), 39),
+        "width=39: allowed are whole numbers, 40 or more",
+    ),
     (lambda: draw([]), "timelines=.*: allowed are one timeline or more"),
     (lambda: draw(simulate(one_f_one_b(2, 2)), titles=[]), "titles=.*: allowed is one for each"),
 ]

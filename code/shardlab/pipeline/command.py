@@ -25,6 +25,7 @@ from bisect import bisect_right
 from functools import partial
 
 from shardlab import options
+from shardlab.arguments import check_whole
 
 from .schedules import NAMES, schedule
 from .simulate import Span, Timeline, simulate
@@ -161,8 +162,7 @@ def text(timeline: Timeline, width: int = 80, color: bool = False) -> str:
 
     Raises ValueError for a width below 40.
     """
-    if isinstance(width, bool) or not isinstance(width, int) or width < 40:
-        raise ValueError(f"width={width!r}: allowed are whole numbers from 40")
+    check_whole(40, width=width)
     of = timeline.schedule
     first = min(spans[0].begin for spans in timeline.spans)
     long = max(spans[-1].end for spans in timeline.spans) - first

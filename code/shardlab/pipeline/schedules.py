@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from shardlab.arguments import check_whole
+
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("RF", "SF", "RB", "SB")
 NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -112,7 +114,7 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
     """
     if name not in NAMES:
         raise ValueError(f"schedule={name!r}: allowed are {', '.join(NAMES)}")
-    _whole(stages=stages, microbatches=microbatches)
+    check_whole(stages=stages, microbatches=microbatches)
     if name == "interleaved":
         return interleaved(stages, microbatches, 2 if chunks is None else chunks)
     fixed = 2 if name == "zb-v" else 1
@@ -184,15 +186,9 @@ def _by_stage(
     chunks: int = 1,
 ) -> Schedule:
     """The schedule in which each stage has its `order`, parts placed round and round."""
-    _whole(stages=stages, microbatches=microbatches)
+    check_whole(stages=stages, microbatches=microbatches)
     orders = tuple(tuple(order(stage)) for stage in range(stages))
     return Schedule(name, stages, microbatches, chunks, loop(stages, chunks), orders)
-
-
-def _whole(**given: object) -> None:
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
 
 
 # Messages. What a pass made is sent at once, to the stage that holds the next part (or the one
@@ -312,7 +308,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     m from p on. Where torch's ScheduleInterleaved1F1B takes m, this is its order. With one chunk it
     fills the pipeline further than `one_f_one_b`, for nothing.
     """
-    _whole(stages=stages, microbatches=microbatches, chunks=chunks)
+    check_whole(stages=stages, microbatches=microbatches, chunks=chunks)
     rounds = max(1, microbatches // stages)
     size, larger = divmod(microbatches, rounds)
     forwards, first = [], 0
@@ -368,7 +364,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     2p-1 micro-batches or more; for fewer, those that do not exist are left out. It is the order of
     torch's ScheduleZBVZeroBubble.
     """
-    _whole(stages=stages, microbatches=microbatches)
+    check_whole(stages=stages, microbatches=microbatches)
     p, n = stages, max(microbatches, 2 * stages - 1)
     orders = []
     for s in range(stages):

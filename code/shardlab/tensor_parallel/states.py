@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardlab import ranks
 from shardlab.model import GPT
 from shardlab.ranks import check_group, check_number
+from shardlab.ranks.agree import check_state
 from shardlab.ranks.renamed import all_gather_single
 
 from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, share, take
@@ -95,19 +96,8 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     other shapes than the plain GPT's.
     """
     group = _group(model)
-    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
-        raise ValueError(f"state={type(state).__name__}: allowed are tensors by the model's names")
-    aliases, shapes = _aliases(model), whole_shapes(model)
-    for what, names in (
-        ("missing", [name for name in aliases if name not in state]),
-        ("not the model's", [name for name in state if name not in aliases]),
-    ):
-        if names:
-            raise ValueError(f"state: {', '.join(names[:3])} {what}; {len(names)} in all")
-    for name, first in aliases.items():
-        if state[name].shape != shapes[first]:
-            given, wanted = list(state[name].shape), list(shapes[first])
-            raise ValueError(f"state: {name} is {given}; allowed is {wanted}, the whole parameter")
+    shapes = whole_shapes(model)
+    check_state(state, {name: shapes[first] for name, first in _aliases(model).items()})
     for name, parameter, dimension in pieces(model):
         whole = state[name]
         if dimension is not None:

@@ -64,9 +64,10 @@ def _prose(node: nodes.Element) -> str:
     """The words of a section, without those of the sections in it, of code and of formulas."""
     found = []
     for child in node.children:
-        if isinstance(child, nodes.section | nodes.term | _NO_PROSE):
+        box = isinstance(node, nodes.Admonition) and isinstance(child, nodes.title)  # its claim
+        if isinstance(child, nodes.section | nodes.term | _NO_PROSE) and not box:
             continue
-        if isinstance(child, nodes.paragraph):
+        if box or isinstance(child, nodes.paragraph):
             found.append(child.astext())
         elif isinstance(child, nodes.Element) and "glossary" not in child.get("classes", []):
             found.append(_prose(child))

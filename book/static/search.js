@@ -16,13 +16,14 @@
   const common = new Set(wordsOf("a an and are as at be by do does how i if in is it many my of on or the to what when which why with"));
   const times = (text, piece) => text.split(piece).length - 1;
 
-  // How well an entry fits some words: 0 where one is missing; rare words and titles count more.
-  const fit = (entry, words, rarity) => {
+  // How well an entry fits some words: rare ones and titles count more. Where one is missing: 0, or
+  // with `some` as much as the others are worth.
+  const fit = (entry, words, rarity, some) => {
     let sum = 0;
     for (const word of words) {
       const piece = ` ${word} `;
       const found = 8 * times(entry.inTitle, piece) + 3 * times(entry.inPage, piece) + Math.min(4, times(entry.inProse, piece));
-      if (!found) return 0;
+      if (!found && !some) return 0;
       sum += found * rarity.get(word);
     }
     const phrase = ` ${words.join(" ")} `;
@@ -31,11 +32,12 @@
     return sum * entry.weight;
   };
 
-  const search = (query) => {
+  const search = (query, some = false) => {
     const asked = plain(query);
     const phrases = [[query, 1]];
     for (const group of synonyms) {
-      const own = group.find((phrase) => asked.includes(plain(phrase)));
+      const said = group.filter((phrase) => asked.includes(plain(phrase)));
+      const own = said.sort((a, b) => b.length - a.length)[0];
       for (const other of own ? group : []) {
         phrases.push([asked.replace(plain(own), plain(other)), 0.6]);
       }
@@ -49,10 +51,11 @@
         return [word, Math.log(1 + index.length / (1 + holding))];
       }));
       for (const entry of words.length ? index : []) {
-        const score = weight * fit(entry, words, rarity);
+        const score = weight * fit(entry, words, rarity, some);
         if (score > (best.get(entry)?.score ?? 0)) best.set(entry, { entry, score, words });
       }
     }
+    if (!best.size && !some) return search(query, true);
     return [...best.values()].sort((a, b) => b.score - a.score);
   };
 

@@ -21,6 +21,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 INDEX = "sections.js"
+SYNONYMS = Path(__file__).parents[1] / "synonyms.yml"
 _PAGE = """\
 <h1>Search</h1>
 <noscript><p>The search is a script of this page, and the browser runs none.</p></noscript>
@@ -109,7 +110,7 @@ def write_index(app: Sphinx, exception: Exception | None) -> None:
     for path, name, line in definitions(root):
         where = target(path, f"#L{line}", lambda page, _resource=0: up(page))
         entries.append([path.removeprefix("code/"), name, where, None])
-    groups = yaml.safe_load((root / "book/synonyms.yml").read_text("utf-8"))
+    groups = yaml.safe_load(SYNONYMS.read_text("utf-8"))
     text = json.dumps({"entries": entries, "synonyms": groups}, ensure_ascii=False)
     Path(app.outdir, "_static", INDEX).write_text(f"window.SECTIONS = {text};\n", "utf-8")
 

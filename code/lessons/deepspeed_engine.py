@@ -1121,7 +1121,8 @@ check(my_choice)
 
 # %%
 def my_choice(params, gpus, gpu, host):
-    for zero, offload in SETTINGS:
+    least_traffic_first = [(zero, "none") for zero in range(4)] + [(3, "parameters")]
+    for zero, offload in least_traffic_first:
         states = memory.states(params, "bf16", zero=zero, dp=gpus, offload=offload)
         if states.total <= 0.7 * gpu and gpus * states.host <= host:
             return zero, offload

@@ -48,6 +48,7 @@ def exercises(topic: str, root: Path) -> nbformat.NotebookNode | None:
     if not any(part.place == "exercise" for part in lesson):
         return None
     writer = Writer(topic, root)
+    writer.labels.clear()  # the places that they name are not in here
     title = next(part.text for part in lesson if part.text.startswith("# ")).splitlines()[0][2:]
     first = next((part.text for part in lesson if part.kind == "code"), "")
     new = nbformat.v4

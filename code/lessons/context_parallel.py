@@ -304,7 +304,7 @@ show.source(cp.Block, cp.blocks)
 # %% [markdown]
 # The next cell counts the pairs of query and key that each rank computes, and the processor's time that they take.
 
-# %% tags=["measured"]
+# %%
 def work(seq):
     """By layout: pairs of query and key in a head of this rank, and seconds."""
     found = {}
@@ -319,10 +319,10 @@ def work(seq):
 
 
 N, seq = 4, 8192
-WORK = ranks.run(work, N, seq, device="cpu")
 
 # %% tags=["hide-input", "measured"]
 # Table: work of each rank in both layouts, predicted and counted
+WORK = ranks.run(work, N, seq, device="cpu")
 rows, slowest = [], {}
 for layout in cp.LAYOUTS:
     all_seconds = sum(result[layout][1] for result in WORK)

@@ -196,14 +196,14 @@ whole, looped = (ranks.run(naive, 4, m, device="cpu")[0] for m in (1, 4))
 shares = {m: 1 - timeline.bubble for m, timeline in ((1, whole), (4, looped))}
 # One at a time is 25 % at most. What is missing are messages and a busy machine.
 assert all(0.05 < share < 0.26 for share in shares.values()), shares
+print(f"a stage works {100 * shares[1]:.0f} % of the step with the batch at once,")
+print(f"and {100 * shares[4]:.0f} % with four micro-batches in a loop")
 show.figure(
     pipeline.draw(whole, label="time (s)"),
     "A measured training step of four stages: forward goes down the stages one after "
     "the other, backward comes up again, and at each moment one stage works.",
     "pipeline_measured_naive",
 )
-print(f"a stage works {100 * shares[1]:.0f} % of the step with the batch at once,")
-print(f"and {100 * shares[4]:.0f} % with four micro-batches in a loop")
 
 
 # %% [markdown]
@@ -597,8 +597,14 @@ show.source(core.Passes)
 # Messages are kept by the action that they belong to. What has been sent is let go, too: a gradient that comes back says that the activations had arrived.
 
 # %%
-show.source(core.Mail.begin, core.Mail.post, core.Mail.wait, core.Mail.hand)
-show.source(core.Mail.send, core.come)
+show.source(
+    core.Mail.begin,
+    core.Mail.post,
+    core.Mail.wait,
+    core.Mail.hand,
+    core.Mail.send,
+    core.come,
+)
 
 # %% [markdown]
 # The last piece are the connections. nccl makes the one of a pair at its first message, and both ends stand still until it is there. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.

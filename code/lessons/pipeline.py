@@ -196,14 +196,14 @@ whole, looped = (ranks.run(naive, 4, m, device="cpu")[0] for m in (1, 4))
 shares = {m: 1 - timeline.bubble for m, timeline in ((1, whole), (4, looped))}
 # One at a time is 25 % at most. What is missing are messages and a busy machine.
 assert all(0.05 < share < 0.26 for share in shares.values()), shares
+print(f"a stage works {100 * shares[1]:.0f} % of the step with the batch at once,")
+print(f"and {100 * shares[4]:.0f} % with four micro-batches in a loop")
 show.figure(
     pipeline.draw(whole, label="time (s)"),
     "A measured training step of four stages: forward goes down the stages one after "
     "the other, backward comes up again, and at each moment one stage works.",
     "pipeline_measured_naive",
 )
-print(f"a stage works {100 * shares[1]:.0f} % of the step with the batch at once,")
-print(f"and {100 * shares[4]:.0f} % with four micro-batches in a loop")
 
 
 # %% [markdown]
@@ -338,10 +338,10 @@ gradients = ranks.run(train, 4, one_f_one_b, 8)
 #    The step takes 27, and each stage has computed for $6 \cdot 3 = 18$. The bubble is a third: $(p-1)/(m+p-1) = 3/9$, as for GPipe.
 # :::
 #
-# All three orders, on four ranks with eight micro-batches: what they compute, what the first stage and the last hold at the peak, and how long a step takes when the stages sleep for equal times.
+# All three orders compute what one process computes, here with eight micro-batches on four ranks. The table says what the first stage and the last keep for backward, what they hold at the peak, and how long a step takes when the stages sleep for equal times.
 
 # %% tags=["hide-input", "measured"]
-# Table: the three orders; equality, activations held and seconds
+# Table: the three orders, what they hold and how long they take
 
 
 def plain_peak(order, m):
@@ -354,37 +354,26 @@ def plain_peak(order, m):
     return held.peak - before
 
 
-m, p, rows = 8, 4, []
-steps = {in_a_loop: p * m, gpipe: m + p - 1, one_f_one_b: m + p - 1}  # in f + g
-kept = {in_a_loop: (1, 1), gpipe: (m, m), one_f_one_b: (p, 1)}
-first = {}
-for order, slots in steps.items():
-    apart = apart_from_one_process(ranks.run(train, 4, order, m), m)
+m, p, rows, first = 8, 4, [], {}
+cases = [  # name, order, slots of f + g, micro-batches kept by stages 0 and 3
+    ("in a loop", in_a_loop, p * m, 1, 1),
+    ("GPipe", gpipe, m + p - 1, m, m),
+    ("1F1B", one_f_one_b, m + p - 1, p, 1),
+]
+for name, order, slots, *kept in cases:
+    apart_from_one_process(ranks.run(train, 4, order, m), m)  # it asserts
     peaks = ranks.run(plain_peak, 4, order, m, device="cpu")
     seconds = ranks.run(plain_seconds, 4, order, m, device="cpu")[0]
     first[order] = peaks[0]
     predicted = 3 * UNIT * slots
-    assert -0.02 < seconds / predicted - 1 < 0.4, (order, seconds)  # late sleeps
-    name = order.__name__.replace("_", " ")
-    held = [
-        f"{n}: {size / 1e6:.1f}"
-        for n, size in zip(kept[order], peaks[::3], strict=True)
-    ]
+    assert -0.02 < seconds / predicted - 1 < 0.4, (name, seconds)  # late sleeps
+    held = [f"{peaks[stage] / 1e6:.1f}" for stage in (0, 3)]
     times = [f"{1e3 * t:.0f}" for t in (predicted, seconds)]
-    rows.append(
-        (name, f"{apart:g}", *held, *times, f"{100 * m * 3 * UNIT / seconds:.0f}")
-    )
+    rows.append((name, kept[0], held[0], kept[1], held[1], *times))
 assert first[in_a_loop] < first[one_f_one_b] < first[gpipe]
-head = [
-    "order",
-    "gradients differ by",
-    "stage 0 keeps: MB at the peak",
-    "stage 3 keeps",
-]
-head += ["step: predicted (ms)", "measured (ms)", "busy (%)"]
-show.table(
-    rows, head, caption="Micro-batches that a stage keeps, and bytes that it holds"
-)
+head = ["order", "stage 0 keeps", "holds (MB)", "stage 3 keeps", "holds (MB)"]
+head += ["step: predicted (ms)", "measured (ms)"]
+show.table(rows, head, caption="What a stage keeps, in micro-batches, and what it holds")
 
 # %% [markdown]
 # GPipe and 1F1B idle equally long: the same pipeline is filled and drained. What 1F1B buys is room for a larger $m$, and *that* makes the bubble smaller.
@@ -496,6 +485,7 @@ PUBLISHED = [
     (8, 64, (18.546, 18.097, 9.321, 0.762), (0.1240, 0.0674, 0.0444)),
     (32, 96, (10.419, 10.207, 7.715, 0.408), (0.2646, 0.1421, 0.0641)),
 ]
+print("published and ours, for 1F1B, for ZB-H1, for ZB-H2")
 for p, m, times, rates in PUBLISHED:
     found = []
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
@@ -504,7 +494,7 @@ for p, m, times, rates in PUBLISHED:
     shown = "   ".join(
         f"{rate:.4f} {ours:.4f}" for rate, ours in zip(rates, found, strict=True)
     )
-    print(f"p = {p:2}, m = {m}   published and ours, of 1F1B, ZB-H1, ZB-H2:   {shown}")
+    print(f"p = {p:2}, m = {m}:   {shown}")
 
 # %% [markdown]
 # For your own times there is a command, which prints the bubble and draws the timeline in your terminal:
@@ -597,8 +587,14 @@ show.source(core.Passes)
 # Messages are kept by the action that they belong to. What has been sent is let go, too: a gradient that comes back says that the activations had arrived.
 
 # %%
-show.source(core.Mail.begin, core.Mail.post, core.Mail.wait, core.Mail.hand)
-show.source(core.Mail.send, core.come)
+show.source(
+    core.Mail.begin,
+    core.Mail.post,
+    core.Mail.wait,
+    core.Mail.hand,
+    core.Mail.send,
+    core.come,
+)
 
 # %% [markdown]
 # The last piece are the connections. nccl makes the one of a pair at its first message, and both ends stand still until it is there. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.

@@ -263,23 +263,26 @@ prove(stage_1)
 # ### Stage 2: reduce a gradient when it comes, and drop it
 #
 # After the reduce-scatter a rank needs no more than its shard of a gradient.
-# So the reduce-scatter must not wait until all gradients are there: a hook does it for each parameter, as soon as autograd has its gradient, and gives the rest back.
+# So the reduce-scatter must not wait until all gradients are there: a hook does it for each parameter, as soon as autograd has its gradient.
 # Now each parameter is cut by itself.
 
 # %%
+def shard_of(p, group):
+    return p.detach().flatten().chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+def reduce(p, own, group):
+    own.grad = torch.empty_like(own)
+    mine = p.grad.flatten() / dist.get_world_size(group)
+    reduce_scatter_single(own.grad, mine, group=group)
+    p.grad = None  # the rest is given back
+
+
 def stage_2(model, group, steps):
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    shards = {p: p.detach().flatten().chunk(size)[rank] for p in model.parameters()}
-    own = {p: nn.Parameter(shard) for p, shard in shards.items()}  # views
+    own = {p: nn.Parameter(shard_of(p, group)) for p in model.parameters()}  # views
     optimizer = adamw(own.values())
-
-    def reduce_and_drop(p):
-        own[p].grad = torch.empty_like(own[p])
-        reduce_scatter_single(own[p].grad, p.grad.flatten() / size, group=group)
-        p.grad = None
-
     for p in own:
-        p.register_post_accumulate_grad_hook(reduce_and_drop)
+        p.register_post_accumulate_grad_hook(lambda p: reduce(p, own[p], group))
     for step in range(steps):
         tokens, targets = share(step)
         loss(model(tokens), targets).backward()
@@ -303,9 +306,7 @@ prove(stage_2)
 
 # %%
 def stage_3(model, group, steps):
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    shards = {p: p.detach().flatten().chunk(size)[rank] for p in model.parameters()}
-    own = {p: nn.Parameter(shard.clone()) for p, shard in shards.items()}
+    own = {p: nn.Parameter(shard_of(p, group).clone()) for p in model.parameters()}
     optimizer = adamw(own.values())
 
     def gather(module, *_):
@@ -319,9 +320,7 @@ def stage_3(model, group, steps):
         output.register_hook(lambda _: gather(module))  # before its backward
 
     def reduce_and_free(p):
-        own[p].grad = torch.empty_like(own[p])
-        reduce_scatter_single(own[p].grad, p.grad.flatten() / size, group=group)
-        p.grad = None
+        reduce(p, own[p], group)
         p.untyped_storage().resize_(0)
 
     for p in own:
@@ -334,8 +333,7 @@ def stage_3(model, group, steps):
         tokens, targets = share(step)
         loss(model(tokens), targets).backward()
         optimizer.step()
-    for module in model.modules():
-        gather(module)  # for whoever reads the weights afterwards
+    model.apply(gather)  # for whoever reads the weights afterwards
 
 
 # %% tags=["hide-input"]

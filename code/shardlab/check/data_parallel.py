@@ -68,7 +68,8 @@ def _average(
 
 
 @exercise("my_exact_average")
-def _(answer: Callable[..., Any]) -> str:
+def exact_average(answer: Callable[..., Any]) -> str:
+    """Averages where some rank has a gradient, None where no rank has one."""
     for size, users in ((2, (0, 1)), (4, (0, 1, 2, 3)), (2, (0,)), (2, ())):
         try:
             results = run_answer(_average, size, answer, users, timeout=10)
@@ -124,7 +125,8 @@ _COUNTS = (4, 1, 2)
 
 
 @exercise("my_joined_loss")
-def _(answer: Callable[..., Any]) -> str:
+def joined_loss(answer: Callable[..., Any]) -> str:
+    """A loss whose averaged gradients are those of the joined batch."""
     size = len(_COUNTS)
 
     def gradient(weights: Sequence[float]) -> list[torch.Tensor]:
@@ -160,7 +162,8 @@ def _accumulated(answer: Callable[..., Any], parts: int) -> tuple[torch.Tensor, 
 
 
 @exercise("my_accumulate")
-def _(answer: Callable[..., Any]) -> str:
+def accumulate(answer: Callable[..., Any]) -> str:
+    """Micro-batches whose gradients are sent once."""
     size, parts = 2, 3
     results = run_answer(_accumulated, size, answer, parts, timeout=10)
     sums = [_local(rank, True, range(parts)) for rank in range(size)]
@@ -191,7 +194,8 @@ def _(answer: Callable[..., Any]) -> str:
 
 
 @exercise("ddp_bytes")
-def _(answer: Any) -> str:
+def ddp_bytes(answer: Any) -> str:
+    """Bytes that a rank sends in a step."""
     size = 4 * 124e6  # bytes of gradients
     number(
         answer,
@@ -211,7 +215,8 @@ def _(answer: Any) -> str:
 
 
 @exercise("overlap_floor")
-def _(answer: Any) -> str:
+def overlap_floor(answer: Any) -> str:
+    """The shortest step that overlap allows."""
     number(
         answer,
         0.14,
@@ -261,7 +266,8 @@ _SLIPS = {
 
 
 @exercise("my_micro_batches")
-def _(answer: Callable[..., Any]) -> str:
+def micro_batches(answer: Callable[..., Any]) -> str:
+    """The fewest micro-batches that keep the waiting below a share of the step."""
     for job in _JOBS:
         found = called(answer, *job)
         want = _micro_batches(*job, "")

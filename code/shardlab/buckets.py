@@ -11,27 +11,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 MIB = 2**20
+Like = TypeVar("Like", bound=torch.Tensor)
 
 
 def deal(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[Like],
     bucket_bytes: float = math.inf,
     first_bytes: float = math.inf,
-) -> list[list[nn.Parameter]]:
-    """Deal parameters into buckets, in their order (Li, section 3.2.2).
+) -> list[list[Like]]:
+    """Deal parameters, or their gradients, into buckets, in their order (Li, section 3.2.2).
 
     A bucket is full once it holds `bucket_bytes`; the first, with which sending begins, already at
     `first_bytes`. It holds one dtype on one device, and is trained or frozen as a whole.
     """
-    full: list[list[nn.Parameter]] = []
-    filling: dict[Any, list[nn.Parameter]] = {}
+    full: list[list[Like]] = []
+    filling: dict[Any, list[Like]] = {}
     for parameter in parameters:
         kind = (parameter.dtype, parameter.device, parameter.requires_grad)
         bucket = filling.setdefault(kind, [])
@@ -56,28 +57,36 @@ def average_gradients(
 ) -> None:
     """After backward: make each gradient its average over `group`, in place.
 
-    One message for each parameter, all under way at once. joined: one for each dtype instead, in
-    which the gradients stand side by side, as a copy. A rank without a gradient takes part with
-    zeros: the others wait. Each is scaled by 1/N first and added up then.
+    joined: see `add_up`. A rank without a gradient takes part with zeros: the others wait. Each is
+    scaled by 1/N first and added up then.
     """
     trained = [p for p in parameters if p.requires_grad]
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    buckets = deal(trained) if joined else [[p] for p in trained]
+        parameter.grad *= 1 / dist.get_world_size(group)
+    add_up([p.grad for p in trained], group, joined)
+
+
+@torch.no_grad()
+def add_up(
+    gradients: Iterable[torch.Tensor], group: dist.ProcessGroup, joined: bool = False
+) -> None:
+    """Make each of `gradients` its sum over `group`, in place.
+
+    One message for each, all under way at once. joined: one for each dtype instead, in which the
+    gradients stand side by side, as a copy.
+    """
     sums = []
-    for bucket in buckets:
-        gradients = [p.grad for p in bucket]
-        flat = torch.cat([g.flatten() for g in gradients]) if joined else gradients[0]
-        flat *= 1 / dist.get_world_size(group)
-        sums.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for gradients, flat, work in sums:
+    for bucket in deal(gradients) if joined else [[g] for g in gradients]:
+        flat = torch.cat([g.flatten() for g in bucket]) if joined else bucket[0]
+        sums.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    for bucket, flat, work in sums:
         work.wait()
         if joined:
-            for gradient, average in zip(
-                gradients, flat.split([g.numel() for g in gradients]), strict=True
-            ):
-                gradient.copy_(average.view_as(gradient))
+            totals = flat.split([g.numel() for g in bucket])
+            for gradient, total in zip(bucket, totals, strict=True):
+                gradient.copy_(total.view_as(gradient))
 
 
 def in_backward() -> bool:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardlab.buckets import add_up
 from shardlab.ranks import check_group
 from shardlab.ranks.p2p import carrier
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
@@ -175,7 +176,6 @@ def seen_partly(model: nn.Module) -> list[nn.Parameter]:
     return list(found)
 
 
-@torch.no_grad()
 def sum_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """After backward: add up, over the ranks, the gradients of what saw its own rank's tokens.
 
@@ -185,11 +185,5 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """
     _, ranks = check_group(group)
     gradients = [p.grad for p in seen_partly(model) if p.grad is not None]
-    if ranks == 1:
-        return
-    for dtype in sorted({g.dtype for g in gradients}, key=str):
-        members = [g for g in gradients if g.dtype == dtype]
-        flat = torch.cat([g.flatten() for g in members])
-        dist.all_reduce(flat, group=group)
-        for gradient, total in zip(members, flat.split([g.numel() for g in members]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+    if ranks > 1:
+        add_up(gradients, group, joined=True)

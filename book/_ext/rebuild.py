@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from code_pages import sources
+from search import SYNONYMS
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
@@ -25,7 +26,7 @@ def notice(
         Path(app.builder.get_outfilename(docname)).unlink(missing_ok=True)
     root = Path(app.srcdir)
     static = sorted(path for path in (root / "book/static").rglob("*") if path.is_file())
-    now = _hash([*(root / path for path in sources(root)), *static])
+    now = _hash([*(root / path for path in sources(root)), *static, SYNONYMS])
     before = getattr(env, "other_files", now)
     env.other_files = now
     return [app.config.root_doc] if now != before else []

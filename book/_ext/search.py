@@ -85,7 +85,8 @@ def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def search_page(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The page that searches."""
+    """The page that searches, and what it searches; only a build that writes pages asks for it."""
+    write_index(app)
     body = _PAGE.format(index=f"_static/{INDEX}", script="_static/search.js")
     yield "search", {"title": "Search", "body": body}, "page.html"
 
@@ -96,10 +97,8 @@ def without_sphinxs(app: Sphinx) -> None:
         app.builder.search = False
 
 
-def write_index(app: Sphinx, exception: Exception | None) -> None:
+def write_index(app: Sphinx) -> None:
     """Write the entries, in the book's order: page's title, section's title, address, prose."""
-    if exception or app.builder.format != "html":
-        return
     env, root = app.env, Path(app.srcdir)
     entries = [
         [env.titles[docname].astext(), title, f"{app.builder.get_target_uri(docname)}#{at}", prose]
@@ -112,7 +111,9 @@ def write_index(app: Sphinx, exception: Exception | None) -> None:
         entries.append([path.removeprefix("code/"), name, where, None])
     groups = yaml.safe_load(SYNONYMS.read_text("utf-8"))
     text = json.dumps({"entries": entries, "synonyms": groups}, ensure_ascii=False)
-    Path(app.outdir, "_static", INDEX).write_text(f"window.SECTIONS = {text};\n", "utf-8")
+    index = Path(app.outdir, "_static", INDEX)
+    index.parent.mkdir(exist_ok=True)
+    index.write_text(f"window.SECTIONS = {text};\n", "utf-8")
 
 
 def setup(app: Sphinx) -> None:
@@ -121,4 +122,3 @@ def setup(app: Sphinx) -> None:
     app.connect("env-purge-doc", forget)
     app.connect("builder-inited", without_sphinxs)
     app.connect("html-collect-pages", search_page)
-    app.connect("build-finished", write_index)

@@ -4,8 +4,8 @@ At the build's end, on the finished pages:
 
 - The styles that all pages share become one file, without the rules that nothing here can need and
   with the dozen icons that are shown. Their scripts become one file, too, which waits for the page.
-- Mathematics is loaded when it is to be seen;
-  the buttons that copy code when the reader first does something.
+- Mathematics is loaded when it is to be seen; the buttons that copy code when the reader first does
+  something.
 - Listings and drawings lose what does not show (`slim_svg`).
 - The page knows at once whether it is light or dark, and is not painted twice.
 - What the theme forgets for readers who hear a page is put right (`accessible`).
@@ -33,7 +33,6 @@ MODEL = "genindex.html"  # every build writes it; it loads what every page does,
 DONE = "_static/site.css"
 _DONE = re.compile(rf'<link rel="stylesheet" href="[^"]*{re.escape(DONE)}\?')
 SMALL = 10_000  # bytes of a script that need be no task of its own
-_SEARCH = ("searchtools.js", "language_data.js", "searchindex.js")  # Sphinx's own: see search.py
 _COPY = ("clipboard.min.js", "copybutton.js")
 _MATHS = "mathjax/tex-chtml.js"
 _ICONS = "fontawesome.js"  # half a megabyte of icons as a script: the pages use the font
@@ -119,7 +118,7 @@ def shared(site: Path) -> Shared:
     scripts, large = [], []
     for attributes, code in _SCRIPT.findall(model):
         name = address(attributes)
-        apart = name.endswith((*_SEARCH, _MATHS, _ICONS)) or "data-cfasync" in attributes
+        apart = name.endswith((_MATHS, _ICONS)) or "data-cfasync" in attributes
         if apart or "pagename" in code:
             continue
         waits = name and "defer" in attributes and (site / name).stat().st_size > SMALL
@@ -169,7 +168,7 @@ def head(page: str, common: Shared, stamps: dict[str, str]) -> str:
     def script(match: re.Match[str]) -> str:
         attributes, code = match.groups()
         name = address(attributes)
-        if name.endswith((_MATHS, _ICONS, *_SEARCH)) or code.startswith("window.MathJax"):
+        if name.endswith((_MATHS, _ICONS)) or code.startswith("window.MathJax"):
             return ""
         if name in common.scripts or name in common.large:
             return ""

@@ -15,15 +15,14 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+
+from shardlab.record import read
+from shardlab.record.reading import Part, parts
 
 # How fast one reads: prose with formulas and pictures, and code that one wants to understand.
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20
-_CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(.*?)^```", re.M | re.S)
-_APART = re.compile(
-    r"^```\{(exercise|solution)-start\}.*?^```\{\1-end\}\n```|^---\n.*?^---\n", re.M | re.S
-)
-_TAGS = re.compile(r"^:tags: \[(.*?)\]", re.M)
 _TIME = re.compile(r"^It takes about (\d+) minutes to read", re.M)
 _MADE = {"rows", "head", "caption", "cells"}  # by the lessons' custom: parts of a table
 _SHOWS = {"show.table", "show.figure"}
@@ -43,23 +42,24 @@ class Cell:
         return bool(self.tags & {"hide-input", "hide-cell"})
 
 
+@lru_cache
+def outside(text: str) -> list[Part]:
+    """The parts of a lesson that are in no exercise and no solution."""
+    return [part for part in parts(read(text)) if part.place in ("lesson", "between")]
+
+
 def cells(text: str) -> list[Cell]:
     """The code cells of a lesson outside its exercises and solutions."""
-    found = []
-    for body in _CELL.findall(_APART.sub("", text)):
-        tags = _TAGS.search(body)
-        names = frozenset(tags[1].replace(" ", "").split(",")) if tags else frozenset()
-        code = [line for line in body.splitlines() if not re.match(r":\w+: ", line)]
-        found.append(Cell("\n".join(code).strip("\n"), names))
-    return found
+    code = [part for part in outside(text) if part.kind == "code"]
+    return [Cell(part.text, frozenset(part.cell.metadata.get("tags", []))) for part in code]
 
 
 def words(text: str) -> int:
     """Words of prose outside of code and exercises; of a link its text, of a picture its words."""
-    text = _CELL.sub("", _APART.sub("", text))
-    text = re.sub(r"^:{3,}.*$|^`{3,}.*$|^:\w+:.*$", "", text, flags=re.M)
-    text = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text)
-    return len(re.sub(r"\]\([^)]*\)", "]", text).split())
+    prose = "\n\n".join(part.text for part in outside(text) if part.kind != "code")
+    prose = re.sub(r"^:{3,}.*$|^`{3,}.*$|^:\w+:.*$", "", prose, flags=re.M)
+    prose = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", prose)
+    return len(re.sub(r"\]\([^)]*\)", "]", prose).split())
 
 
 def stated_minutes(text: str) -> int | None:

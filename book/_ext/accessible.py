@@ -44,6 +44,8 @@ REPAIRS = [
 COLUMNS = 4  # more of them do not fit on a phone: there each row becomes a list (course.css)
 _TABLE = re.compile(r'<table class="((?:docutils|table)\b[^"]*)"[^>]*>.*?</table>', re.DOTALL)
 _HEAD = re.compile(r"<thead>.*?</thead>", re.DOTALL)
+_CODE = re.compile(r'(?<=<span class="pre">)[^<]+')
+_BREAK = re.compile(r"(?<=[_.(])(?=\w)|(?<=[a-z])(?=[A-Z])")  # where a long name may be broken
 _CELL = re.compile(r"<(t[hd])\b([^>]*)>(.*?)</\1>", re.DOTALL)
 
 
@@ -55,8 +57,12 @@ def repaired(text: str) -> str:
 
 
 def _narrow(match: re.Match[str]) -> str:
-    """A table of many columns whose cells know their column's head, for screens that are narrow."""
-    table, head = match[0], _HEAD.search(match[0])
+    """A table for narrow screens.
+
+    Its long names break where words meet; in one of many columns each cell knows its column's head.
+    """
+    table = _CODE.sub(lambda code: _BREAK.sub("<wbr>", code[0]), match[0])
+    head = _HEAD.search(table)
     if head is None or "data-head" in table:
         return table
     names = [re.sub(r"<[^>]+>", "", cell[3]).strip() for cell in _CELL.finditer(head[0])]

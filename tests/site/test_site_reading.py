@@ -47,6 +47,14 @@ def test_a_table_of_many_columns_is_a_list_on_a_phone(visit):
     assert cell.evaluate("(one) => getComputedStyle(one, '::before').content.length > 2")
 
 
+def test_names_in_a_table_break_between_words_on_a_phone(visit):
+    page = visit("lessons/deepspeed_engine.html", width=390).page
+    name = page.locator("td code", has_text="train_micro_batch_size_per_gpu").first
+    lines = name.evaluate("(one) => one.getClientRects().length")
+    assert lines <= 6  # one a word at most
+    assert name.inner_text() == "train_micro_batch_size_per_gpu"  # to be copied
+
+
 def test_code_is_nearly_as_large_as_prose_and_no_line_is_cut(visit):
     for width, least in ((1280, 13), (1440, 15)):
         page = visit(LESSON, width=width).page

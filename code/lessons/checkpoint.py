@@ -178,7 +178,7 @@ show.table(rows, head)
 #
 # Gradients and activations are not in the list: the next step computes them anew.
 #
-# ## The picture
+# ## Every rank writes its shards
 #
 # A model with its optimizer can be larger than any one machine's memory. So nothing is gathered: each rank writes the shards that it holds, and an index says which piece of which tensor stands where.
 # Whoever loads computes from the index what to read.
@@ -415,7 +415,7 @@ rows = [
 show.table(rows, ["accident, two ranks", "plain", "Checkpoints"])
 
 # %% [markdown]
-# The delay is measured [below](#in-the-background).
+# The delay is measured [below](#saving-in-the-background).
 # The plain version also knows nothing of schedules, random state, tensors that are cut in two directions, and models with other names.
 #
 # ## The core: a training run under names
@@ -498,7 +498,7 @@ show.table(rows, head, caption="Resumed, beside the run without a stop")
 #
 # ## Nothing is lost
 #
-# ### One rename
+# ### One rename makes a save complete
 #
 # A save takes seconds or minutes, and a job can die in it.
 # So a save never touches the last checkpoint.
@@ -584,7 +584,7 @@ show.table(rows, [*head, "unfinished saves left"])
 # What a kill does not test is a power cut: only `fsync` helps there, and only as far as the disk tells the truth.
 # And it needs a file system with atomic renames. Object stores have none; there, write a small file last that says what is complete.
 #
-# ### Damaged
+# ### Damaged files are refused
 #
 # The last file in the folder is a manifest: sizes and checksums of all others, and what the run was.
 # This is one, with the first of its files and tensors.
@@ -652,7 +652,7 @@ attempt(FOLDER / "good", nn.Linear(64, 65))
 # %% [markdown]
 # CRC-32 finds damage. It does not stop somebody who changes a file and its checksum: for that, sign the manifest, or do not load strangers' checkpoints.
 #
-# ## In the background
+# ## Saving in the background
 #
 # While the ranks write, GPUs wait.
 # They do not have to: the state can be copied in memory, which is fast, and a thread writes the copy while training goes on.
@@ -722,7 +722,7 @@ show.table(rows, ["save", "training held up (s)", "ratio", "the checkpoint holds
 #
 # ## What it costs
 #
-# ### Bytes
+# ### Bytes written
 #
 # In float32 with AdamW a checkpoint holds 12 bytes per parameter: the weight, and two averages.
 # Beside the prediction stand the files of real saves, on one, two and four ranks.

@@ -166,7 +166,7 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 #
 # The plain ring is as fast and sends as much as the module's. What it leaves out: a number of elements that $N$ does not divide, and the two halves as calls of their own, which later lessons are built on.
 #
-# ## Who is who
+# ## Ranks, groups, and who is who
 #
 # A *rank* is a process: it has its own memory, its own Python, its own copy of the program.
 # Ranks share nothing. What one knows, another learns only through a message.
@@ -420,7 +420,7 @@ show.source(collectives.all_to_all)
 
 
 # %% [markdown]
-# ## Compared with torch.distributed
+# ## The same results as torch.distributed
 #
 # Do ours compute what `torch.distributed` computes?
 # We compare on 1 to 4 ranks, with seven random numbers per rank, which two, three and four do not divide.
@@ -937,7 +937,7 @@ show.table(rows, ["ranks", *head, "crossing (MB)"])
 # *algbw* is $S$ divided by the seconds.
 # *busbw* multiplies it by $2(N-1)/N$ for an all-reduce, so that it can be compared with what the link is sold for, whatever $N$ is {cite}`nvidia2026nccltests`.
 #
-# ## The library beside ours
+# ## The time of gloo beside ours
 #
 # In your own code you call `torch.distributed`, not this module.
 # How much faster is it?

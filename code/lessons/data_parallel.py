@@ -730,7 +730,7 @@ show.figure(
 # With a growing batch every rank computes as long as before, and the wire stays hidden behind backward.
 # This is why data-parallel jobs train with large batches; how large a batch may be before the model learns less per sample is another question {cite}`goyal2017imagenet`.
 #
-# ## The production library
+# ## PyTorch's DistributedDataParallel beside ours
 #
 # `torch.nn.parallel.DistributedDataParallel` is used in the same way, and does the same three steps in C++.
 #

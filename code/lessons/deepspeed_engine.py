@@ -163,7 +163,7 @@ print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 # What the plain script leaves out: it moves nothing to a GPU, accumulates nothing, and believes every line of its dictionary, misspelt ones too.
 # Left to itself DeepSpeed also compiles a C++ extension when it first joins a process group on a CPU, and needs a compiler for it; `de.prepare()` imports it without.
 #
-# ## The picture
+# ## What the engine puts around a model
 #
 # What does the engine put around your model?
 # It owns three moments of a step, and every state that lives longer than a step.
@@ -366,7 +366,7 @@ show.table(
 # `reduce_bucket_size` counts numbers, and by default it is $5\cdot10^8$. So the buffer takes
 #
 # $$
-# \text{bytes} = \texttt{reduce\_bucket\_size} \times \text{bytes of the type that is reduced} \times (2 \text{ with } \texttt{overlap\_comm})
+# \text{bytes} = \texttt{reduce_bucket_size} \times \text{bytes of the type that is reduced} \times (2 \text{ with } \texttt{overlap_comm})
 # $$
 #
 # In stages 1 and 2 overlap is off unless you ask for it; with it one bucket fills while the other is sent. Stage 3 has one bucket in either case.
@@ -919,7 +919,7 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# ### No compiler
+# ### A machine without a compiler
 #
 # Name DeepSpeed's own optimizer in the configuration, and it compiles C++ the first time: with offload `DeepSpeedCPUAdam`, otherwise a fused Adam. Without a compiler you read
 #

@@ -105,7 +105,7 @@ else:
 
 
 # %% [markdown]
-# ## The picture
+# ## Three cuts in a picture
 #
 # There are three dimensions, $M$, $N$ and $K$, and you can cut along any of them.
 #
@@ -423,7 +423,7 @@ show.table(rows, ["way", *head])
 # ## What it costs
 #
 # (gemm-bytes)=
-# ### Bytes
+# ### Bytes sent
 #
 # With $S_C = MN \cdot$ itemsize, and by the formulas of [Collectives](collectives.md), a rank sends
 #
@@ -781,7 +781,7 @@ show.table(rows, head)
 # By columns it depends on the device. A GPU has fewer tiles to deal out; a processor's core may even gain, because its part of $B$ fits into a cache.
 # `````
 #
-# ## The library beside ours
+# ## PyTorch's DTensor beside ours
 #
 # PyTorch's `DTensor` is a tensor that knows how it is cut. You multiply two of them with `@`, and it works out what the result is.
 # These are its names for our ways; the table says when it sends.

@@ -84,7 +84,7 @@ def off(measured, predicted):
 
 
 # %% [markdown]
-# ## What there is
+# ## What this machine has
 #
 # First the machine that executed this page. Its memory is the number that everything below is compared with.
 
@@ -156,7 +156,7 @@ print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
 # On a CPU there is a second way to run out. Linux promises more memory than it has, and when the promise comes due, it ends the process.
 # Then there is no error and no traceback, just `Killed` and exit status 137, which is 128 + 9: signal 9. The kernel's log (`dmesg`) names the process.
 #
-# ## The picture
+# ## What is held when
 #
 # What is held, and when? Five kinds of bytes share a training step, and they come and go at different times.
 #
@@ -166,7 +166,7 @@ print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
 # - *Activations*: what forward keeps because backward will need it. They follow from the shape, the batch and the sequence.
 # - *Temporary* tensors: what a single operation needs besides. They follow from whatever is largest at that moment, and for a language model that is the logits.
 #
-# ## The plain count
+# ## A plain count of a step's bytes
 #
 # All of it can be counted in the plainest way.
 # Weights, gradients and moments are tensors that a model and its optimizer name.
@@ -218,23 +218,11 @@ counters = count.states(model, optimizer)["counters"]
 given = count.bytes_of((tokens, targets))
 assert weights + gradients + moments + counters + given == named
 assert kept == activations + 4  # the loss itself
-rows = [
-    (
-        "weights, gradients, moments",
-        weights + gradients + moments,
-        named - counters - given,
-    ),
-    ("activations", activations, kept),
-    (
-        "together, and the most at one moment",
-        named - counters - given + activations,
-        most,
-    ),
-]
-rows = [(name, f"{a:,}", f"{b:,}", off(b, a)) for name, a, b in rows]
 assert 1.05 < most / (named + activations) < 1.2
-head = ["part", "plain count (bytes)", "held by a step (bytes)", "difference (%)"]
-show.table(rows, head)
+counted = weights + gradients + moments
+print(f"weights, gradients, moments: {counted:,} bytes, as the step holds")
+print(f"activations: {activations:,} bytes, as the step keeps (beside 4 of the loss)")
+print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 
 # %% [markdown]
 # The parts are right to the byte, and yet the peak is another number: the plain count knows no moments.
@@ -287,27 +275,17 @@ def mixed():
 
 
 # %% tags=["hide-input"]
-# Table: states of both recipes, predicted and measured to the byte
-P, rows = memory.parameter_count(SHAPE), []
+# Holds the states of both recipes against the prediction, to the byte
+P = memory.parameter_count(SHAPE)
 for precision, recipe in (("fp32", float32), ("bf16", mixed)):
     found, master = recipe()
-    want = memory.states(P, precision=precision)
     found["optimizer"] += master
-    for part in ("parameters", "gradients", "optimizer"):
-        predicted, measured = getattr(want, part), found[part]
-        assert measured == predicted  # to the byte
-        rows.append(
-            (
-                precision,
-                part,
-                f"{predicted:,}",
-                f"{measured:,}",
-                off(measured, predicted),
-            )
-        )
-    assert want.total == 16 * P
-head = ["recipe", "part", "predicted (bytes)", "measured (bytes)", "difference (%)"]
-show.table(rows, head, caption=f"{P:,} parameters")
+    want = memory.states(P, precision=precision)
+    held = [found[part] for part in parts[:3]]
+    assert held == [getattr(want, part) for part in parts[:3]]
+    assert sum(held) == want.total == 16 * P
+    each = " + ".join(f"{size:,}" for size in held)
+    print(f"{precision}: {each} = {sum(held):,} bytes, as predicted: 16 x {P:,}")
 
 # %% [markdown]
 # Beside these, AdamW keeps a counter of steps, four bytes for each *tensor*: 67 tensors, 268 bytes.
@@ -321,7 +299,7 @@ show.table(rows, head, caption=f"{P:,} parameters")
 # ````{admonition} Checked: "training needs about twice the memory of the weights"
 # :class: checked
 #
-# With AdamW the states are *eight* times a bfloat16 file of the weights, and four times a float32 one: the table above. Twice is right for SGD in one precision without momentum, before the first activation.
+# With AdamW the states are *eight* times a bfloat16 file of the weights, and four times a float32 one: 16 bytes beside 2, and beside 4. Twice is right for SGD in one precision without momentum, before the first activation.
 # ````
 #
 # Others print other numbers for the same thing, and each is right about its own recipe.
@@ -329,21 +307,13 @@ show.table(rows, head, caption=f"{P:,} parameters")
 # Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
 
 # %% tags=["hide-input"]
-# Table: bytes of a parameter as others print them, and by our recipes
+# Holds these published numbers against the recipes of shardlab.memory
 wide = "bf16-fp32-gradients"
-rows = [
-    ("ZeRO paper, mixed precision", "16", memory.bytes_per_parameter("bf16")),
-    ("Hugging Face, gradients in float32", "18", memory.bytes_per_parameter(wide)),
-    ("Megatron, the same", "18", memory.megatron_bytes(wide, 1, distributed=False)),
-    (
-        "Megatron, gradients twice",
-        "20",
-        memory.megatron_bytes("fp16", 1, distributed=False),
-    ),
-]
-for _, printed, ours in rows:
-    assert float(printed) == ours
-show.table(rows, ["whose recipe", "printed (bytes per parameter)", "shardlab.memory's"])
+assert memory.bytes_per_parameter("bf16") == 16  # ZeRO's paper
+assert memory.bytes_per_parameter(wide) == 18  # Hugging Face
+assert memory.megatron_bytes(wide, 1, distributed=False) == 18
+assert memory.megatron_bytes("fp16", 1, distributed=False) == 20
+print("16, 18, 18 and 20 bytes a parameter: shardlab.memory counts the same")
 
 # %% [markdown]
 # ````{admonition} Checked: "GB and GiB are the same thing"
@@ -698,7 +668,7 @@ assert all(map(torch.equal, kept, again))
 # %% [markdown]
 # *Selective* recomputation recomputes attention alone, which was most of the memory and little of the arithmetic when its matrix was kept: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels do exactly that by themselves.
 #
-# ## The same without the hardware
+# ## Many GPUs, simulated on fake tensors
 #
 # How would Llama 3 8B do on 8 GPUs, or on 64, if each kept only its share of the states? (How that works is the lesson [ZeRO](zero.md).)
 # No such machine is needed to find out. `count.pretended_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data, in a process group whose other ranks do not exist, and counts.
@@ -733,7 +703,7 @@ show.table(
 # %% [markdown]
 # Eight times as many GPUs take an eighth of the states, and the activations do not move: from some point on, more GPUs of this kind save nothing.
 #
-# ## What others count
+# ## What other tools count
 #
 # PyTorch brings a tool for this, `MemTracker`. It should agree with `count.held`, and it also says what kind of bytes stood at the peak.
 
@@ -751,11 +721,12 @@ with tracker:
 kinds = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
 
 # %% tags=["hide-input"]
-# Table: what MemTracker found at the peak, beside our own count
-rows = [(str(kind).split(".")[-1], f"{size:,}") for kind, size in kinds.items() if size]
-rows.append(("count.held", f"{ours:,}"))
+# Holds MemTracker's peak against our own count
 assert kinds["Total"] == ours
-show.table(rows, ["MemTracker's name", "at the peak (bytes)"])
+for kind, size in kinds.items():
+    if size:
+        print(f"{str(kind).split('.')[-1]}: {size:,} bytes")
+print(f"count.held: {ours:,} bytes")
 
 # %% [markdown]
 # Equal to the byte. `TEMP` is two tensors of the logits' size, which no formula for layers knows.

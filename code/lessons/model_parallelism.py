@@ -866,7 +866,7 @@ show.table(
 # [ZeRO](zero.md) builds all stages, and shows FSDP2, PyTorch's stage 3.
 #
 # (mp-together)=
-# ## Side by side
+# ## The four side by side
 #
 # One GPT, one batch, four ranks.
 # Every technique trained the model of one process; here is what each of them held and sent.

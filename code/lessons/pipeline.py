@@ -656,7 +656,7 @@ show.table(rows, head)
 # ## Bit for bit what one process computes
 #
 # One process goes through the same micro-batches one after another, and adds their gradients up. The pipeline must compute the same, whatever the schedule.
-# The cell trains for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; four of six sequences are uneven.
+# The cell trains for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; six sequences do not divide into four.
 
 # %% tags=["hide-input"]
 # Holds all schedules against one process over five steps

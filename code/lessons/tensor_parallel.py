@@ -310,7 +310,7 @@ print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
 #
 # What the plain version leaves out: it copies each tensor before it adds up; it works in the world of all ranks and not in a group; it has no bias; and in backward everything waits for the sum of $X$'s gradient, which [need not be](#hide-backwards-half).
 #
-# ### The other orders
+# ### The other orders of cuts
 #
 # Each matrix can be cut both ways, so there are four orders. All can be made right. What do they send?
 # Two things decide. After a cut by rows every rank has a summand, and *GELU of a sum is not the sum of GELUs*: it has to be added up first, while it is four times as wide.
@@ -1062,7 +1062,7 @@ print(
 # In torch 2.13 it is a pass of the compiler for CUDA (`torch._inductor.config._micro_pipeline_tp`, off by default). Our `parallelize` does without.
 #
 # (tp-node)=
-# ### How far: one fast domain
+# ### How far to cut: one fast domain
 #
 # Bandwidth decides how large $t$ may be. For one token a block computes about $24h^2$ floating-point operations forward, divided by $t$, and sends $2 \cdot 2\frac{t-1}{t}h$ elements.
 # The ratio of waiting to computing, where nothing is hidden, is
@@ -1095,7 +1095,7 @@ show.table(
 # Beyond, cut by layers ([Pipeline parallelism](pipeline.md)), and copy ([Data parallelism](data_parallel.md)).
 #
 # (tp-dtensor)=
-# ## The production library
+# ## PyTorch's parallelize_module beside ours
 #
 # `parallelize_module` takes a plan: a name, or a pattern, and how that module is cut. Weights become `DTensor`s, tensors that know how they are dealt out, and each operation on them asks what has to be sent.
 # The plan says what [`cut_attention` and `cut_ffn`](#attention-heads-take-the-place-of-columns) do, with `PrepareModuleInput` in the place of an entrance:

@@ -33,6 +33,7 @@ MODEL = "genindex.html"  # every build writes it; it loads what every page does,
 DONE = "_static/site.css"
 _DONE = re.compile(rf'<link rel="stylesheet" href="[^"]*{re.escape(DONE)}\?')
 SMALL = 10_000  # bytes of a script that need be no task of its own
+_SEARCH = ("searchtools.js", "language_data.js", "searchindex.js")  # the theme still names them
 _COPY = ("clipboard.min.js", "copybutton.js")
 _MATHS = "mathjax/tex-chtml.js"
 _ICONS = "fontawesome.js"  # half a megabyte of icons as a script: the pages use the font
@@ -118,7 +119,7 @@ def shared(site: Path) -> Shared:
     scripts, large = [], []
     for attributes, code in _SCRIPT.findall(model):
         name = address(attributes)
-        apart = name.endswith((_MATHS, _ICONS)) or "data-cfasync" in attributes
+        apart = name.endswith((*_SEARCH, _MATHS, _ICONS)) or "data-cfasync" in attributes
         if apart or "pagename" in code:
             continue
         waits = name and "defer" in attributes and (site / name).stat().st_size > SMALL
@@ -168,7 +169,7 @@ def head(page: str, common: Shared, stamps: dict[str, str]) -> str:
     def script(match: re.Match[str]) -> str:
         attributes, code = match.groups()
         name = address(attributes)
-        if name.endswith((_MATHS, _ICONS)) or code.startswith("window.MathJax"):
+        if name.endswith((*_SEARCH, _MATHS, _ICONS)) or code.startswith("window.MathJax"):
             return ""
         if name in common.scripts or name in common.large:
             return ""

@@ -765,7 +765,7 @@ show.table(rows, [*head, "pieces", "more bytes per piece"])
 # Numbers of that size by recipe and rank are in [Memory](memory.md): a checkpoint is its parameters and optimizer states, without gradients.
 # Mixed precision does not make it smaller: the 32-bit copies of the weights are what has to be kept.
 #
-# ### How often
+# ### How often to save
 #
 # Let a save hold training up for $\delta$ seconds, and let failures come every $M$ seconds on average.
 # Saving every $\tau$ seconds costs $\delta/\tau$ of the time, and a failure loses half an interval, $\tau/2M$. The sum is smallest at

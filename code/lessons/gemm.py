@@ -432,7 +432,7 @@ show.table(rows, ["way", *head])
 # - on a grid of $p \times q$: what it receives is $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
 #
 # Our reduce-scatter is an `all_to_all_single` and a sum in the order of the ranks, which moves as much, and has the same bits each time.
-# The table holds the formulas against two witnesses: each operation's bytes, counted, which have to be exact, and what the loopback interface transmitted, headers included.
+# The table holds the formulas against two counts: each operation's bytes, counted, which have to be exact, and what the loopback interface transmitted, headers included.
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes sent, predicted, counted, and seen on the interface

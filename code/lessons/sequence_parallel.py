@@ -713,7 +713,7 @@ print(ranks.run(refused, 4, device="cpu")[0])
 # | **against** | norms' gradients need a sum that is easy to forget |
 #
 # It divides activations and nothing else: what a rank holds of weights and optimizer states is as with tensor parallelism alone.
-# And it ends where tensor parallelism ends, at eight ranks or so. A context that is too long for these goes on to [Context parallelism](context_parallel.md), which cuts the tokens inside attention as well. The two multiply: with $t = 8$ in a machine and 16 machines along the context, a rank has $s/128$ tokens between the cut matrices.
+# And it ends where tensor parallelism ends, at the edge of what the fast wires reach: eight GPUs in most machines. A context that is too long for these goes on to [Context parallelism](context_parallel.md), which cuts the tokens inside attention as well. The two multiply: with $t = 8$ in a machine and 16 machines along the context, a rank has $s/128$ tokens between the cut matrices.
 #
 # In a real job you see that it is set up right when the first loss and the first gradient norm equal those of one process on the same tokens, when activations fall with $1/t$ and not by half, and when norms have the same bits on all ranks.
 #

@@ -165,8 +165,7 @@ print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 #
 # ## What the engine puts around a model
 #
-# What does the engine put around your model?
-# It owns three moments of a step, and every state that lives longer than a step.
+# The engine owns three moments of a step, and every state that lives longer than a step.
 #
 # ![Three columns, one per call. engine(tokens): stage 3 gathers each layer's parameters, computes and frees them. engine.backward(loss): divides by the accumulation, averages the gradients over the ranks, or reduce-scatters them. engine.step(): at the last micro-batch clips, steps and makes the new weights known; before that it only counts. Below, where each state lives: parameters, gradients and optimizer states are whole on every rank at stage 0; stage 1 cuts the optimizer, stage 2 the gradients, stage 3 the parameters; offload moves what is cut to the host.](../figures/deepspeed_engine_wraps.svg)
 #

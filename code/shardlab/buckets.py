@@ -64,22 +64,26 @@ def average_gradients(
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad *= 1 / dist.get_world_size(group)
-    add_up([p.grad for p in trained], group, joined)
+    add_up([p.grad for p in trained], group, joined, scale=1 / dist.get_world_size(group))
 
 
 @torch.no_grad()
 def add_up(
-    gradients: Iterable[torch.Tensor], group: dist.ProcessGroup, joined: bool = False
+    gradients: Iterable[torch.Tensor],
+    group: dist.ProcessGroup,
+    joined: bool = False,
+    scale: float = 1.0,
 ) -> None:
-    """Make each of `gradients` its sum over `group`, in place.
+    """Make each of `gradients`, times `scale`, its sum over `group`, in place.
 
     One message for each, all under way at once. joined: one for each dtype instead, in which the
-    gradients stand side by side, as a copy.
+    gradients stand side by side, as a copy, and are scaled by one kernel.
     """
     sums = []
     for bucket in deal(gradients) if joined else [[g] for g in gradients]:
         flat = torch.cat([g.flatten() for g in bucket]) if joined else bucket[0]
+        if scale != 1.0:
+            flat *= scale
         sums.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
     for bucket, flat, work in sums:
         work.wait()

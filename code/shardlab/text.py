@@ -8,6 +8,7 @@ own or a data set of the Hugging Face hub by name works too.
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,62 +26,90 @@ def corpus(source: str | Path = STDLIB, limit: int = 4_000_000) -> torch.Tensor:
     source: "stdlib"; a path to a text file; or "hf:NAME" for a Hugging Face data set with a column
     `text` (needs the package `datasets`, and a network on first use).
     """
+    return _tensor(_documents(str(source), limit))
+
+
+@lru_cache(maxsize=4)
+def parts(
+    source: str | Path = STDLIB, limit: int = 4_000_000
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same text in three parts, to train, to validate and to test: uint8, each of [tokens].
+
+    Every tenth file of the standard library (or row of a data set) is for validation, and every
+    tenth for testing: windows cut from one file share names and phrases, and are not independent.
+    A single file is cut into 80, 10 and 10 %.
+    """
+    documents = _documents(str(source), limit)
+    if len(documents) < 10:
+        whole = _tensor(documents)
+        return whole.tensor_split([len(whole) * 8 // 10, len(whole) * 9 // 10])
+    own = {4: 1, 9: 2}  # the last digit of a document's number -> which part gets it
+    dealt: tuple[list[bytes], ...] = ([], [], [])
+    for number, document in enumerate(documents):
+        dealt[own.get(number % 10, 0)].append(document)
+    return tuple(map(_tensor, dealt))
+
+
+def _tensor(documents: list[bytes]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)
+
+
+def _documents(name: str, limit: int) -> list[bytes]:
+    """Files or rows of `name`, `limit` bytes in all."""
     if limit < 1:
         raise ValueError(f"limit={limit}: allowed is a number of bytes above 0")
-    name = str(source)
     if name == STDLIB:
-        data = _stdlib(limit)
+        found = _stdlib()
     elif name.startswith("hf:"):
-        data = _hugging_face(name[3:], limit)
+        found = _hugging_face(name[3:])
     elif Path(name).is_file():
-        with open(name, "rb") as file:
-            data = file.read(limit)
+        found = iter([Path(name).open("rb").read(limit)])
     else:
         raise ValueError(
             f"source={name!r}: allowed are {STDLIB!r}, the path of a text file, and 'hf:NAME'"
         )
-    if not data:
+    documents, left = [], limit
+    for document in found:
+        documents.append(document[:left])
+        left -= len(document)
+        if left <= 0:
+            break
+    if not any(documents):
         raise ValueError(f"source={name!r} is empty")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return documents
 
 
-def _stdlib(limit: int) -> bytes:
+def _stdlib() -> Iterator[bytes]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    data = bytearray()
     # Top-level modules alone: distributions leave out test suites and packages, hardly ever these.
     for path in sorted(folder.glob("*.py")):
-        if path.name.startswith("_"):
-            continue  # generated ones among them, which hold this machine's paths
-        data += path.read_bytes()
-        if len(data) >= limit:
-            break
-    return bytes(data[:limit])
+        if not path.name.startswith("_"):  # generated ones among them, with this machine's paths
+            yield path.read_bytes()
 
 
-def _hugging_face(name: str, limit: int) -> bytes:
+def _hugging_face(name: str) -> Iterator[bytes]:
     try:
         from datasets import load_dataset
     except ImportError:
         raise ValueError(
             f"source='hf:{name}' needs the package `datasets`: pip install datasets"
         ) from None
-    data = bytearray()
     for row in load_dataset(name, split="train", streaming=True):
-        data += row["text"].encode() + b"\n"
-        if len(data) >= limit:
-            break
-    return bytes(data[:limit])
+        yield row["text"].encode() + b"\n"
 
 
 class Windows(Dataset):
     """Windows of `seq` tokens, each with the same window one token later as its target.
 
     Item i is (tokens_S, targets_S), both int64 of shape [seq]. `stride` is the distance between
-    the starts of two windows; by default they touch and do not overlap.
+    the starts of two windows; by default they touch and do not overlap. source: see `corpus`, or
+    a tensor of tokens, such as one of `parts`.
     """
 
-    def __init__(self, seq: int, source: str | Path = STDLIB, stride: int | None = None):
-        self.data = corpus(source)
+    def __init__(
+        self, seq: int, source: str | Path | torch.Tensor = STDLIB, stride: int | None = None
+    ):
+        self.data = source if isinstance(source, torch.Tensor) else corpus(source)
         self.seq = seq
         self.stride = seq if stride is None else stride
         if not 1 <= seq < len(self.data):

@@ -1,0 +1,14 @@
+"""From one training script to many nodes.
+
+`core` is the source of the script in all its steps, which `script` derives from it; the last one is
+`code/train.py`, for readers to take home. What that one imports stands beside it: `spread`, one
+model in six strategies; `job`, its start, stop and log; `options`; `scaler`, fp16's loss scaler.
+"""
+
+from pathlib import Path
+
+from shardlab.show.growing import Growing
+
+__all__ = ["script"]
+
+script = Growing(Path(__file__).with_name("core.py"))

@@ -1,0 +1,124 @@
+"""The options of the take-home script. What is not allowed is said before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardlab.arguments import check_number, check_whole
+from shardlab.shapes import PRESETS
+from shardlab.text import Windows, parts
+
+from . import job, spread
+
+WORDS = {
+    "preset": "shape of the model: " + ", ".join(PRESETS),
+    "source": "text: stdlib, a file, or hf:NAME",
+    "steps": "optimizer steps in all, those before a stop included",
+    "batch": "sequences of a step, over all ranks",
+    "micro": "sequences of one backward of one rank",
+    "lr": "AdamW's learning rate",
+    "clip": "largest norm of the gradient",
+    "seed": "of weights and order; for dropout, ranks draw their own",
+    "dropout": "share of activations that are dropped",
+    "limit": "bytes to use of each part of the text, which are train, validation and test",
+    "every": "steps from one validation and checkpoint to the next",
+    "report": "steps from one line of metrics.jsonl to the next",
+    "sample": "bytes to generate, before and after",
+    "precision": ", ".join(spread.DTYPES),
+    "compiler": "torch.compile's backend for the blocks: inductor, for instance",
+    "strategy": ", ".join(spread.STRATEGIES),
+    "tensor": "with --strategy tensor: ranks that cut each matrix between them",
+    "workers": "processes of each rank that load data",
+    "peak": "FLOP/s of one device, for the MFU; known of " + ", ".join(job.PEAKS),
+    "folder": "where checkpoints and metrics go",
+    "resume": "auto: from the folder's last checkpoint; never: the folder has to have none",
+    "timeout": "seconds that a rank waits for another one in a collective",
+}
+MORE = {"resume": "auto", "timeout": 600.0}  # options that are not `main`'s
+NUMBERS = {"limit": int, "peak": float}  # types of those that have no default
+
+
+def parse(main: Callable[..., Any], arguments: list[str] | None = None) -> dict[str, Any]:
+    """Options for `main`, whose parameters and defaults they are, and for `job.run`.
+
+    Ends the process with status 2 and one line where a value is not allowed.
+    """
+    defaults = {p.name: p.default for p in inspect.signature(main).parameters.values()} | MORE
+    about = sys.modules[main.__module__].__doc__
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=about, formatter_class=how, allow_abbrev=False)
+    for name, default in defaults.items():
+        words = WORDS[name] + ("" if default is None else f" [{default}]")
+        parser.add_argument(f"--{name}", default=default, help=words, metavar="…")
+    given = vars(parser.parse_args(arguments))
+    launched = job.launched()
+    try:
+        chosen = {name: _typed(name, value, defaults[name]) for name, value in given.items()}
+        check(int(launched["WORLD_SIZE"]), **chosen)
+    except ValueError as error:
+        sys.exit(f"{parser.prog}: {error}" if launched["RANK"] == "0" else 2)
+    del chosen["resume"]  # checked: either there is no checkpoint, or it is to be taken
+    return chosen
+
+
+def _typed(name: str, value: Any, default: Any) -> Any:
+    """What was typed, as a value of the default's type."""
+    kind = NUMBERS.get(name, type(default))
+    if not isinstance(value, str) or name == "compiler":
+        return value
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{name}={value!r}: allowed are {allowed}") from None
+
+
+def check(
+    world: int,
+    *,
+    preset: str,
+    source: str,
+    batch: int,
+    dropout: float,
+    limit: int | None,
+    precision: str,
+    strategy: str,
+    tensor: int,
+    peak: float | None,
+    folder: str,
+    resume: str,
+    **others: Any,
+) -> None:
+    """Raise ValueError for options that `world` ranks cannot train with."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset={preset!r}: allowed are {', '.join(PRESETS)}")
+    check_whole(batch=batch, tensor=tensor, **{n: others[n] for n in ("steps", "micro", "every")})
+    check_whole(report=others["report"])
+    check_whole(0, **{n: others[n] for n in ("seed", "sample", "workers")})
+    check_number(**{n: others[n] for n in ("lr", "clip", "timeout")})
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout!r}: allowed are numbers from 0 to below 1")
+    if peak is not None:
+        check_number(peak=peak)
+    config = PRESETS[preset]
+    spread.check(world, config.heads, strategy, tensor, precision)
+    if batch % (world // tensor):
+        copies = world // tensor
+        raise ValueError(f"batch={batch}: allowed are multiples of {copies}, one share a copy")
+    if limit is not None:
+        check_whole(config.seq * batch + 1, limit=limit)
+    for part in parts(source):
+        Windows(config.seq, part[:limit])  # raises for a text that is too short
+    if resume not in ("auto", "never"):
+        raise ValueError(f"resume={resume!r}: allowed are auto and never")
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"folder={folder!r}: this is a file; allowed is a folder")
+    if resume == "never" and list(path.glob("step-*")):
+        found = f"folder={folder!r} holds checkpoints"
+        raise ValueError(f"resume='never': {found}; allowed are an empty folder, or resume='auto'")

@@ -1,0 +1,159 @@
+"""The strategies of the take-home script: one model, spread over all ranks in one of six ways.
+
+`ddp` and `fsdp2` are torch's, `zero1` to `zero3` and `tensor` the course's own. They differ in what
+wraps the model, in how a norm is clipped, in when gradients are sent, in the precision's place, and
+in what a checkpoint holds. Each difference is one method here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardlab import tensor_parallel, zero
+from shardlab.model import GPT
+
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "tensor")
+DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Spread:
+    """`model`, spread over all ranks. `share` of `shares` is this rank's part of the data.
+
+    model: a plain GPT on its device, the same on all ranks. strategy: one of STRATEGIES.
+    tensor: how many neighbouring ranks cut each matrix between them ("tensor" alone); those in the
+    same place are copies, and share the data. precision: a key of DTYPES; weights and their
+    optimizer stay in float32. compiler: torch.compile's backend for each block; None: not compiled.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        strategy: str = "ddp",
+        tensor: int = 1,
+        precision: str = "float32",
+        compiler: str | None = None,
+        timeout: timedelta | None = None,
+    ):
+        check(dist.get_world_size(), model.config.heads, strategy, tensor, precision)
+        self.plain, self.strategy, self.dtype = model, strategy, DTYPES[precision]
+        self.device = next(model.parameters()).device
+        self.share, self.shares = dist.get_rank() // tensor, dist.get_world_size() // tensor
+        world = dist.group.WORLD
+        if compiler is not None:
+            for block in model.blocks:
+                block.compile(backend=compiler)
+        if strategy == "ddp":
+            self.model: nn.Module = DistributedDataParallel(model)
+        elif strategy == "fsdp2":
+            mesh = DeviceMesh.from_group(world, self.device.type)
+            policy = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32)
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
+        elif strategy == "tensor":
+            # A group of its own timeout: new groups do not take over that of the first one.
+            neighbours, _ = dist.new_subgroups(tensor, timeout=timeout)
+            places = [list(range(place, dist.get_world_size(), tensor)) for place in range(tensor)]
+            copies, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
+            tensor_parallel.parallelize(model, neighbours)
+            # Whole logits on every rank, so that the loss is the plain one's; a large vocabulary
+            # wants tensor_parallel.loss instead, which leaves them cut.
+            model.register_forward_hook(
+                lambda _module, _inputs, x_BSv: tensor_parallel.gather_last(x_BSv, neighbours)
+            )
+            self.model = DistributedDataParallel(model, process_group=copies)
+        else:
+            self.model = zero.shard(model, world, int(strategy[-1]))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What this rank's optimizer steps: whole tensors, shards or pieces."""
+        return self.model.parameters()
+
+    def autocast(self) -> AbstractContextManager:
+        """In which forward runs: products in 16 bits, where FSDP2 does not see to that itself."""
+        own = self.dtype is None or self.strategy == "fsdp2"
+        return torch.autocast(self.device.type, self.dtype or torch.bfloat16, enabled=not own)
+
+    @contextlib.contextmanager
+    def sync_if(self, last: bool) -> Iterator[None]:
+        """In which a micro-batch runs: gradients are sent with the `last` one alone.
+
+        ZeRO-2 and ZeRO-3 keep no whole gradient to add to, so that each backward has to send.
+        """
+        if self.strategy == "fsdp2":
+            self.model.set_requires_gradient_sync(last)
+            yield
+        elif last or self.strategy in ("zero2", "zero3"):
+            yield
+        else:
+            with self.model.no_sync():
+                yield
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the whole model's gradient to a norm of `limit` at most; return what it was."""
+        if self.strategy == "tensor":
+            return tensor_parallel.clip_grad_norm_(self.plain, limit)
+        if self.strategy.startswith("zero"):
+            return self.model.clip_grad_norm_(limit)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return norm.full_tensor() if self.strategy == "fsdp2" else norm
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Weights and optimizer for DCP.
+
+        Of DDP and FSDP2 by names, which any number of ranks can load; of the others what this rank
+        has, under this rank's name.
+        """
+        if self.strategy in ("ddp", "fsdp2"):
+            weights, averages = get_state_dict(self.model, optimizer)
+            return {"model": weights, "optimizer": averages}
+        buffer = io.BytesIO()
+        weights = dict(self.model.named_parameters())
+        torch.save({"model": weights, "optimizer": optimizer.state_dict()}, buffer)
+        return {self._own: buffer.getvalue()}
+
+    def load_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take over what `state` gave."""
+        if self.strategy in ("ddp", "fsdp2"):
+            weights = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(self.model, optimizer, **weights)
+            return
+        saved = torch.load(io.BytesIO(state[self._own]), self.device, weights_only=True)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(saved["model"][name])
+        optimizer.load_state_dict(saved["optimizer"])
+        if self.strategy.startswith("zero"):
+            self.model.changed()
+
+    @property
+    def _own(self) -> str:
+        return f"{self.strategy}, rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+def check(world: int, heads: int, strategy: str, tensor: int, precision: str) -> None:
+    """Raise ValueError for what `world` ranks cannot do with a model of so many heads."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r}: allowed are {', '.join(STRATEGIES)}")
+    if precision not in DTYPES:
+        raise ValueError(f"precision={precision!r}: allowed are {', '.join(DTYPES)}")
+    if precision == "fp16" and strategy not in ("ddp", "fsdp2"):
+        raise ValueError(f"precision='fp16' with strategy={strategy!r}: allowed are float32, bf16")
+    if strategy != "tensor" and tensor != 1:
+        raise ValueError(f"tensor={tensor} with strategy={strategy!r}: allowed is 1")
+    if world % tensor or heads % tensor:
+        allowed = f"divisors of {world} ranks and of {heads} heads"
+        raise ValueError(f"tensor={tensor}: allowed are {allowed}")

@@ -1,0 +1,1 @@
+"""A training script, from one process to many."""

@@ -1,0 +1,115 @@
+"""The same training with Lightning's Trainer, which brings loop, sampler, wrapper and clipping.
+
+    losses, norms, weights = ranks.run(fit, 2, "ddp", 10, device="cpu")[0]  # or "fsdp2"
+
+Needs pytorch-lightning (2.6). Lightning would start a script of its own for each rank; told that
+the processes are there already, it takes those that `ranks.run` or torchrun has started.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as L
+import torch
+import torch.distributed as dist
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Subset
+
+from shardlab.model import GPT, PRESETS, loss
+from shardlab.text import Windows
+
+STRATEGIES = ("ddp", "fsdp2")
+
+
+class LitGPT(L.LightningModule):
+    """The plain GPT, its loss and its optimizer; `sharded`: FSDP2 over the mesh of the strategy."""
+
+    def __init__(self, sharded: bool = False):
+        super().__init__()
+        self.sharded, self.net = sharded, None
+
+    def configure_model(self) -> None:
+        """Build the model, once the ranks are there. Lightning calls it again for each stage."""
+        if self.net is None:
+            torch.manual_seed(0)
+            self.net = GPT(PRESETS["nano"])
+            if self.sharded:
+                for part in [*self.net.blocks, self.net]:
+                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        """Tokens and targets, each [b, S], to this rank's mean loss."""
+        tokens_BS, targets_BS = batch
+        value = loss(self.net(tokens_BS), targets_BS)
+        self.log("loss", value, sync_dist=True)  # without sync_dist: each rank its own
+        return value
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """As in the plain loop."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Notes(L.Callback):
+    """Losses as they were logged, and gradient norms before clipping."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        """Once for each step, with the gradients of all micro-batches."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+        self.norms.append(whole(norm).item())
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """After each micro-batch."""
+        self.losses.append(trainer.callback_metrics["loss"].item())
+
+
+def fit(
+    strategy: str,
+    steps: int,
+    batch: int = 8,
+    windows: int = 40,
+    data_ranks: int | str | None = None,
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """On a rank: losses and gradient norms of all steps, and the weights after them.
+
+    strategy: "ddp" or "fsdp2". batch: windows in a step, over all ranks; the first `windows` of the
+    text are an epoch. data_ranks: over how many ranks FSDP2 shards; all, or "auto", Lightning's own
+    default.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r}: allowed are {', '.join(map(repr, STRATEGIES))}")
+    size, notes = dist.get_world_size(), Notes()
+    chosen = "ddp"
+    if strategy == "fsdp2":
+        chosen = ModelParallelStrategy(data_ranks or size, 1 if data_ranks is None else "auto")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy=chosen,
+        plugins=[TorchElasticEnvironment()],  # RANK, WORLD_SIZE and LOCAL_RANK say who is there
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=[notes],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = LitGPT(strategy == "fsdp2")
+    data = Subset(Windows(64), range(windows))
+    trainer.fit(model, DataLoader(data, batch_size=batch // size))
+    weights = {name: whole(w).clone() for name, w in model.net.state_dict().items()}
+    return notes.losses, notes.norms, weights
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; every rank has to call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

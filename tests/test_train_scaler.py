@@ -1,0 +1,184 @@
+"""Loss scaling: as torch's on one process, alike on all ranks, and what happens where it is not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardlab import ranks, text, zero
+from shardlab.model import GPT, PRESETS, loss
+from shardlab.train.scaler import LossScaler
+
+EVENTS = {"good": 1.0, "inf": math.inf, "minus": -math.inf, "nan": math.nan}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    events=st.lists(st.sampled_from(sorted(EVENTS)), min_size=1, max_size=12),
+    where=st.integers(0, 5),
+    power=st.integers(-4, 30),
+    interval=st.integers(1, 4),
+)
+def test_it_is_torchs_scaler(events, where, power, interval):
+    ours, theirs = (torch.nn.Linear(2, 3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    unused = torch.nn.Parameter(torch.ones(2))  # has no gradient
+    makers = [torch.optim.AdamW([*m.parameters(), unused], lr=0.1) for m in (ours, theirs)]
+    mine = LossScaler(2.0**power, interval)
+    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=interval)
+    for number, event in enumerate(events):
+        data = torch.full((4, 2), 1.0 + number)
+        for module, scaled in ((ours, mine.scaled), (theirs, torchs.scale)):
+            module.zero_grad()
+            scaled(module(data).square().mean()).backward()
+            module.weight.grad.view(-1)[where] *= EVENTS[event]
+        if stepped := mine.unscale(makers[0]):
+            makers[0].step()
+        torchs.step(makers[1])
+        torchs.update()
+        assert stepped == (event == "good")
+        assert mine.scale == torchs.get_scale()
+        assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+
+
+def run(fn, *args, timeout=60.0):
+    return ranks.run(fn, 2, *args, device="cpu", timeout=timeout)
+
+
+def trained(wrapper: str, kind: str, steps: int):
+    """On a rank: losses of all ranks, scales and weights of a GPT in float16, doubled every 3."""
+    torch.manual_seed(0)
+    model, rank = GPT(PRESETS["nano"]), dist.get_rank()
+    if wrapper == "fsdp2":
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        for part in [*model.blocks, model]:
+            fully_shard(part, mesh=mesh)
+    elif wrapper == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        model = zero.shard(model, dist.group.WORLD, stage=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = LossScaler(2.0**16, 3, dist.group.WORLD if kind == "together" else None)
+    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    losses, scales = [], []
+    for step in range(steps):
+        tokens, targets = text.batch(32, 2, start=4 * step + 2 * rank)
+        with torch.autocast("cpu", torch.float16):
+            value = loss(model(tokens), targets)
+        optimizer.zero_grad()
+        if kind == "torch":
+            torchs.scale(value).backward()
+            torchs.step(optimizer)
+            torchs.update()
+        else:
+            scaler.scaled(value).backward()
+            if scaler.unscale(optimizer):
+                optimizer.step()
+        scales.append(torchs.get_scale() if kind == "torch" else scaler.scale)
+        mean = value.detach() / 2
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    weights = [
+        p.detach().full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+        for p in model.parameters()
+    ]
+    return losses, scales, weights
+
+
+def test_with_ddp_the_sum_tells_all_ranks():
+    (losses, scales, weights), (_, others, _) = run(trained, "ddp", "alone", 10)
+    assert scales == others and max(scales) > 2**16 and scales[-1] < max(scales)  # up, then down
+    torchs = run(trained, "ddp", "torch", 10)[0]
+    assert (losses, scales) == torchs[:2]
+    assert all(map(torch.equal, weights, torchs[2]))
+
+
+def test_with_shards_one_all_reduce_decides():
+    (losses, scales, weights), (_, others, _) = run(trained, "fsdp2", "together", 12)
+    torchs = run(trained, "fsdp2", "torch", 12)[0]
+    assert scales == others == torchs[1] and losses == torchs[0]
+    assert all(map(torch.equal, weights, torchs[2]))
+    (bad, first, _), (_, second, _) = run(trained, "fsdp2", "alone", 12)
+    assert max(first[-1], second[-1]) > 64 * min(first[-1], second[-1])
+    assert bad[-1] > losses[-1] + 0.1
+
+
+def test_alone_with_zero_the_ranks_part_ways():
+    """Whoever skips a step sends no new weights, and the others wait for them."""
+    with pytest.raises(ranks.RankError, match="parted ways"):
+        run(trained, "zero2", "alone", 12, timeout=6)
+    (_, scales, _), (_, others, _) = run(trained, "zero2", "together", 6)
+    assert scales == others
+
+
+def placed(order: str, kind: str):
+    """On a rank: the scale after one step, in which rank 1's shard of one gradient overflows."""
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    placements = {"shard": Shard(0), "replicate": Replicate()}
+    first, last = order.split()
+    parameters = [
+        torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [placements[name]]))
+        for name in (first, last)
+    ]
+    for parameter in parameters:
+        mine = torch.ones_like(parameter.to_local())
+        if dist.get_rank() == 1 and isinstance(parameter.placements[0], Shard):
+            mine[0, 0] = math.inf
+        parameter.grad = DTensor.from_local(mine, mesh, parameter.placements, run_check=False)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    if kind == "ours":
+        scaler = LossScaler(1024.0, group=dist.group.WORLD)
+        scaler.unscale(optimizer)
+        return scaler.scale
+    torchs = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    torchs.scale(torch.ones(()))
+    torchs.step(optimizer)
+    torchs.update()
+    return torchs.get_scale()
+
+
+def test_a_replicated_gradient_that_comes_first_hides_anothers_overflow_from_torch():
+    assert run(placed, "shard replicate", "torch") == [512, 512]
+    assert run(placed, "replicate shard", "torch") == [1024, 512]  # torch 2.13
+    for order in ("shard replicate", "replicate shard"):
+        assert run(placed, order, "ours") == [512, 512]
+
+
+def test_a_resumed_scaler_goes_on():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    unstopped, before = LossScaler(8.0, 3), LossScaler(8.0, 3)
+    scales = []
+    for step in range(5):
+        if step == 2:
+            resumed = LossScaler()
+            resumed.load_state_dict(before.state_dict())
+            resumed.interval, before = 3, resumed
+        for scaler in (unstopped, before):
+            weight.grad = torch.ones(2)
+            scaler.unscale(optimizer)
+        scales.append((unstopped.scale, before.scale))
+    assert scales == [(8, 8), (8, 8), (16, 16), (16, 16), (16, 16)]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"scale": 0.0}, {"scale": "dynamic"}, {"interval": 0}, {"interval": 2.5}, {"group": 3}]
+)
+def test_bad_input_is_named(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        LossScaler(**bad)
+
+
+def test_gradients_in_float16_are_refused():
+    model = torch.nn.Linear(2, 2).half()
+    model(torch.ones(1, 2, dtype=torch.float16)).sum().backward()
+    with pytest.raises(ValueError, match="float16"):
+        LossScaler().unscale(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -71,8 +71,9 @@ def main(
     texts = parts(source)
     train, validation, test = (Windows(config.seq, part[:limit]) for part in texts)
     sampler = Order(train, world, rank, seed=seed)
+    own = torch.Generator()  # a new iterator draws a number: not from what dropout draws from
     how = {"num_workers": workers, "persistent_workers": workers > 0, "drop_last": True}
-    loader = DataLoader(train, batch // world, sampler=sampler, **how)
+    loader = DataLoader(train, batch // world, sampler=sampler, generator=own, **how)
 
     say(generate(model, sample))
     meter = job.Meter(folder, config, steps, batch, done, device, peak)
@@ -161,7 +162,8 @@ def evaluate(
     device = next(model.parameters()).device
     sampler = DistributedSampler(windows, world, rank, shuffle=False)
     total = torch.zeros(2, device=device)  # summed losses, tokens
-    for number, (tokens, targets) in enumerate(DataLoader(windows, size, sampler=sampler)):
+    loader = DataLoader(windows, size, sampler=sampler, generator=torch.Generator())
+    for number, (tokens, targets) in enumerate(loader):
         positions = (number * size + torch.arange(len(targets))) * world + rank
         targets[positions >= len(windows)] = -100  # repeated to fill up: counted as nothing
         value = loss(model(tokens.to(device)), targets.to(device), "sum")

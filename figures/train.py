@@ -12,7 +12,7 @@ INK = show.INK
 
 
 def draw_order() -> None:
-    figure, axes = canvas(6.2, 3.5)
+    figure, axes = canvas(6.2, 3.3)
     left, size = 1.5, 0.36
     order = [7, 2, 11, 5, 0, 9, 3, 12, 8, 1, 10, 4, 6]
     places = [left + i * size for i in range(len(order))]
@@ -47,7 +47,7 @@ def draw_order() -> None:
     show.svg(
         figure,
         HERE / "train_order.svg",
-        "The order of an epoch as a row of 13 windows, dealt to two ranks alternately: four windows "
+        "The order of an epoch as a row of 13 windows, dealt to two ranks in turn: four windows "
         "are a step, and the last one is dropped. A run that stopped after step 2 goes on at place "
         "8 of the same order, on two ranks, or dealt to four.",
     )

@@ -137,11 +137,15 @@ def main(
     loader = DataLoader(train, batch, sampler=sampler, drop_last=True)  #: -sampler
     sampler = DistributedSampler(train, world, rank, seed=seed)  #: sampler -resume
     sampler = Order(train, world, rank, seed=seed)  #: resume
-    #: sampler -take_home
+    #: sampler -resume
     loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True)
+    #: resume
+    own = torch.Generator()  # a new iterator draws a number: not from what dropout draws from
+    #: resume -take_home
+    loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True, generator=own)
     #: take_home
     how = {"num_workers": workers, "persistent_workers": workers > 0, "drop_last": True}
-    loader = DataLoader(train, batch // world, sampler=sampler, **how)
+    loader = DataLoader(train, batch // world, sampler=sampler, generator=own, **how)
     #: end
 
     print(generate(model, sample))  #: -rank0
@@ -290,7 +294,9 @@ def evaluate(
     device = next(model.parameters()).device
     sampler = DistributedSampler(windows, world, rank, shuffle=False)
     total = torch.zeros(2, device=device)  # summed losses, tokens
-    for number, (tokens, targets) in enumerate(DataLoader(windows, size, sampler=sampler)):
+    loader = DataLoader(windows, size, sampler=sampler)  #: validation -resume
+    loader = DataLoader(windows, size, sampler=sampler, generator=torch.Generator())  #: resume
+    for number, (tokens, targets) in enumerate(loader):  #: validation
         positions = (number * size + torch.arange(len(targets))) * world + rank
         targets[positions >= len(windows)] = -100  # repeated to fill up: counted as nothing
         value = loss(model(tokens.to(device)), targets.to(device), "sum")

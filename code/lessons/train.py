@@ -1,0 +1,1356 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Training script: from one process to many
+#
+# After this lesson you can
+#
+# - take a script for one GPU to many, one small change after another, and show after each that it still trains the same model;
+# - name the lines that go wrong in silence on more ranks: data, seeds, losses, checkpoints, the loss scale;
+# - stop in the middle of an epoch and go on bit for bit, on as many ranks as you then have;
+# - start your own jobs from [a script to take home](#the-script-to-take-home).
+#
+# It takes about 45 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It needs [Data parallelism](data_parallel.md).
+#
+# One thing to wonder about before you start.
+# Here is a script that trains a small GPT, and two ranks that run it. Nothing complains, both losses fall, and both GPUs would be busy.
+
+# %% tags=["hide-input"]
+# Imports, and how the page runs a script on ranks
+
+import json
+import logging
+import math
+import os
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from shardlab import deepspeed_engine as de
+from shardlab import ranks, show, text
+from shardlab.check import check
+from shardlab.check.train import four_scripts
+from shardlab.model import GPT, PRESETS, loss
+from shardlab.train import job, script
+from shardlab.train.scaler import LossScaler
+from shardlab.train.spread import STRATEGIES, Spread
+
+show.style()
+TEMPORARY = tempfile.TemporaryDirectory(prefix="train-")  # goes with this process
+FOLDER = Path(TEMPORARY.name)
+# 131 windows of each part: 8 steps of 16 are an epoch, and no number of ranks divides 131.
+SMALL = {"steps": 12, "every": 6, "limit": 64 * 131 + 1, "sample": 0}
+
+
+def on_ranks(step, size, folder, each=False, show=True, **options):
+    """Run a version on `size` ranks: their losses. each: a folder for each rank."""
+
+    def main():
+        own = folder / str(dist.get_rank()) if each else folder
+        return script.load(step).main(folder=own, **options)
+
+    return ranks.run(main, size, show=show)
+
+
+# %%
+first = on_ranks("plain", 2, FOLDER / "asked", each=True, **SMALL)
+print("losses of both ranks are equal, to the last bit:", first[0] == first[1])
+
+# %% [markdown]
+# Two GPUs were asked for, and each trained the same model on the same text. The job takes as long as on one GPU, and costs twice as much.
+# The script lacks some twenty lines. This lesson adds them, in an order in which you can check each.
+#
+# ## The script for one process
+#
+# A GPT with 0.1 million parameters learns the sources of Python's standard library, a byte after the other.
+# Whole files are kept apart to validate and to test: windows cut from one file share names and phrases, and would flatter the model.
+
+# %%
+script.show("plain", "main")
+
+# %% [markdown]
+# It validates every 100 steps, keeps the last and the best weights, and in the end tests the best ones, once.
+# `evaluate` adds up losses and counts tokens. A mean of the batches' means would be another number, as the last batch is short.
+
+# %%
+script.show("plain", "evaluate", "generate")
+
+# %% [markdown]
+# 400 steps show that it learns. Before, it writes noise; after, something that looks like Python from a distance.
+
+# %%
+(learned,) = ranks.run(lambda: script.load("plain").main(folder=FOLDER / "learned"), 1)
+
+# %% tags=["hide-input"]
+# Draws the loss over the steps
+
+figure, axes = plt.subplots(figsize=(6.2, 2.6))
+axes.plot(range(1, 401), learned, color=show.RANK_COLORS[0], lw=1)
+axes.axhline(math.log(256), color=show.INK, ls=":", lw=1)
+axes.text(400, math.log(256) - 0.1, "guessing among 256 bytes", ha="right", va="top", fontsize=9)
+axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(1.5, 5.8))
+assert sum(learned[-20:]) / 20 < 2.8
+show.figure(figure, "The loss falls from 5.5 to about 2.5 nats per byte in 400 steps.", "train-loss")
+
+# %% [markdown]
+# Perplexity is $e^{\text{loss}}$: 12 means that the model hesitates as if between 12 equally likely bytes.
+#
+# From here on, twelve steps on a few kilobytes are enough: what is asked of each change is that it computes the same.
+# `same` runs a version on two ranks, and holds losses and weights against those of the script above in one process.
+
+# %% tags=["hide-input"]
+# Runs a version on ranks, and holds losses and weights against one process
+
+
+def weights(folder):
+    """The model's weights in a folder, from whichever file the version has written."""
+    if (folder / "last.pt").exists():
+        found = torch.load(folder / "last.pt")
+        return {name.removeprefix("module."): tensor for name, tensor in found.items()}
+    state = {"state": {"model": GPT(PRESETS["nano"]).state_dict()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this process is alone
+        dcp.load(state, checkpoint_id=folder / "step-000012")
+    return state["state"]["model"]
+
+
+plain = ranks.run(lambda: script.load("plain").main(folder=FOLDER / "plain", **SMALL), 1, show=False)[0]
+PLAIN = weights(FOLDER / "plain")
+
+
+def same(step, size=2, each=False, limit=1e-5, **options):
+    """Say how far the version is from one process; raise AssertionError if it is too far."""
+    folder = FOLDER / f"{step}-{size}-{len(list(FOLDER.iterdir()))}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        losses = on_ranks(step, size, folder, each, **SMALL | options)
+    mean = [sum(values) / size for values in zip(*losses, strict=True)]
+    found = weights(folder / "0" if each else folder)
+    gaps = [abs(a - b) for a, b in zip(mean, plain, strict=True)]
+    moved = max((found[name] - PLAIN[name]).abs().max().item() for name in PLAIN)
+    assert max(gaps) < limit and moved < 50 * limit, (max(gaps), moved)
+    print(f"{step}, {size} ranks: {len(mean)} losses and all weights equal one process's")
+    return losses
+
+
+# %% [markdown]
+# ## Ranks: a process group and a device
+#
+# `torchrun` starts the script once for each GPU, and tells each copy its number in environment variables. `init_process_group` reads them and connects the copies.
+
+# %%
+script.changes("ranks", "main", "end")
+
+# %% [markdown]
+# `LOCAL_RANK` counts within a machine, `RANK` over all machines: the device comes from the first, everything else from the second.
+# The remainder is for jobs in which Slurm shows each process one GPU alone, which then is number 0.
+# `destroy_process_group` stands outside of `main` on purpose. Under gloo, a model wrapped by DDP that is the group's last owner can wait for ever for threads that wait for it; when `main` has returned, the model is gone.
+#
+# As a file, the version runs under `torchrun`:
+
+# %%
+(path := FOLDER / "ranks.py").write_text(script.text("ranks"))
+print(f"torchrun --nproc-per-node=2 {path.name}: {len(path.read_text().splitlines())} lines")
+
+# %% [markdown]
+# On this page `ranks.run` starts the ranks, which takes 0.2 s instead of 5.
+#
+# ## Seeds: one for each purpose
+#
+# Weights have to be the same on all ranks, and dropout has to differ: otherwise all ranks drop the same units, and their joined gradient is noisier than one process's.
+# One line between the model and everything else does it:
+
+# %%
+script.changes("seeds", "main")
+
+# %% [markdown]
+# The order of the data has a seed of its own, as all ranks have to agree on it.
+#
+# ```{admonition} Checked: "manual_seed(1000 + rank) at the top of the script"
+# :class: checked
+#
+# Then each rank begins with other weights. DDP hides it, since it copies rank 0's. `fully_shard` copies nothing: each rank keeps its part of *another* random model.
+# ```
+
+# %% tags=["hide-input"]
+# Shows which wrapper repairs weights that began with a seed for each rank
+
+
+def begins(strategy):
+    torch.manual_seed(1000 + dist.get_rank())
+    model = GPT(PRESETS["nano"])
+    torch.manual_seed(1000)
+    of_rank_0 = GPT(PRESETS["nano"]).state_dict()
+    spread = Spread(model, strategy)
+    found = spread.state(torch.optim.SGD(spread.parameters()))["model"]
+    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+    return all(torch.equal(whole[name].cpu(), of_rank_0[name]) for name in of_rank_0)
+
+
+for strategy in ("ddp", "fsdp2"):
+    found = ranks.run(begins, 2, strategy)
+    print(f"{strategy}: the model that begins is rank 0's: {found[0]}")
+    assert found == [strategy == "ddp"] * 2
+
+# %% [markdown]
+# ## The wrapper: gradients averaged
+#
+# One line more, and the ranks train one model: DDP averages the gradients while backward computes them ([how](data_parallel.md#step-3-send-while-backward-still-runs)).
+
+# %%
+script.changes("ddp", "main")
+
+# %% tags=["hide-input"]
+# Holds the wrapped model against one process
+
+losses = same("ddp", each=True)
+assert losses[0] == losses[1] == plain
+
+# %% [markdown]
+# The losses are *bit for bit* those of one process, and that is the second surprise: both ranks still read the same batches.
+# The average of two equal gradients is that gradient. Two ranks do the work twice.
+#
+# ## Samplers: a share of the data for each rank
+#
+# `DistributedSampler` deals one order to all ranks, like cards. Rank $r$ of $N$ gets the places $r$, $r+N$, $r+2N$ and so on.
+
+# %%
+script.changes("sampler", "main")
+
+# %% [markdown]
+# Three things go with it:
+#
+# - `set_epoch` makes the order of an epoch from seed and epoch. Without it every epoch has the order of the first.
+# - The loader has a `sampler` and must not have `shuffle=True` as well; PyTorch refuses both. `shuffle` is the sampler's business now.
+# - `batch // world`: a loader's batch is its rank's share. Leave it at 16, and 4 ranks train with batches of 64, at a learning rate that was chosen for 16.
+#
+# ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; three ranks deal the rest of the order anew.](../figures/train_order.svg)
+
+# %% tags=["hide-input"]
+# Holds the dealt data against one process
+
+losses = same("sampler", each=True)
+assert losses[0] != losses[1]
+
+# %% [markdown]
+# Each rank sees other losses now, and their mean is that of one process: two ranks together see the very windows that one process saw, step by step. So the same model comes out, to rounding.
+# Why only to rounding, and when that is close enough: [Data parallelism](data_parallel.md#five-steps-equal-one-process).
+#
+# Loading costs time, too. `DataLoader(…, num_workers=2)` loads in two processes *of each rank*: with four ranks a node, `num_workers=os.cpu_count()` starts four times as many processes as there are cores.
+# Divide the cores by `LOCAL_WORLD_SIZE`. The order of the data does not depend on it.
+#
+# ## Losses: of all ranks
+#
+# A rank's own loss is that of its share. It wanders more than the batch's, and rank 0's is not the job's.
+
+# %%
+script.changes("losses", "main", "averaged")
+
+# %% [markdown]
+# The shares are equally large, so a mean of means is right here. `detach` comes first: without it the sum keeps every step's graph alive.
+
+# %% tags=["hide-input"]
+# Holds each rank's losses against one process
+
+losses = same("losses", each=True)
+assert losses[0] == losses[1]
+
+# %% [markdown]
+# ## Validation: each window once
+#
+# 131 windows do not go into 2, 4 or 8 equal shares. A `DistributedSampler` fills up: it repeats the first windows until all ranks have as many, and counts them twice.
+# The validation loss then depends on the number of ranks. Dropping the incomplete rest, `drop_last=True`, makes it depend on them, too.
+#
+# So the sampler may fill up, as all ranks should make equally many forwards: under FSDP2 each forward is a collective. What it repeats is marked with the target −100, which cross-entropy ignores, and two numbers are added up over the ranks: losses and tokens.
+
+# %%
+script.changes("validation", "evaluate")
+
+# %% tags=["hide-input"]
+# Table: a validation loss by the number of ranks, filled up and counted once
+
+same("validation", each=True)
+
+
+def filled_up(model, windows):
+    """The mean of the ranks' means, over what a sampler gives to each."""
+    sampler = DistributedSampler(windows, shuffle=False)
+    with torch.no_grad():
+        values = [loss(model(a[None]), b[None]) for a, b in (windows[i] for i in sampler)]
+    return script.load("losses").averaged(torch.stack(values).mean()).item()
+
+
+def both_ways():
+    torch.set_default_dtype(torch.float64)  # so that what differs is not rounding
+    model = GPT(PRESETS["nano"])
+    model.load_state_dict(PLAIN)
+    windows = text.Windows(64, text.parts()[1][: 64 * 5 + 1])
+    exact = script.load("validation").evaluate(
+        model, windows, dist.get_rank(), dist.get_world_size(), size=1
+    )
+    return filled_up(model, windows), exact
+
+
+found = {size: ranks.run(both_ways, size, device="cpu")[0] for size in (1, 2, 4)}
+assert len({f"{exact:.9f}" for _, exact in found.values()}) == 1
+assert len({f"{wrong:.6f}" for wrong, _ in found.values()}) == 3
+show.table(
+    [(n, f"{wrong:.5f}", f"{exact:.5f}") for n, (wrong, exact) in found.items()],
+    ["ranks", "filled up (nats)", "counted once (nats)"],
+    caption="The same weights on the same 5 windows",
+)
+
+# %% [markdown]
+# ## One rank prints and writes
+#
+# Until now each rank has had a folder of its own here. In one folder all ranks would write `last.pt` at once.
+
+# %%
+script.changes("rank0", "main")
+
+
+# %% [markdown]
+# `model.module` is the model inside the wrapper. DDP's own state dict has names that begin with `module.`, which fit no plain model.
+# The barrier makes the others wait until rank 0 has written what they read.
+#
+# What happens without `if rank == 0`? Usually nothing, and now and then this. The order of the two writers is fixed here; in a job it is chance.
+
+# %%
+def write_at_once(path):
+    """Each rank writes its checkpoint to one path; rank 1 opens it while rank 0 writes."""
+    content = Path(f"{path}.{dist.get_rank()}")
+    torch.save({"weight": torch.full((20_000,), float(dist.get_rank()))}, content)
+    data = content.read_bytes()
+    if dist.get_rank() == 0:
+        with open(path, "wb") as file:
+            file.write(data[:40_000])
+            file.flush()
+            dist.barrier()  # here rank 1 opens the file, which empties it
+            dist.barrier()
+            file.write(data[40_000:])
+    else:
+        dist.barrier()
+        path.write_bytes(data[:60_000])  # and is not through when rank 0 goes on
+        dist.barrier()
+
+
+ranks.run(write_at_once, 2, path := FOLDER / "at-once.pt")
+try:
+    torch.load(path)
+except Exception as error:
+    print(f"{type(error).__name__}: {str(error).splitlines()[0][:75]}")
+
+# %% tags=["hide-input"]
+# Holds the version in which one rank writes against one process
+
+same("rank0")
+
+# %% [markdown]
+# ## Accumulation: several backwards before a step
+#
+# A batch that does not fit is cut into micro-batches whose gradients add up. Each loss is weighted by its share of the batch, so that the sum is the batch's mean.
+
+# %%
+script.changes("accumulate", "main", "backward")
+
+# %% [markdown]
+# DDP would send all gradients in every backward. `no_sync` puts it off until the last, which sends the sums: as many bytes as without accumulation ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
+# Forward has to run inside of it, too.
+#
+# **Clipping** needs no change. The norm is that of the averaged gradient, which all ranks have after the last backward, so all scale by the same number.
+# Clip before, or in each micro-batch, and you clip other vectors: their sum is no clipped gradient, and ranks would scale differently.
+
+# %% tags=["hide-input"]
+# Holds four micro-batches a step against one process
+
+same("accumulate", micro=2)
+
+# %% [markdown]
+# ## bf16: products in 16 bits
+#
+# `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 binary digits.
+
+# %%
+script.changes("precision", "main", "backward")
+
+# %% [markdown]
+# The scaler does nothing unless `precision="fp16"`: see the next section.
+
+# %% tags=["hide-input"]
+# Holds bf16 on two ranks against float32 in one process, with its own limit
+
+same("precision", micro=2)
+losses = same("precision", micro=2, precision="bf16", limit=2e-2)
+gap = max(abs(a - b) for a, b in zip(losses[0], plain, strict=True))
+assert 1e-5 < gap < 5e-3
+print(f"in bf16 the losses are within {gap:.0e} of those in float32")
+
+# %% [markdown]
+# A product in `bfloat16` is off by up to $2^{-9} = 0.2\,\%$, and a loss of some 5 nats by about $10^{-3}$. That is no error of the ranks: one process in `bfloat16` is as far away.
+#
+# ## fp16: a scale that all ranks share
+#
+# `float16` has the opposite trouble of `bfloat16`: digits enough, and no range.
+# Nothing lies between 0 and $6\cdot10^{-8}$, and nothing above 65,504.
+# So the loss is multiplied by a *scale* before backward, which multiplies every gradient, and gradients are divided by it before the step {cite}`micikevicius2018mixed` (section 3.2).
+# The cell compares each parameter's gradient with that of `float32`.
+
+# %% tags=["hide-input"]
+# Table: error of gradients in float16, by the scale of the loss
+
+
+def gradients(dtype, scale=1.0):
+    """Gradients of one backward, as a list, divided by the scale."""
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"])
+    tokens, targets = text.batch(32, 4)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        value = loss(model(tokens), targets)
+    (value * scale).backward()
+    return [p.grad / scale for p in model.parameters()]
+
+
+exact, rows, worst = gradients(torch.float32), [], {}
+for power in (0, 16, 20):
+    found = gradients(torch.float16, 2.0**power)
+    pairs = [(f, e) for f, e in zip(found, exact, strict=True) if f.isfinite().all()]
+    worst[power] = max(((f - e).norm() / e.norm()).item() for f, e in pairs)
+    bad = len(exact) - len(pairs)
+    rows.append((f"2^{power}", f"{100 * worst[power]:.1f}", f"{bad} of {len(exact)}"))
+assert worst[0] > 3 * worst[16] and rows[1][2].startswith("0 ") and bad
+show.table(rows, ["scale", "largest error (%)", "parameters with inf or nan"])
+
+# %% [markdown]
+# Too small a scale loses digits, too large a one overflows.
+# Nobody knows the right one, and it changes. So it is searched for: halve it and leave the step out when something overflows, double it after `interval` good steps.
+
+# %%
+show.source(LossScaler)
+
+
+# %% [markdown]
+# The line with `all_reduce` is what this section is about.
+# With DDP you do not need it. The gradient's sum over ranks carries an inf to all of them, so all leave the same step out.
+# With shards, as in ZeRO and FSDP2, a rank knows its own part of the sum alone, and an inf may be in another's.
+#
+# ### Built, broken, repaired
+#
+# The function trains with FSDP2 on two ranks, and doubles after 3 good steps instead of 2,000.
+
+# %%
+def in_fp16(group, steps=16):
+    """On a rank: the mean losses, and this rank's scale after each step."""
+    torch.manual_seed(0)
+    model, mesh = GPT(PRESETS["nano"]), DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    for part in [*model.blocks, model]:
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler, losses, scales = LossScaler(interval=3, group=group), [], []
+    for step in range(steps):
+        tokens, targets = text.batch(32, 2, start=4 * step + 2 * dist.get_rank())
+        with torch.autocast("cpu", torch.float16):
+            value = loss(model(tokens), targets)
+        optimizer.zero_grad()
+        scaler.scaled(value).backward()
+        if scaler.unscale(optimizer):
+            optimizer.step()
+        scales.append(scaler.scale)
+        mean = value.detach() / dist.get_world_size()
+        dist.all_reduce(mean)  # a scalar
+        losses.append(mean.item())
+    return losses, scales
+
+
+both_ways = ranks.run(
+    lambda: [in_fp16(group) for group in (None, dist.group.WORLD)], 2, device="cpu"
+)
+broken, repaired = zip(*both_ways, strict=True)
+
+# %% tags=["hide-input"]
+# Draws each rank's scale over the steps, broken and repaired
+
+assert repaired[0] == repaired[1]
+low, high = sorted(scales[-1] for _, scales in broken)
+assert high > 64 * low and broken[0][0][-1] > repaired[0][0][-1] + 0.1
+figure, axes = plt.subplots(figsize=(6.4, 3))
+lines = [(scales, "-", show.RANK_COLORS[r]) for r, (_, scales) in enumerate(broken)]
+for scales, style, color in [*lines, (repaired[0][1], "--", "#8C8C8C")]:
+    powers = [math.log2(scale) for scale in scales]
+    axes.step(range(1, 17), powers, style, where="mid", color=color)
+for rank, (_, scales) in enumerate(broken):
+    words = f"rank {rank},\nbroken"
+    axes.text(16.7, math.log2(scales[-1]), words, va="center", fontsize=9)
+words = "both,\nrepaired"
+axes.text(16.7, math.log2(repaired[0][1][-1]) - 0.8, words, va="center", fontsize=9)
+axes.set(xlabel="step", ylabel="scale, as a power of 2", xlim=(0.5, 19.5))
+axes.set_xticks([1, 4, 8, 12, 16])
+axes.yaxis.get_major_locator().set_params(integer=True)
+show.figure(
+    figure,
+    "Scale over 16 steps. Repaired, it stays near 2 to the 16 on both ranks. Broken, "
+    "the ranks part at the first overflow: one falls at every step, the other climbs.",
+    "train-scale",
+)
+
+# %% [markdown]
+# The broken run learns more slowly.
+
+# %% tags=["hide-input"]
+# Table: losses of the broken and of the repaired run
+
+steps = 1, 6, 11, 16
+show.table(
+    [
+        (name, *(f"{losses[step - 1]:.3f}" for step in steps))
+        for name, (losses, _) in (("broken", broken[0]), ("repaired", repaired[0]))
+    ],
+    ["", *(f"loss, step {step}" for step in steps)],
+)
+
+# %% [markdown]
+# Nobody planted anything.
+# The first overflow lies in one rank's shard. That rank halves its scale, the other keeps its own.
+# From then on the sum mixes gradients of two scales. The larger ones overflow in the same shard again, and halving the smaller scale cannot help: it falls for ever, and half of the model no longer trains.
+# One all-reduce of one number, with MAX, repairs it.
+# With stage 2 of the course's ZeRO the same mistake hangs instead: whoever steps sends new weights, and whoever skips does not (`tests/test_train_scaler.py`).
+#
+# `torch.amp.GradScaler` needs no repair with FSDP2: gradients there are DTensors, and DTensor makes this all-reduce unasked ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). The same test holds it equal to ours, scales and weights, bit for bit.
+#
+# ````{admonition} Checked: "GradScaler knows DTensors, so all ranks decide alike"
+# :class: checked
+#
+# Only if the *first* gradient is sharded: its placement decides how the flag is reduced (torch 2.13, November 2026).
+# With a replicated gradient before a sharded one, as tensor parallelism has, one rank went to 512 and the other stayed at 1,024. A mix of DTensors and plain tensors is refused.
+# ````
+
+# %% tags=["hide-input"]
+# Shows torch's scales where rank 1 alone overflows, by the order of two gradients
+
+
+def two_gradients(first_is_sharded):
+    """On a rank: the scale after a step in which rank 1's shard overflows."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, weights = DeviceMesh.from_group(dist.group.WORLD, "cpu"), []
+    mine = torch.ones(2, 4)
+    for kind in [Shard(0), Replicate()][:: 1 if first_is_sharded else -1]:
+        weight = torch.nn.Parameter(DTensor.from_local(mine, mesh, [kind]))
+        bad = math.inf if kind == Shard(0) and dist.get_rank() == 1 else 1.0
+        weight.grad = DTensor.from_local(mine * bad, mesh, [kind], run_check=False)
+        weights.append(weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(weights))
+    scaler.update()
+    return scaler.get_scale()
+
+
+for sharded in (True, False):
+    scales = ranks.run(two_gradients, 2, sharded, device="cpu")
+    print(f"{'sharded' if sharded else 'replicated'} first: scales {scales}")
+    assert scales == ([512, 512] if sharded else [1024, 512])
+
+# %% [markdown]
+# ### The same in DeepSpeed's configuration
+
+# %%
+settings = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,  # one decision for both micro-batches
+    "gradient_clipping": 1.0,  # of the gradients divided by the scale
+    "fp16": {
+        "enabled": True,  # weights in float16, masters in float32
+        "loss_scale": 0,  # 0: dynamic; any other number is the scale, for good
+        "initial_scale_power": 16,  # the first scale, 2**16
+        # left out: "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1
+    },
+    "zero_optimization": {
+        "stage": 2,  # gradients and optimizer sharded
+        "offload_optimizer": {"device": "cpu"},  # masters, averages, step: on the host
+    },
+    "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO,
+    "zero_force_ds_cpu_optimizer": False,  # and with offload
+}
+de.check(settings)
+
+
+# %% [markdown]
+# `de.check` has DeepSpeed's own schema read all lines. Three that are left out matter: `loss_scale_window` is our `interval`; at `min_loss_scale` an overflow ends the run with an exception; and `hysteresis` 2 forgives the first overflow after each doubling: the step is skipped, the scale stays.
+# DeepSpeed reduces its flag with MAX, as we do (`has_overflow` in `stage_1_and_2.py`).
+#
+# Most CPUs are refused: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`, for want of instructions that few have. torch computes `float16` without them, only slowly. So the cell overrules the check, and the real engine trains: with these settings, and with a first scale of $2^{20}$ and a window of 3.
+
+# %%
+def with_deepspeed(changes, steps=10):
+    """On a rank: losses, and the scale and the overflow of each step."""
+    de.prepare()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # overruled
+    torch.manual_seed(0)
+    section = settings["fp16"] | changes
+    engine = de.initialize(GPT(PRESETS["nano"]), settings | {"fp16": section})
+    losses, scales, overflows = [], [], []
+    for step in range(steps):
+        tokens, targets = text.batch(32, 4, start=8 * step + 4 * dist.get_rank())
+        scales.append(engine.optimizer.loss_scale)
+        micro_batches = zip(tokens.chunk(2), targets.chunk(2), strict=True)
+        losses.append(de.step(engine, list(micro_batches)))
+        overflows.append(engine.optimizer.overflow)
+    return losses, scales, overflows
+
+# %% tags=["hide-input"]
+# Table: DeepSpeed's scale, measured beside the rule in its source
+
+
+def predicted(overflows, scale, window, hysteresis=2):
+    """The scale before each step, by DynamicLossScaler.update_scale."""
+    scales, left, last = [], hysteresis, -1
+    for step, overflow in enumerate(overflows):
+        scales.append(scale)
+        good = step - last - 1
+        if overflow and left == 1:
+            scale = max(scale / 2, 1)
+        elif overflow:
+            left -= 1
+        elif good and good % window == 0:
+            scale, left = 2 * scale, hysteresis
+        last = step if overflow else last
+    return scales
+
+
+def one_process(steps=10):
+    """The losses in float32."""
+    torch.manual_seed(0)
+    model, losses = GPT(PRESETS["nano"]), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for step in range(steps):
+        tokens, targets = text.batch(32, 8, start=8 * step)
+        optimizer.zero_grad()
+        value = loss(model(tokens), targets)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+de.prepare()
+high = {"initial_scale_power": 20, "loss_scale_window": 3}
+as_given, too_high = zip(
+    *ranks.run(lambda: [with_deepspeed(c) for c in ({}, high)], 2, device="cpu"),
+    strict=True,
+)
+assert as_given[0] == as_given[1] and too_high[0] == too_high[1]  # ranks agree
+losses, scales, overflows = as_given[0]
+apart = max(abs(a - b) for a, b in zip(losses, one_process(), strict=True))
+assert scales == [2**16] * 10 and not any(overflows) and apart < 0.02
+print(f"settings as above: 10 steps at 2^16; losses {apart:.0e} from float32")
+losses, scales, overflows = too_high[0]
+rule = predicted(overflows, 2.0**20, 3)
+assert scales == rule and scales[:3] == [2**20, 2**20, 2**19]
+rows = [
+    [name, *(f"2^{math.log2(scale):.0f}" for scale in row)]
+    for name, row in (("scale, predicted", rule), ("scale, measured", scales))
+]
+rows.insert(0, ["overflow", *("yes" if overflow else "" for overflow in overflows)])
+show.table(rows, ["step", *map(str, range(1, 11))])
+
+# %% [markdown]
+# Starting at $2^{20}$ costs four steps, and the hysteresis a fifth.
+# After an overflow, four good steps double the scale, not three: DeepSpeed counts one more.
+#
+# ## Resume: everything that decides the next step
+#
+# The files so far hold weights. A run that goes on needs more: the optimizer's averages, the scaler, the step, the place in the data, and each rank's random state.
+# `State` names all of it. PyTorch's [distributed checkpoint](checkpoint.md) (DCP) calls its two methods on every rank: that is what `Stateful` is for.
+
+# %%
+script.changes("resume", "State", "Order")
+
+# %% [markdown]
+# `get_state_dict` gives weights and optimizer by the plain model's names, whatever wraps it, and `set_state_dict` puts them back.
+# The random state has a name of its own on each rank; what is equal on all of them is written once.
+# A new iterator of a `DataLoader` draws a number from the default generator, from which dropout draws as well. A run that was started twice would drop other units, so loaders now have a generator of their own.
+# `Order` begins where the last run stopped, without loading what lies before.
+
+# %%
+script.changes("resume", "save", "load")
+
+# %% [markdown]
+# A checkpoint is written under a name with a dot, and renamed when all ranks are through, so a killed save leaves the last one as it was. ([Checkpoints](checkpoint.md) has what is left out here: checksums, forced writes, saving in the background.)
+#
+# In `main` this is little:
+
+# %%
+script.changes("resume", "main")
+
+# %% [markdown]
+# The proof: 12 steps with dropout on two ranks without a stop; and the same, stopped after step 5, in the middle of an epoch, and started again.
+
+# %%
+dropped = SMALL | {"dropout": 0.1}
+whole = on_ranks("resume", 2, FOLDER / "whole", **dropped)[0]
+stopped = on_ranks("resume", 2, FOLDER / "parts", **dropped | {"steps": 5})[0]
+resumed = on_ranks("resume", 2, FOLDER / "parts", **dropped)[0]
+print("the same losses, bit for bit:", stopped + resumed == whole)
+
+# %% tags=["hide-input"]
+# Holds losses and weights of the stopped run against the run without a stop
+
+a, b = weights(FOLDER / "whole"), weights(FOLDER / "parts")
+assert stopped + resumed == whole and all(torch.equal(a[name], b[name]) for name in a)
+
+# %% [markdown]
+# Three ranks could have gone on as well: they deal what is left of the order. Then dropout draws other numbers, and without dropout losses are equal to rounding.
+#
+# ## FSDP2: weights, gradients and optimizer sharded
+#
+# DDP keeps everything on every rank. When that does not fit, FSDP2 is one more difference:
+
+# %%
+script.changes("fsdp2", "main", "backward")
+
+# %% [markdown]
+# - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed behind it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
+# - **Precision.** The policy replaces `autocast`: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
+# - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: a third fewer bytes on the wire, and all weights in memory ([ZeRO](zero.md) has the figures).
+# - **Accumulation.** `set_requires_gradient_sync(False)` keeps whole gradients until the last micro-batch: memory that you wanted to save.
+# - **Clipping.** `clip_grad_norm_` adds up the shards' squares over the ranks by itself. What it returns is a DTensor: `.full_tensor()` before you print it, on all ranks.
+
+# %% tags=["hide-input"]
+# Holds FSDP2 on two and on four ranks against one process
+
+same("fsdp2", micro=4)
+same("fsdp2", size=4, micro=4)
+
+# %% [markdown]
+# Checkpoints need no change. Each rank writes its shards, DCP's index says where they lie, and the names are the plain model's.
+# So the run that DDP began goes on under FSDP2, on four ranks instead of two:
+
+# %%
+on_ranks("resume", 2, FOLDER / "moved", **SMALL | {"steps": 5})
+moved = on_ranks("fsdp2", 4, FOLDER / "moved", **SMALL)[0]
+
+# %% tags=["hide-input"]
+# Holds the moved run against one process
+
+gaps = [abs(a - b) for a, b in zip(moved, plain[5:], strict=True)]
+assert max(gaps) < 1e-5
+print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one process's")
+
+# %% [markdown]
+# A **full** state dict, for one file that everybody reads, is an option: `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers one tensor after another onto rank 0's host.
+#
+# ### A model that no rank holds whole
+#
+# The model was built whole before it was cut. On the device `meta`, tensors have shapes and no storage. So build it there, cut it, give each rank room for its shards, and fill them from rank 0's host, one tensor at a time.
+
+# %%
+script.changes("meta", "main")
+
+# %% [markdown]
+# ### Compiled blocks
+#
+# `torch.compile` works on each block before it is sharded: all blocks share one compiled program, and gathering stays outside of it.
+
+# %%
+script.changes("compile", "main")
+
+# %% tags=["hide-input"]
+# Holds a model begun on meta, and compiled blocks, against one process
+
+same("meta", micro=4)
+same("compile", micro=4, compiler="aot_eager")
+
+# %% [markdown]
+# The page uses the backend `aot_eager`, which traces forward and backward and generates no code, as that needs a C++ compiler. On a GPU leave the default, `inductor`, and expect its first step to take a minute.
+#
+# ## The same with Lightning
+
+# %% tags=["hide-input"]
+# Imports Lightning, quietly
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from shardlab.train import lightning
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+# %% [markdown]
+# Lightning's `Trainer` brings loop, sampler, wrapper and clipping. You write model, loss and optimizer.
+
+# %%
+show.source(lightning.LitGPT, lightning.fit)
+
+
+# %% [markdown]
+# Usually Lightning starts your script again for each rank, or takes torchrun's. `TheseRanks` (12 lines) has it take those of `ranks.run`.
+# Ten steps of 8 windows, two epochs of 40, are held against a plain loop that draws its order with `torch.randperm` from seed + epoch.
+
+# %%
+def plain_loop(steps=10):
+    """One process: losses, gradient norms, weights."""
+    torch.manual_seed(0)
+    model, losses, norms = GPT(PRESETS["nano"]), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = lightning.Windows(64)
+    for epoch in range(2):
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
+        for part in order.split(8):
+            pairs = [data[i] for i in part.tolist()]
+            tokens, targets = map(torch.stack, zip(*pairs, strict=True))
+            value = loss(model(tokens), targets)
+            optimizer.zero_grad()
+            value.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(value.item())
+            norms.append(norm.item())
+    return losses, norms, model.state_dict()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    one = ranks.run(plain_loop, 1, device="cpu")[0]
+    fits = {
+        "DDP": ranks.run(lightning.fit, 2, "ddp", 10, device="cpu")[0],
+        "FSDP2": ranks.run(lightning.fit, 2, "fsdp2", 10, device="cpu")[0],
+        "FSDP2, its default mesh": ranks.run(
+            lightning.fit, 2, "fsdp2", 10, 8, 40, "auto", device="cpu"
+        )[0],
+    }
+
+# %% tags=["hide-input"]
+# Table: Lightning on two ranks against one process
+
+rows = []
+for name, (losses, norms, weights) in fits.items():
+    gaps = [
+        max(abs(a - b) for a, b in zip(found, want, strict=True))
+        for found, want in ((losses, one[0]), (norms, one[1]))
+    ]
+    gaps.append(max((weights[k] - one[2][k]).abs().max().item() for k in weights))
+    equal = gaps[0] < 1e-5 and gaps[1] < 1e-5 and gaps[2] < 1e-4
+    assert equal == (name != "FSDP2, its default mesh")
+    rows.append((name, *("equal" if equal else f"{gap:.2f}" for gap in gaps)))
+assert min(one[1]) > 1  # clipping cuts in every step
+show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weights"])
+
+# %% [markdown]
+# "Equal" is $10^{-5}$ for losses and norms, and $10^{-4}$ for weights, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
+# The last row is a trap. `ModelParallelStrategy()` by default shards over the *nodes*, and keeps the ranks of a node for tensor parallelism. `fully_shard` over its `"data_parallel"` mesh then shards over one rank, both ranks read the same windows, and nothing warns: two GPUs asked for, one used.
+# FSDP1 (`strategy="fsdp"`) refuses a CPU.
+#
+# ### What it hides
+#
+# A module that only takes notes goes through the Trainer: 8 numbers to train on, and 5 to validate, in batches of 2.
+
+# %% tags=["hide-input"]
+# Table: what the Trainer does without being asked
+
+import pytorch_lightning as L
+
+
+class Probe(L.LightningModule):
+    """Notes what it is given; the gradient of a micro-batch is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen, self.gradients = [], []
+
+    def training_step(self, batch, index):
+        self.seen.append([int(x) for x in batch[0]])
+        self.log("own", batch[0].mean())
+        self.log("mean", batch[0].mean(), sync_dist=True)
+        return self.weight * 1.0
+
+    def validation_step(self, batch, index):
+        self.log("validation", batch[0].mean(), sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append(self.weight.grad.item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def probed(items, batch, precision="32-true", **options):
+    """On a rank: batches seen, gradients, metrics, keys of a checkpoint, precision."""
+    names = ("logger", "checkpointing", "progress_bar", "model_summary")
+    quiet = {name if name == "logger" else f"enable_{name}": False for name in names}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy="ddp",
+        plugins=[lightning.TheseRanks()],
+        precision=precision,
+        num_sanity_val_steps=0,
+        **quiet,
+        **options,
+    )
+    module, sizes = Probe(), (items, 5)
+    data = [DataLoader(TensorDataset(torch.arange(float(n))), batch) for n in sizes]
+    trainer.fit(module, *data)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    kept = sorted(trainer._checkpoint_connector.dump_checkpoint())
+    return module.seen, module.gradients, metrics, kept, trainer.precision
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    a, b = ranks.run(lambda: probed(8, 2, max_epochs=2), 2, device="cpu")
+    options = dict(max_epochs=1, accumulate_grad_batches=4)
+    c, _ = ranks.run(lambda: probed(10, 1, "16-mixed", **options), 2, device="cpu")
+assert a[0][:2] != a[0][2:] and c[1] == [1, 0.25] and c[4] == "bf16-mixed"
+assert a[2]["own"] != b[2]["own"] and a[2]["mean"] == b[2]["mean"]
+assert not any("rng" in key or "random" in key for key in a[3])
+seen, _, metrics, kept, _ = a
+kept = ", ".join(key for key in kept if "-" not in key)
+rows = [
+    ("shuffle=False", f"rank 0 sees {seen[0]}, {seen[1]}: a shuffling sampler"),
+    ("no call of set_epoch", f"{seen[2]}, {seen[3]} in epoch 2: called for you"),
+    ("batch_size=2", "2 on each rank: 4 in a step, and half the steps"),
+    ("self.log(…)", f"{metrics['own']} on rank 0, {b[2]['own']} on rank 1"),
+    ("self.log(…, sync_dist=True)", f"{metrics['mean']} on both"),
+    ("validation on 0 to 4", f"{metrics['validation']:.2f}, not 2: 0 counts twice"),
+    ("5 micro-batches, accumulate 4", f"gradients {c[1]}: the fifth, alone, over 4"),
+    ('precision="16-mixed" on a CPU', f"{c[4]}, after a warning"),
+    ("save_checkpoint", f"{kept}; no random state"),
+]
+show.table(rows, ["you write", "you get"])
+
+
+# %% [markdown]
+# Each is a fine default, and each changes your numbers. `use_distributed_sampler=False` gives the sampler back to you; then `set_epoch` is called only if yours has one.
+#
+# Hugging Face **accelerate** keeps your loop: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`, then `accelerator.backward(loss)`.
+# We ran 1.15.0 under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)` (23 November 2026, not a dependency of this course): five losses equal to one process within $5\cdot10^{-7}$, clipping included.
+# Its configuration is a file of `accelerate config`, here `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`, or arguments of `Accelerator`.
+# Print what you got. On a CPU it said nothing, and yet: `accelerate launch` with that file started *one* process; `FullyShardedDataParallelPlugin(fsdp_version=2)` gave `DistributedDataParallel`; `mixed_precision="fp16"` computed in float32, to the last digit.
+#
+# ## How much faster?
+#
+# The same global batch on 1, 2 and 4 ranks, timed in turns. *Compute* is the same step with no message, under `no_sync`.
+
+# %%
+def times(repeats=3, steps=3, batch=8):
+    """Seconds of a step on this rank: with messages, without."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(GPT(PRESETS["micro"]).to(ranks.device()))
+    tokens, targets = text.batch(128, batch // dist.get_world_size())
+    tokens, targets = tokens.to(ranks.device()), targets.to(ranks.device())
+    found = {True: [], False: []}
+    for _ in range(repeats + 1):
+        for sends in (True, False):
+            model.require_backward_grad_sync = sends
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                loss(model(tokens), targets).backward()
+            if ranks.device().type == "cuda":
+                torch.cuda.synchronize()
+            found[sends].append((time.perf_counter() - start) / steps)
+    return [median(found[sends][1:]) for sends in (True, False)]  # the first warms up
+
+
+# %% tags=["hide-input", "measured"]
+# Table: speed-up and efficiency on 1, 2 and 4 ranks
+
+measured = {size: max(ranks.run(times, size)) for size in (1, 2, 4)}
+alone = measured[1][0]
+rows = []
+for size, (step, compute) in measured.items():
+    gain, messages = alone / step, 100 * max(0, step - compute) / step
+    slower = compute * size / alone
+    rows.append(
+        (size, f"{step:.3f}", f"{gain:.2f}", f"{100 * gain / size:.0f}", f"{slower:.2f}", f"{messages:.0f}")
+    )
+assert measured[2][0] < 1.1 * alone
+show.table(
+    rows,
+    [
+        "ranks",
+        "step (s)",
+        "speed-up",
+        "efficiency (%)",
+        "compute of a window, against 1 rank",
+        "messages (% of the step)",
+    ],
+)
+
+# %% [markdown]
+# Efficiency is the speed-up divided by the ranks. Each loss has a column:
+#
+# - *Compute of a window* above 1: ranks share something. Four ranks on two cores have half a core each; on GPUs it is small batches that keep a GPU less busy.
+# - *Messages*: what of the all-reduce backward did not hide.
+# - What is left is waiting for the slowest rank.
+#
+# A course at Jülich publishes [92 minutes on one GPU, 25 on 4 and 14 on 8](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC): speed-ups of 3.7 and 6.6, efficiencies of 92 and 82 %.
+# Read what was kept constant. There it is the batch of a *rank*: the global one grows from 512 to 2,048 and 4,096, so it is the same number of windows, in a quarter and an eighth of the steps. The larger batch keeps each GPU as busy as one alone, and the loss that comes out is another one.
+# The table above keeps the global batch, and with it the training.
+#
+# ## The script to take home
+#
+# [code/train.py](../code/train.py) is the last version: DDP, FSDP2, the course's ZeRO and its tensor parallelism behind one option, in 250 lines.
+# `Spread` hides where the six strategies differ, which is little:
+
+# %%
+show.source(Spread.sync_if, Spread.clip)
+
+# %% [markdown]
+# `job` starts under `torchrun`, `srun` or alone, writes a line of JSON every 10 steps on rank 0, draws a progress bar where there is a terminal, and notices signals.
+# A signal reaches one rank or all, at any moment; the ranks agree on it, and the current step becomes the last:
+
+# %%
+show.source(job.Stop)
+
+
+# %% [markdown]
+# Then a checkpoint is written as after any last step, and all ranks end with status 0, which keeps `torchrun` from starting them again. A file `stopped` says that there is more to do.
+# Here rank 1 alone gets a signal while it trains; the command is then given once more.
+
+# %%
+def signalled(folder, **options):
+    """On a rank: the script to take home; rank 1 is asked to stop after half a second."""
+    if dist.get_rank() == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    return script.load("take_home").main(folder=folder, report=1, **options)
+
+
+long = {"steps": 2000, "limit": SMALL["limit"], "sample": 0, "every": 2000}
+made = len(ranks.run(partial(signalled, FOLDER / "signal", **long), 2, show=False)[0])
+print("stopped early:", made < 2000, "-", (FOLDER / "signal/stopped").exists())
+rest = long | {"steps": made + 5}
+rest = on_ranks("take_home", 2, FOLDER / "signal", show=False, **rest)[0]
+print("the second start made", len(rest), "more steps")
+
+# %% [markdown]
+# All six strategies train the same model. Each line of `metrics.jsonl` has loss, norm, seconds, tokens per second, memory, and MFU where the device's peak is known.
+
+# %% tags=["hide-input"]
+# Table: the six strategies of code/train.py against one process
+
+rows = []
+for strategy in STRATEGIES:
+    degree = 2 if strategy == "tensor" else 1
+    folder = FOLDER / f"home-{strategy}"
+    options = SMALL | {"strategy": strategy, "tensor": degree, "micro": 4, "report": 6}
+    found = on_ranks("take_home", 2, folder, show=False, **options)
+    assert found[0] == found[1]
+    gap = max(abs(a - b) for a, b in zip(found[0], plain, strict=True))
+    line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert gap < 1e-5 and {"loss", "norm", "tokens_per_second", "mfu", "memory_bytes"} < set(line)
+    rows.append((strategy, "equal", f"{line['norm']:.4f}"))
+show.table(rows, ["strategy, 2 ranks", "losses", "norm of the gradient, step 6"])
+
+# %% [markdown]
+# What it needs from you is a model and a data set: `GPT`, `Windows` and `parts` stand in three lines of `main`.
+# `ddp` and `fsdp2` take any module, `zero1` to `zero3` nearly any; `tensor` knows this course's GPT.
+# Their checkpoints differ: those of `ddp` and `fsdp2` load on any number of ranks, those of the others on as many as have saved.
+#
+# ## What goes wrong, and how it looks
+#
+# | symptom | the line that is missing |
+# |---|---|
+# | four GPUs asked for, the time of one; every rank prints the same losses | [the process group](#ranks-a-process-group-and-a-device): each process trains alone |
+# | losses exactly those of one process, and no faster | [a sampler](#samplers-a-share-of-the-data-for-each-rank): all ranks read the same batches |
+# | a loss that falls in steps, one at each epoch | [`set_epoch`](#samplers-a-share-of-the-data-for-each-rank): each epoch repeats the order |
+# | the validation loss changes with the number of ranks | [what fills up](#validation-each-window-once) is counted |
+# | now and then a checkpoint that cannot be read | [one rank writes](#one-rank-prints-and-writes): all did |
+# | bytes per step grow with accumulation | [`no_sync`](#accumulation-several-backwards-before-a-step) |
+# | losses rise after an overflow, scales differ by rank | [one decision](#built-broken-repaired): each rank checks its shard alone |
+# | a spike after each restart | [the optimizer, or the place in the data](#resume-everything-that-decides-the-next-step) is not in the checkpoint |
+# | the job never ends, though all is printed | [the model outlives its group](#ranks-a-process-group-and-a-device) |
+#
+# ## When to use what
+#
+# | | for | against |
+# |---|---|---|
+# | DDP | one line; fewest bytes; any module | the whole model and its optimizer on every GPU: 16 bytes a parameter with AdamW |
+# | FSDP2 | a model that does not fit; checkpoints by shards | half as many bytes again on the wire; units to choose; every forward is a collective, in validation as well |
+# | Lightning, accelerate | the loop, the launch and the checkpoint are written | what they change without being asked, [above](#what-it-hides) |
+#
+# ## Exercises
+#
+# ```{exercise-start} Counted twice (easy)
+# :label: ex-train-counted
+# ```
+#
+# A validation set has 10 windows. Their losses are 1, 2, 3 and so on to 10.
+# Four ranks validate with `DistributedSampler(windows, shuffle=False)` and average their means.
+# Which loss do they report, where the right one is 5.5?
+
+# %%
+answer = ...  # nats
+check(answer, "validation_filled_up")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-counted
+# :label: sol-train-counted
+# :class: dropdown
+# ```
+#
+# Ten windows fill twelve places: the first two are repeated. All ranks have three, so the mean of their means is the mean of all twelve.
+
+# %%
+answer = (sum(range(1, 11)) + 1 + 2) / 12
+check(answer, "validation_filled_up")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The mean over unequal shares (medium)
+# :label: ex-train-mean
+# ```
+#
+# Each rank has the summed loss of its tokens and their number, as Python numbers. Some ranks may have none.
+# Return the mean loss of a token over all ranks of `group`, the same number on each.
+
+# %%
+def my_mean(total, count, group):
+    pass  # your code
+
+
+check(my_mean)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-mean
+# :label: sol-train-mean
+# :class: dropdown
+# ```
+
+# %%
+def my_mean(total, count, group):
+    both = torch.tensor([total, count], dtype=torch.float64, device=ranks.device())
+    dist.all_reduce(both, group=group)  # [2]
+    return (both[0] / both[1]).item()
+
+
+check(my_mean)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Go on with fewer ranks (medium)
+# :label: ex-train-order
+# ```
+#
+# `order` is the order of an epoch, a list of window numbers. `done` steps of `batch` windows are over, made by any number of ranks.
+# Return the windows that this rank reads in the rest of the epoch, in order, when `size` ranks go on. An incomplete last batch is dropped. `size` divides `batch`.
+
+# %%
+def my_rest(order, done, batch, rank, size):
+    pass  # your code
+
+
+check(my_rest)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-order
+# :label: sol-train-order
+# :class: dropdown
+# ```
+#
+# The position counts windows of all ranks; who has read them does not matter.
+
+# %%
+def my_rest(order, done, batch, rank, size):
+    whole = len(order) // batch * batch
+    return order[done * batch : whole][rank::size]
+
+
+check(my_rest)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} One decision for all ranks (medium)
+# :label: ex-train-decision
+# ```
+#
+# Each rank has a list of its shards of the gradients, which may be empty.
+# Return `True` on all ranks if no rank has an inf or a nan, `False` on all ranks otherwise: a `bool`.
+
+# %%
+def my_decision(gradients, group):
+    pass  # your code
+
+
+check(my_decision)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-decision
+# :label: sol-train-decision
+# :class: dropdown
+# ```
+#
+# A flag travels, not the gradients: large finite ones would overflow in their sum, and inf and -inf need not meet. Every rank calls the collective, also one without shards or without an inf.
+
+# %%
+def my_decision(gradients, group):
+    bad = torch.tensor(float(any(not g.isfinite().all() for g in gradients)))
+    dist.all_reduce(bad, dist.ReduceOp.MAX, group)
+    return not bad.item()
+
+
+check(my_decision)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} A first scale that is too large (easy)
+# :label: ex-train-skipped
+# ```
+#
+# `"initial_scale_power": 32`, `"hysteresis": 2`, in DeepSpeed. Gradients overflow wherever the scale is above $2^{16}$.
+# How many steps are skipped before the first one is made?
+
+# %%
+answer = ...  # steps
+check(answer, "skipped_steps")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-skipped
+# :label: sol-train-skipped
+# :class: dropdown
+# ```
+#
+# The first overflow uses up the hysteresis. Then each one halves: at $2^{32}$, $2^{31}$, down to $2^{17}$.
+
+# %%
+answer = 1 + (32 - 16)
+check(answer, "skipped_steps")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Four scripts, each lacks a line (medium)
+# :label: ex-train-logs
+# ```
+#
+# Four versions of the script ran on two ranks, for two epochs of four steps. Each lacks one of `sampler`, `set_epoch`, `wrapper` and `all_reduce`, the last one in the losses.
+# The table has how far each rank's losses are from those of one process. Which version lacks what?
+
+# %% tags=["hide-input"]
+# Table: losses of four versions that lack a line, minus those of one process
+
+show.table(four_scripts(), ["script", "rank", *(f"step {n}" for n in range(1, 9))])
+
+# %%
+answer = {"A": ..., "B": ..., "C": ..., "D": ...}
+check(answer, "missing_lines")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-logs
+# :label: sol-train-logs
+# :class: dropdown
+# ```
+#
+# A's ranks print what one process prints, to the last bit: they read the same. B is right until the second epoch. C's ranks differ from one another, and their mean is right. D is right at the first step alone, as weights drift apart afterwards.
+
+# %%
+answer = {"A": "sampler", "B": "set_epoch", "C": "all_reduce", "D": "wrapper"}
+check(answer, "missing_lines")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Your own job (design)
+# :label: ex-train-design
+# ```
+#
+# A model of 1.3 billion parameters trains in `bfloat16` with AdamW on 8 GPUs of 40 GB, with a batch of 512 sequences, and has to stop within 60 seconds of a signal.
+# Which strategy of `code/train.py`, which `--micro`, which `--every` and `--report` would you begin with, and what would you measure first?
+#
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-design
+# :label: sol-train-design
+# :class: dropdown
+# ```
+#
+# Model states are 16 bytes a parameter: 21 GB on every GPU under DDP. It fits, with 19 GB for activations, so begin with `ddp`, which sends least, and the largest `--micro` that fits; if that is only 1 or 2, `fsdp2` leaves 37 GB, and larger products may pay for its messages.
+# A rank has 64 sequences of a step. A signal is noticed every `--report` steps, so these must take less than 60 seconds, less the time of a save: measure one step, and one save.
+# `--every` follows from how long a save takes and how often a job dies ([Checkpoints](checkpoint.md#how-often-to-save)).
+# First, hold ten losses against one process with the same seed.
+#
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - Twenty lines take a script from one process to many; each is checked by holding losses and weights against one process.
+# - The same seed for weights, another for dropout, one for the order of the data.
+# - Sums and counts travel, and are divided once: in training losses, in validation, in accumulation.
+# - One rank writes, under another name first; all ranks write shards.
+# - What decides the next step goes into the checkpoint: weights, optimizer, scaler, place in the data, random states.
+# - A decision that depends on one rank's data (stop, skip a step) is one all-reduce.
+# - FSDP2 changes the wrapper, the precision's place and `no_sync`, and nothing else.
+#
+# ## Further reading
+#
+# - {cite}`li2020ddp`: how DDP hides its messages; section 3 has the interface that this script uses.
+# - {cite}`zhao2023fsdp`: FSDP's units, and what resharding costs.
+# - {cite}`micikevicius2018mixed`: why half precision needs a scale, and which parts stay in single precision.
+# - PyTorch's own [notes on DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) and [FSDP2's tutorial](https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html).

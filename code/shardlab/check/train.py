@@ -1,0 +1,221 @@
+"""The checks of lesson `train`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlab import ranks
+from shardlab.check import Wrong, called, exercise, number, run_answer
+from shardlab.train import script
+
+
+@exercise("validation_filled_up")
+def _(answer: Any) -> str:
+    number(
+        answer,
+        58 / 12,
+        "nats",
+        rel=0.002,
+        hints={
+            5.5: "That is the right mean. The sampler gives each of 4 ranks equally many windows.",
+            4.5: "That drops the two windows that are too many; the sampler repeats two instead.",
+            74 / 12: "Not the last windows are repeated: the sampler begins anew at the first.",
+            6.5: "Two windows are counted twice: which ones, and out of how many?",
+        },
+    )
+    return "Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else."
+
+
+@exercise("my_mean")
+def _(answer: Callable[..., Any]) -> str:
+    cases = [
+        [(6.0, 3), (1.0, 1)],
+        [(0.0, 0), (12.0, 4), (2.0, 2)],
+        [(3.5, 7), (0.0, 0), (0.5, 1), (8.0, 2)],
+    ]
+    for shares in cases:
+        right = sum(total for total, _ in shares) / sum(count for _, count in shares)
+        means = [total / count if count else 0.0 for total, count in shares]
+
+        def mine(shares: list[tuple[float, int]] = shares) -> Any:
+            return answer(*shares[dist.get_rank()], dist.group.WORLD)
+
+        found = run_answer(mine, len(shares))
+        for rank, value in enumerate(found):
+            try:
+                value = float(value)
+            except (TypeError, ValueError):
+                raise Wrong(
+                    f"Rank {rank} of {len(shares)} got {value!r}: a number is due"
+                ) from None
+            if abs(value - right) < 1e-5:
+                continue
+            if abs(value - sum(means) / len(means)) < 1e-5:
+                raise Wrong("That is the mean of the ranks' means: their shares are not equal.")
+            if abs(value - right * sum(c for _, c in shares)) < 1e-5:
+                raise Wrong("That is the sum of all losses: divide it by the sum of the counts.")
+            raise Wrong(f"Rank {rank} of {len(shares)} got {value:.4f}, due are {right:.4f}.")
+    return "Right on 2, 3 and 4 ranks, some of them without a token."
+
+
+@exercise("my_rest")
+def _(answer: Callable[..., Any]) -> str:
+    generator = torch.Generator().manual_seed(0)
+    for length, done, batch, size in ((13, 2, 4, 2), (13, 0, 4, 4), (50, 3, 8, 1), (50, 5, 8, 8)):
+        order = torch.randperm(length, generator=generator).tolist()
+        got = [
+            list(called(partial(answer, list(order), done, batch, rank, size)))
+            for rank in range(size)
+        ]
+        case = f"order of {length}, done={done}, batch={batch}, size={size}"
+        due = order[done * batch : length // batch * batch]
+        flat = [window for share in got for window in share]
+        if sorted(flat) != sorted(due):
+            if set(flat) & set(order[: done * batch]):
+                raise Wrong(f"{case}: windows are read again that were read before the stop.")
+            if len(flat) > len(due):
+                raise Wrong(f"{case}: the incomplete last batch is to be dropped.")
+            if len(set(flat)) < len(flat):
+                raise Wrong(f"{case}: two ranks read the same window.")
+            raise Wrong(f"{case}: {len(flat)} windows are read in all, due are {len(due)}.")
+        each = batch // size
+        for step in range(len(due) // batch):
+            together = {w for share in got for w in share[step * each : (step + 1) * each]}
+            if together != set(due[step * batch : (step + 1) * batch]):
+                raise Wrong(f"{case}: step {done + step + 1} sees other windows than one process.")
+    return "Right: whoever goes on, each step sees the windows that one process would see."
+
+
+# Script -> what it lacks, and how its text differs from the version `losses`.
+_LACKS = {
+    "A": (
+        "sampler",
+        {"(train, world, rank, seed=seed)": "(train, 1, 0, seed=seed)", "batch // world": "batch"},
+    ),
+    "B": (
+        "set_epoch",
+        {"        sampler.set_epoch(done // len(loader))  # another order in every epoch\n": ""},
+    ),
+    "C": ("all_reduce", {"averaged(value.detach())": "value.detach()"}),
+    "D": ("wrapper", {"    model = DistributedDataParallel(model)\n": ""}),
+}
+
+
+def four_scripts() -> list[tuple[str, ...]]:
+    """Rows of a table: script, rank, and its losses minus those of one process, of 8 steps."""
+    options = {"steps": 8, "every": 8, "limit": 64 * 67 + 1, "sample": 0}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
+        count = itertools.count()
+
+        def losses(text: str, size: int) -> list[list[float]]:
+            module = ModuleType("lacking")
+            exec(compile(text, "<a script that lacks a line>", "exec"), module.__dict__)
+            place = Path(folder) / str(next(count))
+            run = lambda: module.main(folder=place / str(dist.get_rank()), **options)  # noqa: E731
+            return ranks.run(run, size, show=False)
+
+        (one,) = losses(script.text("plain"), 1)
+        for name, (_, changes) in _LACKS.items():
+            text = script.text("losses")
+            for old, new in changes.items():
+                assert text.count(old) == 1, f"the script no longer has {old!r}"
+                text = text.replace(old, new)
+            for rank, found in enumerate(losses(text, 2)):
+                gaps = [a - b for a, b in zip(found, one, strict=True)]
+                cells = ["0" if gap == 0 else f"{gap:+.3f}" for gap in gaps]
+                rows.append((name, str(rank), *cells))
+    return rows
+
+
+@exercise("missing_lines")
+def _(answer: Any) -> str:
+    allowed = sorted(lacks for lacks, _ in _LACKS.values())
+    if not isinstance(answer, dict) or set(answer) != set(_LACKS):
+        raise Wrong("A dictionary is due, with the keys A, B, C and D.")
+    unknown = [value for value in answer.values() if value not in allowed]
+    if unknown:
+        raise Wrong(f"{unknown[0]!r}: allowed are {', '.join(allowed)}.")
+    hints = {
+        "sampler": "Without a sampler, what does each rank train on?",
+        "set_epoch": "Without set_epoch, which steps have another order than one process's?",
+        "all_reduce": "Without the all-reduce of losses, do the ranks print the same?",
+        "wrapper": "Without the wrapper, up to which step are the weights right?",
+    }
+    for name, (lacks, _) in _LACKS.items():
+        if answer[name] != lacks:
+            raise Wrong(f"{name} lacks something else. {hints[answer[name]]}")
+    return "Right. Each of them runs without a complaint, and only a comparison shows it."
+
+
+def _cases(rank: int) -> list[tuple[str, bool, list[torch.Tensor]]]:
+    """What a step's gradients are, whether it may be made, and this rank's shards of them."""
+    last, fine = dist.get_world_size() - 1, torch.full((3,), 0.5)
+    inf, nan = torch.tensor([1.0, math.inf]), torch.tensor([math.nan, 1.0])
+    large = torch.full((2,), 3e38)  # finite, unless somebody adds them up
+    return [
+        ("all gradients are finite", True, [fine, -fine]),
+        ("the last rank alone has an inf", False, [fine, inf] if rank == last else [fine]),
+        ("rank 0 alone has a nan", False, [nan, fine] if rank == 0 else [fine, fine]),
+        ("rank 0 has inf and rank 1 -inf", False, [[inf], [-inf], [fine], [fine]][rank]),
+        ("the last rank holds no shard, and all is finite", True, [] if rank == last else [fine]),
+        ("rank 0 holds no shard, and the last rank has an inf", False, [inf] * (rank == last)),
+        ("all gradients are large and finite", True, [large.clone()]),
+    ]
+
+
+def _decisions(answer: Callable[..., Any]) -> list[tuple[str, bool, Any]]:
+    found = []
+    for name, right, gradients in _cases(dist.get_rank()):
+        found.append((name, right, answer(gradients, dist.group.WORLD)))
+    return found
+
+
+@exercise("my_decision")
+def _(answer: Callable[..., Any]) -> str:
+    for size in (2, 4):
+        for by_rank in zip(*run_answer(_decisions, size, answer, timeout=15.0), strict=True):
+            name, right, _ = by_rank[0]
+            where, said = f"{size} ranks, {name}: ", [decision for _, _, decision in by_rank]
+            for rank, one in enumerate(said):
+                if not isinstance(one, bool):
+                    kind = type(one).__name__
+                    raise Wrong(f"{where}rank {rank} returned {one!r}, a {kind}; return a bool.")
+            if len(set(said)) > 1:
+                raise Wrong(
+                    f"{where}rank {said.index(True)} makes the step, rank {said.index(False)} "
+                    "skips it, and from here on their scales differ. A rank knows its own shards "
+                    "alone: what has to travel?"
+                )
+            if said[0] != right:
+                do, should = ("make", "skip") if said[0] else ("skip", "make")
+                raise Wrong(f"{where}all ranks {do} the step, and they should {should} it.")
+    return "Right, on 2 and 4 ranks: one flag travels, and all decide alike."
+
+
+@exercise("skipped_steps")
+def _(answer: Any) -> str:
+    number(
+        answer,
+        17,
+        "steps",
+        hints={
+            16: "Each halving costs a step: 16. But with a hysteresis of 2 the first overflow "
+            "leaves the scale as it is.",
+            15: "2^32 and 2^17 both overflow: count them.",
+            18: "Only the first overflow is forgiven; from then on each one halves.",
+            32: "The hysteresis forgives the first overflow alone, until the scale is doubled.",
+            33: "The hysteresis forgives the first overflow alone, until the scale is doubled.",
+        },
+    )
+    return "Right: one that is forgiven, and 16 that halve, from 2^32 to 2^16."

@@ -16,7 +16,6 @@ if importlib.util.find_spec("pytorch_lightning") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import pytorch_lightning as L
-    from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
     from shardlab.train import lightning
 from shardlab import ranks
@@ -105,7 +104,7 @@ def probed(items, batch, validated=0, **options):
         accelerator="cpu",
         devices=2,
         strategy="ddp",
-        plugins=[TorchElasticEnvironment()],
+        plugins=[lightning.TheseRanks()],
         num_sanity_val_steps=0,
         **dict.fromkeys(quiet, False),
         **options,

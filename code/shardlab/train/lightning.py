@@ -2,8 +2,8 @@
 
     losses, norms, weights = ranks.run(fit, 2, "ddp", 10, device="cpu")[0]  # or "fsdp2"
 
-Needs pytorch-lightning (2.6). Lightning would start a script of its own for each rank; told that
-the processes are there already, it takes those that `ranks.run` or torchrun has started.
+Needs pytorch-lightning (2.6). Left to itself, Lightning starts the script again for each rank; here
+it takes the processes that `ranks.run` or torchrun has started.
 """
 
 from __future__ import annotations
@@ -54,6 +54,22 @@ class LitGPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class TheseRanks(TorchElasticEnvironment):
+    """Tells Lightning that the ranks are there: those of the process group, on one machine."""
+
+    def world_size(self) -> int:
+        """Of the group; torchrun may have started more."""
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        """In the group."""
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        """The same, on one machine."""
+        return dist.get_rank()
+
+
 class Notes(L.Callback):
     """Losses as they were logged, and gradient norms before clipping."""
 
@@ -94,7 +110,7 @@ def fit(
         accelerator="cpu",
         devices=size,
         strategy=chosen,
-        plugins=[TorchElasticEnvironment()],  # RANK, WORLD_SIZE and LOCAL_RANK say who is there
+        plugins=[TheseRanks()],  # else it would start this script again for each
         max_steps=steps,
         gradient_clip_val=1.0,
         callbacks=[notes],

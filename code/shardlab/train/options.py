@@ -119,6 +119,9 @@ def check(
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise ValueError(f"folder={folder!r}: this is a file; allowed is a folder")
-    if resume == "never" and list(path.glob("step-*")):
+    saved = sorted(path.glob("step-*"))
+    if resume == "never" and saved:
         found = f"folder={folder!r} holds checkpoints"
         raise ValueError(f"resume='never': {found}; allowed are an empty folder, or resume='auto'")
+    if saved:
+        spread.check_saved(saved[-1], strategy, world)

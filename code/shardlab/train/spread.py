@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -141,7 +144,12 @@ class Spread:
 
     @property
     def _own(self) -> str:
-        return f"{self.strategy}, rank {dist.get_rank()} of {dist.get_world_size()}"
+        return _part(self.strategy, dist.get_rank(), dist.get_world_size())
+
+
+def _part(strategy: str, rank: int, world: int) -> str:
+    """Under which name a checkpoint holds what one rank has."""
+    return f"{strategy}, rank {rank} of {world}"
 
 
 def check(world: int, heads: int, strategy: str, tensor: int, precision: str) -> None:
@@ -157,3 +165,25 @@ def check(world: int, heads: int, strategy: str, tensor: int, precision: str) ->
     if world % tensor or heads % tensor:
         allowed = f"divisors of {world} ranks and of {heads} heads"
         raise ValueError(f"tensor={tensor}: allowed are {allowed}")
+
+
+def check_saved(path: Path, strategy: str, world: int) -> None:
+    """Raise ValueError for a checkpoint that `world` ranks of a strategy cannot go on from."""
+    names = {name.removeprefix("state.") for name in names_in(path)}
+    parts = sorted(name for name in names if ", rank " in name)
+    if strategy in ("ddp", "fsdp2"):
+        fits, allowed = not parts, "ddp or fsdp2, on any number of ranks"
+    else:
+        fits, allowed = _part(strategy, world - 1, world) in parts, "the same on as many ranks"
+    if not fits:
+        wrote = f"{parts[0].split(',')[0]} on {len(parts)} ranks" if parts else "ddp or fsdp2"
+        here = f"strategy={strategy!r} on {world} ranks"
+        raise ValueError(f"{here}: {path} is of {wrote}; allowed is {allowed}")
+
+
+def names_in(path: Path) -> list[str]:
+    """The names in a checkpoint of DCP. Raises ValueError for what is none."""
+    try:
+        return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"folder: {path} is no whole checkpoint: {error}") from None

@@ -103,7 +103,7 @@ def probed(items, batch, validated=0, **options):
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=lightning.DDP(),
         plugins=[lightning.TheseRanks()],
         num_sanity_val_steps=0,
         **dict.fromkeys(quiet, False),

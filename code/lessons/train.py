@@ -68,7 +68,7 @@ show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="train-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
 # 131 windows of each part: 8 steps of 16 are an epoch, and no number of ranks divides 131.
-LONG = {"steps": 300, "limit": 100_000}
+LONG = {"steps": 300, "limit": 60_000}
 SMALL = {"steps": 12, "every": 6, "limit": 64 * 131 + 1, "sample": 0}
 
 
@@ -912,7 +912,7 @@ def probed(items, batch, precision="32-true", **options):
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy="ddp",
+        strategy=lightning.DDP(),
         plugins=[lightning.TheseRanks()],
         precision=precision,
         num_sanity_val_steps=0,

@@ -14,7 +14,7 @@ import pytorch_lightning as L
 import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
-from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -70,6 +70,13 @@ class TheseRanks(TorchElasticEnvironment):
         return dist.get_rank()
 
 
+class DDP(DDPStrategy):
+    """Lightning's DDP, for ranks that are there: in a notebook it would refuse its own launcher."""
+
+    def _configure_launcher(self) -> None:
+        """None is needed."""
+
+
 class Notes(L.Callback):
     """Losses as they were logged, and gradient norms before clipping."""
 
@@ -103,7 +110,7 @@ def fit(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: allowed are {', '.join(map(repr, STRATEGIES))}")
     size, notes = dist.get_world_size(), Notes()
-    chosen = "ddp"
+    chosen: DDP | ModelParallelStrategy = DDP()
     if strategy == "fsdp2":
         chosen = ModelParallelStrategy(data_ranks or size, 1 if data_ranks is None else "auto")
     trainer = L.Trainer(

@@ -105,7 +105,8 @@ class Growing:
                     lines += [(" ", n) for n in new[c:d]]
                 else:
                     lines += [("-", n) for n in old[a:b]] + [("+", n) for n in new[c:d]]
-            if any(sign != " " and n in wanted for sign, n in lines):
+            lines = [(sign, n) for sign, n in lines if n in wanted]
+            if any(sign != " " for sign, _ in lines):
                 found += [(" ", 0)] * bool(found) + lines
         return found
 
@@ -164,6 +165,7 @@ class Growing:
         for (sign, _), code, page in zip(lines, codes, marked.split("\n"), strict=False):
             mark = f"{sign} " if signs else ""
             style = f"display:inline-block;min-width:100%;background:{_TINT[sign]}"
+            page = page if code != "⋯" else "⋯"
             page = f'<span style="{style}">{mark}{page}</span>' if signs else page
             body.append(page)
             plain.append(f"{mark}{code}".rstrip())

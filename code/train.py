@@ -159,14 +159,14 @@ def evaluate(
     """The mean loss of a token, over all `windows`."""
     model.eval()
     device = next(model.parameters()).device
-    sampler = DistributedSampler(windows, world, rank, shuffle=False)
     total = torch.zeros(2, device=device)  # summed losses, tokens
+    sampler = DistributedSampler(windows, world, rank, shuffle=False)
     loader = DataLoader(windows, size, sampler=sampler, generator=torch.Generator())
     for number, (tokens, targets) in enumerate(loader):
         positions = (number * size + torch.arange(len(targets))) * world + rank
         targets[positions >= len(windows)] = -100  # repeated to fill up: counted as nothing
         value = loss(model(tokens.to(device)), targets.to(device), "sum")
-        total += torch.stack([value, (targets >= 0).sum().to(device)])
+        total += torch.stack([value, (targets >= 0).sum().to(value)])
     dist.all_reduce(total)  # [2]
     model.train()
     return (total[0] / total[1]).item()
@@ -201,6 +201,7 @@ class State(Stateful):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.done, self.best = 0, (math.inf, 0)  # steps; lowest validation loss, and its step
         self.random = f"random state of rank {dist.get_rank()} of {dist.get_world_size()}"
+        self.draws = torch.cuda if torch.cuda.is_available() else torch  # where dropout draws
 
     def state_dict(self):
         """What is saved."""
@@ -208,7 +209,7 @@ class State(Stateful):
             **self.model.state(self.optimizer),
             "scaler": self.scaler.state_dict(),
             "position": [self.done, *self.best],
-            self.random: torch.get_rng_state(),
+            self.random: self.draws.get_rng_state(),
         }
 
     def load_state_dict(self, state):
@@ -217,7 +218,7 @@ class State(Stateful):
         self.scaler.load_state_dict(state["scaler"])
         self.done, *best = state["position"]
         self.best = tuple(best)
-        torch.set_rng_state(state[self.random])
+        self.draws.set_rng_state(state[self.random])
 
 
 def step_name(step):

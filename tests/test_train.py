@@ -35,7 +35,7 @@ MORE = {"compile": {"compiler": "aot_eager"}}
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The weights after the last step, whichever way they were saved."""
     if (folder / "last.pt").exists():
-        found = torch.load(folder / "last.pt")
+        found = torch.load(folder / "last.pt", "cpu")
         return {name.removeprefix("module."): tensor for name, tensor in found.items()}
     state = {"state": {"model": GPT(PRESETS["nano"]).state_dict()}}
     with warnings.catch_warnings():

@@ -136,7 +136,7 @@ show.figure(figure, "The loss falls from 5.5 to about 2.5 nats per byte in 300 s
 def weights(folder):
     """The model's weights in a folder, from whichever file the version has written."""
     if (folder / "last.pt").exists():
-        found = torch.load(folder / "last.pt")
+        found = torch.load(folder / "last.pt", "cpu")
         return {name.removeprefix("module."): tensor for name, tensor in found.items()}
     state = {"state": {"model": GPT(PRESETS["nano"]).state_dict()}}
     with warnings.catch_warnings():
@@ -174,6 +174,7 @@ script.changes("ranks", "main", "end")
 
 # %% [markdown]
 # `LOCAL_RANK` counts within a machine, `RANK` over all machines: the device comes from the first, everything else from the second.
+# Without it, all ranks of a machine compute on its first GPU.
 # The remainder is for jobs in which Slurm shows each process one GPU alone, which then is number 0.
 # `destroy_process_group` stands outside of `main` on purpose. Under gloo, a model wrapped by DDP that is the group's last owner can wait for ever for threads that wait for it; when `main` has returned, the model is gone.
 #
@@ -790,10 +791,9 @@ script.changes("meta", "main")
 script.changes("compile", "main")
 
 # %% tags=["hide-input"]
-# Holds a model begun on meta, and compiled blocks, against one process
+# Holds a model begun on meta, with compiled blocks, against one process
 
-_ = same("meta", micro=4)
-_ = same("compile", micro=4, compiler="aot_eager")
+_ = same("compile", micro=4, compiler="aot_eager")  # it begins on meta as well
 
 # %% [markdown]
 # The page uses the backend `aot_eager`, which traces forward and backward and generates no code, as that needs a C++ compiler. On a GPU leave the default, `inductor`, and expect its first step to take a minute.

@@ -79,9 +79,9 @@ def main(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rank, world = dist.get_rank(), dist.get_world_size()  #: ranks
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  #: -take_home
     #: ranks -take_home
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     #: take_home
@@ -93,8 +93,7 @@ def main(
     torch.manual_seed(seed)
     config = replace(PRESETS["nano"], dropout=dropout)  #: -take_home
     config = replace(PRESETS[preset], dropout=dropout)  #: take_home
-    model = GPT(config)  #: -ranks
-    model = GPT(config).to(device)  #: ranks -meta
+    model = GPT(config).to(device)  #: -meta
     #: take_home
     spread = Spread(GPT(config).to(device), strategy, tensor, precision, compiler)
     model, rank, world = spread.model, spread.share, spread.shares  # of the data
@@ -156,7 +155,7 @@ def main(
         sampler.set_epoch(done // len(loader))  # another order in every epoch  #: sampler
         sampler.start = done % len(loader) * (batch // world)  #: resume
         for tokens, targets in loader:
-            tokens, targets = tokens.to(device), targets.to(device)  #: ranks
+            tokens, targets = tokens.to(device), targets.to(device)
             optimizer.zero_grad()
             value = loss(model(tokens), targets)  #: -accumulate
             value.backward()  #: -accumulate
@@ -213,9 +212,9 @@ def main(
     #: end
     print(generate(model, sample))  #: -rank0
     say(generate(model, sample))  #: rank0
-    model.load_state_dict(torch.load(folder / "best.pt"))  #: -rank0
+    model.load_state_dict(torch.load(folder / "best.pt", device))  #: -rank0
     dist.barrier()  # the others wait for what rank 0 writes  #: rank0 -resume
-    model.module.load_state_dict(torch.load(folder / "best.pt"))  #: rank0 -resume
+    model.module.load_state_dict(torch.load(folder / "best.pt", device))  #: rank0 -resume
     load(state, folder / step_name(best[1]))  #: resume
     mean = evaluate(model, test)  #: -validation
     mean = evaluate(model, test, rank, world)  #: validation
@@ -284,22 +283,21 @@ def evaluate(
 ):
     """The mean loss of a token, over all `windows`."""
     model.eval()
-    #: -validation
-    total = torch.zeros(2)
-    for tokens, targets in DataLoader(windows, size):
-        value = loss(model(tokens), targets, "sum")
-        total += torch.stack([value, torch.tensor(targets.numel())])
-    #: validation
     device = next(model.parameters()).device
-    sampler = DistributedSampler(windows, world, rank, shuffle=False)
     total = torch.zeros(2, device=device)  # summed losses, tokens
+    #: -validation
+    for tokens, targets in DataLoader(windows, size):
+        value = loss(model(tokens.to(device)), targets.to(device), "sum")
+        total += torch.stack([value, torch.full_like(value, targets.numel())])
+    #: validation
+    sampler = DistributedSampler(windows, world, rank, shuffle=False)
     loader = DataLoader(windows, size, sampler=sampler)  #: validation -resume
     loader = DataLoader(windows, size, sampler=sampler, generator=torch.Generator())  #: resume
     for number, (tokens, targets) in enumerate(loader):  #: validation
         positions = (number * size + torch.arange(len(targets))) * world + rank
         targets[positions >= len(windows)] = -100  # repeated to fill up: counted as nothing
         value = loss(model(tokens.to(device)), targets.to(device), "sum")
-        total += torch.stack([value, (targets >= 0).sum().to(device)])
+        total += torch.stack([value, (targets >= 0).sum().to(value)])
     dist.all_reduce(total)  # [2]
     #: end
     model.train()
@@ -310,11 +308,10 @@ def evaluate(
 def generate(model, length, start="def ", seed=0):
     """`start` and `length` more bytes, each drawn from what the model expects there."""
     draw = torch.Generator().manual_seed(seed)
-    device = next(model.parameters()).device  #: ranks
+    device = next(model.parameters()).device
     tokens = torch.tensor([list(start.encode())])
     for _ in range(length):
-        logits = model(tokens[:, -64:])[0, -1]  #: -ranks
-        logits = model(tokens[:, -64:].to(device))[0, -1].cpu()  #: ranks
+        logits = model(tokens[:, -64:].to(device))[0, -1].cpu()
         drawn = torch.multinomial(logits.float().softmax(-1), 1, generator=draw)
         tokens = torch.cat([tokens, drawn[None]], dim=1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
@@ -337,6 +334,7 @@ class State(Stateful):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.done, self.best = 0, (math.inf, 0)  # steps; lowest validation loss, and its step
         self.random = f"random state of rank {dist.get_rank()} of {dist.get_world_size()}"
+        self.draws = torch.cuda if torch.cuda.is_available() else torch  # where dropout draws
 
     def state_dict(self):
         """What is saved."""
@@ -347,7 +345,7 @@ class State(Stateful):
             **self.model.state(self.optimizer),  #: take_home
             "scaler": self.scaler.state_dict(),
             "position": [self.done, *self.best],
-            self.random: torch.get_rng_state(),
+            self.random: self.draws.get_rng_state(),
         }
 
     def load_state_dict(self, state):
@@ -361,7 +359,7 @@ class State(Stateful):
         self.scaler.load_state_dict(state["scaler"])
         self.done, *best = state["position"]
         self.best = tuple(best)
-        torch.set_rng_state(state[self.random])
+        self.draws.set_rng_state(state[self.random])
 
 
 def step_name(step):

@@ -1,0 +1,376 @@
+"""A small Slurm of a few nodes on this machine: for trying batch files, and for tests.
+
+    python -m shardlab cluster up            # two nodes of 4 CPUs and 2 pretended GPUs each
+    python -m shardlab cluster down
+
+    with slurm.up(folder, nodes=2) as box:   # the same for as long as the block lasts
+        box.run(["sbatch", "--wait", "job.sbatch"])
+
+It is the real Slurm, from Debian's packages, started by any user without systemd: munged, which
+signs messages, slurmctld, which schedules, and one slurmd for each node. All of them listen on the
+loopback interface alone, at ports that were free, and keep what they write in one folder.
+
+What it is not: nodes share this machine's processor and disk, none is held to the CPUs that a job
+got (that takes cgroups, and so root), and a GPU is some character device that every machine has, so
+that Slurm has something to count and to number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from shardlab.arguments import check_whole
+
+INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scancel")
+# A GPU of Slurm's has to be a character device; these are on every machine, and harmless.
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx")
+_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where daemons stand in Debian
+_STARTED: list[subprocess.Popen[bytes]] = []  # kept, so that each is reaped when it ends
+_MARK = "# Written by `python -m shardlab cluster up`, and removed by `down`\n"
+
+CONF = (
+    _MARK
+    + """ClusterName=box
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthInfo=socket={folder}/munge/socket
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=1
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/log/jobs.txt
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=5
+GresTypes=gpu
+"""
+)
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}{gres}\n"
+
+
+class SlurmError(RuntimeError):
+    """Slurm is not installed, did not start, or a command of it failed."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A running Slurm. `environment` is what its commands need: SLURM_CONF, and their folder."""
+
+    folder: Path
+    nodes: int
+    cpus: int
+    gpus: int
+
+    @property
+    def conf(self) -> Path:
+        """The configuration, which says to every command which Slurm is meant."""
+        return self.folder / "slurm.conf"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's environment with SLURM_CONF, and without the job that it may be in."""
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+        return {**own, "SLURM_CONF": str(self.conf), "PATH": _PATH}
+
+    def run(
+        self, command: Sequence[str], timeout: float = 120, **how: object
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in this Slurm; SlurmError, with what it said, unless it ends with 0.
+
+        `timeout` is in seconds; the rest goes to subprocess.run (`cwd`, `env`, `input`).
+        """
+        how = {"env": self.environment, **how}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout, **how
+            )  # fmt: skip
+            if done.returncode:
+                said = (done.stderr + done.stdout).strip()
+                raise SlurmError(f"{' '.join(command)}: status {done.returncode}\n{said}")
+            return done
+        raise SlurmError(f"{' '.join(command)}: not finished after {timeout:g} s")
+
+
+def missing() -> list[str]:
+    """The programs of Slurm that this machine lacks; an empty list where all are there."""
+    return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+
+
+def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Box:
+    """Start a Slurm that keeps everything in `folder`, and return when all its nodes are idle.
+
+    It goes on after this process: `stop(folder)` ends it. In a folder where it runs already, with
+    the same numbers, it is returned as it is. Raises ValueError for bad numbers and for a folder
+    that holds something else, SlurmError where Slurm is missing or does not start.
+    """
+    check_whole(nodes=nodes, cpus=cpus)
+    check_whole(0, gpus=gpus)
+    if gpus > len(DEVICES):
+        raise ValueError(f"gpus={gpus}: allowed are 0 to {len(DEVICES)} on each node")
+    folder = _folder(folder)
+    if absent := missing():
+        command = INSTALL if os.geteuid() == 0 else f"sudo {INSTALL}"
+        raise SlurmError(
+            f"Slurm is not here: no {', '.join(absent)}. Install it by\n\n    {command}\n"
+        )
+    wanted = Box(folder, nodes, cpus, gpus)
+    with _locked(folder):
+        if running := find(folder):
+            if running != wanted:
+                raise ValueError(
+                    f"folder={str(folder)!r}: there a Slurm with nodes={running.nodes}, cpus="
+                    f"{running.cpus}, gpus={running.gpus} runs; allowed are the same numbers, or "
+                    "another folder, or to stop it first"
+                )
+            return running
+        _end(folder)  # what a machine that lost its power has left
+        try:
+            _write(wanted)
+            _launch(wanted)
+        except BaseException:
+            _end(folder)
+            raise
+    return wanted
+
+
+def find(folder: str | Path) -> Box | None:
+    """The Slurm that runs in `folder`, all its daemons alive; None where there is none."""
+    folder = Path(folder).expanduser().resolve()
+    started = _started(folder)
+    if len(started) < 3 or not all(_process(*one) for one in started):
+        return None
+    return Box(folder, **json.loads((folder / "box.json").read_text()))
+
+
+def stop(folder: str | Path) -> bool:
+    """End the Slurm in `folder` with all its jobs; whether there was one. Logs stay."""
+    folder = Path(folder).expanduser().resolve()
+    if not (folder / "daemons").exists():
+        return False
+    with _locked(folder):
+        box = find(folder)
+        if box:
+            with contextlib.suppress(SlurmError):
+                mine = f"--user={_user()}"
+                box.run(["scancel", mine], timeout=10)
+                for _ in range(80):  # gives jobs their KillWait, and some seconds more
+                    if not box.run(["squeue", "--noheader", mine], timeout=10).stdout.strip():
+                        break
+                    time.sleep(0.1)
+        _end(folder)
+    return box is not None
+
+
+@contextlib.contextmanager
+def up(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Iterator[Box]:
+    """A Slurm for as long as the block lasts, see `start`; ValueError where one runs already."""
+    if find(folder):
+        raise ValueError(f"folder={str(folder)!r}: a Slurm runs there; allowed is another folder")
+    box = start(folder, nodes, cpus, gpus)
+    try:
+        yield box
+    finally:
+        stop(box.folder)
+
+
+def _folder(given: str | Path) -> Path:
+    """The folder, made if need be; ValueError where Slurm could not use it, or should not."""
+    folder = Path(given).expanduser().resolve()
+    if not str(folder).isascii() or any(c in str(folder) for c in " \t#%,\"'\\()[]="):
+        raise ValueError(f"folder={str(folder)!r}: allowed are letters, digits and /._-+ alone")
+    if len(str(folder)) > 90:  # a socket's name has 107 characters at most
+        raise ValueError(f"folder={str(folder)!r}: allowed are names of up to 90 characters")
+    if folder.exists():
+        if not folder.is_dir():
+            raise ValueError(f"folder={str(folder)!r}: allowed is a folder, and this is a file")
+        conf = folder / "slurm.conf"
+        ours = conf.exists() and conf.read_text().startswith(_MARK)
+        others = [path for path in folder.iterdir() if path.name != "log"]
+        if others and not ours:
+            raise ValueError(f"folder={str(folder)!r}: allowed is an empty or a new one")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"folder={str(folder)!r}: allowed are folders that can be written ({error.strerror})"
+        ) from None
+    return folder
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container's user without a name
+        return str(os.geteuid())
+
+
+def _free_ports(number: int) -> list[int]:
+    """Ports of the loopback interface that nobody uses, all different."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _write(box: Box) -> None:
+    """The configuration: slurm.conf, the GPUs' gres.conf, and munge's key."""
+    for name in ("state", "spool", "log", "munge"):
+        (box.folder / name).mkdir(exist_ok=True)
+        (box.folder / name).chmod(0o700)
+    host = socket.gethostname().split(".")[0]
+    ports = _free_ports(1 + box.nodes)
+    text = CONF.format(host=host, ports=ports, folder=box.folder, user=_user())
+    gres = f" Gres=gpu:{box.gpus}" if box.gpus else ""
+    for number, port in enumerate(ports[1:], 1):
+        text += _NODE.format(name=f"node{number}", host=host, port=port, cpus=box.cpus, gres=gres)
+    text += "PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP\n"
+    box.conf.write_text(text)
+    lines = [f"Name=gpu File=/dev/{device}\n" for device in DEVICES[: box.gpus]]
+    (box.folder / "gres.conf").write_text("".join(lines))
+    key = box.folder / "munge/key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(128))
+    numbers = {"nodes": box.nodes, "cpus": box.cpus, "gpus": box.gpus}
+    (box.folder / "box.json").write_text(json.dumps(numbers))
+
+
+def _launch(box: Box) -> None:
+    """Start the daemons, each noted before the next one, and wait until every node is idle."""
+    munge = box.folder / "munge"
+    names = ("key-file", "socket", "pid-file", "seed-file")
+    files = [f"--{name}={munge / name.split('-')[0]}" for name in names]
+    daemons = {
+        "munged": ["munged", "--foreground", "--force", "--num-threads=2", *files],
+        "slurmctld": ["slurmctld", "-D", "-c"],  # -c: forgets the jobs of an earlier start
+    }
+    for node in (f"node{number}" for number in range(1, box.nodes + 1)):
+        daemons[f"slurmd-{node}"] = ["slurmd", "-D", "-N", node]
+    processes = []
+    for name, command in daemons.items():
+        with open(box.folder / f"log/{name}.out", "wb") as log:
+            process = subprocess.Popen(
+                command, env=box.environment, cwd=box.folder, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        with open(box.folder / "daemons", "a") as noted:
+            noted.write(f"{process.pid} {psutil.Process(process.pid).create_time()!r}\n")
+        processes.append((name, process))
+        _STARTED.append(process)
+        if name == "munged":
+            _wait(box, processes, lambda: (munge / "socket").exists(), "munge does not answer")
+    _wait(box, processes, lambda: _idle(box) == box.nodes, "its nodes do not become idle")
+
+
+def _idle(box: Box) -> int:
+    with contextlib.suppress(SlurmError):
+        lines = box.run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"], timeout=10).stdout.split()
+        return len(lines)
+    return 0
+
+
+def _wait(box: Box, processes: list, ready: object, what: str, seconds: float = 30) -> None:
+    """Until `ready()`; SlurmError as soon as a daemon ends, or after so many seconds."""
+    end = time.monotonic() + seconds
+    while not ready():
+        for name, process in processes:
+            if process.poll() is not None:
+                said = (box.folder / f"log/{name}.out").read_text(errors="replace").splitlines()
+                raise SlurmError(
+                    f"{name} ended with {process.returncode}: " + " / ".join(said[-3:])
+                )
+        if time.monotonic() > end:
+            raise SlurmError(
+                f"Slurm did not start within {seconds:g} s: {what}; see {box.folder}/log"
+            )
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One `start` or `stop` at a time in a folder."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _started(folder: Path) -> list[tuple[int, float]]:
+    """Number and birth of each daemon that was started in `folder`, the first one first."""
+    noted = folder / "daemons"
+    lines = noted.read_text().splitlines() if noted.exists() else []
+    return [(int(pid), float(born)) for pid, born in map(str.split, lines)]
+
+
+def _process(pid: int, born: float) -> psutil.Process | None:
+    """The process, unless it has ended and its number is free or another one's."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.create_time() == born and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    return None
+
+
+def _of_jobs(folder: Path) -> list[psutil.Process]:
+    """What runs in jobs of the Slurm in `folder`: Slurm's own starters, and what they started."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+            if process.name().startswith("slurmstepd"):  # its title has overwritten its environment
+                ours = process.cwd() == str(folder)
+            else:
+                own = process.environ()
+                ours = "SLURM_JOB_ID" in own and own.get("SLURM_CONF") == f"{folder}/slurm.conf"
+            if ours:
+                found.append(process)
+    return found
+
+
+def _end(folder: Path) -> None:
+    """End the daemons, the last one first, and what is left of jobs; remove all but the logs."""
+    daemons = [p for p in (_process(*one) for one in reversed(_started(folder))) if p]
+    _finish(daemons)
+    _finish(_of_jobs(folder))
+    for name in ("state", "spool", "munge"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for pattern in ("*.pid", "gres.conf", "box.json", "slurm.conf", "daemons"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _finish(processes: list[psutil.Process]) -> None:
+    """SIGTERM, and SIGKILL to whom five seconds were not enough."""
+    for how in (psutil.Process.terminate, psutil.Process.kill):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                how(process)
+        _, processes = psutil.wait_procs(processes, timeout=5)

@@ -25,21 +25,23 @@ import pwd
 import shutil
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from shardlab.arguments import check_whole
+from shardlab.cluster import daemons
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scancel")
 # A GPU of Slurm's has to be a character device; these are on every machine, and harmless.
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx")
-_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where daemons stand in Debian
-_STARTED: list[subprocess.Popen[bytes]] = []  # kept, so that each is reaped when it ends
+# A job finds this Python, and the `torchrun` beside it; Debian has its daemons in sbin.
+_PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 _MARK = "# Written by `python -m shardlab cluster up`, and removed by `down`\n"
 
 CONF = (
@@ -123,6 +125,20 @@ def missing() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
+def version() -> str:
+    """Of the Slurm on this machine, as "Slurm 22.05.8"; SlurmError where there is none."""
+    _demand()
+    program = shutil.which("slurmctld", path=_PATH)
+    said = subprocess.run([program, "-V"], capture_output=True, text=True, check=True).stdout
+    return f"Slurm {said.split()[-1]}"
+
+
+def _demand() -> None:
+    if absent := missing():
+        command = INSTALL if os.geteuid() == 0 else f"sudo {INSTALL}"
+        raise SlurmError(f"Slurm is not here: no {', '.join(absent)}. To install:\n    {command}")
+
+
 def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Box:
     """Start a Slurm that keeps everything in `folder`, and return when all its nodes are idle.
 
@@ -135,11 +151,7 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
     if gpus > len(DEVICES):
         raise ValueError(f"gpus={gpus}: allowed are 0 to {len(DEVICES)} on each node")
     folder = _folder(folder)
-    if absent := missing():
-        command = INSTALL if os.geteuid() == 0 else f"sudo {INSTALL}"
-        raise SlurmError(
-            f"Slurm is not here: no {', '.join(absent)}. Install it by\n\n    {command}\n"
-        )
+    _demand()
     wanted = Box(folder, nodes, cpus, gpus)
     with _locked(folder):
         if running := find(folder):
@@ -163,16 +175,16 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
 def find(folder: str | Path) -> Box | None:
     """The Slurm that runs in `folder`, all its daemons alive; None where there is none."""
     folder = Path(folder).expanduser().resolve()
-    started = _started(folder)
-    if len(started) < 3 or not all(_process(*one) for one in started):
+    if not (folder / "box.json").exists() or daemons.ended(folder):
         return None
-    return Box(folder, **json.loads((folder / "box.json").read_text()))
+    box = Box(folder, **json.loads((folder / "box.json").read_text()))
+    return box if len(daemons.alive(folder)) == box.nodes + 2 else None
 
 
 def stop(folder: str | Path) -> bool:
     """End the Slurm in `folder` with all its jobs; whether there was one. Logs stay."""
     folder = Path(folder).expanduser().resolve()
-    if not (folder / "daemons").exists():
+    if not (folder / daemons.NOTED).exists():
         return False
     with _locked(folder):
         box = find(folder)
@@ -263,53 +275,36 @@ def _write(box: Box) -> None:
 
 
 def _launch(box: Box) -> None:
-    """Start the daemons, each noted before the next one, and wait until every node is idle."""
+    """Start the daemons, and wait until every node is idle."""
     munge = box.folder / "munge"
     names = ("key-file", "socket", "pid-file", "seed-file")
     files = [f"--{name}={munge / name.split('-')[0]}" for name in names]
-    daemons = {
-        "munged": ["munged", "--foreground", "--force", "--num-threads=2", *files],
-        "slurmctld": ["slurmctld", "-D", "-c"],  # -c: forgets the jobs of an earlier start
-    }
+    command = ["munged", "--foreground", "--force", "--num-threads=2", *files]
+    daemons.start(box.folder, "munged", command, box.environment)
+    _wait(box, (munge / "socket").exists, "munge does not answer")
+    # -c: forgets the jobs of an earlier start
+    daemons.start(box.folder, "slurmctld", ["slurmctld", "-D", "-c"], box.environment)
     for node in (f"node{number}" for number in range(1, box.nodes + 1)):
-        daemons[f"slurmd-{node}"] = ["slurmd", "-D", "-N", node]
-    processes = []
-    for name, command in daemons.items():
-        with open(box.folder / f"log/{name}.out", "wb") as log:
-            process = subprocess.Popen(
-                command, env=box.environment, cwd=box.folder, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
-        with open(box.folder / "daemons", "a") as noted:
-            noted.write(f"{process.pid} {psutil.Process(process.pid).create_time()!r}\n")
-        processes.append((name, process))
-        _STARTED.append(process)
-        if name == "munged":
-            _wait(box, processes, lambda: (munge / "socket").exists(), "munge does not answer")
-    _wait(box, processes, lambda: _idle(box) == box.nodes, "its nodes do not become idle")
+        command = ["slurmd", "-D", "-N", node]
+        daemons.start(box.folder, f"slurmd-{node}", command, box.environment)
+    _wait(box, lambda: _idle(box) == box.nodes, "its nodes do not become idle")
 
 
 def _idle(box: Box) -> int:
     with contextlib.suppress(SlurmError):
-        lines = box.run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"], timeout=10).stdout.split()
-        return len(lines)
+        command = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
+        return len(box.run(command, timeout=10).stdout.split())
     return 0
 
 
-def _wait(box: Box, processes: list, ready: object, what: str, seconds: float = 30) -> None:
+def _wait(box: Box, ready: Callable[[], bool], what: str, seconds: float = 30) -> None:
     """Until `ready()`; SlurmError as soon as a daemon ends, or after so many seconds."""
     end = time.monotonic() + seconds
     while not ready():
-        for name, process in processes:
-            if process.poll() is not None:
-                said = (box.folder / f"log/{name}.out").read_text(errors="replace").splitlines()
-                raise SlurmError(
-                    f"{name} ended with {process.returncode}: " + " / ".join(said[-3:])
-                )
+        if gone := daemons.ended(box.folder):
+            raise SlurmError(f"Slurm did not start. {gone[0]}")
         if time.monotonic() > end:
-            raise SlurmError(
-                f"Slurm did not start within {seconds:g} s: {what}; see {box.folder}/log"
-            )
+            raise SlurmError(f"Slurm did not start in {seconds:g} s: {what}. See {box.folder}/log")
         time.sleep(0.05)
 
 
@@ -322,22 +317,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(held)
-
-
-def _started(folder: Path) -> list[tuple[int, float]]:
-    """Number and birth of each daemon that was started in `folder`, the first one first."""
-    noted = folder / "daemons"
-    lines = noted.read_text().splitlines() if noted.exists() else []
-    return [(int(pid), float(born)) for pid, born in map(str.split, lines)]
-
-
-def _process(pid: int, born: float) -> psutil.Process | None:
-    """The process, unless it has ended and its number is free or another one's."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        if process.create_time() == born and process.status() != psutil.STATUS_ZOMBIE:
-            return process
-    return None
 
 
 def _of_jobs(folder: Path) -> list[psutil.Process]:
@@ -357,20 +336,10 @@ def _of_jobs(folder: Path) -> list[psutil.Process]:
 
 def _end(folder: Path) -> None:
     """End the daemons, the last one first, and what is left of jobs; remove all but the logs."""
-    daemons = [p for p in (_process(*one) for one in reversed(_started(folder))) if p]
-    _finish(daemons)
-    _finish(_of_jobs(folder))
+    daemons.end(reversed(daemons.alive(folder)))
+    daemons.end(_of_jobs(folder))
     for name in ("state", "spool", "munge"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for pattern in ("*.pid", "gres.conf", "box.json", "slurm.conf", "daemons"):
+    for pattern in ("*.pid", "gres.conf", "box.json", "slurm.conf", daemons.NOTED):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
-
-
-def _finish(processes: list[psutil.Process]) -> None:
-    """SIGTERM, and SIGKILL to whom five seconds were not enough."""
-    for how in (psutil.Process.terminate, psutil.Process.kill):
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                how(process)
-        _, processes = psutil.wait_procs(processes, timeout=5)

@@ -70,7 +70,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=5
+KillWait=2
 GresTypes=gpu
 """
 )
@@ -152,6 +152,12 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
         raise ValueError(f"gpus={gpus}: allowed are 0 to {len(DEVICES)} on each node")
     folder = _folder(folder)
     _demand()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"folder={str(folder)!r}: allowed are folders that can be written ({error.strerror})"
+        ) from None
     wanted = Box(folder, nodes, cpus, gpus)
     with _locked(folder):
         if running := find(folder):
@@ -213,7 +219,7 @@ def up(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Iter
 
 
 def _folder(given: str | Path) -> Path:
-    """The folder, made if need be; ValueError where Slurm could not use it, or should not."""
+    """The folder; ValueError where Slurm could not use it, or should not."""
     folder = Path(given).expanduser().resolve()
     if not str(folder).isascii() or any(c in str(folder) for c in " \t#%,\"'\\()[]="):
         raise ValueError(f"folder={str(folder)!r}: allowed are letters, digits and /._-+ alone")
@@ -227,12 +233,6 @@ def _folder(given: str | Path) -> Path:
         others = [path for path in folder.iterdir() if path.name != "log"]
         if others and not ours:
             raise ValueError(f"folder={str(folder)!r}: allowed is an empty or a new one")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"folder={str(folder)!r}: allowed are folders that can be written ({error.strerror})"
-        ) from None
     return folder
 
 
@@ -319,7 +319,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _of_jobs(folder: Path) -> list[psutil.Process]:
+def of_jobs(folder: Path) -> list[psutil.Process]:
     """What runs in jobs of the Slurm in `folder`: Slurm's own starters, and what they started."""
     found = []
     for process in psutil.process_iter():
@@ -337,7 +337,7 @@ def _of_jobs(folder: Path) -> list[psutil.Process]:
 def _end(folder: Path) -> None:
     """End the daemons, the last one first, and what is left of jobs; remove all but the logs."""
     daemons.end(reversed(daemons.alive(folder)))
-    daemons.end(_of_jobs(folder))
+    daemons.end(of_jobs(folder))
     for name in ("state", "spool", "munge"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for pattern in ("*.pid", "gres.conf", "box.json", "slurm.conf", daemons.NOTED):

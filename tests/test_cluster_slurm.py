@@ -17,7 +17,7 @@ import psutil
 import pytest
 from commands import ran
 
-from shardlab.cluster import daemons, sessions, slurm
+from shardlab.cluster import configuration, daemons, sessions, slurm
 
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 
@@ -307,7 +307,7 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch) -> N
         raise RuntimeError("mine")
     assert len(started) == 3 and not any(process.is_running() for process in started)
     assert slurm.of_jobs(box.folder) == []
-    monkeypatch.setattr(slurm, "CONF", slurm.CONF + "NoSuchThing=1\n")
+    monkeypatch.setattr(configuration, "CONF", configuration.CONF + "NoSuchThing=1\n")
     with pytest.raises(slurm.SlurmError, match="slurmctld has ended"):
         slurm.start(tmp_path / "other")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["log"]
@@ -337,7 +337,7 @@ def test_without_slurm_it_says_what_to_install(tmp_path: Path, monkeypatch, caps
         ({"gpus": 8}, "gpus=8"),
         ({"folder": "with space"}, "letters"),
         ({"folder": "x" * 90}, "90 characters"),
-        ({"folder": "file"}, "a folder"),
+        ({"folder": "file"}, "can be written"),
         ({"folder": "full"}, "an empty"),
         ({"folder": "file/box"}, "can be written"),
     ],

@@ -21,9 +21,7 @@ import contextlib
 import fcntl
 import json
 import os
-import pwd
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -34,47 +32,12 @@ from pathlib import Path
 import psutil
 
 from shardlab.arguments import check_whole
-from shardlab.cluster import daemons
+from shardlab.cluster import configuration, daemons
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scancel")
-# A GPU of Slurm's has to be a character device; these are on every machine, and harmless.
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx")
 # A job finds this Python, and the `torchrun` beside it; Debian has its daemons in sbin.
 _PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-_MARK = "# Written by `python -m shardlab cluster up`, and removed by `down`\n"
-
-CONF = (
-    _MARK
-    + """ClusterName=box
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-AuthInfo=socket={folder}/munge/socket
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-SlurmUser={user}
-SlurmdUser={user}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdLogFile={folder}/log/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=1
-JobCompType=jobcomp/filetxt
-JobCompLoc={folder}/log/jobs.txt
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
-SlurmdParameters=config_overrides
-ReturnToService=2
-KillWait=2
-GresTypes=gpu
-"""
-)
-_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}{gres}\n"
 
 
 class SlurmError(RuntimeError):
@@ -148,16 +111,11 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
     """
     check_whole(nodes=nodes, cpus=cpus)
     check_whole(0, gpus=gpus)
-    if gpus > len(DEVICES):
-        raise ValueError(f"gpus={gpus}: allowed are 0 to {len(DEVICES)} on each node")
+    if gpus > len(configuration.DEVICES):
+        raise ValueError(f"gpus={gpus}: allowed are 0 to {len(configuration.DEVICES)} on each node")
     folder = _folder(folder)
     _demand()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"folder={str(folder)!r}: allowed are folders that can be written ({error.strerror})"
-        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
     wanted = Box(folder, nodes, cpus, gpus)
     with _locked(folder):
         if running := find(folder):
@@ -170,7 +128,9 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
             return running
         _end(folder)  # what a machine that lost its power has left
         try:
-            _write(wanted)
+            configuration.write(folder, nodes, cpus, gpus)
+            numbers = {"nodes": nodes, "cpus": cpus, "gpus": gpus}
+            (folder / "box.json").write_text(json.dumps(numbers))
             _launch(wanted)
         except BaseException:
             _end(folder)
@@ -196,7 +156,7 @@ def stop(folder: str | Path) -> bool:
         box = find(folder)
         if box:
             with contextlib.suppress(SlurmError):
-                mine = f"--user={_user()}"
+                mine = f"--user={configuration.user()}"
                 box.run(["scancel", mine], timeout=10)
                 for _ in range(80):  # gives jobs their KillWait, and some seconds more
                     if not box.run(["squeue", "--noheader", mine], timeout=10).stdout.strip():
@@ -225,53 +185,16 @@ def _folder(given: str | Path) -> Path:
         raise ValueError(f"folder={str(folder)!r}: allowed are letters, digits and /._-+ alone")
     if len(str(folder)) > 90:  # a socket's name has 107 characters at most
         raise ValueError(f"folder={str(folder)!r}: allowed are names of up to 90 characters")
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"folder={str(folder)!r}: allowed are folders that can be written")
     if folder.exists():
-        if not folder.is_dir():
-            raise ValueError(f"folder={str(folder)!r}: allowed is a folder, and this is a file")
         conf = folder / "slurm.conf"
-        ours = conf.exists() and conf.read_text().startswith(_MARK)
+        ours = conf.exists() and conf.read_text().startswith(configuration.MARK)
         others = [path for path in folder.iterdir() if path.name != "log"]
         if others and not ours:
             raise ValueError(f"folder={str(folder)!r}: allowed is an empty or a new one")
     return folder
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # a container's user without a name
-        return str(os.geteuid())
-
-
-def _free_ports(number: int) -> list[int]:
-    """Ports of the loopback interface that nobody uses, all different."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-def _write(box: Box) -> None:
-    """The configuration: slurm.conf, the GPUs' gres.conf, and munge's key."""
-    for name in ("state", "spool", "log", "munge"):
-        (box.folder / name).mkdir(exist_ok=True)
-        (box.folder / name).chmod(0o700)
-    host = socket.gethostname().split(".")[0]
-    ports = _free_ports(1 + box.nodes)
-    text = CONF.format(host=host, ports=ports, folder=box.folder, user=_user())
-    gres = f" Gres=gpu:{box.gpus}" if box.gpus else ""
-    for number, port in enumerate(ports[1:], 1):
-        text += _NODE.format(name=f"node{number}", host=host, port=port, cpus=box.cpus, gres=gres)
-    text += "PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP\n"
-    box.conf.write_text(text)
-    lines = [f"Name=gpu File=/dev/{device}\n" for device in DEVICES[: box.gpus]]
-    (box.folder / "gres.conf").write_text("".join(lines))
-    key = box.folder / "munge/key"
-    key.touch(mode=0o600)
-    key.write_bytes(os.urandom(128))
-    numbers = {"nodes": box.nodes, "cpus": box.cpus, "gpus": box.gpus}
-    (box.folder / "box.json").write_text(json.dumps(numbers))
 
 
 def _launch(box: Box) -> None:

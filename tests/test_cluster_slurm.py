@@ -98,7 +98,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Box]:
         yield box
         running = [process.pid for process in slurm.of_jobs(box.folder)]
     assert running == [], "jobs left processes behind"
-    assert not any(process.is_running() for process in started)
+    assert not any(map(daemons.running, started))
     assert [path.name for path in box.folder.iterdir()] == ["log"]
 
 
@@ -269,7 +269,7 @@ def test_one_gpu_for_each_task_is_each_task_s_device_0(box) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("name", sorted(path.stem for path in sessions.RECORDED.glob("*.txt")))
 def test_sessions_say_what_was_recorded(name: str, request) -> None:
-    if name in ("torchrun", "requeue") and not request.config.getoption("--whole"):
+    if name in ("torchrun", "requeue", "usr1") and not request.config.getoption("--whole"):
         pytest.skip("starts torchrun, as the tests above do: with --whole")
     made, text = sessions.recorded(name)
     assert re.match(r"\d{4}-\d\d-\d\d with Slurm [\d.]+, Python [\d.]+, torch [\d.]+", made)
@@ -294,7 +294,7 @@ def test_up_twice_and_down_twice(tmp_path: Path, capsys) -> None:
         assert "node[1-2]" in ran(capsys, "cluster", "status", *where)[1]
     finally:
         status, out, _ = ran(capsys, "cluster", "down", *where)
-    assert status == 0 and "has ended" in out and not any(p.is_running() for p in started)
+    assert status == 0 and "has ended" in out and not any(map(daemons.running, started))
     assert "No Slurm ran" in ran(capsys, "cluster", "down", *where)[1]
 
 
@@ -305,7 +305,7 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch) -> N
         box.run(["sbatch", "--wrap", "trap '' TERM; sleep 100"], cwd=tmp_path)
         until(lambda: slurm.of_jobs(box.folder))
         raise RuntimeError("mine")
-    assert len(started) == 3 and not any(process.is_running() for process in started)
+    assert len(started) == 3 and not any(map(daemons.running, started))
     assert slurm.of_jobs(box.folder) == []
     monkeypatch.setattr(configuration, "CONF", configuration.CONF + "NoSuchThing=1\n")
     with pytest.raises(slurm.SlurmError, match="slurmctld has ended"):

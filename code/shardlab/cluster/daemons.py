@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -49,14 +50,24 @@ def ended(folder: Path) -> list[str]:
     return found
 
 
-def end(processes: Iterable[psutil.Process]) -> None:
-    """SIGTERM, and SIGKILL to whom five seconds were not enough; returns when all are gone."""
+def end(processes: Iterable[psutil.Process], patience: float = 5.0) -> None:
+    """SIGTERM, and SIGKILL to whom `patience` seconds were not enough; returns when all are gone."""
     left = list(processes)
     for how in (psutil.Process.terminate, psutil.Process.kill):
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 how(process)
-        _, left = psutil.wait_procs(left, timeout=5)
+        until = time.monotonic() + patience
+        while (left := [p for p in left if running(p)]) and time.monotonic() < until:
+            time.sleep(0.02)
+    _OURS[:] = [one for one in _OURS if one.poll() is None]
+
+
+def running(process: psutil.Process) -> bool:
+    """Whether it has not ended. One that has, and that its parent did not ask about, has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _noted(folder: Path) -> list[list[str]]:
@@ -67,6 +78,6 @@ def _noted(folder: Path) -> list[list[str]]:
 def _process(pid: int, born: float) -> psutil.Process | None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        if process.create_time() == born and process.status() != psutil.STATUS_ZOMBIE:
+        if process.create_time() == born and running(process):
             return process
     return None

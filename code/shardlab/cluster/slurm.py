@@ -158,7 +158,7 @@ def stop(folder: str | Path) -> bool:
             with contextlib.suppress(SlurmError):
                 mine = f"--user={configuration.user()}"
                 box.run(["scancel", mine], timeout=10)
-                for _ in range(80):  # gives jobs their KillWait, and some seconds more
+                for _ in range(30):  # gives jobs their KillWait, and a second more
                     if not box.run(["squeue", "--noheader", mine], timeout=10).stdout.strip():
                         break
                     time.sleep(0.1)
@@ -258,9 +258,10 @@ def of_jobs(folder: Path) -> list[psutil.Process]:
 
 
 def _end(folder: Path) -> None:
-    """End the daemons, the last one first, and what is left of jobs; remove all but the logs."""
+    """End what is left of jobs, then the daemons, the last one first; remove all but the logs."""
+    daemons.end(of_jobs(folder), patience=0.5)  # they have had their time; slurmd waits for them
     daemons.end(reversed(daemons.alive(folder)))
-    daemons.end(of_jobs(folder))
+    daemons.end(of_jobs(folder), patience=0.5)
     for name in ("state", "spool", "munge"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for pattern in ("*.pid", "gres.conf", "box.json", "slurm.conf", daemons.NOTED):

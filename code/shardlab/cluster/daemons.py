@@ -51,7 +51,7 @@ def ended(folder: Path) -> list[str]:
 
 
 def end(processes: Iterable[psutil.Process], patience: float = 5.0) -> None:
-    """SIGTERM, and SIGKILL to whom `patience` seconds were not enough; returns when all are gone."""
+    """SIGTERM, and SIGKILL to those who need more than `patience` seconds; waits for the end."""
     left = list(processes)
     for how in (psutil.Process.terminate, psutil.Process.kill):
         for process in left:

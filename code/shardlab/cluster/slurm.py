@@ -260,7 +260,7 @@ def of_jobs(folder: Path) -> list[psutil.Process]:
 def _end(folder: Path) -> None:
     """End what is left of jobs, then the daemons, the last one first; remove all but the logs."""
     daemons.end(of_jobs(folder), patience=0.5)  # they have had their time; slurmd waits for them
-    daemons.end(reversed(daemons.alive(folder)))
+    daemons.end(reversed(daemons.alive(folder)), patience=2)
     daemons.end(of_jobs(folder), patience=0.5)
     for name in ("state", "spool", "munge"):
         shutil.rmtree(folder / name, ignore_errors=True)

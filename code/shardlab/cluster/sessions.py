@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from shardlab.cluster import slurm
 
 JOBS = Path(__file__).parent / "jobs"
 RECORDED = Path(__file__).parent / "recorded"
+# What srun says when the job before is not quite gone: sometimes it is, sometimes not.
+_WAITED = r"^srun: job \d+ (queued and waiting for|has been allocated) resources\n"
 
 
 def session(name: str, live: bool = True) -> show.Shown:
@@ -58,7 +61,8 @@ def replayed(text: str) -> str:
             if line.startswith(("$ ", "% ")):
                 quiet = " >/dev/null 2>&1" if line.startswith("%") else ""
                 script += [f"cat <<'COMMAND'\n{line}\nCOMMAND", f"{{ {line[2:]}\n}}{quiet}"]
-        return box.run(["bash", "-c", "\n".join(script)], cwd=work).stdout
+        said = box.run(["bash", "-c", "\n".join(script)], cwd=work).stdout
+    return re.sub(_WAITED, "", said, flags=re.MULTILINE)
 
 
 def record(name: str) -> None:

@@ -89,6 +89,11 @@ def test_the_jobs_parts_find_one_another() -> None:
     assert mounts == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.[sp]b*")), ids=lambda path: path.name)
+def test_the_shell_reads_every_batch_file(path: Path) -> None:
+    assert subprocess.run(["bash", "-n", path], capture_output=True).stderr == b""
+
+
 def directives(text: str, mark: str) -> list[list[str]]:
     """The words of each directive; those behind the first command do not count, as in qsub."""
     found = []

@@ -319,6 +319,16 @@ def test_a_command_that_fails_says_what_it_said(box) -> None:
         box.run(["sbatch", "NoSuchFile"])
 
 
+def test_a_page_survives_a_slurm_that_does_not_start(monkeypatch) -> None:
+    def fails(text: str) -> str:
+        raise slurm.SlurmError("Slurm did not start. slurmd-node1 has ended: no cgroups")
+
+    monkeypatch.setattr(slurm, "missing", list)
+    monkeypatch.setattr(sessions, "replayed", fails)
+    shown = sessions.session("ranks").text
+    assert "Recorded on" in shown and "no cgroups" in shown and "rank 3 of 4" in shown
+
+
 def test_without_slurm_it_says_what_to_install(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(slurm, "_PATH", str(tmp_path))
     status, _, error = ran(capsys, "cluster", "up", "--folder", str(tmp_path / "box"))

@@ -31,13 +31,20 @@ _WAITED = r"^srun: job \d+ (queued and waiting for|has been allocated) resources
 
 
 def session(name: str, live: bool = True) -> show.Shown:
-    """Show a session: executed now, or, with `live=False` or without Slurm, as it was recorded."""
+    """Show a session: executed now, or, with `live=False` or without Slurm, as it was recorded.
+
+    Where there is a Slurm that does not run it (slurmd wants cgroups mounted, for one), the
+    recorded one is shown, too, and the caption says so.
+    """
     made, text = recorded(name)
     caption = f"Recorded on {made}"
     if live and slurm.missing():
         caption += "; there is no Slurm here"
     elif live:
-        text, caption = replayed(text), f"Executed with {slurm.version()}"
+        try:
+            text, caption = replayed(text), f"Executed with {slurm.version()}"
+        except slurm.SlurmError as error:
+            caption += f"; the Slurm here did not run it: {str(error).splitlines()[0]}"
     shown = [line for line in text.splitlines(keepends=True) if not line.startswith("% ")]
     return show.terminal("".join(shown), caption)
 

@@ -1,0 +1,1 @@
+"""Many nodes: launching, schedulers, watching and debugging."""

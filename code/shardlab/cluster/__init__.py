@@ -1,0 +1,1 @@
+"""Clusters: starting a job on many nodes, watching it, and starting it again."""

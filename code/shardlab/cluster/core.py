@@ -3,17 +3,15 @@
     python -m shardlab cluster run --nodes 2 --ranks 4 --at node1:29400 train.py --steps 100
     python -m shardlab cluster run --nodes 1:2 --ranks 4 --at node1:29400 --logs logs train.py
 
-The same line runs on every node, as with torchrun, and the same script runs under both. Here stand,
-in this order:
+The same line runs on every node, and the same script runs under torchrun. In this order:
 
-1. `Ranks`, the processes of one node: what each finds in its environment, how they end;
-2. `Order` and `Report`: the host says what all shall do, each agent says how its ranks are;
+1. `Order` and `Report`: the host says what all shall do, each agent says how its ranks are;
+2. `Ranks`, the processes of one node: how they start, fail and end;
 3. `Meeting`, a TCPStore in which orders and reports lie;
 4. `Host`, which reads the reports and decides: start, stop, end;
 5. `run`, the loop of an agent.
 
-The host is the agent on the node that `at` names. It holds the store, and it is always node 0. When
-it is lost, so is the job: torchrun's c10d rendezvous has the same weak point.
+The host is the agent on the node that `at` names: node 0, always. When it is lost, so is the job.
 """
 
 from __future__ import annotations
@@ -24,9 +22,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -182,7 +181,7 @@ class Meeting:
     """
 
     def __init__(self, job: Job):
-        self.job, self.beat = job, 0
+        self.job, self.beat, self.silent = job, 0, 0
         listening = listen(*job.address)
         self.agent = 0 if listening else -1
         wait = timedelta(seconds=job.join)
@@ -195,14 +194,13 @@ class Meeting:
                 self.give(Order())
                 self.store.set("job", job.name)  # last: who finds it finds the rest, too
             name = self.store.get("job").decode()
-        except RuntimeError as error:
-            words = f"at={job.at!r}: no agent answered within {job.join:g} s; allowed is an address"
-            raise ValueError(f"{words} of one of the nodes ({_short(error)})") from None
+        except RuntimeError:
+            words = f"at={job.at!r}: no agent answered there within {job.join:g} s"
+            raise ValueError(f"{words}; allowed is an address of one of the nodes") from None
         if name != job.name:
             raise ValueError(f"name={job.name!r}: at {job.at} meets the job {name!r}")
         if self.agent < 0:
             self.agent = self.store.add("agents", 1)
-        self.store.set_timeout(timedelta(seconds=max(job.patience, 1)))
 
     def order(self) -> Order:
         """The host's last word."""
@@ -214,20 +212,17 @@ class Meeting:
         self.store.set("order", json.dumps(asdict(order)))
 
     def report(self, report: Report) -> None:
-        """Say how this agent's ranks are; saying it is a sign of life as well."""
+        """Say how this agent's ranks are: a sign of life as well, of the agent and of the store."""
         self.beat += 1
         report = replace(report, beat=self.beat, ranks=self.job.ranks)
         self.store.set(f"agent {self.agent}", json.dumps(asdict(report)))
+        self.silent = 0  # the store has answered
 
     def reports(self) -> dict[int, Report]:
         """The last report of every agent that has ever come."""
         names = {agent: f"agent {agent}" for agent in range(1 + self.store.add("agents", 0))}
         there = {agent: name for agent, name in names.items() if self.store.check([name])}
         return {agent: Report(**json.loads(self.store.get(n))) for agent, n in there.items()}
-
-
-def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0][:120]
 
 
 # Who decides.
@@ -326,79 +321,77 @@ def first_cause(reports: dict[int, Report]) -> str:
 
 
 def run(job: Job, say: Callable[[str], None] = print) -> int:
-    """Be the agent of this node until the job ends; return the exit status.
+    """Be the agent of this node until the job ends; return the exit status of this process.
 
     0: all ranks are done, or the agent got SIGTERM and its ranks ended with 0. 1: restarts are used
     up, or too few nodes came, or the store is gone. 143: SIGTERM, and a rank did not end with 0.
     SIGTERM and SIGINT take this node out of the job, the host's end it; SIGUSR1 goes to the ranks.
     """
-    meeting, ranks = Meeting(job), Ranks(job)
+    meeting, ranks, asked, ended = Meeting(job), Ranks(job), [], threading.Event()
     host = Host(job) if meeting.agent == 0 else None
     order, status = Order(-1), 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGUSR1, lambda number, _: ranks.send(number))
+    threading.Thread(target=_watch, args=(meeting, ranks, say, ended), daemon=True).start()
 
     def pulse(state: str = "running") -> None:
         """Say how the ranks are; the host then decides."""
         meeting.report(Report(0, order.number, state, errors=tuple(ranks.errors.values())))
         new = host and host.decide(meeting.reports(), time.monotonic())
         if new:
-            meeting.give(replace(new, port=free_port(job.address[0])) if new.kind == "run" else new)
+            port = free_port(job.address[0]) if new.kind == "run" else 0
+            meeting.give(replace(new, port=port))
 
     try:
-        with _signals(ranks) as asked:
-            while order.kind != "end" and not asked:
-                new, state = meeting.order(), ranks.state()
-                if new.number != order.number:
-                    ranks.end(pulse)
-                    order, state = new, "ready"
-                    if order.kind == "run" and meeting.agent in order.agents:
-                        size = f"{sum(order.ranks)} ranks on {len(order.agents)} nodes"
-                        why = f" ({order.why})" if order.why else ""
-                        say(f"agent {meeting.agent}, round {order.round}: {size}{why}")
-                        ranks.start(order, meeting.agent)
-                        state = "running"
-                pulse(state)
-                time.sleep(TICK)
-            status = order.status if order.kind == "end" else _leave(ranks, pulse)
-            if status and not asked:
-                say(f"agent {meeting.agent}: {order.why}")
-            pulse("left")
-            if host:
-                _last(meeting, job, host, order)
-    except RuntimeError as error:  # of the store's
-        say(f"agent {meeting.agent}: the store at {job.at} is gone ({_short(error)})")
+        while order.kind != "end" and not asked:
+            new, state = meeting.order(), ranks.state()
+            if new.number != order.number:
+                ranks.end(pulse)
+                order, state = new, "ready"
+                if order.kind == "run" and meeting.agent in order.agents:
+                    size = f"{sum(order.ranks)} ranks on {len(order.agents)} nodes"
+                    why = f" ({order.why})" if order.why else ""
+                    say(f"agent {meeting.agent}, round {order.round}: {size}{why}")
+                    ranks.start(order, meeting.agent)
+                    state = "running"
+            pulse(state)
+            time.sleep(TICK)
+        status = order.status
+        if order.kind != "end":  # a planned stop, with all ranks at 0, is no failure
+            processes = list(ranks.processes.values())
+            ranks.end(pulse)
+            status = 143 if any(process.returncode for process in processes) else 0
+        elif status:
+            say(f"agent {meeting.agent}: {order.why}")
+        pulse("left")
+        if host:
+            _last(meeting, host, order)
+    except RuntimeError:  # of the store's
+        say(f"agent {meeting.agent}: the store at {job.at} is gone")
     finally:
+        ended.set()
         ranks.kill()
     return status
 
 
-@contextmanager
-def _signals(ranks: Ranks) -> Iterator[list[int]]:
-    """Inside, signals that ask the agent to leave are listed, and SIGUSR1 goes to the ranks."""
-    asked: list[int] = []
-    handlers = dict.fromkeys(
-        (signal.SIGTERM, signal.SIGINT), lambda number, _: asked.append(number)
-    )
-    handlers[signal.SIGUSR1] = lambda number, _: ranks.send(number)
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _watch(
+    meeting: Meeting, ranks: Ranks, say: Callable[[str], None], ended: threading.Event
+) -> None:
+    """In a thread: leave when the store is silent. Its calls wait for ever for a host cut off."""
+    while not ended.wait(TICK):
+        meeting.silent += 1  # counted, not timed: an agent that was stopped may go on
+        if meeting.silent * TICK > meeting.job.patience:
+            say(f"agent {meeting.agent}: the store at {meeting.job.at} is silent")
+            ranks.kill()
+            os._exit(1)
 
 
-def _leave(ranks: Ranks, pulse: Callable[[], None]) -> int:
-    """End this node's ranks after a signal; a planned stop, with all ranks at 0, is no failure."""
-    processes = list(ranks.processes.values())
-    ranks.end(pulse)
-    return 143 if any(process.returncode for process in processes) else 0
-
-
-def _last(meeting: Meeting, job: Job, host: Host, order: Order) -> None:
+def _last(meeting: Meeting, host: Host, order: Order) -> None:
     """The host goes last: the others still want to read that the job has ended."""
     if order.kind != "end":
         meeting.give(host._next("end", "the host was told to leave", status=1))
-    limit = time.monotonic() + job.grace + job.patience
+    job, limit = host.job, time.monotonic() + host.job.grace + host.job.patience
     while time.monotonic() < limit:
         reports, now = meeting.reports(), time.monotonic()
         host.decide(reports, now)

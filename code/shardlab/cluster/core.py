@@ -32,11 +32,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .job import Job, free_port, listen
+from .job import Job, free_port, listen, within
 
 TICK = 0.05  # seconds between two looks at ranks and store
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
 
 # What the host and the agents say to one another.
 
@@ -188,15 +187,14 @@ class Meeting:
         how = {"world_size": None, "timeout": wait, "wait_for_workers": False}
         if listening:
             how |= {"is_master": True, "master_listen_fd": listening.detach()}
-        try:
-            self.store = dist.TCPStore(*job.address, **how)
-            if self.agent == 0:
-                self.give(Order())
-                self.store.set("job", job.name)  # last: who finds it finds the rest, too
-            name = self.store.get("job").decode()
-        except RuntimeError:
+        self.store = within(job.join, lambda: dist.TCPStore(*job.address, **how))
+        if self.store and self.agent == 0:
+            self.give(Order())
+            self.store.set("job", job.name)  # last: who finds it finds the rest, too
+        name = within(job.join, lambda: self.store.get("job").decode())
+        if name is None:
             words = f"at={job.at!r}: no agent answered there within {job.join:g} s"
-            raise ValueError(f"{words}; allowed is an address of one of the nodes") from None
+            raise ValueError(f"{words}; allowed is an address of one of the nodes")
         if name != job.name:
             raise ValueError(f"name={job.name!r}: at {job.at} meets the job {name!r}")
         if self.agent < 0:
@@ -313,6 +311,8 @@ def first_cause(reports: dict[int, Report]) -> str:
     does. Among the rest the earliest time counts, so the nodes' clocks have to agree.
     """
     errors = [error for report in reports.values() for error in report.errors]
+    if not errors:
+        return "a rank failed"
     first = min(errors, key=lambda error: (not error["killed"], error["time"]))
     return f"rank {first['rank']} was first to fail: {first['what']}"
 
@@ -350,7 +350,7 @@ def run(job: Job, say: Callable[[str], None] = print) -> int:
                 ranks.end(pulse)
                 order, state = new, "ready"
                 if order.kind == "run" and meeting.agent in order.agents:
-                    size = f"{sum(order.ranks)} ranks on {len(order.agents)} nodes"
+                    size = f"world size {sum(order.ranks)}, nodes {len(order.agents)}"
                     why = f" ({order.why})" if order.why else ""
                     say(f"agent {meeting.agent}, round {order.round}: {size}{why}")
                     ranks.start(order, meeting.agent)

@@ -13,10 +13,13 @@ import argparse
 import os
 import socket
 import sys
-from contextlib import closing
+import threading
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shardlab import options
 from shardlab.arguments import check_number, check_whole
@@ -95,6 +98,23 @@ def free_port(host: str) -> int:
     """A port of this node's address `host` at which nobody listens now."""
     with closing(listen(host, 0)) as listening:
         return listening.getsockname()[1]
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What `call()` returns; None if it raises RuntimeError, or does not return in time.
+
+    torch's store has a time limit for connecting, and none for a listener that says nothing.
+    """
+    found: list[Any] = []
+
+    def work() -> None:
+        with suppress(RuntimeError, AttributeError):
+            found.append(call())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:

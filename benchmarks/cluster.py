@@ -295,8 +295,10 @@ def row(case: Case, ranks: int, floor: float, found: dict[str, list[dict]]) -> d
         "floor": round(floor / seconds["ours"], 4) if seconds["ours"] else None,
         "seconds": list(seconds.values()),
         "recovered": [f"{len(middle[who])} of {len(runs)}" for who, runs in found.items()],
-        "lost": [max(one["lost"] or 0 for one in runs) for runs in found.values()],
-        "after": [runs[-1]["after"] for runs in found.values()],
+        "lost": [
+            max(one["lost"] for one in runs) if whole[w] else None for w, runs in found.items()
+        ],
+        "after": [runs[-1]["after"] if whole[w] else None for w, runs in found.items()],
         "same": all(one["same"] for runs in found.values() for one in runs),
     }
 

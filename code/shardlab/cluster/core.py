@@ -8,10 +8,9 @@ The same line runs on every node, and the same script runs under torchrun. In th
 1. `Order` and `Report`: the host says what all shall do, each agent says how its ranks are;
 2. `Ranks`, the processes of one node: how they start, fail and end;
 3. `Meeting`, a TCPStore in which orders and reports lie;
-4. `Host`, which reads the reports and decides: start, stop, end;
-5. `run`, the loop of an agent.
+4. `Host`, which reads the reports and decides; 5. `run`, the loop of an agent.
 
-The host is the agent on the node that `at` names: node 0, always. When it is lost, so is the job.
+The host is the agent on the node that `at` names, always node 0. When it is lost, so is the job.
 """
 
 from __future__ import annotations

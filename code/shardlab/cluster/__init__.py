@@ -1,0 +1,1 @@
+"""A job on many nodes: started, watched, and looked into when it hangs."""

@@ -39,7 +39,8 @@ def report(folder: str | Path) -> Figure:
     figure, panels = plt.subplots(3 + bool(steps), 1, figsize=(6.4, 6.4), sharex=True)
     start = min(line["time"] for line in samples)
     gpus = any("gpu" in line for line in samples)
-    for rank in sorted({line["rank"] for line in samples if "rank" in line}):
+    ranks = sorted({line["rank"] for line in samples if "rank" in line})
+    for rank in ranks:
         mine = [line for line in samples if line.get("rank") == rank]
         use = [line.get("gpu", line) for line in mine]
         busy = "utilisation_percent" if gpus else "cpu_percent"
@@ -48,8 +49,9 @@ def report(folder: str | Path) -> Figure:
         for axes, name, unit in ((panels[0], busy, 1), (panels[1], "memory_bytes", 1e9)):
             values = [float("nan") if u.get(name) is None else u[name] / unit for u in use]
             axes.plot(times, values, color=color, lw=1.4)
-        label = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
-        panels[1].annotate(f"rank {rank}", (times[-1], values[-1]), color=color, **label)
+        place = 1 - 0.13 * (len(ranks) - 1 - ranks.index(rank)), 1.04
+        style = {"color": color, "fontsize": 9.5, "ha": "right", "transform": panels[0].transAxes}
+        panels[0].text(*place, f"rank {rank}", **style)
     for node in sorted({line["node"] for line in samples}):
         wire = [line for line in samples if line["node"] == node and "sent_bytes" in line]
         pairs = [(a, b) for a, b in zip(wire, wire[1:], strict=False) if b["time"] > a["time"]]

@@ -88,10 +88,12 @@ def picture(found: Sequence[Arrival], durations: Mapping[int, Sequence[float]]) 
         panels[1].axhline(1e3 * arrival.late, color=color, lw=1, alpha=0.7)
     top = 1.1 * max(np.percentile([1e3 * s for s in mine], 95) for mine in durations.values())
     panels[0].set_ylim(0, 1.15 * top)
-    panels[0].set_title("duration of each step (ms): all lines lie on one another", loc="left")
+    middle = [1e3 * median(mine) for mine in durations.values()]
+    title = f"duration of each step (ms): medians {min(middle):.0f} to {max(middle):.0f}"
+    panels[0].set_title(title, loc="left")
     slowest = max(found, key=lambda arrival: arrival.late)
     panels[1].set_ylim(bottom=0, top=2.2e3 * slowest.late)
-    title = f"first message of each step, after the first rank (ms): rank {slowest.rank} is last"
+    title = f"first message of a step, after the first rank (ms): rank {slowest.rank} is last"
     panels[1].set_title(title, loc="left")
     panels[1].set_xlabel("step")
     for axes in panels:

@@ -86,7 +86,9 @@ def parse(trace: Mapping[str, Any], name: str = "") -> Trace:
         messages = [span for name, span in kernels if name.startswith("nccl")]
     else:
         compute = [s for cat, name, s in spans if cat == "cpu_op" and name.startswith("aten::")]
-        messages = [s for _, name, s in spans if name.startswith("gloo:")]
+        # A barrier carries nothing; it would show the waiting before the first step.
+        carries = re.compile(r"gloo:(?!barrier)")
+        messages = [span for _, name, span in spans if carries.match(name)]
     phases = [(n, s) for cat, n, s in spans if cat == "user_annotation" and n in _PHASES]
     return Trace(rank, merged(compute), merged(messages), sorted(phases, key=lambda p: p[1]))
 

@@ -3,19 +3,23 @@
     python -m shardlab.cluster.captured.capture            # rewrites the texts beside this file
     python -m shardlab.cluster.captured.capture order      # of one job alone
 
-Every job is a script of this folder. Each of its ranks is an interpreter of its own, started with
-what srun would set; all talk over the loopback interface. When every rank has left its record of
-the flight recorder, py-spy looks at each, and then all are ended.
+Every job is a script of this folder. Each of its ranks is a process of its own, with what srun
+would set in its environment; all talk over the loopback interface. When every rank has left its
+record of the flight recorder, py-spy looks at each, and then all are ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,57 +52,75 @@ def look(*names: str) -> dict[str, Seen]:
     for name in names:
         if name not in RANKS:
             raise ValueError(f"name={name!r}: allowed are {', '.join(RANKS)}")
+    import torch._dynamo  # noqa: F401  # else each rank's first optimizer does, for some seconds
+
     with tempfile.TemporaryDirectory(prefix="hang-") as folder:
-        started: dict[str, list[subprocess.Popen[bytes]]] = {}
+        started: dict[str, list[int]] = {}
         try:
             for name in names:
                 (Path(folder) / name).mkdir()
-                started[name] = [
-                    _start(name, rank, Path(folder) / name) for rank in range(RANKS[name])
-                ]
-            return {name: _look(Path(folder) / name, ranks) for name, ranks in started.items()}
+                started[name] = []
+                for rank in range(RANKS[name]):
+                    started[name].append(_start(name, rank, Path(folder) / name))
+            return {name: _look(Path(folder) / name, pids) for name, pids in started.items()}
         finally:
-            for process in [process for ranks in started.values() for process in ranks]:
-                process.kill()
-                process.wait()
+            for pid in [pid for pids in started.values() for pid in pids]:
+                with contextlib.suppress(OSError):  # it has ended, and was waited for
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
 
 
-def _start(name: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
-    own = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(RANKS[name]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        # Python draws the order of a set anew in each process; these two differ in the job's.
-        "PYTHONHASHSEED": str(1 + rank),
-        "PYTHONPATH": str(FOLDER.parents[2]),
-    }
-    command = [sys.executable, "-W", "ignore", str(FOLDER / f"{name}.py"), str(folder)]
-    with (folder / f"{rank}.out").open("wb") as out:
-        return subprocess.Popen(command, env=os.environ | own, stdout=out, stderr=out)
+def _start(name: str, rank: int, folder: Path) -> int:
+    """A rank's process: a fork, or a fresh interpreter where the job needs one."""
+    own = {"RANK": str(rank), "WORLD_SIZE": str(RANKS[name]), "GLOO_SOCKET_IFNAME": "lo"}
+    script = str(FOLDER / f"{name}.py")
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    try:
+        out = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout = sys.stderr = open(1, "w", closefd=False)
+        os.environ.update(own)
+        if name == "order":
+            # Python draws the order of a set anew in each interpreter; these two differ in theirs.
+            os.environ |= {"PYTHONHASHSEED": str(1 + rank), "PYTHONPATH": str(FOLDER.parents[2])}
+            os.execv(sys.executable, [sys.executable, "-W", "ignore", script, str(folder)])
+        torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+        sys.argv, sys.path[:0] = [script, str(folder)], [str(FOLDER)]
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(1)
 
 
-def _look(folder: Path, ranks: Sequence[subprocess.Popen[bytes]]) -> Seen:
+def _look(folder: Path, pids: Sequence[int]) -> Seen:
     deadline = time.monotonic() + PATIENCE
-    while len(list((folder / "flight").glob(f"{flight.PREFIX}*"))) < len(ranks):
-        printed = "".join((folder / f"{r}.out").read_text() for r in range(len(ranks)))
-        if time.monotonic() > deadline or any(rank.poll() is not None for rank in ranks):
+    outs = [folder / f"{rank}.out" for rank in range(len(pids))]
+    while len(list((folder / "flight").glob(f"{flight.PREFIX}*"))) < len(pids):
+        if time.monotonic() > deadline or any(os.waitpid(pid, os.WNOHANG)[0] for pid in pids):
+            printed = "".join(out.read_text() for out in outs if out.exists())
             raise RuntimeError(f"{folder.name} did not hang:\n{printed}")
         time.sleep(0.1)
-    printed = "".join((folder / f"{r}.out").read_text() for r in range(len(ranks)))
-    stacks = {rank: _stack(process.pid) for rank, process in enumerate(ranks)}
+    stacks = {rank: _stack(pid) for rank, pid in enumerate(pids)}
+    printed = "".join(out.read_text() for out in outs)
     return Seen(printed, flight.read(folder / "flight"), stacks)
 
 
 def _stack(pid: int) -> str:
-    """The main thread's frames, innermost first; of torch's, the innermost alone."""
+    """The main thread's frames, innermost first: the first of them, and those of the scripts."""
     found = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if not found:
         return ""
     command = [found, "dump", "--pid", str(pid)]
     dumped = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     main = dumped.partition("MainThread")[2].split("\nThread ")[0].splitlines()[1:]
-    return "\n".join(main[:1] + [line for line in main[1:] if "(torch/" not in line])
+    return "\n".join(
+        main[:1] + [line for line in main[1:] if "captured/" in line and "capture.py" not in line]
+    )
 
 
 def text(name: str, seen: Seen) -> str:
@@ -107,9 +129,8 @@ def text(name: str, seen: Seen) -> str:
     head = f"{name}.py, {size} ranks, gloo, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     parts = [head, f"== printed ==\n{seen.printed.strip()}"]
     for rank in range(size):
-        parts.append(
-            f"== py-spy dump, rank {rank}, torch's inner frames left out ==\n{seen.stacks[rank]}"
-        )
+        what = f"py-spy dump, rank {rank}: the innermost frame, and the script's"
+        parts.append(f"== {what} ==\n{seen.stacks[rank]}")
     last = LAST[name]
     shown = "\n".join(str(call) for rank in range(size) for call in seen.calls[rank][-last:])
     parts.append(f"== flight recorder, the last {last} calls of each rank ==\n{shown}")

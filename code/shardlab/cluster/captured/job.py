@@ -4,7 +4,6 @@ import os
 import sys
 from datetime import timedelta
 
-import torch._dynamo  # noqa: F401  # else the first optimizer does, for longer than 3 seconds
 import torch.distributed as dist
 
 from shardlab.cluster import flight

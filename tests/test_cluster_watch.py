@@ -62,7 +62,7 @@ def test_ranks_are_found_by_their_slurm_job(leaves_nothing):
 
 @pytest.mark.alone
 def test_samples_say_who_computes_and_who_waits(tmp_path, leaves_nothing):
-    busy = subprocess.Popen([sys.executable, "-c", "x = bytearray(200_000_000)\nwhile True: pass"])
+    busy = subprocess.Popen([sys.executable, "-c", "x = b'x' * 200_000_000\nwhile True: pass"])
     idle = subprocess.Popen(["sleep", "60"])
     try:
         time.sleep(0.3)
@@ -76,7 +76,7 @@ def test_samples_say_who_computes_and_who_waits(tmp_path, leaves_nothing):
     for rank in (0, 1):
         mine = [line for line in lines if line.get("rank") == rank]
         means[rank] = sum(line["cpu_percent"] for line in mine) / len(mine)
-    assert means[0] > 40 and means[1] < 5
+    assert means[0] > 15 and means[1] < 5
     assert any(line.get("rank") == 0 and line["memory_bytes"] > 200e6 for line in lines)
     sent = [line["sent_bytes"] for line in lines if "sent_bytes" in line]
     assert len(sent) >= 4 and sent == sorted(sent)
@@ -297,14 +297,14 @@ def test_too_few_steps_are_refused():
 
 
 def straggle(slow):
-    """40 steps of three ranks, of which `slow` takes 60 ms longer before its first message."""
+    """32 steps of three ranks, of which `slow` takes 50 ms longer before its first message."""
     rank, seconds = dist.get_rank(), []
-    for _ in range(40):
+    for _ in range(32):
         begin = time.monotonic()
-        time.sleep(0.005 + 0.06 * (rank == slow))
+        time.sleep(0.005 + 0.05 * (rank == slow))
         dist.all_reduce(torch.ones(1000))
         seconds.append(time.monotonic() - begin)
-    return seconds, flight.record()
+    return seconds, flight.record(lines=False)
 
 
 @pytest.mark.alone
@@ -317,7 +317,7 @@ def test_the_slow_rank_is_found_though_all_steps_are_equally_long():
     found = straggler.arrivals(calls)
     assert max(found, key=lambda a: a.late).rank == slow
     assert found[slow].late > 0.03 and found[slow].last > 0.8
-    middle = [sorted(seconds)[20] for seconds, _ in results]
+    middle = [sorted(seconds)[16] for seconds, _ in results]
     assert max(middle) < 1.2 * min(middle)
     durations = {rank: seconds for rank, (seconds, _) in enumerate(results)}
     colors = [line.get_color() for line in straggler.picture(found, durations).axes[0].lines]

@@ -63,11 +63,14 @@ class Call:
         )
 
 
-def record() -> dict[str, Any]:
-    """This rank's record as torch keeps it, with the groups that gloo leaves out."""
+def record(lines: bool = True) -> dict[str, Any]:
+    """This rank's record as torch keeps it, with the groups that gloo leaves out.
+
+    lines: with the lines that made the calls; a process's first look at them takes it a second.
+    """
     from torch._C._distributed_c10d import _dump_fr_trace
 
-    taken = pickle.loads(_dump_fr_trace(includeStackTraces=True, onlyActive=False))
+    taken = pickle.loads(_dump_fr_trace(includeStackTraces=lines, onlyActive=False))
     taken["rank"] = dist.get_rank()
     taken["pg_config"] = {
         name: {
@@ -95,7 +98,8 @@ class Watchdog:
     """Writes this rank's record when no `beat` came for `limit` seconds: once for each hang.
 
     The job goes on as if nothing had been: it is the group's own limit that ends it. So `limit`
-    is longer than any step, a save included, and shorter than the group's.
+    is longer than any step, the first and a save included, and shorter than the group's: what gloo
+    gave up counts as done, and tells no longer that a rank waited.
     """
 
     def __init__(self, folder: str | Path, limit: float):
@@ -164,7 +168,7 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
         # torch's placeholder for "nobody described it"
         label = f"{described}:{name}" if described not in ("", "undefined") else f"group:{name}"
         status = taken["pg_status"].get(str(entry["pg_id"])) or taken["pg_status"][entry["pg_id"]]
-        file, line, function = _own(entry["frames"])
+        file, line, function = _own(entry.get("frames") or [])
         found.append(
             Call(
                 rank=rank,
@@ -197,7 +201,7 @@ def _own(frames: list[dict[str, Any]]) -> tuple[str, int, str]:
 def _op(entry: dict[str, Any]) -> str:
     """What was called. gloo does a reduce-scatter by an all-reduce, and notes it as one."""
     noted = entry["profiling_name"].rpartition(":")[2].strip("_")
-    inner = entry["frames"][0] if entry["frames"] else {"filename": "", "name": ""}
+    inner = (entry.get("frames") or [{"filename": "", "name": ""}])[0]
     if inner["filename"].endswith("distributed_c10d.py") and inner["name"].startswith("reduce_sc"):
         return "reduce_scatter"
     return noted

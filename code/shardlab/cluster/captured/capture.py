@@ -100,7 +100,7 @@ def _start(name: str, rank: int, folder: Path) -> int:
 def _look(folder: Path, pids: Sequence[int]) -> Seen:
     deadline = time.monotonic() + PATIENCE
     outs = [folder / f"{rank}.out" for rank in range(len(pids))]
-    while len(list((folder / "flight").glob(f"{flight.PREFIX}*"))) < len(pids):
+    while not _hangs(folder / "flight", len(pids)):
         if time.monotonic() > deadline or any(os.waitpid(pid, os.WNOHANG)[0] for pid in pids):
             printed = "".join(out.read_text() for out in outs if out.exists())
             raise RuntimeError(f"{folder.name} did not hang:\n{printed}")
@@ -108,6 +108,13 @@ def _look(folder: Path, pids: Sequence[int]) -> Seen:
     stacks = {rank: _stack(pid) for rank, pid in enumerate(pids)}
     printed = "".join(out.read_text() for out in outs)
     return Seen(printed, flight.read(folder / "flight"), stacks)
+
+
+def _hangs(folder: Path, size: int) -> bool:
+    """Whether all ranks have left a record in which they wait: a slow step leaves one as well."""
+    if len(list(folder.glob(f"{flight.PREFIX}*"))) < size:
+        return False
+    return all(mine[-1].waiting for mine in flight.read(folder).values())
 
 
 def _stack(pid: int) -> str:

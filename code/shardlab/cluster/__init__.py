@@ -1,1 +1,1 @@
-"""Many nodes: launching, schedulers, watching and debugging."""
+"""Jobs on many nodes: started, put into queues, started again, watched, and examined."""

@@ -23,6 +23,7 @@ COMMANDS = {
     "gpu": "shardlab.record.gpu",
     "memory": "shardlab.memory.command",
     "schedule": "shardlab.pipeline.command",
+    "doctor": "shardlab.cluster.doctor",
 }
 
 

@@ -1,0 +1,1 @@
+"""Several nodes, schedulers, and keeping a job busy and alive."""

@@ -42,6 +42,7 @@ from .meet import Meeting, place, store_of
 from .verdicts import BAD, GOOD, Findings, Verdict, listed
 
 WIDTH = 100
+JOINT = ("folder", "speed", "group", "clock", "pairs")  # parts in which ranks need one another
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ def _work(meeting: Meeting, settings: Settings, group: Callable[[str], Any]) -> 
         except Exception as error:  # whatever it is, rank 0 has to hear of it
             text = (str(error).strip() or "no message").splitlines()[0]
             found.setdefault("errors", {})[name] = f"{type(error).__name__}: {text}"
+            meeting.tell("facts", found)
+            if name in JOINT:
+                meeting.fail()
         meeting.tell("facts", found)
 
     device = torch.device("cpu")
@@ -104,15 +108,31 @@ def _work(meeting: Meeting, settings: Settings, group: Callable[[str], Any]) -> 
     part("limits", examine.limits)
     part("network", examine.network)
     part("folder", lambda: examine.folder(settings.folder, meeting))
-    part("speed", lambda: examine.speed(device))
+    meeting.together("own parts")
+    hosts = [meeting.heard("facts", rank)["host"] for rank in range(meeting.size)]
+    part("speed", lambda: _speed(meeting, device, hosts))
     if plan := _plan(meeting):
         carried: list[Any] = []
         part("group", lambda: carried.append(group(plan)))
         if carried:
             part("clock", lambda: pairs.clocks(meeting, carried[0]))
-            hosts = [meeting.heard("facts", rank)["host"] for rank in range(meeting.size)]
             part("pairs", lambda: pairs.measure(meeting, carried[0], device, hosts))
     meeting.tell("done", True)
+
+
+def _speed(meeting: Meeting, device: torch.device, hosts: list[str]) -> float:
+    """This rank's speed. GPUs compute all at once, as in a job; without them the ranks of a host
+    take turns, up to eight: they may share its cores."""
+    mine, most = hosts[: meeting.rank].count(hosts[meeting.rank]), max(map(hosts.count, hosts))
+    gpus = [(meeting.heard("facts", r).get("gpu") or {}).get("kind") for r in range(meeting.size)]
+    if "cuda" in gpus or most > 8:
+        return examine.speed(device)
+    found = 0.0
+    for turn in range(most):
+        if turn == mine:
+            found = examine.speed(device)
+        meeting.together(f"speed {turn}")
+    return found
 
 
 def _device(settings: Settings) -> torch.device:

@@ -7,6 +7,7 @@ a thread of its own; the main one watches. What ranks say goes through the launc
     who/<rank>      this rank has come, and from which host
     at/<rank>       what it does now: the step's number, its words, and whether it waits for others
     <part>/<rank>   what it found there, as JSON
+    failed          a rank failed where others need it: they would wait in vain
     over            rank 0 has heard enough
 
 As long as anything moves, rank 0 waits; after `patience` seconds of silence it names whoever works
@@ -79,7 +80,7 @@ def _first_node(environment: Mapping[str, str]) -> str:
         name = _scontrol("hostnames", nodes).split()[0]
         with suppress(OSError):
             return socket.gethostbyname(name)
-        # Nodes whose names do not resolve, several on one machine for instance: Slurm's own address.
+        # Names that do not resolve, of several nodes on one machine for instance: Slurm knows.
         words = dict(w.partition("=")[::2] for w in _scontrol("node", name).split())
         return words.get("NodeAddr", name)
     return ""
@@ -97,11 +98,14 @@ def store_of(at: Place, patience: float) -> dist.Store:
     nobody answers there.
     """
     host = at.rank == 0 and not at.served
+    where = f"{at.address}:{at.port} (MASTER_ADDR, MASTER_PORT)"
     listening: dict[str, Any] = {}
     if host:
         with suppress(OSError):
             server = socket.create_server((at.address, at.port))
             listening = {"master_listen_fd": server.detach()}
+    else:
+        _knock(at, where, patience)
     try:
         store = dist.TCPStore(
             at.address,
@@ -112,18 +116,25 @@ def store_of(at: Place, patience: float) -> dist.Store:
             **listening,
         )
     except (dist.DistError, RuntimeError) as error:
-        where = f"{at.address}:{at.port} (MASTER_ADDR, MASTER_PORT)"
-        if host:
-            raise ValueError(f"rank 0 cannot listen at {where}: {_first_line(error)}") from None
-        raise ValueError(
-            f"rank {at.rank} on {socket.gethostname()} found nobody at {where} within "
-            f"{patience:g} s: rank 0 did not come, or cannot be reached from here"
-        ) from None
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"rank {at.rank} has no store at {where}: {line}") from None
     return dist.PrefixStore("doctor", store)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _knock(at: Place, where: str, patience: float) -> None:
+    """Wait until somebody listens there."""
+    limit = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_connection((at.address, at.port), timeout=1.0).close()
+        except OSError as error:
+            if time.monotonic() > limit:
+                raise ValueError(
+                    f"rank {at.rank} on {socket.gethostname()} found nobody at {where} within "
+                    f"{patience:g} s ({error.strerror or error}): rank 0 did not come, or cannot "
+                    "be reached from here"
+                ) from None
+            time.sleep(0.1)
 
 
 class Meeting:
@@ -141,8 +152,9 @@ class Meeting:
     def _stand(self, words: str, waits: bool) -> None:
         self.store.set(f"at/{self.rank}", json.dumps([self._step, words, waits]))
 
-    def waits(self) -> None:
-        """From here on this rank only waits for others."""
+    def waits(self, steps: int = 0) -> None:
+        """From here on this rank only waits for others; it had no part in so many steps."""
+        self._step += steps
         self._stand(self._words, True)
 
     def tell(self, part: str, found: Any) -> None:
@@ -169,7 +181,8 @@ class Meeting:
         while True:
             told = {rank for rank in silent if self.store.check([f"{part}/{rank}"])}
             silent -= told
-            if not silent:
+            failed = self.store.check(["failed"]) and time.monotonic() - moved > 1.0
+            if not silent or failed:
                 return {}
             stand = {rank: self.heard("at", rank) for rank in silent}
             if told or stand != before:
@@ -177,6 +190,10 @@ class Meeting:
             elif time.monotonic() - moved > self.patience:
                 return _culprits(stand)
             time.sleep(_TICK)
+
+    def fail(self) -> None:
+        """This rank failed at something for which others need it; it has told what."""
+        self.store.set("failed", b"")
 
     def end(self) -> None:
         """Rank 0 has heard enough."""

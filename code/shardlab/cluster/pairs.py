@@ -1,7 +1,8 @@
 """Latency and bandwidth between each pair of ranks, and how far their clocks are apart.
 
-A message goes there and back, small and large, and Hockney's two parameters are what fits both
-(`collectives.CostModel`). Time is taken when the device is done, the shortest of several tries.
+A message goes there and back, small and large. The small one's time is the latency, and what the
+large one takes beyond it is bytes over bandwidth (Hockney 1994). The large one grows until it takes
+some milliseconds; time is taken when the device is done; the best of several tries counts.
 
 Pairs come in rounds: in round d rank r has rank r XOR d, so the pairs of a round are disjoint. With
 nccl all pairs of a round go at once: each GPU has its own link, and a job loads all of them at
@@ -13,6 +14,7 @@ take turns, or each would measure the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from shardlab import ranks
-from shardlab.collectives import CostModel
 from shardlab.count import clock
 from shardlab.ranks.p2p import carrier
 
@@ -32,6 +33,7 @@ WHOLE = 16  # ranks up to which every pair is measured
 GOAL = 0.02  # seconds that a large message should take
 SMALLEST, LARGEST = 2**16, 2**26  # bytes of it
 SMALL = 8  # bytes of a small one
+TRIES = 4
 
 
 def rounds(size: int) -> Iterator[list[Pair]]:
@@ -77,19 +79,17 @@ def measure(
             meeting.at(f"a message between ranks {pair[0]} and {pair[1]}")
             link = measured(pair, group, device)
             if rank == pair[0]:
-                rates = {"latency": link.latency, "bandwidth": link.bandwidth}
-                found.append({"pair": list(pair), **rates})
-        if not mine:
-            meeting.at("nothing")
-        meeting.waits()
+                found.append(link)
+        meeting.waits(0 if mine else 1)
         dist.all_reduce(torch.zeros(1), group=group)  # on the host: nobody begins the next turn
     return found
 
 
-def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> CostModel:
+def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """The link between two ranks. Both call it; what the lower one gets was measured there."""
     first = dist.get_rank(group) == pair[0]
     peer = pair[1] if first else pair[0]
+    other = dist.get_global_rank(group, peer)
 
     def trip(size: int, times: int) -> float:
         """Seconds of one message, one way, on average over so many trips there and back."""
@@ -101,16 +101,21 @@ def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> Cost
         return (clock(device) - begin) / (2 * times)
 
     trip(SMALL, 1)  # nccl connects here
-    small, large = trip(SMALL, 1), trip(SMALLEST, 1)
-    plan = torch.tensor([max(1, min(10, GOAL / small)), SMALLEST * max(1.0, GOAL / large)])
-    plan = plan.clamp(max=LARGEST).long()
-    if first:  # both ends need the same plan
-        dist.send(plan, dist.get_global_rank(group, peer), group)
-    else:
-        dist.recv(plan, dist.get_global_rank(group, peer), group)
-    times, size = plan.tolist()
-    tries = [(trip(SMALL, times), trip(size, 1)) for _ in range(3)]
-    return CostModel.fit([SMALL, size], [min(column) for column in zip(*tries, strict=True)])
+    times, size = 1, SMALLEST
+    latency, bandwidth = math.inf, 0.0
+    for _ in range(TRIES):
+        small, large = trip(SMALL, times), trip(size, 1)
+        latency = min(latency, small)
+        # Less than twice the small one's time: noise, of which nothing is to be subtracted.
+        bandwidth = max(bandwidth, size / (large - small if large > 2 * small else large))
+        grown = min(LARGEST, size * max(1.0, GOAL / large))
+        plan = torch.tensor([max(1, min(10, GOAL / small)), grown]).long()
+        if first:  # both ends need the same plan
+            dist.send(plan, other, group)
+        else:
+            dist.recv(plan, other, group)
+        times, size = plan.tolist()
+    return {"pair": list(pair), "latency": latency, "bandwidth": bandwidth}
 
 
 def clocks(meeting: Meeting, group: dist.ProcessGroup, tries: int = 5) -> dict[str, float]:

@@ -19,7 +19,7 @@ from .verdicts import BAD, GOOD, NOTE, Findings, Verdict, count, listed, size, s
 SHARE = 0.5  # of what the planner assumes, and of what other ranks compute: below it is bad
 SHARE_GPU = 0.85  # equal GPUs differ by some percent, unless one is hot, capped or shared
 SLOW = 3.0  # times as slow as the median of its kind: then a link is bad
-LATENCY = 1e-4  # seconds above that median which count
+LATENCY = 2e-3, 1e-4  # seconds above that median which count: a busy host adds one; with nccl
 CLOCK = 0.1  # seconds
 HOST = 2**30  # bytes of the host's memory for each of its ranks
 SHARED = 256 * 2**20  # bytes of /dev/shm for each: a loader's four workers, two batches of 32 MiB
@@ -107,30 +107,32 @@ def cores(job: Findings) -> Verdict:
 
 
 def speed(job: Findings) -> Verdict:
-    """No rank computes much slower than the others, nor than the planner assumes."""
-    found, gpu = job.of("speed"), job.of("gpu")
+    """No rank computes much slower than the others of its kind, nor than the planner assumes."""
+    found, slow = job.of("speed"), []
     if not found:
         return _unknown("speed")
-    slow = []
-    for rank, flops in found.items():
-        kind = gpu.get(rank, {})
-        others = [
-            f for r, f in found.items() if r != rank and gpu.get(r, {}).get("name") == kind["name"]
-        ]
-        share = SHARE_GPU if kind.get("kind") == "cuda" else SHARE
-        if others and flops < share * median(others):
-            slow.append(f"rank {rank} {size(flops, 'FLOP/s')}, the others {span(others, 'FLOP/s')}")
+    for rank, mine in found.items():
+        rates = [f["flops"] for r, f in found.items() if r != rank and f["name"] == mine["name"]]
+        share = SHARE_GPU if mine["kind"] == "cuda" else SHARE
+        if rates and mine["flops"] < share * median(rates):
+            others = span(rates, "FLOP/s")
+            slow.append(f"rank {rank} {size(mine['flops'], 'FLOP/s')}, the others {others}")
     if slow:
         advice = (
-            "what else runs on that host (top, nvidia-smi), is it hot or capped "
-            "(nvidia-smi -q -d PERFORMANCE)? Every step waits for the slowest"
+            "is it hot or capped (nvidia-smi -q -d PERFORMANCE, cpupower), what else runs there "
+            "(nvidia-smi, top)? Every step waits for the slowest rank"
         )
         return Verdict("speed", BAD, "; ".join(slow), advice)
-    text = span(found.values(), "FLOP/s")
+    text = span((f["flops"] for f in found.values()), "FLOP/s")
     if job.machine:
         text += f"; planner {size(job.machine.flops, 'FLOP/s')}"
-        if min(found.values()) < SHARE * job.machine.flops:
+        if min(f["flops"] for f in found.values()) < SHARE * job.machine.flops:
             return Verdict("speed", BAD, text, "the planner's seconds come too short: --machine")
+    idle = [r for r, f in found.items() if f["kind"] == "cpu" and f["share"] < SHARE]
+    if idle:
+        least = min(found[r]["share"] for r in idle)
+        text += f"; {listed(idle)} had a core for {least:.0%} of the time, or a little more"
+        return Verdict("speed", NOTE, text, "top says what else runs on that host")
     return Verdict("speed", GOOD, text)
 
 
@@ -263,6 +265,11 @@ def _name(link: dict[str, Any]) -> str:
     return "ranks {} and {}".format(*link["pair"])
 
 
+def _others(link: dict[str, Any], links: list[dict[str, Any]], what: str) -> float:
+    """The median of all other links of its kind; its own, if it has no like."""
+    return median([x[what] for x in links if x is not link] or [link[what]])
+
+
 def bandwidth(job: Findings) -> Verdict:
     """No pair is much slower than its like, nor than the planner assumes."""
     kinds, texts, slow = _kinds(job), [], []
@@ -270,11 +277,12 @@ def bandwidth(job: Findings) -> Verdict:
         return _unknown("bandwidth", job.unmeasured)
     for kind, links, assumed in kinds:
         rates = [link["bandwidth"] for link in links]
-        least = max(median(rates) / SLOW, SHARE * (assumed or 0))
         planner = f"planner {size(assumed)}/s" if assumed else "the planner assumes nothing"
         texts.append(f"{count(links, 'pair')} {kind}: {span(rates, 'B/s')} ({planner})")
-        few = [link for link in links if link["bandwidth"] < least]
-        slow += [f"{_name(link)} {size(link['bandwidth'])}/s" for link in few]
+        for link in links:
+            least = max(_others(link, links, "bandwidth") / SLOW, SHARE * (assumed or 0))
+            if link["bandwidth"] < least:
+                slow.append(f"{_name(link)} {size(link['bandwidth'])}/s")
     text = "; ".join(texts)
     if slow:
         advice = (
@@ -290,6 +298,7 @@ def latency(job: Findings) -> Verdict:
     kinds, texts, slow = _kinds(job), [], []
     if not kinds:
         return _unknown("latency", job.unmeasured)
+    least = LATENCY[{gpu["kind"] for gpu in job.of("gpu").values()} == {"cuda"}]
     for kind, links, _ in kinds:
         waits = [link["latency"] for link in links]
         # A message of so many bytes spends half of its time waiting (Hockney's n 1/2).
@@ -298,9 +307,10 @@ def latency(job: Findings) -> Verdict:
         texts.append(
             f"{kind}: {low:.0f} to {high:.0f} µs, half of a message's time at {size(half)}"
         )
-        most = median(waits)
-        far = [link for link in links if link["latency"] > max(SLOW * most, most + LATENCY)]
-        slow += [f"{_name(link)} {link['latency'] * 1e6:.0f} µs" for link in far]
+        for link in links:
+            like = _others(link, links, "latency")
+            if link["latency"] > max(SLOW * like, like + least):
+                slow.append(f"{_name(link)} {link['latency'] * 1e6:.0f} µs")
     text = "; ".join(texts)
     if slow:
         advice = "the same look as for bandwidth; busy cores of that host count here, too"
@@ -321,10 +331,10 @@ def folder(job: Findings) -> Verdict:
         return Verdict("folder", BAD, f"rank 0 cannot write: {errors[0]}", advice)
     if blind:
         advice = "checkpoints need a file system that all hosts mount: not /tmp, not a local disk"
-        return Verdict("folder", BAD, f"{listed(blind)} do not see what rank 0 wrote", advice)
+        return Verdict("folder", BAD, f"what rank 0 wrote is not seen by {listed(blind)}", advice)
     if late:
         advice = "mount without caching of names (NFS: lookupcache=none), or wait after a save"
-        return Verdict("folder", BAD, f"{listed(late)} do not see a rename", advice)
+        return Verdict("folder", BAD, f"a rename is not seen by {listed(late)}", advice)
     if errors:
         text = "; ".join(f"rank {r}: {e}" for r, e in errors.items())
         return Verdict("folder", BAD, text, "make room, raise the quota (quota -s), or permissions")
@@ -360,12 +370,14 @@ def space(job: Findings) -> Verdict:
     found = {r: f for r, f in job.of("folder").items() if f.get("free") is not None}
     if not found:
         return _unknown("space", "no folder")
-    rank, least = min(found.items(), key=lambda item: item[1]["free"])
-    if least["free"] < job.needs:
-        text = f"{size(least['free'])} free for rank {rank}, {size(job.needs)} wanted"
-        return Verdict("space", BAD, text, "delete old checkpoints, or choose another --folder")
-    if least["files"] is not None and least["files"] < 1000:
-        text = f"room for {least['files']} more files (inodes)"
+    full = {r: size(f["free"]) for r, f in found.items() if f["free"] < job.needs}
+    if full:
+        text = f"{', '.join(dict.fromkeys(full.values()))} free for {listed(full)}"
+        advice = "delete old checkpoints, or choose another --folder"
+        return Verdict("space", BAD, f"{text}, {size(job.needs)} wanted", advice)
+    few = [r for r, f in found.items() if f["files"] is not None and f["files"] < 1000]
+    if few:
+        text = f"room for {found[few[0]]['files']} more files (inodes) for {listed(few)}"
         return Verdict("space", BAD, text, "delete small files, or choose another --folder")
     return Verdict("space", GOOD, f"{span(f['free'] for f in found.values())} free")
 

@@ -120,14 +120,14 @@ def _work(meeting: Meeting, settings: Settings, group: Callable[[str], Any]) -> 
     meeting.tell("done", True)
 
 
-def _speed(meeting: Meeting, device: torch.device, hosts: list[str]) -> float:
+def _speed(meeting: Meeting, device: torch.device, hosts: list[str]) -> Any:
     """This rank's speed. GPUs compute all at once, as in a job; without them the ranks of a host
     take turns, up to eight: they may share its cores."""
     mine, most = hosts[: meeting.rank].count(hosts[meeting.rank]), max(map(hosts.count, hosts))
     gpus = [(meeting.heard("facts", r).get("gpu") or {}).get("kind") for r in range(meeting.size)]
     if "cuda" in gpus or most > 8:
         return examine.speed(device)
-    found = 0.0
+    found = None
     for turn in range(most):
         if turn == mine:
             found = examine.speed(device)

@@ -108,8 +108,10 @@ def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict
         latency = min(latency, small)
         # Less than twice the small one's time: noise, of which nothing is to be subtracted.
         bandwidth = max(bandwidth, size / (large - small if large > 2 * small else large))
-        grown = min(LARGEST, size * max(1.0, GOAL / large))
-        plan = torch.tensor([max(1, min(10, GOAL / small)), grown]).long()
+        grown = size * max(1.0, GOAL / large)
+        if large < 3 * small:  # it shows the latency, and hardly the bytes
+            grown = max(grown, 4 * size)
+        plan = torch.tensor([max(1, min(10, GOAL / small)), min(LARGEST, grown)]).long()
         if first:  # both ends need the same plan
             dist.send(plan, other, group)
         else:

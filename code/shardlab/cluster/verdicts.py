@@ -45,15 +45,18 @@ class Findings:
 
 def listed(ranks: Iterable[int]) -> str:
     """rank 3; ranks 0 to 2 and 5."""
+    ranks = sorted(ranks)
     spans: list[list[int]] = []
-    for rank in sorted(ranks):
+    for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
+            spans[-1].append(rank)
         else:
             spans.append([rank])
-    words = [(" to " if s[-1] - s[0] > 1 else ", ").join(map(str, dict.fromkeys(s))) for s in spans]
-    last = f" and {words.pop()}" if len(words) > 1 else ""
-    return ("ranks " if len(spans) > 1 or len(spans[0]) > 1 else "rank ") + ", ".join(words) + last
+    words: list[str] = []
+    for s in spans:
+        words += [f"{s[0]} to {s[-1]}"] if len(s) > 2 else map(str, s)
+    text = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+    return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
 def size(nbytes: float, unit: str = "B") -> str:

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 from shardlab import link
 from shardlab.__main__ import main
-from shardlab.cluster import checks, doctor, examine, pairs
+from shardlab.cluster import checks, doctor, examine, folder, pairs
 from shardlab.cluster.meet import place
 from shardlab.cluster.verdicts import BAD, Findings, listed
 from shardlab.machines import MACHINES
@@ -48,9 +48,9 @@ def no_launcher(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def consult(capsys, folder, *options):
+def consult(capsys, path, *options):
     """The report of a run on this machine, its states by check, and the exit status."""
-    options = ("--folder", str(folder), *CPU, "--json", *options)
+    options = ("--folder", str(path), *CPU, "--json", *options)
     status, out, err = ran(capsys, "doctor", *options)
     assert out, err
     return report(out), status
@@ -121,7 +121,7 @@ needs_mount = pytest.mark.skipif(not may_mount(), reason="mounting a tmpfs wants
 
 @needs_mount
 def test_a_folder_that_one_rank_does_not_see_and_its_small_dev_shm(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(examine, "_PATIENCE", 0.3)
+    monkeypatch.setattr(folder, "_PATIENCE", 0.3)
     plant(monkeypatch, lambda rank: own_mount(tmp_path, "/dev/shm") if rank == 1 else None)
     found, status = consult(capsys, tmp_path, "--ranks", "3")
     assert status == 1
@@ -335,7 +335,7 @@ FAULTS = {
     "a hot GPU": ("speed", change("speed/flops", 560e12)),
     "a GPU that somebody else uses": ("GPU memory", change("gpu/free", 60 * GB)),
     "another CUDA": ("versions", change("versions/cuda", "12.8")),
-    "other sources": ("versions", change("versions/shardlab", "abd")),
+    "other sources": ("versions", change("versions/shardlab", "xyz")),
     "ranks bound to one core": ("cores", change("cores/mask", [1])),
     "a host without memory": ("memory", change("memory/free", GB)),
     "docker's /dev/shm": ("/dev/shm", change("shm/free", 64 * 2**20)),

@@ -23,7 +23,7 @@ LATENCY = 2e-3, 1e-4  # seconds above that median which count: a busy host adds 
 CLOCK = 0.1  # seconds
 HOST = 2**30  # bytes of the host's memory for each of its ranks
 SHARED = 256 * 2**20  # bytes of /dev/shm for each: a loader's four workers, two batches of 32 MiB
-FILES = 512, 16  # open files: of the process itself, and for each other rank
+FILES = 128, 16  # open files: of the process itself, and for each other rank
 THREADS = 1024  # processes and threads of a user, for each rank
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import checks, examine, folder, pairs
 from .meet import Meeting
@@ -36,11 +38,16 @@ def consult(meeting: Meeting, settings: Settings, group: Callable[[str], Any]) -
     """Examine everything, on every rank; rank 0 gets the findings.
 
     group: makes the process group for a backend, on all ranks; called when all of them are there.
+    Raises ValueError on a rank that has lost rank 0.
     """
     worker = threading.Thread(target=_work, args=(meeting, settings, group), daemon=True)
     worker.start()
     if meeting.rank:
-        meeting.await_end(worker.is_alive)
+        heard = False
+        with suppress(dist.DistError, RuntimeError):  # the store went with rank 0
+            heard = meeting.await_end(worker.is_alive)
+        if not heard:
+            raise ValueError(f"rank {meeting.rank} on {examine.host()}: rank 0 is heard of no more")
         return None
     silent = meeting.missing("done")
     facts = [meeting.heard("facts", rank) or {} for rank in range(meeting.size)]

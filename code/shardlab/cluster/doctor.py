@@ -63,7 +63,7 @@ def _launched(settings: Settings, show: Callable[[Findings], int]) -> int:
         dist.init_process_group(backend, rank=at.rank, world_size=at.size, store=own, timeout=limit)
         return dist.group.WORLD
 
-    status = 0
+    status, lost = 0, False  # somebody who will not come to say goodbye
     if at.rank == 0 and (absent := meeting.missing("who")):
         meeting.end()
         came = [r for r in range(at.size) if r not in absent]
@@ -72,11 +72,12 @@ def _launched(settings: Settings, show: Callable[[Findings], int]) -> int:
             f"{listed(absent)} of {at.size} did not come, and nothing moved for "
             f"{settings.timeout:g} s; {listed(came)} did, on {hosts}"
         )
-        status = 2
+        status, lost = 2, True
     else:
         findings = consult(meeting, settings, group)
-        status = show(findings) if findings else 0
-    meeting.leave()
+        if findings:
+            status, lost = show(findings), bool(findings.silent)
+    meeting.leave(0.5 if lost else 3.0)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # whatever still hangs in a thread of this process

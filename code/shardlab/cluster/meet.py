@@ -173,6 +173,7 @@ class Meeting:
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         while not self.store.check(keys):
             time.sleep(_TICK)
+        self.at(self._words)  # all go on, each with its next step
 
     def missing(self, part: str) -> dict[int, str]:
         """Rank 0 waits until all have told `part`. Those who keep it waiting: where they stand."""
@@ -210,7 +211,7 @@ class Meeting:
             time.sleep(_TICK)
         return True
 
-    def leave(self, seconds: float = 3.0) -> None:
+    def leave(self, seconds: float) -> None:
         """What a rank does last. Rank 0, which may keep the store, goes after the others."""
         with suppress(dist.DistError, RuntimeError):
             gone = self.store.add("left", 1)

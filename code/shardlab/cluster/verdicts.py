@@ -61,8 +61,8 @@ def listed(ranks: Iterable[int]) -> str:
 
 def size(nbytes: float, unit: str = "B") -> str:
     """Decimal: 1.5 GB."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(nbytes) < 1000 or prefix == "T":
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(nbytes) < 999.5 or prefix == "P":
             return f"{nbytes:.3g} {prefix}{unit}"
         nbytes /= 1000
     raise AssertionError

@@ -129,7 +129,7 @@ def agent(who: str, case: Case, number: int, ranks: int, port: int, folder: Path
     """Start one agent, ours or torchrun's."""
     at, nodes = f"127.0.0.1:{port}", f"{case.least}:2"
     if who == "ours":
-        command = ["-m", "shardlab.cluster", "run", "--nodes", nodes, "--ranks", f"{ranks}"]
+        command = ["-m", "shardlab", "cluster", "run", "--nodes", nodes, "--ranks", f"{ranks}"]
         command += ["--at", at, "--patience", f"{PATIENCE}", "--last-call", f"{LAST_CALL}"]
     else:
         conf = f"last_call_timeout={LAST_CALL},keep_alive_interval=1"

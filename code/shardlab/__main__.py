@@ -24,6 +24,7 @@ COMMANDS = {
     "memory": "shardlab.memory.command",
     "schedule": "shardlab.pipeline.command",
     "cluster": "shardlab.cluster.command",
+    "doctor": "shardlab.cluster.doctor",
 }
 
 

@@ -1,84 +1,37 @@
-"""`python -m shardlab cluster`: a small Slurm on this machine, see `shardlab.cluster.slurm`.
+"""`python -m shardlab cluster`: what the lesson on clusters brings to the command line.
 
-    python -m shardlab cluster up                      # two nodes, 4 CPUs and 2 pretended GPUs each
-    python -m shardlab cluster up --nodes 3 --cpus 8 --gpus 0 --folder ~/box
-    eval "$(python -m shardlab cluster up)"            # and this shell's sbatch means this Slurm
+    python -m shardlab cluster up                 # a small Slurm on this machine
     python -m shardlab cluster status
     python -m shardlab cluster down
+    python -m shardlab cluster run --help         # an agent: starts a node's ranks, and again
+    python -m shardlab cluster watch --help       # what each rank of a job uses
+    python -m shardlab cluster hang --help        # which rank a hanging job waits for
 
-It runs until `down`, as the user who started it, on the loopback interface alone. Everything that
-it writes lies in --folder (~/.cache/shardlab/slurm); `down` leaves the logs there.
+Of a part that is named, its own module alone is imported.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
-from functools import partial
+from importlib import import_module
 
 from shardlab import options
-from shardlab.cluster import slurm
 
-FOLDER = "~/.cache/shardlab/slurm"
+PARTS = {"up": "up", "status": "up", "down": "up", "run": "job", "watch": "sample", "hang": "hang"}
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `cluster` to the command line."""
-    words = "a small Slurm on this machine: up, status, down"
+    words = "jobs on many nodes: " + ", ".join(PARTS)
     parser = options.command(commands, "cluster", words, __doc__)
-    add = partial(options.add, parser)
-    parser.add_argument("what", choices=("up", "status", "down"))
-    add("nodes", "how many (2); with up", "N")
-    add("cpus", "that each node says it has (4); with up", "N")
-    add("gpus", "that each node pretends to have (2); with up", "N")
-    add("folder", f"where everything of it lies ({FOLDER})", "DIR")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="what it takes: PART --help")
     parser.set_defaults(command=_main)
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    folder = FOLDER if chosen.folder is None else chosen.folder
-    given = {n: getattr(chosen, n) for n in ("nodes", "cpus", "gpus") if getattr(chosen, n)}
-    if not folder:
-        raise ValueError("folder='': allowed is the name of a folder")
-    if given and chosen.what != "up":
-        raise ValueError(f"--{next(iter(given))} with {chosen.what}: allowed with up")
-    try:
-        return {"up": _up, "status": _status, "down": _down}[chosen.what](folder, given)
-    except slurm.SlurmError as error:
-        print(f"python -m shardlab cluster: {error}", file=sys.stderr)
-        return 1
-
-
-def _up(folder: str, given: dict[str, str]) -> int:
-    least = {"gpus": (0, "whole numbers from 0")}
-    numbers = {n: options.whole(n, value, *least.get(n, ())) for n, value in given.items()}
-    before = slurm.find(folder)
-    box = slurm.start(folder, **numbers)
-    _say(box, "runs already" if before else "has started")
-    return 0
-
-
-def _status(folder: str, _: dict[str, str]) -> int:
-    box = slurm.find(folder)
-    if box is None:
-        print(f"No Slurm runs in {folder}.")
-        return 1
-    _say(box, "runs")
-    for command in ("sinfo", "squeue"):
-        print(box.run([command]).stdout, end="")
-    return 0
-
-
-def _down(folder: str, _: dict[str, str]) -> int:
-    if slurm.stop(folder):
-        print(f"Slurm has ended, and all its jobs; logs are in {folder}/log.")
-    else:
-        print(f"No Slurm ran in {folder}.")
-    return 0
-
-
-def _say(box: slurm.Box, how: str) -> None:
-    each = f"{box.cpus} CPUs and {box.gpus} pretended GPUs each"
-    print(f"# A Slurm of {box.nodes} nodes, {each}, {how}. Its commands need:")
-    print(f"export SLURM_CONF={shlex.quote(str(box.conf))}")
+    parser = argparse.ArgumentParser(prog="python -m shardlab cluster")
+    module = import_module(f"shardlab.cluster.{PARTS[chosen.part]}")
+    getattr(module, f"add_{chosen.part}")(parser.add_subparsers())
+    part = parser.parse_args([chosen.part, *chosen.rest])
+    return part.command(part)

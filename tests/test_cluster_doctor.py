@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 
 from shardlab import link
 from shardlab.__main__ import main
-from shardlab.cluster import checks, doctor, examine, folder, pairs
+from shardlab.cluster import checks, doctor, examine, folder, pairs, slurm
 from shardlab.cluster.meet import place
 from shardlab.cluster.verdicts import BAD, Findings, listed
 from shardlab.machines import MACHINES
@@ -559,79 +559,18 @@ def test_under_torchrun(tmp_path):
 
 
 @pytest.mark.alone
-@pytest.mark.skipif(
-    not all(map(shutil.which, ("slurmctld", "slurmd", "munged", "srun"))),
-    reason="no Slurm here: apt-get install slurmd slurmctld slurm-client munge",
-)
-def test_under_srun(tmp_path, slurm):
+@pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+def test_under_srun(tmp_path):
     command = ["srun", "-N2", "--ntasks-per-node=1", *COMMAND, "--folder", str(tmp_path / "run")]
     (tmp_path / "run").mkdir()
-    done = subprocess.run(
-        [*command, *CPU, "--json"], capture_output=True, text=True, timeout=120, env=slurm
-    )
+    with slurm.up(tmp_path / "box") as box:
+        done = subprocess.run(
+            [*command, *CPU, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=box.environment,
+        )
     found = report(done.stdout)
     assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
     assert len(found["facts"]) == 2 and found["facts"][0]["pairs"]
-
-
-@pytest.fixture
-def slurm(tmp_path):
-    """A small Slurm of two nodes on the loopback; its environment."""
-    home = tmp_path / "slurm"
-    for name in ("state", "spool", "log", "munge"):
-        (home / name).mkdir(parents=True, mode=0o700)
-    (home / "munge/key").write_bytes(os.urandom(128))
-    (home / "munge/key").chmod(0o600)
-    name, user = (
-        socket.gethostname().partition(".")[0],
-        "root" if os.geteuid() == 0 else os.getlogin(),
-    )
-    ports = [free_port() for _ in range(3)]
-    (home / "slurm.conf").write_text(f"""
-ClusterName=box
-SlurmctldHost={name}(127.0.0.1)
-SlurmctldPort={ports[0]}
-AuthInfo=socket={home}/munge/socket
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-SlurmUser={user}
-SlurmdUser={user}
-StateSaveLocation={home}/state
-SlurmdSpoolDir={home}/spool/%n
-SlurmctldPidFile={home}/slurmctld.pid
-SlurmdPidFile={home}/%n.pid
-SlurmctldLogFile={home}/log/slurmctld.log
-SlurmdLogFile={home}/log/%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SlurmdParameters=config_overrides
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-NodeName=node1 NodeHostname={name} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=1000
-NodeName=node2 NodeHostname={name} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=1000
-PartitionName=all Nodes=ALL Default=YES State=UP
-""")
-    environment = {**os.environ, "SLURM_CONF": str(home / "slurm.conf")}
-    files = {f"{n}-file": home / "munge" / n for n in ("key", "pid", "log", "seed")}
-    munge = [f"--{option}={path}" for option, path in files.items()]
-    try:
-        for command in (
-            ["munged", *munge, f"--socket={home}/munge/socket", "--num-threads=2", "--force"],
-            ["slurmctld", "-c"],
-            ["slurmd", "-N", "node1"],
-            ["slurmd", "-N", "node2"],
-        ):
-            subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30)
-        yield environment
-    finally:
-        numbers = [
-            home / "node1.pid",
-            home / "node2.pid",
-            home / "slurmctld.pid",
-            home / "munge/pid",
-        ]
-        for path in numbers:
-            if path.exists():
-                os.kill(int(path.read_text()), signal.SIGTERM)
-        limit = time.monotonic() + 10
-        while any(path.exists() for path in numbers) and time.monotonic() < limit:
-            time.sleep(0.05)

@@ -21,69 +21,8 @@ from shardlab.cluster import configuration, daemons, sessions, slurm
 
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 
-# Stands for the take-home script: its options, its signals, its files.
-TRAIN = """
-import argparse, json, os, signal, sys, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from shardlab.model import GPT, PRESETS, loss
-from shardlab.text import batch
-torch.set_num_threads(1)
-parser = argparse.ArgumentParser()
-parser.add_argument("--folder", type=Path, required=True)
-parser.add_argument("--steps", type=int, default=4)
-parser.add_argument("--hold", type=int, default=-1)  # at this step, wait for the signal
-parser.add_argument("--resume", default="never")
-given = parser.parse_args()
-given.folder.mkdir(parents=True, exist_ok=True)
-stop = torch.zeros(())
-signal.signal(signal.SIGUSR1, lambda *_: stop.fill_(1))
-if "RANK" not in os.environ:
-    os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-model = GPT(PRESETS["nano"])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-saved, step = given.folder / "step.pt", 0
-if given.resume == "auto" and saved.exists():
-    state = torch.load(saved)
-    model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
-    step = state["step"]
-print("a line for the output", file=sys.stdout if rank == 0 else sys.stderr)
-while step < given.steps:
-    if step == given.hold:
-        (given.folder / f"held-{rank}").touch()
-        while not stop:
-            time.sleep(0.02)
-    tokens, targets = batch(64, 8 // size, start=8 * step + rank * 8 // size)
-    optimizer.zero_grad()
-    value = loss(model(tokens), targets)
-    value.backward()
-    flat = torch.cat([p.grad.flatten() for p in model.parameters()] + [value.detach()[None]])
-    dist.all_reduce(flat)
-    flat /= size
-    parts = flat[:-1].split([p.numel() for p in model.parameters()])
-    for p, part in zip(model.parameters(), parts):
-        p.grad.copy_(part.view_as(p))
-    optimizer.step()
-    step += 1
-    if rank == 0:
-        with open(given.folder / "metrics.jsonl", "a") as file:
-            print(json.dumps({"step": step, "loss": flat[-1].item()}), file=file)
-    all_stop = stop.clone()
-    dist.all_reduce(all_stop)
-    if all_stop:
-        break
-if rank == 0:
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-    torch.save(state, saved)
-    stopped = given.folder / "stopped"
-    stopped.touch() if step < given.steps else stopped.unlink(missing_ok=True)
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)
-"""
+TRAIN = Path(__file__).resolve().parents[1] / "code/train.py"
+SMALL = "--limit 16577 --batch 8 --micro 2 --report 1 --sample 0 --steps"  # and how many of them
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +31,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Box]:
     folder = tmp_path_factory.mktemp("slurm")
     for path in sessions.JOBS.iterdir():
         shutil.copy(path, folder)
-    (folder / "train.py").write_text(TRAIN)
+    shutil.copy(TRAIN, folder)
     with slurm.up(folder / "box") as box:
         started = daemons.alive(box.folder)
         yield box
@@ -130,20 +69,18 @@ def ended(box: slurm.Box, job: str) -> str:
 
 
 def losses(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    text = (folder / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")
 def serial(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    (folder / "train.py").write_text(TRAIN)
-    command = [sys.executable, folder / "train.py", "--folder", folder / "run"]
-    subprocess.run(
-        command, check=True, timeout=100, env={**slurm_free(), "GLOO_SOCKET_IFNAME": "lo"}
-    )
-    return losses(folder / "run")
+    command = [sys.executable, TRAIN, *f"{SMALL} 30 --folder".split(), folder]
+    subprocess.run(command, check=True, timeout=100, env=slurm_free())
+    return losses(folder)
 
 
 def slurm_free() -> dict[str, str]:
@@ -167,7 +104,7 @@ def listeners(box: slurm.Box) -> set[tuple[str, str]]:
 @NEEDS
 @pytest.mark.alone
 def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, serial) -> None:
-    job = submit(box, "torchrun.sbatch", "train.py", "--folder", "runs/torchrun")
+    job = submit(box, "torchrun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/torchrun".split())
     seen = set()
     while state(box, job) in ("PENDING", "RUNNING", "COMPLETING"):
         seen |= listeners(box)
@@ -175,9 +112,9 @@ def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, s
     folder = box.folder.parent
     errors = (folder / f"train-{job}.err").read_text()
     assert state(box, job) == "COMPLETED", errors
-    assert losses(folder / "runs/torchrun") == pytest.approx(serial, abs=1e-5)
-    assert (folder / f"train-{job}.out").read_text() == "a line for the output\n"
-    assert errors.count("a line for the output\n") == 3
+    assert losses(folder / "runs/torchrun") == pytest.approx(serial[:4], abs=1e-5)
+    said = (folder / f"train-{job}.out").read_text()  # one file for all ranks
+    assert [said.count(f"rank {rank} of 4") for rank in range(4)] == [1] * 4
     # Slurm's own, srun's too, are on the loopback; torchrun's store is on all interfaces, always.
     open_to_all = {
         who for who, ip in seen if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
@@ -189,25 +126,25 @@ def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, s
 @NEEDS
 @pytest.mark.alone
 def test_srun_gives_ranks_by_itself(box, serial) -> None:
-    job = submit(box, "srun.sbatch", "train.py", "--folder", "runs/srun")
+    job = submit(box, "srun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/srun".split())
     folder = box.folder.parent
     assert ended(box, job) == "COMPLETED", (folder / f"train-{job}.err").read_text()
-    assert losses(folder / "runs/srun") == pytest.approx(serial, abs=1e-5)
+    assert losses(folder / "runs/srun") == pytest.approx(serial[:4], abs=1e-5)
 
 
 @NEEDS
 @pytest.mark.alone
 def test_a_job_saves_before_its_end_is_requeued_and_resumes(box, serial) -> None:
-    job = submit(box, "requeue.sbatch", "train.py", "--hold", "1")
+    job = submit(box, "requeue.sbatch", "train.py", *f"{SMALL} 30".split())
     folder = box.folder.parent / "runs" / job
-    until(lambda: len(list(folder.glob("held-*"))) == 4)
+    until(lambda: (folder / "metrics.jsonl").exists() and losses(folder))
     box.run(["scancel", "--signal=USR1", job])  # what --signal sends, without the clock
     until(lambda: state(box, job) == "PENDING")
-    assert (folder / "stopped").exists() and len(losses(folder)) == 2
+    assert (folder / "stopped").exists() and len(losses(folder)) < 30
     time.sleep(2)  # what is left of the first run goes; Slurm itself waits two minutes
     box.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
     assert ended(box, job) == "COMPLETED"
-    assert losses(folder) == pytest.approx(serial, abs=1e-5)  # each step once, and the same
+    assert losses(folder) == pytest.approx(serial, abs=1e-4)  # each step once, and the same
     assert not (folder / "stopped").exists()
     said = (box.folder.parent / f"train-{job}.out").read_text()
     assert said.index(f"run 0 of job {job}") < said.index(f"run 1 of job {job}")

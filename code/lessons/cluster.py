@@ -24,12 +24,12 @@
 # - find the rank, the collective and the line at which a job hangs;
 # - examine a cluster before a job, with one command on all ranks.
 #
-# It takes about 50 minutes to read and 75 minutes for the exercises. Running it takes a minute.
+# It takes about 55 minutes to read and 75 minutes for the exercises. Running it takes a minute.
 # It needs [Training script](train.md), whose script runs in the batch files here.
 #
 # One thing to wonder about before you start.
 # Two nodes with two ranks each train a model. On one of them `kill -9` hits the launcher, and no rank.
-# PyTorch's launcher loses 0 seconds by that. Ours loses 10.3, and the better one is ours.
+# With PyTorch's launcher that costs the job no second, with ours it costs 10.3; and you would rather have ours.
 # [The table](#what-a-fault-costs) has both numbers, and the reason below it.
 
 # %% tags=["hide-input"]
@@ -124,7 +124,7 @@ assert codes == [-15, 7, -15] and seconds < 10
 # %% [markdown]
 # A negative status is the number of the signal that ended the process: 15 is SIGTERM, from the agent.
 #
-# `torchrun --standalone --nproc-per-node 3` does this, in the simplest case. What the loop leaves out is the rest of this part:
+# `torchrun --standalone --nproc-per-node 3` does this, in the simplest case. What the loop leaves out is what follows:
 #
 # - It knows one node. On two, somebody has to say which ranks are whose.
 # - It starts once. A failed rank ends the job, at any hour of the night.
@@ -171,7 +171,7 @@ show.source(core._die_with, core.Ranks)
 
 # %% [markdown]
 # `PR_SET_PDEATHSIG` asks Linux's kernel to kill a process when the thread that started it ends. It works even when the agent is killed with SIGKILL.
-# On other systems the ranks of an agent that was killed so live on.
+# On other systems they live on.
 
 # %%
 show.source(core.run, core._watch)
@@ -256,21 +256,21 @@ show.table(rows, ["torchrun", "default", "what it gives", "ours"])
 # The same two lines start two nodes on one machine; try them in two terminals.
 #
 # ```bash
-# export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # explained below
+# export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see: the store of all rounds
 # torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id 17 \
 #     --rdzv-endpoint 127.0.0.1:29400 --local-addr 127.0.0.1 --max-restarts 3 \
 #     --log-dir logs --tee 3 train.py runs safe
 # ```
 #
-# Every rank finds `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` (its node's number), `MASTER_ADDR` and `MASTER_PORT`, and names that begin with `TORCHELASTIC_`.
-# `Order.environment` above gives the same names, and [a test](../tests/test_cluster.py) runs one script under both launchers, on two nodes, and compares losses and names.
+# Every rank finds the names in the table above (`GROUP_RANK` is its node's number), and some that begin with `TORCHELASTIC_`.
+# [A test](../tests/test_cluster.py) runs one script under both launchers, on two nodes, and compares losses and names.
 #
-# Put the script's own options behind the script, as here. Where torchrun still takes one for its own, write `--` before the script.
+# The script's own options stand behind the script.
 #
 # ### Rank 0 is not on node 0
 #
 # With c10d torchrun sorts the nodes by address, as text: `node10` comes before `node2`.
-# So print and save by `RANK`, and never by the scheduler's number of the node. Our host is always node 0, because `MASTER_ADDR` is then known to everyone already.
+# So print and save by `RANK`, and never by the scheduler's number of the node.
 #
 # ### Who failed first
 #
@@ -302,7 +302,6 @@ show.source(core.first_cause)
 # | two jobs, or two ids, at one port | one of these two; no word of ids | the name of the job that meets there |
 # | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank raises, and names `ib7` | the same |
 #
-# So take the scheduler's job number for `--rdzv-id`, and not `$RANDOM`, which each node draws for itself.
 # torchrun's store listens on all interfaces of the node. Ours listens at the address in `--at`, and nowhere else.
 #
 # ## A real Slurm on your own machine
@@ -328,13 +327,7 @@ sessions.session("ranks")
 
 # %% [markdown]
 # `sinfo` lists the nodes; `srun` starts a program once for each *task*, which finds its number in its environment.
-#
-# | command | what it does |
-# |---|---|
-# | `sbatch job.sbatch` | puts a script into the queue, prints its number, and returns at once |
-# | `srun program` | inside a job: starts the program on the job's nodes, once for each task |
-# | `squeue` | jobs that wait or run; for a waiting one the reason |
-# | `scancel 17` | ends job 17; with `--signal=USR1` it sends that signal instead |
+# `sbatch` puts a script into the queue, prints its number and returns; `squeue` shows what runs, and why the rest waits; `scancel` ends a job, or sends it a signal.
 #
 # ## The batch script, line by line
 #
@@ -347,25 +340,21 @@ show.file(JOBS / "torchrun.sbatch", "bash")
 # %% [markdown]
 # | line | why |
 # |---|---|
-# | `#SBATCH …` | options of `sbatch`, as comments; behind the first command they are ignored, silently |
+# | `#SBATCH …` | options, as comments; behind the first command they are ignored, silently |
 # | `--ntasks-per-node=1` | one task a node: each `torchrun` starts its node's ranks itself. With 2, there are twice the ranks |
-# | `--cpus-per-task` | for `torchrun`, its ranks and their data loaders together |
-# | `--output`, `--error` | one file each for all ranks, in the folder where you called `sbatch`. A folder in these names must exist: else the job fails at once, without any output (`scontrol show job` says `JobLaunchFailure`) |
-# | `set -euo pipefail` | else a script goes on after an error, and Slurm believes the status of its last command |
+# | `--output`, `--error` | one file each for all ranks, in the folder where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
 # | `first`, `address` | of `node[1-2]` the first name, and the address at which Slurm itself reaches that node: there ranks meet |
 # | `port=…` | from the job's number: two jobs that share a node must not meet |
 # | `srun --cpus-per-task` | said again, because `srun` does not inherit it from `sbatch` since Slurm 22.05 {cite}`schedmd2026srun` |
 # | `--kill-on-bad-exit=1` | when one task fails the others end, and do not wait for their time limits |
-# | `--rdzv-id` | the same word on all nodes, another one for each job |
-# | `"$@"` | what stood behind the script's name: `sbatch torchrun.sbatch train.py --steps 100` |
 #
-# This is what it does with a script that says who it is, recorded because two launchers take longer than a page should.
+# This is what it does with a script that says who it is. It is recorded: two launchers take longer than a page should.
 
 # %%
 sessions.session("torchrun", live=False)
 
 # %% [markdown]
-# The lines are sorted here. In the file, ranks write as they please; let one rank print, or put `RANK` in front.
+# The lines are sorted here; in the file, ranks write as they please.
 #
 # `srun` can start the ranks itself, without `torchrun`. Then the script needs four names that `torchrun` would have set, and Slurm has all of them:
 
@@ -373,8 +362,8 @@ sessions.session("torchrun", live=False)
 show.file(JOBS / "srun.sbatch", "bash")
 
 # %% [markdown]
-# One Python fewer starts on every node. What you give up are restarts inside the job.
-# The [tests](../tests/test_cluster_slurm.py) run these files as they stand, and compare losses: both equal one process, to 1e-5.
+# What you give up are restarts inside the job.
+# The [tests](../tests/test_cluster_slurm.py) run these files as they stand, with [our script](train.md#the-script-to-take-home): under both, losses equal those of one process, to 1e-5.
 #
 # ### Which GPU is mine
 
@@ -435,7 +424,7 @@ sessions.session("requeue", live=False)
 # %% [markdown]
 # `scancel --signal` sends the same signal by hand, which is how you try this without waiting for a clock.
 # A requeued job keeps its number, and so its folder. It waits two minutes before it may start (`BeginTime`); `scontrol update` takes that away.
-# With the losses of a real model, the test finds each step once, equal to one process.
+# The test stops [our script](train.md#the-script-to-take-home) so, and finds each step once, with the losses of one process.
 #
 # ````{admonition} Checked: "USR1 makes the job save"
 # :class: checked
@@ -470,16 +459,12 @@ sessions.session("array", live=False)
 #
 # | | Slurm | PBS {cite}`openpbs2026qsub` | Kubernetes {cite}`kubernetes2026job` |
 # |---|---|---|---|
-# | submit | `sbatch job.sbatch` | `qsub job.pbs` | `kubectl apply -f job.yaml` |
 # | two nodes, 2 GPUs each | `--nodes=2 --gpus-per-node=2` | `-l select=2:ngpus=2 -l place=scatter` | `completions: 2`, `nvidia.com/gpu: 2` |
 # | start on every node | `srun` | `pbsdsh` (or the site's `mpiexec`) | each pod's own `command` |
 # | meeting point | first of `SLURM_JOB_NODELIST` | first line of `$PBS_NODEFILE` | `train-0.train`, by the headless Service |
-# | my node's number | `SLURM_NODEID` | its line in `$PBS_NODEFILE` | `JOB_COMPLETION_INDEX` |
 # | time limit | `--time` | `-l walltime` | `activeDeadlineSeconds` |
 # | signal before it | `--signal=USR1@120` | none: `timeout --signal=USR1` around the command | SIGTERM, then `terminationGracePeriodSeconds` |
 # | run again | `--requeue` | `-r y` | `backoffLimit` |
-# | array | `--array=0-3%2` | `-J 0-3` | another Job for each |
-# | output | `--output`, one file | `-o`, `-e`, copied when the job has ended | `kubectl logs` |
 
 # %%
 show.file(JOBS / "job.pbs", "bash")
@@ -497,7 +482,7 @@ show.file(JOBS / "job.yaml", "yaml")
 show.file(JOBS / "trainjob.yaml", "yaml")
 
 # %% [markdown]
-# Neither PBS nor Kubernetes ran here. The [tests](../tests/test_cluster_jobs.py) hold the two YAML files to the published schemas (`kubeflow-trainer-api` 2.3.0), and find three broken copies; the PBS file's options are those of OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
+# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster_jobs.py) hold the YAML files to published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
 #
 # ## A rank is killed, and training goes on
 #
@@ -578,15 +563,13 @@ show.table(rows, ["step", "round", "loss", "loss of one process"])
 # Steps 11 and 12 are made twice: they came after the last save. All losses are those of one process.
 # The job lost two steps, and the seconds until torch was imported again.
 #
-# ### What the restart has to beat
-#
-# [Checkpoints](checkpoint.md#how-long-a-job-lives) counts how often a job of a thousand GPUs is interrupted: every few hours.
-# What a restart costs is mostly no training at all. This cell times the smallest part of it: a fresh interpreter that imports torch.
+# Such interruptions come every few hours in a job of a thousand GPUs, as [Checkpoints](checkpoint.md#how-long-a-job-lives) counts.
+# What a restart costs is mostly no training at all. This is the smallest part of it:
 
 # %% tags=["measured"]
 begin = time.perf_counter()
 subprocess.run([sys.executable, "-c", "import torch"], check=True)
-print(f"import torch: {time.perf_counter() - begin:.1f} s")
+print("import torch:", round(time.perf_counter() - begin, 1), "s")
 
 # %% [markdown]
 # ### What a fault costs
@@ -601,8 +584,8 @@ path = Path(cluster.__file__).parent / "restarts.json"
 found = json.loads(path.read_text())
 rows = []
 for row in found["rows"]:
-    pairs = row["seconds"], row["lost"], row["after"]
-    both = [" / ".join("–" if x is None else str(x) for x in pair) for pair in pairs]
+    told = row["seconds"], row["lost"], row["after"]
+    both = [" / ".join("–" if x is None else str(x) for x in pair) for pair in told]
     rows.append((row["case"], *both))
 where = f"torch {found['torch']}, {found['cores']} cores"
 caption = f"Recorded {found['date']}, {where}"
@@ -611,12 +594,12 @@ show.table(rows, head, caption=caption)
 
 
 # %% [markdown]
-# - Each was measured once, on cores that other work used as well: read the seconds as "ten to twenty", and not as a race. Most of them are imports, which no launcher can spare.
+# - Each was measured once, on cores that other work used as well: it is no race. Most seconds are imports, which no launcher can spare.
 # - No launcher loses more than the steps since the last save. What was computed again had the same losses, on fewer ranks too.
-# - "An agent alone is killed": torchrun's ranks do not notice, and train on as orphans. With nobody to watch them, the next fault is for ever. A scheduler that ends a job's whole process group helps; a bare machine does not.
+# - "An agent alone is killed": torchrun's ranks do not notice, and train on as orphans. Nobody watches them, so the next fault is for ever, unless a scheduler ends what the job has left.
 # - The store's node lost: a dash, for both jobs end. Only the scheduler can start the job again, which is what requeueing is for.
 #
-# ### Why `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`
+# ### The store of all rounds
 #
 # By default torchrun's agents keep one store for the ranks of *all* rounds, and keys do not say of which round they are.
 # A restarted rank can read the address of a dead one there, and waits for it: `connectFullMesh failed … Connection refused`.
@@ -628,7 +611,6 @@ show.table(rows, head, caption=caption)
 # - The store's host is lost: the job goes with it.
 # - A bad sample: the same step fails in every round, until restarts are used up. Skip it, or find it.
 # - A full disk: every save fails, so every round begins at the same step. [Checkpoints](checkpoint.md#a-full-disk-and-a-folder-that-is-not-shared)
-# - A crash that is deterministic: restarts hide it for a while. Count rounds, and look at the first cause of each.
 # - A node that is only slow: nothing fails. See the straggler, below.
 #
 # ## Is my job using its GPUs?
@@ -678,7 +660,7 @@ show.table(rows, ["n", "core busy (% of time)", "GFLOP/s"])
 #
 # The definitions are in [DCGM's feature overview](https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html).
 # Many sites draw them for each job: [LLview](https://github.com/FZJ-JSC/LLview) comes from Jülich, [jobstats](https://github.com/PrincetonUniversity/jobstats) from Princeton.
-# Look there first. LLview's samples are minutes apart, so what happens between them you sample yourself.
+# Look there first. LLview samples once in minutes; what happens between them you sample yourself.
 #
 # ### Sample each rank
 #
@@ -840,7 +822,7 @@ show.figure(timeline.picture(traces["ddp"]), alt, "cluster-timeline-ddp")
 #
 # ## It hangs
 #
-# Nothing moves, and no rank says anything. Look in this order:
+# Nothing moves, and no rank says a word. Look in this order:
 #
 # 1. **Which ranks are alive?** Read the logs of all: a dead rank is no hang.
 # 2. **Where does each stand?** `py-spy dump --pid PID`, for each rank. Usually all but one stand in the same line.
@@ -882,7 +864,7 @@ print(*ranks.run(skips, 3, FOLDER / "flight", device="cpu"), sep="\n")
 
 # %% [markdown]
 # Ranks 0 and 2 complain, which waited. The one at fault says nothing.
-# The plain way to find it counts each rank's calls in the group:
+# Counting calls finds it:
 
 # %%
 def fewer(calls, group):
@@ -943,8 +925,6 @@ print("the world's is another one:", limits["default_pg"] < limits["careless"])
 # | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write the records at a time limit |
 # | `TORCH_FR_DUMP_TEMP_FILE=/shared/trace_` | where; the rank is appended |
 # | `TORCH_NCCL_DESYNC_DEBUG=1` | say which rank left the others |
-# | `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` | end a process whose watchdog is itself stuck |
-# | `TORCH_NCCL_ASYNC_ERROR_HANDLING` | what happens to the process then; 3 ends it |
 #
 # ### Where each rank stands
 #
@@ -993,11 +973,9 @@ show.table(rows, ["binding", "cores that the two ranks got, together"])
 # | variable | what for |
 # |---|---|
 # | `NCCL_DEBUG=INFO`, `NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH` | prints version, interface and paths at the start; `WARN` is enough for errors |
-# | `NCCL_DEBUG_FILE=nccl.%h.%p` | a file for each host and process |
 # | `NCCL_SOCKET_IFNAME=ib0`, `=eth0`, `^docker` | interfaces by prefix, by exact name, or all but these; `GLOO_SOCKET_IFNAME` is gloo's |
 # | `NCCL_IB_HCA=mlx5_0` | which InfiniBand adapters |
 # | `NCCL_IB_DISABLE=1`, `NCCL_P2P_DISABLE=1` | leave InfiniBand, or direct copies between GPUs, out: to find a fault, never for good |
-# | `NCCL_TOPO_DUMP_FILE=topo.xml` | what it found of GPUs, switches and adapters |
 #
 # `INFO` prints `NET/IB : Using …` or `NET/Socket : Using …`: the second, on a cluster with InfiniBand, is why a job is slow.
 #
@@ -1006,8 +984,7 @@ show.table(rows, ["binding", "cores that the two ranks got, together"])
 #
 # ## Before the job: ask all ranks
 #
-# Most jobs that are slow, hang, or lose a checkpoint were given a bad machine, and nobody had asked.
-# `python -m shardlab doctor` asks: every rank looks at its own host, then at every other rank, and one table says what is wrong and what to do.
+# With `python -m shardlab doctor`, every rank looks at its own host, then at the others, and one table says what is wrong and what to do.
 # Without a launcher it starts ranks of its own, here four.
 
 # %% tags=["measured"]
@@ -1057,7 +1034,6 @@ for number, turn in enumerate(pairs.turns(4, hosts, apart=False), 1):
 print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
 
 # %% [markdown]
-# With nccl all pairs of a round go at once: each GPU has its own way out.
 # With gloo the cores of a host move the bytes, so its pairs take turns (`apart=True`).
 # Above 16 ranks, the seven nearest and those 8, 16, 32, … away are measured: ten rounds for 64 ranks.
 #
@@ -1078,18 +1054,14 @@ print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
 #
 # - What comes later: a GPU that is hot after an hour, a neighbour job that starts, a disk that fills.
 # - What only all together show: it measures pairs, and a switch that is too small shows when all ranks talk across it.
-# - What computes wrong and fast: no number is compared with the right one.
-# - Why a link is slow: it says which one, and `NCCL_DEBUG=INFO` says which way nccl took.
-# - The file system under all writers: each rank writes 8 MiB, a checkpoint writes thousands of times more.
 #
 # ## What you see, and where to look
 #
 # | what you see | where |
 # |---|---|
-# | the job waits in the queue | `squeue`: the reason behind the state |
 # | it does not start | [When they do not meet](#when-they-do-not-meet) |
 # | it ends, and every node blames another | [Who failed first](#who-failed-first) |
-# | it does not start *again* | [the shared store](#why-torch_disable_share_rdzv_tcp_store-1) |
+# | it does not start *again* | [the shared store](#the-store-of-all-rounds) |
 # | it starts again and again at one step | [What no restart helps against](#what-no-restart-helps-against) |
 # | nothing moves | [It hangs](#it-hangs) |
 # | it is slow from the start | [the doctor](#before-the-job-ask-all-ranks); [cores and network](#where-ranks-run-cores-and-the-right-network) |
@@ -1098,12 +1070,12 @@ print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
 #
 # ## When to use what
 #
-# - **One node**: `torchrun --standalone`, and nothing else.
+# - **One node**: `torchrun --standalone`.
 # - **Several nodes under Slurm**: `srun` with one `torchrun` a node where ranks shall restart inside the job; `srun` alone where a requeue is restart enough.
 # - **Nodes without a scheduler**: `torchrun` with c10d, in a service that ends orphans (systemd, a container).
 # - **Kubernetes**: a TrainJob where Kubeflow is installed, else an Indexed Job.
 # - **Fewer nodes than asked**: `--nnodes 1:2` only if your batch stays the same on fewer ranks, as in [our script](train.md); else the losses change.
-# - **Always**: the doctor before, `--resume auto`, a signal before the time limit, a watchdog in the script, metrics with times.
+# - **Always**: the doctor before, `--resume auto`, a signal before the time limit, a watchdog.
 #
 # ## Exercises
 #

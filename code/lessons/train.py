@@ -68,7 +68,6 @@ show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="train-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
 # 131 windows of each part: 8 steps of 16 are an epoch, and no number of ranks divides 131.
-LONG = {"steps": 400, "limit": 200_000}
 SMALL = {"steps": 12, "every": 6, "limit": 64 * 131 + 1, "sample": 0}
 
 
@@ -109,7 +108,7 @@ script.show("plain", "evaluate", "generate")
 # 400 steps show that it learns. Before, it writes noise; after, something that looks like Python from a distance.
 
 # %%
-(learned,) = ranks.run(lambda: script.load("plain").main(folder=FOLDER / "learned", **LONG), 1)
+(learned,) = ranks.run(lambda: script.load("plain").main(folder=FOLDER / "learned"), 1)
 
 # %% tags=["hide-input"]
 # Draws the loss over the steps

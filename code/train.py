@@ -116,8 +116,7 @@ def main(
     mean = evaluate(model, test, rank, world)
     meter.note(step=best[1], test=mean)
     meter.close()
-    words = f"test, of step {best[1]}: perplexity {math.exp(mean):.2f}"
-    say(words)
+    say(f"test, of step {best[1]}: perplexity {math.exp(mean):.2f}")
     return [value.item() for value in losses]
 
 

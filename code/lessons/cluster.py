@@ -53,12 +53,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab import cluster, ranks, show, text
-from shardlab.__main__ import main
 from shardlab.check import check
 from shardlab.cluster import (
     captured,
     checks,
     core,
+    doctor,
     flight,
     hang,
     pairs,
@@ -74,7 +74,6 @@ from shardlab.model import GPT, PRESETS, loss
 show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="cluster-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
-JOBS = sessions.JOBS  # the batch files
 
 
 # %% [markdown]
@@ -335,7 +334,7 @@ sessions.session("ranks")
 # It runs nothing on the other ones; that is what `srun` is for.
 
 # %%
-show.file(JOBS / "torchrun.sbatch", "bash")
+sessions.job("torchrun.sbatch")
 
 # %% [markdown]
 # | line | why |
@@ -359,7 +358,7 @@ sessions.session("torchrun", live=False)
 # `srun` can start the ranks itself, without `torchrun`. Then the script needs four names that `torchrun` would have set, and Slurm has all of them:
 
 # %%
-show.file(JOBS / "srun.sbatch", "bash")
+sessions.job("srun.sbatch")
 
 # %% [markdown]
 # What you give up are restarts inside the job.
@@ -406,7 +405,7 @@ sessions.session("random")
 # That is short for a checkpoint. So ask for a signal of your own earlier, save, and go back into the queue:
 
 # %%
-show.file(JOBS / "requeue.sbatch", "bash")
+sessions.job("requeue.sbatch")
 
 # %% [markdown]
 # `--signal=USR1@120` goes to all processes of all steps, but not to the batch script.
@@ -444,7 +443,7 @@ sessions.session("usr1", live=False)
 # A sweep over learning rates is one job in four copies. `%2` lets two of them run at a time.
 
 # %%
-show.file(JOBS / "array.sbatch", "bash")
+sessions.job("array.sbatch")
 
 # %%
 sessions.session("array", live=False)
@@ -467,19 +466,19 @@ sessions.session("array", live=False)
 # | run again | `--requeue` | `-r y` | `backoffLimit` |
 
 # %%
-show.file(JOBS / "job.pbs", "bash")
+sessions.job("job.pbs")
 
 # %% [markdown]
 # On Kubernetes nothing counts pods for you unless the Job is *Indexed*: then they are called `train-0` and `train-1`, and a Service without an address of its own makes these names resolve.
 
 # %%
-show.file(JOBS / "job.yaml", "yaml")
+sessions.job("job.yaml")
 
 # %% [markdown]
 # Where Kubeflow's Trainer is installed, a TrainJob says the same in a third of the lines; its runtime sets the rendezvous.
 
 # %%
-show.file(JOBS / "trainjob.yaml", "yaml")
+sessions.job("trainjob.yaml")
 
 # %% [markdown]
 # Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster_jobs.py) hold the YAML files to published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
@@ -988,8 +987,8 @@ show.table(rows, ["binding", "cores that the two ranks got, together"])
 # Without a launcher it starts ranks of its own, here four.
 
 # %% tags=["measured"]
-here = ["doctor", "--ranks", "4", "--device", "cpu", "--folder", tempfile.gettempdir()]
-status = main([*here, "--needs", "1e6", "--pairs"])
+here = ["--ranks", "4", "--device", "cpu", "--folder", tempfile.gettempdir()]
+status = doctor.main([*here, "--needs", "1e6", "--pairs"])
 
 # %% [markdown]
 # A `note` is worth knowing and no fault: four ranks on two cores, for instance, wait for one another.
@@ -1006,7 +1005,7 @@ cores, files = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFIL
 os.sched_setaffinity(0, {min(cores)})
 resource.setrlimit(resource.RLIMIT_NOFILE, (150, files[1]))
 try:
-    status = main([*here, "--needs", "1e15"])
+    status = doctor.main([*here, "--needs", "1e15"])
 finally:
     os.sched_setaffinity(0, cores)
     resource.setrlimit(resource.RLIMIT_NOFILE, files)

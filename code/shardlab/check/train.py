@@ -6,7 +6,6 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,20 +72,19 @@ def _(answer: Callable[..., Any]) -> str:
     generator = torch.Generator().manual_seed(0)
     for length, done, batch, size in ((13, 2, 4, 2), (13, 0, 4, 4), (50, 3, 8, 1), (50, 5, 8, 8)):
         order = torch.randperm(length, generator=generator).tolist()
-        got = [
-            list(called(partial(answer, list(order), done, batch, rank, size)))
-            for rank in range(size)
-        ]
+        got = [called(answer, list(order), done, batch, rank, size) for rank in range(size)]
+        if not all(isinstance(share, list) for share in got):
+            raise Wrong(f"A list is due, and your function returned {got[0]!r}.")
         case = f"order of {length}, done={done}, batch={batch}, size={size}"
         due = order[done * batch : length // batch * batch]
         flat = [window for share in got for window in share]
         if sorted(flat) != sorted(due):
             if set(flat) & set(order[: done * batch]):
                 raise Wrong(f"{case}: windows are read again that were read before the stop.")
-            if len(flat) > len(due):
-                raise Wrong(f"{case}: the incomplete last batch is to be dropped.")
             if len(set(flat)) < len(flat):
                 raise Wrong(f"{case}: two ranks read the same window.")
+            if len(flat) > len(due):
+                raise Wrong(f"{case}: the incomplete last batch is to be dropped.")
             raise Wrong(f"{case}: {len(flat)} windows are read in all, due are {len(due)}.")
         each = batch // size
         for step in range(len(due) // batch):

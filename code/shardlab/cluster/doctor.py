@@ -133,6 +133,14 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(command=_main)
 
 
+def main(arguments: list[str]) -> int:
+    """The command with these arguments; returns its exit status. ValueError for bad ones."""
+    parser = argparse.ArgumentParser(prog="python -m shardlab")
+    add_command(parser.add_subparsers())
+    chosen = parser.parse_args(["doctor", *arguments])
+    return chosen.command(chosen)
+
+
 def _main(chosen: argparse.Namespace) -> int:
     number = None if chosen.ranks is None else options.whole("ranks", chosen.ranks)
     settings = Settings(

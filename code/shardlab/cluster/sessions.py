@@ -49,6 +49,11 @@ def session(name: str, live: bool = True) -> show.Shown:
     return show.terminal("".join(shown), caption)
 
 
+def job(name: str) -> show.Shown:
+    """Show a file of jobs/ as it is."""
+    return show.file(JOBS / name, "yaml" if name.endswith("yaml") else "bash")
+
+
 def recorded(name: str) -> tuple[str, str]:
     """When and with what a session was made, and its text; ValueError for an unknown name."""
     names = sorted(path.stem for path in RECORDED.glob("*.txt"))

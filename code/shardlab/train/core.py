@@ -221,9 +221,8 @@ def main(
     mean = evaluate(model, test, rank, world)  #: validation
     meter.note(step=best[1], test=mean)  #: take_home
     meter.close()  #: take_home
-    words = f"test, of step {best[1]}: perplexity {math.exp(mean):.2f}"
-    print(words)  #: -rank0
-    say(words)  #: rank0
+    print(f"test, of step {best[1]}: perplexity {math.exp(mean):.2f}")  #: -rank0
+    say(f"test, of step {best[1]}: perplexity {math.exp(mean):.2f}")  #: rank0
     return [value.item() for value in losses]
 
 

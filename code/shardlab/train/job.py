@@ -143,6 +143,7 @@ class Meter:
         rate = self.flops / seconds / dist.get_world_size()
         line = {
             "step": step,
+            "time": time.time(),
             **numbers,
             "seconds": seconds,
             "tokens_per_second": self.tokens / seconds,

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from shardlab import show
-from shardlab.cluster import __main__ as command
+from shardlab.__main__ import main
 from shardlab.cluster import core
+from shardlab.cluster.command import PARTS
 from shardlab.cluster.core import Host, Order, Report
 from shardlab.cluster.job import Job, free_port
 
@@ -452,7 +453,7 @@ def test_a_job_that_cannot_be_is_refused(changes, words):
 def test_options_that_cannot_be_are_refused_in_one_line(arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(core, "run", lambda job, say: 0)
     script = [] if arguments[0].endswith(".py") else [__file__, "--nodes", "its own"]
-    status = command.main(["run", "--at", "127.0.0.1:29400", *arguments, *script])
+    status = main(["cluster", "run", "--at", "127.0.0.1:29400", *arguments, *script])
     said = capsys.readouterr().err
     assert (status == 2 and words in said and said.count("\n") == 1) if words else status == 0
 
@@ -460,13 +461,34 @@ def test_options_that_cannot_be_are_refused_in_one_line(arguments, words, capsys
 def test_the_scripts_options_are_its_own(monkeypatch):
     seen = []
     monkeypatch.setattr(core, "run", lambda job, say: seen.append(job) or 0)
-    told = ["run", "--at", "127.0.0.1:29400", "--nodes", "1:2", "--ranks", "3"]
-    assert command.main([*told, __file__, "--ranks", "7", "--log", "x"]) == 0
-    assert command.main([*told, "--", "-m", "package.module", "--at", "y"]) == 0
+    told = ["cluster", "run", "--at", "127.0.0.1:29400", "--nodes", "1:2", "--ranks", "3"]
+    assert main([*told, __file__, "--ranks", "7", "--log", "x"]) == 0
+    assert main([*told, "--", "-m", "package.module", "--at", "y"]) == 0
     first, second = seen
     assert first.command == (sys.executable, __file__, "--ranks", "7", "--log", "x")
     assert first.ranks == 3 and first.nodes == (1, 2)
     assert second.command[1:] == ("-m", "package.module", "--at", "y")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_the_command_explains_itself(part, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", part, "--help"])
+    assert ended.value.code == 0 and f"shardlab cluster {part}" in capsys.readouterr().out
+
+
+def test_an_agent_is_refused_without_waiting_for_torch():
+    """Of the command's parts, the named one alone is imported; the package itself is cheap."""
+    code = """
+import sys
+import shardlab.cluster
+from shardlab.__main__ import main
+from shardlab.cluster.command import PARTS
+status = main(["cluster", "run", "--at", "nowhere", "x.py"])
+print(status, sorted({"torch", "matplotlib", "shardlab.cluster.slurm"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 []\n", done.stdout + done.stderr
 
 
 def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):

@@ -135,7 +135,8 @@ def test_srun_gives_ranks_by_itself(box, serial) -> None:
 @NEEDS
 @pytest.mark.alone
 def test_a_job_saves_before_its_end_is_requeued_and_resumes(box, serial) -> None:
-    job = submit(box, "requeue.sbatch", "train.py", *f"{SMALL} 30".split())
+    one = "--nodes=1"  # half as many interpreters to start, twice
+    job = submit(box, one, "requeue.sbatch", "train.py", *f"{SMALL} 30".split())
     folder = box.folder.parent / "runs" / job
     until(lambda: (folder / "metrics.jsonl").exists() and losses(folder))
     box.run(["scancel", "--signal=USR1", job])  # what --signal sends, without the clock

@@ -252,13 +252,13 @@ rows = [
 show.table(rows, ["torchrun", "default", "what it gives", "ours"])
 
 # %% [markdown]
-# The same two lines start two nodes on one machine; try them in two terminals.
+# Try these lines in two terminals: the same ones start both nodes, here with [the script to take home](train.md#the-script-to-take-home).
 #
 # ```bash
 # export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see: the store of all rounds
 # torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id 17 \
 #     --rdzv-endpoint 127.0.0.1:29400 --local-addr 127.0.0.1 --max-restarts 3 \
-#     --log-dir logs --tee 3 train.py runs safe
+#     --log-dir logs --tee 3 code/train.py --folder runs/two-nodes
 # ```
 #
 # Every rank finds the names in the table above (`GROUP_RANK` is its node's number), and some that begin with `TORCHELASTIC_`.
@@ -563,7 +563,7 @@ show.table(rows, ["step", "round", "loss", "loss of one process"])
 # The job lost two steps, and the seconds until torch was imported again.
 #
 # Such interruptions come every few hours in a job of a thousand GPUs, as [Checkpoints](checkpoint.md#how-long-a-job-lives) counts.
-# What a restart costs is mostly no training at all. This is the smallest part of it:
+# What a restart costs is mostly no training at all. A part of it is a fresh interpreter that imports torch:
 
 # %% tags=["measured"]
 begin = time.perf_counter()

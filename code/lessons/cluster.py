@@ -341,13 +341,14 @@ sessions.job("torchrun.sbatch")
 # |---|---|
 # | `#SBATCH …` | options, as comments; behind the first command they are ignored, silently |
 # | `--ntasks-per-node=1` | one task a node: each `torchrun` starts its node's ranks itself. With 2, there are twice the ranks |
-# | `--output`, `--error` | one file each for all ranks, in the folder where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
-# | `first`, `address` | of `node[1-2]` the first name, and the address at which Slurm itself reaches that node: there ranks meet |
+# | `--output`, `--error` | one file each for all ranks, where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
+# | `first`, `address` | the first node's name, and the address at which Slurm reaches it: there ranks meet |
 # | `port=…` | from the job's number: two jobs that share a node must not meet |
 # | `srun --cpus-per-task` | said again, because `srun` does not inherit it from `sbatch` since Slurm 22.05 {cite}`schedmd2026srun` |
-# | `--kill-on-bad-exit=1` | when one task fails the others end, and do not wait for their time limits |
+# | `--kill-on-bad-exit=1` | when one task fails, the others end |
 #
-# This is what it does with a script that says who it is. It is recorded: two launchers take longer than a page should.
+# `sbatch torchrun.sbatch code/train.py --folder runs/a` submits it; what stands behind its name arrives as `"$@"`.
+# Here it starts a script that says who it is, recorded because two launchers take longer than a page should.
 
 # %%
 sessions.session("torchrun", live=False)

@@ -137,9 +137,10 @@ def add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(chosen: argparse.Namespace) -> int:
+    job = told(chosen)
     from . import core  # here: it takes seconds, and bad input is refused at once
 
-    return core.run(told(chosen), partial(print, flush=True))
+    return core.run(job, partial(print, flush=True))
 
 
 def told(chosen: argparse.Namespace) -> Job:

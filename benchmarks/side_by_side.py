@@ -96,10 +96,14 @@ def counted(text: str) -> int:
     return value
 
 
-def options(description: str, arguments: list[str] | None) -> argparse.Namespace:
+def options(
+    description: str,
+    arguments: list[str] | None,
+    kinds: Sequence[str] = ("loopback", "slow", "gpu"),
+) -> argparse.Namespace:
     """The command line's json, quick, ranks, links and repeats; the first line describes it."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0], allow_abbrev=False)
-    kinds = ["loopback", "slow", "gpu"] if torch.cuda.device_count() else ["loopback", "slow"]
+    kinds = [kind for kind in kinds if kind != "gpu" or torch.cuda.device_count()]
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="toy sizes: only shows that it runs")
     parser.add_argument("--ranks", type=counted, nargs="+", default=[2, 4], metavar="N")

@@ -12,7 +12,7 @@ from test_pipeline_torch import THEIRS
 
 from shardlab import pipeline, show
 
-TOPICS = ["data_parallel", "pipeline", "tensor_parallel", "zero"]
+TOPICS = ["cluster", "data_parallel", "pipeline", "tensor_parallel", "zero"]
 KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
 
 
@@ -32,6 +32,18 @@ def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
     each = len(printed["rows"]) // len(links)
     assert [row["link"] for row in printed["rows"]] == [link for link in links for _ in range(each)]
     return printed["rows"], printed
+
+
+@pytest.mark.alone
+def test_cluster():
+    found, printed = rows(
+        "cluster", ["loopback"], *("seconds", "recovered", "lost", "after", "same")
+    )
+    [row] = found
+    recorded = json.loads((show.ROOT / "code/shardlab/cluster/restarts.json").read_text())
+    assert [*printed] == [*recorded] and row["case"] == recorded["rows"][0]["case"]
+    assert row["same"] and row["after"] == [2, 2] and row["recovered"] == ["1 of 1", "1 of 1"]
+    assert all(1 <= lost <= 5 for lost in row["lost"])  # a checkpoint after every 5 steps
 
 
 def test_data_parallel():

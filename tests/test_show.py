@@ -30,6 +30,18 @@ def test_long_source_is_folded_and_short_is_not():
     assert "<details" not in show.source(text.batch).html
 
 
+def test_files_that_are_not_python_and_what_a_terminal_said(tmp_path):
+    path = tmp_path / "job.sbatch"
+    path.write_text("#SBATCH --nodes=2\nsrun python a.py && echo '<done>'\n")
+    shown = show.file(path, "bash")
+    assert "&lt;done&gt;" in shown.html and "<details" not in shown.html
+    assert "srun python a.py" in shown.text
+    assert "<details" in show.file(path, "bash", fold=1).html
+    said = show.terminal("$ sinfo -N\nnode1 <idle>\n", "recorded today")
+    assert "recorded today" in said.html and "&lt;idle&gt;" in said.html
+    assert said.text.endswith("$ sinfo -N\nnode1 <idle>")
+
+
 def test_methods_stand_at_the_left_margin():
     assert show.source(text.Windows.__len__).text.splitlines()[1].startswith("def __len__")
 

@@ -23,6 +23,8 @@ COMMANDS = {
     "gpu": "shardlab.record.gpu",
     "memory": "shardlab.memory.command",
     "schedule": "shardlab.pipeline.command",
+    "cluster": "shardlab.cluster.command",
+    "doctor": "shardlab.cluster.doctor",
 }
 
 

@@ -156,8 +156,8 @@ def _properties(device: Any = None) -> Any:
     return types.SimpleNamespace(
         name=NAME, total_memory=HERE.total, major=HERE.capability[0], minor=HERE.capability[1],
         multi_processor_count=40, is_integrated=False, is_multi_gpu_board=False, warp_size=32,
-        L2_cache_size=4 * 2**20, max_threads_per_multi_processor=1024, uuid="0", gcnArchName="",
-        regs_per_multiprocessor=65536,
+        L2_cache_size=4 * 2**20, max_threads_per_multi_processor=1024, gcnArchName="",
+        uuid=f"pretended-{_index(device)}", regs_per_multiprocessor=65536,
     )  # fmt: skip
 
 

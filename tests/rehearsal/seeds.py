@@ -174,6 +174,24 @@ SEEDS = [
         finding("connection"),
         gpus=4,
     ),
+    Seed(
+        "links whose two ends both send first",
+        "cluster/pairs.py",
+        "ways = [ranks.isend, ranks.irecv] if first else [ranks.irecv, ranks.isend]",
+        "ways = [ranks.isend, ranks.irecv]",
+        "cluster.links",
+        finding("connection"),
+        gpus=2,
+    ),
+    Seed(
+        "a link's time that is taken while it works",
+        "cluster/pairs.py",
+        "return (clock(device) - begin) / (2 * times)",
+        "return (clock(torch.device('cpu')) - begin) / (2 * times)",
+        "cluster.links",
+        finding("clock"),
+        gpus=2,
+    ),
 ]
 
 

@@ -94,21 +94,51 @@ def source(*objects: Any, fold: int = _FOLD) -> Shown:
     return _shown("\n".join(pages), "\n\n".join(texts), "\n".join(notes))
 
 
+def file(path: str | Path, language: str, fold: int = _FOLD) -> Shown:
+    """Show a whole file that is not Python, as a batch script; `language` as pygments names it.
+
+    Files longer than `fold` lines are folded. A script prints one line instead.
+    """
+    path = Path(path).resolve()
+    code, where = path.read_text("utf-8"), _below_root(path)
+    lines = code.count("\n")
+    page = _listing(code, language, where.removeprefix("code/"), lines if lines > fold else None)
+    return _shown(page, f"# {where}\n{code.rstrip()}", f"source: {where}:1 {path.name}")
+
+
+def terminal(text: str, caption: str) -> Shown:
+    """Show what was typed into a terminal, after `$ `, and what came out; `caption` says when."""
+    return _shown(_listing(text, "console", caption), f"# {caption}\n{text.rstrip()}")
+
+
+def _listing(text: str, language: str, caption: str, folded: int | None = None) -> str:
+    caption, body = html.escape(caption), _highlighted(text, language)
+    if folded is None:
+        return f'<div class="shown-source"><p class="source-caption">{caption}</p>{body}</div>'
+    summary = f"<summary>{caption} ({folded} lines)</summary>"
+    return f'<details class="shown-source">{summary}{body}</details>'
+
+
+def _highlighted(text: str, language: str) -> str:
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import get_lexer_by_name
+
+    formatter = HtmlFormatter(cssclass="highlight", wrapcode=True)
+    return highlight(text, get_lexer_by_name(language), formatter)
+
+
 def _below_root(path: Path) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
 def _source_html(code: str, path: Path, start: int, name: str, folded: bool) -> str:
-    from pygments import highlight
-    from pygments.formatters import HtmlFormatter
-    from pygments.lexers import PythonLexer
-
     caption = f"{_below_root(path).removeprefix('code/')}, line {start}"
     link = caption
     if path.is_relative_to(ROOT):
         # Works as it stands in JupyterLab; the book's extension points it at its own copy.
         link = f'<a class="source-link" href="../{_below_root(path)}#L{start}">{caption}</a>'
-    body = highlight(code, PythonLexer(), HtmlFormatter(cssclass="highlight", wrapcode=True))
+    body = _highlighted(code, "python")
     head = f"<code>{html.escape(name)}</code> in "
     if not folded:
         return f'<div class="shown-source"><p class="source-caption">{head}{link}</p>{body}</div>'

@@ -10,11 +10,12 @@
 The standard library alone: whoever only plans does not have to load torch. Bytes, and seconds.
 """
 
+from shardlab.machines import MACHINES, Machine, room
+
 from .advice import fullness, slowness
 from .chart import RUNGS, Rung, choose, rungs
 from .cost import Seconds, flops, seconds, training_days, zero_bytes
 from .layout import Layout, peak
-from .machines import MACHINES, Machine, room
 from .search import Choice, fastest
 
 __all__ = [

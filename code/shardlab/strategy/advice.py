@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab import memory
+from shardlab.machines import RESERVE, Machine, room
 from shardlab.shapes import Config
 
 from .cost import Seconds, seconds
 from .layout import Layout, peak
-from .machines import RESERVE, Machine, room
 
 
 def fullness(

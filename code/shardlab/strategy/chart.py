@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shardlab.machines import RESERVE, Machine, room
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
 from .cost import seconds
 from .layout import Layout, peak
-from .machines import RESERVE, Machine, room
 
 RUNGS = (
     "data parallel",

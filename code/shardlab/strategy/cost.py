@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from math import prod
 
 from shardlab import memory
+from shardlab.machines import Machine
 from shardlab.memory.units import ceil_div, whole
 from shardlab.shapes import Config
 
 from .layout import Layout
-from .machines import Machine
 
 ELEMENT = 2  # bytes: activations, weights and gradients travel in 16 bits
 DAY = 86_400.0

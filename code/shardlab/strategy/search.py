@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardlab.machines import RESERVE, Machine, room
 from shardlab.shapes import Config
 
 from .chart import check_job, pipeline_degrees, tensor_degrees
 from .cost import Seconds, seconds
 from .layout import Layout, peak
-from .machines import RESERVE, Machine, room
 
 
 @dataclass(frozen=True)

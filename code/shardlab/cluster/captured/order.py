@@ -1,0 +1,20 @@
+"""Two ranks add up the loss in every step, and in every fourth one the gradient's norm as well."""
+
+import torch
+import torch.distributed as dist
+from job import start
+
+rank, size, watchdog = start()
+torch.manual_seed(rank)
+groups = {name: dist.new_group([0, 1], group_desc=name) for name in ("loss", "norm")}
+model = torch.nn.Linear(8, 4)
+
+for step in range(8):
+    loss = model(torch.randn(2, 8)).square().mean()
+    loss.backward()
+    norms = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
+    values = {"loss": loss.detach(), "norm": norms}
+    for name in {"loss", "norm"} if step % 4 == 3 else {"loss"}:
+        dist.all_reduce(values[name], group=groups[name])
+    watchdog.beat()
+    print(f"[rank {rank}] step {step}", flush=True)

@@ -1,0 +1,37 @@
+"""`python -m shardlab cluster`: what the lesson on clusters brings to the command line.
+
+    python -m shardlab cluster up                 # a small Slurm on this machine
+    python -m shardlab cluster status
+    python -m shardlab cluster down
+    python -m shardlab cluster run --help         # an agent: starts a node's ranks, and again
+    python -m shardlab cluster watch --help       # what each rank of a job uses
+    python -m shardlab cluster hang --help        # which rank a hanging job waits for
+
+Of a part that is named, its own module alone is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from shardlab import options
+
+PARTS = {"up": "up", "status": "up", "down": "up", "run": "job", "watch": "sample", "hang": "hang"}
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `cluster` to the command line."""
+    words = "jobs on many nodes: " + ", ".join(PARTS)
+    parser = options.command(commands, "cluster", words, __doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="what it takes: PART --help")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardlab cluster")
+    module = import_module(f"shardlab.cluster.{PARTS[chosen.part]}")
+    getattr(module, f"add_{chosen.part}")(parser.add_subparsers())
+    part = parser.parse_args([chosen.part, *chosen.rest])
+    return part.command(part)

@@ -1,0 +1,149 @@
+"""It hangs: which rank is missing, in which collective, at which line.
+
+    python -m shardlab cluster hang runs/one/flight
+
+Reads the records that all ranks left (see `flight`), and compares them as `torchfrtrace` does:
+within a group, the n-th call of one rank must be the n-th call of all. Beyond that it follows who
+waits for whom to the rank at which the waiting begins, which is seldom the one that complained.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardlab import options
+
+from .flight import Call, read
+
+Calls = Mapping[int, Sequence[Call]]
+# Collectives into which every rank puts a tensor of one shape.
+_ALIKE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A collective that does not come about."""
+
+    kind: str  # "missing", "differs" (another call, or another size) or "cycle"
+    ranks: tuple[int, ...]  # that are missing, or that differ from most; in a cycle, all of it
+    call: Call  # as those called it who wait
+    waiting: tuple[int, ...]  # ranks that are in it
+    stands: dict[int, Call | None]  # the last call of each of `ranks`
+
+    def __str__(self) -> str:
+        call = self.call
+        name = f"{call.op} #{call.number} of {call.group}, line {call.line} in {call.where}"
+        ranks, present = _named(self.ranks), _named(self.waiting)
+        if self.kind == "cycle":
+            lines = [f"{ranks} wait for one another, each in another collective:"]
+        elif self.kind == "differs":
+            lines = [f"{name}: called by {present}, while {ranks} called something else:"]
+        else:
+            waits = "wait" if len(self.waiting) > 1 else "waits"
+            lines = [f"{name}: {present} {waits} for {ranks}, whose last call is:"]
+        for rank in self.ranks:
+            last = self.stands[rank]
+            lines.append(f"  {last}" if last else f"  rank {rank}  no call at all")
+        return "\n".join(lines)
+
+
+def explain(calls: Calls) -> list[Finding]:
+    """Why the ranks stand still: the first disagreement of each group, the cause first.
+
+    Nothing is found when no rank waits: then what stands still is no collective of torch's.
+    """
+    stuck = {rank: call for rank, mine in calls.items() if (call := _stuck(mine))}
+    found = [finding for group in _groups(calls) if (finding := _first(calls, group))]
+    if cycle := _cycle(calls, stuck):
+        first = stuck[cycle[0]]
+        stands = {rank: stuck[rank] for rank in cycle}
+        return [Finding("cycle", cycle, first, cycle, stands)]
+    # Whoever waits for nobody is where the waiting begins.
+    return sorted(found, key=lambda finding: any(rank in stuck for rank in finding.ranks))
+
+
+def _stuck(mine: Sequence[Call]) -> Call | None:
+    """The oldest call that has not finished: a rank that waits, waits there."""
+    return next((call for call in mine if call.waiting), None)
+
+
+def _groups(calls: Calls) -> list[tuple[str, tuple[int, ...]]]:
+    return list(dict.fromkeys((c.group, c.members) for mine in calls.values() for c in mine))
+
+
+def _first(calls: Calls, group: tuple[str, tuple[int, ...]]) -> Finding | None:
+    """The first number in a group at which its members part ways."""
+    name, members = group
+    present = [rank for rank in members if rank in calls]  # the others left no record
+    by_number = {
+        rank: {c.number: c for c in calls[rank] if (c.group, c.members) == group}
+        for rank in present
+    }
+    # A record is a ring: its oldest calls may be gone, on one rank sooner than on another.
+    oldest = max((min(mine) for mine in by_number.values() if mine), default=1)
+    newest = max((max(mine) for mine in by_number.values() if mine), default=0)
+    for number in range(oldest, newest + 1):
+        here = {rank: mine[number] for rank, mine in by_number.items() if number in mine}
+        most = Counter(map(_shape, here.values())).most_common(1)[0][0]
+        agree = {rank: call for rank, call in here.items() if _shape(call) == most}
+        others = tuple(rank for rank in here if rank not in agree)
+        call = next(iter(agree.values()))
+        if others:
+            return Finding("differs", others, call, tuple(agree), {r: here[r] for r in others})
+        missing = tuple(rank for rank in present if rank not in here)
+        if missing and any(call.waiting for call in here.values()):
+            last = {rank: calls[rank][-1] if calls[rank] else None for rank in missing}
+            return Finding("missing", missing, call, tuple(here), last)
+    return None
+
+
+def _shape(call: Call) -> tuple[object, ...]:
+    """What has to be equal on all ranks of a group."""
+    return (call.op, call.sizes, call.dtype) if call.op in _ALIKE else (call.op,)
+
+
+def _cycle(calls: Calls, stuck: Mapping[int, Call]) -> tuple[int, ...]:
+    """Ranks that wait for one another in a circle, or nothing."""
+
+    def awaited(rank: int) -> list[int]:
+        mine = stuck[rank]
+        came = {
+            other
+            for other in mine.members
+            for call in calls.get(other, ())
+            if (call.group, call.members, call.number) == (mine.group, mine.members, mine.number)
+        }
+        return [other for other in mine.members if other not in came and other in stuck]
+
+    for start in stuck:
+        path = [start]
+        while ahead := awaited(path[-1]):
+            if ahead[0] in path:
+                return tuple(sorted(path[path.index(ahead[0]) :]))
+            path.append(ahead[0])
+    return ()
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def add_hang(commands: argparse._SubParsersAction) -> None:
+    """Add `hang` to the command line."""
+    words = "which rank is missing in which collective, from the records of all ranks"
+    parser = options.command(commands, "hang", words, __doc__)
+    parser.add_argument("folder", help="with a file trace_<rank> of each rank", metavar="FOLDER")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    calls = read(chosen.folder)
+    members = {rank for mine in calls.values() for call in mine for rank in call.members}
+    if silent := sorted(members - set(calls)):
+        print(f"{_named(silent)} left no record: dead, or stuck where Python cannot run")
+    found = explain(calls)
+    print(*found or ["no collective is waited for: look with py-spy"], sep="\n")
+    return 0

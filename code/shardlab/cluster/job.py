@@ -1,0 +1,180 @@
+"""What an agent of `shardlab.cluster.core` is told, and the command that tells it.
+
+    python -m shardlab cluster run --nodes 2 --ranks 4 --at node1:29400 train.py --steps 100
+    python -m shardlab cluster run --at 127.0.0.1:29400 --ranks 2 --logs logs train.py --steps 100
+    python -m shardlab cluster run --at 127.0.0.1:29400 -- -m package.module --steps 100
+
+What stands behind the script goes to it as it is, also what looks like one of these options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardlab import options
+from shardlab.arguments import check_number, check_whole
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an agent is told. All agents of a job are told the same, but for `ranks`.
+
+    command: the program of every rank. at: host and port where the agents meet; the host is one of
+    the nodes. ranks: on this node; nodes may differ. nodes: how many there must be at least, and
+    may be at most. name: agents of another job are turned away. restarts: how often all ranks start
+    again after one of them failed. Then seconds: `patience` with a silent agent; `last_call` for
+    more nodes, once the least number is there; `join` for the least number; `grace` between SIGTERM
+    and SIGKILL. logs: a folder for what each rank writes, else it goes where the agent's does.
+
+    Raises ValueError for a command without words, numbers out of range, an `at` without a port, a
+    host that has no address, or logs that is a file.
+    """
+
+    command: tuple[str, ...]
+    at: str
+    ranks: int = 1
+    nodes: tuple[int, int] = (1, 1)
+    name: str = "job"
+    restarts: int = 3
+    patience: float = 5.0
+    last_call: float = 2.0
+    join: float = 600.0
+    grace: float = 10.0
+    logs: Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.command, str) or not self.command:
+            raise ValueError(f"command={self.command!r}: allowed are a program and its arguments")
+        check_whole(ranks=self.ranks)
+        check_whole(0, restarts=self.restarts)
+        check_number(patience=self.patience, join=self.join)
+        check_number(0, last_call=self.last_call, grace=self.grace)
+        least, most = self.nodes
+        if not 1 <= least <= most:
+            raise ValueError(f"nodes={least}:{most}: allowed are LEAST:MOST, with 1 <= LEAST")
+        host, _, port = self.at.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"at={self.at!r}: allowed is HOST:PORT, with a port from 1 to 65535")
+        try:
+            socket.getaddrinfo(host, port)
+        except OSError as error:
+            words = f"at={self.at!r}: allowed are hosts that have an address ({error.strerror})"
+            raise ValueError(words) from None
+        if self.logs and self.logs.exists() and not self.logs.is_dir():
+            raise ValueError(f"logs={str(self.logs)!r}: this is a file; allowed is a folder")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the meeting."""
+        host, _, port = self.at.rpartition(":")
+        return host, int(port)
+
+
+def listen(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at this address, if it is this node's and nobody else listens there."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+        listening.listen(128)
+        return listening
+    except OSError:
+        listening.close()
+        return None
+
+
+def free_port(host: str) -> int:
+    """A port of this node's address `host` at which nobody listens now."""
+    with closing(listen(host, 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What `call()` returns; None if it raises RuntimeError, or does not return in time.
+
+    torch's store has a time limit for connecting, and none for a listener that says nothing.
+    """
+    found: list[Any] = []
+
+    def work() -> None:
+        with suppress(RuntimeError, AttributeError):
+            found.append(call())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def add_run(commands: argparse._SubParsersAction) -> None:
+    """Add `run` to the subcommands of `python -m shardlab cluster`."""
+    words = "be the agent of this node: start its ranks, watch them, start them again"
+    parser = options.command(commands, "run", words, __doc__)
+    add = partial(options.add, parser)
+    add("at", "where the agents meet: a host that is one of the nodes, and a port", "HOST:PORT")
+    add("ranks", "on this node (1)", "N")
+    add("nodes", "how many, or how many at least and at most (1)", "LEAST:MOST")
+    add("job", "its name: agents of another job are turned away (job)", "NAME")
+    add("restarts", "of all ranks after one has failed (3)", "N")
+    add("patience", "seconds until a silent agent is left out (5)", "S")
+    add("last-call", "seconds for more nodes, when the least number is there (2)", "S")
+    add("join", "seconds for the least number of nodes to come (600)", "S")
+    add("grace", "seconds between SIGTERM and SIGKILL (10)", "S")
+    add("logs", "folder for what each rank writes (to the agent's own output)", "DIR")
+    parser.add_argument("script", help="what every rank runs, and its arguments", nargs="...")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    job = told(chosen)
+    from . import core  # here: it takes seconds, and bad input is refused at once
+
+    return core.run(job, partial(print, flush=True))
+
+
+def told(chosen: argparse.Namespace) -> Job:
+    """The job that options, all of them text, describe. Raises ValueError for bad ones."""
+    script = [*chosen.script]
+    if script[:1] == ["--"]:
+        script.pop(0)
+    if not script:
+        raise ValueError("script: missing; allowed are a file, or -- -m MODULE")
+    if script[0] != "-m" and not os.path.isfile(script[0]):
+        raise ValueError(f"script={script[0]!r}: there is no such file; allowed is one that exists")
+    given = {"command": (sys.executable, *script), "at": chosen.at or ""}
+    if chosen.nodes is not None:
+        least, _, most = chosen.nodes.partition(":")
+        allowed = "LEAST:MOST, two numbers above 0, or one"
+        numbers = [options.whole("nodes", part, allowed=allowed) for part in (least, most or least)]
+        given["nodes"] = (numbers[0], numbers[1])
+    if chosen.ranks is not None:
+        given["ranks"] = options.whole("ranks", chosen.ranks)
+    if chosen.restarts is not None:
+        least = "whole numbers, 0 or more"
+        given["restarts"] = options.whole("restarts", chosen.restarts, 0, least)
+    for name in ("patience", "last_call", "join", "grace"):
+        if (value := getattr(chosen, name)) is not None:
+            given[name] = _seconds(name, value)
+    if chosen.job is not None:
+        given["name"] = chosen.job
+    if chosen.logs is not None:
+        given["logs"] = Path(chosen.logs)
+    return Job(**given)
+
+
+def _seconds(name: str, given: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"{name}={given!r}: allowed are numbers of seconds") from None

@@ -1,0 +1,149 @@
+"""Latency and bandwidth between each pair of ranks, and how far their clocks are apart.
+
+A message goes there and back, small and large. The small one's time is the latency, and what the
+large one takes beyond it is bytes over bandwidth (Hockney 1994). The large one grows until it takes
+some milliseconds; time is taken when the device is done; the best of several tries counts.
+
+Pairs come in rounds: in round d rank r has rank r XOR d, so the pairs of a round are disjoint. With
+nccl all pairs of a round go at once: each GPU has its own link, and a job loads all of them at
+once, too. nccl connects a pair at its first message and stops both ends until it is done; both ends
+meet in the same round, the lower rank sends first and the higher one receives first, so nobody
+waits in a circle. gloo's bytes are moved by the cores of the hosts: there the pairs of one host
+take turns, or each would measure the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlab import ranks
+from shardlab.count import clock
+from shardlab.ranks.p2p import carrier
+
+from . import examine
+from .meet import Meeting
+
+Pair = tuple[int, int]
+WHOLE = 16  # ranks up to which every pair is measured
+GOAL = 0.02  # seconds that a large message should take
+SMALLEST, LARGEST = 2**16, 2**26  # bytes of it
+SMALL = 8  # bytes of a small one
+TRIES = 4
+
+
+def rounds(size: int) -> Iterator[list[Pair]]:
+    """Disjoint pairs, round by round. All of them up to 16 ranks; above, the neighbours up to 7
+    away (a node of eight), and those at distances 8, 16, 32, …: 15 rounds for 1024 ranks."""
+    reach = 1 << (size - 1).bit_length()
+    for distance in range(1, reach):
+        if size <= WHOLE or distance < 8 or distance.bit_count() == 1:
+            pairs = [(r, r ^ distance) for r in range(size) if r < r ^ distance < size]
+            if pairs:
+                yield pairs
+
+
+def turns(size: int, hosts: Sequence[str], apart: bool) -> list[list[Pair]]:
+    """What is measured at the same time. `apart`: no two pairs that touch the same host."""
+    found: list[list[Pair]] = []
+    for pairs in rounds(size):
+        if not apart:
+            found.append(pairs)
+            continue
+        slots: list[tuple[set[str], list[Pair]]] = []
+        for pair in pairs:
+            touched = {hosts[rank] for rank in pair}
+            slot = next((slot for slot in slots if not slot[0] & touched), None)
+            if slot is None:
+                slots.append(slot := (set(), []))
+            slot[0].update(touched)
+            slot[1].append(pair)
+        found += [slot[1] for slot in slots]
+    return found
+
+
+def measure(
+    meeting: Meeting, group: dist.ProcessGroup, device: torch.device, hosts: Sequence[str]
+) -> list[dict[str, Any]]:
+    """This rank's pairs, those of which it is the lower one, as `pair`, `latency`, `bandwidth`."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    apart = device.type == "cpu" or carrier(device, group) != "nccl"
+    found = []
+    for turn in turns(size, hosts, apart):
+        mine = [pair for pair in turn if rank in pair]
+        for pair in mine:
+            meeting.at(f"a message between ranks {pair[0]} and {pair[1]}")
+            link = measured(pair, group, device)
+            if rank == pair[0]:
+                found.append(link)
+        meeting.waits(0 if mine else 1)
+        dist.all_reduce(torch.zeros(1), group=group)  # on the host: nobody begins the next turn
+    return found
+
+
+def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """The link between two ranks. Both call it; what the lower one gets was measured there."""
+    first = dist.get_rank(group) == pair[0]
+    peer = pair[1] if first else pair[0]
+    other = dist.get_global_rank(group, peer)
+
+    def trip(size: int, times: int) -> float:
+        """Seconds of one message, one way, on average over so many trips there and back."""
+        tensor = torch.ones(size, dtype=torch.uint8, device=device)
+        ways = [ranks.isend, ranks.irecv] if first else [ranks.irecv, ranks.isend]
+        begin = clock(device)
+        for way in ways * times:
+            way(tensor, peer, group).wait()
+        return (clock(device) - begin) / (2 * times)
+
+    trip(SMALL, 1)  # nccl connects here
+    times, size = 1, SMALLEST
+    latency, bandwidth = math.inf, 0.0
+    for _ in range(TRIES):
+        small, large = trip(SMALL, times), trip(size, 1)
+        latency = min(latency, small)
+        # Less than twice the small one's time: noise, of which nothing is to be subtracted.
+        bandwidth = max(bandwidth, size / (large - small if large > 2 * small else large))
+        grown = size * max(1.0, GOAL / large)
+        if large < 3 * small:  # it shows the latency, and hardly the bytes
+            grown = max(grown, 4 * size)
+        plan = torch.tensor([max(1, min(10, GOAL / small)), min(LARGEST, grown)]).long()
+        if first:  # both ends need the same plan
+            dist.send(plan, other, group)
+        else:
+            dist.recv(plan, other, group)
+        times, size = plan.tolist()
+    return {"pair": list(pair), "latency": latency, "bandwidth": bandwidth}
+
+
+def clocks(meeting: Meeting, group: dist.ProcessGroup, tries: int = 5) -> dict[str, float]:
+    """Seconds that this rank's clock is ahead of rank 0's, and how sure that is (Cristian 1989).
+
+    Rank 0 answers one rank after another with its time. The answer was written somewhere between
+    question and arrival: half of the shortest round trip is what it can be off.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    zero = dist.get_global_rank(group, 0)
+    time, best = torch.zeros(1, dtype=torch.float64), (0.0, 0.0)
+    if rank:
+        meeting.waits()
+    for peer in range(1, size):
+        if rank == 0:
+            meeting.at(f"the clock of rank {peer}")
+        for attempt in range(tries):
+            if rank == 0:
+                dist.recv(time, dist.get_global_rank(group, peer), group)
+                dist.send(time.fill_(examine.now()), dist.get_global_rank(group, peer), group)
+            elif rank == peer:
+                asked = examine.now()
+                dist.send(time, zero, group)
+                dist.recv(time, zero, group)
+                heard = examine.now()
+                half = (heard - asked) / 2
+                if attempt == 0 or half < best[1]:
+                    best = asked + half - time.item(), half
+    return {"ahead": best[0], "within": best[1]}

@@ -1,0 +1,102 @@
+"""The straggler: the rank for which all others wait, in every step.
+
+Step times do not show it: each step ends with a collective, which ends on all ranks at once, so
+the slow rank's step is as long as everyone's. What shows it is when each rank *calls* the first
+collective of a step: the slow one comes last, and waits for nobody.
+
+    rows = arrivals({rank: flight.calls(record) for rank, record in enumerate(records)})
+
+The moments come from the flight recorder, so a job needs no change. They compare clocks: those of
+one machine agree; between machines they differ by what NTP leaves, some milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from shardlab import show
+from shardlab.arguments import check_whole
+
+from .flight import Call
+
+LEAST = 30  # collectives under which a median says little on a busy machine
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How late one rank comes to the collectives of a group."""
+
+    rank: int
+    late: float  # median seconds after the first rank
+    last: float  # share of the collectives at which it came last
+    moments: tuple[float, ...]  # seconds after the first rank, for each collective
+
+
+def arrivals(
+    calls: Mapping[int, Sequence[Call]], every: int = 1, skip: int = 0, least: int = LEAST
+) -> list[Arrival]:
+    """How late each rank calls what all ranks call, in rank order.
+
+    Takes the group with the most calls of which all ranks are members. every: that many of its
+    calls make a step, of which the first is taken; later ones follow a wait, and tell little.
+    skip: calls to leave out first. Raises ValueError with fewer than `least` steps.
+    """
+    check_whole(every=every)
+    check_whole(0, skip=skip)
+    everyone = tuple(sorted(calls))
+    common: dict[str, list[dict[int, float]]] = {}
+    for group in {call.group for mine in calls.values() for call in mine}:
+        moments = {
+            rank: {c.number: c.created for c in mine if c.group == group and c.members == everyone}
+            for rank, mine in calls.items()
+        }
+        numbers = set.intersection(*(set(mine) for mine in moments.values()))
+        common[group] = [{r: moments[r][n] for r in everyone} for n in sorted(numbers)]
+    steps = max(common.values(), key=len, default=[])[skip::every]
+    if len(steps) < least:
+        raise ValueError(
+            f"calls: {len(steps)} steps that all ranks recorded; allowed are {least} or more"
+        )
+    found = []
+    for rank in everyone:
+        late = tuple(step[rank] - min(step.values()) for step in steps)
+        last = sum(step[rank] == max(step.values()) for step in steps) / len(steps)
+        found.append(Arrival(rank, median(late), last, late))
+    return found
+
+
+def picture(found: Sequence[Arrival], durations: Mapping[int, Sequence[float]]) -> Figure:
+    """Step times of all ranks, which agree, above the moments at which they arrive, which do not.
+
+    durations: seconds of each step, as every rank measured them itself.
+    """
+    show.style()
+    figure, panels = plt.subplots(2, 1, figsize=(6.2, 4.4), sharex=True)
+    colors = show.RANK_COLORS
+    for arrival in found:
+        color = colors[arrival.rank % len(colors)]
+        mine = [1e3 * seconds for seconds in durations[arrival.rank]]
+        panels[0].plot(mine, color=color, lw=1.4)
+        late = [1e3 * seconds for seconds in arrival.moments]
+        panels[1].plot(late, "o", color=color, ms=3.5)
+        panels[1].axhline(1e3 * arrival.late, color=color, lw=1, alpha=0.7)
+    top = 1.1 * max(np.percentile([1e3 * s for s in mine], 95) for mine in durations.values())
+    panels[0].set_ylim(0, 1.15 * top)
+    middle = [1e3 * median(mine) for mine in durations.values()]
+    title = f"duration of each step (ms): medians {min(middle):.0f} to {max(middle):.0f}"
+    panels[0].set_title(title, loc="left")
+    slowest = max(found, key=lambda arrival: arrival.late)
+    panels[1].set_ylim(bottom=0, top=2.2e3 * slowest.late)
+    title = f"first message of a step, after the first rank (ms): rank {slowest.rank} is last"
+    panels[1].set_title(title, loc="left")
+    panels[1].set_xlabel("step")
+    for axes in panels:
+        axes.title.set_fontsize(10.5)
+    figure.tight_layout()
+    return figure

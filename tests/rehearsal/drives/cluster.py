@@ -1,0 +1,94 @@
+"""The doctor: devices told apart, links by nccl's rules, times that are the GPU's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from shardlab import ranks
+from shardlab.__main__ import main
+from shardlab.cluster import examine, pairs
+
+from .common import on, on_caller, world
+
+
+class _Alone:
+    """A meeting of those who are in a group anyway."""
+
+    def at(self, words): ...
+
+    def waits(self, steps=0): ...
+
+
+@on(1, 2, 4)
+def links():
+    """Every pair meets once, in rounds that nccl can connect."""
+    group, rank, size = world()
+    found = pairs.measure(_Alone(), group, ranks.device(), ["here"] * size)
+    assert sorted(link["pair"][1] for link in found) == list(range(rank + 1, size))
+    assert all(link["latency"] > 0 and link["bandwidth"] > 0 for link in found)
+    clock = pairs.clocks(_Alone(), group)
+    assert abs(clock["ahead"]) < 5
+
+
+@on(1, 2)
+def one_rank():
+    """What a rank finds of its own GPU."""
+    device = ranks.device()
+    assert examine.speed(device, 1)["flops"] > 0
+    found = examine.gpu(device)
+    assert found["id"].endswith(str(device.index)) and 0 < found["free"] <= found["total"]
+    assert {"cuda", "nccl", "driver"} <= examine.versions(device).keys()
+
+
+@on_caller
+@on(1, 2, 4)
+def the_command():
+    """Two ranks that share a GPU are found; ranks with one of their own have nothing bad."""
+    shown = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(shown):
+        main(["doctor", "--ranks", "2", "--json", "--folder", folder, "--timeout", "20"])
+    _judged(json.loads(shown.getvalue()))
+
+
+@on_caller
+@on(2)
+def launched():
+    """Started by another: a GPU by the local rank, and a group of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        started = [_start(rank, port, folder) for rank in (0, 1)]
+        for pid in started:
+            os.waitpid(pid, 0)
+        _judged(json.loads(Path(folder, "said.0").read_text()))
+
+
+def _start(rank, port, folder):
+    if pid := os.fork():
+        return pid
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    sys.stdout = open(Path(folder, f"said.{rank}"), "w")
+    main(["doctor", "--json", "--timeout", "20", "--folder", folder])
+    os._exit(1)  # it has left already
+
+
+def _judged(found):
+    states = {row["check"]: row["state"] for row in found["rows"]}
+    shared = torch.cuda.device_count() == 1
+    assert states["devices"] == ("bad" if shared else "good"), found["rows"]
+    assert states["answers"] == "good", found["rows"]
+    assert [link["pair"] for facts in found["facts"] for link in facts["pairs"]] == [[0, 1]]
+    # Speeds are those of the host that pretends; what it says of them is no finding.
+    others = {k for k, v in states.items() if v == "bad"} - {"devices", "speed", "bandwidth"}
+    assert not others, found["rows"]

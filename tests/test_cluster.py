@@ -1,0 +1,720 @@
+"""Agents, ours and torchrun's: rendezvous, rounds, restarts, silence, signals; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
+from shardlab import show
+from shardlab.__main__ import main
+from shardlab.cluster import core
+from shardlab.cluster.command import PARTS
+from shardlab.cluster.core import Host, Order, Report
+from shardlab.cluster.job import Job, free_port
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+# A rank without torch: it leaves a note of its environment, and then does what its test says.
+STUB = """
+import json, os, signal, subprocess, sys, time
+folder, act = sys.argv[1:]
+mine = {**os.environ, "pid": os.getpid()}
+rank, size = int(mine["RANK"]), int(mine["WORLD_SIZE"])
+round = int(mine["TORCHELASTIC_RESTART_COUNT"])
+def note(name, what=""):
+    with open(f"{folder}/.{name}.{rank}", "w") as file:
+        file.write(what)
+    os.rename(f"{folder}/.{name}.{rank}", f"{folder}/{name}")
+note(f"{round}-{rank}", json.dumps(mine))
+exec(act)
+"""
+REST = "time.sleep(60)"
+QUICK = {"patience": 1.0, "last_call": 0.2, "join": 20.0, "grace": 5.0}
+
+
+class Agent:
+    """A call in a fork of this process, whose output lies in a file."""
+
+    def __init__(self, call, log: Path, environment: dict[str, str] | None = None):
+        self.log, self.status = log, None
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(file, 1), os.dup2(file, 2)
+                sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+                os.environ.update(environment or {})
+                status = call()
+            except SystemExit as end:
+                status = end.code or 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status if isinstance(status, int) else 0)
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, limit: float = 30.0) -> int:
+        """Its exit status."""
+        wait_for(self.ended, limit)
+        return self.status
+
+    def ended(self) -> bool:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is not None
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def wait_for(done, limit: float = 20.0) -> None:
+    end = time.monotonic() + limit
+    while not done():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts agents, in forks; ends them and what they have started."""
+    agents: list[Agent] = []
+    port = free_port("127.0.0.1")
+
+    def ours(act: str, **changes) -> Agent:
+        (tmp_path / "stub.py").write_text(STUB)
+        program = (sys.executable, "-I", "-S", str(tmp_path / "stub.py"), str(tmp_path), act)
+        job = Job(**{"command": program, "at": f"127.0.0.1:{port}", **QUICK, **changes})
+        return fork(lambda: core.run(job))
+
+    def torchrun(*options: str, **environment: str) -> Agent:
+        from torch.distributed.run import main
+
+        at = "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"
+        return fork(lambda: main([*at, *options]), environment)
+
+    def fork(call, environment=None) -> Agent:
+        agents.append(Agent(call, tmp_path / f"agent{len(agents)}.log", environment))
+        return agents[-1]
+
+    start = fork
+    start.ours, start.torchrun, start.port = ours, torchrun, port
+    yield start
+    for agent in agents:
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(agent.pid).children(recursive=True)
+            for process in started if not agent.ended() else []:
+                process.kill()
+        if not agent.ended():
+            agent.send(signal.SIGKILL)
+            agent.wait()
+
+
+def listening(port: int):
+    def there() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    return there
+
+
+def notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
+    """What the ranks of a round found in their environment."""
+    return {
+        int(p.name.split("-")[1]): json.loads(p.read_text()) for p in folder.glob(f"{number}-*")
+    }
+
+
+def alive(found: dict[int, dict]) -> list[int]:
+    return [r for r, of in found.items() if psutil.pid_exists(of["pid"])]
+
+
+# Rounds.
+
+
+def test_nodes_of_different_sizes_share_the_ranks(start, tmp_path):
+    host = start.ours(REST.replace("60", "0.3"), nodes=(2, 2), ranks=1)
+    wait_for(listening(start.port))
+    other = start.ours(REST.replace("60", "0.3"), nodes=(2, 2), ranks=3)
+    assert (host.wait(), other.wait()) == (0, 0)
+    found = notes(tmp_path, 0)
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"
+    rows = [[found[rank][name] for name in names] for rank in sorted(found)]
+    assert rows == [
+        ["0", "4", "0", "1", "0", "127.0.0.1"],
+        ["1", "4", "0", "3", "1", "127.0.0.1"],
+        ["2", "4", "1", "3", "1", "127.0.0.1"],
+        ["3", "4", "2", "3", "1", "127.0.0.1"],
+    ]
+    assert len({of["MASTER_PORT"] for of in found.values()}) == 1
+
+
+def test_when_a_rank_fails_all_start_again_and_meet_at_another_port(start, tmp_path):
+    fails = """
+while len([name for name in os.listdir(folder) if name.startswith(f"{round}-")]) < size:
+    time.sleep(0.01)
+if round < 2 and rank == 2:
+    os._exit(3 + round)
+time.sleep(60 if round < 2 else 0)
+"""
+    agents = [start.ours(fails, nodes=(2, 2), ranks=2) for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    rounds = [notes(tmp_path, number) for number in range(3)]
+    assert [len(found) for found in rounds] == [4, 4, 4]
+    assert len({found[0]["MASTER_PORT"] for found in rounds}) == 3
+    assert not any(alive(found) for found in rounds)
+    for words in ("rank 2 was first to fail: status 3", "rank 2 was first to fail: status 4"):
+        assert all(words in agent.said() for agent in agents)
+
+
+def test_restarts_are_used_up(start, tmp_path):
+    act = "if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)"
+    agent = start.ours(act, ranks=2, restarts=1)
+    assert agent.wait() == 1
+    assert "1 restarts are used up: rank 1 was first to fail: SIGSEGV" in agent.said()
+    assert len(notes(tmp_path, 1)) == 2 and not notes(tmp_path, 2)
+
+
+def test_a_node_that_comes_late_joins_in_the_next_round(start, tmp_path):
+    act = f"if size == 1: {REST}"
+    host = start.ours(act, nodes=(1, 2))
+    wait_for(lambda: notes(tmp_path, 0))
+    late = start.ours(act, nodes=(1, 2))
+    assert (host.wait(), late.wait()) == (0, 0)
+    assert len(notes(tmp_path, 0)) == 1 and len(notes(tmp_path, 1)) == 2
+    assert "agent 1 has come" in host.said()
+
+
+def test_one_node_more_than_the_most_is_a_spare(start, tmp_path):
+    act = "time.sleep(60 if round == 0 else 0)"
+    host, second = (start.ours(act, nodes=(2, 2)) for _ in range(2))
+    wait_for(lambda: len(notes(tmp_path, 0)) == 2)
+    spare = start.ours(act, nodes=(2, 2))
+    time.sleep(0.5)
+    assert not notes(tmp_path, 1) and not spare.ended()
+    nodes = {agent.pid: agent for agent in (host, second)}
+    victim = psutil.Process(notes(tmp_path, 0)[1]["pid"]).ppid()  # not the host
+    nodes[victim].send(signal.SIGKILL)
+    assert nodes[victim].wait() == -9
+    [left] = [agent for pid, agent in nodes.items() if pid != victim]
+    assert (left.wait(), spare.wait()) == (0, 0)
+    assert len(notes(tmp_path, 1)) == 2
+
+
+# Silence and death.
+
+
+def test_a_silent_agent_is_left_out_and_may_come_back(start, tmp_path):
+    act = f"if not (round and size == 2): {REST}"
+    host = start.ours(act, nodes=(1, 2), restarts=0)
+    wait_for(listening(start.port))
+    other = start.ours(act, nodes=(1, 2), restarts=0)
+    wait_for(lambda: len(notes(tmp_path, 0)) == 2)
+    other.send(signal.SIGSTOP)
+    wait_for(lambda: notes(tmp_path, 1))
+    assert len(notes(tmp_path, 1)) == 1 and "agent 1 is silent" in host.said()
+    assert alive(notes(tmp_path, 0)) == [1]  # a stopped agent cannot end its ranks
+    other.send(signal.SIGCONT)
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert len(notes(tmp_path, 2)) == 2 and not alive(notes(tmp_path, 0))
+
+
+def test_a_lost_node_costs_no_restart(start, tmp_path):
+    """Its neighbours' ranks fail with it."""
+    act = """
+while not os.path.exists(folder + "/killed"):
+    time.sleep(0.01)
+if not round:
+    sys.exit("my neighbour is gone")
+"""
+    host = start.ours(act, nodes=(1, 2), restarts=0)
+    wait_for(listening(start.port))
+    other = start.ours(act, nodes=(1, 2), restarts=0)
+    wait_for(lambda: len(notes(tmp_path, 0)) == 2)
+    other.send(signal.SIGKILL)
+    (tmp_path / "killed").touch()
+    assert other.wait() == -9 and host.wait() == 0
+    assert "my neighbour is gone" in host.said() and len(notes(tmp_path, 1)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_ranks_do_not_outlive_their_agent_and_no_job_its_host(start, tmp_path):
+    host = start.ours(REST, nodes=(2, 2), ranks=2)
+    wait_for(listening(start.port))
+    other = start.ours(REST, nodes=(2, 2), ranks=2)
+    wait_for(lambda: len(notes(tmp_path, 0)) == 4)
+    host.send(signal.SIGKILL)
+    host.wait()
+    wait_for(lambda: 0 not in alive(notes(tmp_path, 0)) and 1 not in alive(notes(tmp_path, 0)), 2)
+    assert other.wait(5) == 1 and "is gone" in other.said()
+    assert not alive(notes(tmp_path, 0))
+
+
+def test_an_agent_leaves_a_store_that_is_silent(start, tmp_path):
+    """As when a cable is pulled: no connection breaks, and calls of the store do not return."""
+    host = start.ours(REST, nodes=(2, 2))
+    wait_for(listening(start.port))
+    other = start.ours(REST, nodes=(2, 2))
+    wait_for(lambda: len(notes(tmp_path, 0)) == 2)
+    host.send(signal.SIGSTOP)
+    assert other.wait(10) == 1 and "is silent" in other.said()
+    assert alive(notes(tmp_path, 0)) == [0]
+    host.send(signal.SIGCONT)
+    host.send(signal.SIGTERM)
+    assert host.wait() == 143
+
+
+def test_a_rank_that_ignores_sigterm_goes_with_its_children(start, tmp_path):
+    act = f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"])
+note("child", str(child.pid))
+{REST}
+"""
+    agent = start.ours(act, grace=0.3)
+    wait_for((tmp_path / "child").exists)
+    agent.send(signal.SIGTERM)
+    assert agent.wait() == 143
+    child = int((tmp_path / "child").read_text())
+    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 2)
+
+
+# Signals.
+
+
+def test_signals_reach_the_ranks(start, tmp_path):
+    """SIGUSR1 goes through; SIGTERM takes a node out, and its ranks may save and end with 0."""
+    act = """
+def usr1(*_): note(f"usr1-{rank}")
+def term(*_): note(f"term-{round}-{rank}"); os._exit(0)
+signal.signal(signal.SIGUSR1, usr1); signal.signal(signal.SIGTERM, term)
+note(f"ready-{round}-{rank}")
+while not round: time.sleep(1)
+"""
+    host = start.ours(act, nodes=(1, 2))
+    wait_for(listening(start.port))
+    other = start.ours(act, nodes=(1, 2))
+    wait_for(lambda: len([*tmp_path.glob("ready-0-*")]) == 2)
+    other.send(signal.SIGUSR1)
+    wait_for((tmp_path / "usr1-1").exists)
+    other.send(signal.SIGTERM)
+    assert other.wait() == 0 and host.wait() == 0
+    assert {path.name for path in tmp_path.glob("term-*")} == {"term-0-0", "term-0-1"}
+    assert len(notes(tmp_path, 1)) == 1
+
+
+def test_the_host_that_leaves_ends_the_job(start, tmp_path):
+    host = start.ours(REST, nodes=(1, 2))
+    wait_for(listening(start.port))
+    other = start.ours(REST, nodes=(1, 2))
+    wait_for(lambda: len(notes(tmp_path, 0)) == 2)
+    host.send(signal.SIGTERM)
+    assert host.wait() == 143 and other.wait() == 1
+    assert "the host was told to leave" in other.said()
+
+
+# Who is to blame.
+
+
+def test_the_first_cause_is_the_earliest_error_over_all_nodes(start, tmp_path):
+    act = """
+if round: sys.exit()
+def fail(words):
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": words}}, file)
+    sys.exit(1)
+if rank == 3: note("cause"); fail("RuntimeError: a bad sample")
+while not os.path.exists(folder + "/cause"): time.sleep(0.002)
+time.sleep(0.03)  # as long as a neighbour's socket may take
+fail("Connection closed by peer")
+"""
+    (tmp_path / "logs").mkdir()
+    logs = {"logs": tmp_path / "logs", "ranks": 2, "nodes": (2, 2)}
+    agents = [start.ours(act, **logs) for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    words = "rank 3 was first to fail: RuntimeError: a bad sample"
+    assert all(words in agent.said() for agent in agents)
+    files = sorted(str(p.relative_to(logs["logs"])) for p in logs["logs"].glob("*/*.log"))
+    assert files == [f"round-{n}/rank-{rank}.log" for n in range(2) for rank in range(4)]
+
+
+def test_a_rank_that_was_killed_is_never_a_victim():
+    def error(rank, killed, when):
+        return {"rank": rank, "killed": killed, "time": when, "what": "x"}
+
+    reports = {0: Report(errors=(error(0, False, 1.0),)), 1: Report(errors=(error(3, True, 1.2),))}
+    assert "rank 3" in core.first_cause(reports)
+    assert "rank 0" in core.first_cause({0: reports[0], 1: Report(errors=(error(3, False, 2.0),))})
+    assert core.Ranks(Job(("x",), "127.0.0.1:1"))._error(0, -signal.SIGABRT)["killed"] is False
+
+
+# The host decides, without processes.
+
+
+def decided(host: Host, now: float, *states: str, obeyed: int | None = None) -> Order | None:
+    """What the host says to agents in these states; None is one that is no longer heard."""
+    host.beat = getattr(host, "beat", 0) + 1
+    number = host.order.number if obeyed is None else obeyed
+    reports = {
+        agent: Report(host.beat if state else -1, number, state or "running", ranks=agent + 1)
+        for agent, state in enumerate(states)
+    }
+    return host.decide(reports, now)
+
+
+def test_the_host_waits_for_the_least_and_calls_for_more():
+    host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 3), last_call=2, join=10))
+    assert decided(host, 0, "ready") is None
+    assert decided(host, 5, "ready", "ready") is None  # last call, for a third one
+    assert decided(host, 6, "ready", "ready") is None
+    order = decided(host, 7.1, "ready", "ready")
+    assert (order.kind, order.round, order.agents, order.ranks) == ("run", 0, (0, 1), (1, 2))
+    assert order.environment(host.job, 1, 1)["RANK"] == "2"
+    full = Host(host.job)
+    assert decided(full, 0, "ready", "ready", "ready").kind == "run"  # nobody else can come
+    alone = Host(host.job)
+    assert decided(alone, 0, "ready") is None
+    end = decided(alone, 10.1, "ready")
+    assert (end.kind, end.status) == ("end", 1) and "1 of at least 2 nodes" in end.why
+
+
+def test_the_host_starts_nobody_while_ranks_of_the_last_round_live():
+    host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 2)))
+    decided(host, 0, "ready", "ready")
+    assert decided(host, 1, "failed", "running").kind == "stop"
+    assert decided(host, 2, "ready", "running") is None
+    # It reports ready, but of an order before this one.
+    assert decided(host, 3, "ready", "ready", obeyed=host.order.number - 1) is None
+    assert decided(host, 4, "ready", "ready").round == 1
+    # A report that is older than the order says nothing of this round.
+    assert decided(host, 5, "failed", "failed", obeyed=host.order.number - 1) is None
+    assert decided(host, 6, "done", "running") is None
+    assert decided(host, 7, "done", "done").kind == "end"
+
+
+def test_nobody_is_interrupted_when_some_are_done():
+    host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 3), last_call=0))
+    decided(host, 0, "ready", "ready")
+    assert decided(host, 1, "done", "running", "ready") is None
+    assert decided(host, 2, "running", "running", "ready").kind == "stop"
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ranks": 0}, "ranks=0: allowed are whole numbers, 1 or more"),
+        ({"restarts": -1}, "restarts=-1: allowed are whole numbers, 0 or more"),
+        ({"nodes": (2, 1)}, "nodes=2:1: allowed are LEAST:MOST"),
+        ({"patience": 0}, "patience=0: allowed are numbers above 0"),
+        ({"at": "node1"}, "at='node1': allowed is HOST:PORT"),
+        ({"at": "node1:70000"}, "at='node1:70000': allowed is HOST:PORT"),
+        ({"at": "no.such.host.invalid:29400"}, "allowed are hosts that have an address"),
+        ({"logs": Path(__file__)}, "this is a file; allowed is a folder"),
+        ({"command": "train.py"}, "command='train.py': allowed are a program and its arguments"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(changes, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Job(**{"command": ("x",), "at": "127.0.0.1:29400", **changes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nodes", "two"], "nodes='two': allowed are LEAST:MOST"),
+        (["--nodes", "2:"], ""),  # as "2"
+        (["--ranks", ""], "ranks='': allowed are whole numbers above 0"),
+        (["--patience", "soon"], "patience='soon': allowed are numbers of seconds"),
+        (["missing.py"], "script='missing.py': there is no such file"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_one_line(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(core, "run", lambda job, say: 0)
+    script = [] if arguments[0].endswith(".py") else [__file__, "--nodes", "its own"]
+    status = main(["cluster", "run", "--at", "127.0.0.1:29400", *arguments, *script])
+    said = capsys.readouterr().err
+    assert (status == 2 and words in said and said.count("\n") == 1) if words else status == 0
+
+
+def test_the_scripts_options_are_its_own(monkeypatch):
+    seen = []
+    monkeypatch.setattr(core, "run", lambda job, say: seen.append(job) or 0)
+    told = ["cluster", "run", "--at", "127.0.0.1:29400", "--nodes", "1:2", "--ranks", "3"]
+    assert main([*told, __file__, "--ranks", "7", "--log", "x"]) == 0
+    assert main([*told, "--", "-m", "package.module", "--at", "y"]) == 0
+    first, second = seen
+    assert first.command == (sys.executable, __file__, "--ranks", "7", "--log", "x")
+    assert first.ranks == 3 and first.nodes == (1, 2)
+    assert second.command[1:] == ("-m", "package.module", "--at", "y")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_the_command_explains_itself(part, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", part, "--help"])
+    assert ended.value.code == 0 and f"shardlab cluster {part}" in capsys.readouterr().out
+
+
+def test_an_agent_is_refused_without_waiting_for_torch():
+    """Of the command's parts, the named one alone is imported; the package itself is cheap."""
+    code = """
+import sys
+import shardlab.cluster
+from shardlab.__main__ import main
+from shardlab.cluster.command import PARTS
+status = main(["cluster", "run", "--at", "nowhere", "x.py"])
+print(status, sorted({"torch", "matplotlib", "shardlab.cluster.slurm"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 []\n", done.stdout + done.stderr
+
+
+def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
+    host = start.ours(REST, name="first")
+    wait_for(lambda: notes(tmp_path, 0))
+    other = start.ours(REST, name="second")
+    assert other.wait(5) == 1 and "meets the job 'first'" in other.said()
+    assert not host.ended()
+
+
+def test_where_nobody_answers_the_agent_says_so_in_time(start):
+    with socket.socket() as taken:  # somebody listens there, who speaks another language
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        agent = start.ours(REST, at=f"127.0.0.1:{port}", join=1.0)
+        assert agent.wait(10) == 1 and "no agent answered there within 1 s" in agent.said()
+
+
+def test_the_store_listens_at_its_address_alone(start, tmp_path):
+    host = start.ours(REST)
+    wait_for(lambda: notes(tmp_path, 0))
+    found = psutil.Process(host.pid).net_connections("tcp")
+    assert {one.laddr.ip for one in found if one.status == "LISTEN"} == {"127.0.0.1"}
+
+
+# torchrun.
+
+TRAIN = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+folder, act = sys.argv[1:]
+mine = dict(os.environ)
+
+@record
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight, losses = torch.zeros(5), []
+    for step in range(6):
+        data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))[rank::size]
+        error = data[:, :5] @ weight - data[:, 5]
+        both = torch.cat([data[:, :5].T @ error, (error ** 2).sum()[None]])
+        dist.all_reduce(both)
+        weight -= 0.01 * both[:5]
+        losses.append(both[5].item() / 12)
+    name = f"{folder}/{mine['TORCHELASTIC_RESTART_COUNT']}-{rank}"
+    with open(name, "w") as file:
+        json.dump(mine | {"losses": losses, "pid": os.getpid()}, file)
+    exec(act)
+    dist.barrier()
+    dist.destroy_process_group()
+
+main()
+"""
+FAILS = """
+if rank == 3 and mine["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("a bad sample")
+"""
+
+
+def one_process() -> list[float]:
+    """The losses of TRAIN."""
+    weight, losses = torch.zeros(5), []
+    for step in range(6):
+        data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+        error = data[:, :5] @ weight - data[:, 5]
+        weight -= 0.01 * (data[:, :5].T @ error)
+        losses.append((error**2).sum().item() / 12)
+    return losses
+
+
+@pytest.mark.alone
+def test_the_same_script_under_both_with_equal_losses(start, tmp_path):
+    """Two nodes, a rank that fails in the first round; what torchrun leaves of it."""
+    losses, environments = {}, {}
+    for who in ("ours", "torchrun"):
+        (folder := tmp_path / who).mkdir()
+        script = folder / "train.py"
+        script.write_text(TRAIN)
+        if who == "ours":
+            program = (sys.executable, str(script), str(folder), FAILS)
+            agents = [start.ours("", command=program, ranks=n, nodes=(2, 2)) for n in (1, 3)]
+        else:
+            sizes = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-id=job", "--max-restarts=1"]
+            logs = [f"--log-dir={folder}/logs", "--tee=3"]
+            told = [*sizes, *logs, str(script), str(folder), FAILS]
+            switch = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+            agents = [start.torchrun(*told, **switch) for _ in range(2)]
+        assert [agent.wait(60) for agent in agents] == [0, 0], agents[0].said()
+        found = notes(folder, 1)
+        losses[who] = [found[rank]["losses"] for rank in range(4)]
+        environments[who] = found
+    want = one_process()
+    for found in losses.values():  # float32, sums in another order
+        assert all(torch.allclose(torch.tensor(of), torch.tensor(want)) for of in found)
+
+    # What each rank finds: the names that both give.
+    ours, theirs = (environments[who][3] for who in ("ours", "torchrun"))
+    for name in Order(agents=(0,), ranks=(1,)).environment(Job(("x",), "127.0.0.1:1"), 0, 0):
+        assert name in ours and name in theirs, name
+    assert theirs["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+    # Each agent has its own folder, local ranks, and every failed rank's error with its time.
+    folders = sorted((tmp_path / "torchrun/logs").iterdir())
+    assert len(folders) == 2 and all(folder.name.startswith("job_") for folder in folders)
+    errors = {
+        p: json.loads(p.read_text()) for p in (tmp_path / "torchrun/logs").rglob("error.json")
+    }
+    assert all(path.parent.parent.name == "attempt_0" for path in errors)
+    times = {p: e["message"]["extraInfo"]["timestamp"] for p, e in errors.items()}
+    assert all(re.fullmatch(r"\d{10}", moment) for moment in times.values())  # whole seconds
+    first = min(errors, key=lambda path: path.stat().st_mtime)
+    assert "a bad sample" in errors[first]["message"]["message"]
+    assert first.parent.name == "1"  # rank 3 is local rank 1
+
+
+STORE = """
+import os, sys
+import torch.distributed as dist
+store, rank, size = next(dist.rendezvous("env://"))
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+if not again:
+    store.set(f"address of {rank}", "of a rank that will be dead")
+    store.wait([f"address of {other}" for other in range(size)])
+    sys.exit(1)
+print("stale:", store.check(["address of 1"]), flush=True)
+store.set(f"seen {rank}", "")
+store.wait([f"seen {other}" for other in range(size)])
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_torchruns_restarted_ranks_find_the_addresses_of_dead_ones(start, tmp_path, switch):
+    """Why TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; when this fails for "0", it is needed no more."""
+    (tmp_path / "store.py").write_text(STORE)
+    told = ["--nnodes=2", "--rdzv-id=job", "--max-restarts=1", str(tmp_path / "store.py")]
+    agents = [start.torchrun(*told, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=switch) for _ in range(2)]
+    wait_for(lambda: all("stale:" in agent.said() for agent in agents), 60)
+    assert all(f"stale: {switch == '0'}" in agent.said() for agent in agents)
+
+
+QUIET = "last_call_timeout=1,join_timeout=2,read_timeout=2"
+
+
+def test_torchrun_waits_for_a_node_that_does_not_come(start):
+    agent = start.torchrun("--nnodes=2", f"--rdzv-conf={QUIET}", "missing.py")
+    wait_for(listening(start.port))
+    found = psutil.Process(agent.pid).net_connections("tcp")
+    assert {one.laddr.ip for one in found if one.status == "LISTEN"} & {"::", "0.0.0.0"}  # all
+    assert agent.wait() == 1 and "RendezvousTimeoutError" in agent.said()
+
+
+def test_torchrun_at_a_wrong_address(start):
+    agent = start.torchrun("--nnodes=2", f"--rdzv-conf={QUIET},is_host=0", "missing.py")
+    assert agent.wait() == 1
+    assert "RendezvousConnectionError: The connection to the C10d store has failed" in agent.said()
+
+
+def test_two_ids_at_one_port_never_meet(start):
+    """Neither message speaks of ids; ours does."""
+    told = ["--nnodes=2", f"--rdzv-conf={QUIET}", "missing.py"]
+    host = start.torchrun("--rdzv-id=17", *told)
+    wait_for(listening(start.port))
+    other = start.torchrun("--rdzv-id=18", *told)
+    assert (host.wait(), other.wait()) == (1, 1)
+    for agent in (host, other):
+        assert re.search(r"Rendezvous(Timeout|Connection|Closed)Error", agent.said())
+        assert "rdzv_id" not in agent.said() and "--rdzv-id" not in agent.said()
+
+
+def test_the_wrong_interface(start, tmp_path):
+    """gloo says which name it does not know, before any rank has met another."""
+
+    def rank() -> int:
+        os.environ["GLOO_SOCKET_IFNAME"] = "ib7"
+        where = f"file://{tmp_path}/meet"
+        dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+        return 0
+
+    agent = start(rank)
+    assert agent.wait() == 1 and "ib7" in agent.said()
+
+
+def test_torchruns_rank_0_is_not_on_node_0():
+    """Nodes are numbered by address, as text: sorted participants, in dynamic_rendezvous.py."""
+    names = [_NodeDesc(name, 1, 0) for name in ("node2", "node10", "node1")]
+    assert [node.addr for node in sorted(names)] == ["node1", "node10", "node2"]
+
+
+def test_torchrun_may_take_a_scripts_option_for_its_own(capsys):
+    from torch.distributed.run import get_args_parser
+
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(["--nnodes=2", "train.py", "--log", "x"])
+    assert "ambiguous option: --log" in capsys.readouterr().err
+    found = get_args_parser().parse_args(["--nnodes=2", "--", "train.py", "--log", "x"])
+    assert found.training_script_args == ["--log", "x"]
+
+
+# What is recorded.
+
+
+def test_the_recorded_table_is_what_the_page_says():
+    found = json.loads((show.ROOT / "code/shardlab/cluster/restarts.json").read_text())
+    rows = {row["case"]: row for row in found["rows"]}
+    sys.path.insert(0, str(show.ROOT / "benchmarks"))
+    try:
+        import cluster as benchmark
+    finally:
+        sys.path.pop(0)
+    assert list(rows) == [case.words for case in benchmark.CASES]
+    assert all(row["same"] for row in rows.values())
+    *others, host, shared = rows.values()
+    assert host["seconds"] == [None, None] and shared["seconds"][1] is None
+    assert all(None not in row["seconds"] and max(row["lost"]) <= 5 for row in others)
+
+
+def test_a_job_is_frozen():
+    job = Job(("x",), "127.0.0.1:1")
+    with pytest.raises(AttributeError):
+        job.ranks = 2
+    assert replace(job, ranks=2).ranks == 2

@@ -1,0 +1,576 @@
+"""`python -m shardlab doctor`: finds planted faults, names ranks, is quiet about a good machine.
+
+Faults are real where that can be: file systems in a namespace of their own, limits, an emulated
+wire, processes that sleep or die. What a machine without a GPU and a second host cannot have stands
+in facts that are changed by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from commands import ran
+from forked import forked
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab import link
+from shardlab.__main__ import main
+from shardlab.cluster import checks, doctor, examine, folder, pairs, slurm
+from shardlab.cluster.meet import place
+from shardlab.cluster.verdicts import BAD, Findings, listed
+from shardlab.machines import MACHINES
+
+COMMAND = [sys.executable, "-m", "shardlab", "doctor"]
+CPU = ("--device", "cpu", "--timeout", "20")
+SMALL = shutil.disk_usage("/dev/shm").free < 4 * checks.SHARED  # a container's own fault
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in os.environ:
+        if name.startswith(LAUNCHER):
+            monkeypatch.delenv(name)
+
+
+def consult(capsys, path, *options):
+    """The report of a run on this machine, its states by check, and the exit status."""
+    options = ("--folder", str(path), *CPU, "--json", *options)
+    status, out, err = ran(capsys, "doctor", *options)
+    assert out, err
+    return report(out), status
+
+
+def report(out):
+    line = next((line for line in out.splitlines() if line.startswith("{")), None)
+    assert line, out
+    found = json.loads(line)
+    found["states"] = {row["check"]: row["state"] for row in found["rows"]}
+    found["bad"] = {row["check"]: row for row in found["rows"] if row["state"] == BAD}
+    if SMALL:
+        found["bad"].pop("/dev/shm", None)
+    return found
+
+
+def plant(monkeypatch, fault):
+    """Have `fault(rank)` happen in every rank before it is examined."""
+    healthy = doctor._rank
+
+    def sick(*args):
+        fault(dist.get_rank())
+        healthy(*args)
+
+    monkeypatch.setattr(doctor, "_rank", sick)
+
+
+# A good machine.
+
+
+@pytest.mark.alone
+def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, leaves_nothing):
+    begin = time.monotonic()
+    found, status = consult(capsys, tmp_path, "--ranks", "4")
+    assert not found["bad"] and status == SMALL
+    assert time.monotonic() - begin < 10
+    links = [link for facts in found["facts"] for link in facts["pairs"]]
+    assert sorted(link["pair"] for link in links) == [
+        [a, b] for a in range(4) for b in range(a + 1, 4)
+    ]
+    assert all(0 < link["latency"] < 0.1 and link["bandwidth"] > 1e6 for link in links)
+    assert not list(tmp_path.iterdir())
+    status, out, _ = ran(capsys, "doctor", "--folder", str(tmp_path), *CPU, "--pairs")
+    assert all(row["check"] in out for row in found["rows"])
+    assert out.splitlines()[-1].startswith("0 and 1")
+
+
+# Planted faults.
+
+
+def own_mount(*points, size="32m"):
+    """Put another, small file system over each folder, for this process alone."""
+    new = 0x00020000  # CLONE_NEWNS
+    if ctypes.CDLL(None).unshare(new):
+        raise OSError("unshare was refused")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    for point in points:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(point)]
+        subprocess.run(command, check=True)
+
+
+def may_mount():
+    if os.geteuid() or not shutil.which("mount"):
+        return False
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+needs_mount = pytest.mark.skipif(not may_mount(), reason="mounting a tmpfs wants root")
+
+
+@needs_mount
+def test_a_folder_that_one_rank_does_not_see_and_its_small_dev_shm(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_PATIENCE", 0.3)
+    plant(monkeypatch, lambda rank: own_mount(tmp_path, "/dev/shm") if rank == 1 else None)
+    found, status = consult(capsys, tmp_path, "--ranks", "3")
+    assert status == 1
+    assert found["bad"].keys() - {"/dev/shm"} == {"folder", "space"}
+    assert "not seen by rank 1" in found["bad"]["folder"]["found"]
+    assert SMALL or "rank 1:" in found["bad"]["/dev/shm"]["found"]
+    assert not list(tmp_path.iterdir())
+
+
+@needs_mount
+def test_a_full_disk(capsys, tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        found, status = consult(capsys, tmp_path)
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    assert status == 1
+    assert found["bad"].keys() == {"folder", "space"}
+    assert "ENOSPC" in found["bad"]["folder"]["found"]
+
+
+@pytest.mark.alone
+def test_a_slow_rank_another_version_a_low_limit_and_a_wrong_clock(capsys, tmp_path, monkeypatch):
+    def fault(rank):
+        product, now = torch.mm, examine.now
+        if rank == 0:
+            torch.mm = lambda a, b: [product(a, b) for _ in range(4)]
+        if rank == 1:
+            examine.now = lambda: now() + 3
+        if rank == 2:
+            torch.__version__ = "2.9.0"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
+
+    plant(monkeypatch, fault)
+    found, status = consult(capsys, tmp_path, "--ranks", "3")
+    assert status == 1
+    assert found["bad"].keys() == {"speed", "versions", "ulimits", "clocks"}
+    assert found["bad"]["speed"]["found"].startswith("rank 0 ")
+    assert "2.9.0 on rank 2" in found["bad"]["versions"]["found"]
+    assert "nofile 150" in found["bad"]["ulimits"]["found"]
+    assert "rank 1 " in found["bad"]["clocks"]["found"]
+    assert abs(found["facts"][1]["clock"]["ahead"] - 3) < 0.5
+
+
+@pytest.mark.alone
+def test_a_slow_link_and_locks_that_do_not_work(capsys, tmp_path, monkeypatch):
+    def fault(rank):
+        slow, measured = link.slow(0.02, 30e6), pairs.measured
+        pairs.measured = lambda pair, group, device: measured(
+            pair, slow if pair == (1, 3) else group, device
+        )
+        if rank == 2:  # as a mount whose locks are its own, and one that has none
+
+            def refused(*_):
+                raise OSError(errno.ENOLCK, "No locks available")
+
+            fcntl.flock, fcntl.lockf = lambda *_: None, refused
+
+    plant(monkeypatch, fault)
+    found, status = consult(capsys, tmp_path, "--ranks", "4")
+    assert status == 1
+    assert found["bad"].keys() == {"locks", "bandwidth", "latency"}
+    assert "while rank 0 held it on rank 2" in found["bad"]["locks"]["found"]
+    assert "fcntl: ENOLCK on rank 2" in found["bad"]["locks"]["found"]
+    for check in ("bandwidth", "latency"):
+        assert found["bad"][check]["found"].startswith("ranks 1 and 3 ")
+    (slow,) = [x for facts in found["facts"] for x in facts["pairs"] if x["pair"] == [1, 3]]
+    assert slow["latency"] == pytest.approx(0.02, rel=0.3)
+    assert slow["bandwidth"] == pytest.approx(30e6, rel=0.3)
+
+
+def test_an_interface_that_is_not_there_leaves_the_links_out(capsys, tmp_path, monkeypatch):
+    def fault(rank):
+        if rank == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "ib7"
+
+    plant(monkeypatch, fault)
+    found, status = consult(capsys, tmp_path)
+    assert status == 1 and found["bad"].keys() == {"network"}
+    assert "rank 1: GLOO_SOCKET_IFNAME=ib7" in found["bad"]["network"]["found"]
+
+
+# Ranks that do not answer.
+
+
+def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypatch, leaves_nothing):
+    limits = examine.limits
+    monkeypatch.setattr(
+        examine, "limits", lambda: time.sleep(99) if dist.get_rank() == 2 else limits()
+    )
+    found, status = consult(capsys, tmp_path, "--ranks", "3", "--timeout", "1")
+    assert status == 1
+    assert found["silent"] == {"2": "limits"}
+    assert found["bad"].keys() == {"answers"}
+    assert "rank 2" in found["bad"]["answers"]["found"]
+    assert found["facts"][2]["versions"]  # what it found before
+
+
+def test_a_file_system_that_does_not_return(capsys, tmp_path, monkeypatch):
+    write = folder._write
+    monkeypatch.setattr(
+        folder, "_write", lambda path: time.sleep(99) if dist.get_rank() == 1 else write(path)
+    )
+    found, status = consult(capsys, tmp_path, "--ranks", "3", "--timeout", "1")
+    assert status == 1 and found["silent"] == {"1": "folder"}
+    assert found["bad"].keys() == {"answers"}
+
+
+def test_a_message_that_is_lost_names_both_ends(capsys, tmp_path, monkeypatch, leaves_nothing):
+    measured = pairs.measured
+
+    def lost(pair, group, device):
+        if pair == (1, 2) and dist.get_rank() == 2:
+            time.sleep(99)
+        return measured(pair, group, device)
+
+    monkeypatch.setattr(pairs, "measured", lost)
+    found, status = consult(capsys, tmp_path, "--ranks", "4", "--timeout", "1")
+    assert status == 1 and found["bad"].keys() == {"answers"}
+    assert set(found["silent"]) == {"1", "2"}
+
+
+def test_a_rank_that_fails_says_why_and_keeps_nobody_waiting(capsys, tmp_path, monkeypatch):
+    def fails(meeting, group, tries=5):
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of luck\nand more")
+        return clocks(meeting, group, tries)
+
+    clocks = pairs.clocks
+    monkeypatch.setattr(pairs, "clocks", fails)
+    begin = time.monotonic()
+    found, status = consult(capsys, tmp_path)
+    assert time.monotonic() - begin < 15
+    assert status == 1 and found["bad"].keys() == {"answers"}
+    told = found["bad"]["answers"]["found"]
+    assert "rank 1" in told and "RuntimeError: out of luck" in told and "and more" not in told
+
+
+def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, leaves_nothing):
+    def dies():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(examine, "memory", dies)
+    status, out, err = ran(capsys, "doctor", "--folder", str(tmp_path), *CPU)
+    assert status == 1 and not out and "rank 1" in err and "SIGKILL" in err
+
+
+# What this machine cannot have: facts, changed by hand.
+
+GB = 10**9
+
+
+def healthy(ranks=4, hosts=1, kind="cpu"):
+    """Facts of a good job; ranks are spread over the hosts in blocks."""
+    each = ranks // hosts
+    cuda = kind == "cuda"
+
+    def one(rank):
+        gpu = {"kind": kind, "name": "NVIDIA H100 80GB HBM3" if cuda else "Some CPU", "id": None}
+        gpu |= {"free": None, "total": None}
+        if cuda:
+            gpu |= {"id": f"GPU-{rank}", "free": 79 * GB, "total": 80 * GB}
+        core = rank % each
+        return {
+            "host": f"node{rank // each}",
+            "versions": {"python": "3.11.7", "torch": "2.13.0", "shardlab": "abc"},
+            "gpu": gpu,
+            "cores": {"mask": [core], "all": each, "threads": 1},
+            "memory": {"free": 100 * GB, "total": 200 * GB},
+            "shm": {"free": 50 * GB, "total": 50 * GB},
+            "limits": {n: [None, None] for n in examine.LIMITS} | {"infiniband": False},
+            "network": {
+                "named": "", "interface": "eth0", "address": f"10.0.0.{rank}", "loopback": False,
+                "interfaces": ["eth0", "lo"], "speed": 12.5e9,
+            },
+            "folder": {
+                "error": None, "seen": True, "renamed": True, "locks": {"flock": "", "fcntl": ""},
+                "free": 9000 * GB, "files": None, "type": "lustre",
+            },
+            "speed": {
+                "kind": kind, "name": gpu["name"], "flops": 700e12 if cuda else 5e10, "share": 1.0,
+            },
+            "clock": {"ahead": 0.0, "within": 1e-4},
+            "pairs": [
+                {"pair": [rank, b], "latency": 1e-5,
+                 "bandwidth": 350 * GB if rank // each == b // each else 48 * GB}
+                for b in range(rank + 1, ranks)
+            ],
+        }  # fmt: skip
+
+    return [one(rank) for rank in range(ranks)]
+
+
+def states(facts, **more):
+    return {row.check: row for row in checks.verdicts(Findings(facts, **more)) if row.state == BAD}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_good_facts_have_no_bad_row(kind, hosts):
+    machine = MACHINES["h100"] if kind == "cuda" else None
+    assert states(healthy(4, hosts, kind), machine=machine) == {}
+
+
+def change(path, value, rank=2):
+    def changed(facts):
+        *parts, last = path.split("/")
+        place = facts[rank]
+        for part in parts:
+            place = place[part]
+        place[last] = value
+
+    return changed
+
+
+FAULTS = {
+    "two ranks on one GPU": ("devices", change("gpu/id", "GPU-3")),
+    "a rank without a GPU": ("devices", change("gpu/kind", "cpu")),
+    "a hot GPU": ("speed", change("speed/flops", 560e12)),
+    "a GPU that somebody else uses": ("GPU memory", change("gpu/free", 60 * GB)),
+    "another CUDA": ("versions", change("versions/cuda", "12.8")),
+    "other sources": ("versions", change("versions/shardlab", "xyz")),
+    "ranks bound to one core": ("cores", change("cores/mask", [1])),
+    "a host without memory": ("memory", change("memory/free", GB)),
+    "docker's /dev/shm": ("/dev/shm", change("shm/free", 64 * 2**20)),
+    "few open files": ("ulimits", change("limits/nofile", [180, None])),
+    "few processes": ("ulimits", change("limits/nproc", [400, 400])),
+    "InfiniBand, and 8 MB may be locked": (
+        "ulimits",
+        lambda facts: facts[2]["limits"].update(infiniband=True, memlock=[8 * 2**20, None]),
+    ),
+    "a name that is the loopback": ("network", change("network/loopback", True)),
+    "a clock that is wrong": ("clocks", change("clock/ahead", -1.5)),
+    "a rename that is not seen": ("folder", change("folder/renamed", False)),
+    "a quota": ("folder", change("folder/error", "EDQUOT: Disk quota exceeded")),
+    "no room": ("space", change("folder/free", GB // 2)),
+    "no inodes": ("space", change("folder/files", 12)),
+    "one slow link": (
+        "bandwidth",
+        lambda facts: facts[2]["pairs"][0].update(bandwidth=50 * GB),
+    ),
+    "slow links all over": (
+        "bandwidth",
+        lambda facts: [p.update(bandwidth=1.2 * GB) for f in facts for p in f["pairs"]],
+    ),
+    "one late link": ("latency", lambda facts: facts[2]["pairs"][0].update(latency=5e-4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_shows_in_its_own_row_with_the_rank_and_what_to_do(name):
+    check, fault = FAULTS[name]
+    facts = healthy(4, 2, "cuda")
+    fault(facts)
+    found = states(facts, machine=MACHINES["h100"])
+    assert found.keys() == {check}
+    assert found[check].advice
+    words = found[check].found
+    assert "2" in words or "node1" in words
+
+
+def test_facts_that_are_missing_are_said_and_judged_by_nobody():
+    facts = healthy()
+    whole = set(facts[0])
+    for part in whole - {"host"}:
+        less = copy.deepcopy(facts)
+        for rank in less:
+            del rank[part]
+        assert states(less).keys() <= {"answers"}
+    assert states([{}, {}], silent={0: "did not come"}).keys() == {"answers"}
+
+
+def test_ranks_are_listed_in_words():
+    assert listed([3]) == "rank 3"
+    assert listed([0, 1]) == "ranks 0 and 1"
+    assert listed([4, 0, 2, 1]) == "ranks 0 to 2 and 4"
+
+
+# The order in which pairs are measured.
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.booleans())
+def test_pairs_meet_once_and_nobody_is_in_two_at_a_time(size, each, apart):
+    hosts = [f"node{rank // each}" for rank in range(size)]
+    turns = pairs.turns(size, hosts, apart)
+    met = [pair for turn in turns for pair in turn]
+    assert len(set(met)) == len(met) and all(a < b < size for a, b in met)
+    if size <= pairs.WHOLE:
+        assert len(met) == size * (size - 1) // 2
+    for turn in turns:
+        busy = [rank for pair in turn for rank in pair]
+        assert len(set(busy)) == len(busy)
+        touched = [{hosts[a], hosts[b]} for a, b in turn]
+        if apart:
+            assert sum(map(len, touched)) == len(set().union(*touched))
+    if size > 1:  # and everybody meets somebody
+        assert {rank for pair in met for rank in pair} == set(range(size))
+
+
+# Three ways to start, and those that fail.
+
+
+def test_where_a_launcher_put_a_process():
+    assert place({}) is None
+    given = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    at = place(given | {"LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert (at.rank, at.size, at.local_rank, at.address, at.port, at.served) == (
+        3, 4, 1, "a", 29500, True,
+    )  # fmt: skip
+    slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    at = place(slurm | {"SLURM_JOB_ID": "40007", "MASTER_ADDR": "node1"})
+    assert (at.rank, at.size, at.local_rank, at.address, at.port) == (5, 8, 1, "node1", 20007)
+    # In the batch script itself, beside the ranks, Slurm sets a rank and no step.
+    assert place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) is None
+    for name, value in (("MASTER_PORT", ""), ("WORLD_SIZE", "four")):
+        with pytest.raises(ValueError, match=name):
+            place(given | {name: value})
+
+
+BAD_INPUT = {
+    "ranks": ["--ranks", "0"],
+    "folder": ["--folder", "/nowhere/at/all"],
+    "needs": ["--needs", "much"],
+    "timeout": ["--timeout", "-1"],
+    "machine": ["--machine", "tpu"],
+    "device": ["--device", "tpu"],
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_line_and_status_2(capsys, name):
+    status, out, err = ran(capsys, "doctor", *BAD_INPUT[name])
+    assert status == 2 and not out
+    assert len(err.splitlines()) == 1 and f"{name}=" in err and "allowed" in err
+
+
+def test_a_launcher_that_set_half_of_it_and_ranks_under_a_launcher(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = ran(capsys, "doctor")
+    assert status == 2 and "MASTER_ADDR" in err
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    status, _, err = ran(capsys, "doctor", "--ranks", "2")
+    assert status == 2 and "ranks=2" in err
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come(tmp_path, rank):
+    """Rank 0 names rank 1; rank 1 says where it looked for rank 0."""
+    launched = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": free_port()}
+    command = ["doctor", "--folder", str(tmp_path), "--timeout", "1"]
+    status, said = forked(
+        lambda: sys.exit(main(command)),
+        tmp_path,
+        {**os.environ, **launched, "MASTER_ADDR": "127.0.0.1"},
+    )
+    assert status == 2 and len(said.splitlines()) == 1, said
+    assert f"rank {1 - rank} " in said and "did not come" in said
+
+
+def test_a_process_that_is_stopped_in_a_launched_job(tmp_path, monkeypatch):
+    def limits():
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(99)  # of this thread, until the signal reaches it
+        return healthy_limits()
+
+    healthy_limits = examine.limits
+    monkeypatch.setattr(examine, "limits", limits)
+    command = ["doctor", "--folder", str(tmp_path), "--json", *CPU, "--timeout", "1.5"]
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environment = {**os.environ, **launched, "GLOO_SOCKET_IFNAME": "lo"}
+
+    def rank(number):
+        return forked(lambda: sys.exit(main(command)), tmp_path, environment | {"RANK": number})
+
+    if not (stopped := os.fork()):
+        rank("1")
+        os._exit(0)
+    try:
+        status, said = rank("0")
+    finally:
+        kill_with_children(stopped)
+    found = report(said)
+    assert status == 1 and found["silent"] == {"1": "limits"}
+
+
+def test_a_job_that_loses_rank_0(tmp_path, monkeypatch):
+    """Whoever is left says so, once, and ends."""
+
+    def dies():
+        os._exit(3) if os.environ["RANK"] == "0" else time.sleep(99)
+
+    monkeypatch.setattr(examine, "limits", dies)
+    command = ["doctor", "--folder", str(tmp_path), *CPU]
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environment = {**os.environ, **launched, "GLOO_SOCKET_IFNAME": "lo"}
+    if not (first := os.fork()):
+        os.environ |= environment | {"RANK": "0"}
+        main(command)
+        os._exit(0)
+    status, said = forked(lambda: sys.exit(main(command)), tmp_path, environment | {"RANK": "1"})
+    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 3
+    assert status == 2 and "rank 1" in said and "rank 0 is heard of no more" in said
+
+
+def kill_with_children(number):
+    for process in [*psutil.Process(number).children(recursive=True), psutil.Process(number)]:
+        process.kill()
+    os.waitpid(number, 0)
+
+
+@pytest.mark.alone
+def test_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "shardlab", "doctor", "--folder", str(tmp_path), *CPU, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = report(done.stdout)
+    assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
+    assert len(found["facts"]) == 2 and found["facts"][0]["pairs"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+def test_under_srun(tmp_path):
+    command = ["srun", "-N2", "--ntasks-per-node=1", *COMMAND, "--folder", str(tmp_path / "run")]
+    (tmp_path / "run").mkdir()
+    with slurm.up(tmp_path / "box") as box:
+        done = subprocess.run(
+            [*command, *CPU, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=box.environment,
+        )
+    found = report(done.stdout)
+    assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
+    assert len(found["facts"]) == 2 and found["facts"][0]["pairs"]

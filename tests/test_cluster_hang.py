@@ -1,0 +1,227 @@
+"""It hangs: the rank, the collective and the line that the records of all ranks give away."""
+
+import gc
+import logging
+import os
+import pickle
+import re
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.flight_recorder import fr_trace
+
+from shardlab import ranks
+from shardlab.cluster import captured, flight, hang
+from shardlab.cluster.captured import capture
+
+LINE = re.compile(r"line (\d+) in (.+)")
+
+
+def torchfrtrace(folder):
+    """What torch's own tool says of the records in a folder."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: said.append(entry.getMessage())
+    logger = logging.getLogger("Flight Recorder")
+    logger.addHandler(handler)
+    try:
+        fr_trace.main([str(folder), "-p", flight.PREFIX])
+    finally:
+        logger.removeHandler(handler)
+        gc.enable()  # it leaves it off
+    return "\n".join(said)
+
+
+def call(rank, group="world", members=(0, 1, 2), number=1, op="all_reduce", **more):
+    """A call as a record tells it; `more` are fields that matter to a test."""
+    fields = {"sizes": ((4,),), "dtype": "Float", "line": 1, "where": "f, a.py", "created": 0.0}
+    fields |= {"limit": 60.0, "waiting": False}
+    return flight.Call(rank, group, members, number, op, **(fields | more))
+
+
+def ends(folder):
+    """Ends this rank when all three have left their records: nobody waits for a time limit."""
+    while len(list(folder.glob("trace_*"))) < 3:
+        time.sleep(0.05)
+    os._exit(1)
+
+
+def hangs(folder, how):
+    """On each of three ranks: three good steps, and one in which rank 1 does something else."""
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 2], group_desc="pair")
+    watchdog = flight.Watchdog(folder, limit=0.5)
+    threading.Thread(target=ends, args=(folder,), daemon=True).start()
+    for step in range(4):
+        dist.all_reduce(torch.ones(5))
+        odd = step == 3 and rank == 1
+        if odd and how == "missing":
+            time.sleep(30)
+        elif odd and how == "differs":
+            dist.broadcast(torch.ones(7), 0)
+        else:
+            dist.all_reduce(torch.ones(7))
+        if rank != 1:
+            dist.broadcast(torch.ones(3), 0, group=pair)
+        watchdog.beat()
+
+
+@pytest.mark.parametrize("how", ["missing", "differs"])
+def test_torchs_tool_says_the_same(tmp_path, leaves_nothing, how):
+    with pytest.raises(ranks.RankError):
+        ranks.run(hangs, 3, tmp_path, how, timeout=60)
+    calls = flight.read(tmp_path)
+    assert list(calls) == [0, 1, 2]
+    first = hang.explain(calls)[0]
+    assert (first.kind, first.ranks, first.call.op) == (how, (1,), "all_reduce")
+    assert first.call.sizes == ((7,),) and set(first.waiting) == {0, 2}
+    source = hangs.__code__.co_firstlineno
+    assert first.call.where == "hangs, test_cluster_hang.py"
+    assert first.call.line == source + 14
+    theirs = torchfrtrace(tmp_path)
+    assert f"sequence number: {first.call.number}" in theirs
+    assert f"{source + 14}" in theirs or how == "differs"
+    if how == "missing":
+        assert "missing ranks: {1}" in theirs
+    else:  # it takes the record that it read first as right
+        assert "COLLECTIVE_TYPE_MISMATCH" in theirs
+
+
+def raw():
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    dist.all_reduce(torch.ones(2))
+    return _dump_fr_trace()
+
+
+def test_torchs_tool_still_needs_the_groups_filled_in(tmp_path):
+    """When this fails, torch does it: then `flight.record` need not."""
+    for rank, dumped in enumerate(ranks.run(raw, 2)):
+        (tmp_path / f"{flight.PREFIX}{rank}").write_bytes(dumped)
+    with pytest.raises(KeyError):
+        torchfrtrace(tmp_path)
+
+
+def groups_and_limits():
+    dist.new_group([0, 1], group_desc="plain")
+    dist.new_group([0, 1], group_desc="given", timeout=timedelta(seconds=7))
+    for group in dist.distributed_c10d._world.pg_names:
+        dist.all_reduce(torch.ones(1), group=group)
+    dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(4))
+    return flight.record()
+
+
+def test_a_record_tells_groups_members_limits_and_what_was_called():
+    calls = flight.calls(ranks.run(groups_and_limits, 2, timeout=30)[0])
+    limits = {c.group.partition(":")[0]: c.limit for c in calls}
+    assert {c.members for c in calls} == {(0, 1)}
+    assert limits["given"] == 7 and limits["plain"] == 30 * 60
+    assert limits["default_pg"] < 30 * 60, "the world's own limit, which new_group did not take"
+    assert calls[-1].op == "reduce_scatter", "gloo notes an all-reduce"
+    assert [c.number for c in calls if c.group == "plain:1"] == [1]
+
+
+def test_the_waiting_is_followed_to_its_beginning():
+    """Rank 2 waits for rank 0, which waits for rank 1, which waits for nobody."""
+    pair = {"group": "pair", "members": (0, 1)}
+    calls = {
+        0: [call(0), call(0, waiting=True, **pair)],
+        1: [call(1)],
+        2: [call(2), call(2, number=2, waiting=True)],
+    }
+    found = hang.explain(calls)
+    assert [finding.ranks for finding in found] == [(1,), (0, 1)]
+    assert found[0].call.group == "pair" and "rank 1" in str(found[0])
+
+
+def test_ranks_that_wait_for_one_another_are_a_cycle():
+    both = (0, 1)
+    calls = {
+        0: [call(0, "a", both, waiting=True)],
+        1: [call(1, "b", both, op="broadcast", waiting=True)],
+    }
+    (found,) = hang.explain(calls)
+    assert found.kind == "cycle" and found.ranks == both
+    assert {rank: c.group for rank, c in found.stands.items()} == {0: "a", 1: "b"}
+
+
+def test_the_majority_is_right_and_a_ring_that_lost_its_oldest_calls_is_no_fault():
+    good = {rank: [call(rank, number=n) for n in range(1, 5)] for rank in range(3)}
+    assert hang.explain(good) == []
+    assert hang.explain(good | {1: good[1][2:]}) == []
+    for odd in range(3):
+        mine = [*good[odd][:3], replace(good[odd][3], sizes=((5,),), waiting=True)]
+        (found,) = hang.explain(good | {odd: mine})
+        assert (found.kind, found.ranks, found.call.number) == ("differs", (odd,), 4)
+    gathers = {rank: [call(rank, op="gather", sizes=((rank,),))] for rank in range(3)}
+    assert hang.explain(gathers) == [], "a gather may have another size on each rank"
+
+
+def test_a_late_rank_is_no_finding_while_nobody_waits():
+    assert hang.explain({0: [call(0, members=(0, 1))], 1: []}) == []
+
+
+class Trap:
+    def __reduce__(self):
+        return pytest.fail, ("code from the file is running",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Trap()), b"", b"text", pickle.dumps({})])
+def test_a_file_that_is_no_record_is_refused(tmp_path, content):
+    (tmp_path / "trace_0").write_bytes(content)
+    with pytest.raises(ValueError, match="trace_0"):
+        flight.read(tmp_path)
+
+
+def test_bad_input_is_named(tmp_path):
+    with pytest.raises(ValueError, match="trace_0"):
+        flight.read(tmp_path)
+    with pytest.raises(ValueError, match="limit=0"):
+        flight.Watchdog(tmp_path, 0)
+    with pytest.raises(ValueError, match="'evn'.*order, tensor, uneven"):
+        captured.log("evn")
+    with pytest.raises(ValueError, match="allowed are uneven"):
+        capture.look("evn")
+
+
+def beats(folder):
+    watchdog = flight.Watchdog(folder, limit=1.0)
+    for _ in range(12):
+        time.sleep(0.15)
+        watchdog.beat()
+    watchdog.close()
+
+
+def test_a_job_that_moves_leaves_no_record(tmp_path):
+    ranks.run(beats, 1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def told(text):
+    """Per rank, what the text's flight recorder says: operation, number, state, line."""
+    rows = [line.split() for line in text.splitlines() if LINE.search(line) and " #" in line]
+    return [[word for word in row if word != ""] for row in rows]
+
+
+@pytest.mark.alone
+def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing):
+    """Each job, run anew, ends where its text says; what differs is the machine's and the day's."""
+    seen = capture.look(*capture.RANKS)
+    for name, job in seen.items():
+        again, kept = capture.text(name, job), captured.log(name)
+        assert told(again) == told(kept), f"{name}.txt is old: make it anew with capture.py"
+        for part in kept.split("== py-spy")[1:]:
+            for frame in re.findall(r"\w+\.py:\d+", part.partition("== flight")[0]):
+                here = "".join(job.stacks.values())
+                assert not here or "distributed_c10d" in frame or frame in here
+    found = {name: hang.explain(job.calls) for name, job in seen.items()}
+    assert found["uneven"][0].ranks == (2,) and found["uneven"][0].call.op == "all_reduce"
+    assert found["order"][0].kind == "cycle"
+    assert found["tensor"][0].call.number == 26
+    ops = {c.op for c in seen["tensor"].calls[0]} - {"barrier"}
+    assert ops == {"all_gather", "reduce_scatter"}, "tensor parallelism would add up activations"

@@ -1,0 +1,303 @@
+"""A real Slurm on this machine, and the package's batch files in it, unchanged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from commands import ran
+
+from shardlab.cluster import configuration, daemons, sessions, slurm
+
+NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+
+TRAIN = Path(__file__).resolve().parents[1] / "code/train.py"
+SMALL = "--limit 16577 --batch 8 --micro 2 --report 1 --sample 0 --steps"  # and how many of them
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Box]:
+    """One Slurm for the file, with the jobs' files beside it; nothing of it is left."""
+    folder = tmp_path_factory.mktemp("slurm")
+    for path in sessions.JOBS.iterdir():
+        shutil.copy(path, folder)
+    shutil.copy(TRAIN, folder)
+    with slurm.up(folder / "box") as box:
+        started = daemons.alive(box.folder)
+        yield box
+        running = [process.pid for process in slurm.of_jobs(box.folder)]
+    assert running == [], "jobs left processes behind"
+    assert not any(map(daemons.running, started))
+    assert [path.name for path in box.folder.iterdir()] == ["log"]
+
+
+def submit(box: slurm.Box, *words: str) -> str:
+    """`sbatch` in the folder with the jobs' files, with gloo on the loopback; the job's number."""
+    how = {"cwd": box.folder.parent, "env": {**box.environment, "GLOO_SOCKET_IFNAME": "lo"}}
+    return box.run(["sbatch", "--parsable", *words], **how).stdout.strip()
+
+
+def until(true: Callable[[], Any], seconds: float = 60) -> Any:
+    """What `true()` returns as soon as that is something."""
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+    return found
+
+
+def state(box: slurm.Box, job: str) -> str:
+    """A job's state, as COMPLETED or PENDING."""
+    said = box.run(["scontrol", "--oneliner", "show", "job", job]).stdout
+    return re.search(r"JobState=(\w+)", said)[1]
+
+
+def ended(box: slurm.Box, job: str) -> str:
+    """Wait for a job's end; how it ended."""
+    busy = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+    return until(lambda: (now := state(box, job)) not in busy and now)
+
+
+def losses(folder: Path) -> list[float]:
+    text = (folder / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, TRAIN, *f"{SMALL} 30 --folder".split(), folder]
+    subprocess.run(command, check=True, timeout=100, env=slurm_free())
+    return losses(folder)
+
+
+def slurm_free() -> dict[str, str]:
+    return slurm.Box(Path("/nowhere"), 1, 1, 0).environment
+
+
+def listeners(box: slurm.Box) -> set[tuple[str, str]]:
+    """Who listens where: the first words of the program, and the address."""
+    found = set()
+    for process in daemons.alive(box.folder) + slurm.of_jobs(box.folder):
+        try:
+            who = " ".join(process.cmdline()[:3])
+            for one in process.net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN:
+                    found.add((who, one.laddr.ip))
+        except psutil.Error:
+            continue  # it ended while we looked
+    return found
+
+
+@NEEDS
+@pytest.mark.alone
+def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, serial) -> None:
+    job = submit(box, "torchrun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/torchrun".split())
+    seen = set()
+    while state(box, job) in ("PENDING", "RUNNING", "COMPLETING"):
+        seen |= listeners(box)
+        time.sleep(0.1)
+    folder = box.folder.parent
+    errors = (folder / f"train-{job}.err").read_text()
+    assert state(box, job) == "COMPLETED", errors
+    assert losses(folder / "runs/torchrun") == pytest.approx(serial[:4], abs=1e-5)
+    said = (folder / f"train-{job}.out").read_text()  # one file for all ranks
+    assert [said.count(f"rank {rank} of 4") for rank in range(4)] == [1] * 4
+    # Slurm's own, srun's too, are on the loopback; torchrun's store is on all interfaces, always.
+    open_to_all = {
+        who for who, ip in seen if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+    }
+    assert any("slurmctld" in who for who, _ in seen) and any("slurmd" in who for who, _ in seen)
+    assert len(open_to_all) == 1 and "torchrun" in open_to_all.pop()
+
+
+@NEEDS
+@pytest.mark.alone
+def test_srun_gives_ranks_by_itself(box, serial) -> None:
+    job = submit(box, "srun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/srun".split())
+    folder = box.folder.parent
+    assert ended(box, job) == "COMPLETED", (folder / f"train-{job}.err").read_text()
+    assert losses(folder / "runs/srun") == pytest.approx(serial[:4], abs=1e-5)
+
+
+@NEEDS
+@pytest.mark.alone
+def test_a_job_saves_before_its_end_is_requeued_and_resumes(box, serial) -> None:
+    one = "--nodes=1"  # half as many interpreters to start, twice
+    job = submit(box, one, "requeue.sbatch", "train.py", *f"{SMALL} 30".split())
+    folder = box.folder.parent / "runs" / job
+    until(lambda: (folder / "metrics.jsonl").exists() and losses(folder))
+    box.run(["scancel", "--signal=USR1", job])  # what --signal sends, without the clock
+    until(lambda: state(box, job) == "PENDING")
+    assert (folder / "stopped").exists() and len(losses(folder)) < 30
+    time.sleep(2)  # what is left of the first run goes; Slurm itself waits two minutes
+    box.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    assert ended(box, job) == "COMPLETED"
+    assert losses(folder) == pytest.approx(serial, abs=1e-4)  # each step once, and the same
+    assert not (folder / "stopped").exists()
+    said = (box.folder.parent / f"train-{job}.out").read_text()
+    assert said.index(f"run 0 of job {job}") < said.index(f"run 1 of job {job}")
+
+
+@NEEDS
+@pytest.mark.alone
+def test_the_signal_kills_a_torchrun_that_nobody_protects(box) -> None:
+    script = """
+        import os, pathlib, signal, time
+        saved = pathlib.Path("saved-" + os.environ["RANK"])
+        signal.signal(signal.SIGUSR1, lambda *_: saved.touch())
+        pathlib.Path("ready").touch()
+        while not saved.exists():
+            time.sleep(0.05)
+        """
+    (box.folder.parent / "waits.py").write_text(textwrap.dedent(script))
+    job = submit(box, "-N1", "--wrap", "srun torchrun --standalone waits.py; echo status $?")
+    until((box.folder.parent / "ready").exists)
+    box.run(["scancel", "--signal=USR1", job])
+    ended(box, job)
+    assert "status 138" in (box.folder.parent / f"slurm-{job}.out").read_text()  # 128 + SIGUSR1
+
+
+@NEEDS
+@pytest.mark.alone
+def test_an_array_runs_its_tasks_with_a_number_each(box) -> None:
+    job = submit(box, "array.sbatch", "steps.py", "--steps", "5")
+    most = 0
+    while tasks := box.run(["squeue", "-h", "-r", "-j", job, "-o", "%T"]).stdout.split():
+        most = max(most, tasks.count("RUNNING"))
+        time.sleep(0.1)
+    folder = box.folder.parent
+    said = [(folder / f"sweep-{job}_{task}.out").read_text() for task in range(4)]
+    assert [re.search("lr (.*):", text)[1] for text in said] == [
+        "0.0001",
+        "0.0003",
+        "0.001",
+        "0.003",
+    ]
+    assert most == 2  # %2
+    assert len(list((folder / f"runs/{job}").glob("lr-*/step"))) == 4
+
+
+@NEEDS
+@pytest.mark.alone
+def test_one_gpu_for_each_task_is_each_task_s_device_0(box) -> None:
+    words = 'echo "$SLURM_LOCALID $CUDA_VISIBLE_DEVICES"'
+    for option, seen in ("--gpus-per-node=2", ["0 0,1", "1 0,1"]), ("--gpus-per-task=1", None):
+        done = box.run(["srun", "--nodes=1", "--ntasks=2", option, "bash", "-c", words])
+        lines = sorted(done.stdout.splitlines())
+        if seen:
+            assert lines == seen  # LOCAL_RANK is the device's index
+        else:  # one name each: the only index that cuda:… may have is 0, whatever LOCAL_RANK is
+            assert [len(line.split()[1].split(",")) for line in lines] == [1, 1]
+
+
+@NEEDS
+@pytest.mark.alone
+@pytest.mark.parametrize("name", sorted(path.stem for path in sessions.RECORDED.glob("*.txt")))
+def test_sessions_say_what_was_recorded(name: str, request) -> None:
+    if name in ("torchrun", "requeue", "usr1") and not request.config.getoption("--whole"):
+        pytest.skip("starts torchrun, as the tests above do: with --whole")
+    made, text = sessions.recorded(name)
+    assert re.match(r"\d{4}-\d\d-\d\d with Slurm [\d.]+, Python [\d.]+, torch [\d.]+", made)
+    assert sessions.replayed(text) == text
+
+
+@NEEDS
+def test_up_twice_and_down_twice(tmp_path: Path, capsys) -> None:
+    where = ("--folder", str(tmp_path / "box"))
+    assert ran(capsys, "cluster", "status", *where)[0] == 1
+    try:
+        status, out, _ = ran(capsys, "cluster", "up", "--gpus", "0", "--cpus", "1", *where)
+        assert status == 0 and "has started" in out
+        assert f"export SLURM_CONF={tmp_path}/box/slurm.conf" in out
+        started = daemons.alive(tmp_path / "box")
+        status, out, _ = ran(capsys, "cluster", "up", "--gpus", "0", "--cpus", "1", *where)
+        assert status == 0 and "runs already" in out and daemons.alive(tmp_path / "box") == started
+        status, _, error = ran(capsys, "cluster", "up", "--nodes", "3", *where)
+        assert status == 2 and "nodes=2" in error
+        with pytest.raises(ValueError, match="runs there"), slurm.up(tmp_path / "box"):
+            pass
+        assert "node[1-2]" in ran(capsys, "cluster", "status", *where)[1]
+    finally:
+        status, out, _ = ran(capsys, "cluster", "down", *where)
+    assert status == 0 and "has ended" in out and not any(map(daemons.running, started))
+    assert "No Slurm ran" in ran(capsys, "cluster", "down", *where)[1]
+
+
+@NEEDS
+def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    with pytest.raises(RuntimeError, match="mine"), slurm.up(tmp_path / "box", 1) as box:
+        started = daemons.alive(box.folder)
+        box.run(["sbatch", "--wrap", "trap '' TERM; sleep 100"], cwd=tmp_path)
+        until(lambda: slurm.of_jobs(box.folder))
+        raise RuntimeError("mine")
+    assert len(started) == 3 and not any(map(daemons.running, started))
+    assert slurm.of_jobs(box.folder) == []
+    monkeypatch.setattr(configuration, "CONF", configuration.CONF + "NoSuchThing=1\n")
+    with pytest.raises(slurm.SlurmError, match="slurmctld has ended"):
+        slurm.start(tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["log"]
+
+
+@NEEDS
+def test_a_command_that_fails_says_what_it_said(box) -> None:
+    with pytest.raises(slurm.SlurmError, match="NoSuchFile"):
+        box.run(["sbatch", "NoSuchFile"])
+
+
+def test_a_page_survives_a_slurm_that_does_not_start(monkeypatch) -> None:
+    def fails(text: str) -> str:
+        raise slurm.SlurmError("Slurm did not start. slurmd-node1 has ended: no cgroups")
+
+    monkeypatch.setattr(slurm, "missing", list)
+    monkeypatch.setattr(sessions, "replayed", fails)
+    shown = sessions.session("ranks").text
+    assert "Recorded on" in shown and "no cgroups" in shown and "rank 3 of 4" in shown
+
+
+def test_without_slurm_it_says_what_to_install(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(slurm, "_PATH", str(tmp_path))
+    status, _, error = ran(capsys, "cluster", "up", "--folder", str(tmp_path / "box"))
+    assert status == 1 and slurm.INSTALL in error and "slurmctld" in error
+    assert not (tmp_path / "box").exists()
+    shown = sessions.session("ranks")  # the page then shows what was recorded
+    made, text = sessions.recorded("ranks")
+    assert made in shown.html and "rank 3 of 4" in shown.text
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"nodes": 0}, "nodes=0"),
+        ({"cpus": 1.5}, "cpus=1.5"),
+        ({"gpus": 8}, "gpus=8"),
+        ({"folder": "with space"}, "letters"),
+        ({"folder": "x" * 90}, "90 characters"),
+        ({"folder": "file"}, "can be written"),
+        ({"folder": "full"}, "an empty"),
+        ({"folder": "file/box"}, "can be written"),
+    ],
+)
+def test_bad_input_is_named_before_anything_starts(tmp_path: Path, given: dict, named: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").touch()
+    given = {"folder": "box", **given}
+    given["folder"] = tmp_path / given["folder"]
+    with pytest.raises(ValueError, match=named):
+        slurm.start(**given)
+    assert not (tmp_path / "box").exists()
+    with pytest.raises(ValueError, match="ranks"):
+        sessions.recorded("no such session")

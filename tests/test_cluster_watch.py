@@ -1,0 +1,430 @@
+"""Is my job using its GPUs? Samples, the straggler, and the timeline of all ranks."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shardlab import ranks, show, text
+from shardlab.cluster import flight, report, sample, straggler, timeline
+from shardlab.model import GPT, PRESETS, loss
+
+COLORS = show.RANK_COLORS
+
+
+@pytest.fixture
+def job(leaves_nothing):
+    """A launcher with two ranks, of which one has started a process of its own."""
+    script = "RANK=1 sh -c 'sleep 60 & wait' & RANK=0 sleep 60 & sleep 60 & wait"
+    launcher = subprocess.Popen(["setsid", "sh", "-c", script])
+    deadline = time.monotonic() + 10
+    while len(sample.find(launcher.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    yield launcher.pid
+    subprocess.run(["pkill", "-KILL", "-s", str(launcher.pid)], check=False)
+    launcher.wait()
+
+
+def command(*words):
+    parser = argparse.ArgumentParser()
+    sample.add_watch(parser.add_subparsers())
+    chosen = parser.parse_args(["watch", *map(str, words)])
+    return chosen.command(chosen)
+
+
+def test_ranks_are_found_below_their_launcher(job):
+    import psutil
+
+    found = sample.find(job)
+    assert list(found) == [0, 1]
+    assert psutil.Process(found[0]).name() == "sleep"
+    assert psutil.Process(found[1]).name() == "sh", "what a rank starts is not the rank"
+
+
+def test_ranks_are_found_by_their_slurm_job(leaves_nothing):
+    environment = {"SLURM_JOB_ID": "987654", "SLURM_PROCID": "3", "PATH": "/usr/bin:/bin"}
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        time.sleep(0.1)
+        assert sample.find(job=987654) == {3: process.pid}
+        assert sample.find(job=987655) == {}
+        process.kill()
+
+
+@pytest.mark.alone
+def test_samples_say_who_computes_and_who_waits(tmp_path, leaves_nothing):
+    busy = subprocess.Popen([sys.executable, "-c", "x = b'x' * 200_000_000\nwhile True: pass"])
+    idle = subprocess.Popen(["sleep", "60"])
+    try:
+        time.sleep(0.3)
+        path = sample.watch(tmp_path, {0: busy.pid, 1: idle.pid}, every=0.2, seconds=1.5)
+    finally:
+        for process in (busy, idle):
+            process.kill()
+            process.wait()
+    lines = list(report.lines(path))
+    means = {}
+    for rank in (0, 1):
+        mine = [line for line in lines if line.get("rank") == rank]
+        means[rank] = sum(line["cpu_percent"] for line in mine) / len(mine)
+    assert means[0] > 15 and means[1] < 5
+    assert any(line.get("rank") == 0 and line["memory_bytes"] > 200e6 for line in lines)
+    sent = [line["sent_bytes"] for line in lines if "sent_bytes" in line]
+    assert len(sent) >= 4 and sent == sorted(sent)
+
+
+def test_watching_ends_with_the_ranks(tmp_path, leaves_nothing):
+    with subprocess.Popen(["sleep", "0.5"]) as process:
+        begin = time.monotonic()
+        path = sample.watch(tmp_path, {0: process.pid}, every=0.1)
+    assert time.monotonic() - begin < 10
+    assert {line.get("rank") for line in report.lines(path)} == {0, None}
+
+
+class NotSupported(Exception):
+    """NVML's error, as pynvml names the base of all of them: NVMLError."""
+
+
+def pretended_nvml(calls, missing=()):
+    """NVML with two GPUs. Shapes of answers: NVIDIA's API reference, and pynvml's structures.
+
+    nvmlUtilization_t and nvmlMemory_t are structures; power is in mW, clocks in MHz, and reasons
+    for a lower clock are bits of one number.
+    """
+    nvml = types.ModuleType("pynvml")
+    nvml.NVMLError, nvml.NVML_CLOCK_SM = NotSupported, 1
+    nvml.nvmlClocksThrottleReasonSwPowerCap = 0x4
+    nvml.nvmlClocksThrottleReasonHwSlowdown = 0x8
+    nvml.nvmlClocksThrottleReasonSwThermalSlowdown = 0x20
+    nvml.nvmlClocksThrottleReasonHwThermalSlowdown = 0x40
+    nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x80
+    devices = {"GPU-aa": 0, "GPU-bb": 1}
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: ("handle", index),
+        "nvmlDeviceGetHandleByUUID": lambda name: ("handle", devices[name]),
+        "nvmlDeviceGetUtilizationRates": lambda h: types.SimpleNamespace(
+            gpu=90 + h[1], memory=30 + h[1]
+        ),
+        "nvmlDeviceGetMemoryInfo": lambda h: types.SimpleNamespace(
+            total=80 * 2**30, free=70 * 2**30, used=(10 + h[1]) * 2**30
+        ),
+        "nvmlDeviceGetPowerUsage": lambda h: 412_345,
+        "nvmlDeviceGetClockInfo": lambda h, kind: 1980 if kind == 1 else None,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda h: 0x4 | 0x40 | 0x1,
+    }
+
+    def noting(name):
+        def asked(*given):
+            calls.append(name)
+            if name in missing:
+                raise NotSupported(name)
+            return answers[name](*given)
+
+        return asked
+
+    for name in answers:
+        setattr(nvml, name, noting(name))
+    return nvml
+
+
+def ranks_on_gpus(**environment):
+    return subprocess.Popen(["sleep", "60"], env={"PATH": "/usr/bin:/bin"} | environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "device"),
+    [
+        ({"LOCAL_RANK": "1"}, 1),
+        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1,0"}, 1),
+        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0"}, 0),  # --gpus-per-task=1
+        ({"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, 1),
+        ({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}, None),
+    ],
+)
+def test_a_gpus_numbers_come_from_the_ranks_own(monkeypatch, leaves_nothing, environment, device):
+    calls = []
+    monkeypatch.setitem(sys.modules, "pynvml", pretended_nvml(calls))
+    with ranks_on_gpus(**environment) as process:
+        time.sleep(0.1)
+        with sample.Sampler({0: process.pid}) as sampler:
+            line = sampler.read()[0]
+        process.kill()
+    if device is None:
+        assert "gpu" not in line
+    else:
+        assert line["gpu"] == {
+            "utilisation_percent": 90 + device,
+            "memory_busy_percent": 30 + device,
+            "memory_bytes": (10 + device) * 2**30,
+            "memory_total_bytes": 80 * 2**30,
+            "power_watts": 412.345,
+            "sm_clock_mhz": 1980,
+            "throttled": ["power cap", "too hot (hardware)"],
+        }
+    assert calls[-1] == "nvmlShutdown"
+    assert all("Set" not in name for name in calls)
+
+
+def test_what_a_gpu_does_not_tell_is_none(monkeypatch, leaves_nothing):
+    missing = ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates")
+    missing = (*missing, "nvmlDeviceGetCurrentClocksThrottleReasons")
+    monkeypatch.setitem(sys.modules, "pynvml", pretended_nvml([], missing))
+    with ranks_on_gpus(LOCAL_RANK="0") as process:
+        time.sleep(0.1)
+        with sample.Sampler({0: process.pid}) as sampler:
+            gpu = sampler.read()[0]["gpu"]
+        process.kill()
+    assert gpu["power_watts"] is gpu["utilisation_percent"] is gpu["throttled"] is None
+    assert gpu["memory_bytes"] == 10 * 2**30
+
+
+@pytest.mark.parametrize("missing", [None, "nvmlInit"])
+def test_without_a_driver_there_are_no_gpus(monkeypatch, missing):
+    module = None if missing is None else pretended_nvml([], missing)
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert sample._nvml() is None
+
+
+def written(folder, gpu=False):
+    """Samples of two ranks over ten seconds, 3 MB sent in each, and steps of half a second."""
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for t in range(11):
+        for rank in (0, 1):
+            use = {"cpu_percent": 50.0 + rank, "memory_bytes": 1e9 * (1 + rank), "threads": 4}
+            own = {"utilisation_percent": 80 - rank, "memory_bytes": 4e9}
+            row = {"time": 1000.0 + t, "node": "n", "rank": rank, "pid": 1} | use
+            rows.append(row | ({"gpu": own} if gpu else {}))
+        wire = {"interface": "lo", "sent_bytes": 3_000_000 * t, "received_bytes": 0}
+        rows.append({"time": 1000.0 + t, "node": "n"} | wire)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "samples-n.jsonl").write_text(text + '{"time": 10')  # killed while it wrote
+    steps = [{"step": i, "seconds": 0.5, "time": 1002 + i / 2} for i in range(12)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_report_draws_what_was_sampled(tmp_path, gpu):
+    written(tmp_path / "job", gpu)
+    busy, memory, wire, steps = report.report(tmp_path / "job").axes
+    for rank, line in enumerate(busy.lines):
+        assert line.get_color() == COLORS[rank]
+        assert set(line.get_ydata()) == {80 - rank if gpu else 50 + rank}
+    assert [set(line.get_ydata()) for line in memory.lines] == ([{4}, {4}] if gpu else [{1}, {2}])
+    assert wire.lines[0].get_ydata() == pytest.approx([3.0] * 10)
+    assert steps.lines[0].get_ydata() == pytest.approx([500.0] * 12)
+    assert command(tmp_path / "job", "--draw") == 0
+    assert "<svg" in (tmp_path / "job/report.svg").read_text()
+
+
+def test_bad_input_is_named_before_anything_is_written(tmp_path, job):
+    folder = tmp_path / "job"
+    for words, message in (
+        ([], "pid=None, job=None"),
+        (["--pid", "1", "--job", "2"], "one of the two"),
+        (["--pid", "one"], "pid='one'"),
+        (["--pid", 2**22 + 1], "processes that run here"),
+        (["--job", 987656], "no ranks"),
+        (["--pid", job, "--every", "often"], "every='often'"),
+        (["--pid", job, "--every", "0"], "every=0"),
+        (["--pid", job, "--interface", "ib99"], "interface='ib99'"),
+        (["--draw"], "samples"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command(folder, *words)
+    with pytest.raises(ValueError, match="at least one rank"):
+        sample.watch(folder, {})
+    assert not folder.exists()
+
+
+def test_watching_from_the_command_line(tmp_path, job, capsys):
+    assert command(tmp_path, "--pid", job, "--every", "0.1", "--seconds", "0.3") == 0
+    assert "ranks 0, 1" in capsys.readouterr().out
+    (path,) = tmp_path.glob("samples-*.jsonl")
+    assert {line.get("rank") for line in report.lines(path)} == {0, 1, None}
+
+
+# ---- the straggler
+
+
+def calls_at(late, steps=40, group="world"):
+    """What four ranks would have recorded, rank r being late[r] seconds behind in every step."""
+    one = {"members": (0, 1, 2, 3), "op": "all_reduce", "sizes": (), "dtype": "", "line": 1}
+    one |= {"where": "", "limit": 60.0, "waiting": False}
+    return {
+        rank: [
+            flight.Call(rank=rank, group=group, number=n + 1, created=n + seconds, **one)
+            for n in range(steps)
+        ]
+        for rank, seconds in enumerate(late)
+    }
+
+
+def test_arrivals_say_how_late_and_how_often_last():
+    found = straggler.arrivals(calls_at([0.01, 0.0, 0.07, 0.02]))
+    assert [a.late for a in found] == pytest.approx([0.01, 0.0, 0.07, 0.02])
+    assert [a.last for a in found] == [0, 0, 1, 0]
+
+
+def test_a_step_is_as_many_calls_as_one_says_and_its_first_counts():
+    calls = calls_at([0.0, 0.0, 0.0, 0.0], 80)
+    for mine in calls.values():  # every second call follows a wait, and is together
+        for i in range(0, 80, 2):
+            late = 0.05 * (mine[i].rank == 1)
+            mine[i] = flight.Call(**(vars(mine[i]) | {"created": i + late}))
+    assert straggler.arrivals(calls, every=2)[1].late == pytest.approx(0.05)
+    assert straggler.arrivals(calls, every=2)[1].last == 1
+    assert straggler.arrivals(calls, every=2, skip=1, least=10)[1].late == 0
+
+
+def test_too_few_steps_are_refused():
+    with pytest.raises(ValueError, match="29 steps.*30 or more"):
+        straggler.arrivals(calls_at([0.0] * 4, 29))
+    with pytest.raises(ValueError, match="every=0"):
+        straggler.arrivals(calls_at([0.0] * 4), every=0)
+
+
+def straggle(slow):
+    """32 steps of three ranks, of which `slow` takes 50 ms longer before its first message."""
+    rank, seconds = dist.get_rank(), []
+    for _ in range(32):
+        begin = time.monotonic()
+        time.sleep(0.005 + 0.05 * (rank == slow))
+        dist.all_reduce(torch.ones(1000))
+        seconds.append(time.monotonic() - begin)
+    return seconds, flight.record(lines=False)
+
+
+@pytest.mark.alone
+def test_the_slow_rank_is_found_though_all_steps_are_equally_long():
+    results, slow = ranks.run(straggle, 3, 2), 2
+    calls = {
+        rank: [c for c in flight.calls(record) if c.op == "all_reduce"]
+        for rank, (_, record) in enumerate(results)
+    }
+    found = straggler.arrivals(calls)
+    assert max(found, key=lambda a: a.late).rank == slow
+    assert found[slow].late > 0.03 and found[slow].last > 0.8
+    middle = [sorted(seconds)[16] for seconds, _ in results]
+    assert max(middle) < 1.2 * min(middle)
+    durations = {rank: seconds for rank, (seconds, _) in enumerate(results)}
+    colors = [line.get_color() for line in straggler.picture(found, durations).axes[0].lines]
+    assert colors == COLORS[:3]
+
+
+# ---- the timeline
+
+
+def trace(rank, *events, base=10**18):
+    """A trace as the profiler writes it: (category, name, begin in ms, end in ms)."""
+    found = [
+        {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * begin, "dur": 1e3 * (end - begin)}
+        for cat, name, begin, end in events
+    ]
+    return {
+        "baseTimeNanoseconds": base,
+        "distributedInfo": {"rank": rank},
+        "traceEvents": [*found, {"ph": "i", "name": "a mark", "ts": 1}],
+    }
+
+
+CPU = [
+    ("user_annotation", "forward", 0, 50),  # says when, and not that it computes
+    ("cpu_op", "aten::mm", 0, 20),
+    ("cpu_op", "aten::linear", 0, 25),
+    ("cpu_op", "c10d::allreduce_", 25, 60),  # the call, which waits
+    ("user_annotation", "gloo:all_reduce", 15, 55),
+    ("user_annotation", "gloo:barrier", 60, 99),
+]
+GPU = [
+    ("cpu_op", "aten::mm", 0, 100),  # only launches a kernel
+    ("kernel", "sm90_xmma_gemm_bf16", 0, 20),
+    ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 15, 55),
+    ("kernel", "vectorized_elementwise_kernel", 20, 25),
+]
+
+
+@pytest.mark.parametrize("events", [CPU, GPU])
+def test_the_hidden_share_is_that_under_compute(tmp_path, events):
+    for rank in (0, 1):
+        shifted = trace(rank, *events, base=10**18 + rank * 10**9)
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(shifted))
+    first, second = timeline.read(tmp_path)
+    assert first.sending == pytest.approx(0.04, rel=1e-3)
+    assert first.hidden == pytest.approx(10 / 40, rel=1e-3)
+    assert second.messages[0][0] - first.messages[0][0] == pytest.approx(1, rel=1e-3)
+    labels = [label.get_text() for label in timeline.picture([first, second]).axes[0].texts]
+    assert all(name in timeline._PHASES for name in labels)
+
+
+Spans = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1])), max_size=9
+)
+
+
+@given(Spans, Spans)
+def test_overlap_is_what_counting_moments_gives(first, second):
+    covered = [{t for begin, end in spans for t in range(begin, end)} for spans in (first, second)]
+    both = timeline._both(timeline.merged(first), timeline.merged(second))
+    assert timeline._length(timeline.merged(first)) == len(covered[0])
+    assert timeline._length(both) == len(covered[0] & covered[1])
+
+
+def test_folders_without_traces_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="rank0.json"):
+        timeline.read(tmp_path)
+    (tmp_path / "rank0.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="torch.profiler"):
+        timeline.read(tmp_path)
+
+
+def traced(folder, kind):
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"])
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1)
+    tokens, targets = text.batch(64, 2, start=2 * rank)
+
+    def step():
+        with record_function("forward"):
+            value = loss(model(tokens), targets)
+        with record_function("backward"):
+            value.backward()
+        if kind == "after":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    profiler.export_chrome_trace(f"{folder}/rank{rank}.json")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", ["after", "ddp"])
+def test_real_traces_tell_messages_after_backward_from_messages_below_it(tmp_path, kind):
+    ranks.run(traced, 2, tmp_path, kind)
+    traces = timeline.read(tmp_path)
+    assert [t.rank for t in traces] == [0, 1]
+    for t in traces:
+        (_, end) = dict(t.phases)["backward"]
+        begins = [begin for begin, _ in t.messages]
+        assert (min(begins) > end) == (kind == "after")
+        if kind == "after":
+            assert t.hidden < 0.05
+    spans = [(t.compute[0][0], t.messages[-1][1]) for t in traces]
+    assert max(begin for begin, _ in spans) < min(end for _, end in spans), "one axis of time"
+    assert math.isfinite(timeline.picture(traces).axes[0].get_xlim()[1])

@@ -239,15 +239,18 @@ def test_what_lessons_import_is_declared(root):
     extras = project["optional-dependencies"]
 
     def names(listed: list[str]) -> set[str]:
-        renamed = {"pyyaml": "yaml", "jupyter-client": "jupyter_client"}
-        return {renamed.get(n, n) for n in (re.split(r"[<>=]", entry)[0] for entry in listed)}
+        renamed = {"pyyaml": "yaml"}
+        plain = (re.split(r"[<>=]", entry)[0] for entry in listed)
+        return {renamed.get(name, name.replace("-", "_")) for name in plain}
 
     always, press = names(project["dependencies"]), names(extras["record"])
-    engine = names(extras["deepspeed"])
+    engine, lightning = names(extras["deepspeed"]), names(extras["lightning"])
     package = root / "code/shardlab"
     for path in [*package.rglob("*.py"), *(root / "code/lessons").glob("*.py")]:
         allowed = always | (press if package / "record" in path.parents else set())
         allowed |= engine if "deepspeed_engine" in str(path) else set()
+        if "train" in path.parts[-2:] or path.name == "train.py":  # beside both
+            allowed |= engine | lightning
         allowed |= {"datasets"} if path.name == "text.py" else set()  # an option of the reader's
         allowed |= {"pynvml"} if path.name == "sample.py" else set()  # where there is a GPU
         allowed |= {"job"} if path.parent.name == "captured" else set()  # beside the scripts

@@ -1323,9 +1323,15 @@ check(answer, "missing_lines")
 # :label: ex-train-design
 # ```
 #
-# A model of 1.3 billion parameters trains in `bfloat16` with AdamW on 8 GPUs of 40 GB, with a batch of 512 sequences, and has to stop within 60 seconds of a signal.
-# Which strategy of `code/train.py`, which `--micro`, which `--every` and `--report` would you begin with, and what would you measure first?
-#
+# A model of 1.3 billion parameters trains on 8 GPUs of 40 GB with AdamW and `--precision bf16`, with a batch of 512 sequences. It has to stop within 60 seconds of a signal.
+# How many GB of weights, gradients and optimizer does each GPU hold with `--strategy ddp`, and how many with `fsdp2`?
+# Which strategy, `--micro`, `--report` and `--every` would you begin with, and what would you measure first?
+
+# %%
+answer = {"ddp": ..., "fsdp2": ...}  # GB on each GPU
+check(answer, "states_of_a_job")
+
+# %% [markdown]
 # ```{exercise-end}
 # ```
 #
@@ -1334,10 +1340,18 @@ check(answer, "missing_lines")
 # :class: dropdown
 # ```
 #
-# Model states are 16 bytes a parameter: 21 GB on every GPU under DDP. It fits, with 19 GB for activations, so begin with `ddp`, which sends least, and the largest `--micro` that fits; if that is only 1 or 2, `fsdp2` leaves 37 GB, and larger products may pay for its messages.
-# A rank has 64 sequences of a step. A signal is noticed every `--report` steps, so these must take less than 60 seconds, less the time of a save: measure one step, and one save.
+# With `autocast` and with FSDP2's policy alike, weights, gradients and AdamW's two averages are kept in `float32`: 16 bytes a parameter.
+
+# %%
+whole = 16 * 1.3e9 / 1e9
+answer = {"ddp": whole, "fsdp2": whole / 8}
+check(answer, "states_of_a_job")
+
+# %% [markdown]
+# 21 GB fit into 40, and leave 19 GB for activations. So begin with `ddp`, which sends least, and the largest `--micro` that fits. If that is only 1 or 2, `fsdp2` leaves 37 GB, and larger products may pay for its messages.
+# A rank has 64 sequences of a step. A signal is noticed every `--report` steps, so these, and a save, must take less than 60 seconds: measure one of each.
 # `--every` follows from how long a save takes and how often a job dies ([Checkpoints](checkpoint.md#how-often-to-save)).
-# First, hold ten losses against one process with the same seed.
+# First of all, hold ten losses against one process with the same seed.
 #
 # ```{solution-end}
 # ```

@@ -217,3 +217,26 @@ def _(answer: Any) -> str:
         },
     )
     return "Right: one that is forgiven, and 16 that halve, from 2^32 to 2^16."
+
+
+@exercise("states_of_a_job")
+def _(answer: Any) -> str:
+    if not isinstance(answer, dict) or set(answer) != {"ddp", "fsdp2"}:
+        raise Wrong("A dictionary is due, with the keys ddp and fsdp2.")
+    whole = 16 * 1.3
+    for name, right in (("ddp", whole), ("fsdp2", whole / 8)):
+        number(
+            answer[name],
+            right,
+            f"GB with {name}",
+            rel=0.01,
+            hints={
+                right / 16 * 12: "Gradients count, too.",
+                right / 16 * 14: "Gradients stay in float32 here: autocast changes products alone.",
+                right / 16 * 4: "Those are the weights alone.",
+                right / 8: "With DDP nothing is divided: each GPU has all of it.",
+                right * 8: "FSDP2 divides weights, gradients and optimizer by the ranks.",
+                right * 1e9: "In GB, please.",
+            },
+        )
+    return "Right: 16 bytes a parameter, on each GPU or shared by eight."

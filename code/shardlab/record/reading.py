@@ -270,8 +270,9 @@ def reading(
                 cells.append(new.new_markdown_cell(plain))
         begins = False
     if not beside and not picture:
-        engine = any("deepspeed" in cell.source for cell in cells if cell.cell_type == "code")
-        package = "shardlab[deepspeed]" if engine else "shardlab"
+        code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+        extras = ",".join(name for name in ("deepspeed", "lightning") if name in code)
+        package = f"shardlab[{extras}]" if extras else "shardlab"
         words = _NEEDS.format(package=package, version=__version__)
         cells.insert(1, new.new_markdown_cell(words))
     return numbered(cells)

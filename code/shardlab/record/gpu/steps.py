@@ -28,7 +28,7 @@ NEEDS = {  # packages that a part needs on every machine
     "benchmarks": ["torch", "numpy", "cloudpickle", "tabulate"],
 }
 # Libraries that some lessons use: without them the others go on.
-OPTIONAL = ("deepspeed", "transformers")
+OPTIONAL = ("deepspeed", "transformers", "pytorch_lightning")
 LONGEST = {"tests": 900, "lessons": 1800, "benchmarks": 3600}  # seconds: then it hangs
 # Where a log says what went wrong: pytest's summary, `record`'s message, the end of a traceback.
 _TELLS = re.compile(

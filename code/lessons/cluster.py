@@ -28,9 +28,9 @@
 # It needs [Training script](train.md), whose script runs in the batch files here.
 #
 # One thing to wonder about before you start.
-# Two nodes with two ranks each train a model. On one of them `kill -9` hits the launcher, and no rank.
-# With PyTorch's launcher that costs the job no second, with ours it costs 10.3; and you would rather have ours.
-# [The table](#what-a-fault-costs) has both numbers, and the reason below it.
+# Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, and no rank.
+# Under PyTorch's launcher training goes on as if nothing had happened, and loses no second. Under the one that this page builds it stops, and loses ten.
+# The second is what you want. [The table](#what-a-fault-costs) has both numbers, and the reason below it.
 
 # %% tags=["hide-input"]
 # Imports, and folders for what the ranks write

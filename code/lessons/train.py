@@ -966,7 +966,7 @@ show.table(rows, ["you write", "you get"])
 # The same global batch on 1, 2 and 4 ranks, timed in turns. *Compute* is the same step with no message, under `no_sync`.
 
 # %%
-def times(repeats=3, steps=2, batch=8):
+def times(repeats=2, steps=2, batch=8):
     """Seconds of a step on this rank: with messages, without."""
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(PRESETS["micro"]).to(ranks.device()))

@@ -61,9 +61,10 @@ def test_exercises_run_as_they_stand_and_every_check_gives_its_verdict(topic, ro
     names = {"__name__": "__main__"}
     cells = [cell.source for cell in book.cells if cell.cell_type == "code"]
     assert run(cells[0], names) is None
-    verdicts = [run(source, names) for source in cells[1:]]
+    found = {source: run(source, names) for source in cells[1:]}
+    verdicts = {s: v for s, v in found.items() if "check(" in s}  # others show a log, or a table
     assert len(verdicts) >= 3
-    for verdict, source in zip(verdicts, cells[1:], strict=True):
+    for source, verdict in verdicts.items():
         assert not verdict.ok, source
         assert len(verdict.message) > 20
 

@@ -29,7 +29,7 @@
 #
 # One thing to wonder about before you start.
 # Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, and no rank.
-# Under PyTorch's launcher training goes on as if nothing had happened, and loses no second. Under the one that this page builds it stops, and loses ten.
+# Under PyTorch's launcher training goes on, and loses no second. Under the one that this page builds it stops, and loses ten.
 # The second is what you want. [The table](#what-a-fault-costs) has both numbers, and the reason below it.
 
 # %% tags=["hide-input"]

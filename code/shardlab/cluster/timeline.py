@@ -127,11 +127,14 @@ def picture(traces: Sequence[Trace]) -> Figure:
     show.style()
     figure, axes = plt.subplots(figsize=(6.4, 0.7 + 1.0 * len(traces)))
     every = [span for trace in traces for span in (*trace.compute, *trace.messages)]
-    start = min(begin for begin, _ in every)
+    start, last = min(begin for begin, _ in every), max(end for _, end in every)
+    pixel = (last - start) / 500  # gaps below it would not show, and there are thousands
     labels, places = [], []
 
     def bars(spans: Iterable[Span], y: float, **style: Any) -> None:
-        widths = [(1e3 * (begin - start), 1e3 * (end - begin)) for begin, end in spans]
+        wide = [(begin, end + pixel) for begin, end in spans]
+        drawn = [(begin, end - pixel) for begin, end in merged(wide)]
+        widths = [(1e3 * (begin - start), 1e3 * (end - begin)) for begin, end in drawn]
         axes.broken_barh(widths, (y, 0.8), lw=0, **style)
 
     for row, trace in enumerate(traces):
@@ -140,7 +143,7 @@ def picture(traces: Sequence[Trace]) -> Figure:
         bars(trace.messages, y + 1, color=color, alpha=0.45)
         bars(_both(trace.compute, trace.messages), y + 1, color=color)
         for name, (begin, end) in trace.phases:
-            if row == 0 and end - begin > 0.1 * (max(e for _, e in every) - start):
+            if row == 0 and end - begin > 0.1 * (last - start):
                 middle = 1e3 * ((begin + end) / 2 - start)
                 axes.text(middle, y - 0.15, name, ha="center", va="bottom", fontsize=9)
         labels += [f"rank {trace.rank} computes", f"messages, {100 * trace.hidden:.0f} % hidden"]

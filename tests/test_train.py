@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardlab import ranks, show
 from shardlab.model import GPT, PRESETS
+from shardlab.ranks.agree import time_limit
 from shardlab.train import job, options, script, spread
 
 # 131 windows of each part: 8 steps an epoch, and no number of ranks divides 131. Two epochs begin.
@@ -131,6 +132,17 @@ def test_a_strategy_equals_one_process_and_goes_on(strategy, one, tmp_path):
         assert abs(line["time"] - time.time()) < 600
         assert math.isclose(line["tokens_per_second"] * line["seconds"], 16 * 64)
     assert [line["step"] for line in lines if "test" in line]
+
+
+def test_the_groups_of_tensor_parallelism_wait_no_longer_than_the_run():
+    def limits():
+        model = spread.Spread(GPT(PRESETS["nano"]), "tensor", 2).model
+        groups = (model.process_group, model.module.head.group)
+        own = [g._get_backend(torch.device("cpu")).options._timeout for g in groups]
+        return own, time_limit(dist.group.WORLD)
+
+    for own, of_the_run in ranks.run(limits, 2, show=False, device="cpu"):
+        assert own == [of_the_run] * 2  # gloo's would be half an hour
 
 
 def test_of_half_precision_a_strategy_takes_what_it_can(one, tmp_path):

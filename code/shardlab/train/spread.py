@@ -12,7 +12,6 @@ import io
 import pickle
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlab import tensor_parallel, zero
 from shardlab.model import GPT
+from shardlab.ranks.agree import time_limit
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "tensor")
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +48,6 @@ class Spread:
         tensor: int = 1,
         precision: str = "float32",
         compiler: str | None = None,
-        timeout: timedelta | None = None,
     ):
         check(dist.get_world_size(), model.config.heads, strategy, tensor, precision)
         self.plain, self.strategy, self.dtype = model, strategy, DTYPES[precision]
@@ -67,10 +66,10 @@ class Spread:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
             self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
         elif strategy == "tensor":
-            # A group of its own timeout: new groups do not take over that of the first one.
-            neighbours, _ = dist.new_subgroups(tensor, timeout=timeout)
+            limit = time_limit(world)  # new groups do not take it over by themselves
+            neighbours, _ = dist.new_subgroups(tensor, timeout=limit)
             places = [list(range(place, dist.get_world_size(), tensor)) for place in range(tensor)]
-            copies, _ = dist.new_subgroups_by_enumeration(places, timeout=timeout)
+            copies, _ = dist.new_subgroups_by_enumeration(places, timeout=limit)
             tensor_parallel.parallelize(model, neighbours)
             # Whole logits on every rank, so that the loss is the plain one's; a large vocabulary
             # wants tensor_parallel.loss instead, which leaves them cut.

@@ -63,19 +63,23 @@ def _(answer: Any) -> str:
     return "Right: launchers, a late option, an unprotected torchrun, and a node that meets itself."
 
 
+def _slurm(job: int, task: int) -> dict[str, str]:
+    """What srun tells the task of a job of two nodes with two tasks each."""
+    return {
+        "SLURM_PROCID": str(task),
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": str(task % 2),
+        "SLURM_JOB_ID": str(job),
+        "SLURM_NODEID": str(task // 2),
+    }
+
+
 @exercise("my_ranks")
 def _(answer: Callable[..., Any]) -> str:
     for job in (71234, 71235):
         for task in range(4):
             for gpus in (0, 1, 2):
-                slurm = {
-                    "SLURM_PROCID": str(task),
-                    "SLURM_NTASKS": "4",
-                    "SLURM_LOCALID": str(task % 2),
-                    "SLURM_JOB_ID": str(job),
-                    "SLURM_NODEID": str(task // 2),
-                }
-                got = called(answer, slurm, ["node7", "node9"], gpus)
+                got = called(answer, _slurm(job, task), ["node7", "node9"], gpus)
                 if not isinstance(got, dict):
                     raise Wrong(f"A dictionary, please; it returned {got!r}.")
                 want = {
@@ -98,14 +102,7 @@ def _(answer: Callable[..., Any]) -> str:
                         )
 
     def port(job: int, task: int) -> Any:
-        slurm = {
-            "SLURM_PROCID": str(task),
-            "SLURM_NTASKS": "4",
-            "SLURM_LOCALID": str(task % 2),
-            "SLURM_JOB_ID": str(job),
-            "SLURM_NODEID": str(task // 2),
-        }
-        return called(answer, slurm, ["node7", "node9"], 2).get("MASTER_PORT")
+        return called(answer, _slurm(job, task), ["node7", "node9"], 2).get("MASTER_PORT")
 
     for job in (1, 4711, 9_999_999):
         if not isinstance(port(job, 0), int) or not 1024 <= port(job, 0) < 32768:

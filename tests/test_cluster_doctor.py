@@ -32,9 +32,9 @@ from hypothesis import strategies as st
 
 from shardlab import link
 from shardlab.__main__ import main
-from shardlab.cluster import checks, doctor, examine, folder, pairs, slurm
-from shardlab.cluster.meet import place
-from shardlab.cluster.verdicts import BAD, Findings, listed
+from shardlab.cluster import doctor, slurm
+from shardlab.cluster.doctor import checks, examine, folder, pairs
+from shardlab.cluster.doctor.verdicts import BAD, Findings, listed
 from shardlab.machines import MACHINES
 
 COMMAND = [sys.executable, "-m", "shardlab", "doctor"]
@@ -429,23 +429,6 @@ def test_pairs_meet_once_and_nobody_is_in_two_at_a_time(size, each, apart):
 
 
 # Three ways to start, and those that fail.
-
-
-def test_where_a_launcher_put_a_process():
-    assert place({}) is None
-    given = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    at = place(given | {"LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert (at.rank, at.size, at.local_rank, at.address, at.port, at.served) == (
-        3, 4, 1, "a", 29500, True,
-    )  # fmt: skip
-    slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
-    at = place(slurm | {"SLURM_JOB_ID": "40007", "MASTER_ADDR": "node1"})
-    assert (at.rank, at.size, at.local_rank, at.address, at.port) == (5, 8, 1, "node1", 20007)
-    # In the batch script itself, beside the ranks, Slurm sets a rank and no step.
-    assert place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) is None
-    for name, value in (("MASTER_PORT", ""), ("WORLD_SIZE", "four")):
-        with pytest.raises(ValueError, match=name):
-            place(given | {name: value})
 
 
 BAD_INPUT = {

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.flight_recorder import fr_trace
 
 from shardlab import ranks
-from shardlab.cluster import captured, flight, hang
+from shardlab.cluster import captured
 from shardlab.cluster.captured import capture
+from shardlab.cluster.watch import flight, hang
 
 LINE = re.compile(r"line (\d+) in (.+)")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab import ranks, show, text
-from shardlab.cluster import flight, report, sample, straggler, timeline
+from shardlab.cluster.watch import flight, report, sample, straggler, timeline
 from shardlab.model import GPT, PRESETS, loss
 
 COLORS = show.RANK_COLORS

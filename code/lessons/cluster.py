@@ -54,21 +54,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab import cluster, ranks, show, text
 from shardlab.check import check
-from shardlab.cluster import (
-    captured,
-    checks,
-    core,
-    doctor,
-    flight,
-    hang,
-    pairs,
-    report,
-    sample,
-    sessions,
-    straggler,
-    timeline,
-)
+from shardlab.cluster import captured, core, doctor
+from shardlab.cluster.doctor import checks, pairs
 from shardlab.cluster.job import Job, free_port
+from shardlab.cluster.slurm import sessions
+from shardlab.cluster.watch import flight, hang, report, sample, straggler, timeline
 from shardlab.model import GPT, PRESETS, loss
 
 show.style()

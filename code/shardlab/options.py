@@ -36,14 +36,21 @@ def add(parser: argparse.ArgumentParser, name: str, words: str, metavar: str) ->
     parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar)
 
 
+def number(
+    name: str, given: str | None, allowed: str = "numbers", kind: Callable[[str], Any] = float
+) -> Any:
+    """The value of an option as a number of that kind. Raises ValueError, which names it."""
+    try:
+        return kind(given or "")
+    except ValueError:
+        raise ValueError(f"{name}={given or ''!r}: allowed are {allowed}") from None
+
+
 def whole(
     name: str, given: str | None, least: int = 1, allowed: str = "whole numbers above 0"
 ) -> int:
     """The value of an option as a whole number. Raises ValueError, which says what is allowed."""
-    try:
-        value = int(given or "")
-    except ValueError:
-        raise ValueError(f"{name}={given or ''!r}: allowed are {allowed}") from None
+    value = number(name, given, allowed, int)
     if value < least:
         raise ValueError(f"{name}={value}: allowed are {allowed}")
     return value

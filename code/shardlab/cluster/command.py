@@ -17,7 +17,13 @@ from importlib import import_module
 
 from shardlab import options
 
-PARTS = {"up": "up", "status": "up", "down": "up", "run": "job", "watch": "sample", "hang": "hang"}
+# What each part is called by its user, and the module that brings it.
+PARTS = {
+    **dict.fromkeys(("up", "status", "down"), "slurm.command"),
+    "run": "job",
+    "watch": "watch.sample",
+    "hang": "watch.hang",
+}
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

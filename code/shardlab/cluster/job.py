@@ -165,16 +165,9 @@ def told(chosen: argparse.Namespace) -> Job:
         given["restarts"] = options.whole("restarts", chosen.restarts, 0, least)
     for name in ("patience", "last_call", "join", "grace"):
         if (value := getattr(chosen, name)) is not None:
-            given[name] = _seconds(name, value)
+            given[name] = options.number(name, value, "numbers of seconds")
     if chosen.job is not None:
         given["name"] = chosen.job
     if chosen.logs is not None:
         given["logs"] = Path(chosen.logs)
     return Job(**given)
-
-
-def _seconds(name: str, given: str) -> float:
-    try:
-        return float(given)
-    except ValueError:
-        raise ValueError(f"{name}={given!r}: allowed are numbers of seconds") from None

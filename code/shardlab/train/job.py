@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from shardlab.launcher import Place, place
 from shardlab.model import parameter_count
 from shardlab.shapes import Config
 
@@ -26,27 +26,9 @@ from shardlab.shapes import Config
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
-def launched() -> dict[str, str]:
-    """What torchrun tells a rank, from whoever started this process: torchrun, srun, or a shell."""
-    env = dict(os.environ)
-    if "RANK" in env:
-        return env
-    if int(env.get("SLURM_NTASKS", "1")) == 1 or "SLURM_PROCID" not in env:
-        return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    nodes = subprocess.run(
-        ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return {
-        "RANK": env["SLURM_PROCID"],
-        "LOCAL_RANK": env["SLURM_LOCALID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
-        "MASTER_ADDR": env.get("MASTER_ADDR", nodes.stdout.split()[0]),
-        # Two jobs on one node shall not meet.
-        "MASTER_PORT": env.get("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000)),
-    }
+def launched() -> Place:
+    """Where torchrun or srun has put this process; from a shell it is the only one."""
+    return place(os.environ) or Place(rank=0, size=1, local_rank=0)
 
 
 def device() -> torch.device:
@@ -62,15 +44,15 @@ def run(main: Callable[..., Any], options: dict[str, Any]) -> None:
 
     options: also `timeout`, the seconds that a rank waits for another one in a collective.
     """
-    os.environ.update(launched())
+    at = launched()
+    os.environ.update(at.environment())
     timeout = timedelta(seconds=options.pop("timeout"))
     if (gpu := device()).type == "cuda":
         torch.cuda.set_device(gpu)
-    alone = os.environ["WORLD_SIZE"] == "1"
     dist.init_process_group(
-        store=dist.HashStore() if alone else None,  # no port for one process
-        rank=0 if alone else -1,
-        world_size=1 if alone else -1,
+        store=dist.HashStore() if at.size == 1 else None,  # no port for one process
+        rank=0 if at.size == 1 else -1,
+        world_size=1 if at.size == 1 else -1,
         timeout=timeout,
         device_id=gpu if gpu.type == "cuda" else None,
     )

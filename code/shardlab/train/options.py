@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.arguments import check_number, check_whole
+from shardlab.options import number
 from shardlab.shapes import PRESETS
 from shardlab.text import Windows, parts
 
@@ -56,12 +57,14 @@ def parse(main: Callable[..., Any], arguments: list[str] | None = None) -> dict[
         words = WORDS[name] + ("" if default is None else f" [{default}]")
         parser.add_argument(f"--{name}", default=default, help=words, metavar="…")
     given = vars(parser.parse_args(arguments))
-    launched = job.launched()
+    rank = 0
     try:
+        place = job.launched()
+        rank = place.rank
         chosen = {name: _typed(name, value, defaults[name]) for name, value in given.items()}
-        check(int(launched["WORLD_SIZE"]), **chosen)
+        check(place.size, **chosen)
     except ValueError as error:
-        sys.exit(f"{parser.prog}: {error}" if launched["RANK"] == "0" else 2)
+        sys.exit(f"{parser.prog}: {error}" if rank == 0 else 2)
     del chosen["resume"]  # checked: either there is no checkpoint, or it is to be taken
     return chosen
 
@@ -69,13 +72,11 @@ def parse(main: Callable[..., Any], arguments: list[str] | None = None) -> dict[
 def _typed(name: str, value: Any, default: Any) -> Any:
     """What was typed, as a value of the default's type."""
     kind = NUMBERS.get(name, type(default))
-    if not isinstance(value, str) or name == "compiler":
+    if not isinstance(value, str):
         return value
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"{name}={value!r}: allowed are {allowed}") from None
+    if kind not in (int, float):
+        return value
+    return number(name, value, "whole numbers" if kind is int else "numbers", kind)
 
 
 def check(

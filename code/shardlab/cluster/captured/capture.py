@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from shardlab.cluster import flight
+from shardlab.cluster.watch import flight
 
 from . import FOLDER
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardlab.cluster import flight
+from shardlab.cluster.watch import flight
 
 
 def start() -> tuple[int, int, flight.Watchdog]:

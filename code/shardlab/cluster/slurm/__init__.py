@@ -32,7 +32,8 @@ from pathlib import Path
 import psutil
 
 from shardlab.arguments import check_whole
-from shardlab.cluster import configuration, daemons
+
+from . import configuration, daemons
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scancel")

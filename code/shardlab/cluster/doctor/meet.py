@@ -12,83 +12,23 @@ a thread of its own; the main one watches. What ranks say goes through the launc
 
 As long as anything moves, rank 0 waits; after `patience` seconds of silence it names whoever works
 on the earliest step, and does not wait itself.
-
-Three ways lead here, and `place` tells them apart by what the launcher left in the environment:
-torchrun and its like (RANK, WORLD_SIZE, MASTER_ADDR, …), srun (SLURM_PROCID, …), or neither.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from shardlab.launcher import Place
+
 _TICK = 0.02  # seconds between two looks at the store
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a launcher has put this process, and where all of them meet."""
-
-    rank: int
-    size: int
-    local_rank: int
-    address: str  # of rank 0's host
-    port: int
-    served: bool = False  # whether the launcher's own process keeps the store, as torchrun's does
-
-
-def place(environment: Mapping[str, str]) -> Place | None:
-    """What a launcher has set; None where there was none. ValueError for half of it."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        given = {name: environment.get(name, "") for name in wanted}
-        given["LOCAL_RANK"] = given["LOCAL_RANK"] or given["RANK"]
-        served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    elif "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
-        job = int(environment.get("SLURM_JOB_ID", 0))
-        given = {
-            "RANK": environment["SLURM_PROCID"],
-            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-            "LOCAL_RANK": environment.get("SLURM_LOCALID", ""),
-            "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_node(environment),
-            # Two jobs may share a node: a port for each.
-            "MASTER_PORT": environment.get("MASTER_PORT") or str(20_000 + job % 20_000),
-        }
-        served = False
-    else:
-        return None
-    for name, value in given.items():
-        if not value or (name != "MASTER_ADDR" and not value.isdigit()):
-            raise ValueError(f"{name}={value!r} in the environment: a launcher sets it, or you do")
-    rank, size, local = (int(given[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    return Place(rank, size, local, given["MASTER_ADDR"], int(given["MASTER_PORT"]), served)
-
-
-def _first_node(environment: Mapping[str, str]) -> str:
-    """The address of the first node of a Slurm step, where rank 0 is."""
-    nodes = environment.get("SLURM_STEP_NODELIST", "")
-    with suppress(OSError, subprocess.SubprocessError, IndexError):
-        name = _scontrol("hostnames", nodes).split()[0]
-        with suppress(OSError):
-            return socket.gethostbyname(name)
-        # Names that do not resolve, of several nodes on one machine for instance: Slurm knows.
-        words = dict(w.partition("=")[::2] for w in _scontrol("node", name).split())
-        return words.get("NodeAddr", name)
-    return ""
-
-
-def _scontrol(*what: str) -> str:
-    command = ["scontrol", "show", *what]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
 
 
 def store_of(at: Place, patience: float) -> dist.Store:

@@ -1,6 +1,6 @@
 """The flight recorder: which collectives every rank has called, from which line, and when.
 
-    from shardlab.cluster import flight
+    from shardlab.cluster.watch import flight
     watchdog = flight.Watchdog("runs/one/flight", limit=120)  # on every rank, before the loop
     watchdog.beat()                                           # after every step
 

@@ -1,7 +1,7 @@
 """What a terminal says in a real Slurm: executed where Slurm is installed, else as recorded.
 
-    python -m shardlab.cluster.sessions          # record all anew: takes half a minute, wants Slurm
-    python -m shardlab.cluster.sessions queue    # or one
+    python -m shardlab.cluster.slurm.sessions          # record all anew: half a minute
+    python -m shardlab.cluster.slurm.sessions queue    # or one
 
 A session is a file in recorded/. Its first line says when and with which versions it was made;
 lines that begin with `$ ` are commands, and what follows is what they printed; `% ` stands before
@@ -24,7 +24,7 @@ from pathlib import Path
 from shardlab import show
 from shardlab.cluster import slurm
 
-JOBS = Path(__file__).parent / "jobs"
+JOBS = Path(__file__).parents[1] / "jobs"
 RECORDED = Path(__file__).parent / "recorded"
 # What srun says when the job before is not quite gone: sometimes it is, sometimes not.
 _WAITED = r"^srun: job \d+ (queued and waiting for|has been allocated) resources\n"

@@ -34,12 +34,13 @@ import torch.distributed as dist
 
 from shardlab import options, ranks
 from shardlab.arguments import check_number
+from shardlab.launcher import place
 from shardlab.machines import MACHINES, Machine
 
 from . import checks
 from .consult import Settings, consult
 from .examine import host
-from .meet import Meeting, place, store_of
+from .meet import Meeting, store_of
 from .verdicts import BAD, GOOD, Findings, Verdict, listed
 
 WIDTH = 100
@@ -168,10 +169,7 @@ def _main(chosen: argparse.Namespace) -> int:
 def _number(name: str, given: str | None, otherwise: float) -> float:
     if given is None:
         return otherwise
-    try:
-        value = float(given)
-    except ValueError:
-        raise ValueError(f"{name}={given!r}: allowed are numbers above 0") from None
+    value = options.number(name, given, "numbers above 0")
     check_number(**{name: value})
     return value
 

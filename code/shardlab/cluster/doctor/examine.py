@@ -42,7 +42,7 @@ def versions(device: torch.device) -> Facts:
 
 def sources() -> str:
     """A short hash of the package's own files: two checkouts are seldom the same."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     whole = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         whole.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())

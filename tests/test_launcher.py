@@ -1,0 +1,64 @@
+"""Where a launcher has put a process, read from what torchrun or srun leaves in the environment."""
+
+import os
+
+import pytest
+
+from shardlab.launcher import Place, place
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "node[3-4]",
+    "SLURM_JOB_ID": "40007",
+}
+
+
+def scontrol(folder, monkeypatch, script):
+    """Put a program of that name before all others: its answer depends on its arguments."""
+    (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_without_a_launcher():
+    assert place({}) is None
+    # In the batch script itself, beside the ranks, Slurm sets a rank and no step.
+    assert place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) is None
+
+
+def test_torchrun():
+    at = place(TORCHRUN | {"LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert at == Place(rank=3, size=4, local_rank=1, address="a", port=29500, served=True)
+    assert place(TORCHRUN).local_rank == 3  # other launchers of one node leave it out
+    assert place(SRUN | TORCHRUN).rank == 3  # torchrun under srun: its word counts
+
+
+def test_srun(tmp_path, monkeypatch):
+    at = place(SRUN | {"MASTER_ADDR": "node1"})
+    assert at == Place(rank=5, size=8, local_rank=1, address="node1", port=20007)
+    assert place(SRUN | {"MASTER_ADDR": "node1", "MASTER_PORT": "4000"}).port == 4000
+    scontrol(tmp_path, monkeypatch, 'test "$2" = hostnames && printf "localhost\\nnode4\\n"')
+    assert place(SRUN).address == "127.0.0.1"
+
+
+def test_a_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(tmp_path, monkeypatch):
+    answers = 'case "$2" in hostnames) echo no.such.node.invalid;; *) echo NodeAddr=10.0.0.7;; esac'
+    scontrol(tmp_path, monkeypatch, answers)
+    assert place(SRUN).address == "10.0.0.7"
+
+
+def test_the_same_in_the_words_of_torchrun():
+    assert place(TORCHRUN).environment() == TORCHRUN | {"LOCAL_RANK": "3"}
+    alone = Place(rank=0, size=1, local_rank=0)
+    assert alone.environment() == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    "name, value", [("MASTER_PORT", ""), ("WORLD_SIZE", "four"), ("MASTER_ADDR", "")]
+)
+def test_half_of_it_is_an_error_that_names_what_is_missing(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} in the environment"):
+        place(TORCHRUN | {name: value})

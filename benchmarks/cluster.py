@@ -1,6 +1,6 @@
 """Our agent beside torchrun: seconds and steps that a fault costs, on two nodes of this machine.
 
-    python benchmarks/cluster.py            # a table; some ten minutes on two cores
+    python benchmarks/cluster.py            # a table; a quarter of an hour on two cores
     python benchmarks/cluster.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
     python benchmarks/cluster.py --quick    # one fault, one time each: only shows that it runs
 
@@ -16,7 +16,7 @@ the seconds say more. floor: the same script, started with the same number of ra
 checkpoint, by nobody but a loop over Popen, in seconds until its first step; the share is that
 over ours.
 
-    python benchmarks/cluster.py --ranks 4 --json > code/shardlab/cluster/restarts.json
+    python benchmarks/cluster.py --ranks 4 --repeats 2 --json > code/shardlab/cluster/restarts.json
 
 writes the table of the lesson.
 """

@@ -235,10 +235,11 @@ MEANS = [
 ]
 known = {name: a for a in get_args_parser()._actions for name in a.option_strings}
 empty = None, "", False
-rows = [
-    (name, "–" if known[name].default in empty else known[name].default, means, ours)
-    for name, means, ours in MEANS
-]
+rows = []
+for name, means, ours in MEANS:
+    default = known[name].default
+    shown = "–" if default in empty else str(default).replace(",", ", ")  # so that it may break
+    rows.append((name, shown, means, ours))
 show.table(rows, ["torchrun", "default", "what it gives", "ours"])
 
 # %% [markdown]
@@ -568,7 +569,7 @@ print("import torch:", round(time.perf_counter() - begin, 1), "s")
 # The seconds go from the last step before to the first step after.
 
 # %% tags=["hide-input"]
-# Table: what faults cost, recorded by `benchmarks/cluster.py`
+# Table: what faults cost, recorded by benchmarks/cluster.py
 
 path = Path(cluster.__file__).parent / "restarts.json"
 found = json.loads(path.read_text())
@@ -578,13 +579,14 @@ for row in found["rows"]:
     both = [" / ".join("–" if x is None else str(x) for x in pair) for pair in told]
     rows.append((row["case"], *both))
 where = f"torch {found['torch']}, {found['cores']} cores"
-caption = f"Recorded {found['date']}, {where}"
+start = f"started by a mere loop, the script takes {found['bare start (s)']['4']} s"
+caption = f"Recorded {found['date']}, {where}; {start}"
 head = ["what happens", "seconds, ours / torchrun", "steps lost", "ranks after (of 4)"]
 show.table(rows, head, caption=caption)
 
 
 # %% [markdown]
-# - Each was measured once, on cores that other work used as well: it is no race. Most seconds are imports, which no launcher can spare.
+# - Medians of two jobs each. Most seconds are the script's start, its imports above all, which no launcher can spare.
 # - No launcher loses more than the steps since the last save. What was computed again had the same losses, on fewer ranks too.
 # - "An agent alone is killed": torchrun's ranks do not notice, and train on as orphans. Nobody watches them, so the next fault is for ever, unless a scheduler ends what the job has left.
 # - The store's node lost: a dash, for both jobs end. Only the scheduler can start the job again, which is what requeueing is for.

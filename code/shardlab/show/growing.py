@@ -153,23 +153,25 @@ class Growing:
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import PythonLexer
 
-        signs = any(sign != " " for sign, _ in lines)
-        codes = [self._code(n) if n else "⋯" for _, n in lines]
-        margin = min(
-            (len(c) - len(c.lstrip()) for (_, n), c in zip(lines, codes, strict=True) if n and c),
-            default=0,
-        )
+        first = next((n for sign, n in lines if n and sign != " "), lines[0][1] if lines else 1)
+        marks, codes = [], []
+        for sign, n in lines:
+            code = self._code(n) if n else "⋯"
+            if codes and codes[-1].startswith(" ") and re.match("@|class |def ", code):
+                marks, codes = [*marks, " "], [*codes, ""]  # what stood between was left out
+            marks, codes = [*marks, sign], [*codes, code]
+        signs = any(sign != " " for sign in marks)
+        margin = min((len(c) - len(c.lstrip()) for c in codes if c not in ("", "⋯")), default=0)
         codes = [code[margin:] if code != "⋯" else code for code in codes]
         marked = highlight("\n".join(codes), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
         body, plain = [], []
-        for (sign, _), code, page in zip(lines, codes, marked.split("\n"), strict=False):
+        for sign, code, page in zip(marks, codes, marked.split("\n"), strict=False):
             mark = f"{sign} " if signs else ""
             style = f"display:inline-block;min-width:100%;background:{_TINT[sign]}"
             page = page if code != "⋯" else "⋯"
             page = f'<span style="{style}">{mark}{page}</span>' if signs else page
             body.append(page)
             plain.append(f"{mark}{code}".rstrip())
-        first = next((n for sign, n in lines if n and sign != " "), lines[0][1] if lines else 1)
         caption = f"{_below_root(self.path).removeprefix('code/')}, line {first}"
         if self.path.is_relative_to(ROOT):
             target = f"../{_below_root(self.path)}#L{first}"

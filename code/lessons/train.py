@@ -998,7 +998,6 @@ for size, (step, compute) in measured.items():
     rows.append(
         (size, f"{step:.3f}", f"{gain:.2f}", f"{100 * gain / size:.0f}", f"{slower:.2f}", f"{messages:.0f}")
     )
-assert measured[2][0] < 1.1 * alone
 show.table(
     rows,
     [

@@ -67,7 +67,7 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
     What their cells assert is judged where they are executed for the book, with the machine to
     themselves: here they would disturb what the other asserts of times.
     """
-    environment = without_jupyter(tmp_path)
+    environment = without_jupyter(tmp_path) | {"OMP_NUM_THREADS": "1"}
 
     def run(topic):
         return subprocess.run(

@@ -44,6 +44,7 @@ LONGEST = (
     "test_deepspeed_engine.py",
     "test_zero.py",
     "test_cluster_doctor.py",
+    "test_pairs.py",
     "test_questions.py",
     "test_book.py",
     "test_index.py",

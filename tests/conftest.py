@@ -20,8 +20,9 @@ with contextlib.suppress(ImportError):  # the tests for a GPU do without it, on 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--phase`, `--site` and `--whole`."""
+    """Add `--phase`, `--files`, `--site` and `--whole`."""
     parser.addoption("--phase", choices=phases.PHASES, help="only the tests of one phase")
+    parser.addoption("--files", default="", help="the files that hold them: no other is imported")
     parser.addoption("--site", type=Path, help="a built site to try instead of this one")
     parser.addoption("--whole", action="store_true", help="run every lesson as a script, not some")
 
@@ -41,8 +42,16 @@ def site(root, request) -> Path:
     return folder.resolve()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files that hold no test of the phase that is asked for."""
+    files = config.getoption("--files")
+    names = files.split(os.pathsep)
+    other = files and collection_path.is_file() and str(collection_path) not in names
+    return True if other else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the phase that is asked for; of all without one.
+    """Keep the tests of the phase that is asked for; of all without one. Long files come first.
 
     A test that measures may be disturbed: it has three tries, as a lesson's cells have.
     """
@@ -50,6 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if phases.phase(item) != wanted]
         items[:] = [item for item in items if phases.phase(item) == wanted]
         config.hook.pytest_deselected(items=others)
+    order = {name: number for number, name in enumerate(phases.LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
         if item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.flaky(reruns=2, only_rerun=["AssertionError", "RankError"]))

@@ -2,9 +2,12 @@
 
     python tests/phases.py [what pytest takes]    # tests/test_zero.py, -k ring, -x
 
-1. beside: what needs no site and measures nothing, in two processes.
+1. beside: what needs no site and measures nothing, in one process more than there are cores: much
+   of what a test takes it waits.
 2. site: what looks at the built site, in two processes. `make book` comes first.
 3. alone: what measures (the mark `alone`), one test at a time, with nothing beside it.
+
+A file's tests stay in one process, and share what the file makes once.
 
 What each test took is in _build/tests/seconds.txt, the slowest first. The last line sums up.
 """
@@ -27,6 +30,25 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "_build/tests"
 PHASES = ("beside", "site", "alone")
 FEW = 4  # tests that one process has done before two have started
+# Files that take longest: they begin first, so that no process is left alone with one at the end.
+LONGEST = (
+    "test_rehearsal.py",
+    "test_torchrun.py",
+    "test_ranks.py",
+    "test_train.py",
+    "test_checkpoint.py",
+    "test_record_gpu.py",
+    "test_cluster_slurm.py",
+    "test_cluster.py",
+    "test_benchmarks.py",
+    "test_deepspeed_engine.py",
+    "test_zero.py",
+    "test_cluster_doctor.py",
+    "test_pairs.py",
+    "test_questions.py",
+    "test_book.py",
+    "test_index.py",
+)
 KINDS = {"failure": "failed", "error": "error", "skipped": "skipped"}  # in pytest's report
 
 
@@ -48,17 +70,28 @@ class Collected:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count them by phase."""
         self.phases = Counter(phase(item) for item in session.items)
+        self.files = {name: set() for name in PHASES}
+        for item in session.items:
+            self.files[phase(item)].add(str(item.path))
         self.site = any(needs_site(item) for item in session.items)
 
 
-def run(name: str, tests: int, arguments: list[str]) -> tuple[int, list[ElementTree.Element]]:
+def run(
+    name: str, tests: int, files: set[str], arguments: list[str]
+) -> tuple[int, list[ElementTree.Element]]:
     """Pytest's status in a phase, and its tests."""
     report = KEPT / f"{name}.xml"
     report.unlink(missing_ok=True)
-    two = ["-n", "2", "--dist", "loadfile"] if name != "alone" and tests > FEW else []
+    command = [sys.executable, "-m", "pytest", "--phase", name, f"--junitxml={report}"]
+    command.append(f"--files={os.pathsep.join(sorted(files))}")
+    environment = dict(os.environ)
+    if name != "alone" and tests > FEW:
+        processes = 2 if name == "site" else 1 + (os.cpu_count() or 1)
+        command += ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
+        # A second thread waits for its core in a loop: beside others, it takes ten times as long.
+        environment["OMP_NUM_THREADS"] = "1"
     print(f"== tests, {name}: {tests}", flush=True)
-    command = [sys.executable, "-m", "pytest", "--phase", name, f"--junitxml={report}", *two]
-    status = subprocess.run([*command, *arguments], cwd=ROOT).returncode
+    status = subprocess.run([*command, *arguments], cwd=ROOT, env=environment).returncode
     return status, list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
 
 
@@ -80,7 +113,7 @@ def main(arguments: list[str]) -> int:
     tests = []
     for name in PHASES:
         if collected.phases[name]:
-            ended, found = run(name, collected.phases[name], arguments)
+            ended, found = run(name, collected.phases[name], collected.files[name], arguments)
             status = max(status, ended)
             tests += found
             if ended > 1 or (ended and "-x" in arguments):

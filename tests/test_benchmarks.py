@@ -34,7 +34,6 @@ def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
     return printed["rows"], printed
 
 
-@pytest.mark.alone
 def test_cluster():
     found, printed = rows(
         "cluster", ["loopback"], *("seconds", "recovered", "lost", "after", "same")

@@ -566,7 +566,6 @@ def one_process() -> list[float]:
     return losses
 
 
-@pytest.mark.alone
 def test_the_same_script_under_both_with_equal_losses(start, tmp_path):
     """Two nodes, a rank that fails in the first round; what torchrun leaves of it."""
     losses, environments = {}, {}
@@ -626,7 +625,6 @@ store.wait([f"seen {other}" for other in range(size)])
 """
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_torchruns_restarted_ranks_find_the_addresses_of_dead_ones(start, tmp_path, switch):
     """Why TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; when this fails for "0", it is needed no more."""

@@ -43,8 +43,12 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Box]:
 
 
 def submit(box: slurm.Box, *words: str) -> str:
-    """`sbatch` in the folder with the jobs' files, with gloo on the loopback; the job's number."""
-    how = {"cwd": box.folder.parent, "env": {**box.environment, "GLOO_SOCKET_IFNAME": "lo"}}
+    """`sbatch` in the folder with the jobs' files, with gloo on the loopback; the job's number.
+
+    The jobs believe in 8 CPUs, and start as many threads: those that wait leave theirs to others.
+    """
+    more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
+    how = {"cwd": box.folder.parent, "env": {**box.environment, **more}}
     return box.run(["sbatch", "--parsable", *words], **how).stdout.strip()
 
 
@@ -103,7 +107,6 @@ def listeners(box: slurm.Box) -> set[tuple[str, str]]:
 
 
 @NEEDS
-@pytest.mark.alone
 def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, serial) -> None:
     job = submit(box, "torchrun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/torchrun".split())
     seen = set()
@@ -125,8 +128,9 @@ def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, s
 
 
 @NEEDS
-@pytest.mark.alone
-def test_srun_gives_ranks_by_itself(box, serial) -> None:
+def test_srun_gives_ranks_by_itself(box, serial, request) -> None:
+    if not request.config.getoption("--whole"):
+        pytest.skip("trains once more: torchrun trains above, and a session below has srun's ranks")
     job = submit(box, "srun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/srun".split())
     folder = box.folder.parent
     assert ended(box, job) == "COMPLETED", (folder / f"train-{job}.err").read_text()
@@ -134,7 +138,6 @@ def test_srun_gives_ranks_by_itself(box, serial) -> None:
 
 
 @NEEDS
-@pytest.mark.alone
 def test_a_job_saves_before_its_end_is_requeued_and_resumes(box, serial) -> None:
     one = "--nodes=1"  # half as many interpreters to start, twice
     job = submit(box, one, "requeue.sbatch", "train.py", *f"{SMALL} 30".split())
@@ -153,7 +156,6 @@ def test_a_job_saves_before_its_end_is_requeued_and_resumes(box, serial) -> None
 
 
 @NEEDS
-@pytest.mark.alone
 def test_the_signal_kills_a_torchrun_that_nobody_protects(box) -> None:
     script = """
         import os, pathlib, signal, time
@@ -172,7 +174,6 @@ def test_the_signal_kills_a_torchrun_that_nobody_protects(box) -> None:
 
 
 @NEEDS
-@pytest.mark.alone
 def test_an_array_runs_its_tasks_with_a_number_each(box) -> None:
     job = submit(box, "array.sbatch", "steps.py", "--steps", "5")
     most = 0
@@ -192,7 +193,6 @@ def test_an_array_runs_its_tasks_with_a_number_each(box) -> None:
 
 
 @NEEDS
-@pytest.mark.alone
 def test_one_gpu_for_each_task_is_each_task_s_device_0(box) -> None:
     words = 'echo "$SLURM_LOCALID $CUDA_VISIBLE_DEVICES"'
     for option, seen in ("--gpus-per-node=2", ["0 0,1", "1 0,1"]), ("--gpus-per-task=1", None):

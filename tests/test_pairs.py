@@ -59,7 +59,6 @@ def test_the_scripts_that_run_use_all_that_lessons_show_with(root):
     assert every == {n for t in RUN_AS_SCRIPTS + UNDER_TORCHRUN for n in shown(t, root)}
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(1200)  # a lesson takes a minute on two free cores
 def test_scripts_run_without_jupyter(root, tmp_path, request):
     """`python code/lessons/<topic>.py` ends with 0, wherever it is started; two at a time.
@@ -67,7 +66,7 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
     What their cells assert is judged where they are executed for the book, with the machine to
     themselves: here they would disturb what the other asserts of times.
     """
-    environment = without_jupyter(tmp_path)
+    environment = without_jupyter(tmp_path) | {"OMP_NUM_THREADS": "1"}
 
     def run(topic):
         return subprocess.run(

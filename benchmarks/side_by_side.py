@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from shardlab import count, link, ranks
 from shardlab.count import clock
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # of the slow link: 50 microseconds, 1 Gbit/s
+WARM_UP = 2  # rounds
 ROOM = 30e9  # bytes of a GPU that a rank needs for all contenders' gpt-2, several models at once
 Times = dict[str, list[float]]  # contender -> seconds of its steps
 Step = Callable[[], Any]
@@ -42,17 +43,37 @@ def alternately(
     the seconds that its step itself returns.
     """
     times: Times = {name: [] for name in [*steps, *told.values()]}
+    outside = [*turns(steps, rounds, device, told, times)]
+    assert not outside, "a contender has no step"
+    return times
+
+
+def turns(
+    steps: Mapping[str, Step | None],
+    rounds: int,
+    device: torch.device,
+    told: Mapping[str, str],
+    times: Times,
+) -> Iterator[None]:
+    """The turns of `alternately`, noted in `times`, for one contender that nobody can call (None).
+
+    Its step is what the caller does from one `next` to the next one.
+    """
     order = list(steps)
-    for number in range(-2, rounds):
+    for number in range(-WARM_UP, rounds):
         for name in order if number % 2 else reversed(order):
+            step = steps[name]
             dist.barrier()
             begin = clock(device)
-            seconds = steps[name]()
+            if step is None:
+                yield
+                seconds = None
+            else:
+                seconds = step()
             if number >= 0:
                 times[name].append(clock(device) - begin)
                 if name in told:
                     times[told[name]].append(seconds)
-    return times
 
 
 def peak(build: Callable[[], Step]) -> int:

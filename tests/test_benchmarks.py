@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from test_pipeline_torch import THEIRS
 
 from shardlab import pipeline, show
 
-TOPICS = ["cluster", "data_parallel", "pipeline", "tensor_parallel", "zero"]
+TOPICS = ["cluster", "data_parallel", "pipeline", "tensor_parallel", "train", "zero"]
 KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
 
 
@@ -87,6 +88,23 @@ def test_tensor_parallel():
         # Counted: every operation on a DTensor, some hundred in two layers, takes many more calls.
         assert (one["dispatched"] > 100) == (one is not ours)
         assert one is ours or one["calls"] > 4 * ours["calls"]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch-lightning"
+)
+def test_train():
+    found, _ = rows("train", ["loopback"])  # it holds the losses of both against each other
+    assert [row["case"].split(":")[0] for row in found] == ["ddp", "fsdp2"]
+    assert {row["against"] for row in found} == {"Lightning's Trainer"}
+
+
+def test_train_says_in_one_line_that_lightning_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    benchmark("train")["main"](["--json", "--quick"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"rows": []}
+    assert shown.err.count("\n") == 1 and "pytorch-lightning" in shown.err
 
 
 @pytest.mark.parametrize("topic", TOPICS)

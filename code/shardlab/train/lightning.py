@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.text import Windows
 
 STRATEGIES = ("ddp", "fsdp2")
@@ -29,15 +29,15 @@ STRATEGIES = ("ddp", "fsdp2")
 class LitGPT(L.LightningModule):
     """The plain GPT, its loss and its optimizer; `sharded`: FSDP2 over the mesh of the strategy."""
 
-    def __init__(self, sharded: bool = False):
+    def __init__(self, sharded: bool = False, config: Config = PRESETS["nano"]):
         super().__init__()
-        self.sharded, self.net = sharded, None
+        self.sharded, self.config, self.net = sharded, config, None
 
     def configure_model(self) -> None:
         """Build the model, once the ranks are there. Lightning calls it again for each stage."""
         if self.net is None:
             torch.manual_seed(0)
-            self.net = GPT(PRESETS["nano"])
+            self.net = GPT(self.config)
             if self.sharded:
                 for part in [*self.net.blocks, self.net]:
                     fully_shard(part, mesh=self.device_mesh["data_parallel"])

@@ -1333,7 +1333,7 @@ check(my_grid_step)
 # ```
 #
 # Lay out Llama 3 70B on 64 H200s, 8 in a node, for steps of 512 sequences of 8,192 tokens.
-# The fullest GPU should need no more than 126.9 GB, nine tenths of what it has, and the floor of a step should be no more than 36 s.
+# The fullest GPU should need no more than 126.9 GB, nine tenths of what it has, and a step should take no more than 73 s, as `strategy.predict` has it.
 # What the chart says fits, and is too slow.
 # More than one layout does it; the check says what yours lacks.
 

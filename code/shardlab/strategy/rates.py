@@ -106,6 +106,10 @@ _GUESSES = {
         "share of unsharded copies' traffic that backward does not hide",
         {"course": (0.5, 0.3), "megatron": (1.0, 0.1), "nanotron": (0.5, 0.3)},
     ),
+    "gathers": (
+        "share of the traffic of ZeRO-2 and 3 that a step's work does not hide, at least",
+        {"course": (0.15, 0.5), "megatron": (0.15, 0.5), "nanotron": (0.15, 0.5)},
+    ),
     "step": (
         "seconds of a step beside all that is counted",
         {"course": (0.01, 1.0), "megatron": (0.01, 1.0), "nanotron": (0.05, 1.0)},

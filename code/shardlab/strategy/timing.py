@@ -85,8 +85,8 @@ def seconds(job: Job, rates: Mapping[str, float], reserved: float = 0.0) -> Seco
     else:
         bubble = others * _left(layout.schedule, forward.total, backward.total) / v
     held = [parameters(job, stage) for stage in found]
-    data, step = _copies(job, rates, held), _optimizer(job, rates, max(held))
     busy = slowest.total * m
+    data, step = _copies(job, rates, held, busy), _optimizer(job, rates, max(held))
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step
     # Predicted bytes are not exact: at 0.95 of the limit no run retries, at 1.05 of it all do.
@@ -202,29 +202,47 @@ def _messages(job: Job, rates: Mapping[str, float]) -> float:
     return 2 * layout.chunks * each * (layout.microbatches + layout.pp - 2)
 
 
-def _copies(job: Job, rates: Mapping[str, float], held: list[float]) -> float:
-    """Seconds in which the copies wait for gradients and weights, and tied ends for each other."""
+def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float) -> float:
+    """Seconds in which the copies wait for gradients and weights, and tied ends for each other.
+
+    Of unsharded gradients backward hides a share, and of scattered ones the same; ZeRO-1's weights
+    are gathered when the step is over. From ZeRO-2 on what is sent for each micro-batch can hide
+    behind all of the step's work, but for a share, and for what takes longer than the work.
+    """
     layout, machine = job.layout, job.machine
     gradient, weight = job.profile.wire
     seconds = 0.0
-    group = layout.dp * layout.cp
+    group, replicas, m = layout.shards, layout.replicas, layout.microbatches
     if group > 1:
-        here = min(group, max(1, machine.per_node // layout.tp))
-        rate = rates["node"] * machine.inside
-        if group > here:
-            rate = min(rate, rates["network"] * machine.between * here)
-        m, share = layout.microbatches, max(held) * (group - 1) / group
+        once = max(held) * (group - 1) / group / _rate(job, rates, group)
         if layout.zero == 0:
-            volume = 2 * gradient * rates["exposed"]
+            seconds = 2 * gradient * rates["exposed"] * once
         elif layout.zero == 1:
-            volume = (2 if job.profile.reduced else 1) * gradient + weight
+            reduced = 2 * gradient if job.profile.reduced else gradient * rates["exposed"]
+            seconds = (reduced + weight) * once
         else:
-            volume = m * gradient + (2 * m if layout.zero == 3 else 1) * weight
-        seconds += volume * share / rate
+            sent = (m * gradient + (2 * m if layout.zero == 3 else 1) * weight) * once
+            seconds = max(rates["gathers"] * sent, sent - busy)
+    if replicas > 1:  # groups add up the shards of their gradients, each rank with its like
+        share = max(held) / group * (replicas - 1) / replicas
+        seconds += 2 * gradient * rates["exposed"] * share / _rate(job, rates, replicas, group)
     if job.config.tied and layout.pp > 1:
         ends = job.config.vocab * job.config.hidden / layout.tp
         seconds += 2 * gradient * ends / (rates["network"] * machine.between)
     return seconds
+
+
+def _rate(job: Job, rates: Mapping[str, float], ranks: int, apart: int = 1) -> float:
+    """Bytes per second between `ranks` copies, each `apart` copies from the next.
+
+    Copies of one node share its cards: of g of them, each carries a g-th.
+    """
+    machine = job.machine
+    here = min(ranks, max(1, machine.per_node // (job.layout.tp * apart)))
+    rate = rates["node"] * machine.inside
+    if ranks > here:
+        rate = min(rate, rates["network"] * machine.between * here)
+    return rate
 
 
 def _optimizer(job: Job, rates: Mapping[str, float], held: float) -> float:

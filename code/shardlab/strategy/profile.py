@@ -34,6 +34,9 @@ class Profile:
     waves: bool  # products count whole waves of tiles
     reduced: bool  # ZeRO-1 sums whole gradients up, and does not scatter them
     sequence_parallel: bool  # always, where tensors are cut
+    # What it offers.
+    zeros: tuple[int, ...]  # stages of ZeRO, without a pipeline; with one, 0 and 1
+    interleaves: bool
 
 
 # nanotron, early 2025: REDUCE_SCATTER tensor parallelism, a fused norm, flash attention; float32
@@ -57,6 +60,8 @@ NANOTRON = Profile(
     waves=False,
     reduced=True,
     sequence_parallel=True,
+    zeros=(0, 1),
+    interleaves=False,
 )
 
 # Megatron-LM: Korthikanti et al. 2022 (arXiv 2205.05198), Table 2: 10 sbh outside, 24 sbh and the
@@ -80,6 +85,8 @@ MEGATRON = Profile(
     waves=True,
     reduced=False,
     sequence_parallel=False,
+    zeros=(0, 1),
+    interleaves=True,
 )
 
 # The course's own model under torch: 16-bit gradients, ZeRO as FSDP2 does it.
@@ -102,6 +109,8 @@ COURSE = Profile(
     waves=False,
     reduced=False,
     sequence_parallel=False,
+    zeros=(0, 1, 2, 3),
+    interleaves=True,
 )
 
 PROFILES = {profile.name: profile for profile in (COURSE, MEGATRON, NANOTRON)}

@@ -104,11 +104,11 @@ _GUESSES = {
     ),
     "exposed": (
         "share of unsharded copies' traffic that backward does not hide",
-        {"course": (0.5, 0.3), "megatron": (1.0, 0.1), "nanotron": (0.5, 0.3)},
+        {"course": (0.25, 0.5), "megatron": (1.0, 0.1), "nanotron": (0.5, 0.3)},
     ),
     "gathers": (
         "share of the traffic of ZeRO-2 and 3 that a step's work does not hide, at least",
-        {"course": (0.15, 0.5), "megatron": (0.15, 0.5), "nanotron": (0.15, 0.5)},
+        {"course": (0.2, 0.5), "megatron": (0.2, 0.5), "nanotron": (0.2, 0.5)},
     ),
     "step": (
         "seconds of a step beside all that is counted",

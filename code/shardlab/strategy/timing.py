@@ -89,9 +89,9 @@ def seconds(job: Job, rates: Mapping[str, float], reserved: float = 0.0) -> Seco
     data, step = _copies(job, rates, held, busy), _optimizer(job, rates, max(held))
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step
-    # Predicted bytes are not exact: at 0.95 of the limit no run retries, at 1.05 of it all do.
+    # Predicted bytes are not exact: some runs retry from 0.97 of the limit on, all above 1.11.
     full = reserved / (rates["limit"] * job.machine.memory)
-    likely = min(1.0, max(0.0, (full - 0.95) / 0.1))
+    likely = min(1.0, max(0.0, (full - 0.97) / 0.14))
     retries = total * (rates["retries"] ** likely - 1)
     parts = {name: m * value for name, value in vars(slowest).items()}
     return Seconds(**parts, bubble=bubble, messages=messages, data=data, optimizer=step,
@@ -205,9 +205,9 @@ def _messages(job: Job, rates: Mapping[str, float]) -> float:
 def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float) -> float:
     """Seconds in which the copies wait for gradients and weights, and tied ends for each other.
 
-    Of unsharded gradients backward hides a share, and of scattered ones the same; ZeRO-1's weights
-    are gathered when the step is over. From ZeRO-2 on what is sent for each micro-batch can hide
-    behind all of the step's work, but for a share, and for what takes longer than the work.
+    Of unsharded gradients backward hides a share, and of scattered ones the same; weights of ZeRO-1
+    and 2 are gathered when the step is over. What is sent for each micro-batch, from ZeRO-2 on,
+    can hide behind all of the step's work, but for a share, and for what takes longer.
     """
     layout, machine = job.layout, job.machine
     gradient, weight = job.profile.wire
@@ -220,9 +220,10 @@ def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float
         elif layout.zero == 1:
             reduced = 2 * gradient if job.profile.reduced else gradient * rates["exposed"]
             seconds = (reduced + weight) * once
-        else:
-            sent = (m * gradient + (2 * m if layout.zero == 3 else 1) * weight) * once
+        else:  # for each micro-batch, and for the weights of ZeRO-2 once
+            sent = m * (gradient + (2 * weight if layout.zero == 3 else 0)) * once
             seconds = max(rates["gathers"] * sent, sent - busy)
+            seconds += weight * once if layout.zero == 2 else 0.0
     if replicas > 1:  # groups add up the shards of their gradients, each rank with its like
         share = max(held) / group * (replicas - 1) / replicas
         seconds += 2 * gradient * rates["exposed"] * share / _rate(job, rates, replicas, group)

@@ -128,6 +128,7 @@ def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
         raise ValueError(f"gbs={batch}: allowed are multiples of dp * mbs = {d * b}")
     v = _whole(c, "vp", 1)
     said = str(c.get("recompute", "none")).lower()
+    said = {"false": "none", "true": "full"}.get(said, said)
     if said not in _RECOMPUTE:
         raise ValueError(f"recompute={c['recompute']!r}: allowed are none, selective and full")
     along = bool(c.get("sequence_parallel", said == "sp" or said.endswith("+sp")))

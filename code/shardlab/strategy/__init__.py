@@ -4,7 +4,8 @@
 - `Layout`, `peak`, `stages`: who holds which part, and the most that a rank then holds;
 - `flops`, `zero_bytes`, `seconds`, `training_days`: work, traffic, and a step's floor;
 - `predict`: what a step takes, in seconds and bytes, by a `Profile` (what an implementation keeps
-  and does) and `Rates` (what has to be measured); `fit` finds these;
+  and does) and `Rates` (what has to be measured); `learn` finds these in files, `measure` here;
+- `plan`: every layout of a job, the fastest first, and what ruled out the others;
 - `rungs`, `choose`: the flow chart, from copies alone to pipelines across nodes;
 - `fullness`, `slowness`: what a layout lacks, in a sentence;
 - `fastest`: every layout that fits, to compare the chart with.
@@ -18,6 +19,7 @@ from .advice import fullness, slowness
 from .chart import RUNGS, Rung, choose, rungs
 from .cost import Seconds, flops, seconds, training_days, zero_bytes
 from .layout import Layout, peak
+from .plan import Plan, Planned, plan
 from .predict import Prediction, predict
 from .profile import PROFILES, Profile
 from .rates import Rate, Rates, known
@@ -31,6 +33,8 @@ __all__ = [
     "Choice",
     "Layout",
     "Machine",
+    "Plan",
+    "Planned",
     "Prediction",
     "Profile",
     "Rate",
@@ -44,6 +48,7 @@ __all__ = [
     "fullness",
     "known",
     "peak",
+    "plan",
     "predict",
     "room",
     "rungs",

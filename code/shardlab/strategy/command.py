@@ -10,9 +10,12 @@ and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --
 --micro-batch and --recompute keep one value of a layout. --explain shows the first layout part by
 part, --json everything. Rates are the course's, or those of a file: --rates.
 
+    python -m shardlab strategy --measure --rates here.json
     python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
     python -m shardlab strategy --predict rows.csv --rates rates.json --profile nanotron
     python -m shardlab strategy --case cases.json --rates rates.json --profile megatron
+
+--measure finds rates of the machine at hand, in under a minute; a plan with them needs no --gpu.
 
 --fit finds rates from measured steps (CSV with the columns of the Ultra-Scale sweep) or from layer
 times (JSON, a list of cases with "id", "config" and "published") and writes them.
@@ -45,12 +48,13 @@ from shardlab.shapes import PRESETS
 from . import files, learn, report
 from .footprint import GIB
 from .hub import read_config
+from .measure import measure
 from .plan import plan, short
 from .predict import check_rates, first_rank, of_job
 from .profile import PROFILES, Profile
 from .rates import Rates, known, read
 
-ENTRIES = "fit", "predict", "case"
+ENTRIES = "measure", "fit", "predict", "case"
 FIXED = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "zero": 0, "micro_batch": 1}  # and the least of each
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
@@ -80,6 +84,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     for name in FIXED:
         add(name.replace("_", "-"), "keep this value", "N")
     add("recompute", "keep this: none, selective or full", "HOW")
+    words = "find the rates of this machine"
+    parser.add_argument("--measure", action="store_true", default=None, help=words)
     parser.add_argument("--explain", action="store_true", default=None, help="the first, by part")
     parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
     parser.set_defaults(command=_main)
@@ -91,15 +97,18 @@ def _main(chosen: argparse.Namespace) -> int:
     asks = [name for name in ("model", "config") if name in given]
     if len(entries + asks) != 1:
         said = " and ".join(f"--{name}" for name in entries + asks) or "neither"
-        allowed = "exactly one of --model, --config, --fit, --predict and --case"
+        allowed = "exactly one of --model, --config, --measure, --fit, --predict and --case"
         raise ValueError(f"{said}: allowed is {allowed}")
     if asks:
         print(_planned(given))
         return 0
     if not given.get("rates"):
         raise ValueError(f"rates='': allowed with --{entries[0]} is a file")
-    if entries == ["fit"]:
-        return _fit(given)
+    if entries[0] in ("measure", "fit"):
+        rates = _measured(given) if entries == ["measure"] else _fitted(given)
+        options.written("rates", given["rates"], rates.write)
+        print(table(rates))
+        return 0
     profile, rates = _rates(given)
     if entries == ["predict"]:
         print(predicted_rows(Path(given["predict"]), profile, rates), end="")
@@ -117,7 +126,7 @@ def _planned(given: dict[str, Any]) -> str:
         rates = known(profile.name)
     # Whatever is trained today has fused attention; the tables that rates come from had not.
     profile = replace(profile, attention="flash")
-    asked = _asked(given)
+    asked = _asked(given, rates)
     fixed: dict[str, object] = {
         name: options.whole(name, given[name], least, f"whole numbers from {least}")
         for name, least in FIXED.items()
@@ -139,13 +148,16 @@ def _planned(given: dict[str, Any]) -> str:
     return report.text(asked, found, rates, top)
 
 
-def _asked(given: dict[str, Any]) -> report.Asked:
+def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
     if "model" in given:
         name = one_of("model", given["model"], PRESETS)
         config = PRESETS[str(name)]
     else:
         name, config = Path(given["config"]).name, read_config(Path(given["config"]))
-    machine = MACHINES[str(one_of("gpu", given.get("gpu", ""), MACHINES))]
+    if "gpu" in given or rates.machine is None:
+        machine = MACHINES[str(one_of("gpu", given.get("gpu", ""), MACHINES))]
+    else:
+        machine = rates.machine
     if "per_node" in given:
         machine = replace(machine, per_node=options.whole("per-node", given["per_node"]))
     seq = options.whole("seq", given["seq"]) if "seq" in given else config.seq
@@ -184,15 +196,16 @@ def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
     return profile, rates
 
 
-def _fit(given: dict[str, Any]) -> int:
+def _measured(given: dict[str, Any]) -> Rates:
+    options.written("rates", given["rates"])
+    return measure(_profile({"profile": "course", **given}).name)
+
+
+def _fitted(given: dict[str, Any]) -> Rates:
     profile, source = _profile(given), Path(given["fit"])
     if source.suffix == ".json":
-        rates = learn.from_cases(files.read_cases("fit", source), profile, source.name)
-    else:
-        rates = learn.from_rows(files.read_rows("fit", source), profile, source.name)
-    options.written("rates", given["rates"], rates.write)
-    print(table(rates))
-    return 0
+        return learn.from_cases(files.read_cases("fit", source), profile, source.name)
+    return learn.from_rows(files.read_rows("fit", source), profile, source.name)
 
 
 def table(rates: Rates) -> str:

@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
+
+from shardlab.machines import Machine
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Rates(Mapping[str, float]):
 
     profile: str
     all: dict[str, Rate]
+    machine: Machine | None = None  # on which they were measured, where that is known
 
     def __getitem__(self, name: str) -> float:
         return self.all[name].value
@@ -47,7 +51,10 @@ class Rates(Mapping[str, float]):
     def write(self, path: Path) -> None:
         """Into a JSON file."""
         listed = {name: vars(rate) for name, rate in self.all.items()}
-        text = json.dumps({"profile": self.profile, "rates": listed}, indent=1)
+        given: dict[str, Any] = {"profile": self.profile, "rates": listed}
+        if self.machine:
+            given["machine"] = vars(self.machine)
+        text = json.dumps(given, indent=1)
         path.write_text(text + "\n", "utf-8")
 
 
@@ -179,6 +186,7 @@ def read(path: Path) -> Rates:
         rates = {n: Rate(float(r["value"]), r["unit"], float(r["spread"]), r["origin"])
                  for n, r in listed.items()}  # fmt: skip
         missing = [name for name in guesses(profile) if name not in rates]
+        machine = Machine(**given["machine"]) if "machine" in given else None
     except OSError as error:
         raise ValueError(f"rates={str(path)!r}: allowed are files ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -186,4 +194,4 @@ def read(path: Path) -> Rates:
     bad = [n for n, r in rates.items() if not (isfinite(r.value) and r.value > 0)]
     for name in missing + bad:
         raise ValueError(f"rates={str(path)!r}: allowed are files with a {name!r} above 0")
-    return Rates(profile, rates)
+    return Rates(profile, rates, machine)

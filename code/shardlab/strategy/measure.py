@@ -30,12 +30,17 @@ def measure(profile: str = "course") -> Rates:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    found = {
-        "products": _products(torch, device),
-        "attention": _attention(torch, device),
-        "memory": _memory(torch, device),
-        "launch": _launch(torch, device),
-    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a rank has: one of several on the CPU's cores
+    try:
+        found = {
+            "products": _products(torch, device),
+            "attention": _attention(torch, device),
+            "memory": _memory(torch, device),
+            "launch": _launch(torch, device),
+        }
+    finally:
+        torch.set_num_threads(threads)
     if node := _node(torch, on_gpu):
         found["node"] = node
     machine = machine_called(name) or _unknown(torch, name, found)

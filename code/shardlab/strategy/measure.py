@@ -1,0 +1,176 @@
+"""Rates of the machine at hand, measured in well under a minute: `--measure`.
+
+Each is the median of several timings, and as unsure as they differ. A GPU's are shares of its data
+sheet where it is known. A CPU has no sheet, and GPUs may be new: then what is measured here is the
+sheet, of which a job reaches all.
+
+Between nodes nothing can be measured from one of them; those rates stay what they were.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median, quantiles
+from typing import Any
+
+from shardlab.machines import MACHINES, Machine
+
+from .rates import Rate, Rates, known
+
+REPEATS = 7  # of each timing, after one that warms up
+LEAST = 0.02  # of a spread: the same machine differs by as much tomorrow
+
+
+def measure(profile: str = "course") -> Rates:
+    """`known(profile)` with what can be measured here, and the machine at hand."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a rank has: one of several on the CPU's cores
+    try:
+        found = {
+            "products": _products(torch, device),
+            "attention": _attention(torch, device),
+            "memory": _memory(torch, device),
+            "launch": _launch(torch, device),
+        }
+    finally:
+        torch.set_num_threads(threads)
+    if node := _node(torch, on_gpu):
+        found["node"] = node
+    machine = machine_called(name) or _unknown(torch, name, found)
+    sheet = {
+        "products": machine.flops,
+        "attention": machine.flops,
+        "memory": machine.stream,
+        "node": machine.inside,
+        "launch": 1.0,
+    }
+    rates = known(profile)
+    measured = {
+        key: Rate(value / sheet[key], rates.all[key].unit, spread, f"measured on this {name}")
+        for key, (value, spread) in found.items()
+    }
+    return Rates(profile, rates.all | measured, machine)
+
+
+def machine_called(name: str) -> Machine | None:
+    """The machine of a GPU's name as its driver prints it; None where no sheet is known."""
+    plain = name.lower()
+    for brand in ("nvidia", "geforce", "tesla"):
+        plain = plain.replace(brand, "")
+    plain = plain.strip().replace(" ", "-")
+    match = [key for key in MACHINES if plain.startswith(key) or plain.startswith(key + "-")]
+    if "a100" in match and "40gb" in plain:
+        match = ["a100-40"]
+    return MACHINES[max(match, key=len)] if match else None
+
+
+def _unknown(torch: Any, name: str, found: dict[str, tuple[float, float]]) -> Machine:
+    """A machine whose sheet is what was measured."""
+    if name == "CPU":
+        memory, count = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1
+    else:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        count = torch.cuda.device_count()
+    inside = found["node"][0] if "node" in found else found["memory"][0] / 10
+    return Machine(
+        name, memory, count, inside, inside, found["products"][0], found["memory"][0]
+    )  # fmt: skip
+
+
+def _timed(torch: Any, device: Any, work: Callable[[], Any], wait: bool = True) -> list[float]:
+    """Seconds of `work`, several times. wait: until the GPU has done it, not only been told."""
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    taken = []
+    for _ in range(REPEATS + 1):
+        synchronize()
+        begin = time.perf_counter()
+        work()
+        if wait:
+            synchronize()
+        taken.append(time.perf_counter() - begin)
+    synchronize()
+    return taken[1:]
+
+
+def _rate(taken: list[float], amount: float) -> tuple[float, float]:
+    """Amount a second, and how far it may be off."""
+    low, middle, high = quantiles(taken, n=4)
+    return amount / median(taken), max(LEAST, (high - low) / middle)
+
+
+def _products(torch: Any, device: Any) -> tuple[float, float]:
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return _rate(_timed(torch, device, lambda: a @ b), 2.0 * n**3)
+
+
+def _attention(torch: Any, device: Any) -> tuple[float, float]:
+    """Fused, causal, forward: half of the pairs."""
+    heads, s, size = (16, 8192, 128) if device.type == "cuda" else (4, 512, 64)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(1, heads, s, size, device=device).to(dtype) for _ in range(3))
+    fused = torch.nn.functional.scaled_dot_product_attention
+    taken = _timed(torch, device, lambda: fused(q, k, v, is_causal=True))
+    return _rate(taken, 2.0 * s * s * heads * size)
+
+
+def _memory(torch: Any, device: Any) -> tuple[float, float]:
+    """One pass that reads a large tensor and writes another."""
+    n = 2**29 if device.type == "cuda" else 2**24
+    a = torch.randn(n // 4, device=device)
+    b = torch.empty_like(a)
+    return _rate(_timed(torch, device, lambda: torch.add(a, 1.0, out=b)), 2.0 * n)
+
+
+def _launch(torch: Any, device: Any) -> tuple[float, float]:
+    """Seconds in which the CPU tells the device what a layer does, forward and backward.
+
+    The layer is so small that there is nothing else to wait for.
+    """
+    from shardlab.model import Block
+    from shardlab.shapes import Config
+
+    config = Config(hidden=64, heads=4, mlp="swiglu", norm="rms", bias=False)
+    layers = torch.nn.Sequential(*(Block(config) for _ in range(8))).to(device)
+    x = torch.randn(1, 8, 64, device=device)
+    taken = _timed(torch, device, lambda: layers(x).sum().backward(), wait=device.type == "cpu")
+    seconds, spread = _rate(taken, 8.0)
+    return 1 / seconds, spread
+
+
+def _node(torch: Any, on_gpu: bool) -> tuple[float, float] | None:
+    """Bytes a second of each rank in an all-reduce of all GPUs of this node, or of two processes.
+
+    None on a single GPU, which has none to talk to.
+    """
+    from shardlab import ranks
+
+    size = torch.cuda.device_count() if on_gpu else 2
+    if size < 2:
+        return None
+    taken = ranks.run(_all_reduce, size, show=False)[0]
+    return _rate(taken, 2 * (size - 1) / size * _BYTES[on_gpu])
+
+
+_BYTES = {True: 2**28, False: 2**22}  # of an all-reduce, on GPUs and on CPUs
+
+
+def _all_reduce() -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    x = torch.ones(_BYTES[on_gpu] // 4, device=device)
+    return _timed(torch, device, lambda: dist.all_reduce(x))

@@ -1,0 +1,85 @@
+"""Rates of the machine at hand: found in seconds, written, and good for a plan on it."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ran
+
+from shardlab import strategy
+from shardlab.machines import MACHINES
+from shardlab.model import GPT, loss
+from shardlab.shapes import PRESETS
+from shardlab.strategy import PROFILES, Layout
+from shardlab.strategy.measure import machine_called
+from shardlab.strategy.rates import known, read
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 3060", None),
+        ("NVIDIA GB200", "gb200"),
+    ],
+)
+def test_a_driver_s_names(name: str, key: str | None) -> None:
+    assert machine_called(name) is (MACHINES[key] if key else None)
+
+
+def step_seconds(config, batch: int) -> float:
+    """The median of some steps of training in one process, on one thread, as a rank has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _step_seconds(config, batch)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _step_seconds(config, batch: int) -> float:
+    model = GPT(config)
+    adam = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(config.vocab, (batch, config.seq))
+    taken = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        loss(model(tokens), tokens).backward()
+        adam.step()
+        adam.zero_grad()
+        taken.append(time.perf_counter() - begin)
+    return sorted(taken[1:])[2]
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the CPU's rates are asked")
+def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> None:
+    """Within a factor of two and a half, five times tried: two shared cores are never quiet."""
+    path = tmp_path / "here.json"
+    config, apart = PRESETS["micro"], []
+    for _ in range(5):
+        begin = time.perf_counter()
+        status, out, err = ran(capsys, "strategy", "--measure", "--rates", str(path))
+        assert status == 0 and not err and "measured on this CPU" in out
+        assert time.perf_counter() - begin < 60
+        rates = read(path)
+        assert set(rates) == set(known("course")) and rates.machine.name == "CPU"
+        layout = Layout(micro_batch=8)
+        found = strategy.predict(config, rates.machine, layout, PROFILES["course"], rates)
+        apart.append(found.seconds.total / step_seconds(config, 8))
+        if 0.4 < apart[-1] < 2.5:
+            break
+    else:
+        pytest.fail(f"predicted over measured: {apart}")
+    status, out, _ = ran(
+        capsys, "strategy", "--model", "micro", "--rates", str(path), "--gpus", "1", "--batch",
+        "8", "--json",
+    )  # fmt: skip
+    assert status == 0 and json.loads(out)["best"][0]["layout"] == "d 1"

@@ -1,0 +1,3 @@
+"""A page has no files."""
+
+Path = None

@@ -19,9 +19,12 @@ the page stays alive, and what takes too long can be stopped. In PYTHON are
 
 It is one script that holds one string. So it can be loaded from a disk as well, where a browser
 lets no page fetch a file and no worker load one: in the archive the calculators work.
-(Tried beside it. Pyodide is Python itself, but has 6.4 MB, and no package on PyPI. MicroPython is
-small and quick, but its dictionaries keep no order, its sort is not stable, and it knows neither
-dataclasses nor all of the syntax: that would be another course's Python.)
+
+Brython computes some 20 to 60 times slower than Python. (Pyodide is Python itself, but has 6.4 MB,
+and pip brings it to nobody. MicroPython is as small as Brython and quicker, but its dictionaries
+keep no order, its sort is not stable, and it knows neither annotated fields nor all of the syntax:
+the course's files would have to be changed for it.) One difference is known: a number that lies
+exactly between two that can be printed, as 0.125 with two digits, is rounded up, not to even.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ CALCULATORS = {
             Field("batch", "sequences on each rank", "1"),
             Field("seq", "tokens in a sequence; empty: the model’s longest"),
             Field("recompute", "recomputation", "none", ("none", "selective", "full")),
-            Field("precision", "numbers", "bf16", tuple(memory.PRECISIONS)),
+            Field("precision", "precision", "bf16", tuple(memory.PRECISIONS)),
             Field("sequence_parallel", "sequence parallelism", "no", ("no", "yes")),
             Field("unit", "unit", "GB", ("GB", "GiB")),
         ),

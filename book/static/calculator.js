@@ -43,9 +43,10 @@
     }
     const first = Math.min(...all.map((span) => span.begin));
     const end = Math.max(...all.map((span) => span.end)) - first || 1;
+    const cost = Math.max(...spans.map((row) => row.at(-1).end - row[0].begin));
     const shortest = Math.min(...all.map((span) => span.end - span.begin).filter((long) => long > 0));
     const room = Math.max(240, box.clientWidth - LEFT - 4);
-    const unit = Math.min(Math.max(room, (16 * end) / shortest), Math.max(room, 6000)) / end;
+    const unit = Math.min(Math.max(room, (12 * end) / shortest), Math.max(room, 6000)) / end;
     const wide = Math.ceil(LEFT + end * unit + 2), high = spans.length * STEP + 18;
     const draw = (parent, tag, given, words) => {
       const one = parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", tag));
@@ -65,8 +66,9 @@
     spans.forEach((row, stage) => {
       const top = stage * STEP;
       draw(svg, "text", { x: LEFT - 6, y: top + 17, "text-anchor": "end" }, `stage ${stage}`);
-      const begins = row[0].begin - first, ends = row.at(-1).end - first;
-      draw(svg, "rect", { class: "pass-idle", x: LEFT + begins * unit, y: top, width: (ends - begins) * unit, height: TALL });
+      // As long as the step costs: a stage that begins late ends late, or has waited for so long.
+      const begins = Math.min(row[0].begin, Math.max(first, row.at(-1).end - cost)) - first;
+      draw(svg, "rect", { class: "pass-idle", x: LEFT + begins * unit, y: top, width: cost * unit, height: TALL });
       for (const { kind, microbatch, chunk, begin, end } of row) {
         const x = LEFT + (begin - first) * unit, right = LEFT + (end - first) * unit, foot = top + TALL;
         const cut = Math.min(CUT, (right - x) / 3), y = kind === "W" ? top + (1 - LOW) * TALL : top;
@@ -101,6 +103,7 @@
     const wrong = add(form, "p", { className: "calculator-wrong", role: "alert" });
     const result = add(form, "div", { className: "calculator-result" });
     const terminal = form.querySelector(".calculator-command");
+    if (terminal) form.append(terminal); // below what it prints
     let worker = null, turn = 0;
 
     const end = () => {

@@ -6,9 +6,17 @@ from dataclasses import dataclass
 
 from shardlab import memory
 from shardlab.arguments import check_whole
+from shardlab.memory.units import one_of
 from shardlab.shapes import Config
 
-_DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches"
+_DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
+SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
+STAGE_RULES = "equal", "megatron", "nanotron"
+_NAMES = {
+    "recompute": ("none", "selective", "full"),
+    "schedule": SCHEDULES,
+    "offload": ("none", "optimizer", "parameters"),
+}
 
 
 @dataclass(frozen=True)
@@ -23,33 +31,93 @@ class Layout:
     microbatches: int = 1  # [m] in one step, one after the other, on each copy
     recompute: str = "none"  # or "selective", "full"
     sequence_parallel: bool = False
+    cp: int = 1  # [c] ranks that share each sequence
+    ep: int = 1  # ranks, of the copies, that share the experts
+    chunks: int = 1  # [v] parts of the model on each stage, under "interleaved" and "zb-v"
+    schedule: str = "1f1b"  # of a pipeline: one of SCHEDULES
+    replicas: int = 1  # groups of dp / replicas copies that ZeRO shards over; groups repeat (HSDP)
+    offload: str = "none"  # to the host's memory: or "optimizer", "parameters" (ZeRO-3)
+    stages: str | tuple[int, ...] = "equal"  # one of STAGE_RULES, or the layers of each stage
 
     def __post_init__(self) -> None:
         check_whole(1, **{name: getattr(self, name) for name in _DEGREES})
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r}: allowed are 0, 1, 2 and 3")
-        if self.recompute not in ("none", "selective", "full"):
-            given = f"recompute={self.recompute!r}"
-            raise ValueError(f"{given}: allowed are 'none', 'selective' and 'full'")
+        for name, allowed in _NAMES.items():
+            one_of(name, getattr(self, name), allowed)
+        one_of("sequence_parallel", self.sequence_parallel, (False, True))
+        self._check_copies()
+        self._check_stages()
+
+    def _check_copies(self) -> None:
+        for name in ("ep", "replicas"):
+            if self.dp % getattr(self, name):
+                given = f"{name}={getattr(self, name)}"
+                raise ValueError(f"{given}: allowed are divisors of dp={self.dp}")
+        if self.replicas > 1 and not self.zero:
+            raise ValueError(f"replicas={self.replicas}: allowed with zero=0 is 1")
+        if self.offload == "parameters" and self.zero != 3:
+            raise ValueError(f"zero={self.zero}: allowed with offload='parameters' is 3")
+
+    def _check_stages(self) -> None:
+        if self.schedule == "interleaved" and self.pp > 1:
+            if self.chunks < 2:
+                raise ValueError("chunks=1: allowed with schedule='interleaved' are 2 or more")
+        elif self.chunks != (2 if self.schedule == "zb-v" and self.pp > 1 else 1):
+            allowed = "is 2" if self.schedule == "zb-v" and self.pp > 1 else "is 1"
+            given = f"schedule={self.schedule!r} and pp={self.pp}"
+            raise ValueError(f"chunks={self.chunks}: allowed with {given} {allowed}")
+        if isinstance(self.stages, str):
+            one_of("stages", self.stages, STAGE_RULES)
+            return
+        whole = [isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in self.stages]
+        if not isinstance(self.stages, tuple) or len(whole) != self.pp or not all(whole):
+            allowed = f"{', '.join(STAGE_RULES)}, and a tuple of pp={self.pp} whole numbers"
+            raise ValueError(f"stages={self.stages!r}: allowed are {allowed}")
 
     @property
     def ranks(self) -> int:
         """GPUs that it takes."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def batch(self) -> int:
         """[B] sequences in one step, on all copies together."""
         return self.dp * self.micro_batch * self.microbatches
 
+    @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO divides: copies of a group, and those that share a sequence."""
+        return self.dp // self.replicas * self.cp
+
     def __str__(self) -> str:
-        cuts = [f"{n} {size}" for n, size in (("t", self.tp), ("p", self.pp)) if size > 1]
+        degrees = ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep)
+        cuts = [f"{n} {size}" for n, size in degrees if size > 1]
         words = [" · ".join([f"d {self.dp}", *cuts])]
         if self.zero:
-            words.append(f"ZeRO-{self.zero}")
+            groups = f" in {self.replicas} groups" if self.replicas > 1 else ""
+            words.append(f"ZeRO-{self.zero}{groups}")
         if self.recompute != "none":
             words.append("recompute" if self.recompute == "full" else "recompute attention")
+        if self.pp > 1 and self.schedule != "1f1b":
+            chunks = f" {self.chunks}" if self.schedule == "interleaved" else ""
+            words.append(self.schedule + chunks)
+        if self.offload != "none":
+            words.append(f"{self.offload} on the host")
+        if self.pp > 1 and not isinstance(self.stages, str):
+            words.append(f"layers {_runs(self.stages)}")
         return ", ".join(words)
+
+
+def _runs(layers: tuple[int, ...]) -> str:
+    """Layers of each stage, with repeats counted: 15+3×16+15."""
+    runs: list[list[int]] = []
+    for n in layers:
+        if runs and runs[-1][1] == n:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, n])
+    return "+".join(str(n) if times == 1 else f"{times}×{n}" for times, n in runs)
 
 
 def peak(
@@ -62,8 +130,14 @@ def peak(
     """Bytes of the fullest rank at the fullest moment of a step, on a GPU: `memory.estimate`.
 
     seq: tokens of a sequence, by default the model's longest. Raises ValueError as that does, where
-    the shape cannot be cut so.
+    the shape cannot be cut so, and for what it does not count and `predict` does: sequences and
+    experts that ranks share, other schedules than 1F1B, groups that repeat, and unequal stages.
     """
+    plain = {"cp": 1, "ep": 1, "chunks": 1, "schedule": "1f1b", "replicas": 1, "stages": "equal"}
+    for name, value in plain.items():
+        if getattr(layout, name) != value and (name != "schedule" or layout.pp > 1):
+            given = f"{name}={getattr(layout, name)!r}"
+            raise ValueError(f"{given}: allowed is {value!r}; strategy.predict takes others")
     return memory.estimate(
         config,
         layout.micro_batch,
@@ -74,6 +148,7 @@ def peak(
         layout.dp,
         layout.tp,
         layout.pp,
+        layout.offload,
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
         recompute=layout.recompute,
         microbatches=layout.microbatches,

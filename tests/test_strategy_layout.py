@@ -1,0 +1,86 @@
+"""A layout says what a job is cut into, and refuses what cannot be."""
+
+from dataclasses import astuple, replace
+
+import pytest
+
+from shardlab import pipeline
+from shardlab.shapes import PRESETS
+from shardlab.strategy import Layout, peak
+from shardlab.strategy.layout import SCHEDULES
+
+
+def test_schedules_are_those_of_the_pipeline() -> None:
+    assert SCHEDULES == pipeline.NAMES
+
+
+def test_new_fields_stand_behind_the_old_ones() -> None:
+    """Lessons and readers give the first eight by position."""
+    layout = Layout(2, 4, 8, 1, 2, 16, "full", True)
+    assert layout.ranks == 64 and layout.batch == 64
+    assert astuple(layout)[8:] == (1, 1, 1, "1f1b", 1, "none", "equal")
+    assert {layout: 1}[Layout(2, 4, 8, 1, 2, 16, "full", True)] == 1  # can be a key
+
+
+def test_ranks_and_shards() -> None:
+    layout = Layout(dp=16, tp=8, pp=4, zero=1, cp=2, replicas=4)
+    assert layout.ranks == 16 * 8 * 4 * 2
+    assert layout.shards == 8  # four copies of a group, two ranks each
+    assert Layout(dp=16, ep=8).ranks == 16  # experts are shared among the copies
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(), "d 1"),
+        (Layout(2, 8, 4, 1), "d 2 · t 8 · p 4, ZeRO-1"),
+        (Layout(8, zero=3, replicas=2), "d 8, ZeRO-3 in 2 groups"),
+        (Layout(4, 8, 8, cp=16, ep=2), "d 4 · t 8 · p 8 · c 16 · e 2"),
+        (Layout(pp=4, schedule="interleaved", chunks=3), "d 1 · p 4, interleaved 3"),
+        (Layout(pp=4, schedule="zb-v", chunks=2), "d 1 · p 4, zb-v"),
+        (Layout(pp=4, stages=(3, 4, 4, 2)), "d 1 · p 4, layers 3+2×4+2"),
+        (Layout(2, zero=3, offload="parameters"), "d 2, ZeRO-3, parameters on the host"),
+        (Layout(1, 2, recompute="selective"), "d 1 · t 2, recompute attention"),
+    ],
+)
+def test_what_it_is_called(layout: Layout, words: str) -> None:
+    assert str(layout) == words
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"cp": 0}, "cp=0: allowed are whole numbers, 1 or more"),
+        ({"dp": 4, "ep": 3}, "ep=3: allowed are divisors of dp=4"),
+        ({"dp": 4, "replicas": 3, "zero": 1}, "replicas=3: allowed are divisors of dp=4"),
+        ({"dp": 4, "replicas": 2}, "replicas=2: allowed with zero=0 is 1"),
+        ({"offload": "parameters", "zero": 2}, "zero=2: allowed with offload='parameters' is 3"),
+        ({"offload": "disk"}, "offload='disk': allowed are 'none'"),
+        ({"schedule": "2f2b"}, "schedule='2f2b': allowed are 'naive'"),
+        ({"sequence_parallel": 1}, "sequence_parallel=1: allowed are False and True"),
+        ({"pp": 4, "schedule": "interleaved"}, "chunks=1: allowed with schedule='interleaved'"),
+        ({"pp": 4, "chunks": 2}, "chunks=2: allowed with schedule='1f1b' and pp=4 is 1"),
+        ({"chunks": 2, "schedule": "interleaved"}, "chunks=2: allowed with schedule='interleaved'"),
+        ({"pp": 4, "schedule": "zb-v"}, "chunks=1: allowed with schedule='zb-v' and pp=4 is 2"),
+        ({"stages": "even"}, "stages='even': allowed are 'equal'"),
+        ({"pp": 2, "stages": (4, 4, 4)}, "stages=(4, 4, 4): allowed are equal"),
+        ({"pp": 2, "stages": [4, 4]}, "stages=[4, 4]: allowed are equal"),
+        ({"pp": 2, "stages": (4, -1)}, "stages=(4, -1): allowed are equal"),
+        ({"pp": 2, "stages": (4, True)}, "stages=(4, True): allowed are equal"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Layout(**fields)
+    assert str(error.value).startswith(words)
+
+
+def test_the_peak_is_counted_or_refused() -> None:
+    config = PRESETS["llama-3-8b"]
+    base = Layout(4, 2, 2, 1, microbatches=4)
+    on_host = peak(config, replace(base, offload="optimizer"))
+    assert on_host < peak(config, base)
+    for change in ({"cp": 2}, {"schedule": "gpipe"}, {"stages": (15, 17)}, {"replicas": 2}):
+        (name,) = change
+        with pytest.raises(ValueError, match=f"{name}=.*strategy.predict takes others"):
+            peak(config, replace(base, **change))

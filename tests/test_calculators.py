@@ -71,6 +71,8 @@ def test_a_schedule_is_what_the_command_says(capsys) -> None:
         ("memory", {"model": "llama-3-8b", "tp": "3"}),
         ("memory", {"model": "gpt-9"}),
         ("memory", {"dp": "8"}),
+        ("strategy", {"model": "llama-3-405b", "gpu": "h100", "gpus": "8"}),
+        ("strategy", {"model": "llama-3-8b", "gpu": "abacus", "gpus": "8"}),
         ("schedule", {"name": "1f1b", "stages": "four", "microbatches": "8"}),
         ("schedule", {"name": "zb-v", "stages": "4", "microbatches": "8", "chunks": "3"}),
         ("schedule", {"name": "1f1b", "stages": "4", "microbatches": "8", "hop": "-1"}),
@@ -83,15 +85,18 @@ def test_bad_input_gets_the_words_of_the_command(capsys, kind, given) -> None:
     assert said == {}
 
 
-def test_the_strategy_is_the_one_chosen() -> None:
-    found = answer("strategy", model="llama-3-8b", gpu="h100", gpus="8", batch="64")
-    assert found["said"] == "recompute: d 8, ZeRO-1, recompute."
-    assert [name for name, *_ in found["rows"] if name.startswith("chosen: ")] == [
-        "chosen: recompute"
+def test_a_strategy_is_what_the_command_says(capsys) -> None:
+    given = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8", "tokens": "1e12", "zero": "1"}
+    found = answer("strategy", **given)
+    best = printed(capsys, found["command"])["best"]
+    assert [row[0] for row in found["rows"]] == [one["layout"] for one in best]
+    assert [float(row[4]) for row in found["rows"]] == [
+        pytest.approx(one["seconds"], rel=1e-3) for one in best
     ]
-    short = answer("strategy", model="llama-3-405b", gpu="h100", gpus="8", batch="64")
-    assert "no rung fits" in short["error"]
-    assert answer("strategy", gpu="h100")["error"].startswith("model='': allowed are ")
+    assert found["said"].startswith(f"First is {best[0]['layout']}, ")
+    assert all(len(row) == len(found["head"]) for row in found["rows"])
+    del given["tokens"]
+    assert "days" in found["head"] and "days" not in answer("strategy", **given)["head"]
 
 
 def test_a_command_line_is_one_word_a_value() -> None:
@@ -121,9 +126,14 @@ def test_stand_ins_do_what_the_library_does() -> None:
                 return self.left + self.right
 
         @tools.dataclass(frozen=True)
+        class Key:
+            name: str
+
+        @tools.dataclass(frozen=True)
         class One:
             a: int
             b: Pair = Pair(1)
+            c: list = tools.field(default_factory=list)
 
             def __post_init__(self):
                 if self.a < 0:
@@ -134,10 +144,11 @@ def test_stand_ins_do_what_the_library_does() -> None:
             One(-1)
         with pytest.raises(AttributeError, match="cannot assign to field 'a'"):
             one.a = 4
-        for wrong in ({}, {"a": 1, "c": 2}):
+        for wrong in ({}, {"a": 1, "d": 2}):
             with pytest.raises(TypeError):
                 One(**wrong)
-        same = one == One(3), one == One(1), hash(one) == hash(One(3)), {one: 1}[One(3)]
+        same = one == One(3), one == One(1), tools.asdict(one), One(1).c is One(1).c
+        assert {Key("a"): 1}[Key("a")] == 1 and hash(Key("a")) != hash(Key("b"))
         pair = Pair(5)
         made.append(
             [repr(one).split(".")[-1], *same, pair, pair.left, pair.total(), pair._asdict()]
@@ -165,7 +176,6 @@ GOOD = """
 :model: gpt-2
 :gpu: a100
 :gpus: 8
-:batch: 64
 :::
 """
 WRONG = {
@@ -192,6 +202,7 @@ def test_a_form_says_without_a_script_what_to_type(book: Book) -> None:
     assert len(forms) == 3
     lines = [re.search(r'calculator-command">(.*?)</pre>', form) for form in forms]
     assert lines[0][1] == "python -m shardlab memory --model gpt-2 --dp 8 --zero 1"
+    assert lines[2][1] == "python -m shardlab strategy --model gpt-2 --gpu a100 --gpus 8"
     assert lines[1][1] == "python -m shardlab schedule zb-h1 --stages 4 --microbatches 8"
     for form in forms:
         assert re.search(r'aria-label="\w+ \w+', form)
@@ -218,7 +229,7 @@ def test_python_is_half_a_megabyte_and_holds_the_course_as_it_is(book: Book) -> 
     )
     held = worker[worker.rindex("update_VFS(") + len("update_VFS(") :]
     modules, _ = json.JSONDecoder().raw_decode(held)
-    assert "shardlab.memory.core" in modules and "shardlab.strategy.chart" in modules
+    assert "shardlab.memory.core" in modules and "shardlab.strategy.plan" in modules
     for name, (_, source, *_) in modules.items() if modules.pop("$timestamp") == 0 else ():
         if name.partition(".")[0] == "shardlab":
             path = show.ROOT.joinpath("code", *name.split("."))

@@ -105,8 +105,12 @@ CALCULATORS = {
             Field("model", "model", "", tuple(PRESETS)),
             Field("gpu", "GPU", "", tuple(MACHINES)),
             Field("gpus", "GPUs"),
-            Field("batch", "sequences in a step"),
             Field("seq", "tokens in a sequence; empty: the model’s longest"),
+            Field("batch", "sequences in a step; empty: some 4 million tokens"),
+            Field("tokens", "tokens of the training; empty: no days"),
+            Field("tp", "keep this tensor-parallel degree"),
+            Field("pp", "keep this pipeline-parallel degree"),
+            Field("zero", "keep this ZeRO stage"),
         ),
     ),
 }
@@ -158,17 +162,14 @@ def form(translator: Any, node: Calculator) -> None:
 
     kind, values = node["kind"], node["values"]
     title, fields = CALCULATORS[kind]
-    line = (
-        calculators.command_line(kind, given(kind, values)) if kind in calculators.MODULES else ""
-    )
+    line = calculators.command_line(kind, given(kind, values))
     controls = "".join(_control(field, values.get(field.name, field.default)) for field in fields)
-    terminal = f'<pre class="calculator-command">{escape(line)}</pre>' if line else ""
-    said = " In a terminal:" if line else ""
     translator.body.append(
         f'<form class="calculator" data-kind="{kind}" aria-label="{escape(title)}" novalidate>\n'
         f'<p class="calculator-title">{escape(title)}</p>\n'
         '<p class="calculator-plain">Here is a form that runs the course’s Python in your browser; '
-        f"it needs JavaScript.{said}</p>{terminal}\n"
+        "it needs JavaScript. In a terminal:</p>"
+        f'<pre class="calculator-command">{escape(line)}</pre>\n'
         f'<div class="calculator-fields" hidden>{controls}</div>\n'
         "</form>\n"
     )

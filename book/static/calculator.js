@@ -103,7 +103,7 @@
     const wrong = add(form, "p", { className: "calculator-wrong", role: "alert" });
     const result = add(form, "div", { className: "calculator-result" });
     const terminal = form.querySelector(".calculator-command");
-    if (terminal) form.append(terminal); // below what it prints
+    form.append(terminal); // below what it prints
     let worker = null, turn = 0;
 
     const end = () => {
@@ -158,7 +158,7 @@
         status.textContent = found.said;
         if (found.picture) picture(result, found.picture, found.said);
         table(result, found);
-        if (found.command && terminal) terminal.textContent = found.command;
+        terminal.textContent = found.command;
         dispatchEvent(new Event("resize")); // who asks which boxes scroll asks again
       } catch (error) {
         if (mine === turn) refuse(error.message);

@@ -109,8 +109,9 @@ def test_answers_are_those_of_python(opened):
     """Sixty questions, good and bad ones, put to the browser's Python itself."""
     chance = random.Random(16)
     pick = chance.choice
-    questions = [("strategy", {"model": "llama-3-8b", "gpu": "h100", "gpus": "8", "batch": "64"})]
-    questions.append(("strategy", {**questions[0][1], "gpus": "12"}))
+    job = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8"}
+    questions = [("strategy", job), ("strategy", {**job, "gpus": "12"})]
+    questions.append(("strategy", {"model": "gpt-3-175b", "gpu": "a100", "gpus": "64", "tp": "8"}))
     for _ in range(40):
         given = {"model": pick(list(PRESETS)), "dp": str(pick([1, 3, 8, 64])), "zero": pick("0123")}
         given |= {"tp": pick("1248"), "pp": pick("1234"), "recompute": pick(["none", "full"])}

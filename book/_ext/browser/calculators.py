@@ -7,7 +7,11 @@ that stands in its field, and a bad one gets the words that the command has for 
 import json
 import sys
 
-MODULES = {"memory": "shardlab.memory.command", "schedule": "shardlab.pipeline.command"}
+MODULES = {
+    "memory": "shardlab.memory.command",
+    "schedule": "shardlab.pipeline.command",
+    "strategy": "shardlab.strategy.command",
+}
 
 
 class Options:
@@ -120,27 +124,24 @@ def schedule(given):
 
 
 def strategy(given):
-    """The rungs of the flow chart for a job, and the one that it chooses."""
-    from shardlab import options
-    from shardlab import strategy as plan
-    from shardlab.memory.units import listed
-    from shardlab.shapes import PRESETS
-
-    for name, known in (("model", PRESETS), ("gpu", plan.MACHINES)):
-        if given.get(name) not in known:
-            raise ValueError(f"{name}={given.get(name, '')!r}: allowed are {listed(known)}")
-    sizes = [options.whole(name, given.get(name)) for name in ("gpus", "batch")]
-    seq = options.whole("seq", given["seq"]) if "seq" in given else None
-    job = PRESETS[given["model"]], plan.MACHINES[given["gpu"]], *sizes, seq
-    rungs = plan.rungs(*job)
-    good = [rung for rung in rungs if rung.ok] or [rung for rung in rungs if rung.fits]
-    chosen = good[0] if good else plan.choose(*job)  # which says what is short
+    """The layouts that fit and are fastest, and why no more do."""
+    found = command("strategy", given)
+    best = found["best"]
+    named = {"days": "days", "gpu_hours": "GPU hours"}
+    more = [name for name in named if name in best[0]]
     rows = []
-    for rung in rungs:
-        mark = "chosen: " if rung.name == chosen.name else ""
-        rows.append([mark + rung.name, str(rung.layout or "—"), rung.why])
-    head = ["rung", "layout", "does it fit, and does the wire keep up?"]
-    return {"said": f"{chosen.name}: {chosen.layout}.", "head": head, "rows": rows}
+    for one in best:
+        row = [one["layout"], f"{one['micro_batch']} × {one['microbatches']}"]
+        row += [f"{one[name] / 1e9:.1f}" for name in ("reserved_bytes", "free_bytes")]
+        row += [f"{one['seconds']:.4g}", f"{one['tokens_per_second']:,.0f}"]
+        row += [f"{100 * one['mfu']:.0f} %", *(f"{one[name]:,.1f}" for name in more)]
+        rows.append([*row, one["waits_for"]])
+    head = ["layout", "b × m", "GB", "free", "seconds", "tokens/s", "MFU"]
+    head += [*(named[name] for name in more), "waits for"]
+    ruled = [f"{many} ruled out: {why}" for why, many in found["ruled_out"].items()]
+    fit = f"{found['fit']} layouts fit" if found["fit"] != 1 else "One layout fits"
+    said = f"First is {best[0]['layout']}, {best[0]['seconds']:.3g} s a step. {fit}"
+    return {"said": "; ".join([said, *ruled]) + ".", "head": head, "rows": rows}
 
 
 CALCULATORS = {"memory": memory, "schedule": schedule, "strategy": strategy}
@@ -152,8 +153,7 @@ def answer(question):
     kind, given = asked["kind"], asked["given"]
     try:
         found = CALCULATORS[kind](given)
-        if kind in MODULES:
-            found["command"] = command_line(kind, given)
+        found["command"] = command_line(kind, given)
     except ValueError as error:
         found = {"error": str(error)}
     return json.dumps(found)

@@ -1,4 +1,4 @@
-"""`dataclass` and `replace`, as far as what calculators import uses them.
+"""`dataclass`, `field`, `replace` and `asdict`, as far as what calculators import uses them.
 
 Python's own takes seconds to load in a browser: it brings `inspect`, and so half of the library.
 """
@@ -6,6 +6,18 @@ Python's own takes seconds to load in a browser: it brings `inspect`, and so hal
 
 class FrozenInstanceError(AttributeError):
     """Somebody sets a field of what is frozen."""
+
+
+class _Factory:
+    """Makes a field's default, for each object its own."""
+
+    def __init__(self, make):
+        self.make = make
+
+
+def field(default_factory):
+    """A default that is made anew."""
+    return _Factory(default_factory)
 
 
 def dataclass(cls=None, frozen=False):
@@ -16,10 +28,13 @@ def dataclass(cls=None, frozen=False):
     defaults = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
     given = [f"{name}=defaults[{name!r}]" if name in defaults else name for name in names]
     lines = [f"def __init__(self, {', '.join(given)}):", "    held = self.__dict__"]
-    lines += [f"    held[{name!r}] = {name}" for name in names]
+    for name in names:
+        new = isinstance(defaults.get(name), _Factory)
+        made = f"{name}.make() if {name} is defaults[{name!r}] else {name}" if new else name
+        lines.append(f"    held[{name!r}] = {made}")
     lines += ["    self.__post_init__()"] * hasattr(cls, "__post_init__")
-    made = {"defaults": defaults}
-    exec("\n".join(lines), made)
+    space = {"defaults": defaults}
+    exec("\n".join(lines), space)
 
     def values(self):
         return tuple([self.__dict__[name] for name in names])
@@ -37,7 +52,7 @@ def dataclass(cls=None, frozen=False):
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
     cls.__dataclass_fields__ = names
-    cls.__init__, cls.__eq__ = made["__init__"], __eq__
+    cls.__init__, cls.__eq__ = space["__init__"], __eq__
     if "__repr__" not in cls.__dict__:
         cls.__repr__ = __repr__
     cls.__hash__ = __hash__ if frozen else None
@@ -50,3 +65,9 @@ def replace(one, **changes):
     """A copy with some fields changed."""
     values = {name: getattr(one, name) for name in one.__dataclass_fields__}
     return type(one)(**{**values, **changes})
+
+
+def asdict(one):
+    """The fields by name; of fields that are such objects, theirs."""
+    values = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    return {n: asdict(v) if hasattr(v, "__dataclass_fields__") else v for n, v in values.items()}

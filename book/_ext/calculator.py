@@ -177,7 +177,7 @@ def form(translator: Any, node: Calculator) -> None:
 
 
 def _control(field: Field, value: str) -> str:
-    about = f'name="{field.name}" data-default="{escape(field.default)}"'
+    about = f'data-name="{field.name}" data-default="{escape(field.default)}"'
     words = f"<span>{escape(field.words)}</span>"
     if not field.choices:
         plain = 'autocomplete="off" autocapitalize="off" spellcheck="false"'

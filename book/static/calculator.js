@@ -102,6 +102,7 @@
     const status = add(form, "p", { className: "calculator-status", role: "status" });
     const wrong = add(form, "p", { className: "calculator-wrong", role: "alert" });
     const result = add(form, "div", { className: "calculator-result" });
+    const fields = [...form.querySelectorAll("[data-name]")];
     const terminal = form.querySelector(".calculator-command");
     form.append(terminal); // below what it prints
     let worker = null, turn = 0;
@@ -131,8 +132,8 @@
     const refuse = (words) => {
       status.textContent = "";
       wrong.textContent = words;
-      const field = form.elements[words.split("=")[0]];
-      if (!field?.name) return;
+      const field = fields.find((field) => field.dataset.name === words.split("=")[0]);
+      if (!field) return;
       field.ariaInvalid = "true";
       field.focus();
     };
@@ -141,10 +142,10 @@
       event.preventDefault();
       if (!stop.hidden) return; // it calculates
       const given = {};
-      for (const field of form.querySelectorAll("[name]")) {
+      for (const field of fields) {
         field.removeAttribute("aria-invalid");
         const value = field.value.trim();
-        if (value !== field.dataset.default) given[field.name] = field.matches("select") && value === "yes" ? true : value;
+        if (value !== field.dataset.default) given[field.dataset.name] = field.matches("select") && value === "yes" ? true : value;
       }
       const mine = ++turn;
       wrong.textContent = "";

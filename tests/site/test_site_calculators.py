@@ -42,7 +42,7 @@ def opened(visit):
 
 def fill(form, **values: str) -> None:
     for name, value in values.items():
-        field = form.locator(f'[name="{name}"]')
+        field = form.locator(f'[data-name="{name}"]')
         if field.evaluate("e => e.tagName") == "SELECT":
             field.select_option(value)
         else:
@@ -51,8 +51,8 @@ def fill(form, **values: str) -> None:
 
 def fill_all(form, given: dict[str, str]) -> None:
     """These values, and in all other fields what the command takes by default."""
-    names = "(all) => all.map((field) => [field.name, field.dataset.default])"
-    fill(form, **{**dict(form.locator("[name]").evaluate_all(names)), **given})
+    names = "(all) => all.map((field) => [field.dataset.name, field.dataset.default])"
+    fill(form, **{**dict(form.locator("[data-name]").evaluate_all(names)), **given})
 
 
 def calculate(form) -> list[list[str]]:
@@ -176,7 +176,7 @@ def test_keys_are_enough_and_what_comes_is_read_out(opened):
     page.keyboard.type("6")
     page.keyboard.press("Enter")
     expect(form.get_by_role("status")).to_contain_text("6 micro-batches", timeout=SLOW)
-    assert page.evaluate("document.activeElement.name") == "microbatches"
+    assert page.evaluate("document.activeElement.dataset.name") == "microbatches"
     for _ in range(10):
         if page.evaluate("document.activeElement.textContent") == "Calculate":
             break
@@ -194,14 +194,14 @@ def test_a_bad_value_gets_one_line_and_the_focus(opened):
     seen, form = opened("memory")
     wrong = form.get_by_role("alert")
     for field, value in (("dp", "0"), ("batch", "many"), ("tp", "5")):
-        before = form.locator(f'[name="{field}"]').input_value()
+        before = form.locator(f'[data-name="{field}"]').input_value()
         fill(form, **{field: value})
         assert calculate(form) == []
         assert wrong.inner_text().startswith(
             f"{field}={value!r}" if value == "many" else f"{field}={value}: allowed are "
         )
         assert "\n" not in wrong.inner_text()
-        assert seen.page.evaluate("document.activeElement.name") == field
+        assert seen.page.evaluate("document.activeElement.dataset.name") == field
         assert seen.page.evaluate("document.activeElement.ariaInvalid") == "true"
         fill(form, **{field: before})
     assert len(calculate(form)) >= 7
@@ -249,6 +249,14 @@ def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, scheme):
         RULES,
     )
     assert again == []
+
+
+def test_all_of_them_answer_on_the_page_of_all_chapters(visit):
+    seen = visit("everything.html")
+    for kind in KINDS:
+        form = seen.page.locator(f'form.calculator[data-kind="{kind}"]')
+        assert len(calculate(form)) >= 3, kind
+    assert seen.wrong == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

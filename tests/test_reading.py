@@ -46,6 +46,12 @@ x = {1: "{cite}`one2001`"}
    First.
 :::
 
+:::{calculator} schedule
+:name: 1f1b
+:stages: 4
+:microbatches: 8
+:::
+
 ```{exercise-start} Count (easy)
 :label: ex-count
 ```
@@ -125,6 +131,8 @@ def test_a_lesson_in_plain_markdown(course):
     assert box in first and 'x = {1: "{cite}`one2001`"}\n```\n\n</div>' in first
     assert '<a id="here"></a>' in first
     assert exercises.startswith("## Exercises\n\n**Two steps**\n\n1. ![One](../figures/box.svg)")
+    line = "python -m shardlab schedule 1f1b --stages 4 --microbatches 8"
+    assert exercises.endswith(f"In a terminal:\n\n```bash\n{line}\n```")
     assert asked == "### Exercise 1: Count (easy)\n\nHow many?"
     words = "<details><summary><b>Solution to exercise 1</b></summary>\n\nTwo.\n\n</details>"
     assert solved == words and after == "After it."

@@ -884,6 +884,15 @@ show.table(rows, [*head, "difference (%)"])
 status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 
 # %% [markdown]
+# On the course's site the command has a form: there your browser runs it, and nothing is installed.
+#
+# :::{calculator} memory
+# :model: llama-3-8b
+# :dp: 64
+# :zero: 3
+# :recompute: full
+# :::
+#
 # ```{admonition} On more GPUs
 # :class: note
 #

@@ -504,6 +504,14 @@ for p, m, times, rates in PUBLISHED:
 #     --forward 18.522 --backward-input 18.086 --backward-weight 9.337 --hop 0.601
 # ```
 #
+# On the course's site the command has a form: there your browser runs it, and nothing is installed.
+#
+# :::{calculator} schedule
+# :name: zb-h1
+# :stages: 4
+# :microbatches: 8
+# :::
+#
 # ## Neighbours that both want to send
 #
 # In the steady state of 1F1B a stage has activations for the stage behind, while that one has a gradient for it.

@@ -43,6 +43,15 @@ def test_archive_works_as_files(offline):
     assert offline.wrong == []
 
 
+def test_calculators_of_the_archive_calculate(offline):
+    offline.go("lessons/pipeline.html")
+    form = offline.page.locator("form.calculator")
+    form.get_by_role("button", name="Calculate").click()
+    form.get_by_role("table").wait_for(timeout=60_000)
+    assert form.get_by_role("img").locator("path").count() > 90
+    assert offline.wrong == []
+
+
 def test_search_of_the_archive_finds(offline):
     offline.go("search.html?q=reduce-scatter")
     results = offline.page.locator("ol.search li a")

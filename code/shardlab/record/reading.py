@@ -139,6 +139,11 @@ class Writer:
             return f"```{title}\n{text}\n```"
         if name == "math":
             return f"$$\n{text}\n$$"
+        if name == "calculator":  # a form of the site's, for a command
+            place = options.pop("name", "")
+            given = [f"--{option} {value}" for option, value in options.items()]
+            line = " ".join(filter(None, ["python -m shardlab", title, place, *given]))
+            return f"In a terminal:\n\n```bash\n{line}\n```"
         text = self.plain(text)
         if name == "step-through":
             return f"**{title}**\n\n{text}"

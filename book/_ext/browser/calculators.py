@@ -1,0 +1,159 @@
+"""What the calculators of a page answer: the course's own commands, asked with a form's values.
+
+The reader's browser runs this file and what it imports, and so can any Python: a value is the text
+that stands in its field, and a bad one gets the words that the command has for it.
+"""
+
+import json
+import sys
+
+MODULES = {
+    "memory": "shardlab.memory.command",
+    "schedule": "shardlab.pipeline.command",
+    "strategy": "shardlab.strategy.command",
+}
+
+
+class Options:
+    """Stands for argparse's parsers: takes in a command's options, to be filled by name."""
+
+    def __init__(self):
+        self.values = {}
+
+    def add_parser(self, name, **about):
+        """The command's parser: this one."""
+        return self
+
+    def add_argument(self, name, **how):
+        """An option, which without a value is what the command takes it for."""
+        flag = how.get("action") == "store_true"
+        key = name.lstrip("-").replace("-", "_")
+        self.values[key] = how.get("default", False if flag else None)
+
+    def set_defaults(self, command):
+        """The function that the command is."""
+        self.run = command
+
+
+class Written:
+    """What is printed, instead of a terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        """Keep it."""
+        self.text += text
+
+    def flush(self):
+        """Nothing waits."""
+
+    def isatty(self):
+        """Nobody sees it."""
+        return False
+
+
+def command(name, given):
+    """What `python -m shardlab <name> --json` prints, read again; ValueError as there."""
+    __import__(MODULES[name])
+    options = Options()
+    sys.modules[MODULES[name]].add_command(options)
+    for key in given:
+        if key not in options.values:
+            raise ValueError(f"{key}: allowed are {', '.join(options.values)}")
+    chosen = Options()  # anything with attributes
+    chosen.__dict__ = {**options.values, **given, "json": True}
+    screen, sys.stdout = sys.stdout, Written()
+    try:
+        options.run(chosen)
+        return json.loads(sys.stdout.text)
+    finally:
+        sys.stdout = screen
+
+
+def command_line(name, given):
+    """The same in a terminal. What is called `name` has its place there, all else its option."""
+    words = ["python -m shardlab", name]
+    for key, value in given.items():
+        option = "--" + key.replace("_", "-")
+        if value is True:
+            words.append(option)
+            continue
+        plain = value and all(c.isalnum() or c in "-_.,+:/" for c in value)
+        value = value if plain else "'" + value.replace("'", "'\\''") + "'"
+        words += [value] if key == "name" else [option, value]
+    return " ".join(words)
+
+
+# --- The calculators: what they say in a sentence, and their tables ---------------------------
+
+
+def memory(given):
+    """Bytes of one rank, part by part."""
+    from shardlab.memory import format_bytes
+
+    given = dict(given)
+    unit = given.pop("unit", "GB")
+    format_bytes(0, unit)
+    found = command("memory", given)
+    parts = "parameters", "gradients", "optimizer", "activations", "buffers"
+    rows = [[part, format_bytes(found[part], unit)] for part in parts]
+    rows.append(["total", format_bytes(found["total"], unit)])
+    rows.append(["most at one moment", format_bytes(found["peak"], unit)])
+    if found["host"]:
+        rows.append(["in the host’s memory", format_bytes(found["host"], unit)])
+    said = f"On each rank {format_bytes(found['peak'], unit)} at the fullest moment."
+    return {"said": said, "head": ["on each rank", "bytes"], "rows": rows}
+
+
+def schedule(given):
+    """A pipeline's step: how long, how much of it idle, what is held; and its timeline."""
+    found = command("schedule", given)
+    held = " ".join(f"{peak:.4g}" for peak in found["peak_activations"])
+    rows = [
+        ["bubble", f"{100 * found['bubble']:.2f} % of the cost"],
+        ["cost", f"{found['cost']:.6g}"],
+        ["held at most, by stage", f"{held} micro-batches"],
+    ]
+    named = f"{found['schedule']}, {found['stages']} stages, {found['microbatches']} micro-batches"
+    said = f"{named}: bubble {100 * found['bubble']:.1f} %."
+    picture = {"spans": found["timeline"], "chunks": found["chunks"]}
+    return {"said": said, "head": ["a step", "of all stages"], "rows": rows, "picture": picture}
+
+
+def strategy(given):
+    """The layouts that fit and are fastest, and why no more do."""
+    found = command("strategy", given)
+    best = found["best"]
+    named = {"days": "days", "gpu_hours": "GPU hours"}
+    more = [name for name in named if name in best[0]]
+    rows = []
+    for one in best:
+        row = [one["layout"], f"{one['micro_batch']} × {one['microbatches']}"]
+        row += [f"{one[name] / 1e9:.1f}" for name in ("reserved_bytes", "free_bytes")]
+        row += [f"{one['seconds']:.4g}", f"{one['tokens_per_second']:,.0f}"]
+        row += [f"{100 * one['mfu']:.0f} %", *(f"{one[name]:,.1f}" for name in more)]
+        rows.append([*row, one["waits_for"]])
+    head = ["layout", "b × m", "GB", "free", "seconds", "tokens/s", "MFU"]
+    head += [*(named[name] for name in more), "waits for"]
+    ruled = [f"{many} ruled out: {why}" for why, many in found["ruled_out"].items()]
+    fit = f"{found['fit']} layouts fit" if found["fit"] != 1 else "One layout fits"
+    said = f"First is {best[0]['layout']}, {best[0]['seconds']:.3g} s a step. {fit}"
+    return {"said": "; ".join([said, *ruled]) + ".", "head": head, "rows": rows}
+
+
+CALCULATORS = {"memory": memory, "schedule": schedule, "strategy": strategy}
+
+
+def answer(question):
+    """The answer to {"kind", "given"}, both as JSON; {"error"} for what the command refuses."""
+    asked = json.loads(question)
+    kind, given = asked["kind"], asked["given"]
+    try:
+        found = CALCULATORS[kind](given)
+        found["command"] = command_line(kind, given)
+    except ValueError as error:
+        found = {"error": str(error)}
+    return json.dumps(found)

@@ -1,0 +1,1 @@
+"""A page reads no tables from files."""

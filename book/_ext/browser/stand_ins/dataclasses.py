@@ -1,0 +1,73 @@
+"""`dataclass`, `field`, `replace` and `asdict`, as far as what calculators import uses them.
+
+Python's own takes seconds to load in a browser: it brings `inspect`, and so half of the library.
+"""
+
+
+class FrozenInstanceError(AttributeError):
+    """Somebody sets a field of what is frozen."""
+
+
+class _Factory:
+    """Makes a field's default, for each object its own."""
+
+    def __init__(self, make):
+        self.make = make
+
+
+def field(default_factory):
+    """A default that is made anew."""
+    return _Factory(default_factory)
+
+
+def dataclass(cls=None, frozen=False):
+    """A class with fields, from its annotations; with or without arguments."""
+    if cls is None:
+        return lambda cls: dataclass(cls, frozen)
+    names = tuple(cls.__dict__.get("__annotations__", {}))
+    defaults = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
+    given = [f"{name}=defaults[{name!r}]" if name in defaults else name for name in names]
+    lines = [f"def __init__(self, {', '.join(given)}):", "    held = self.__dict__"]
+    for name in names:
+        new = isinstance(defaults.get(name), _Factory)
+        made = f"{name}.make() if {name} is defaults[{name!r}] else {name}" if new else name
+        lines.append(f"    held[{name!r}] = {made}")
+    lines += ["    self.__post_init__()"] * hasattr(cls, "__post_init__")
+    space = {"defaults": defaults}
+    exec("\n".join(lines), space)
+
+    def values(self):
+        return tuple([self.__dict__[name] for name in names])
+
+    def __repr__(self):
+        return f"{cls.__name__}({', '.join([f'{name}={getattr(self, name)!r}' for name in names])})"
+
+    def __eq__(self, other):
+        return values(self) == values(other) if type(self) is type(other) else NotImplemented
+
+    def __hash__(self):
+        return hash(values(self))
+
+    def __setattr__(self, name, value):
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    cls.__dataclass_fields__ = names
+    cls.__init__, cls.__eq__ = space["__init__"], __eq__
+    if "__repr__" not in cls.__dict__:
+        cls.__repr__ = __repr__
+    cls.__hash__ = __hash__ if frozen else None
+    if frozen:
+        cls.__setattr__ = __setattr__
+    return cls
+
+
+def replace(one, **changes):
+    """A copy with some fields changed."""
+    values = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    return type(one)(**{**values, **changes})
+
+
+def asdict(one):
+    """The fields by name; of fields that are such objects, theirs."""
+    values = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    return {n: asdict(v) if hasattr(v, "__dataclass_fields__") else v for n, v in values.items()}

@@ -1,0 +1,315 @@
+"""Calculators: a form that runs the course's own Python in the reader's browser.
+
+    :::{calculator} memory
+    :model: llama-3-8b
+    :dp: 64
+    :::
+
+The options are what stands in the form's fields at first; `CALCULATORS` names them all. Without a
+script, on paper and in notebooks the command stands there that says the same in a terminal.
+
+A page with a calculator loads a little script, static/calculator.js, and its style. That script
+asks for Python, PYTHON, when the reader presses the button, and runs it in a worker of the browser:
+the page stays alive, and what takes too long can be stopped. In PYTHON are
+
+- Brython (brython.info), which turns Python into JavaScript, from the package on PyPI, and those
+  modules of its library that are needed;
+- browser/calculators.py and all of the course's files that it imports, as they are;
+- browser/stand_ins/, for what the library has and no calculator uses, or has too large.
+
+It is one script that holds one string. So it can be loaded from a disk as well, where a browser
+lets no page fetch a file and no worker load one: in the archive the calculators work.
+
+Brython computes some 20 to 60 times slower than Python. (Pyodide is Python itself, but has 6.4 MB,
+and pip brings it to nobody. MicroPython is as small as Brython and quicker, but its dictionaries
+keep no order, its sort is not stable, and it knows neither annotated fields nor all of the syntax:
+the course's files would have to be changed for it.) One difference is known: a number that lies
+exactly between two that can be printed, as 0.125 with two digits, is rounded up, not to even.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sys
+from html import escape
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from shardlab import memory, pipeline
+from shardlab.machines import MACHINES
+from shardlab.shapes import PRESETS
+
+CODE = Path(memory.__file__).parents[2]
+BROWSER = Path(__file__).parent / "browser"
+sys.path.append(str(BROWSER))  # at its end: whatever stands there hides nothing
+PYTHON = "_static/python/python.js"
+# Of Brython's library: with what these import, and without what stand_ins replaces.
+LIBRARY = (
+    *("__future__", "_collections", "_collections_abc", "_functools", "_json", "_locale"),
+    *("_operator", "_py_abc", "_thread", "_weakref", "_weakrefset", "abc", "bisect", "collections"),
+    *("functools", "itertools", "json", "json.encoder", "keyword", "math"),
+    *("numbers", "operator", "reprlib", "sys", "time", "types"),
+)
+
+
+class Field(NamedTuple):
+    """A field of a form: an option of the command, what it means, and what it is by default."""
+
+    name: str
+    words: str
+    default: str = ""
+    choices: tuple[str, ...] = ()
+
+
+CALCULATORS = {
+    "memory": (
+        "What a rank of a training job holds",
+        (
+            Field("model", "model", "", tuple(PRESETS)),
+            Field("dp", "data-parallel degree", "1"),
+            Field("zero", "ZeRO stage", "0", ("0", "1", "2", "3")),
+            Field("tp", "tensor-parallel degree", "1"),
+            Field("pp", "pipeline-parallel degree", "1"),
+            Field("batch", "sequences on each rank", "1"),
+            Field("seq", "tokens in a sequence; empty: the model’s longest"),
+            Field("recompute", "recomputation", "none", ("none", "selective", "full")),
+            Field("precision", "precision", "bf16", tuple(memory.PRECISIONS)),
+            Field("sequence_parallel", "sequence parallelism", "no", ("no", "yes")),
+            Field("unit", "unit", "GB", ("GB", "GiB")),
+        ),
+    ),
+    "schedule": (
+        "Who works when in a pipeline",
+        (
+            Field("name", "schedule", "", pipeline.NAMES),
+            Field("stages", "stages"),
+            Field("microbatches", "micro-batches"),
+            Field("chunks", "parts on each stage; interleaved alone"),
+            Field("forward", "time of a forward", "1"),
+            Field("backward_input", "time of its backward, of the input", "1"),
+            Field("backward_weight", "time of its backward, of the weights", "1"),
+            Field("hop", "time of a message", "0"),
+        ),
+    ),
+    "strategy": (
+        "Which layout, for which model on which machines",
+        (
+            Field("model", "model", "", tuple(PRESETS)),
+            Field("gpu", "GPU", "", tuple(MACHINES)),
+            Field("gpus", "GPUs"),
+            Field("seq", "tokens in a sequence; empty: the model’s longest"),
+            Field("batch", "sequences in a step; empty: some 4 million tokens"),
+            Field("tokens", "tokens of the training; empty: no days"),
+            Field("tp", "keep this tensor-parallel degree"),
+            Field("pp", "keep this pipeline-parallel degree"),
+            Field("zero", "keep this ZeRO stage"),
+        ),
+    ),
+}
+OPTIONS = {field.name for _, fields in CALCULATORS.values() for field in fields}
+
+
+# --- The directive ----------------------------------------------------------------------------
+
+
+class Calculator(nodes.General, nodes.Element):
+    """A form of one `kind`; `values`: what stands in its fields at first."""
+
+
+class CalculatorDirective(SphinxDirective):
+    """A kind of CALCULATORS, and as options what stands in its fields."""
+
+    required_arguments = 1
+    option_spec = {name.replace("_", "-"): directives.unchanged for name in OPTIONS}
+
+    def run(self) -> list[nodes.Node]:
+        """Refuse what the form does not have."""
+        kind = self.arguments[0]
+        if kind not in CALCULATORS:
+            raise self.error(f"calculator={kind}: allowed are {', '.join(CALCULATORS)}")
+        fields = {field.name: field for field in CALCULATORS[kind][1]}
+        values = {name.replace("-", "_"): value for name, value in self.options.items()}
+        for name, value in values.items():
+            if name not in fields:
+                raise self.error(f"{name}: allowed for {kind} are {', '.join(fields)}")
+            if fields[name].choices and value not in fields[name].choices:
+                allowed = ", ".join(fields[name].choices)
+                raise self.error(f"{name}={value}: allowed are {allowed}")
+        return [Calculator(kind=kind, values=values)]
+
+
+def given(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
+    """Of the values of a form, those that the command does not take anyway."""
+    found: dict[str, str | bool] = {}
+    for field in CALCULATORS[kind][1]:
+        value = values.get(field.name, field.default)
+        if value != field.default:
+            found[field.name] = True if field.choices == ("no", "yes") else value
+    return found
+
+
+def form(translator: Any, node: Calculator) -> None:
+    """Write the form; its script shows the fields."""
+    import calculators  # the file that the browser runs
+
+    kind, values = node["kind"], node["values"]
+    title, fields = CALCULATORS[kind]
+    line = calculators.command_line(kind, given(kind, values))
+    controls = "".join(_control(field, values.get(field.name, field.default)) for field in fields)
+    translator.body.append(
+        f'<form class="calculator" data-kind="{kind}" aria-label="{escape(title)}" novalidate>\n'
+        f'<p class="calculator-title">{escape(title)}</p>\n'
+        '<p class="calculator-plain">Here is a form that runs the course’s Python in your browser; '
+        "it needs JavaScript. In a terminal:</p>"
+        f'<pre class="calculator-command">{escape(line)}</pre>\n'
+        f'<div class="calculator-fields" hidden>{controls}</div>\n'
+        "</form>\n"
+    )
+    raise nodes.SkipNode
+
+
+def _control(field: Field, value: str) -> str:
+    about = f'data-name="{field.name}" data-default="{escape(field.default)}"'
+    words = f"<span>{escape(field.words)}</span>"
+    if not field.choices:
+        plain = 'autocomplete="off" autocapitalize="off" spellcheck="false"'
+        return f'<label>{words}<input {about} value="{escape(value)}" {plain}></label>'
+    choices = "".join(
+        f"<option{' selected' if choice == value else ''}>{escape(choice)}</option>"
+        for choice in field.choices
+    )
+    return f"<label>{words}<select {about}>{choices}</select></label>"
+
+
+def skip(translator: Any, node: Calculator) -> None:
+    """Elsewhere nothing stands there."""
+    raise nodes.SkipNode
+
+
+# --- What the browser runs --------------------------------------------------------------------
+
+
+def reached() -> dict[str, Path]:
+    """The modules of the course that calculators import, and their files, by what they say.
+
+    What is imported inside of a function is left out, but in calculators.py: there it is a page's
+    choice, and elsewhere it is what only a terminal needs, or torch.
+    """
+    found: dict[str, Path] = {}
+    todo = [*_imports(BROWSER / "calculators.py", "", everywhere=True)]
+    todo += ast.literal_eval(_assigned(BROWSER / "calculators.py", "MODULES")).values()
+    while todo:
+        name = todo.pop()
+        if not name or name in found:
+            continue
+        path = CODE.joinpath(*name.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name.partition(".")[0] == "shardlab" and path.is_file():
+            found[name] = path
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            todo += [name.rpartition(".")[0], *_imports(path, package)]
+    return dict(sorted(found.items()))
+
+
+def _assigned(path: Path, name: str) -> ast.expr:
+    """What a file assigns to a name."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+            return node.value
+    raise KeyError(name)
+
+
+def _imports(path: Path, package: str, everywhere: bool = False) -> list[str]:
+    """Every name that a file imports when it is loaded: "shardlab.memory.core.sizes" as well."""
+    tree = ast.parse(path.read_text("utf-8"))
+    names = []
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            start = [*(base if node.level else []), *([node.module] if node.module else [])]
+            names += [".".join(start), *(".".join([*start, alias.name]) for alias in node.names)]
+    return names
+
+
+START = """\
+self.__BRYTHON__ = { brython_path: "http://nowhere.invalid/" }; // a worker has no script's address
+self.XMLHttpRequest = function () { throw new Error("Python here has no network"); };
+"""
+END = """
+__BRYTHON__.use_VFS = true;
+__BRYTHON__.update_VFS(MODULES);
+brython({ indexedDB: false });
+__BRYTHON__.runPythonSource(`
+from browser import self as worker
+from calculators import answer
+worker.answer = answer
+`, "worker");
+self.onmessage = (event) => self.postMessage(self.answer(event.data));
+"""
+
+
+def python() -> str:
+    """The script that holds all of it."""
+    distribution = metadata.distribution("brython")
+    data = Path(str(distribution.locate_file("brython/data")))
+    text = (data / "brython_stdlib.js").read_text("utf-8")
+    library, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
+    modules: dict[str, Any] = {"$timestamp": 0, **{name: library[name] for name in LIBRARY}}
+    for path in [BROWSER / "calculators.py", *sorted((BROWSER / "stand_ins").glob("*.py"))]:
+        modules[path.stem] = [".py", path.read_text("utf-8"), []]
+    for name, path in reached().items():
+        package = [1] if path.name == "__init__.py" else []
+        modules[name] = [".py", path.read_text("utf-8"), [], *package]
+    end = END.replace("MODULES", json.dumps(modules, ensure_ascii=False))
+    worker = START + (data / "brython.js").read_text("utf-8") + end
+    licences = (BROWSER / "LICENSES.txt").read_text("utf-8")
+    held = json.dumps(worker, ensure_ascii=False)
+    return f"/*!\n{licences}*/\nself.coursePython = {held};\n"
+
+
+# --- In the build -----------------------------------------------------------------------------
+
+
+def load(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Let a page that has calculators load their script and style, and no other."""
+    if '<form class="calculator"' in context.get("body", ""):
+        if not hasattr(app, "calculator_python"):
+            app.calculator_python = python()
+        stamp = hashlib.sha256(app.calculator_python.encode()).hexdigest()[:8]
+        where = {"data-python": f"{PYTHON.removeprefix('_static/')}?v={stamp}"}
+        app.add_js_file("calculator.js", loading_method="defer", **where)
+        app.add_css_file("calculator.css")
+
+
+def write(app: Sphinx, exception: Exception | None) -> None:
+    """Write Python for the pages that have asked for it, in this build or an earlier one."""
+    path = Path(app.outdir, PYTHON)
+    if exception or app.builder.format != "html":
+        return
+    text = getattr(app, "calculator_python", None)
+    if text is None and path.is_file():
+        text = python()
+    if text is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the extension."""
+    elsewhere = {name: (skip, None) for name in ("latex", "text", "man", "texinfo")}
+    app.add_node(Calculator, html=(form, None), **elsewhere)
+    app.add_directive("calculator", CalculatorDirective)
+    app.connect("html-page-context", load)
+    app.connect("build-finished", write)

@@ -1,0 +1,286 @@
+"""Calculators in a browser: the course's Python answers there, as it does in a terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+
+import pytest
+from playwright.sync_api import expect
+from test_site_pages import AXE, RULES
+
+from shardlab import show
+from shardlab.pipeline import NAMES
+from shardlab.shapes import PRESETS
+
+KINDS = {"memory": "memory", "schedule": "pipeline"}  # where each of them stands
+SLOW = 60_000  # ms: until Python is there, where tests share two cores
+
+spec = importlib.util.spec_from_file_location(
+    "calculators", show.ROOT / "book/_ext/browser/calculators.py"
+)
+calculators = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(calculators)
+
+
+def answer(kind: str, given: dict) -> dict:
+    """What this Python answers."""
+    return json.loads(calculators.answer(json.dumps({"kind": kind, "given": given})))
+
+
+@pytest.fixture
+def opened(visit):
+    """A page with a calculator, and the calculator: `opened("memory", width=390)`."""
+
+    def opened(kind: str, **options):
+        seen = visit(f"lessons/{KINDS[kind]}.html", **options)
+        return seen, seen.page.locator(f'form.calculator[data-kind="{kind}"]')
+
+    return opened
+
+
+def fill(form, **values: str) -> None:
+    for name, value in values.items():
+        field = form.locator(f'[data-name="{name}"]')
+        if field.evaluate("e => e.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+
+
+def fill_all(form, given: dict[str, str]) -> None:
+    """These values, and in all other fields what the command takes by default."""
+    names = "(all) => all.map((field) => [field.dataset.name, field.dataset.default])"
+    fill(form, **{**dict(form.locator("[data-name]").evaluate_all(names)), **given})
+
+
+def calculate(form) -> list[list[str]]:
+    """Press the button; the rows of the table, as soon as it is there."""
+    form.get_by_role("button", name="Calculate").click()
+    expect(form.get_by_role("button", name="Stop")).to_be_hidden(timeout=SLOW)
+    return form.locator("tbody tr").evaluate_all(
+        "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": "llama-3-8b", "dp": "64", "zero": "3", "recompute": "full"},
+        {"model": "gpt-3-175b", "dp": "8", "tp": "8", "pp": "16", "sequence_parallel": "yes"},
+        {"model": "gpt-2", "batch": "4", "seq": "512", "unit": "GiB"},
+    ],
+)
+def test_memory_is_that_of_python(opened, given):
+    seen, form = opened("memory")
+    fill_all(form, given)
+    wanted = answer("memory", {k: True if v == "yes" else v for k, v in given.items()})
+    assert calculate(form) == wanted["rows"]
+    assert form.get_by_role("status").inner_text() == wanted["said"]
+    assert form.locator(".calculator-command").inner_text() == wanted["command"]
+    assert seen.wrong == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": "1f1b", "stages": "4", "microbatches": "8"},
+        {"name": "interleaved", "stages": "4", "microbatches": "8", "chunks": "2", "hop": "0.25"},
+        {"name": "zb-h1", "stages": "3", "microbatches": "5", "forward": "1,1.5,1"},
+    ],
+)
+def test_a_schedule_is_that_of_python_and_drawn(opened, given):
+    seen, form = opened("schedule")
+    fill_all(form, given)
+    wanted = answer("schedule", given)
+    assert calculate(form) == wanted["rows"]
+    picture = form.get_by_role("img")
+    assert wanted["said"] in picture.get_attribute("aria-label")
+    passes = [span for row in wanted["picture"]["spans"] for span in row]
+    whole = sum(span["kind"] == "B" for span in passes)  # two shapes each
+    assert picture.locator("path").count() == len(passes) + whole
+    numbers = picture.locator(".pass-number").all_text_contents()
+    assert numbers == [str(span["microbatch"]) for span in passes]
+    assert seen.wrong == []
+
+
+def test_answers_are_those_of_python(opened):
+    """Sixty questions, good and bad ones, put to the browser's Python itself."""
+    chance = random.Random(16)
+    pick = chance.choice
+    job = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8"}
+    questions = [("strategy", job), ("strategy", {**job, "gpus": "12"})]
+    questions.append(("strategy", {"model": "gpt-3-175b", "gpu": "a100", "gpus": "64", "tp": "8"}))
+    for _ in range(40):
+        given = {"model": pick(list(PRESETS)), "dp": str(pick([1, 3, 8, 64])), "zero": pick("0123")}
+        given |= {"tp": pick("1248"), "pp": pick("1234"), "recompute": pick(["none", "full"])}
+        given |= {"batch": pick("1247"), "precision": pick(["bf16", "fp32", "8-bit", "int3"])}
+        questions.append(("memory", given))
+    for name in NAMES:
+        for _ in range(3):
+            given = {"name": name, "stages": pick("1234"), "microbatches": pick("01358")}
+            given |= {"forward": pick(["1", "0.37", "1,2"]), "hop": pick(["0", "0.1", "-1"])}
+            questions.append(("schedule", given))
+    _, form = opened("memory")
+    calculate(form)  # Python is loaded
+    found = form.page.evaluate(
+        """async (questions) => {
+          const text = new Blob([coursePython], { type: "text/javascript" });
+          const worker = new Worker(URL.createObjectURL(text)), answers = [];
+          for (const question of questions)
+            answers.push(await new Promise((done) => {
+              worker.onmessage = (event) => done(event.data);
+              worker.onerror = (event) => done(JSON.stringify(event.message));
+              worker.postMessage(question);
+            }));
+          worker.terminate();
+          return answers;
+        }""",
+        [json.dumps({"kind": kind, "given": given}) for kind, given in questions],
+    )
+    wanted = [answer(kind, given) for kind, given in questions]
+    assert 10 < sum("error" in one for one in wanted) < 50
+    for question, there, here in zip(questions, map(json.loads, found), wanted, strict=True):
+        assert there == here, question
+
+
+def test_nothing_is_loaded_until_it_is_asked_for(visit, address):
+    seen = visit("book/index.html")
+    asked: list[str] = []
+    seen.context.on("request", lambda request: asked.append(request.url))
+    seen.go("lessons/zero.html")
+    assert not [url for url in asked if "calculator" in url or "python.js" in url]
+    seen.go("lessons/memory.html")
+    form = seen.page.locator("form.calculator")
+    form.get_by_role("button", name="Calculate").scroll_into_view_if_needed()
+    form.locator("input").first.fill("4")
+    assert [url.split("/")[-1].split("?")[0] for url in asked if "calculator" in url] == [
+        "calculator.css",
+        "calculator.js",
+    ]
+    assert not [url for url in asked if "python" in url]
+    calculate(form)
+    calculate(form)
+    assert len([url for url in asked if "python/python.js" in url]) == 1
+    assert all(url.startswith((address, "blob:")) for url in asked)
+    assert seen.wrong == []
+
+
+def test_keys_are_enough_and_what_comes_is_read_out(opened):
+    seen, form = opened("schedule")
+    page = seen.page
+    assert form.evaluate("e => e.ariaLabel") and form.get_by_role("status").count() == 1
+    form.get_by_label("micro-batches").focus()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("6")
+    page.keyboard.press("Enter")
+    expect(form.get_by_role("status")).to_contain_text("6 micro-batches", timeout=SLOW)
+    assert page.evaluate("document.activeElement.dataset.name") == "microbatches"
+    for _ in range(10):
+        if page.evaluate("document.activeElement.textContent") == "Calculate":
+            break
+        page.keyboard.press("Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Space")
+    expect(form.get_by_role("table")).to_be_visible(timeout=SLOW)
+    assert form.get_by_role("table").get_by_role("rowheader").count() == 3
+    assert page.evaluate("document.activeElement.textContent") == "Calculate"
+    for field in form.locator("input, select").all():
+        assert field.evaluate("e => e.labels.length === 1 && e.labels[0].innerText.length > 3")
+
+
+def test_a_bad_value_gets_one_line_and_the_focus(opened):
+    seen, form = opened("memory")
+    wrong = form.get_by_role("alert")
+    for field, value in (("dp", "0"), ("batch", "many"), ("tp", "5")):
+        before = form.locator(f'[data-name="{field}"]').input_value()
+        fill(form, **{field: value})
+        assert calculate(form) == []
+        assert wrong.inner_text().startswith(
+            f"{field}={value!r}" if value == "many" else f"{field}={value}: allowed are "
+        )
+        assert "\n" not in wrong.inner_text()
+        assert seen.page.evaluate("document.activeElement.dataset.name") == field
+        assert seen.page.evaluate("document.activeElement.ariaInvalid") == "true"
+        fill(form, **{field: before})
+    assert len(calculate(form)) >= 7
+    assert wrong.inner_text() == ""
+    assert form.locator("[aria-invalid]").count() == 0
+    assert seen.wrong == []
+
+
+def test_what_takes_too_long_can_be_stopped(opened):
+    seen, form = opened("schedule")
+    fill(form, stages="64", microbatches="4000")
+    form.get_by_role("button", name="Calculate").click()
+    stop = form.get_by_role("button", name="Stop")
+    seen.page.wait_for_function("self.coursePython !== undefined")
+    stop.focus()
+    stop.click()
+    assert stop.is_hidden()
+    assert form.get_by_role("status").inner_text() == "Stopped."
+    assert seen.page.evaluate("document.activeElement.textContent") == "Calculate"
+    fill(form, stages="2", microbatches="2")
+    assert len(calculate(form)) == 3
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, scheme):
+    seen, form = opened(kind, width=390, scheme=scheme)
+    calculate(form)
+    page = seen.page
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert form.evaluate("e => e.scrollWidth <= e.clientWidth")
+    page.wait_for_timeout(300)  # boxes that scroll have got their place among the tabs
+    page.evaluate(AXE)
+    found = page.evaluate(
+        "(rules) => axe.run('form.calculator', { runOnly: rules })"
+        ".then((all) => all.violations.map((one) => [one.id, one.nodes.map((n) => n.html)]))",
+        RULES,
+    )
+    assert found == []
+    fill(form, **({"dp": "0"} if kind == "memory" else {"stages": "0"}))
+    calculate(form)
+    again = page.evaluate(
+        "(rules) => axe.run('form.calculator', { runOnly: rules })"
+        ".then((all) => all.violations.map((one) => one.id))",
+        RULES,
+    )
+    assert again == []
+
+
+def test_all_of_them_answer_on_the_page_of_all_chapters(visit):
+    seen = visit("everything.html")
+    for kind in KINDS:
+        form = seen.page.locator(f'form.calculator[data-kind="{kind}"]')
+        assert len(calculate(form)) >= 3, kind
+    assert seen.wrong == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_script_it_says_what_to_type(opened, kind):
+    _, form = opened(kind, java_script_enabled=False)
+    assert form.get_by_text("it needs JavaScript. In a terminal:").is_visible()
+    assert form.get_by_text(f"python -m shardlab {kind} ").is_visible()
+    assert not form.locator("input").first.is_visible()
+    assert form.get_by_role("button").count() == 0
+
+
+def test_on_paper_there_is_a_command_and_what_was_calculated(opened):
+    seen, form = opened("memory")
+    calculate(form)
+    seen.page.emulate_media(media="print")
+    assert not form.locator("input").first.is_visible()
+    assert form.locator(".calculator-command").is_visible()
+    assert form.get_by_role("table").is_visible()
+
+
+def test_it_says_so_where_python_cannot_be_loaded(opened):
+    seen, form = opened("memory")
+    seen.context.route("**/python.js*", lambda route: route.abort())
+    assert calculate(form) == []
+    assert "could not be loaded" in form.get_by_role("alert").inner_text()
+    seen.context.unroute("**/python.js*")
+    assert len(calculate(form)) >= 7

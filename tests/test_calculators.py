@@ -1,0 +1,249 @@
+"""Calculators: what the directive writes, what it carries, and what their Python answers."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import re
+
+import pytest
+from throwaway import Book
+
+from shardlab import show
+from shardlab.__main__ import main
+
+EXT = show.ROOT / "book/_ext"
+PYTHON = "_build/html/_static/python/python.js"
+
+
+def loaded(path):
+    """A module from a file, under another name."""
+    spec = importlib.util.spec_from_file_location(f"tried_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+calculators = loaded(EXT / "browser/calculators.py")
+
+
+def answer(kind: str, **given: str | bool) -> dict:
+    return json.loads(calculators.answer(json.dumps({"kind": kind, "given": given})))
+
+
+# --- What their Python answers ----------------------------------------------------------------
+
+
+def printed(capsys: pytest.CaptureFixture[str], line: str) -> dict:
+    """What the command itself prints."""
+    assert main([*line.removeprefix("python -m shardlab ").split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_memory_is_what_the_command_says(capsys) -> None:
+    found = answer("memory", model="llama-3-8b", dp="64", zero="3", sequence_parallel=True)
+    assert found["command"] == (
+        "python -m shardlab memory --model llama-3-8b --dp 64 --zero 3 --sequence-parallel"
+    )
+    bytes_ = printed(capsys, found["command"])
+    rows = dict(found["rows"])
+    assert rows["activations"] == f"{bytes_['activations'] / 1e9:.2f} GB"
+    assert rows["most at one moment"] == f"{bytes_['peak'] / 1e9:.2f} GB"
+    assert rows["most at one moment"] in found["said"]
+    gib = answer("memory", model="llama-3-8b", dp="64", zero="3", unit="GiB")
+    assert dict(gib["rows"])["activations"] == f"{bytes_['activations'] / 2**30:.2f} GiB"
+
+
+def test_a_schedule_is_what_the_command_says(capsys) -> None:
+    found = answer("schedule", name="zb-h1", stages="4", microbatches="8", forward="1,1,1,1.5")
+    facts = printed(capsys, found["command"])
+    assert found["picture"] == {"spans": facts["timeline"], "chunks": 1}
+    rows = dict(found["rows"])
+    assert rows["bubble"] == f"{100 * facts['bubble']:.2f} % of the cost"
+    assert rows["cost"] == f"{facts['cost']:.6g}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("memory", {"model": "llama-3-8b", "dp": "0"}),
+        ("memory", {"model": "llama-3-8b", "tp": "3"}),
+        ("memory", {"model": "gpt-9"}),
+        ("memory", {"dp": "8"}),
+        ("strategy", {"model": "llama-3-405b", "gpu": "h100", "gpus": "8"}),
+        ("strategy", {"model": "llama-3-8b", "gpu": "abacus", "gpus": "8"}),
+        ("schedule", {"name": "1f1b", "stages": "four", "microbatches": "8"}),
+        ("schedule", {"name": "zb-v", "stages": "4", "microbatches": "8", "chunks": "3"}),
+        ("schedule", {"name": "1f1b", "stages": "4", "microbatches": "8", "hop": "-1"}),
+    ],
+)
+def test_bad_input_gets_the_words_of_the_command(capsys, kind, given) -> None:
+    said = answer(kind, **given)
+    assert main(calculators.command_line(kind, given).split()[3:]) == 2
+    assert capsys.readouterr().err == f"python -m shardlab: {said.pop('error')}\n"
+    assert said == {}
+
+
+def test_a_strategy_is_what_the_command_says(capsys) -> None:
+    given = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8", "tokens": "1e12", "zero": "1"}
+    found = answer("strategy", **given)
+    best = printed(capsys, found["command"])["best"]
+    assert [row[0] for row in found["rows"]] == [one["layout"] for one in best]
+    assert [float(row[4]) for row in found["rows"]] == [
+        pytest.approx(one["seconds"], rel=1e-3) for one in best
+    ]
+    assert found["said"].startswith(f"First is {best[0]['layout']}, ")
+    assert all(len(row) == len(found["head"]) for row in found["rows"])
+    del given["tokens"]
+    assert "days" in found["head"] and "days" not in answer("strategy", **given)["head"]
+
+
+def test_a_command_line_is_one_word_a_value() -> None:
+    line = calculators.command_line("schedule", {"name": "1f1b", "forward": "1; rm 'x'"})
+    assert line == "python -m shardlab schedule 1f1b --forward '1; rm '\\''x'\\'''"
+
+
+# --- Stand-ins: the same as the library's, as far as they go ----------------------------------
+
+
+def test_stand_ins_do_what_the_library_does() -> None:
+    import dataclasses
+    import typing
+
+    made = []
+    for tools, names in (
+        (dataclasses, typing),
+        (loaded(EXT / "browser/stand_ins/dataclasses.py"), None),
+    ):
+        names = names or loaded(EXT / "browser/stand_ins/typing.py")
+
+        class Pair(names.NamedTuple):
+            left: int
+            right: int = 2
+
+            def total(self) -> int:
+                return self.left + self.right
+
+        @tools.dataclass(frozen=True)
+        class Key:
+            name: str
+
+        @tools.dataclass(frozen=True)
+        class One:
+            a: int
+            b: Pair = Pair(1)
+            c: list = tools.field(default_factory=list)
+
+            def __post_init__(self):
+                if self.a < 0:
+                    raise ValueError(f"a={self.a}")
+
+        one = tools.replace(One(1), a=3)
+        with pytest.raises(ValueError, match="a=-1"):
+            One(-1)
+        with pytest.raises(AttributeError, match="cannot assign to field 'a'"):
+            one.a = 4
+        for wrong in ({}, {"a": 1, "d": 2}):
+            with pytest.raises(TypeError):
+                One(**wrong)
+        same = one == One(3), one == One(1), tools.asdict(one), One(1).c is One(1).c
+        assert {Key("a"): 1}[Key("a")] == 1 and hash(Key("a")) != hash(Key("b"))
+        pair = Pair(5)
+        made.append(
+            [repr(one).split(".")[-1], *same, pair, pair.left, pair.total(), pair._asdict()]
+            + [pair._replace(right=7), repr(pair), pair == (5, 2), hash(pair) == hash((5, 2))]
+        )
+    assert made[0] == made[1]
+
+
+# --- The directive, and what it carries -------------------------------------------------------
+
+GOOD = """
+:::{calculator} memory
+:model: gpt-2
+:dp: 8
+:zero: 1
+:::
+
+:::{calculator} schedule
+:name: zb-h1
+:stages: 4
+:microbatches: 8
+:::
+
+:::{calculator} strategy
+:model: gpt-2
+:gpu: a100
+:gpus: 8
+:::
+"""
+WRONG = {
+    "calculator=weather: allowed are memory, schedule, strategy": "{calculator} weather\n",
+    "stages: allowed for memory are model, dp": "{calculator} memory\n:stages: 4\n",
+    "model=gpt-9: allowed are nano": "{calculator} memory\n:model: gpt-9\n",
+    "Unknown option keys: ['weather']": "{calculator} memory\n:weather: fair\n",
+}
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
+    """The small book: calculators on its first page, wrong ones on its last, none on its lesson."""
+    book = Book(tmp_path_factory.mktemp("calculators"))
+    book.write("book/index.md", "# A book\n" + GOOD)
+    text = (book.root / "book/execution.md").read_text("utf-8")
+    book.write("book/execution.md", text + "".join(f"\n:::{w}:::\n" for w in WRONG.values()))
+    book.status = book.build()
+    return book
+
+
+def test_a_form_says_without_a_script_what_to_type(book: Book) -> None:
+    forms = re.findall(r'<form class="calculator".*?</form>', book.page("book/index"), re.DOTALL)
+    assert len(forms) == 3
+    lines = [re.search(r'calculator-command">(.*?)</pre>', form) for form in forms]
+    assert lines[0][1] == "python -m shardlab memory --model gpt-2 --dp 8 --zero 1"
+    assert lines[2][1] == "python -m shardlab strategy --model gpt-2 --gpu a100 --gpus 8"
+    assert lines[1][1] == "python -m shardlab schedule zb-h1 --stages 4 --microbatches 8"
+    for form in forms:
+        assert re.search(r'aria-label="\w+ \w+', form)
+        fields = re.findall(r"<(?:input|select) ", form)
+        assert len(fields) == form.count("<label>") == form.count("</label>") >= 5
+        assert '<div class="calculator-fields" hidden>' in form
+
+
+def test_pages_without_a_calculator_load_nothing_for_one(book: Book) -> None:
+    page = book.page("book/index")
+    assert re.search(r'<script [^>]*data-python="python/python\.js\?v=\w{8}"', page)
+    assert "python.js" not in re.sub(r"data-python=\S*", "", page), "Python waits until asked for"
+    assert "calculator" not in book.page()
+    static = book.root / "_build/html/_static"
+    assert (static / "calculator.js").stat().st_size < 10_000
+    assert (static / "calculator.css").stat().st_size < 4_000
+
+
+def test_python_is_half_a_megabyte_and_holds_the_course_as_it_is(book: Book) -> None:
+    text = (book.root / PYTHON).read_text("utf-8")
+    assert len(gzip.compress(text.encode(), 6)) < 500_000
+    worker = json.loads(
+        text[text.index("self.coursePython = ") :].partition(" = ")[2].rstrip(";\n")
+    )
+    held = worker[worker.rindex("update_VFS(") + len("update_VFS(") :]
+    modules, _ = json.JSONDecoder().raw_decode(held)
+    assert "shardlab.memory.core" in modules and "shardlab.strategy.plan" in modules
+    for name, (_, source, *_) in modules.items() if modules.pop("$timestamp") == 0 else ():
+        if name.partition(".")[0] == "shardlab":
+            path = show.ROOT.joinpath("code", *name.split("."))
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            assert source == path.read_text("utf-8"), name
+    assert "torch" not in modules and "shardlab.pipeline.core" not in modules
+    for notice in ("Copyright (c) 2012, Pierre Quentel", "Python Software Foundation"):
+        assert notice in text[:6_000]
+
+
+def test_what_a_form_has_not_is_refused(book: Book) -> None:
+    assert book.status != 0
+    errors = [line for line in book.log.splitlines() if "ERROR" in line or "WARNING" in line]
+    assert len(errors) == len(WRONG), errors
+    for complaint, error in zip(WRONG, errors, strict=True):
+        assert re.search(r"book/execution\.md:\d+: ", error)
+        assert complaint in error

@@ -113,7 +113,7 @@ ANSWERS = [
     ("my_grid_step", lambda *a: grid(*a, gradient=(DATA, TENSOR), over=None), "added up over all"),
     ("my_layout", laid_out(), None),
     ("my_layout", laid_out(dp=16, pp=1, zero=2, microbatches=32), None),
-    ("my_layout", laid_out(dp=16, pp=1, zero=3, microbatches=32), None),
+    ("my_layout", laid_out(dp=16, pp=1, zero=3, microbatches=32), "waits of the copies"),
     ("my_layout", (8, 4, 2), "should be a strategy.Layout"),
     ("my_layout", laid_out(dp=4, microbatches=128), "there are 64 GPUs"),
     ("my_layout", laid_out(microbatches=4), "a step has 512"),

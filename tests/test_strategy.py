@@ -86,7 +86,7 @@ def test_seconds_of_korthikanti(
     again = replace(layout, recompute="full")
     some = replace(layout, recompute="selective", sequence_parallel=True)
     slow, fast = (strategy.seconds(config, A100, x, chunks=chunks).total for x in (again, some))
-    assert 0.5 < slow / full < 0.65 and 0.5 < fast / selective < 0.65
+    assert 0.4 < slow / full < 0.6 and 0.4 < fast / selective < 0.6
     # What it gains by not recomputing everything, predicted within a twentieth.
     assert slow / fast == pytest.approx(full / selective, rel=0.05)
 
@@ -109,7 +109,7 @@ def test_milliseconds_of_megatron_2020(row: tuple[int, ...]) -> None:
     ):
         layout = Layout(copies, t, micro_batch=b, recompute="full")
         found = strategy.seconds(config, machine, layout)
-        assert 0.4 < found.total / (ms / 1e3) < 0.65
+        assert 0.35 < found.total / (ms / 1e3) < 0.6
         assert found.data < found.arithmetic  # so hidden: print adds 7 % for 128 copies
 
 
@@ -170,7 +170,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(p: int, m: int, chunks: in
     found = strategy.seconds(config, A100, Layout(pp=p, microbatches=m), chunks=chunks)
     name = "1f1b" if chunks == 1 else "interleaved"
     timeline = pipeline.simulate(pipeline.schedule(name, p, m, chunks))
-    share = found.bubble / (found.arithmetic + found.tensor + found.bubble)
+    share = found.bubble / (found.arithmetic + found.bubble)
     assert share == pytest.approx(timeline.bubble)
 
 
@@ -184,7 +184,7 @@ def test_gpt3_on_64_gpus() -> None:
     assert floors[0] == floors[1]
     assert floors[2].data == pytest.approx(floors[1].data * 257 / 2)
     assert floors[3].data == pytest.approx(floors[1].data * 3 * 256 / 2)
-    assert [f.total for f in floors] == pytest.approx([63.7, 63.7, 63.7, 169.4], abs=0.05)
+    assert [f.total for f in floors] == pytest.approx([56.4, 56.4, 56.7, 169.4], abs=0.05)
     whole = strategy.peak(GPT3, replace(layouts[1], sequence_parallel=False)) / 1e9
     assert whole == pytest.approx(82.4, abs=0.05)
 
@@ -279,12 +279,13 @@ def test_the_fastest_is_no_slower_than_the_chart_and_not_much_faster(
     config = PRESETS[model]
     chosen = strategy.choose(config, A100, gpus, batch)
     found = strategy.fastest(config, A100, gpus, batch)
-    floors = [choice.seconds.total for choice in found]
-    assert floors == sorted(floors) and all(choice.peak <= 72e9 for choice in found)
+    times = [choice.predicted for choice in found]
+    assert times == sorted(times) and all(choice.peak <= 72e9 for choice in found)
+    assert all(choice.seconds.total < choice.predicted for choice in found)
     assert {(c.layout.ranks, c.layout.batch) for c in found} == {(gpus, batch)}
     assert chosen.layout in [choice.layout for choice in found]
-    taken = strategy.seconds(config, A100, chosen.layout).total
-    assert 1 <= taken / floors[0] < 1.4  # at most what recomputation costs, a third
+    taken = strategy.predict(config, A100, chosen.layout).seconds.total
+    assert 1 <= taken / times[0] < 1.4  # at most what recomputation costs, a third
     for choice in found[:: max(1, len(found) // 20)]:
         assert choice.peak == strategy.peak(config, choice.layout)
 
@@ -333,5 +334,6 @@ def test_advice() -> None:
     assert strategy.fullness(GPT3, A100, good) == ""
     assert "copies can share one" in strategy.fullness(GPT3, A100, replace(good, zero=0))
     assert "are sums inside of the layers" in strategy.slowness(GPT3, A100, good)
-    alone = strategy.slowness(PRESETS["gpt-2"], A100, Layout())
-    assert alone.endswith("at least.") and "of it" not in alone
+    assert "waits for the CPU" in strategy.slowness(PRESETS["gpt-2"], A100, Layout())
+    alone = strategy.slowness(PRESETS["gpt-2"], A100, Layout(micro_batch=64))
+    assert alone.startswith("A step takes some") and "of it" not in alone

@@ -1,11 +1,12 @@
 """A layout says what a job is cut into, and refuses what cannot be."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 
 from shardlab import pipeline
-from shardlab.strategy import Layout
+from shardlab.shapes import PRESETS
+from shardlab.strategy import Layout, peak
 from shardlab.strategy.layout import SCHEDULES
 
 
@@ -72,3 +73,14 @@ def test_what_cannot_be_is_refused(fields: dict, words: str) -> None:
     with pytest.raises(ValueError) as error:
         Layout(**fields)
     assert str(error.value).startswith(words)
+
+
+def test_the_peak_is_counted_or_refused() -> None:
+    config = PRESETS["llama-3-8b"]
+    base = Layout(4, 2, 2, 1, microbatches=4)
+    on_host = peak(config, replace(base, offload="optimizer"))
+    assert on_host < peak(config, base)
+    for change in ({"cp": 2}, {"schedule": "gpipe"}, {"stages": (15, 17)}, {"replicas": 2}):
+        (name,) = change
+        with pytest.raises(ValueError, match=f"{name}=.*strategy.predict takes others"):
+            peak(config, replace(base, **change))

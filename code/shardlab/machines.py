@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RESERVE = 0.1  # of a GPU's memory, that no plan should count on
 
@@ -17,27 +17,55 @@ class Machine:
     inside: float  # bytes per second to the other GPUs of its node
     between: float  # bytes per second to other nodes
     flops: float  # floating-point operations per second: dense products of 16-bit numbers
+    bandwidth: float | None = None  # bytes per second of its own memory; None: see `stream`
+    processors: int | None = None  # streaming multiprocessors; None: not known
+    fp8: float | None = None  # operations per second of dense 8-bit products; None: has none
 
     def __post_init__(self) -> None:
         for field in ("memory", "per_node", "inside", "between", "flops"):
             if not (value := getattr(self, field)) > 0:
                 raise ValueError(f"{field}={value!r}: allowed are numbers above 0")
+        for field in ("bandwidth", "processors", "fp8"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ValueError(f"{field}={value!r}: allowed are numbers above 0, and None")
         if self.per_node != int(self.per_node):
             raise ValueError(f"per_node={self.per_node!r}: allowed are whole numbers above 0")
 
+    @property
+    def stream(self) -> float:
+        """Bytes per second of its own memory; where unknown, one for 200 operations.
+
+        NVIDIA's GPUs for data centres lie between 140 (V100) and 310 (B200).
+        """
+        return self.flops / 200 if self.bandwidth is None else self.bandwidth
+
+
+_A100 = Machine("A100", 80e9, 8, 300e9, 25e9, 312e12, 2039e9, 108)
 
 # Memory is the decimal number of the product's name: tools report a little more. NVIDIA's data
 # sheets and white papers; links are quoted there for both directions together, and halved here.
+# Products are without sparsity: sheets from Hopper on print twice as many.
 MACHINES: dict[str, Machine] = {
     # GeForce RTX 4090 (Ada white paper: 165.2 TFLOP/s with sums in float32): no NVLink, 16 lanes of
     # PCIe 4.0. Between nodes: assumed is one network card of 100 Gbit/s for eight of them.
-    "rtx-4090": Machine("RTX 4090", 24e9, 8, 32e9, 100e9 / 8 / 8, 165e12),
+    "rtx-4090": Machine("RTX 4090", 24e9, 8, 32e9, 100e9 / 8 / 8, 165e12, 1008e9, 128, 330e12),
+    # DGX-1 with V100 (data sheet): NVLink of 300 GB/s, four cards of 100 Gbit/s for eight GPUs.
+    "v100": Machine("V100", 32e9, 8, 150e9, 6.25e9, 125e12, 900e9, 80),
     # DGX A100: NVLink of 600 GB/s, for each GPU a card of 200 Gbit/s.
-    "a100": Machine("A100", 80e9, 8, 300e9, 25e9, 312e12),
+    "a100": _A100,
+    "a100-80": _A100,
+    "a100-40": replace(_A100, name="A100 40 GB", memory=40e9, bandwidth=1555e9),
     # DGX H100: NVLink of 900 GB/s, for each GPU a card of 400 Gbit/s; 1979 TFLOP/s are with
     # sparsity, dense products reach half of it.
-    "h100": Machine("H100", 80e9, 8, 450e9, 50e9, 989e12),
-    "h200": Machine("H200", 141e9, 8, 450e9, 50e9, 989e12),
+    "h100": Machine("H100", 80e9, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12),
+    "h200": Machine("H200", 141e9, 8, 450e9, 50e9, 989e12, 4800e9, 132, 1979e12),
+    # DGX B200 (data sheet): eight with 1,440 GB and 64 TB/s of memory, 72 PFLOP/s of 8-bit products
+    # with sparsity, NVLink of 1.8 TB/s each; a card of 400 Gbit/s for each GPU.
+    "b200": Machine("B200", 180e9, 8, 900e9, 50e9, 2250e12, 8000e9, 148, 4500e12),
+    # GB200 NVL72 (data sheet): 72 GPUs behind one NVLink switch, 13.4 TB and 576 TB/s of memory,
+    # 360 PFLOP/s of sparse 16-bit products; a card of 400 Gbit/s for each GPU.
+    "gb200": Machine("GB200", 186e9, 72, 900e9, 50e9, 2500e12, 8000e9, 148, 5000e12),
 }
 
 

@@ -274,7 +274,7 @@ def _grid_step(answer: Callable[..., Any]) -> str:
 
 
 _MODEL, _GPU = PRESETS["llama-3-70b"], MACHINES["h200"]
-_GPUS, _BATCH, _FLOOR = 64, 512, 36.0
+_GPUS, _BATCH, _MOST = 64, 512, 71.0  # seconds
 
 
 @exercise("my_layout")
@@ -287,13 +287,13 @@ def _layout(answer: Any) -> str:
         raise Wrong(f"d · b · m = {answer.batch} sequences; a step has {_BATCH}.")
     try:
         full = strategy.fullness(_MODEL, _GPU, answer)
-        floor = strategy.seconds(_MODEL, _GPU, answer).total
+        taken = strategy.predict(_MODEL, _GPU, answer).seconds.total
     except ValueError as error:
         raise Wrong(f"The model cannot be cut so: {error}.") from None
     if full:
         raise Wrong(full)
     needs = f"{strategy.peak(_MODEL, answer) / 1e9:.1f} GB"
-    if floor > _FLOOR:
+    if taken > _MOST:
         slow = strategy.slowness(_MODEL, _GPU, answer)
         raise Wrong(f"It fits, with {needs} on the fullest GPU, but it is too slow. {slow}")
-    return f"Right: {needs} on the fullest GPU, and a floor of {floor:.1f} s."
+    return f"Right: {needs} on the fullest GPU, and a step of some {taken:.1f} s."

@@ -12,7 +12,15 @@ Everything is in bytes, on one rank. `shardlab.count` measures the same.
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, PRECISIONS, Recipe, States, states
-from .counting import PARTS, fsdp2_shard, largest_parameter, parameter_count, parameters, shapes
+from .counting import (
+    PARTS,
+    fsdp2_shard,
+    largest_parameter,
+    layer_shapes,
+    parameter_count,
+    parameters,
+    shapes,
+)
 from .published import (
     attention_term,
     bytes_per_parameter,
@@ -49,6 +57,7 @@ __all__ = [
     "korthikanti_layer",
     "largest",
     "largest_parameter",
+    "layer_shapes",
     "megatron_bytes",
     "parameter_count",
     "parameters",

@@ -9,8 +9,9 @@ from shardlab import memory
 from shardlab.machines import RESERVE, Machine, room
 from shardlab.shapes import Config
 
-from .cost import Seconds, seconds
 from .layout import Layout, peak
+from .predict import predict
+from .timing import Seconds
 
 
 def fullness(
@@ -52,30 +53,37 @@ def fullness(
 
 
 def slowness(config: Config, machine: Machine, layout: Layout, seq: int | None = None) -> str:
-    """Where the most of a step's floor goes, beside the arithmetic that every layout needs.
+    """What a step waits for the most, beside the arithmetic that every layout needs.
 
-    Raises ValueError for a shape that cannot be cut so.
+    Seconds are predicted, of the course's own model. Raises ValueError as `predict` does.
     """
-    parts = seconds(config, machine, layout, seq)
-    words = f"A step takes {parts.total:.1f} s at least."
+    found = predict(config, machine, layout, seq=seq).seconds
+    words = f"A step takes some {found.total:.3g} s."
     if layout.tp > machine.per_node:
         return (
             f"{words} t = {layout.tp} reaches beyond a node of {machine.per_node}: the sums of "
             "every layer wait for the links between nodes."
         )
-    if parts.data >= parts.total:
-        m = layout.microbatches
-        often = f" for each of {m} micro-batches" if layout.zero > 1 and m > 1 else ""
-        return f"{words} All of it the copies send to each other{often}."
-    losses = _losses(layout, parts)
+    losses = waits(layout, found)
     most = max(losses, key=lambda name: losses[name])
-    return f"{words} {losses[most]:.1f} s of it {most}" if losses[most] else words
+    if losses[most] < 0.01 * found.total:
+        return words
+    return f"{words} {losses[most]:.2g} s of it {most}"
 
 
-def _losses(layout: Layout, parts: Seconds) -> dict[str, float]:
-    twice = parts.arithmetic / 4 if layout.recompute == "full" else 0.0  # one pass of four
+def waits(layout: Layout, found: Seconds) -> dict[str, float]:
+    """Seconds of a step that another layout might save, by a sentence's end that says so."""
+    products = found.products + found.attention
+    twice = products / 4 if layout.recompute == "full" else 0.0  # one pass of four
+    m = layout.microbatches
+    often = f", for each of {m} micro-batches" if layout.zero > 1 and m > 1 else ""
     return {
         "are arithmetic that is done twice: is recomputation needed?": twice,
-        "are sums inside of the layers, over the tensor group.": parts.tensor,
-        "are the bubble: more, and smaller, micro-batches make it shorter.": parts.bubble,
+        "are sums inside of the layers, over the tensor group.": found.tensor,
+        "are the bubble: more, and smaller, micro-batches make it shorter.": found.bubble,
+        f"are waits of the copies for each other{often}.": found.data,
+        "are messages between stages.": found.messages,
+        "are waits for the CPU: larger micro-batches give it more time.": found.launches,
+        "are keys and values of other ranks of the same sequence.": found.context,
+        "are the allocator's retries: memory is short.": found.retries,
     }

@@ -8,7 +8,7 @@ weights.
                 full recomputation repeats the layers' forward pass: 8
     tensor      4 all-reduces of bshe in each layer and micro-batch, 6 with recomputation, each
                 2(t-1)/t on the wire
-    bubble      (p-1)/m of both; (p-1)/(vm) with v interleaved chunks
+    bubble      (p-1)/m of the longer of both; (p-1)/(vm) with v interleaved chunks
     data        what `zero_bytes` says, between the copies
     messages    2 bshe for each micro-batch, from a stage to the next
 
@@ -27,6 +27,7 @@ from shardlab.memory.units import ceil_div, whole
 from shardlab.shapes import Config
 
 from .layout import Layout
+from .stages import Stage, stages
 
 ELEMENT = 2  # bytes: activations, weights and gradients travel in 16 bits
 DAY = 86_400.0
@@ -89,10 +90,10 @@ def zero_bytes(
 
 @dataclass(frozen=True)
 class Seconds:
-    """Parts of one step's floor. The first three follow one another on every GPU."""
+    """Parts of one step's floor."""
 
     arithmetic: float
-    tensor: float  # all-reduces inside of layers: the next product waits for them
+    tensor: float  # all-reduces inside of layers: others' products can hide them
     bubble: float
     data: float  # between the copies
     messages: float  # from stage to stage
@@ -100,7 +101,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """With all that can be hidden behind the arithmetic hidden: no step takes less."""
-        return max(self.arithmetic + self.tensor + self.bubble, self.data, self.messages)
+        return max(max(self.arithmetic, self.tensor) + self.bubble, self.data, self.messages)
 
     @property
     def busy(self) -> float:
@@ -113,50 +114,85 @@ def seconds(
     machine: Machine,
     layout: Layout,
     seq: int | None = None,
-    chunks: int = 1,
+    chunks: int | None = None,
     causal: bool = True,
 ) -> Seconds:
     """A floor of one step: every GPU at its data sheet's rate, every link full, no latency.
 
-    chunks: v of an interleaved pipeline. Real steps take about twice as long: products do not
-    reach the data sheet's rate, and norms, masks and additions are not counted.
+    chunks: v of an interleaved pipeline; by default the layout's. Real steps take about twice as
+    long: products do not reach the data sheet's rate, norms, masks and additions are not counted,
+    and not all traffic is hidden. `predict` says how long.
 
     The copies of one node add up gradients there first, and share the node's links to others: of
-    g of them, each carries a g-th. Tensor-parallel ranks stand inside a node if they fit there.
+    g of them, each carries a g-th. Tensor-parallel ranks stand inside a node if they fit there; a
+    ring over more of them leaves each node on every card. Unequal stages wait for the longest, so
+    that the floor of equal ones is theirs, too.
+
+    Raises ValueError for what cannot be cut so, and for experts, which no `Config` has.
     """
     seq = config.seq if seq is None else whole("seq", seq)
-    chunks = whole("chunks", chunks)
-    memory.shapes(config, layout.tp, layout.pp)  # refuses what cannot be cut so
-    tokens = layout.batch * seq
-    work = flops(config, tokens, seq, layout.recompute, causal)
+    v = layout.chunks if chunks is None else whole("chunks", chunks)
+    found = stages(config, layout)
+    memory.shapes(config, layout.tp)  # refuses what cannot be cut so
+    if layout.ep > 1:
+        raise ValueError(f"ep={layout.ep}: allowed is 1, for a model without experts")
+    work = flops(config, layout.batch * seq, seq, layout.recompute, causal)
     arithmetic = work / (layout.ranks * machine.flops)
 
-    stream = layout.micro_batch * seq * config.hidden * ELEMENT * layout.microbatches
+    tokens = layout.micro_batch * seq * layout.microbatches / layout.cp
+    stream = tokens * config.hidden * ELEMENT
     reduces = (6 if layout.recompute == "full" else 4) * config.layers / layout.pp
-    near = machine.inside if layout.tp <= machine.per_node else machine.between
+    near = machine.inside
+    if layout.tp > machine.per_node:
+        near = min(near, machine.between * machine.per_node)
     tensor = reduces * 2 * (layout.tp - 1) / layout.tp * stream / near
-    bubble = (layout.pp - 1) / (chunks * layout.microbatches) * (arithmetic + tensor)
+    bubble = _bubble(layout, v) * max(arithmetic, tensor)
 
     messages = 0.0
     if layout.pp > 1:
         link = machine.inside if layout.ranks <= machine.per_node else machine.between
-        messages = 2 * chunks * stream / layout.tp / link
-    return Seconds(arithmetic, tensor, bubble, _data_seconds(config, machine, layout), messages)
+        messages = 2 * v * stream / layout.tp / link
+    data = _data_seconds(config, machine, layout, found)
+    return Seconds(arithmetic, tensor, bubble, data, messages)
 
 
-def _data_seconds(config: Config, machine: Machine, layout: Layout) -> float:
-    if layout.dp == 1:
+def _bubble(layout: Layout, chunks: int) -> float:
+    """The bubble as a share of the rest; a backward pass takes twice its forward."""
+    p, m = layout.pp, layout.microbatches
+    if layout.schedule == "naive":
+        return p - 1
+    if layout.schedule in ("zb-h2", "zb-v"):
         return 0.0
-    held = max(
-        sum(memory.parameters(config, layout.tp, layout.pp, stage).values())
-        for stage in (0, layout.pp - 1)
-    )
-    sent = zero_bytes(held, layout.zero, layout.dp, layout.microbatches)
-    volume = sum(sent.values()) * layout.dp / (layout.dp - 1)
-    here = min(layout.dp, max(1, machine.per_node // layout.tp))  # copies in a node
-    nodes = ceil_div(layout.dp, here)
+    return (p - 1) / (chunks * m) / (3 if layout.schedule == "zb-h1" else 1)
+
+
+def _data_seconds(config: Config, machine: Machine, layout: Layout, found: list[Stage]) -> float:
+    held = [_held(config, layout, stage) for stage in found]
+    group, replicas = layout.shards, layout.replicas
+    sent = sum(zero_bytes(max(held), layout.zero, group, layout.microbatches).values())
+    seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)
+    if replicas > 1:  # groups add up the shards of their gradients, each rank with its like
+        shard = 2 * ELEMENT * ceil_div(max(held), group)
+        seconds = max(seconds, _ring_seconds(machine, shard, replicas, layout.tp * group))
+    return seconds
+
+
+def _ring_seconds(machine: Machine, volume: float, ranks: int, apart: int) -> float:
+    """Seconds of `volume` (n-1)/n bytes around n ranks that stand `apart` GPUs from each other."""
+    here = min(ranks, max(1, machine.per_node // apart))  # in a node
+    nodes = ceil_div(ranks, here)
     inside = (here - 1) / here * volume / machine.inside
     return max(inside, (nodes - 1) / nodes * volume / here / machine.between)
+
+
+def _held(config: Config, layout: Layout, stage: Stage) -> int:
+    """Parameters of one rank of a stage."""
+    layer = sum(prod(shape) for shape in memory.layer_shapes(config, layout.tp).values())
+    vocabulary = ceil_div(config.vocab, layout.tp) * config.hidden
+    norm = config.hidden * (2 if config.norm == "layer" and config.bias else 1)
+    tied = config.tied and stage.embedding and stage.head
+    ends = (stage.embedding + stage.head - tied) * vocabulary + stage.head * norm
+    return stage.layers * layer + ends
 
 
 def training_days(params: float, tokens: float, gpus: int, flops: float) -> float:

@@ -130,8 +130,14 @@ def peak(
     """Bytes of the fullest rank at the fullest moment of a step, on a GPU: `memory.estimate`.
 
     seq: tokens of a sequence, by default the model's longest. Raises ValueError as that does, where
-    the shape cannot be cut so.
+    the shape cannot be cut so, and for what it does not count and `predict` does: sequences and
+    experts that ranks share, other schedules than 1F1B, groups that repeat, and unequal stages.
     """
+    plain = {"cp": 1, "ep": 1, "chunks": 1, "schedule": "1f1b", "replicas": 1, "stages": "equal"}
+    for name, value in plain.items():
+        if getattr(layout, name) != value and (name != "schedule" or layout.pp > 1):
+            given = f"{name}={getattr(layout, name)!r}"
+            raise ValueError(f"{given}: allowed is {value!r}; strategy.predict takes others")
     return memory.estimate(
         config,
         layout.micro_batch,
@@ -142,6 +148,7 @@ def peak(
         layout.dp,
         layout.tp,
         layout.pp,
+        layout.offload,
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
         recompute=layout.recompute,
         microbatches=layout.microbatches,

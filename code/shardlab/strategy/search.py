@@ -10,15 +10,17 @@ from shardlab.shapes import Config
 from .chart import check_job, pipeline_degrees, tensor_degrees
 from .cost import Seconds, seconds
 from .layout import Layout, peak
+from .predict import predict
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that fits, the bytes of its fullest rank, and the floor of its step."""
+    """A layout that fits, the bytes of its fullest rank, its step's floor, and what it may take."""
 
     layout: Layout
     peak: int
     seconds: Seconds
+    predicted: float  # seconds of a step
 
 
 def fastest(
@@ -29,7 +31,7 @@ def fastest(
     seq: int | None = None,
     reserve: float = RESERVE,
 ) -> list[Choice]:
-    """All layouts that fit, the fastest first by `Seconds.total`; the emptier one where equal.
+    """All layouts that fit, the fastest first by `predict`; the emptier one where equal.
 
     Tried are all tensor degrees inside of a node (with sequence parallelism), all equal stages, all
     stages of ZeRO, with and without recomputation, micro-batches in powers of two. An empty list
@@ -52,6 +54,7 @@ def fastest(
                         if (needs := peak(config, layout, seq)) > there:
                             break  # a larger micro-batch needs more
                         cost = seconds(config, machine, layout, seq)
-                        found.append(Choice(layout, needs, cost))
+                        takes = predict(config, machine, layout, seq=seq).seconds.total
+                        found.append(Choice(layout, needs, cost, takes))
                         size *= 2
-    return sorted(found, key=lambda choice: (choice.seconds.total, choice.peak))
+    return sorted(found, key=lambda choice: (choice.predicted, choice.peak))

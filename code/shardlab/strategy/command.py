@@ -1,0 +1,249 @@
+"""`python -m shardlab strategy`: which layout, how long it takes, and whether it fits.
+
+    python -m shardlab strategy --model llama-3-8b --gpu a100-80 --gpus 16 --tokens 1e12
+    python -m shardlab strategy --config config.json --gpu h100 --gpus 64 --seq 8192 --batch 512
+    python -m shardlab strategy --model gpt-3-175b --gpu a100 --gpus 64 --tp 8 --pp 8 --explain
+
+The table has the layouts that fit and are fastest: micro-batch and how many, GB that the fullest
+rank reserves, and that stay free; seconds of a step; MFU as PaLM counts it; with --tokens the days
+and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --cp, --zero,
+--micro-batch and --recompute keep one value of a layout. --explain shows the first layout part by
+part, --json everything. Rates are the course's, or those of a file: --rates.
+
+    python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
+    python -m shardlab strategy --predict rows.csv --rates rates.json --profile nanotron
+    python -m shardlab strategy --case cases.json --rates rates.json --profile megatron
+
+--fit finds rates from measured steps (CSV with the columns of the Ultra-Scale sweep) or from layer
+times (JSON, a list of cases with "id", "config" and "published") and writes them.
+
+--predict prints the rows of a CSV file with predicted_seconds of a step, predicted_memory_gib that
+rank 0 reserves, and a note: why a row cannot be expressed; its numbers are then empty.
+
+--case prints a JSON list of {"id", "seconds", "memory_gib", "note"}; the memory is what is
+allocated on the fullest rank, without what an allocator loses.
+
+Each takes --profile: whose implementation is predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardlab import options
+from shardlab.machines import MACHINES
+from shardlab.memory.units import one_of
+from shardlab.shapes import PRESETS
+
+from . import files, learn, report
+from .footprint import GIB
+from .hub import read_config
+from .plan import plan, short
+from .predict import check_rates, first_rank, of_job
+from .profile import PROFILES, Profile
+from .rates import Rates, known, read
+
+ENTRIES = "fit", "predict", "case"
+FIXED = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "zero": 0, "micro_batch": 1}  # and the least of each
+TOP = 10  # rows of the table
+BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
+ADDED = "predicted_seconds", "predicted_memory_gib", "note"
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `strategy` to the command line."""
+    words = "which layout: seconds and bytes of a step, predicted"
+    parser = options.command(commands, "strategy", words, __doc__)
+    add = partial(options.add, parser)
+    add("fit", "measured steps (CSV) or layer times (JSON), to find rates from", "FILE")
+    add("predict", "rows to predict (CSV)", "FILE")
+    add("case", "cases to predict (JSON)", "FILE")
+    add("rates", "rates: written by --fit, read by the others", "FILE")
+    add("profile", f"whose implementation: {', '.join(PROFILES)} (course)", "NAME")
+    add("model", f"a model: {', '.join(PRESETS)}", "NAME")
+    add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
+    add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
+    add("gpus", "how many", "N")
+    add("per-node", "GPUs of a node (as its maker builds it)", "N")
+    add("seq", "tokens of a sequence (the model's longest)", "S")
+    add("batch", "sequences in a step (some four million tokens)", "B")
+    add("tokens", "of the whole training, for example 1.5e12", "N")
+    add("price", "of one GPU for an hour", "P")
+    add("top", f"rows of the table ({TOP})", "N")
+    for name in FIXED:
+        add(name.replace("_", "-"), "keep this value", "N")
+    add("recompute", "keep this: none, selective or full", "HOW")
+    parser.add_argument("--explain", action="store_true", default=None, help="the first, by part")
+    parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    given = {name: value for name, value in vars(chosen).items() if value is not None}
+    entries = [name for name in ENTRIES if name in given]
+    asks = [name for name in ("model", "config") if name in given]
+    if len(entries + asks) != 1:
+        said = " and ".join(f"--{name}" for name in entries + asks) or "neither"
+        allowed = "exactly one of --model, --config, --fit, --predict and --case"
+        raise ValueError(f"{said}: allowed is {allowed}")
+    if asks:
+        print(_planned(given))
+        return 0
+    if not given.get("rates"):
+        raise ValueError(f"rates='': allowed with --{entries[0]} is a file")
+    if entries == ["fit"]:
+        return _fit(given)
+    profile, rates = _rates(given)
+    if entries == ["predict"]:
+        print(predicted_rows(Path(given["predict"]), profile, rates), end="")
+    else:
+        print(json.dumps(predicted_cases(Path(given["case"]), profile, rates), indent=1))
+    return 0
+
+
+def _planned(given: dict[str, Any]) -> str:
+    """The plan that the options ask for, as text."""
+    if "rates" in given:
+        profile, rates = _rates(given)
+    else:
+        profile = _profile({"profile": "course", **given})
+        rates = known(profile.name)
+    # Whatever is trained today has fused attention; the tables that rates come from had not.
+    profile = replace(profile, attention="flash")
+    asked = _asked(given)
+    fixed: dict[str, object] = {
+        name: options.whole(name, given[name], least, f"whole numbers from {least}")
+        for name, least in FIXED.items()
+        if name in given
+    }
+    if "recompute" in given:
+        fixed["recompute"] = one_of("recompute", given["recompute"], ("none", "selective", "full"))
+    job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq, profile, rates
+    found = plan(*job, fixed)
+    if not found.fits:
+        raise ValueError(short(*job, found))
+    top = options.whole("top", given.get("top", str(TOP)))
+    if "json" in given:
+        best = [report.row(asked, one, found.room) for one in found.fits[:top]]
+        ruled = dict(found.ruled.most_common())
+        return json.dumps({"best": best, "fit": len(found.fits), "ruled_out": ruled}, indent=1)
+    if "explain" in given:
+        return report.explained(asked, found.fits[0], found.room, rates)
+    return report.text(asked, found, rates, top)
+
+
+def _asked(given: dict[str, Any]) -> report.Asked:
+    if "model" in given:
+        name = one_of("model", given["model"], PRESETS)
+        config = PRESETS[str(name)]
+    else:
+        name, config = Path(given["config"]).name, read_config(Path(given["config"]))
+    machine = MACHINES[str(one_of("gpu", given.get("gpu", ""), MACHINES))]
+    if "per_node" in given:
+        machine = replace(machine, per_node=options.whole("per-node", given["per_node"]))
+    seq = options.whole("seq", given["seq"]) if "seq" in given else config.seq
+    if "batch" in given:
+        batch = options.whole("batch", given["batch"])
+    gpus = options.whole("gpus", given.get("gpus", ""))
+    if "batch" not in given:  # so that all copies get as many
+        batch = max(1, BATCH_TOKENS // seq // gpus) * gpus
+    numbers = {
+        key: _positive(key, given[key]) if key in given else None for key in ("tokens", "price")
+    }
+    return report.Asked(str(name), config, machine, gpus, batch, seq, **numbers)
+
+
+def _positive(name: str, given: str) -> float:
+    value = options.number(name, given, "numbers above 0")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}={given}: allowed are numbers above 0")
+    return value
+
+
+def _profile(given: dict[str, Any]) -> Profile:
+    name = given.get("profile", "")
+    if name not in PROFILES:
+        raise ValueError(f"profile={name!r}: allowed are {', '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
+    """The rates of a file, and the profile that they are for."""
+    rates = read(Path(given["rates"]))
+    profile = _profile({"profile": rates.profile, **given})
+    if profile.name != rates.profile:
+        where = f"the profile of {given['rates']}"
+        raise ValueError(f"profile={profile.name!r}: allowed is {rates.profile!r}, {where}")
+    return profile, rates
+
+
+def _fit(given: dict[str, Any]) -> int:
+    profile, source = _profile(given), Path(given["fit"])
+    if source.suffix == ".json":
+        rates = learn.from_cases(files.read_cases("fit", source), profile, source.name)
+    else:
+        rates = learn.from_rows(files.read_rows("fit", source), profile, source.name)
+    options.written("rates", given["rates"], rates.write)
+    print(table(rates))
+    return 0
+
+
+def table(rates: Rates) -> str:
+    """Rates as text: value, how far off it may be, what it is, where it comes from."""
+    lines = [f"{'rate':<12} {'value':>9}  {'±':>5}  what, and its origin"]
+    for name, rate in rates.all.items():
+        spread = f"{100 * rate.spread:.0f} %"
+        lines.append(f"{name:<12} {rate.value:>9.4g}  {spread:>5}  {rate.unit}; {rate.origin}")
+    return "\n".join(lines)
+
+
+def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
+    """The CSV file with what is predicted of each row, in order. Raises ValueError for the file."""
+    rows = files.read_rows("predict", path)
+    values = check_rates(profile, rates)
+    columns = [name for name in (rows[0] if rows else files.COLUMNS) if name not in (None, *ADDED)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*columns, *ADDED], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        found: dict[str, Any] = dict.fromkeys(ADDED, "")
+        try:
+            job = files.row_job(row, profile)
+            size = min(first_rank(job, values), _all_there_is(job.machine.memory))
+            found["predicted_seconds"] = f"{of_job(job, values).seconds.total:.6g}"
+            found["predicted_memory_gib"] = f"{size / GIB:.4g}"
+        except ValueError as error:
+            found = dict.fromkeys(ADDED, "") | {"note": str(error)}
+        writer.writerow({**row, **found})
+    return text.getvalue()
+
+
+def _all_there_is(memory: float) -> float:
+    """Bytes that an allocator can reserve: tools report 6 % more than the product's name says.
+
+    A job that needs a little more gives back what it lost to fragments, and goes on.
+    """
+    return 1.06 * memory
+
+
+def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str, Any]]:
+    """What is predicted of each case, in order. Raises ValueError for the file."""
+    values = check_rates(profile, rates)
+    listed = []
+    for case in files.read_cases("case", path):
+        found: dict[str, Any] = {"id": case["id"], "seconds": None, "memory_gib": None, "note": ""}
+        try:
+            prediction = of_job(files.case_job(case["config"], profile), values)
+            found["seconds"] = float(f"{prediction.seconds.total:.6g}")
+            found["memory_gib"] = float(f"{prediction.memory.allocated / GIB:.4g}")
+        except ValueError as error:
+            found["note"] = str(error)
+        listed.append(found)
+    return listed

@@ -1,0 +1,195 @@
+"""Jobs as files have them: rows of a sweep, and cases of published tables.
+
+A row is a line of CSV with the columns of the Ultra-Scale sweep; a case a JSON object with the keys
+of a published configuration. What cannot be expressed raises ValueError with the reason, row by
+row: whoever reads a whole file writes it beside the row.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardlab.machines import MACHINES, Machine
+from shardlab.shapes import Config
+
+from .job import Job
+from .layout import SCHEDULES, Layout
+from .profile import Profile
+
+SHAPE = "layers", "hidden", "heads", "ffn", "seq"
+DEGREES = "mbs", "ga", "dp", "pp", "tp", "zero"
+COLUMNS = (*SHAPE, *DEGREES)
+SWEEP_VOCABULARY = 131_072  # the sweep's: its column is not in the file
+MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257, padded
+_RECOMPUTE = {
+    "none": "none", "baseline": "none", "sp": "none", "selective": "selective",
+    "selective+sp": "selective", "full": "full", "full recompute": "full",
+}  # fmt: skip
+
+
+def read_rows(name: str, path: Path) -> list[dict[str, str]]:
+    """The lines of a CSV file as dictionaries. Raises ValueError; `name`: the option's."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+            columns = reader.fieldnames or []
+    except OSError as error:
+        raise ValueError(f"{name}={str(path)!r}: allowed are files ({error.strerror})") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise ValueError(f"{name}={str(path)!r}: allowed are CSV files in UTF-8") from None
+    for column in COLUMNS:
+        if column not in columns:
+            words = f"allowed are CSV files with the columns {', '.join(COLUMNS)}"
+            raise ValueError(f"{name}={str(path)!r}: {words}; {column!r} is missing")
+    return rows
+
+
+def read_cases(name: str, path: Path) -> list[dict[str, Any]]:
+    """A JSON list of objects with an "id" and a "config". Raises ValueError."""
+    try:
+        cases = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name}={str(path)!r}: allowed are files ({error.strerror})") from None
+    except ValueError:
+        raise ValueError(f"{name}={str(path)!r}: allowed are JSON files in UTF-8") from None
+    good = isinstance(cases, list) and all(
+        isinstance(x, dict) and "id" in x and isinstance(x.get("config"), dict) for x in cases
+    )
+    if not good:
+        words = 'allowed are JSON lists of objects with "id" and "config"'
+        raise ValueError(f"{name}={str(path)!r}: {words}")
+    return cases
+
+
+def row_job(row: Mapping[str, Any], profile: Profile) -> Job:
+    """The job of a line of the sweep, on H100s unless its column `gpu` says another."""
+    n = {key: _whole(row, key) for key in COLUMNS}
+    known = {key: _whole(row, key) for key in ("vocab", "kv_heads") if row.get(key)}
+    vocab = known.get("vocab", SWEEP_VOCABULARY)
+    tied = row.get("emb", "untied") == "tied"
+    config = Config(
+        vocab, n["seq"], n["layers"], n["heads"], n["hidden"], known.get("kv_heads"), n["ffn"],
+        "swiglu", "rms", False, tied,
+    )  # fmt: skip
+    layout = Layout(
+        n["dp"], n["tp"], n["pp"], n["zero"], n["mbs"], n["ga"],
+        sequence_parallel=n["tp"] > 1, stages=profile.stages,
+    )  # fmt: skip
+    for key, value in (("n_gpus", layout.ranks), ("gbs", layout.batch)):
+        if row.get(key) and _whole(row, key) != value:
+            raise ValueError(f"{key}={row[key]}: allowed is {value}, as dp, pp, tp, mbs, ga say")
+    return Job(config, _machine({"gpu": row.get("gpu") or "h100"}), layout, profile, n["seq"])
+
+
+def row_measured(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Seconds of a step and bytes reserved, as a line of the sweep has them; None: not there."""
+    seconds = size = None
+    if row.get("tok_s_gpu"):
+        rate = _number(row, "tok_s_gpu")
+        tokens = _whole(row, "mbs") * _whole(row, "ga") * _whole(row, "dp") * _whole(row, "seq")
+        seconds = tokens / rate / (_whole(row, "dp") * _whole(row, "pp") * _whole(row, "tp"))
+    if row.get("mem_GiB"):
+        size = _number(row, "mem_GiB") * 2**30
+    return seconds, size
+
+
+def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
+    """The job of a published configuration.
+
+    Where a key is missing: one copy, stage, chunk; as many sequences in a step as the copies take
+    at once; GPT-2's vocabulary; no ZeRO. A gated network and fused attention are taken for what
+    has key-value heads or a width that is no multiple of h, and the latter from 4,096 tokens on.
+    """
+    c = {key: value for key, value in config.items() if value is not None}
+    need = {key: _whole(c, key) for key in ("layers", "hidden", "heads", "seq", "mbs", "tp")}
+    h = need["hidden"]
+    ffn = _whole(c, "ffn", 4 * h)
+    kv = _whole(c, "kv_heads", need["heads"])
+    gated = "swiglu" if kv != need["heads"] or ffn % h else "gelu"
+    mlp = _one_of(c, "mlp", ("gelu", "swiglu"), gated)
+    shape = Config(
+        _whole(c, "vocab", MEGATRON_VOCABULARY), need["seq"], need["layers"], need["heads"], h, kv,
+        ffn, mlp, "rms" if mlp == "swiglu" else "layer", mlp == "gelu", mlp == "gelu",
+    )  # fmt: skip
+    fused = "flash" if mlp == "swiglu" or need["seq"] >= 4096 else "plain"
+    profile = replace(profile, attention=_one_of(c, "attention", ("plain", "flash"), fused))
+    p, b = _whole(c, "pp", 1), need["mbs"]
+    cp = _whole(c, "cp", 1)
+    ranks = need["tp"] * p * cp
+    d = _whole(c, "dp", max(1, _whole(c, "n_gpus", ranks) // ranks))
+    batch = _whole(c, "gbs", d * b * _whole(c, "microbatches", _whole(c, "ga", 1)))
+    if batch % (d * b):
+        raise ValueError(f"gbs={batch}: allowed are multiples of dp * mbs = {d * b}")
+    v = _whole(c, "vp", 1)
+    said = str(c.get("recompute", "none")).lower()
+    said = {"false": "none", "true": "full"}.get(said, said)
+    if said not in _RECOMPUTE:
+        raise ValueError(f"recompute={c['recompute']!r}: allowed are none, selective and full")
+    along = bool(c.get("sequence_parallel", said == "sp" or said.endswith("+sp")))
+    zero = c.get("zero", 0)
+    stages = c.get("stages", profile.stages)
+    named = str(c.get("schedule", "interleaved" if v > 1 else "1f1b")).lower()
+    if named not in SCHEDULES:
+        raise ValueError(f"schedule={c['schedule']!r}: allowed are {', '.join(SCHEDULES)}")
+    layout = Layout(
+        d, need["tp"], p, int(zero), b, batch // d // b, _RECOMPUTE[said], along, cp,
+        chunks=v if p > 1 else 1, schedule=named if p > 1 else "1f1b",
+        stages=tuple(stages) if isinstance(stages, list) else stages,
+    )  # fmt: skip
+    fp8 = "fp8" in str(c.get("precision", "")).lower()
+    return Job(shape, _machine(c), layout, profile, need["seq"], fp8)
+
+
+def _machine(c: Mapping[str, Any]) -> Machine:
+    """The machine of a GPU's name, as tables write it: "A100", "H100 80GB", "NVIDIA GB200"."""
+    if "gpu" not in c:
+        raise ValueError("gpu is missing")
+    name = str(c["gpu"]).lower().replace("nvidia", "").replace(" ", "-").strip("-")
+    match = [key for key in MACHINES if name.startswith(key)]
+    if not match:
+        raise ValueError(f"gpu={c['gpu']!r}: allowed are {', '.join(MACHINES)}")
+    key = max(match, key=len)
+    if key == "a100" and ("40" in name or c.get("gpu_mem_gb") == 40):
+        key = "a100-40"
+    machine = MACHINES[key]
+    if c.get("gpu_mem_gb"):
+        machine = replace(machine, memory=1e9 * _number(c, "gpu_mem_gb"))
+    if c.get("per_node"):
+        machine = replace(machine, per_node=_whole(c, "per_node"))
+    return machine
+
+
+def _whole(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = c.get(key, default)
+    if value is None or value == "":
+        raise ValueError(f"{key} is missing")
+    try:
+        number = float(value)
+        if number != int(number) or (number < 1 and key != "zero"):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{key}={value!r}: allowed are whole numbers above 0") from None
+    return int(number)
+
+
+def _number(c: Mapping[str, Any], key: str) -> float:
+    try:
+        value = float(c[key])
+        if not 0 < value < float("inf"):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(f"{key}={c[key]!r}: allowed are numbers above 0") from None
+    return value
+
+
+def _one_of(c: Mapping[str, Any], key: str, allowed: tuple[str, ...], default: str) -> str:
+    value = c.get(key, default)
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r}: allowed are {' and '.join(allowed)}")
+    return str(value)

@@ -1,0 +1,137 @@
+"""How much memory a stage takes, part by part: what is allocated, and what is reserved with it.
+
+An allocator reserves more than a program holds: blocks do not fit one into another, and a buffer
+that another stream still reads comes back late. Tools report the reserved bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp
+
+from .job import Job, parameters
+from .layout import Layout
+from .stages import Stage, stages
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Parts of what one rank of a stage reserves, which add up to `reserved`."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float  # kept for backward, with all micro-batches in flight
+    logits: float  # and what computes the loss
+    buffers: float  # of gradients and weights on their way
+    fragments: float  # what the allocator loses between activations
+    late: float  # buffers of the tensor group's collectives that come back late
+    fixed: float
+
+    @property
+    def allocated(self) -> float:
+        """Bytes in use at the fullest moment."""
+        return self.reserved - self.fragments - self.late - self.fixed
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that the allocator has taken."""
+        return sum(vars(self).values())
+
+
+def footprint(job: Job, rates: Mapping[str, float], stage: int = 0) -> Bytes:
+    """What a rank of `stage` reserves, counted from 0.
+
+    Raises ValueError for layers that the stages cannot share, and for a stage that is not there.
+    """
+    layout, profile, config = job.layout, job.profile, job.config
+    if isinstance(stage, bool) or stage not in range(layout.pp):
+        raise ValueError(f"stage={stage!r}: allowed are 0 to {layout.pp - 1}")
+    here = stages(config, layout)[stage]
+    held, zero, d = parameters(job, here), layout.zero, layout.shards
+    weights = held * profile.weight / (d if zero == 3 else 1)
+    gradients = held * profile.gradient / (d if zero >= 2 else 1)
+    optimizer = held * profile.optimizer / (d if zero >= 1 else 1)
+    if layout.offload != "none":
+        optimizer = 0.0
+        gradients = 0.0 if zero >= 2 else gradients
+    if layout.offload == "parameters":
+        weights = 0.0
+    kept = activations(job, rates, here) * in_flight(layout, stage)
+    logits = rates["logit"] * job.tokens * config.vocab / layout.tp if here.head else 0.0
+    return Bytes(
+        weights, gradients, optimizer, kept, logits, _buffers(job, rates, here, held),
+        kept * (rates["fragments"] - 1), _late(job, rates), rates["fixed"] * GIB,
+    )  # fmt: skip
+
+
+def fullest(job: Job, rates: Mapping[str, float]) -> Bytes:
+    """What the stage reserves that reserves the most: the first, the second, or the last.
+
+    The second keeps a micro-batch less than the first, and may have a layer more.
+    """
+    some = {0, min(1, job.layout.pp - 1), job.layout.pp - 1}
+    return max((footprint(job, rates, k) for k in some), key=lambda found: found.reserved)
+
+
+def activations(job: Job, rates: Mapping[str, float], stage: Stage) -> float:
+    """Bytes that the layers of a stage keep for one micro-batch."""
+    config, profile, layout = job.config, job.profile, job.layout
+    h, t = config.hidden, layout.tp
+    if layout.recompute == "full":  # each layer's input; and one layer, while it is recomputed
+        return stage.layers * job.stream / job.sequence
+    network = profile.swiglu if config.mlp == "swiglu" else profile.gelu
+    inside = profile.cut * 2 * (h + job.heads) + network * config.ffn_width
+    if profile.attention == "plain" and layout.recompute == "none":
+        inside += profile.scores * config.heads * job.seq
+    return stage.layers * job.tokens * (rates["kept"] * h / job.sequence + inside / t)
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Micro-batches, as parts of all layers of a stage, that are kept at once.
+
+    1F1B: p - k on stage k. Interleaved: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, and
+    Korthikanti et al. 2022, section 4.2.3. Zero-bubble: Qi et al. 2023 (arXiv 2401.10241).
+    """
+    p, m, v = layout.pp, layout.microbatches, layout.chunks
+    if p == 1 or layout.schedule == "naive":
+        return 1
+    if layout.schedule == "gpipe":
+        return m
+    if layout.schedule == "interleaved":
+        return min(m, (2 * (p - stage - 1) + (v - 1) * p + 1) / v)
+    if layout.schedule == "zb-h2":
+        return min(m, 2 * (p - stage) - 1)
+    if layout.schedule == "zb-v":
+        return min(m, p)
+    return min(m, p - stage)
+
+
+def _buffers(job: Job, rates: Mapping[str, float], stage: Stage, held: float) -> float:
+    layout, profile = job.layout, job.profile
+    if layout.dp * layout.cp == 1:
+        return 0.0
+    if layout.zero == 0:
+        return profile.bucket * held
+    if layout.zero < 3:
+        return rates["gathered"] * profile.weight * held
+    layers = max(1, stage.layers)
+    return (2 * profile.weight + profile.gradient) * held / layers
+
+
+def _late(job: Job, rates: Mapping[str, float]) -> float:
+    """Buffers of the uncut stream that collectives still hold while the CPU runs ahead.
+
+    It runs ahead of one micro-batch after the other, and in a pipeline waits for messages: half of
+    the time on two stages, seldom on many.
+    """
+    layout = job.layout
+    more = layout.microbatches - layout.pp + 1  # micro-batches after the pipeline has filled
+    if layout.tp == 1 or more < 1:
+        return 0.0
+    there = 1 - exp(-more / rates["settled"])
+    ahead = 1 - 1 / layout.pp if layout.pp > 1 else 1.0
+    return rates["late"] * there * ahead * job.stream

@@ -1,0 +1,70 @@
+"""The shape of a model from its `config.json`, as Hugging Face's hub keeps them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardlab.shapes import Config
+
+# Our name, and what model families call it; the first that is there counts.
+_KEYS = {
+    "vocab": ("vocab_size",),
+    "seq": ("max_position_embeddings", "n_positions", "seq_length"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+}
+_OPTIONAL = {
+    "kv_heads": ("num_key_value_heads",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+}
+_EXPERTS = "num_local_experts", "num_experts", "n_routed_experts"
+
+
+def read_config(path: Path) -> Config:
+    """The shape that a config.json describes. Raises ValueError, which names the file's fault."""
+    try:
+        given = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"config={str(path)!r}: allowed are files ({error.strerror})") from None
+    except ValueError:
+        raise ValueError(f"config={str(path)!r}: allowed are JSON files in UTF-8") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"config={str(path)!r}: allowed are files with a JSON object")
+    try:
+        return shape(given)
+    except ValueError as error:
+        raise ValueError(f"config={str(path)!r}: {error}") from None
+
+
+def shape(given: Mapping[str, Any]) -> Config:
+    """The shape of such an object. Raises ValueError for what is missing, and for experts."""
+    if any((given.get(key) or 1) > 1 for key in _EXPERTS):
+        raise ValueError("allowed are models without experts")
+    found = {name: _first(given, keys) for name, keys in _KEYS.items()}
+    for name, value in found.items():
+        if value is None:
+            raise ValueError(f"{_KEYS[name][0]} is missing")
+    found |= {name: _first(given, keys) for name, keys in _OPTIONAL.items()}
+    for name, value in found.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")
+    head = given.get("head_dim")
+    if head and head * found["heads"] != found["hidden"]:
+        raise ValueError(f"head_dim={head}: allowed is hidden_size / num_attention_heads")
+    gated = str(given.get("hidden_act", "")) in ("silu", "swish", "gelu_pytorch_tanh")
+    gated = gated and "rms_norm_eps" in given
+    return Config(
+        **found,
+        mlp="swiglu" if gated else "gelu",
+        norm="rms" if "rms_norm_eps" in given else "layer",
+        bias="rms_norm_eps" not in given,
+        tied=bool(given.get("tie_word_embeddings", True)),
+    )
+
+
+def _first(given: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    return next((given[key] for key in keys if given.get(key) is not None), None)

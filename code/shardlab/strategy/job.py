@@ -1,0 +1,69 @@
+"""A job: a model, in a layout, on a machine, by an implementation; and what follows from these.
+
+Letters as in `cost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from shardlab.machines import Machine
+from shardlab.shapes import Config
+
+from .layout import Layout
+from .profile import Profile
+from .stages import Stage
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is predicted: a model, in a layout, on a machine, by an implementation."""
+
+    config: Config
+    machine: Machine
+    layout: Layout
+    profile: Profile
+    seq: int
+    fp8: bool = False  # products of matrices in 8 bits
+
+    @property
+    def flops(self) -> float:
+        """Operations per second of products, as the data sheet has it."""
+        return self.machine.fp8 if self.fp8 and self.machine.fp8 else self.machine.flops
+
+    @property
+    def tokens(self) -> float:
+        """Of one micro-batch on one rank."""
+        return self.layout.micro_batch * self.seq / self.layout.cp
+
+    @property
+    def stream(self) -> float:
+        """Bytes of the residual stream of those tokens, uncut."""
+        return 2 * self.tokens * self.config.hidden
+
+    @property
+    def sequence(self) -> int:
+        """Into how many parts the residual stream is cut."""
+        along = self.layout.sequence_parallel or self.profile.sequence_parallel
+        return self.layout.tp if along else 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the job takes."""
+        return ceil(self.layout.ranks / self.machine.per_node)
+
+    @property
+    def heads(self) -> int:
+        """Width of keys (or of values): heads times their size."""
+        return self.config.key_value_heads * self.config.head_size
+
+
+def parameters(job: Job, stage: Stage) -> float:
+    """Parameters of one rank of a stage, without the few of norms and biases."""
+    config = job.config
+    h, matrices = config.hidden, 3 if config.mlp == "swiglu" else 2
+    layers = stage.layers * (2 * h * (h + job.heads) + matrices * h * config.ffn_width)
+    once = stage.embedding and stage.head and config.tied
+    ends = 1 if once else stage.embedding + stage.head
+    return (layers + ends * config.vocab * h) / job.layout.tp

@@ -1,0 +1,86 @@
+"""Rates from files: measured steps of a sweep, or layer times of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .files import case_job, row_job, row_measured
+from .fit import Predict, fit
+from .footprint import footprint
+from .job import Job
+from .predict import check_job
+from .profile import Profile
+from .rates import Rates, guesses
+from .timing import layer, seconds
+
+Measured = list[tuple[Predict, float]]
+
+# Which rates each kind of measurement can tell something about.
+LAYER = "products", "memory", "elementwise", "scores", "node", "hidden"
+STEP = (
+    "products", "attention", "memory", "elementwise", "launch", "crossing", "node", "hidden",
+    "beyond", "network", "message", "exposed", "step",
+)  # fmt: skip
+MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
+
+
+def from_rows(rows: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:
+    """Rates by the rows of a sweep that can be expressed, and that tell seconds or bytes.
+
+    Raises ValueError where none does.
+    """
+    jobs = []
+    for row in rows:
+        try:
+            job = row_job(row, profile)
+            check_job(job)
+            jobs.append((job, *row_measured(row)))
+        except ValueError:
+            continue  # its reason is given where it is predicted
+    rates = guesses(profile.name)
+    if sizes := [(_reserves(job), size) for job, _, size in jobs if size]:
+        rates = fit(rates, sizes, MEMORY, f"fitted on the memory of {len(sizes)} runs: {origin}")
+    known = rates.values_of()
+    steps = [(_takes(job, known), time) for job, time, _ in jobs if time]
+    if not steps and sizes:
+        return rates
+    return fit(rates, steps, STEP, f"fitted on the seconds of {len(steps)} runs: {origin}")
+
+
+def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:
+    """Rates by the layer times among published cases, or by their step times where there are none.
+
+    Raises ValueError where no case has either.
+    """
+    layers: Measured = []
+    steps: Measured = []
+    guessed = guesses(profile.name)
+    known = guessed.values_of()
+    for case in cases:
+        printed = case.get("published") or {}
+        try:
+            job = case_job(case["config"], profile)
+            check_job(job)
+        except ValueError:
+            continue
+        if "fwd_ms" in printed and "bwd_ms" in printed:
+            for k, name in enumerate(("fwd_ms", "bwd_ms")):
+                layers.append((_layer(job, k), float(printed[name]) / 1e3))
+        elif time := printed.get("iter_s") or printed.get("iter_ms", 0) / 1e3:
+            steps.append((_takes(job, known), float(time)))
+    measured, free, what = (layers, LAYER, "layer") if layers else (steps, STEP, "step")
+    return fit(guessed, measured, free, f"fitted on {len(measured)} {what} times: {origin}")
+
+
+def _layer(job: Job, k: int) -> Predict:
+    return lambda rates: layer(job, rates)[k].total
+
+
+def _takes(job: Job, known: Mapping[str, float]) -> Predict:
+    reserved = footprint(job, known).reserved
+    return lambda rates: seconds(job, rates, reserved).total
+
+
+def _reserves(job: Job) -> Predict:
+    return lambda rates: footprint(job, rates).reserved

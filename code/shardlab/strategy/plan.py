@@ -1,0 +1,181 @@
+"""A plan: every layout of a job, predicted; which are fastest, and what ruled out the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from shardlab.machines import Machine
+from shardlab.memory.units import whole
+from shardlab.shapes import Config
+
+from .chart import check_job
+from .cost import flops
+from .job import Job
+from .layout import Layout
+from .predict import Prediction, check_rates, of_job
+from .profile import COURSE, Profile
+from .rates import Rates
+
+LONG = 32_768  # tokens of a sequence, from which on ranks may share it
+CHUNKS = 2, 4  # of a stage, that are tried
+MORE = 2, 4, 8, 16, 32, 64  # times as many GPUs, tried where nothing fits
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout, what it takes, and what comes of that."""
+
+    layout: Layout
+    prediction: Prediction
+    seconds: float
+    reserved: float  # bytes of the fullest rank
+    tokens: float  # in a second, on all GPUs
+    mfu: float  # share of the data sheet's operations, as PaLM counts them: no recomputation
+
+
+@dataclass
+class Plan:
+    """Layouts that fit, the fastest first, and how many fell out for which reason."""
+
+    fits: list[Planned] = field(default_factory=list)
+    ruled: Counter[str] = field(default_factory=Counter)
+    nearest: Planned | None = None  # of those that do not fit, the one that lacks least
+    room: float = 0.0  # bytes that a rank may reserve
+
+
+def plan(
+    config: Config,
+    machine: Machine,
+    gpus: int,
+    batch: int,
+    seq: int | None = None,
+    profile: Profile = COURSE,
+    rates: Rates | None = None,
+    fixed: Mapping[str, object] | None = None,
+) -> Plan:
+    """Every layout for `batch` sequences in a step on `gpus` GPUs.
+
+    Tried are all tensor degrees inside of a node (with sequence parallelism), all pipelines, 1F1B
+    and interleaved, ranks that share a sequence where it is long, the profile's stages of ZeRO (2
+    and 3 without a pipeline: engines have no others), micro-batches in powers of two, and
+    recomputation.
+    fixed: fields of the layouts that have to have these values.
+
+    A layout fits if its fullest rank reserves no more than the share of memory beyond which the
+    allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
+    below 1, and for rates of another profile.
+    """
+    check_job(machine, gpus, batch)
+    seq = config.seq if seq is None else whole("seq", seq)
+    values = check_rates(profile, rates)
+    found = Plan(room=values["limit"] * machine.memory)
+    work = flops(config, batch * seq, seq, causal=False)
+    for layout in layouts(config, machine, gpus, batch, seq, profile, found.ruled):
+        if fixed and any(getattr(layout, name) != value for name, value in fixed.items()):
+            continue
+        prediction = of_job(Job(config, machine, layout, profile, seq), values)
+        seconds, reserved = prediction.seconds.total, prediction.memory.reserved
+        planned = Planned(
+            layout, prediction, seconds, reserved, batch * seq / seconds,
+            work / seconds / (gpus * machine.flops),
+        )  # fmt: skip
+        if reserved <= found.room:
+            found.fits.append(planned)
+            continue
+        found.ruled["needs more memory than there is"] += 1
+        if found.nearest is None or reserved < found.nearest.reserved:
+            found.nearest = planned
+    # Of layouts that take the same time, the emptier one: it leaves room for what is not counted.
+    found.fits.sort(key=lambda planned: (round(planned.seconds, 6), planned.reserved))
+    return found
+
+
+def layouts(
+    config: Config,
+    machine: Machine,
+    gpus: int,
+    batch: int,
+    seq: int,
+    profile: Profile,
+    ruled: Counter[str],
+) -> Iterator[Layout]:
+    """What `plan` tries; `ruled` counts degrees that cannot be, by reason."""
+    for tp in divisors(min(gpus, machine.per_node)):
+        if gpus % tp:
+            continue
+        if any(n % tp for n in (config.heads, config.key_value_heads, config.ffn_width, seq)):
+            ruled["a tensor degree that does not divide heads, widths and tokens"] += 1
+            continue
+        for pp in divisors(gpus // tp):
+            if pp > config.layers or (profile.stages == "equal" and config.layers % pp):
+                ruled["stages that the layers cannot be cut into"] += 1
+                continue
+            for cp in divisors(gpus // tp // pp) if seq >= LONG else [1]:
+                dp = gpus // tp // pp // cp
+                if seq % cp or batch % dp:
+                    ruled["copies that cannot share the batch evenly"] += 1
+                    continue
+                base = Layout(
+                    dp, tp, pp, sequence_parallel=tp > 1, cp=cp, stages=profile.stages
+                )  # fmt: skip
+                yield from _variants(config, base, batch // dp, profile)
+
+
+def _variants(config: Config, base: Layout, each: int, profile: Profile) -> Iterator[Layout]:
+    """ZeRO, recomputation, micro-batches and chunks for given degrees; `each`: b times m."""
+    shards = base.dp * base.cp
+    zeros = (0,) if shards == 1 else (0, 1) if base.pp > 1 else profile.zeros
+    recomputes = ("none", "selective", "full") if profile.attention == "plain" else ("none", "full")
+    size = 1
+    while each % size == 0:
+        m = each // size
+        chunked = [v for v in CHUNKS if config.layers % (base.pp * v) == 0 and m % base.pp == 0]
+        for zero in zeros:
+            for recompute in recomputes:
+                layout = replace(
+                    base, zero=zero, micro_batch=size, microbatches=m, recompute=recompute
+                )
+                yield layout
+                for v in chunked if base.pp > 1 and profile.interleaves else ():
+                    yield replace(layout, schedule="interleaved", chunks=v)
+        size *= 2
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of `n`, from 1."""
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def short(
+    config: Config,
+    machine: Machine,
+    gpus: int,
+    batch: int,
+    seq: int | None,
+    profile: Profile,
+    rates: Rates | None,
+    found: Plan,
+) -> str:
+    """Why nothing of `found` fits: what comes nearest, and what would make it fit."""
+    if found.nearest is None:
+        why = "; ".join(found.ruled) or "the layouts asked for do not exist"
+        return f"gpus={gpus}: no layout can be made: {why}"
+    near = found.nearest
+    lacks = near.reserved - found.room
+    words = (
+        f"gpus={gpus}: no layout fits; {near.layout} comes nearest and needs "
+        f"{near.reserved / 1e9:,.1f} GB on its fullest GPU, {lacks / 1e9:,.1f} GB more than the "
+        f"{found.room / 1e9:,.1f} GB that it may take"
+    )
+    for times in MORE:
+        more = gpus * times
+        if more > machine.per_node and more % machine.per_node:
+            continue
+        if plan(config, machine, more, batch * times, seq, profile, rates).fits:
+            return f"{words}; {more} of these GPUs would be enough, with {batch * times} sequences"
+    half = (config.seq if seq is None else seq) // 2
+    if half and plan(config, machine, gpus, batch, half, profile, rates).fits:
+        return f"{words}; sequences of {half} tokens would fit"
+    return f"{words}; {MORE[-1]} times as many of these GPUs would not help; larger ones would"

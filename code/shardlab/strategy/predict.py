@@ -1,0 +1,82 @@
+"""What a job will take: seconds and bytes, predicted, beside the floor that `cost` counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardlab.machines import Machine
+from shardlab.memory.units import whole
+from shardlab.shapes import Config
+
+from .footprint import Bytes, footprint, fullest
+from .job import Job
+from .layout import Layout
+from .profile import COURSE, PROFILES, Profile
+from .rates import Rates, known
+from .timing import Seconds, seconds
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step, and bytes of the fullest rank, each in parts."""
+
+    seconds: Seconds
+    memory: Bytes
+
+
+def predict(
+    config: Config,
+    machine: Machine,
+    layout: Layout,
+    profile: Profile = COURSE,
+    rates: Rates | None = None,
+    seq: int | None = None,
+) -> Prediction:
+    """What a step of `layout` takes.
+
+    rates: of that profile; by default `known`. Each states its origin and how sure it is.
+    seq: tokens of a sequence, by default the model's longest.
+
+    Raises ValueError for layers that the stages cannot share, heads that cannot be cut so, experts,
+    which no `Config` has, and rates of another profile.
+    """
+    seq = config.seq if seq is None else whole("seq", seq)
+    job = Job(config, machine, layout, profile, seq)
+    return of_job(job, check_rates(profile, rates))
+
+
+def of_job(job: Job, rates: Mapping[str, float]) -> Prediction:
+    """What a step of `job` takes. Raises ValueError as `predict` does."""
+    check_job(job)
+    # The limit beyond which a step takes longer was found where rank 0 alone was watched.
+    return Prediction(seconds(job, rates, footprint(job, rates).reserved), fullest(job, rates))
+
+
+def first_rank(job: Job, rates: Mapping[str, float]) -> float:
+    """Bytes that rank 0, which is on the first stage, reserves. Raises ValueError as `predict`."""
+    check_job(job)
+    return footprint(job, rates).reserved
+
+
+def check_rates(profile: Profile, rates: Rates | None) -> Mapping[str, float]:
+    """`rates`, or those that are known, by name. Raises ValueError for those of another profile."""
+    rates = known(profile.name) if rates is None else rates
+    if rates.profile != profile.name:
+        raise ValueError(f"rates.profile={rates.profile!r}: allowed is {profile.name!r}")
+    return rates.values_of()
+
+
+def check_job(job: Job) -> None:
+    """Raise ValueError for what cannot be cut so, or is not predicted."""
+    config, layout = job.config, job.layout
+    for name in ("heads", "ffn_width"):
+        if (value := getattr(config, name)) % layout.tp:
+            raise ValueError(f"tp={layout.tp}: allowed are divisors of {name}={value}")
+    if job.seq % layout.cp:
+        raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={job.seq}")
+    if layout.ep > 1:
+        raise ValueError(f"ep={layout.ep}: allowed is 1, for a model without experts")
+
+
+__all__ = ["PROFILES", "Prediction", "check_job", "check_rates", "first_rank", "of_job", "predict"]

@@ -1,0 +1,116 @@
+"""What an implementation keeps in memory and does in a step, beyond the arithmetic of the model.
+
+Three of them: the course's own model, Megatron-LM, and nanotron. What is counted from their source
+stands here; what has to be measured stands in `rates`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One implementation. Bytes are for a token, or for a parameter, of the whole model."""
+
+    name: str
+    stages: str  # rule by which it cuts a pipeline: see `stages`
+    attention: str  # "flash" keeps no scores and computes no masked pairs; "plain" does both
+    # Activations that a layer keeps, for each token, inside of the cut matrices: divided by t.
+    cut: float  # bytes times the width of queries, keys, values and output together
+    gelu: float  # bytes times F of a feed-forward network
+    swiglu: float
+    scores: float  # bytes of a plain attention's score, with its masks
+    # States, for each parameter on a rank.
+    weight: int
+    gradient: int
+    optimizer: int
+    bucket: int  # more, where copies are not sharded
+    wire: tuple[int, int]  # bytes that a gradient, and a weight, travel in
+    # Work of a step beside the layers.
+    update: int  # bytes that the optimizer reads and writes for each parameter it keeps
+    accumulate: int  # the same for each micro-batch, where gradients are added up
+    loss: int  # for each logit, forward and backward
+    waves: bool  # products count whole waves of tiles
+    reduced: bool  # ZeRO-1 sums whole gradients up, and does not scatter them
+    sequence_parallel: bool  # always, where tensors are cut
+    # What it offers.
+    zeros: tuple[int, ...]  # stages of ZeRO, without a pipeline; with one, 0 and 1
+    interleaves: bool
+
+
+# nanotron, early 2025: REDUCE_SCATTER tensor parallelism, a fused norm, flash attention; float32
+# gradients are an accumulator beside the 16-bit ones; the loss is computed in float32.
+NANOTRON = Profile(
+    name="nanotron",
+    stages="nanotron",
+    attention="flash",
+    cut=2,
+    gelu=6,
+    swiglu=8,  # gate and up, SiLU of the gate, and the product
+    scores=5,
+    weight=2,
+    gradient=4,
+    optimizer=12,
+    bucket=2,
+    wire=(4, 2),
+    update=34,
+    accumulate=10,
+    loss=32,
+    waves=False,
+    reduced=True,
+    sequence_parallel=True,
+    zeros=(0, 1),
+    interleaves=False,
+)
+
+# Megatron-LM: Korthikanti et al. 2022 (arXiv 2205.05198), Table 2: 10 sbh outside, 24 sbh and the
+# scores' 5 as²b inside; main gradients in float32.
+MEGATRON = Profile(
+    name="megatron",
+    stages="megatron",
+    attention="plain",
+    cut=2,
+    gelu=4,  # 19 sbh of the network, less what stands outside: 16 for F = 4h
+    swiglu=6,
+    scores=5,
+    weight=2,
+    gradient=4,
+    optimizer=12,
+    bucket=0,
+    wire=(4, 2),
+    update=46,  # Adam 30, its norm and unscaling 12, zeroing 4
+    accumulate=0,
+    loss=32,
+    waves=True,
+    reduced=False,
+    sequence_parallel=False,
+    zeros=(0, 1),
+    interleaves=True,
+)
+
+# The course's own model under torch: 16-bit gradients, ZeRO as FSDP2 does it.
+COURSE = Profile(
+    name="course",
+    stages="equal",
+    attention="flash",
+    cut=2,
+    gelu=4,
+    swiglu=8,
+    scores=4,
+    weight=2,
+    gradient=2,
+    optimizer=12,
+    bucket=2,
+    wire=(2, 2),
+    update=34,
+    accumulate=6,
+    loss=32,
+    waves=False,
+    reduced=False,
+    sequence_parallel=False,
+    zeros=(0, 1, 2, 3),
+    interleaves=True,
+)
+
+PROFILES = {profile.name: profile for profile in (COURSE, MEGATRON, NANOTRON)}

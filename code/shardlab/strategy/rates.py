@@ -1,0 +1,189 @@
+"""Rates: the numbers that no source code tells, each with its unit, its origin, and how sure it is.
+
+A rate is fitted from measured steps (`fit`), measured on this machine, or guessed: a data sheet's
+number times what jobs commonly reach of it. Shares are of the data sheet, so that a rate found on
+one machine says something about another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One number. `spread`: it may well be off by this factor, less one: 0.1 is a tenth."""
+
+    value: float
+    unit: str
+    spread: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class Rates(Mapping[str, float]):
+    """The rates of one profile by name; `rates["launch"]` is the value alone."""
+
+    profile: str
+    all: dict[str, Rate]
+
+    def __getitem__(self, name: str) -> float:
+        return self.all[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all)
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def values_of(self) -> dict[str, float]:
+        """A plain dictionary of the values, which is faster to read many times."""
+        return {name: rate.value for name, rate in self.all.items()}
+
+    def write(self, path: Path) -> None:
+        """Into a JSON file."""
+        listed = {name: vars(rate) for name, rate in self.all.items()}
+        text = json.dumps({"profile": self.profile, "rates": listed}, indent=1)
+        path.write_text(text + "\n", "utf-8")
+
+
+# What each rate is, and its guesses for (course, megatron, nanotron): value and spread. Each layer
+# takes the longer, softly, of what the GPU and what the CPU takes. Bytes stand at the end.
+_GUESSES = {
+    "products": (
+        "share of the data sheet's operations that matrix products reach",
+        {"course": (0.6, 0.2), "megatron": (0.77, 0.04), "nanotron": (0.5, 0.3)},
+    ),
+    "attention": (
+        "the same for fused attention",
+        {"course": (0.4, 0.3), "megatron": (0.45, 0.3), "nanotron": (0.4, 0.3)},
+    ),
+    "memory": (
+        "share of the data sheet's memory bandwidth",
+        {"course": (0.75, 0.1), "megatron": (0.75, 0.1), "nanotron": (0.75, 0.1)},
+    ),
+    "elementwise": (
+        "bytes for each token and width, in a layer's forward pass",
+        {"course": (20.0, 0.3), "megatron": (20.0, 0.2), "nanotron": (30.0, 0.5)},
+    ),
+    "scores": (
+        "passes over plain attention's scores in a layer's forward pass",
+        {"course": (6.0, 0.3), "megatron": (6.0, 0.3), "nanotron": (6.0, 0.3)},
+    ),
+    "launch": (
+        "seconds in which a CPU launches a layer, forward and backward",
+        {"course": (2.0e-3, 0.5), "megatron": (1.0e-3, 0.5), "nanotron": (3.6e-3, 0.3)},
+    ),
+    "crossing": (
+        "seconds more, for each further tensor rank, where a pipeline leaves the node",
+        {"course": (1e-6, 0.1), "megatron": (1e-6, 0.1), "nanotron": (2.2e-3, 0.4)},
+    ),
+    "node": (
+        "share of the data sheet's rate between the GPUs of a node",
+        {"course": (0.6, 0.2), "megatron": (0.6, 0.2), "nanotron": (0.7, 0.3)},
+    ),
+    "hidden": (
+        "share of backward's tensor collectives, of those that can be hidden, that is",
+        {"course": (0.2, 0.3), "megatron": (0.85, 0.15), "nanotron": (0.5, 0.3)},
+    ),
+    "beyond": (
+        "seconds more of a layer for each further node that a tensor group reaches",
+        {"course": (4e-3, 0.5), "megatron": (4e-3, 0.5), "nanotron": (4e-3, 0.4)},
+    ),
+    "network": (
+        "share of the network cards' rate",
+        {"course": (0.6, 0.3), "megatron": (0.6, 0.2), "nanotron": (0.6, 0.4)},
+    ),
+    "message": (
+        "seconds until a message between stages is on its way",
+        {"course": (1e-4, 0.5), "megatron": (3e-5, 0.7), "nanotron": (4e-4, 0.5)},
+    ),
+    "exposed": (
+        "share of unsharded copies' traffic that backward does not hide",
+        {"course": (0.25, 0.5), "megatron": (1.0, 0.1), "nanotron": (0.5, 0.3)},
+    ),
+    "gathers": (
+        "share of the traffic of ZeRO-2 and 3 that a step's work does not hide, at least",
+        {"course": (0.2, 0.5), "megatron": (0.2, 0.5), "nanotron": (0.2, 0.5)},
+    ),
+    "step": (
+        "seconds of a step beside all that is counted",
+        {"course": (0.01, 1.0), "megatron": (0.01, 1.0), "nanotron": (0.05, 1.0)},
+    ),
+    "limit": (
+        "share of a GPU's memory beyond which the allocator retries",
+        {"course": (0.96, 0.02), "megatron": (0.96, 0.02), "nanotron": (0.96, 0.02)},
+    ),
+    "retries": (
+        "times as long as a step takes then",
+        {"course": (1.0, 0.5), "megatron": (1.0, 0.5), "nanotron": (4.0, 0.5)},
+    ),
+    # Of memory.
+    "kept": (
+        "bytes for each token and width that a layer keeps outside of its cut matrices",
+        {"course": (8.0, 0.1), "megatron": (10.0, 0.1), "nanotron": (12.0, 0.15)},
+    ),
+    "fragments": (
+        "times as much as activations are, with what the allocator loses to fragments",
+        {"course": (1.05, 0.05), "megatron": (1.05, 0.05), "nanotron": (1.08, 0.05)},
+    ),
+    "logit": (
+        "bytes for each logit, kept and to compute the loss with",
+        {"course": (12.0, 0.15), "megatron": (10.0, 0.15), "nanotron": (11.0, 0.15)},
+    ),
+    "late": (
+        "uncut residual streams whose buffers a tensor group's collectives free late",
+        {"course": (4.0, 0.5), "megatron": (4.0, 0.5), "nanotron": (45.0, 0.3)},
+    ),
+    "settled": (
+        "micro-batches after which two thirds of these are there",
+        {"course": (4.0, 0.7), "megatron": (4.0, 0.7), "nanotron": (4.0, 0.7)},
+    ),
+    "gathered": (
+        "times a rank's weights that ZeRO-1's gather takes beside them",
+        {"course": (0.1, 0.5), "megatron": (0.1, 0.5), "nanotron": (1.0, 0.5)},
+    ),
+    "fixed": (
+        "GiB that are reserved whatever the layout",
+        {"course": (0.3, 0.7), "megatron": (0.5, 0.7), "nanotron": (0.3, 0.7)},
+    ),
+}
+PUBLISHED = Path(__file__).parent / "published"
+GUESS = "a guess: what jobs commonly reach"
+
+
+def guesses(profile: str) -> Rates:
+    """The rates from which a fit begins."""
+    rates = {}
+    for name, (unit, values) in _GUESSES.items():
+        value, spread = values[profile]
+        rates[name] = Rate(value, unit, spread, GUESS)
+    return Rates(profile, rates)
+
+
+def known(profile: str) -> Rates:
+    """The best that the course knows: fitted on published runs (`--fit`), or else guesses."""
+    path = PUBLISHED / f"rates_{profile}.json"
+    return read(path) if path.exists() else guesses(profile)
+
+
+def read(path: Path) -> Rates:
+    """Rates that `Rates.write` wrote. Raises ValueError, which names what is wrong in the file."""
+    try:
+        given = json.loads(path.read_text("utf-8"))
+        profile, listed = given["profile"], given["rates"]
+        rates = {n: Rate(float(r["value"]), r["unit"], float(r["spread"]), r["origin"])
+                 for n, r in listed.items()}  # fmt: skip
+        missing = [name for name in guesses(profile) if name not in rates]
+    except OSError as error:
+        raise ValueError(f"rates={str(path)!r}: allowed are files ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"rates={str(path)!r}: allowed are files that --fit wrote") from None
+    bad = [n for n, r in rates.items() if not (isfinite(r.value) and r.value > 0)]
+    for name in missing + bad:
+        raise ValueError(f"rates={str(path)!r}: allowed are files with a {name!r} above 0")
+    return Rates(profile, rates)

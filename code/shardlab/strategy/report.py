@@ -1,0 +1,205 @@
+"""A plan as text, and as data: the table, why the first is first, one layout part by part."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardlab import memory
+from shardlab.machines import Machine
+from shardlab.shapes import Config
+
+from .cost import DAY
+from .cost import seconds as floor
+from .plan import Plan, Planned
+from .rates import Rates
+
+PARTS = {  # of a step's seconds
+    "products": "products of matrices, on the slowest stage",
+    "attention": "attention's core",
+    "elementwise": "norms, activations, the loss: passes over memory",
+    "launches": "the CPU takes longer to launch than the GPU to compute",
+    "tensor": "sums inside of the layers that nothing hides",
+    "context": "keys and values of a sequence's other ranks",
+    "bubble": "the pipeline fills and drains",
+    "messages": "messages between stages",
+    "data": "the copies wait for gradients and weights",
+    "optimizer": "gradients added up, weights updated, and what is not counted",
+    "retries": "the allocator is short of memory",
+}
+PIECES = {  # of a rank's bytes
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's states",
+    "activations": "activations kept for backward",
+    "logits": "logits and loss",
+    "buffers": "gradients and weights on their way",
+    "fragments": "lost between activations by the allocator",
+    "late": "buffers that come back late",
+    "fixed": "whatever the layout",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan was made for, beside its machine."""
+
+    name: str
+    config: Config
+    machine: Machine
+    gpus: int
+    batch: int
+    seq: int
+    tokens: float | None  # of the whole training
+    price: float | None  # of one GPU and hour
+
+
+def row(asked: Asked, planned: Planned, room: float) -> dict[str, Any]:
+    """What is known of one layout, in plain numbers: bytes, seconds, shares."""
+    found: dict[str, Any] = {
+        "layout": str(planned.layout),
+        "fields": asdict(planned.layout),
+        "micro_batch": planned.layout.micro_batch,
+        "microbatches": planned.layout.microbatches,
+        "reserved_bytes": round(planned.reserved),
+        "free_bytes": round(room - planned.reserved),
+        "seconds": planned.seconds,
+        "floor_seconds": floor(asked.config, asked.machine, planned.layout, asked.seq).total,
+        "tokens_per_second": planned.tokens,
+        "mfu": planned.mfu,
+        "waits_for": waits_for(planned),
+        "seconds_by_part": dict(vars(planned.prediction.seconds)),
+        "bytes_by_part": {n: round(x) for n, x in vars(planned.prediction.memory).items()},
+    }
+    if asked.tokens:
+        found["days"] = asked.tokens / planned.tokens / DAY
+        found["gpu_hours"] = found["days"] * 24 * asked.gpus
+        if asked.price:
+            found["cost"] = found["gpu_hours"] * asked.price
+    return found
+
+
+def waits_for(planned: Planned) -> str:
+    """The part that takes the most beside products and attention."""
+    parts = dict(vars(planned.prediction.seconds))
+    rest = {name: parts[name] for name in parts if name not in ("products", "attention")}
+    most = max(rest, key=lambda name: rest[name])
+    return f"{most} {100 * rest[most] / planned.seconds:.0f} %"
+
+
+def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
+    """The table of the `top` best layouts, why the first is first, and what was ruled out."""
+    billions = memory.parameter_count(asked.config) / 1e9
+    lines = [
+        f"{asked.name} of {billions:.3g} billion parameters on {asked.gpus} {asked.machine.name} "
+        f"({asked.machine.per_node} to a node), {asked.batch} sequences of {asked.seq:,} tokens in "
+        f"a step; as {rates.profile} does it",
+        "",
+    ]
+    columns = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
+    rows = [row(asked, planned, found.room) for planned in found.fits[:top]]
+    columns += ["days", "GPU hours"] if asked.tokens else []
+    columns += ["cost"] if asked.tokens and asked.price else []
+    table = [[*columns, "waits for"]]
+    for one in rows:
+        cells = [
+            one["layout"],
+            f"{one['micro_batch']} × {one['microbatches']}",
+            f"{one['reserved_bytes'] / 1e9:.1f}",
+            f"{one['free_bytes'] / 1e9:.1f}",
+            f"{one['seconds']:.3g}",
+            f"{one['tokens_per_second']:,.0f}",
+            f"{100 * one['mfu']:.0f} %",
+        ]
+        if asked.tokens:
+            cells += [f"{one['days']:,.1f}", f"{one['gpu_hours']:,.0f}"]
+        if "cost" in one:
+            cells.append(f"{one['cost']:,.0f}")
+        table.append([*cells, one["waits_for"]])
+    lines += aligned(table)
+    lines += ["", first(found, rates), ruled(found)]
+    return "\n".join(lines)
+
+
+def aligned(table: list[list[str]]) -> list[str]:
+    """Rows with columns of one width: text to the left, numbers to the right."""
+    widths = [max(len(line[k]) for line in table) for k in range(len(table[0]))]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(width) if k in (0, last) else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    ]
+
+
+def first(found: Plan, rates: Rates) -> str:
+    """Why the first is first: against the first of another kind."""
+    best = found.fits[0]
+    others = [planned for planned in found.fits[1:] if _kind(planned) != _kind(best)]
+    if not others:
+        return f"{best.layout} is first: no layout with other degrees fits."
+    other = others[0]
+    mine, theirs = (vars(x.prediction.seconds) for x in (best, other))
+    more = {name: theirs[name] - mine[name] for name in mine}
+    most = max(more, key=lambda name: more[name])
+    longer = other.seconds / best.seconds - 1
+    words = (
+        f"First is {best.layout}: the best with other degrees, {other.layout}, takes "
+        f"{100 * longer:.1f} % longer, {more[most]:.2g} s more of it for {most} ({PARTS[most]})."
+    )
+    unsure = rates.all["products"].spread
+    if longer < unsure:
+        words += f" That is less than the rates are sure of ({100 * unsure:.0f} %): measure both."
+    return words
+
+
+def _kind(planned: Planned) -> tuple[int, ...]:
+    layout = planned.layout
+    return layout.dp, layout.tp, layout.pp, layout.cp
+
+
+def ruled(found: Plan) -> str:
+    """How many layouts were tried, and what ruled out those that are not there."""
+    tried = len(found.fits) + sum(found.ruled.values())
+    words = [f"Of {tried:,} tried {len(found.fits):,} fit."]
+    words += [f"{n:,} ruled out: {reason}." for reason, n in found.ruled.most_common(4)]
+    return " ".join(words)
+
+
+def explained(asked: Asked, planned: Planned, room: float, rates: Rates) -> str:
+    """One layout in bytes and seconds, part by part, and where its rates come from."""
+    one = row(asked, planned, room)
+    layout = planned.layout
+    lines = [
+        f"{layout}: {layout.microbatches} micro-batches of {layout.micro_batch}, "
+        f"on {layout.ranks} {asked.machine.name}",
+        "",
+    ]
+    seconds = [["a step", "s", "%", ""]]
+    for name, words in PARTS.items():
+        if part := one["seconds_by_part"][name]:
+            share = f"{100 * part / one['seconds']:.1f}"
+            seconds.append([name, f"{part:.3f}", share, words])
+    floors = "no step is faster: the data sheet's rates, all traffic hidden"
+    share = f"{100 * one['floor_seconds'] / one['seconds']:.1f}"
+    seconds.append(["together", f"{one['seconds']:.3f}", "100.0", ""])
+    seconds.append(["floor", f"{one['floor_seconds']:.3f}", share, floors])
+    sizes = [["the fullest rank", "GB", "%", ""]]
+    for name, words in PIECES.items():
+        if part := one["bytes_by_part"][name]:
+            share = f"{100 * part / one['reserved_bytes']:.1f}"
+            sizes.append([name, f"{part / 1e9:.2f}", share, words])
+    sizes.append(["together", f"{one['reserved_bytes'] / 1e9:.2f}", "100.0", "reserved"])
+    sizes.append(["room", f"{room / 1e9:.2f}", "", "beyond it the allocator retries"])
+    lines += [*aligned(seconds), "", *aligned(sizes), "", *_origins(rates)]
+    return "\n".join(lines)
+
+
+def _origins(rates: Rates) -> list[str]:
+    """Which rates come from where, the surest first."""
+    origins: dict[str, list[str]] = {}
+    for name, rate in sorted(rates.all.items(), key=lambda item: item[1].spread):
+        origins.setdefault(rate.origin, []).append(f"{name} ± {100 * rate.spread:.0f} %")
+    return [f"Rates, {origin}: {', '.join(names)}." for origin, names in origins.items()]

@@ -1,0 +1,254 @@
+"""How long a step takes, part by part: what an implementation does, at rates found elsewhere.
+
+Letters as in `cost`: P parameters, L layers, h hidden, F width, V vocabulary, s tokens of a
+sequence, b sequences of a micro-batch, m micro-batches, d copies, t, p and c cuts, v chunks.
+
+    a layer    the longer, softly, of what the GPU and what the CPU takes. The GPU: products in
+               whole waves of tiles, attention, element-wise passes over memory, and those sums of
+               the tensor group that nothing hides. The CPU: launches. Beyond the node a latency
+    a stage    its layers; on the last the head and the loss
+    a step     m times the slowest stage, and the others once, less what the schedule fills;
+               messages between stages; the traffic of the copies that backward does not hide; the
+               optimizer; and where memory is short, the allocator's retries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from .job import Job, parameters
+from .stages import stages
+
+SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
+TILE = 128, 256  # of a product's output, which one multiprocessor computes
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Parts of a step, which add up to its `total`."""
+
+    products: float  # of matrices, on the slowest stage
+    attention: float
+    elementwise: float  # passes over memory: norms, activations, plain attention's scores, the loss
+    launches: float  # what the CPU takes longer than the GPU
+    tensor: float  # sums inside of layers, and latencies beyond the node
+    context: float  # keys and values of the other ranks of a sequence
+    bubble: float
+    messages: float  # from stage to stage
+    data: float  # between the copies, and between the two ends of a tied embedding
+    optimizer: float
+    retries: float  # of an allocator that is short of memory
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(vars(self).values())
+
+
+@dataclass
+class _Work:
+    """Seconds of one layer or head for one micro-batch, by part; sums and multiples of such."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launches: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+
+    def plus(self, other: _Work, times: float = 1.0) -> _Work:
+        return _Work(*(x + times * y for x, y in zip(vars(self).values(), vars(other).values(),
+                                                     strict=True)))  # fmt: skip
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def seconds(job: Job, rates: Mapping[str, float], reserved: float = 0.0) -> Seconds:
+    """Seconds of one step; `reserved` bytes of rank 0 decide about retries.
+
+    Raises ValueError for layers that the stages cannot share.
+    """
+    layout = job.layout
+    m, v = layout.microbatches, layout.chunks
+    forward, backward = layer(job, rates)
+    each, head = forward.plus(backward), _head(job, rates)
+    found = stages(job.config, layout)
+    work = [_Work().plus(each, stage.layers).plus(head, stage.head) for stage in found]
+    slowest = max(work, key=lambda stage: stage.total)
+    others = sum(stage.total for stage in work) - slowest.total
+    if layout.schedule == "naive":
+        bubble = (m * others) if layout.pp > 1 else 0.0
+    else:
+        bubble = others * _left(layout.schedule, forward.total, backward.total) / v
+    held = [parameters(job, stage) for stage in found]
+    busy = slowest.total * m
+    data, step = _copies(job, rates, held, busy), _optimizer(job, rates, max(held))
+    messages = _messages(job, rates)
+    total = busy + bubble + messages + data + step
+    # Predicted bytes are not exact: some runs retry from 0.97 of the limit on, all above 1.11.
+    full = reserved / (rates["limit"] * job.machine.memory)
+    likely = min(1.0, max(0.0, (full - 0.97) / 0.14))
+    retries = total * (rates["retries"] ** likely - 1)
+    parts = {name: m * value for name, value in vars(slowest).items()}
+    return Seconds(**parts, bubble=bubble, messages=messages, data=data, optimizer=step,
+                   retries=retries)  # fmt: skip
+
+
+def _left(schedule: str, forward: float, backward: float) -> float:
+    """The share of 1F1B's bubble that a schedule leaves: Qi et al. 2023 (arXiv 2401.10241)."""
+    if schedule == "zb-h1":  # half of backward is that of the weights, and fills
+        return forward / (forward + backward)
+    return 0.0 if schedule in ("zb-h2", "zb-v") else 1.0
+
+
+def layer(job: Job, rates: Mapping[str, float]) -> tuple[_Work, _Work]:
+    """Forward and backward of one layer for one micro-batch."""
+    config, machine, layout = job.config, job.machine, job.layout
+    t, h, f = layout.tp, config.hidden, config.ffn_width
+    products = sum(
+        _product(job, rates, outputs, inputs)
+        for outputs, inputs in (
+            ((h + 2 * job.heads) / t, h),
+            (h, h / t),
+            ((2 if config.mlp == "swiglu" else 1) * f / t, h),
+            (h, f / t),
+        )
+    )
+    bandwidth = rates["memory"] * machine.stream
+    pairs = job.tokens * job.seq * h / t  # of a query and a key, times their width
+    if job.profile.attention == "plain":
+        attention = 4 * pairs / (rates["products"] * machine.flops)
+        scores = job.tokens * job.seq * config.heads / t
+        core = rates["scores"] * 2 * scores / bandwidth
+        again = 2.0
+    else:  # half of the pairs are masked, and left out; backward computes scores again
+        attention = 2 * pairs / (rates["attention"] * machine.flops)
+        core, again = 0.0, 2.5
+    outside = rates["elementwise"] * job.tokens * h / job.sequence
+    inside = (6 if config.mlp == "swiglu" else 4) * job.tokens * f / t
+    elementwise = (outside + inside) / bandwidth
+    tensor = _tensor(job, rates)
+    context = _context(job, rates)
+    forward = _Work(products, attention, elementwise + core, 0.0, tensor, context)
+    # Where the stream is cut as well, a gradient is gathered before anything can be computed.
+    waits = 1 - min(1.0, rates["hidden"]) + (0.5 if job.sequence > 1 else 0.0)
+    backward = _Work(
+        2 * products, again * attention, 2 * (elementwise + core), 0.0, waits * tensor, 2 * context
+    )
+    if layout.recompute == "full":
+        backward = backward.plus(forward)
+    elif layout.recompute == "selective":
+        backward = backward.plus(_Work(attention=attention, elementwise=core))
+    crossing = layout.pp > 1 and job.nodes > 1
+    launch = rates["launch"] + (rates["crossing"] * (t - 1) if crossing else 0.0)
+    gpu, cpu = forward.total + backward.total, launch * (4 / 3 if layout.recompute == "full" else 1)
+    longer = (gpu**SOFT + cpu**SOFT) ** (1 / SOFT) - gpu
+    beyond = rates["beyond"] * (ceil(t / machine.per_node) - 1)
+    ends = _Work(launches=longer, tensor=beyond)
+    return forward.plus(ends, 1 / 3), backward.plus(ends, 2 / 3)
+
+
+def _product(job: Job, rates: Mapping[str, float], outputs: float, inputs: float) -> float:
+    """Seconds of tokens × inputs times inputs × outputs."""
+    taken = 2 * job.tokens * outputs * inputs / (rates["products"] * job.flops)
+    if job.profile.waves and job.machine.processors:
+        tiles = ceil(job.tokens / TILE[0]) * ceil(outputs / TILE[1])
+        taken *= ceil(tiles / job.machine.processors) * job.machine.processors / tiles
+    return taken
+
+
+def _tensor(job: Job, rates: Mapping[str, float]) -> float:
+    """Seconds of the tensor group's collectives in a layer's forward pass: two all-reduces."""
+    t, machine = job.layout.tp, job.machine
+    if t == 1:
+        return 0.0
+    rate = rates["node"] * machine.inside
+    if t > machine.per_node:  # a ring over full nodes leaves each of them on every card
+        rate = min(rate, rates["network"] * machine.between * machine.per_node)
+    return 4 * (t - 1) / t * job.stream / rate
+
+
+def _context(job: Job, rates: Mapping[str, float]) -> float:
+    """Seconds in which keys and values of a sequence's other ranks arrive, in a forward pass."""
+    layout, c = job.layout, job.layout.cp
+    if c == 1:
+        return 0.0
+    near = c * layout.tp <= job.machine.per_node
+    rate = rates["node"] * job.machine.inside if near else rates["network"] * job.machine.between
+    return (c - 1) * 2 * 2 * job.tokens * job.heads / layout.tp / rate
+
+
+def _head(job: Job, rates: Mapping[str, float]) -> _Work:
+    """The output layer and the loss, forward and backward."""
+    config, t = job.config, job.layout.tp
+    products = 3 * _product(job, rates, config.vocab / t, config.hidden)
+    logits = job.tokens * config.vocab / t
+    passes = job.profile.loss * logits / (rates["memory"] * job.machine.stream)
+    return _Work(products=products, elementwise=passes)
+
+
+def _messages(job: Job, rates: Mapping[str, float]) -> float:
+    """Seconds of a step's messages between stages, there and back."""
+    layout = job.layout
+    if layout.pp == 1:
+        return 0.0
+    far = job.nodes > 1
+    rate = rates["network"] * job.machine.between if far else rates["node"] * job.machine.inside
+    each = rates["message"] + job.stream / layout.tp / rate
+    return 2 * layout.chunks * each * (layout.microbatches + layout.pp - 2)
+
+
+def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float) -> float:
+    """Seconds in which the copies wait for gradients and weights, and tied ends for each other.
+
+    Of unsharded gradients backward hides a share, and of scattered ones the same; weights of ZeRO-1
+    and 2 are gathered when the step is over. What is sent for each micro-batch, from ZeRO-2 on,
+    can hide behind all of the step's work, but for a share, and for what takes longer.
+    """
+    layout, machine = job.layout, job.machine
+    gradient, weight = job.profile.wire
+    seconds = 0.0
+    group, replicas, m = layout.shards, layout.replicas, layout.microbatches
+    if group > 1:
+        once = max(held) * (group - 1) / group / _rate(job, rates, group)
+        if layout.zero == 0:
+            seconds = 2 * gradient * rates["exposed"] * once
+        elif layout.zero == 1:
+            reduced = 2 * gradient if job.profile.reduced else gradient * rates["exposed"]
+            seconds = (reduced + weight) * once
+        else:  # for each micro-batch, and for the weights of ZeRO-2 once
+            sent = m * (gradient + (2 * weight if layout.zero == 3 else 0)) * once
+            seconds = max(rates["gathers"] * sent, sent - busy)
+            seconds += weight * once if layout.zero == 2 else 0.0
+    if replicas > 1:  # groups add up the shards of their gradients, each rank with its like
+        share = max(held) / group * (replicas - 1) / replicas
+        seconds += 2 * gradient * rates["exposed"] * share / _rate(job, rates, replicas, group)
+    if job.config.tied and layout.pp > 1:
+        ends = job.config.vocab * job.config.hidden / layout.tp
+        seconds += 2 * gradient * ends / (rates["network"] * machine.between)
+    return seconds
+
+
+def _rate(job: Job, rates: Mapping[str, float], ranks: int, apart: int = 1) -> float:
+    """Bytes per second between `ranks` copies, each `apart` copies from the next.
+
+    Copies of one node share its cards: of g of them, each carries a g-th.
+    """
+    machine = job.machine
+    here = min(ranks, max(1, machine.per_node // (job.layout.tp * apart)))
+    rate = rates["node"] * machine.inside
+    if ranks > here:
+        rate = min(rate, rates["network"] * machine.between * here)
+    return rate
+
+
+def _optimizer(job: Job, rates: Mapping[str, float], held: float) -> float:
+    """Seconds in which gradients are added up and weights updated."""
+    layout, profile = job.layout, job.profile
+    kept = held / (layout.shards if layout.zero else 1)
+    read = profile.update * kept + profile.accumulate * held * layout.microbatches
+    return rates["step"] + read / (rates["memory"] * job.machine.stream)

@@ -1,0 +1,71 @@
+"""Rates are found again from what they predict, robustly, and no further than a prior allows."""
+
+from math import log
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab.strategy.fit import fit, solve
+from shardlab.strategy.rates import Rate, Rates
+
+
+def guess(**values: float) -> Rates:
+    return Rates("course", {n: Rate(v, "s", 0.5, "a guess") for n, v in values.items()})
+
+
+def lines(truth: dict[str, float], noise: list[float]) -> list:
+    """y = a x + b at some x, each off by a factor."""
+    points = []
+    for k, factor in enumerate(noise):
+        x = 1.0 + k
+        points.append((lambda r, x=x: r["a"] * x + r["b"], (truth["a"] * x + truth["b"]) * factor))
+    return points
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.5, 2.0), st.floats(0.5, 2.0))
+def test_exact_steps_give_the_rates_that_made_them(a: float, b: float) -> None:
+    found = fit(guess(a=1.0, b=1.0), lines({"a": a, "b": b}, [1.0] * 20), ["a", "b"], "a test")
+    assert found["a"] == pytest.approx(a, rel=0.02)
+    assert found["b"] == pytest.approx(b, rel=0.1)
+    assert {rate.origin for rate in found.all.values()} == {"a test"}
+
+
+def test_one_slow_run_moves_nothing_far() -> None:
+    clean = fit(guess(a=1.0, b=1.0), lines({"a": 1.5, "b": 0.7}, [1.0] * 12), ["a", "b"], "")
+    noise = [1.0] * 11 + [5.0]
+    found = fit(guess(a=1.0, b=1.0), lines({"a": 1.5, "b": 0.7}, noise), ["a", "b"], "")
+    for name in ("a", "b"):
+        assert abs(log(found[name] / clean[name])) < 0.02
+
+
+def test_what_no_step_tells_stays_as_it_was_guessed() -> None:
+    """a + b alone is measured: their sum is found, and each goes as far as its prior lets it."""
+    measured = [(lambda r: r["a"] + r["b"], 3.0)] * 5
+    found = fit(guess(a=1.0, b=1.0, c=4.0), measured, ["a", "b", "c"], "")
+    assert found["a"] + found["b"] == pytest.approx(3.0, rel=0.01)
+    assert found["a"] == pytest.approx(found["b"])
+    assert found["c"] == pytest.approx(4.0)
+    assert found.all["c"].spread == pytest.approx(0.5)  # as unsure as before
+    assert found.all["a"].spread < 0.5
+
+
+def test_more_steps_make_surer() -> None:
+    few, many = (
+        fit(guess(a=1.0, b=1.0), lines({"a": 1.2, "b": 1}, [0.95, 1.05] * n), ["a", "b"], "")
+        for n in (4, 16)
+    )
+    assert many.all["a"].spread < few.all["a"].spread
+
+
+def test_a_system_is_solved() -> None:
+    assert solve([[4.0, 1.0], [1.0, 3.0]], [[1.0, 2.0], [4.0, 1.0]]) == [
+        pytest.approx([1 / 11, 7 / 11]),
+        pytest.approx([1.0, 0.0]),
+    ]
+
+
+def test_nothing_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="measured=0: allowed are 1 or more"):
+        fit(guess(a=1.0), [], ["a"], "")

@@ -1,0 +1,197 @@
+"""A plan: what is first is fastest, what is there fits, what is missing has a reason."""
+
+import json
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import ran
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab.shapes import PRESETS, Config
+from shardlab.strategy import MACHINES, PROFILES, Layout, predict
+from shardlab.strategy.hub import read_config, shape
+from shardlab.strategy.plan import layouts, plan
+
+H100 = MACHINES["h100"]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(["gpt-2", "llama-3-8b", "llama-3-70b"]),
+    st.sampled_from(["h100", "a100-40", "gb200"]),
+    st.sampled_from([1, 8, 72, 144]),
+    st.sampled_from([72, 144, 256]),
+    st.sampled_from(sorted(PROFILES)),
+)
+def test_what_is_first_is_fastest_and_all_of_it_fits(
+    model: str, gpu: str, gpus: int, batch: int, profile: str
+) -> None:
+    config, machine = PRESETS[model], replace(MACHINES[gpu], per_node=8)
+    found = plan(config, machine, gpus, batch, profile=PROFILES[profile])
+    times = [planned.seconds for planned in found.fits]
+    assert times == pytest.approx(sorted(times), abs=1e-6)
+    assert all(planned.reserved <= found.room for planned in found.fits)
+    layouts = [planned.layout for planned in found.fits]
+    assert len(set(layouts)) == len(layouts)
+    assert {(x.ranks, x.batch) for x in layouts} <= {(gpus, batch)}
+    for planned in found.fits[:: max(1, len(layouts) // 5)]:
+        assert 0 < planned.mfu < 1
+        assert planned.tokens == pytest.approx(batch * config.seq / planned.seconds)
+        want = predict(config, machine, planned.layout, PROFILES[profile])
+        assert want == planned.prediction
+    if not found.fits:
+        assert found.nearest is None or found.nearest.reserved > found.room
+
+
+@pytest.mark.alone
+def test_thousands_of_layouts_take_seconds() -> None:
+    config, ruled = PRESETS["gpt-3-175b"], Counter()
+    profile = replace(PROFILES["megatron"], zeros=(0, 1, 2, 3))
+    tried = list(layouts(config, H100, 1536, 6144, config.seq, profile, ruled))
+    began = time.perf_counter()
+    found = plan(config, H100, 1536, 6144, profile=profile)
+    taken = time.perf_counter() - began
+    assert len(tried) > 2000 and taken < 10
+    assert len(found.fits) + sum(found.ruled.values()) == len(tried) + sum(ruled.values())
+
+
+def test_it_finds_the_layouts_of_those_who_trained() -> None:
+    """GPT-3 on 64 A100s: Korthikanti et al. took t 8, p 8, 3 chunks, attention recomputed."""
+    gpt3 = replace(PRESETS["gpt-3-175b"], vocab=51_200)
+    found = plan(gpt3, MACHINES["a100"], 64, 64, profile=PROFILES["megatron"])
+    best = found.fits[0].layout
+    assert (best.tp, best.pp, best.dp, best.recompute) == (8, 8, 1, "selective")
+    assert best.schedule == "interleaved"
+
+
+def test_long_sequences_are_shared() -> None:
+    llama = replace(PRESETS["llama-3-8b"], seq=131_072)
+    found = plan(llama, H100, 64, 8)
+    assert found.fits[0].layout.cp > 1
+    assert plan(PRESETS["llama-3-8b"], H100, 64, 64).fits[0].layout.cp == 1
+
+
+def test_fixed_values_are_kept() -> None:
+    found = plan(PRESETS["llama-3-8b"], H100, 64, 512, fixed={"tp": 4, "zero": 1})
+    assert found.fits
+    assert {(x.layout.tp, x.layout.zero) for x in found.fits} == {(4, 1)}
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    return ran(capsys, "strategy", *map(str, arguments))
+
+
+JOB = "--model", "llama-3-8b", "--gpu", "a100-80", "--gpus", "16"
+
+
+def test_the_table(capsys) -> None:
+    status, out, err = run(capsys, *JOB, "--tokens", "1e12", "--price", "2", "--top", "3")
+    assert status == 0 and not err
+    lines = out.splitlines()
+    head = lines[2].split()
+    assert head[:1] == ["layout"] and "cost" in head
+    rows = [line for line in lines[3:6] if line.startswith("d ")]
+    assert len(rows) == 3
+    assert "First is d 16, ZeRO-3" in out and "ruled out: needs more memory" in out
+
+
+def test_json_has_what_the_table_has_in_plain_numbers(capsys) -> None:
+    status, out, _ = run(capsys, *JOB, "--tokens", "1e12", "--price", "2", "--json")
+    found = json.loads(out)
+    assert status == 0 and len(found["best"]) == 10 and found["fit"] > 10
+    for one in found["best"]:
+        layout = Layout(**one["fields"])
+        assert str(layout) == one["layout"] and layout.ranks == 16
+        assert sum(one["seconds_by_part"].values()) == pytest.approx(one["seconds"])
+        assert sum(one["bytes_by_part"].values()) == pytest.approx(one["reserved_bytes"], rel=1e-6)
+        assert one["floor_seconds"] < one["seconds"]
+        days = 1e12 / one["tokens_per_second"] / 86_400
+        assert one["days"] == pytest.approx(days)
+        assert one["cost"] == pytest.approx(2 * 24 * 16 * days)
+
+
+def test_one_layout_is_explained(capsys) -> None:
+    status, out, _ = run(capsys, *JOB, "--tp", "2", "--pp", "2", "--explain")
+    assert status == 0 and "d 4 · t 2 · p 2" in out
+    for word in ("products", "bubble", "floor", "weights", "activations", "room", "a guess"):
+        assert word in out
+
+
+WRONG = {
+    "model": (["--model", "gpt-9", "--gpu", "h100", "--gpus", "8"], "model='gpt-9': allowed are"),
+    "gpu": (["--model", "gpt-2", "--gpus", "8"], "gpu='': allowed are"),
+    "gpus": (["--model", "gpt-2", "--gpu", "h100"], "gpus='': allowed are whole numbers"),
+    "nodes": (["--model", "gpt-2", "--gpu", "h100", "--gpus", "12"], "gpus=12: allowed are 1 to"),
+    "tokens": ([*JOB, "--tokens", "0"], "tokens=0: allowed are numbers above 0"),
+    "zero": ([*JOB, "--zero", "-1"], "zero=-1: allowed are whole numbers from 0"),
+    "fixed": ([*JOB, "--tp", "3"], "no layout can be made"),
+    "room": (
+        ["--model", "llama-3-405b", "--gpu", "h100", "--gpus", "16"],
+        "128 of these GPUs would be enough",
+    ),
+    "too long": (
+        ["--model", "llama-3-8b", "--gpu", "rtx-4090", "--gpus", "1", "--seq", "1000001"],
+        "larger ones would",
+    ),
+    "both": ([*JOB, "--config", "x.json"], "--model and --config: allowed is exactly one"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_gets_one_line(capsys, name: str) -> None:
+    arguments, words = WRONG[name]
+    status, out, err = run(capsys, *arguments)
+    assert status == 2 and not out
+    assert words in err and err.count("\n") == 1
+
+
+# config.json of Llama 3 8B and of GPT-2, what is used of them.
+LLAMA = {
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14_336,
+    "max_position_embeddings": 8192, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "vocab_size": 128_256,
+}  # fmt: skip
+GPT_2 = {
+    "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "n_inner": None,
+    "vocab_size": 50_257, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+
+
+def test_shapes_from_the_hub(capsys, tmp_path: Path) -> None:
+    assert shape(LLAMA) == replace(PRESETS["llama-3-8b"], rotary_base=10_000.0)
+    assert shape(GPT_2) == PRESETS["gpt-2"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert isinstance(read_config(path), Config)
+    status, out, _ = run(capsys, "--config", path, "--gpu", "a100", "--gpus", "16", "--json")
+    _, same, _ = run(capsys, *JOB, "--json")
+    assert status == 0 and json.loads(out) == json.loads(same)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts": 8}, "allowed are models without experts"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "wide"}, "hidden='wide': allowed are whole numbers"),
+        ({"head_dim": 100}, "head_dim=100: allowed is hidden_size / num_attention_heads"),
+        ({"num_attention_heads": 31}, "hidden=4096: allowed are multiples of 62"),
+    ],
+)
+def test_configurations_that_cannot_be_read(tmp_path: Path, change: dict, words: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | change))
+    with pytest.raises(ValueError) as error:
+        read_config(path)
+    assert words in str(error.value) and str(path) in str(error.value)
+    for text, said in (("{", "JSON files in UTF-8"), ("[]", "a JSON object")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            read_config(path)
+    with pytest.raises(ValueError, match="No such file"):
+        read_config(tmp_path / "none.json")

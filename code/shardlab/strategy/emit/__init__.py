@@ -25,11 +25,11 @@ from shardlab.shapes import Config
 from shardlab.strategy.layout import Layout
 
 from . import deepspeed, fsdp2, megatron, slurm, torchtitan
-from .plan import Plan
+from .target import Target
 
 __all__ = ["ENGINES", "FILES", "emit"]
 
-_WRITERS: dict[str, Callable[[Plan], str]] = {
+_WRITERS: dict[str, Callable[[Target], str]] = {
     "deepspeed": deepspeed.write,
     "fsdp2": fsdp2.write,
     "torchtitan": torchtitan.write,
@@ -58,5 +58,5 @@ def emit(
     """
     one_of("engine", engine, ENGINES)
     return _WRITERS[engine](
-        Plan(engine, config, machine, layout, config.seq if seq is None else seq)
+        Target(engine, config, machine, layout, config.seq if seq is None else seq)
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .plan import Plan
+from .target import Target
 
 FILE = "ds_config.json"
 
@@ -29,16 +29,16 @@ TENSOR_PLAN = {
 }
 
 
-def write(plan: Plan) -> str:
+def write(target: Target) -> str:
     """The text of the file; ValueError for what DeepSpeed cannot do, or not from a file."""
-    _check(plan)
+    _check(target)
     head = [
-        *plan.title(),
+        *target.title(),
         "For DeepSpeed 0.19.8, which reads these comments; initialize(config='ds_config.json').",
-        *plan.torchrun("train.py"),
+        *target.torchrun("train.py"),
     ]
     lines = [*(f"// {line}" for line in head), "{"]
-    for key, value, why in _rows(plan):
+    for key, value, why in _rows(target):
         lines += ["", *(f"  // {line}" for line in why.splitlines())]
         text = json.dumps(value, indent=2).replace("\n", "\n  ")
         lines.append(f"  {json.dumps(key)}: {text},")
@@ -53,17 +53,17 @@ def plain(text: str) -> str:
     return "\n".join([*(line for line in lines if not line.strip().startswith("//")), ""])
 
 
-def _rows(plan: Plan) -> list[tuple[str, Any, str]]:
-    at = plan.layout
+def _rows(target: Target) -> list[tuple[str, Any, str]]:
+    at = target.layout
     b, m = at.micro_batch, at.microbatches
     rows: list[tuple[str, Any, str]] = [
-        ("train_micro_batch_size_per_gpu", b, f"b: {plan.why_micro_batch()}"),
-        ("gradient_accumulation_steps", m, f"m: {plan.why_microbatches()}"),
+        ("train_micro_batch_size_per_gpu", b, f"b: {target.why_micro_batch()}"),
+        ("gradient_accumulation_steps", m, f"m: {target.why_microbatches()}"),
     ]
     if at.tp == 1:  # with tp DeepSpeed would hold the true number against all ranks, tp's included
-        rows.append(("train_batch_size", at.batch, plan.why_batch()))
+        rows.append(("train_batch_size", at.batch, target.why_batch()))
     zero: dict[str, Any] = {"stage": at.zero}
-    why = f"ZeRO-{at.zero}: {plan.why_zero()}"
+    why = f"ZeRO-{at.zero}: {target.why_zero()}"
     if at.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         why += "\nThe optimizer stays in the host's memory and steps there: room, for time."
@@ -71,8 +71,8 @@ def _rows(plan: Plan) -> list[tuple[str, Any, str]]:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
         why += "\nWeights stay there, too, and come for the layer that needs them."
     rows.append(("zero_optimization", zero, why))
-    rows.append((plan.half, {"enabled": True}, f"{plan.why_half()}; a float32 master copy."))
-    rows += _tensor(plan) + _pipeline(plan) + _recompute(plan)
+    rows.append((target.half, {"enabled": True}, f"{target.why_half()}; a float32 master copy."))
+    rows += _tensor(target) + _pipeline(target) + _recompute(target)
     if at.offload != "none":
         why = "Any optimizer may step on the host; DeepSpeedCPUAdam is several times as fast."
         rows.append(("zero_force_ds_cpu_optimizer", False, why))
@@ -87,76 +87,76 @@ def _rows(plan: Plan) -> list[tuple[str, Any, str]]:
     return [*rows, ("gradient_clipping", 1.0, why)]
 
 
-def _tensor(plan: Plan) -> list[tuple[str, Any, str]]:
-    if plan.layout.tp == 1:
+def _tensor(target: Target) -> list[tuple[str, Any, str]]:
+    if target.layout.tp == 1:
         return []
     why = (
-        f"t: {plan.why_tensor()}.\n"
+        f"t: {target.why_tensor()}.\n"
         "The patterns are names of the course's GPT; for a model of Hugging Face, its preset\n"
         'instead: "preset_model": "llama". Embedding and head stay whole on each rank.'
     )
-    section = {"autotp_size": plan.layout.tp, "partition_config": TENSOR_PLAN}
+    section = {"autotp_size": target.layout.tp, "partition_config": TENSOR_PLAN}
     return [("tensor_parallel", section, why)]
 
 
-def _pipeline(plan: Plan) -> list[tuple[str, Any, str]]:
-    at = plan.layout
+def _pipeline(target: Target) -> list[tuple[str, Any, str]]:
+    at = target.layout
     if at.pp == 1:
         return []
     section: dict[str, Any] = {"stages": at.pp}
     why = (
-        f"p: {plan.why_pipeline()}.\n"
+        f"p: {target.why_pipeline()}.\n"
         f"The program cuts: PipelineModule(layers, num_stages={at.pp}, "
         'partition_method="type:Block"),\n'
-        f"with the class of a layer, here Block, gives each stage {plan.parts()[0]} of them."
+        f"with the class of a layer, here Block, gives each stage {target.parts()[0]} of them."
     )
     if at.recompute == "full":  # re-entrant would leave the embedding without gradient
         section.update(activation_checkpoint_interval=1, use_reentrant=False)
-        why += f"\nAnd {plan.why_recompute()}."
+        why += f"\nAnd {target.why_recompute()}."
     return [("pipeline", section, why)]
 
 
-def _recompute(plan: Plan) -> list[tuple[str, Any, str]]:
-    at = plan.layout
+def _recompute(target: Target) -> list[tuple[str, Any, str]]:
+    at = target.layout
     if at.pp > 1 or at.recompute == "none":
         return []
     what = "each layer" if at.recompute == "full" else "attention's core"
     why = (
-        f"{plan.why_recompute()}.\n".capitalize()
+        f"{target.why_recompute()}.\n".capitalize()
         + "This says how, never where: the program has to call deepspeed.checkpointing.checkpoint\n"
         f"on {what}; for the course's GPT, shardlab.deepspeed_engine.recompute on each layer."
     )
     return [("activation_checkpointing", {"partition_activations": False}, why)]
 
 
-def _check(plan: Plan) -> None:
-    at = plan.layout
+def _check(target: Target) -> None:
+    at = target.layout
     if at.cp > 1:
         why = (
             "DeepSpeed shares a sequence in the model's code (DistributedAttention), not from here"
         )
-        raise plan.refusal(f"cp={at.cp}", "is 1", why)
+        raise target.refusal(f"cp={at.cp}", "is 1", why)
     if at.replicas > 1:
         why = "nearest is one group of all copies"
-        raise plan.refusal(f"replicas={at.replicas}", "is 1", why)
+        raise target.refusal(f"replicas={at.replicas}", "is 1", why)
     if at.sequence_parallel and at.tp > 1:
         why = "its tensor parallelism keeps whole what stands between the cut matrices"
-        raise plan.refusal("sequence_parallel=True", "is False", why)
+        raise target.refusal("sequence_parallel=True", "is False", why)
     if at.offload == "optimizer" and at.zero == 0:
-        raise plan.refusal("zero=0", "with offload='optimizer' are 1, 2 and 3", "nearest is 1")
+        raise target.refusal("zero=0", "with offload='optimizer' are 1, 2 and 3", "nearest is 1")
     if at.pp == 1:
         return
     if at.tp > 1:
         why = "its automatic tensor parallelism does not go into a pipeline; nearest is megatron"
-        raise plan.refusal(f"tp={at.tp}", f"with pp={at.pp} is 1", why)
+        raise target.refusal(f"tp={at.tp}", f"with pp={at.pp} is 1", why)
     if at.zero > 1:
         why = "a pipeline adds up gradients of many micro-batches; nearest is 1"
-        raise plan.refusal(f"zero={at.zero}", f"with pp={at.pp} are 0 and 1", why)
+        raise target.refusal(f"zero={at.zero}", f"with pp={at.pp} are 0 and 1", why)
     if at.schedule != "1f1b":
-        raise plan.refusal(f"schedule={at.schedule!r}", "is '1f1b'", "it has no other")
-    if len(set(plan.parts())) > 1:
+        raise target.refusal(f"schedule={at.schedule!r}", "is '1f1b'", "it has no other")
+    if len(set(target.parts())) > 1:
         why = "its pipeline takes no list of stages; nearest is 'equal'"
-        raise plan.refusal(f"stages={at.stages!r}", "are equal ones", why)
+        raise target.refusal(f"stages={at.stages!r}", "are equal ones", why)
     if at.recompute == "selective":
         why = "its pipeline recomputes whole layers; nearest is 'full'"
-        raise plan.refusal("recompute='selective'", f"with pp={at.pp} are 'none' and 'full'", why)
+        raise target.refusal("recompute='selective'", f"with pp={at.pp} are 'none' and 'full'", why)

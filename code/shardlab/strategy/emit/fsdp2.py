@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from .plan import Plan, beside
+from .target import Target, beside
 
 FILE = "train_fsdp2.py"
 
@@ -190,10 +190,10 @@ fp16|        value = update(model, optimizer, scaler, step, share)
 '''
 
 
-def write(plan: Plan) -> str:
+def write(target: Target) -> str:
     """The text of the script; ValueError for what fully_shard and DTensor cannot do."""
-    _check(plan)
-    true, words = _true(plan), _words(plan)
+    _check(target)
+    true, words = _true(target), _words(target)
     lines = []
     for line in TEMPLATE.strip().splitlines():
         wanted, _, text = line.partition("|")
@@ -205,16 +205,16 @@ def write(plan: Plan) -> str:
     return "\n".join(_wrapped(line) for line in "\n".join(lines).splitlines()) + "\n"
 
 
-def _true(plan: Plan) -> set[str]:
-    at = plan.layout
+def _true(target: Target) -> set[str]:
+    at = target.layout
     known = {
         "tp": at.tp > 1,
         "tokens": at.sequence_parallel,
-        "tied": plan.config.tied,
+        "tied": target.config.tied,
         "full": at.recompute == "full",
         "groups": at.replicas > 1 or at.zero == 0,
         "host": at.offload == "parameters",
-        "fp16": plan.half == "fp16",
+        "fp16": target.half == "fp16",
         "many": at.microbatches > 1,
         "early": at.zero < 2,  # gradients stay whole up to the last micro-batch
         "3": at.zero == 3,
@@ -222,31 +222,31 @@ def _true(plan: Plan) -> set[str]:
     return {name for name, holds in known.items() if holds}
 
 
-def _words(plan: Plan) -> dict[str, str]:
-    at = plan.layout
+def _words(target: Target) -> dict[str, str]:
+    at = target.layout
     repeat = at.dp if at.zero == 0 else at.replicas
     mesh = {"repeat": repeat, "shard": at.dp // repeat, "tensor": at.tp}
     if at.zero and at.replicas == 1:
         del mesh["repeat"]
     if at.tp == 1:
         del mesh["tensor"]
-    gate = ["ffn.gate"] if plan.config.mlp == "swiglu" else []
+    gate = ["ffn.gate"] if target.config.mlp == "swiglu" else []
     columns = ["attention.query", "attention.key", "attention.value", "ffn.up", *gate]
     given = [
-        f"{field.name}={getattr(plan.config, field.name)!r}".replace("'", '"')
-        for field in fields(plan.config)
-        if getattr(plan.config, field.name) != field.default
+        f"{field.name}={getattr(target.config, field.name)!r}".replace("'", '"')
+        for field in fields(target.config)
+        if getattr(target.config, field.name) != field.default
     ]
-    dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[plan.half]
+    dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[target.half]
     settings = [
-        (f"SEQ = {plan.seq}", "tokens of a sequence"),
-        (f"MICRO_BATCH = {at.micro_batch}", plan.why_micro_batch()),
-        (f"MICROBATCHES = {at.microbatches}", plan.why_microbatches()),
-        (f"DTYPE = {dtype}", plan.why_half()),
+        (f"SEQ = {target.seq}", "tokens of a sequence"),
+        (f"MICRO_BATCH = {at.micro_batch}", target.why_micro_batch()),
+        (f"MICROBATCHES = {at.microbatches}", target.why_microbatches()),
+        (f"DTYPE = {dtype}", target.why_half()),
     ]
     return {
-        "title": "\n".join(plan.title()),
-        "launch": "\n".join(plan.torchrun(FILE)),
+        "title": "\n".join(target.title()),
+        "launch": "\n".join(target.torchrun(FILE)),
         "shape": ",\n".join(given),
         "settings": "\n".join(beside(settings)),
         "columns": ", ".join(f'"{name}"' for name in columns),
@@ -256,11 +256,11 @@ def _words(plan: Plan) -> dict[str, str]:
         "names": repr(tuple(mesh)).replace("'", '"'),
         # Norms that are not cut live on another mesh than what is: no step for all at once.
         "foreach": ", foreach=False" if at.tp > 1 and not at.sequence_parallel else "",
-        "why tensor": plan.why_tensor(),
-        "why sequence": plan.why_sequence(),
-        "why recompute": plan.why_recompute(),
-        "why zero": plan.why_zero(),
-        "why half": plan.why_half(),
+        "why tensor": target.why_tensor(),
+        "why sequence": target.why_sequence(),
+        "why recompute": target.why_recompute(),
+        "why zero": target.why_zero(),
+        "why half": target.why_half(),
         "why kept": f"ZeRO-{at.zero}: weights stay for backward" if at.zero else "nothing is cut",
         "why host": "weights and optimizer in the host's memory: room, for time",
     }
@@ -275,18 +275,18 @@ def _wrapped(line: str) -> str:
     return f"{indent}# {why}\n{code}"
 
 
-def _check(plan: Plan) -> None:
-    at = plan.layout
+def _check(target: Target) -> None:
+    at = target.layout
     if at.pp > 1:
         why = "fully_shard and DTensor cut no stages; nearest are torchtitan and megatron"
-        raise plan.refusal(f"pp={at.pp}", "is 1", why)
+        raise target.refusal(f"pp={at.pp}", "is 1", why)
     if at.cp > 1:
         why = "torch's context parallelism is experimental; nearest are torchtitan and megatron"
-        raise plan.refusal(f"cp={at.cp}", "is 1", why)
+        raise target.refusal(f"cp={at.cp}", "is 1", why)
     if at.offload == "optimizer":
         why = "its offload takes weights along; nearest is 'parameters', with zero=3"
-        raise plan.refusal("offload='optimizer'", "are 'none' and 'parameters'", why)
+        raise target.refusal("offload='optimizer'", "are 'none' and 'parameters'", why)
     if at.recompute == "selective":
         why = "torch's fused attention keeps no scores; nearest is 'none', which is no larger"
-        raise plan.refusal("recompute='selective'", "are 'none' and 'full'", why)
-    plan.check_vocab()
+        raise target.refusal("recompute='selective'", "are 'none' and 'full'", why)
+    target.check_vocab()

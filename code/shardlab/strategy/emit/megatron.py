@@ -8,38 +8,38 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from .plan import Plan, beside
+from .target import Target, beside
 
 FILE = "train_megatron.sh"
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}  # of Megatron-FSDP
 
 
-def write(plan: Plan) -> str:
+def write(target: Target) -> str:
     """The text of the script; ValueError for what Megatron cannot do."""
-    _check(plan)
-    n = plan.ranks_of_node
+    _check(target)
+    n = target.ranks_of_node
     launch = [f"torchrun --nproc-per-node={n}"]
-    if plan.nodes > 1:
-        launch.append(f"--nnodes={plan.nodes} --rdzv-backend=c10d")
+    if target.nodes > 1:
+        launch.append(f"--nnodes={target.nodes} --rdzv-backend=c10d")
         launch.append('--rdzv-endpoint="${HOST:?the first node}:29400"')
     launch += ["pretrain_gpt.py", '"${arguments[@]}" "$@"']
     lines = [
         "#!/bin/bash",
-        *(f"# {line}" for line in plan.title()),
+        *(f"# {line}" for line in target.title()),
         "# For Megatron Core 0.19.2, in the folder with its pretrain_gpt.py, on each node:",
-        f"#   {'HOST=FIRST_NODE ' if plan.nodes > 1 else ''}bash {FILE} MORE ARGUMENTS",
+        f"#   {'HOST=FIRST_NODE ' if target.nodes > 1 else ''}bash {FILE} MORE ARGUMENTS",
         "set -euo pipefail",
         "",
-        *_environment(plan),
+        *_environment(target),
         "arguments=(",
         "    # The layout",
-        *beside(_layout(plan), indent=4),
+        *beside(_layout(target), indent=4),
         "",
         "    # The shape",
-        *beside(_shape(plan), indent=4),
+        *beside(_shape(target), indent=4),
         "",
         "    # No layout decides these: put your own",
-        *beside(_own(plan), indent=4),
+        *beside(_own(target), indent=4),
         ")",
         " \\\n    ".join([f"exec {launch[0]}", *launch[1:-2], " ".join(launch[-2:])]),
         "",
@@ -47,8 +47,8 @@ def write(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _environment(plan: Plan) -> list[str]:
-    at = plan.layout
+def _environment(target: Target) -> list[str]:
+    at = target.layout
     if at.zero > 1:
         return ["unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP sends beside the products", ""]
     if at.tp > 1 or at.cp > 1:
@@ -56,33 +56,33 @@ def _environment(plan: Plan) -> list[str]:
     return []
 
 
-def _layout(plan: Plan) -> list[tuple[str, str]]:
-    at = plan.layout
-    rows = [(f"--tensor-model-parallel-size {at.tp}", plan.why_tensor())]
+def _layout(target: Target) -> list[tuple[str, str]]:
+    at = target.layout
+    rows = [(f"--tensor-model-parallel-size {at.tp}", target.why_tensor())]
     if at.sequence_parallel and at.tp > 1:
-        rows.append(("--sequence-parallel", plan.why_sequence()))
-    rows.append((f"--pipeline-model-parallel-size {at.pp}", plan.why_pipeline()))
-    rows += _stages(plan)
+        rows.append(("--sequence-parallel", target.why_sequence()))
+    rows.append((f"--pipeline-model-parallel-size {at.pp}", target.why_pipeline()))
+    rows += _stages(target)
     if at.cp > 1:
         why = f"{at.cp} ranks share each sequence: its activations are too large for one"
         rows.append((f"--context-parallel-size {at.cp}", why))
-    idle = f"; stages idle for {plan.idle:.0f} % of it" if at.pp > 1 else ""
+    idle = f"; stages idle for {target.idle:.0f} % of it" if at.pp > 1 else ""
     rows += [
-        (f"--micro-batch-size {at.micro_batch}", plan.why_micro_batch()),
-        (f"--global-batch-size {at.batch}", plan.why_batch() + idle),
-        *_copies(plan),
-        *_recompute(plan),
-        (f"--{plan.half}", plan.why_half()),
+        (f"--micro-batch-size {at.micro_batch}", target.why_micro_batch()),
+        (f"--global-batch-size {at.batch}", target.why_batch() + idle),
+        *_copies(target),
+        *_recompute(target),
+        (f"--{target.half}", target.why_half()),
     ]
     return rows
 
 
-def _stages(plan: Plan) -> list[tuple[str, str]]:
-    at = plan.layout
+def _stages(target: Target) -> list[tuple[str, str]]:
+    at = target.layout
     if at.pp == 1:
         return []
     rows = []
-    parts = plan.parts()
+    parts = target.parts()
     if len(set(parts)) > 1:
         why = "layers (t) of each part, with embedding (E) and head (L)"
         rows.append((f'--pipeline-model-parallel-layout "{_text(parts)}"', why))
@@ -101,13 +101,13 @@ def _text(parts: list[int]) -> str:
     return text[:-1]
 
 
-def _copies(plan: Plan) -> list[tuple[str, str]]:
-    at = plan.layout
+def _copies(target: Target) -> list[tuple[str, str]]:
+    at = target.layout
     overlap = ("--overlap-grad-reduce", "gradients leave in buckets, while backward goes on")
     gather = ("--overlap-param-gather", "weights come for one bucket, while another computes")
     if at.zero == 0:
         return [overlap] if at.dp > 1 else []
-    rows = [("--use-distributed-optimizer", plan.why_zero())]
+    rows = [("--use-distributed-optimizer", target.why_zero())]
     if at.zero > 1:
         rows += [
             ("--use-megatron-fsdp", f"ZeRO-{at.zero}: more than the optimizer is shared"),
@@ -126,11 +126,11 @@ def _copies(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _recompute(plan: Plan) -> list[tuple[str, str]]:
-    how = plan.layout.recompute
+def _recompute(target: Target) -> list[tuple[str, str]]:
+    how = target.layout.recompute
     if how == "none":
         return []
-    rows = [(f"--recompute-granularity {how}", plan.why_recompute())]
+    rows = [(f"--recompute-granularity {how}", target.why_recompute())]
     if how == "selective":
         return [*rows, ("--recompute-modules core_attn", "from queries and keys to their values")]
     return [
@@ -140,8 +140,8 @@ def _recompute(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _shape(plan: Plan) -> list[tuple[str, str]]:
-    c = plan.config
+def _shape(target: Target) -> list[tuple[str, str]]:
+    c = target.config
     rows = [
         (f"--num-layers {c.layers}", "one after another"),
         (f"--hidden-size {c.hidden}", "width of what goes from layer to layer"),
@@ -152,8 +152,8 @@ def _shape(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("--group-query-attention", "several queries share a key and a value"))
         rows.append((f"--num-query-groups {c.key_value_heads}", "heads of keys and values"))
     rows += [
-        (f"--seq-length {plan.seq}", "tokens of a sequence"),
-        (f"--max-position-embeddings {max(plan.seq, c.seq)}", "the longest that there may be"),
+        (f"--seq-length {target.seq}", "tokens of a sequence"),
+        (f"--max-position-embeddings {max(target.seq, c.seq)}", "the longest that there may be"),
         ("--position-embedding-type rope", "positions turn queries and keys"),
         (f"--rotary-base {int(c.rotary_base)}", "how slowly"),
         (f"--attention-dropout {c.dropout}", "by itself Megatron drops 0.1"),
@@ -170,13 +170,13 @@ def _shape(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _own(plan: Plan) -> list[tuple[str, str]]:
-    padded = 128 * plan.layout.tp
+def _own(target: Target) -> list[tuple[str, str]]:
+    padded = 128 * target.layout.tp
     return [
         ("--mock-data", "in the place of --data-path"),
         ("--tokenizer-type NullTokenizer", "in the place of your tokenizer"),
         (
-            f"--vocab-size {plan.config.vocab - 1}",
+            f"--vocab-size {target.config.vocab - 1}",
             f"and an end of text; padded to a multiple of {padded}",
         ),
         ("--train-iters 100", "steps"),
@@ -184,20 +184,20 @@ def _own(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _check(plan: Plan) -> None:
-    at = plan.layout
+def _check(target: Target) -> None:
+    at = target.layout
     if at.pp > 1 and at.schedule not in ("1f1b", "interleaved"):
         why = "nearest is '1f1b'"
-        raise plan.refusal(f"schedule={at.schedule!r}", "are '1f1b' and 'interleaved'", why)
+        raise target.refusal(f"schedule={at.schedule!r}", "are '1f1b' and 'interleaved'", why)
     if at.pp > 1 and at.zero > 1:
         why = "Megatron-FSDP shares weights between copies of whole models; nearest is 1"
-        raise plan.refusal(f"zero={at.zero}", f"with pp={at.pp} are 0 and 1", why)
+        raise target.refusal(f"zero={at.zero}", f"with pp={at.pp} are 0 and 1", why)
     if at.schedule == "interleaved" and at.pp > 1 and at.microbatches % at.pp:
         allowed = f"with schedule='interleaved' are multiples of pp={at.pp}"
-        raise plan.refusal(f"microbatches={at.microbatches}", allowed)
+        raise target.refusal(f"microbatches={at.microbatches}", allowed)
     if at.offload == "parameters":
         why = "it keeps no weights on the host; nearest is 'optimizer'"
-        raise plan.refusal("offload='parameters'", "are 'none' and 'optimizer'", why)
+        raise target.refusal("offload='parameters'", "are 'none' and 'optimizer'", why)
     if at.offload == "optimizer" and at.zero != 1:
         why = "the distributed optimizer alone goes to the host"
-        raise plan.refusal(f"zero={at.zero}", "with offload='optimizer' is 1", why)
+        raise target.refusal(f"zero={at.zero}", "with offload='optimizer' is 1", why)

@@ -5,31 +5,31 @@ The shape is that of `shardlab/cluster/jobs/torchrun.sbatch`, which the course's
 
 from __future__ import annotations
 
-from .plan import Plan, beside
+from .target import Target, beside
 
 FILE = "plan.sbatch"
 CPUS = 4  # for each rank: its own thread, its loader's, and nccl's
 
 
-def write(plan: Plan) -> str:
+def write(target: Target) -> str:
     """The text of the file, for `sbatch plan.sbatch train.py ARGUMENTS`."""
-    n = plan.ranks_of_node
-    nodes = f"{plan.layout.ranks} ranks, {n} on a node of {plan.machine.per_node}"
+    n = target.ranks_of_node
+    nodes = f"{target.layout.ranks} ranks, {n} on a node of {target.machine.per_node}"
     options = [
         ("--job-name=train", "what squeue calls it"),
-        (f"--nodes={plan.nodes}", nodes),
+        (f"--nodes={target.nodes}", nodes),
         ("--ntasks-per-node=1", "one torchrun on each of them, which starts the ranks"),
-        (f"--gpus-per-node={n}", f"a {plan.machine.name} for each rank"),
+        (f"--gpus-per-node={n}", f"a {target.machine.name} for each rank"),
         (f"--cpus-per-task={n * CPUS}", f"for torchrun and all its ranks: {CPUS} for each"),
         ("--time=24:00:00", "after that it is killed; no layout says how long: put your own"),
         ("--output=%x-%j.out", "x: the job's name, j: its number"),
         ("--error=%x-%j.err", "errors apart, so that they are found"),
     ]
-    if n == plan.machine.per_node:
+    if n == target.machine.per_node:
         options.append(("--exclusive", "whole nodes: nobody else's traffic beside the plan's"))
     lines = [
         "#!/bin/bash",
-        *(f"# {line}" for line in plan.title()),
+        *(f"# {line}" for line in target.title()),
         f"#   sbatch {FILE} train.py ARGUMENTS",
         *beside([(f"#SBATCH {option}", why) for option, why in options]),
         "set -euo pipefail",

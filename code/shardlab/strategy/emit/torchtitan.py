@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardlab.shapes import Config
 
-from .plan import Plan, beside
+from .target import Target, beside
 
 FILE = "planned.py"
 LAUNCH = "-m torchtitan.train --module planned --config planned"
@@ -31,32 +31,32 @@ FLAVORS = {
 }
 
 
-def write(plan: Plan) -> str:
+def write(target: Target) -> str:
     """The text of the module; ValueError for what torchtitan cannot do."""
-    _check(plan)
-    named = flavor(plan.config)
+    _check(target)
+    named = flavor(target.config)
     lines = [
         '"""torchtitan\'s Llama 3, in a layout that was planned.',
         "",
-        *plan.title(),
+        *target.title(),
         "",
-        *(f"    {line}" for line in plan.torchrun(LAUNCH)),
+        *(f"    {line}" for line in target.torchrun(LAUNCH)),
         "",
         "For torchtitan 0.3.0. What is not set here is that of its llama3_8b: optimizer, data,",
         "tokenizer, checkpoints; options behind the names change it, as --training.steps 100.",
         '"""',
         "",
-        *_imports(plan, named),
+        *_imports(target, named),
         "",
         "",
-        *(_model(plan) if named is None else []),
+        *(_model(target) if named is None else []),
         "def planned() -> Trainer.Config:",
         '    """What `--config planned` takes."""',
         "    config = llama3_8b()",
-        *_shape(plan, named),
+        *_shape(target, named),
         "",
-        *beside(_settings(plan), indent=4),
-        *_stages(plan),
+        *beside(_settings(target), indent=4),
+        *_stages(target),
         "    return config",
     ]
     return "\n".join(lines) + "\n"
@@ -70,13 +70,13 @@ def flavor(config: Config) -> str | None:
     return named[0] if named and llama else None
 
 
-def _imports(plan: Plan, named: str | None) -> list[str]:
+def _imports(target: Target, named: str | None) -> list[str]:
     lines = []
     if named is None:
         lines += ["from functools import partial", "", "from torch import nn"]
         lines.append("from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm")
-    if plan.layout.recompute != "none":
-        kind = "FullAC" if plan.layout.recompute == "full" else "SelectiveAC"
+    if target.layout.recompute != "none":
+        kind = "FullAC" if target.layout.recompute == "full" else "SelectiveAC"
         lines.insert(
             3 if named is None else 0,
             f"from torchtitan.distributed.activation_checkpoint import {kind}",
@@ -94,9 +94,9 @@ def _imports(plan: Plan, named: str | None) -> list[str]:
     return [*lines, "from torchtitan.trainer import Trainer"]
 
 
-def _model(plan: Plan) -> list[str]:
+def _model(target: Target) -> list[str]:
     """The shape in torchtitan's terms, where it has no name for it."""
-    c = plan.config
+    c = target.config
     return [
         "def model() -> Llama3Model.Config:",
         '    """A shape that torchtitan has no name for, from the pieces of those that it has."""',
@@ -125,7 +125,7 @@ def _model(plan: Plan) -> list[str]:
         '            attn_backend="flex",',
         "            rope=ComplexRoPE.Config(",
         f"                dim={c.head_size},",
-        f"                max_seq_len={max(c.seq, plan.seq)},",
+        f"                max_seq_len={max(c.seq, target.seq)},",
         f"                theta={c.rotary_base!r},",
         "            ),",
         "        ),",
@@ -135,7 +135,7 @@ def _model(plan: Plan) -> list[str]:
     ]
 
 
-def _shape(plan: Plan, named: str | None) -> list[str]:
+def _shape(target: Target, named: str | None) -> list[str]:
     if named == "8B":
         return []
     if named is not None:
@@ -143,28 +143,28 @@ def _shape(plan: Plan, named: str | None) -> list[str]:
     return [
         '    config.model_spec = model_registry("8B")',
         "    config.model_spec.model = model()  # the shape that was planned",
-        f"    config.loss.loss_fn.global_vocab_size = {plan.config.vocab}",
+        f"    config.loss.loss_fn.global_vocab_size = {target.config.vocab}",
     ]
 
 
-def _settings(plan: Plan) -> list[tuple[str, str]]:
-    at = plan.layout
+def _settings(target: Target) -> list[tuple[str, str]]:
+    at = target.layout
     repeat = at.dp if at.zero == 0 else at.replicas
     groups = f"{repeat} groups, each with the whole model" if repeat > 1 else "one group"
     local = at.micro_batch * (at.microbatches if at.pp > 1 else 1)
     rows = [
-        (f"training.seq_len = {plan.seq}", "tokens of a sequence"),
+        (f"training.seq_len = {target.seq}", "tokens of a sequence"),
         (
             f"training.local_batch_size = {local}",
             f"b·m = {at.micro_batch} · {at.microbatches}: a pipeline takes a step's at once"
             if at.pp > 1
-            else plan.why_micro_batch(),
+            else target.why_micro_batch(),
         ),
-        (f"training.global_batch_size = {at.batch}", plan.why_batch()),
-        ('training.mixed_precision_param = "bfloat16"', plan.why_half()),
+        (f"training.global_batch_size = {at.batch}", target.why_batch()),
+        ('training.mixed_precision_param = "bfloat16"', target.why_half()),
         (f"parallelism.data_parallel_replicate_degree = {repeat}", groups),
-        (f"parallelism.data_parallel_shard_degree = {at.dp // repeat}", plan.why_zero()),
-        (f"parallelism.tensor_parallel_degree = {at.tp}", plan.why_tensor()),
+        (f"parallelism.data_parallel_shard_degree = {at.dp // repeat}", target.why_zero()),
+        (f"parallelism.tensor_parallel_degree = {at.tp}", target.why_tensor()),
     ]
     if at.zero:
         how = "always" if at.zero == 3 else "never"
@@ -177,22 +177,22 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
         )
     if at.tp > 1:
         shared = at.sequence_parallel
-        rows.append((f"parallelism.enable_sequence_parallel = {shared}", plan.why_sequence()))
+        rows.append((f"parallelism.enable_sequence_parallel = {shared}", target.why_sequence()))
     if at.cp > 1:
         why = f"{at.cp} ranks share each sequence: its activations are too large for one"
         rows.append((f"parallelism.context_parallel_degree = {at.cp}", why))
     if at.pp > 1:
         name = SCHEDULES[at.schedule]
         rows += [
-            (f"parallelism.pipeline_parallel_degree = {at.pp}", plan.why_pipeline()),
-            (f'parallelism.pipeline_parallel_schedule = "{name}"', plan.why_microbatches()),
+            (f"parallelism.pipeline_parallel_degree = {at.pp}", target.why_pipeline()),
+            (f'parallelism.pipeline_parallel_schedule = "{name}"', target.why_microbatches()),
             (
                 f"parallelism.pipeline_parallel_microbatch_size = {at.micro_batch}",
-                plan.why_micro_batch(),
+                target.why_micro_batch(),
             ),
         ]
     kinds = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
-    why = plan.why_recompute()
+    why = target.why_recompute()
     if at.recompute == "selective":
         why = "saves products and attention, computes the rest again: less than was planned for"
     rows.append((f"activation_checkpoint = {kinds[at.recompute]}", why))
@@ -205,10 +205,10 @@ def _settings(plan: Plan) -> list[tuple[str, str]]:
     return [(f"config.{line}", why) for line, why in rows]
 
 
-def _stages(plan: Plan) -> list[str]:
-    if plan.layout.pp == 1:
+def _stages(target: Target) -> list[str]:
+    if target.layout.pp == 1:
         return []
-    parts = plan.parts()
+    parts = target.parts()
     return [
         "",
         "    # What each part holds; by itself torchtitan counts embedding and head as layers.",
@@ -222,39 +222,39 @@ def _stages(plan: Plan) -> list[str]:
     ]
 
 
-def _check(plan: Plan) -> None:
-    at, c = plan.layout, plan.config
+def _check(target: Target) -> None:
+    at, c = target.layout, target.config
     if (c.mlp, c.norm, c.bias) != ("swiglu", "rms", False):
         given = f"mlp={c.mlp!r}, norm={c.norm!r}, bias={c.bias}"
         why = "its Llama 3 has no others; nearest are fsdp2 and megatron"
-        raise plan.refusal(given, "are 'swiglu', 'rms' and False", why)
+        raise target.refusal(given, "are 'swiglu', 'rms' and False", why)
     if c.dropout:
-        raise plan.refusal(f"dropout={c.dropout}", "is 0.0", "its Llama 3 has none")
-    if plan.half != "bf16":
+        raise target.refusal(f"dropout={c.dropout}", "is 0.0", "its Llama 3 has none")
+    if target.half != "bf16":
         why = "it has no fp16; nearest are deepspeed and megatron"
-        raise plan.refusal(f"machine={plan.machine.name!r}", "are GPUs with bf16", why)
+        raise target.refusal(f"machine={target.machine.name!r}", "are GPUs with bf16", why)
     tokens = (at.tp if at.sequence_parallel else 1) * (2 * at.cp if at.cp > 1 else 1)
-    if plan.seq % tokens:
-        raise plan.refusal(f"seq={plan.seq}", f"are multiples of {tokens}", "ranks share it")
+    if target.seq % tokens:
+        raise target.refusal(f"seq={target.seq}", f"are multiples of {tokens}", "ranks share it")
     if at.offload == "optimizer":
         why = "its offload takes weights along; nearest is 'parameters', with zero=3"
-        raise plan.refusal("offload='optimizer'", "are 'none' and 'parameters'", why)
-    plan.check_vocab()
-    _check_zero(plan)
+        raise target.refusal("offload='optimizer'", "are 'none' and 'parameters'", why)
+    target.check_vocab()
+    _check_zero(target)
     if at.pp > 1 and at.schedule not in SCHEDULES:
         names = ", ".join(repr(name) for name in SCHEDULES)
-        raise plan.refusal(f"schedule={at.schedule!r}", f"are {names}", "nearest is '1f1b'")
+        raise target.refusal(f"schedule={at.schedule!r}", f"are {names}", "nearest is '1f1b'")
 
 
-def _check_zero(plan: Plan) -> None:
+def _check_zero(target: Target) -> None:
     """What a pipeline and gradient accumulation do with gradients is not the layout's to choose."""
-    at = plan.layout
+    at = target.layout
     if at.zero == 0 and at.cp > 1:
         why = "ranks that share a sequence share the weights as well; nearest is 2"
-        raise plan.refusal("zero=0", f"with cp={at.cp} are 2 and 3", why)
+        raise target.refusal("zero=0", f"with cp={at.cp} are 2 and 3", why)
     if at.pp > 1 and at.zero > 1:
         why = "a pipeline keeps whole gradients up to the last micro-batch; nearest is 1"
-        raise plan.refusal(f"zero={at.zero}", f"with pp={at.pp} are 0 and 1", why)
+        raise target.refusal(f"zero={at.zero}", f"with pp={at.pp} are 0 and 1", why)
     if at.pp == 1 and at.zero == 1 and at.microbatches > 1:
         why = "it sends gradients for each micro-batch, and keeps a share; nearest is 2"
-        raise plan.refusal("zero=1", f"with microbatches={at.microbatches} are 0, 2 and 3", why)
+        raise target.refusal("zero=1", f"with microbatches={at.microbatches} are 0, 2 and 3", why)

@@ -9,12 +9,13 @@ from shardlab.machines import Machine
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
 from shardlab.strategy.layout import Layout
+from shardlab.strategy.stages import stages
 
 WIDTH = 100  # columns of what is written
 
 
 @dataclass(frozen=True)
-class Plan:
+class Target:
     """A job for one engine: a shape, on machines, in a layout, with `seq` tokens a sequence."""
 
     engine: str
@@ -26,8 +27,7 @@ class Plan:
     def __post_init__(self) -> None:
         whole("seq", self.seq)
         at, n = self.layout, self.machine.per_node
-        # Refuses what cannot be cut so; whether stages are equal is looked at below.
-        memory.shapes(self.config, at.tp)
+        memory.shapes(self.config, at.tp)  # refuses what cannot be cut so
         if at.ranks > n and at.ranks % n:
             raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
         if at.ep > 1:
@@ -87,33 +87,20 @@ class Plan:
 
         Under "interleaved" rank i has parts i, i + p, i + 2p; under "zb-v" i and 2p - 1 - i.
         """
-        at, layers = self.layout, self.config.layers
-        stages = list(at.stages) if isinstance(at.stages, tuple) else self._equal()
-        if sum(stages) != layers:
-            raise self.refusal(f"stages={at.stages!r}", f"are sums of layers={layers}")
-        for held in stages:
-            if held % at.chunks:
-                allowed = f"with chunks={at.chunks} are multiples of that on each stage"
-                raise self.refusal(f"stages={at.stages!r}", allowed, f"one has {held} layers")
+        at = self.layout
+        placed = stages(self.config, at)
+        held = tuple(stage.layers for stage in placed)
+        if not placed[-1].head:
+            raise self.refusal(f"stages={at.stages!r}", "are those with the head on the last one")
+        if any(layers % at.chunks for layers in held):
+            allowed = f"with chunks={at.chunks} are multiples of that on each stage"
+            raise self.refusal(f"stages={held}", allowed)
         order = list(range(at.pp))
         back = order[::-1] if at.schedule == "zb-v" else order
         ranks = [i for v in range(at.chunks) for i in (back if v % 2 else order)]
-        return [stages[i] // at.chunks for i in ranks]
-
-    def _equal(self) -> list[int]:
-        at, layers = self.layout, self.config.layers
-        if layers % at.pp:
-            nearest = [layers // at.pp + (i < layers % at.pp) for i in range(at.pp)]
-            why = f"nearest is stages={tuple(nearest)}"
-            raise self.refusal(f"pp={at.pp}", f"are divisors of layers={layers}", why)
-        return [layers // at.pp] * at.pp
+        return [held[i] // at.chunks for i in ranks]
 
     # -------------------------------------------------------------------------------- reasons
-
-    def why_copies(self) -> str:
-        """Of the data-parallel degree."""
-        d = self.layout.dp
-        return f"{d} copies share the batch" if d > 1 else "one copy: the GPUs all share one model"
 
     def why_tensor(self) -> str:
         """Of the tensor-parallel degree."""

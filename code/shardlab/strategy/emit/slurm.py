@@ -19,7 +19,7 @@ def write(target: Target) -> str:
         ("--job-name=train", "what squeue calls it"),
         (f"--nodes={target.nodes}", nodes),
         ("--ntasks-per-node=1", "one torchrun on each of them, which starts the ranks"),
-        (f"--gpus-per-node={n}", f"a {target.machine.name} for each rank"),
+        (f"--gpus-per-node={n}", f"{target.machine.name}: one for each rank"),
         (f"--cpus-per-task={n * CPUS}", f"for torchrun and all its ranks: {CPUS} for each"),
         ("--time=24:00:00", "after that it is killed; no layout says how long: put your own"),
         ("--output=%x-%j.out", "x: the job's name, j: its number"),

@@ -141,7 +141,10 @@ class Target:
         """Of the micro-batches of a step."""
         at = self.layout
         if at.pp > 1:
-            return f"micro-batches fill the stages, which idle for {self.idle:.0f} % of a step"
+            most = "at most " if at.schedule == "zb-v" else ""
+            return (
+                f"micro-batches fill the stages, which idle for {most}{self.idle:.0f} % of a step"
+            )
         return "micro-batches a step, one after another, make the batch that was asked for"
 
     def why_batch(self) -> str:

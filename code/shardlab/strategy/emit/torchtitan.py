@@ -150,7 +150,9 @@ def _shape(target: Target, named: str | None) -> list[str]:
 def _settings(target: Target) -> list[tuple[str, str]]:
     at = target.layout
     repeat = at.dp if at.zero == 0 else at.replicas
-    groups = f"{repeat} groups, each with the whole model" if repeat > 1 else "one group"
+    groups = f"{repeat} groups, each with the whole model"
+    if repeat == 1:
+        groups = "one copy" if at.dp == 1 else "one group of all copies"
     local = at.micro_batch * (at.microbatches if at.pp > 1 else 1)
     rows = [
         (f"training.seq_len = {target.seq}", "tokens of a sequence"),

@@ -1,0 +1,62 @@
+"""A chosen layout as a configuration for an engine, with the reason of each line beside it.
+
+    print(emit("fsdp2", PRESETS["llama-3-8b"], MACHINES["h100"], Layout(dp=16, zero=3)))
+
+| engine     | what is written                                        | for                   |
+|------------|--------------------------------------------------------|-----------------------|
+| deepspeed  | its configuration, in Hjson, which is what it reads    | DeepSpeed 0.19.8      |
+| fsdp2      | a script that trains the course's plain GPT            | torch 2.13            |
+| torchtitan | a module with one configuration function               | torchtitan 0.3.0      |
+| megatron   | a shell script around the arguments of pretrain_gpt.py | Megatron Core 0.19.2  |
+| slurm      | a batch file that starts torchrun on each node         | Slurm                 |
+
+A layout that an engine cannot express is refused, with the field and what comes nearest. What no
+layout decides (data, learning rate, checkpoints) has plain values, under a comment that says so.
+The standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardlab.machines import Machine
+from shardlab.memory.units import one_of
+from shardlab.shapes import Config
+from shardlab.strategy.layout import Layout
+
+from . import deepspeed, fsdp2, megatron, slurm, torchtitan
+from .target import Target
+
+__all__ = ["ENGINES", "FILES", "emit"]
+
+_WRITERS: dict[str, Callable[[Target], str]] = {
+    "deepspeed": deepspeed.write,
+    "fsdp2": fsdp2.write,
+    "torchtitan": torchtitan.write,
+    "megatron": megatron.write,
+    "slurm": slurm.write,
+}
+ENGINES = tuple(_WRITERS)
+FILES = {  # what each engine's text is called, where it has to be called something
+    "deepspeed": deepspeed.FILE,
+    "fsdp2": fsdp2.FILE,
+    "torchtitan": torchtitan.FILE,
+    "megatron": megatron.FILE,
+    "slurm": slurm.FILE,
+}
+
+
+def emit(
+    engine: str, config: Config, machine: Machine, layout: Layout, seq: int | None = None
+) -> str:
+    """The text of a file for `engine` (one of ENGINES) that runs `layout`.
+
+    seq: tokens of a sequence, by default the model's longest.
+
+    Raises ValueError for an unknown engine, a shape that cannot be cut so, GPUs that fill no whole
+    nodes, and what the engine cannot express: it names the field, its value and what is nearest.
+    """
+    one_of("engine", engine, ENGINES)
+    return _WRITERS[engine](
+        Target(engine, config, machine, layout, config.seq if seq is None else seq)
+    )

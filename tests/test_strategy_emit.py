@@ -1,0 +1,551 @@
+"""Layouts as configurations: two engines run theirs, the others' are held to published names."""
+
+import ast
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardlab import deepspeed_engine as de
+from shardlab import ranks
+from shardlab.cluster import slurm
+from shardlab.deepspeed_engine import start
+from shardlab.deepspeed_engine.core import COURSE_PLAN
+from shardlab.deepspeed_engine.pipe import layers
+from shardlab.machines import MACHINES
+from shardlab.model import GPT, loss
+from shardlab.shapes import PRESETS
+from shardlab.strategy.emit import ENGINES, FILES, deepspeed, emit
+from shardlab.strategy.layout import Layout
+
+HERE = Path(__file__).parent
+MEGATRON = json.loads((HERE / "strategy_emit_megatron.json").read_text())
+TORCHTITAN = json.loads((HERE / "strategy_emit_torchtitan.json").read_text())
+
+NANO = replace(PRESETS["nano"], seq=16)
+LLAMA, GPT3, BIG = (PRESETS[name] for name in ("llama-3-8b", "gpt-3-175b", "llama-3-405b"))
+H100, V100 = MACHINES["h100"], MACHINES["v100"]
+ALONG = {"tp": 2, "sequence_parallel": True}
+STEPS = 4
+
+# What an engine and one process add up in another order, in float32; in bf16, whose sums over cut
+# matrices keep 8 binary digits, a loss of 5.5 moves by some 1e-4 (seen: up to 5e-4).
+EXACT, ROUNDED = 1e-5, 2e-3
+
+
+def windows(step, micro, share, size, seq):
+    """Tokens and targets, [size, seq]: as the scripts draw them."""
+    draw = torch.Generator().manual_seed(10**6 * step + 10**3 * micro + share)
+    tokens = torch.randint(0, NANO.vocab, (size, seq + 1), generator=draw)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def one_process(layout, shape=NANO, dtype=torch.bfloat16, rate=3e-4, rounded=False, ahead=False):
+    """Losses of the same steps without an engine: float32 weights, products in `dtype`.
+
+    rounded: the first weights are those of `dtype`. ahead: DeepSpeed's stage 0 begins with a step
+    whose gradients are zero.
+    """
+    torch.manual_seed(0)
+    master = GPT(shape)
+    used = copy.deepcopy(master).to(dtype)
+    if rounded:
+        master = copy.deepcopy(used).float()
+    optimizer = torch.optim.AdamW(master.parameters(), lr=rate, foreach=False)
+    pairs = list(zip(used.parameters(), master.parameters(), strict=True))
+    if ahead:
+        for _, kept in pairs:
+            kept.grad = torch.zeros_like(kept)
+        optimizer.step()
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for share in range(layout.dp):
+            for micro in range(layout.microbatches):
+                tokens, targets = windows(step, micro, share, layout.micro_batch, shape.seq)
+                value = loss(used(tokens), targets) / (layout.dp * layout.microbatches)
+                value.backward()
+                total += value.item()
+                for weight, kept in pairs:  # each is added up in float32
+                    kept.grad = weight.grad.float() + (0 if kept.grad is None else kept.grad)
+                    weight.grad = None
+        torch.nn.utils.clip_grad_norm_(master.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for weight, kept in pairs:
+                weight.copy_(kept)
+        found.append(total)
+    return found
+
+
+def references(cases):
+    return [one_process(*case) for case in cases]
+
+
+def alone(cases):
+    """`one_process` for each, in a rank: as many threads as the others have."""
+    return ranks.run(references, 1, cases, device="cpu", timeout=240)[0]
+
+
+def compile_(text):
+    names = {"__name__": "emitted"}
+    exec(compile(text, "emitted.py", "exec"), names)
+    return names
+
+
+# ---------------------------------------------------------------------------------------- fsdp2
+
+ON_TWO = {
+    "copies": Layout(dp=2, micro_batch=2, microbatches=2),
+    "ZeRO-1": Layout(dp=2, zero=1, micro_batch=2, microbatches=2),
+    "ZeRO-2": Layout(dp=2, zero=2, micro_batch=2, microbatches=2),
+    "ZeRO-3": Layout(dp=2, zero=3, micro_batch=2, microbatches=2, recompute="full"),
+    "host": Layout(dp=2, zero=3, micro_batch=1, offload="parameters"),
+    "tensor": Layout(tp=2, micro_batch=2, microbatches=2),
+    "tokens": Layout(micro_batch=2, recompute="full", **ALONG),
+}
+ON_FOUR = {
+    "both": Layout(dp=2, tp=2, zero=3, microbatches=2),
+    "both, tokens": Layout(dp=2, zero=2, microbatches=2, **ALONG),
+    "groups": Layout(dp=4, zero=3, replicas=2, microbatches=2),
+}
+UNTIED = replace(NANO, tied=False, mlp="swiglu", norm="rms", bias=False, kv_heads=2)
+
+
+def trained(texts):
+    """Losses of each script, with products in bf16 as it says, and in float32."""
+    found = []
+    for text in texts:
+        for dtype in (None, torch.float32):
+            names = compile_(text)
+            names["DTYPE"] = dtype or names["DTYPE"]
+            found.append(list(names["train"](STEPS)))
+    return found
+
+
+@pytest.mark.parametrize("layouts", [ON_TWO, ON_FOUR], ids=["two ranks", "four ranks"])
+def test_the_fsdp2_script_trains_as_one_process_does(layouts):
+    shapes = [UNTIED if layout.tp > 1 and layout.dp > 1 else NANO for layout in layouts.values()]
+    cases = list(zip(layouts.values(), shapes, strict=True))
+    texts = [emit("fsdp2", shape, H100, layout) for layout, shape in cases]
+    size = cases[0][0].ranks
+    results = ranks.run(trained, size, texts, device="cpu", timeout=400)
+    assert all(result == results[0] for result in results)
+    dtypes = torch.bfloat16, torch.float32
+    wanted = alone([(*case, dtype) for case in cases for dtype in dtypes])
+    names = [(name, dtype) for name in layouts for dtype in dtypes]
+    for (name, dtype), mine, plain in zip(names, results[0], wanted, strict=True):
+        cut = layouts[name].tp > 1 and dtype == torch.bfloat16
+        assert mine == pytest.approx(plain, abs=ROUNDED if cut else EXACT), (name, dtype)
+        assert plain[-1] != pytest.approx(plain[0], abs=5 * ROUNDED), "nothing was learned"
+
+
+def test_the_fsdp2_script_runs_under_torchrun(tmp_path):
+    layout = Layout(dp=2, zero=3, micro_batch=2, recompute="full")
+    text = emit("fsdp2", NANO, H100, layout).replace(
+        "STEPS, RATE, CLIP = 20,", "STEPS, RATE, CLIP = 4,"
+    )
+    (tmp_path / FILES["fsdp2"]).write_text(text)
+    said = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        + [FILES["fsdp2"]],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(HERE.parent / "code"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    ).stdout
+    losses = [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+)$", said, re.M)]
+    assert losses == pytest.approx(alone([(layout, NANO)])[0], abs=EXACT)
+
+
+def scaled(text):
+    return list(compile_(text)["train"](STEPS))
+
+
+def test_a_gpu_without_bf16_gets_fp16_and_a_scaled_loss():
+    layout = Layout(dp=2, zero=2, microbatches=2)
+    text = emit("fsdp2", NANO, V100, layout)
+    losses = ranks.run(scaled, 2, text, device="cpu", timeout=240)[0]
+    plain = alone([(layout, NANO, torch.float32)])[0]
+    assert losses == pytest.approx(plain, abs=ROUNDED)
+    assert '"fp16"' in emit("deepspeed", NANO, V100, layout)
+    assert "--fp16" in emit("megatron", NANO, V100, layout)
+
+
+SCRIPTS = [
+    *(("fsdp2", LLAMA, layout) for layout in [*ON_TWO.values(), *ON_FOUR.values()]),
+    ("fsdp2", LLAMA, Layout(dp=64, tp=8)),
+    ("torchtitan", LLAMA, Layout(dp=2, pp=4, zero=1, microbatches=8, recompute="full", **ALONG)),
+    ("torchtitan", replace(LLAMA, layers=30), Layout(dp=16, zero=3, recompute="selective")),
+]
+
+
+def test_what_is_python_is_well_formed():
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length=100"]
+    rules = "--select=E,F,B,UP,SIM,RET,PIE,C4"
+    for engine, shape, layout in SCRIPTS:
+        text = emit(engine, shape, H100, layout)
+        checked = subprocess.run([*command, rules, "-"], input=text, text=True, capture_output=True)
+        assert checked.returncode == 0, (engine, layout, checked.stdout)
+
+
+# ------------------------------------------------------------------------------------- deepspeed
+
+DEEPSPEED = {
+    "stage 0": Layout(dp=2, micro_batch=2),
+    "stage 1": Layout(dp=2, zero=1, micro_batch=2, microbatches=2),
+    "stage 2": Layout(dp=2, zero=2, micro_batch=2, offload="optimizer"),
+    "stage 3": Layout(dp=2, zero=3, micro_batch=2, offload="parameters", recompute="full"),
+}
+TENSOR = {"tensor": Layout(tp=2, zero=1, micro_batch=2, microbatches=2)}
+PIPELINE = {"pipeline": Layout(pp=2, zero=1, micro_batch=2, microbatches=2, recompute="full")}
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
+
+
+def engine_of(layout, path):
+    """DeepSpeed's engine, which reads the file by itself."""
+    ds = start.prepare()
+    torch.manual_seed(0)
+    module = GPT(NANO)
+    if layout.recompute == "full" and layout.pp == 1:
+        de.recompute(module)
+    with start.quiet():
+        if layout.pp > 1:
+            from deepspeed.pipe import PipelineModule
+
+            ds.init_distributed()
+            sequence, _ = layers(module)
+            kind = {"partition_method": "type:Block", "loss_fn": loss}
+            module = PipelineModule(sequence, num_stages=layout.pp, **kind)
+            held = [type(layer).__name__ for layer in module.forward_funcs]
+            assert held.count("Block") == NANO.layers // layout.pp
+        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, foreach=False)
+        engine, *_ = ds.initialize(model=module, optimizer=optimizer, config=str(path))
+    return engine
+
+
+def driven(layouts, folder):
+    found = []
+    for name, layout in layouts.items():
+        engine = engine_of(layout, folder / f"{name}.json")
+        share = dist.get_rank() if layout.dp > 1 else 0
+        size = layout.micro_batch
+        micros = range(layout.microbatches)
+        batches = [
+            [windows(step, micro, share, size, NANO.seq) for micro in micros]
+            for step in range(STEPS)
+        ]
+        found.append([de.step(engine, batch) for batch in batches])
+    return found
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "layouts", [DEEPSPEED, TENSOR, PIPELINE], ids=["stages", "tensor", "pipeline"]
+)
+def test_deepspeed_reads_the_file_and_trains_as_one_process_does(layouts, tmp_path):
+    for name, layout in layouts.items():
+        (tmp_path / f"{name}.json").write_text(emit("deepspeed", NANO, H100, layout))
+    results = ranks.run(driven, 2, layouts, tmp_path, device="cpu", timeout=400)
+    half = torch.bfloat16
+    wanted = alone([(at, NANO, half, 3e-4, True, at.zero == 0) for at in layouts.values()])
+    for name, mine, plain in zip(layouts, results[0], wanted, strict=True):
+        assert mine == pytest.approx(plain, abs=ROUNDED), name
+        assert plain[-1] != pytest.approx(plain[0], abs=5 * ROUNDED), "nothing was learned"
+
+
+@needs_deepspeed
+def test_deepspeed_knows_every_name_and_the_comments_are_all_that_is_not_json():
+    import hjson
+
+    everything = {**DEEPSPEED, **TENSOR, **PIPELINE}.values()
+    for layout in everything:
+        text = emit("deepspeed", LLAMA, H100, layout)
+        settings = json.loads(deepspeed.plain(text))
+        assert settings == hjson.loads(text)
+        de.check(settings)
+        assert text.count("//") >= len(settings)
+    assert deepspeed.TENSOR_PLAN == COURSE_PLAN
+
+
+# ---------------------------------------------------------------------- torchtitan and megatron
+
+TITANS = {
+    "copies": (LLAMA, Layout(dp=8, microbatches=2)),
+    "host": (LLAMA, Layout(dp=8, zero=3, offload="parameters", recompute="selective")),
+    "groups": (PRESETS["llama-3-70b"], Layout(dp=32, zero=2, replicas=2, **ALONG)),
+    "stages": (LLAMA, Layout(dp=2, tp=2, pp=4, zero=1, microbatches=8, stages=(7, 9, 9, 7))),
+    "parts": (LLAMA, Layout(pp=4, chunks=2, schedule="interleaved", microbatches=8)),
+    "v": (LLAMA, Layout(pp=4, chunks=2, schedule="zb-v", micro_batch=2, microbatches=8)),
+    "tokens": (LLAMA, Layout(dp=4, cp=2, zero=3, recompute="full")),
+    "shape": (replace(LLAMA, layers=16, vocab=32_000, tied=True), Layout(dp=8, zero=3)),
+}
+
+
+def assigned(text):
+    """Field to value of `config.<field> = <value>`; a value that is no constant is None."""
+    found = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("config."):
+            value = node.value.value if isinstance(node.value, ast.Constant) else None
+            found[ast.unparse(node.targets[0]).removeprefix("config.")] = value
+    return found
+
+
+@pytest.mark.parametrize("name", TITANS)
+def test_torchtitan_has_every_field_and_every_name(name):
+    config, layout = TITANS[name]
+    text = emit("torchtitan", config, H100, layout)
+    fields = TORCHTITAN["fields"]
+    values = assigned(text)
+    inside = {"model_spec.model", "loss.loss_fn.global_vocab_size"}
+    for field, value in values.items():
+        assert field in fields or field in inside, field
+        if isinstance(value, bool):
+            assert fields[field] == "bool"
+        elif isinstance(value, int) and field in fields:
+            assert fields[field] == "int", field
+        elif isinstance(value, str):
+            assert fields[field] == "str" or repr(value) in fields[field], (field, value)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("torchtitan"):
+            assert {alias.name for alias in node.names} <= set(TORCHTITAN["names"][node.module])
+    degrees = [
+        values.get(f"parallelism.{kind}_parallel{which}_degree", 1)
+        for kind, which in [("data", "_replicate"), ("data", "_shard"), ("tensor", "")]
+        + [("pipeline", ""), ("context", "")]
+    ]
+    product = 1
+    for degree in degrees:
+        product *= degree
+    assert product == layout.ranks
+    assert values["training.global_batch_size"] == layout.batch
+
+
+def test_torchtitan_s_parts_hold_each_layer_once_and_its_shapes_have_names():
+    for name, parts in (("stages", (7, 9, 9, 7)), ("parts", (4,) * 8), ("v", (4,) * 8)):
+        text = emit("torchtitan", TITANS[name][0], H100, TITANS[name][1])
+        assert f"for layers in {parts}:" in text
+    flavors = {name: emit("torchtitan", PRESETS[name], H100, Layout(dp=8, zero=3)) for name in
+               ("llama-3-8b", "llama-3-70b", "llama-3-405b")}  # fmt: skip
+    assert "model_registry" not in flavors["llama-3-8b"]
+    assert 'model_registry("70B")' in flavors["llama-3-70b"]
+    assert 'model_registry("405B")' in flavors["llama-3-405b"]
+
+
+MEGATRONS = {
+    "copies": (LLAMA, Layout(dp=8)),
+    "optimizer": (LLAMA, Layout(dp=16, zero=1, replicas=2, recompute="selective")),
+    "host": (LLAMA, Layout(dp=8, zero=1, offload="optimizer")),
+    "ZeRO-2": (LLAMA, Layout(dp=8, zero=2)),
+    "ZeRO-3": (LLAMA, Layout(dp=8, zero=3, microbatches=2)),
+    "GPT-3": (GPT3, Layout(dp=2, tp=8, pp=8, microbatches=16, recompute="full")),
+    "parts": (LLAMA, Layout(pp=4, chunks=2, schedule="interleaved", microbatches=8, **ALONG)),
+    "stages": (BIG, Layout(pp=16, zero=1, dp=8, microbatches=16, stages="megatron")),
+    "tokens": (LLAMA, Layout(dp=2, cp=2, zero=1, **ALONG)),
+}
+
+
+def arguments(text, tmp_path):
+    """What torchrun would be given: its own words, and pretrain_gpt.py's as name to values."""
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/bash\nprintf "%s\\n" "cuda=${CUDA_DEVICE_MAX_CONNECTIONS-}" "$@"\n')
+    fake.chmod(0o755)
+    (tmp_path / "job.sh").write_text(text)
+    said = subprocess.run(
+        ["bash", "job.sh", "--seed", "7"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOST": "node1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    where = said.index("pretrain_gpt.py")
+    found = {}
+    for word in said[where + 1 :]:
+        if word.startswith("--"):
+            found[word] = []
+        else:
+            found[list(found)[-1]].append(word)
+    return said[:where], found
+
+
+@pytest.mark.parametrize("name", MEGATRONS)
+def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
+    config, layout = MEGATRONS[name]
+    launch, given = arguments(emit("megatron", config, H100, layout), tmp_path)
+    known = MEGATRON["arguments"]
+    for argument, values in given.items():
+        kind = known[argument]
+        if kind == "flag":
+            assert values == [], argument
+        elif kind == "list":
+            assert values, argument
+        elif isinstance(kind, list):
+            assert values[0] in kind and len(values) == 1, argument
+        else:
+            {"int": int, "float": float, "str": str}[kind](*values)
+
+    def number(argument):
+        return int(given.get(argument, ["1"])[0])
+
+    cut = ["tensor-model", "pipeline-model", "context"]
+    degrees = [number(f"--{kind}-parallel-size") for kind in cut]
+    assert degrees == [layout.tp, layout.pp, layout.cp]
+    assert number("--global-batch-size") == layout.batch
+    assert given["--seed"] == ["7"]
+    nodes = int((re.findall(r"--nnodes=(\d+)", "\n".join(launch)) or ["1"])[0])
+    each = int(re.findall(r"--nproc-per-node=(\d+)", "\n".join(launch))[0])
+    assert nodes * each == layout.ranks
+    # validate_args refuses the one without, and Megatron-FSDP with it.
+    serial = layout.zero < 2 and (layout.tp > 1 or layout.cp > 1)
+    assert launch[0] == f"cuda={1 if serial else ''}"
+
+
+def test_megatron_s_stages_hold_each_layer_once(tmp_path):
+    given = arguments(emit("megatron", BIG, H100, MEGATRONS["stages"][1]), tmp_path)[1]
+    text = given["--pipeline-model-parallel-layout"][0]
+    assert text == "Et*7|(t*8|)*14t*7L"  # 405B's own: arXiv 2407.21783, section 3.3.2
+    parts = given = arguments(emit("megatron", LLAMA, H100, MEGATRONS["parts"][1]), tmp_path)[1]
+    assert parts["--num-virtual-stages-per-pipeline-rank"] == ["2"]
+    uneven = Layout(pp=4, microbatches=4, stages=(7, 9, 9, 7))
+    given = arguments(emit("megatron", LLAMA, H100, uneven), tmp_path)[1]
+    assert given["--pipeline-model-parallel-layout"] == ["Et*7|(t*9|)*2t*7L"]
+
+
+# ----------------------------------------------------------------------------------------- slurm
+
+
+def test_slurm_s_file_is_bash_and_asks_for_the_plan_s_gpus(tmp_path):
+    for layout, nodes, each in ((Layout(dp=32), 4, 8), (Layout(dp=2), 1, 2)):
+        text = emit("slurm", LLAMA, H100, layout)
+        (tmp_path / "job").write_text(text)
+        subprocess.run(["bash", "-n", tmp_path / "job"], check=True)
+        options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", text, re.M))
+        assert (options["nodes"], options["gpus-per-node"]) == (str(nodes), str(each))
+        assert ("exclusive" in options) == (each == H100.per_node)
+
+
+@pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+@pytest.mark.alone
+def test_slurm_starts_every_rank_of_the_plan(tmp_path):
+    pair = replace(H100, per_node=2)
+    (tmp_path / FILES["slurm"]).write_text(emit("slurm", NANO, pair, Layout(dp=4)))
+    (tmp_path / "stub.py").write_text(
+        "import os, sys\n"
+        "names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'SLURM_NODEID'\n"
+        "sys.stdout.write(' '.join(os.environ[name] for name in names) + '\\n')\n"
+    )
+    with slurm.up(tmp_path / "box", cpus=8) as box:
+        how = {"cwd": tmp_path, "env": box.environment}
+        job = box.run(["sbatch", "--parsable", FILES["slurm"], "stub.py"], **how).stdout.strip()
+        end = time.monotonic() + 90
+        while (state := state_of(box, job)) not in ("COMPLETED", "FAILED", "CANCELLED"):
+            assert time.monotonic() < end, state
+            time.sleep(0.2)
+        errors = (tmp_path / f"train-{job}.err").read_text()
+    assert state == "COMPLETED", errors
+    said = (tmp_path / f"train-{job}.out").read_text().split("\n")
+    assert sorted(filter(None, said)) == ["0 0 4 0", "1 1 4 0", "2 0 4 1", "3 1 4 1"]
+
+
+def state_of(box, job):
+    said = box.run(["scontrol", "--oneliner", "show", "job", job]).stdout
+    return re.search(r"JobState=(\w+)", said)[1]
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+INTERLEAVED = {"pp": 4, "chunks": 2, "schedule": "interleaved"}
+WRONG = [
+    ("nemo", LLAMA, {}, "engine='nemo': allowed are 'deepspeed', 'fsdp2', 'torchtitan'"),
+    ("slurm", LLAMA, {"dp": 12}, "ranks=12: with engine='slurm' allowed are 1 to 8, and whole"),
+    ("megatron", LLAMA, {"dp": 2, "ep": 2}, "ep=2: with engine='megatron' allowed is 1"),
+    ("megatron", LLAMA, {"cp": 3}, "seq=8192: with engine='megatron' allowed are multiples of"),
+    ("megatron", LLAMA, {"tp": 3}, "tp=3"),
+    ("megatron", LLAMA, {"pp": 5}, "pp=5: allowed are divisors of layers=32"),
+    ("megatron", LLAMA, {"pp": 2, "stages": (9, 9)}, "stages=(9, 9): allowed are those with 32"),
+    ("megatron", LLAMA, {"pp": 2, "dp": 2, "zero": 3}, "zero=3: with engine='megatron' allowed"),
+    ("megatron", LLAMA, {"pp": 2, "schedule": "gpipe"}, "nearest is '1f1b'"),
+    ("megatron", LLAMA, {**INTERLEAVED, "microbatches": 6}, "microbatches=6: with engine="),
+    ("megatron", LLAMA, {"dp": 2, "zero": 3, "offload": "parameters"}, "nearest is 'optimizer'"),
+    ("megatron", LLAMA, {"dp": 2, "offload": "optimizer"}, "zero=0: with engine='megatron'"),
+    ("fsdp2", LLAMA, {"pp": 2}, "pp=2: with engine='fsdp2' allowed is 1; fully_shard"),
+    ("fsdp2", LLAMA, {"cp": 2}, "cp=2: with engine='fsdp2' allowed is 1"),
+    ("fsdp2", LLAMA, {"recompute": "selective"}, "allowed are 'none' and 'full'"),
+    ("fsdp2", LLAMA, {"dp": 2, "offload": "optimizer"}, "nearest is 'parameters', with zero=3"),
+    ("fsdp2", GPT3, {"tp": 2}, "vocab=50257: with engine='fsdp2' allowed with tp=2 are multiples"),
+    ("deepspeed", LLAMA, {"cp": 2}, "cp=2: with engine='deepspeed' allowed is 1"),
+    ("deepspeed", LLAMA, {"dp": 4, "zero": 3, "replicas": 2}, "replicas=2: with engine="),
+    ("deepspeed", LLAMA, ALONG, "sequence_parallel=True: with engine='deepspeed' allowed is False"),
+    ("deepspeed", LLAMA, {"tp": 2, "pp": 2}, "tp=2: with engine='deepspeed' allowed with pp=2 is"),
+    ("deepspeed", LLAMA, {"dp": 2, "pp": 2, "zero": 2}, "nearest is 1"),
+    ("deepspeed", LLAMA, {"offload": "optimizer"}, "zero=0: with engine='deepspeed' allowed with"),
+    ("deepspeed", LLAMA, INTERLEAVED, "schedule='interleaved': with engine='deepspeed' allowed"),
+    ("deepspeed", LLAMA, {"pp": 2, "stages": (15, 17)}, "nearest is 'equal'"),
+    ("deepspeed", LLAMA, {"pp": 2, "recompute": "selective"}, "nearest is 'full'"),
+    ("torchtitan", GPT3, {}, "mlp='gelu', norm='layer', bias=True: with engine='torchtitan'"),
+    ("torchtitan", replace(LLAMA, dropout=0.1), {}, "dropout=0.1: with engine='torchtitan'"),
+    ("torchtitan", LLAMA, {"dp": 2, "zero": 1, "microbatches": 2}, "nearest is 2"),
+    ("torchtitan", LLAMA, {"dp": 2, "pp": 2, "zero": 3}, "zero=3: with engine='torchtitan'"),
+    ("torchtitan", LLAMA, {"cp": 2}, "zero=0: with engine='torchtitan' allowed with cp=2"),
+    ("torchtitan", LLAMA, {"pp": 2, "schedule": "zb-h1"}, "nearest is '1f1b'"),
+    ("torchtitan", LLAMA, {**INTERLEAVED, "stages": (7, 9, 9, 7)}, "stages=(7, 9, 9, 7): with"),
+    ("torchtitan", LLAMA, {"dp": 2, "offload": "optimizer"}, "nearest is 'parameters'"),
+]
+
+
+@pytest.mark.parametrize("engine, config, layout, words", WRONG, ids=[w[3][:40] for w in WRONG])
+def test_what_an_engine_cannot_express_is_one_clear_error(engine, config, layout, words):
+    with pytest.raises(ValueError) as caught:
+        emit(engine, config, H100, Layout(**layout))
+    assert words in str(caught.value)
+
+
+def test_torchtitan_wants_bf16_and_seq_is_given_on():
+    with pytest.raises(ValueError, match="machine='V100': with engine='torchtitan' allowed are"):
+        emit("torchtitan", LLAMA, V100, Layout(dp=8))
+    with pytest.raises(ValueError, match="seq=0"):
+        emit("slurm", LLAMA, H100, Layout(), seq=0)
+    assert "--seq-length 4096 " in emit("megatron", LLAMA, H100, Layout(dp=8), seq=4096)
+    assert "SEQ = 4096 " in emit("fsdp2", LLAMA, H100, Layout(dp=8), seq=4096)
+    assert "training.seq_len = 4096" in emit("torchtitan", LLAMA, H100, Layout(dp=8), seq=4096)
+
+
+SETTINGS = {  # what a setting of the layout begins with
+    "deepspeed": r'^  "',
+    "fsdp2": r"^(SEQ|MICRO_BATCH|MICROBATCHES|DTYPE) =|^        \"(mesh|mp_policy|reshard|offload)",
+    "torchtitan": r"^    config\.(training|parallelism|activation)",
+    "megatron": r"^    --",
+    "slurm": r"^#SBATCH",
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_setting_has_its_reason_and_no_line_is_long(engine):
+    setting, mark = SETTINGS[engine], "//" if engine == "deepspeed" else "#"
+    layout = Layout(dp=8, zero=3, micro_batch=2, microbatches=4, recompute="full")
+    lines = emit(engine, LLAMA, H100, layout).splitlines()
+    found = 0
+    for before, line in zip(lines, lines[1:], strict=False):
+        if re.match(setting, line):
+            found += 1
+            beside = f"  {mark} " in line
+            assert beside or before.strip().startswith(mark), line
+    assert found >= 6
+    assert max(map(len, lines)) <= 100
+    text = "\n".join(lines)
+    assert str(layout) in text and "8 × H100" in text

@@ -121,6 +121,16 @@ def test_one_layout_is_explained(capsys) -> None:
         assert word in out
 
 
+def test_the_fastest_layout_that_an_engine_runs_is_emitted(capsys) -> None:
+    status, out, err = run(capsys, *JOB, "--emit", "fsdp2")
+    assert status == 0 and not err and "d 16, ZeRO-3" in out
+    compile(out, "train_fsdp2.py", "exec")
+    # What the engine has not is passed over, and named.
+    status, out, err = run(capsys, *JOB, "--dp", "4", "--emit", "deepspeed")
+    assert status == 0 and "Layout: d 4 · p 4" in out
+    assert err.count("\n") == 1 and "the first is refused: sequence_parallel=True" in err
+
+
 WRONG = {
     "model": (["--model", "gpt-9", "--gpu", "h100", "--gpus", "8"], "model='gpt-9': allowed are"),
     "gpu": (["--model", "gpt-2", "--gpus", "8"], "gpu='': allowed are"),
@@ -137,6 +147,8 @@ WRONG = {
         ["--model", "llama-3-8b", "--gpu", "rtx-4090", "--gpus", "1", "--seq", "1000001"],
         "larger ones would",
     ),
+    "engine": ([*JOB, "--emit", "nemo"], "emit='nemo': allowed are 'deepspeed'"),
+    "no engine": ([*JOB, "--pp", "2", "--emit", "fsdp2"], "emit='fsdp2': none of the 114 layouts"),
     "both": ([*JOB, "--config", "x.json"], "--model and --config: allowed is exactly one"),
 }
 

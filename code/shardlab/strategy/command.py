@@ -8,7 +8,9 @@ The table has the layouts that fit and are fastest: micro-batch and how many, GB
 rank reserves, and that stay free; seconds of a step; MFU as PaLM counts it; with --tokens the days
 and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --cp, --zero,
 --micro-batch and --recompute keep one value of a layout. --explain shows the first layout part by
-part, --json everything. Rates are the course's, or those of a file: --rates.
+part, --json everything. --emit writes the fastest layout that an engine can run as its
+configuration: deepspeed, fsdp2, torchtitan, megatron, or slurm, a batch file. Rates are the
+course's, or those of a file: --rates.
 
     python -m shardlab strategy --measure --rates here.json
     python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
@@ -35,6 +37,7 @@ import argparse
 import csv
 import io
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,10 +49,11 @@ from shardlab.memory.units import one_of
 from shardlab.shapes import PRESETS
 
 from . import files, learn, report
+from .emit import ENGINES, emit
 from .footprint import GIB
 from .hub import read_config
 from .measure import measure
-from .plan import plan, short
+from .plan import Plan, plan, short
 from .predict import check_rates, first_rank, of_job
 from .profile import PROFILES, Profile
 from .rates import Rates, known, read
@@ -88,6 +92,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--measure", action="store_true", default=None, help=words)
     parser.add_argument("--explain", action="store_true", default=None, help="the first, by part")
     parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
+    add("emit", f"a configuration for an engine: {', '.join(ENGINES)}", "ENGINE")
     parser.set_defaults(command=_main)
 
 
@@ -134,6 +139,8 @@ def _planned(given: dict[str, Any]) -> str:
     }
     if "recompute" in given:
         fixed["recompute"] = one_of("recompute", given["recompute"], ("none", "selective", "full"))
+    if "emit" in given:
+        one_of("emit", given["emit"], ENGINES)
     job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq, profile, rates
     found = plan(*job, fixed)
     if not found.fits:
@@ -143,9 +150,27 @@ def _planned(given: dict[str, Any]) -> str:
         best = [report.row(asked, one, found.room) for one in found.fits[:top]]
         ruled = dict(found.ruled.most_common())
         return json.dumps({"best": best, "fit": len(found.fits), "ruled_out": ruled}, indent=1)
+    if "emit" in given:
+        return _emitted(given["emit"], asked, found)
     if "explain" in given:
         return report.explained(asked, found.fits[0], found.room, rates)
     return report.text(asked, found, rates, top)
+
+
+def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
+    """The fastest layout that `engine` can run, as its configuration; why not the first, aside."""
+    why = ""
+    for number, one in enumerate(found.fits, 1):
+        try:
+            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq)
+        except ValueError as error:
+            why = why or str(error)
+            continue
+        if why:
+            words = f"number {number} of the layouts that fit, {one.layout}: the first is refused"
+            print(f"{words}: {why}", file=sys.stderr)
+        return text.rstrip("\n")
+    raise ValueError(f"emit={engine!r}: none of the {len(found.fits)} layouts that fit; {why}")
 
 
 def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:

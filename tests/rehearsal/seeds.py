@@ -176,7 +176,7 @@ SEEDS = [
     ),
     Seed(
         "links whose two ends both send first",
-        "cluster/pairs.py",
+        "cluster/doctor/pairs.py",
         "ways = [ranks.isend, ranks.irecv] if first else [ranks.irecv, ranks.isend]",
         "ways = [ranks.isend, ranks.irecv]",
         "cluster.links",
@@ -185,7 +185,7 @@ SEEDS = [
     ),
     Seed(
         "a link's time that is taken while it works",
-        "cluster/pairs.py",
+        "cluster/doctor/pairs.py",
         "return (clock(device) - begin) / (2 * times)",
         "return (clock(torch.device('cpu')) - begin) / (2 * times)",
         "cluster.links",

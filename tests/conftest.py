@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A test that measures may be disturbed: it has three tries, as a lesson's cells have. Any other
     has a second one where gloo did not connect: a port of its ranks may have been, a moment before,
-    that of another test's rank, whom somebody still calls.
+    that of another test's rank, whom somebody still calls. Where the plugin that tries again is not
+    installed, as on a machine lent for its GPU, each has one.
     """
     if wanted := config.getoption("--phase"):
         others = [item for item in items if phases.phase(item) != wanted]
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
     order = {name: number for number, name in enumerate(phases.LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("rerunfailures") else []:
         if item.get_closest_marker("alone"):
             again = pytest.mark.flaky(reruns=2, only_rerun=["AssertionError", "RankError"])
         else:

@@ -157,6 +157,16 @@ def test_stand_ins_do_what_the_library_does() -> None:
     assert made[0] == made[1]
 
 
+def test_all_that_is_imported_in_the_browser_is_there(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(EXT))
+    directive = loaded(EXT / "calculator.py")
+    there = {*directive.LIBRARY, *(path.stem for path in (EXT / "browser/stand_ins").glob("*.py"))}
+    for name, path in directive.reached().items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        used = {one.partition(".")[0] for one in directive._imports(path, package)}
+        assert used <= {*there, "shardlab"}, path
+
+
 # --- The directive, and what it carries -------------------------------------------------------
 
 GOOD = """

@@ -128,6 +128,8 @@ def test_a_lessons_key_holds_every_file_of_its_topic(root):
         files = [p for p in package.glob("*.py") if p.stem not in commands] or [
             package.with_suffix(".py")
         ]
+        if lesson.stem in BRINGS:  # the topic has more than this lesson shows of it
+            files = [package / "__init__.py"]
         found = record.reach(lesson.stem, root).files
         missing = [p.name for p in files if p.relative_to(root).as_posix() not in found]
         assert missing == [], lesson.stem

@@ -38,14 +38,14 @@ H100, V100 = MACHINES["h100"], MACHINES["v100"]
 ALONG = {"tp": 2, "sequence_parallel": True}
 STEPS = 4
 
-# What an engine and one process add up in another order, in float32; in bf16, whose sums over cut
-# matrices keep 8 binary digits, a loss of 5.5 moves by some 1e-4 (seen: up to 5e-4).
+# What an engine and one process add up in another order, in float32. In bf16, where the last digit
+# of a sum or a weight is 1/256 of it, a loss of 5.5 moves by some 1e-4 (seen: up to 5e-4).
 EXACT, ROUNDED = 1e-5, 2e-3
 
 
-def windows(step, micro, share, size, seq):
-    """Tokens and targets, [size, seq]: as the scripts draw them."""
-    draw = torch.Generator().manual_seed(10**6 * step + 10**3 * micro + share)
+def windows(micro, share, size, seq):
+    """Tokens and targets, [size, seq]: as the scripts draw them, the same ones in each step."""
+    draw = torch.Generator().manual_seed(10**3 * micro + share)
     tokens = torch.randint(0, NANO.vocab, (size, seq + 1), generator=draw)
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -68,12 +68,12 @@ def one_process(layout, shape=NANO, dtype=torch.bfloat16, rate=3e-4, rounded=Fal
             kept.grad = torch.zeros_like(kept)
         optimizer.step()
     found = []
-    for step in range(STEPS):
+    for _ in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
         for share in range(layout.dp):
             for micro in range(layout.microbatches):
-                tokens, targets = windows(step, micro, share, layout.micro_batch, shape.seq)
+                tokens, targets = windows(micro, share, layout.micro_batch, shape.seq)
                 value = loss(used(tokens), targets) / (layout.dp * layout.microbatches)
                 value.backward()
                 total += value.item()
@@ -146,9 +146,9 @@ def test_the_fsdp2_script_trains_as_one_process_does(layouts):
     wanted = alone([(*case, dtype) for case in cases for dtype in dtypes])
     names = [(name, dtype) for name in layouts for dtype in dtypes]
     for (name, dtype), mine, plain in zip(names, results[0], wanted, strict=True):
-        cut = layouts[name].tp > 1 and dtype == torch.bfloat16
-        assert mine == pytest.approx(plain, abs=ROUNDED if cut else EXACT), (name, dtype)
-        assert plain[-1] != pytest.approx(plain[0], abs=5 * ROUNDED), "nothing was learned"
+        near = EXACT if dtype == torch.float32 else ROUNDED
+        assert mine == pytest.approx(plain, abs=near), (name, dtype)
+        assert plain[-1] < plain[0] - 50 * ROUNDED, "nothing was learned"
 
 
 def test_the_fsdp2_script_runs_under_torchrun(tmp_path):
@@ -168,7 +168,7 @@ def test_the_fsdp2_script_runs_under_torchrun(tmp_path):
         check=True,
     ).stdout
     losses = [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+)$", said, re.M)]
-    assert losses == pytest.approx(alone([(layout, NANO)])[0], abs=EXACT)
+    assert losses == pytest.approx(alone([(layout, NANO)])[0], abs=ROUNDED)
 
 
 def scaled(text):
@@ -244,11 +244,8 @@ def driven(layouts, folder):
         share = dist.get_rank() if layout.dp > 1 else 0
         size = layout.micro_batch
         micros = range(layout.microbatches)
-        batches = [
-            [windows(step, micro, share, size, NANO.seq) for micro in micros]
-            for step in range(STEPS)
-        ]
-        found.append([de.step(engine, batch) for batch in batches])
+        batch = [windows(micro, share, size, NANO.seq) for micro in micros]
+        found.append([de.step(engine, batch) for _ in range(STEPS)])
     return found
 
 
@@ -264,7 +261,7 @@ def test_deepspeed_reads_the_file_and_trains_as_one_process_does(layouts, tmp_pa
     wanted = alone([(at, NANO, half, 3e-4, True, at.zero == 0) for at in layouts.values()])
     for name, mine, plain in zip(layouts, results[0], wanted, strict=True):
         assert mine == pytest.approx(plain, abs=ROUNDED), name
-        assert plain[-1] != pytest.approx(plain[0], abs=5 * ROUNDED), "nothing was learned"
+        assert plain[-1] < plain[0] - 50 * ROUNDED, "nothing was learned"
 
 
 @needs_deepspeed
@@ -451,15 +448,19 @@ def test_slurm_starts_every_rank_of_the_plan(tmp_path):
     )
     with slurm.up(tmp_path / "box", cpus=8) as box:
         how = {"cwd": tmp_path, "env": box.environment}
-        job = box.run(["sbatch", "--parsable", FILES["slurm"], "stub.py"], **how).stdout.strip()
+        job = box.run(
+            ["sbatch", "--parsable", "--time=1", FILES["slurm"], "stub.py"], **how
+        ).stdout.strip()
         end = time.monotonic() + 90
         while (state := state_of(box, job)) not in ("COMPLETED", "FAILED", "CANCELLED"):
             assert time.monotonic() < end, state
             time.sleep(0.2)
         errors = (tmp_path / f"train-{job}.err").read_text()
     assert state == "COMPLETED", errors
-    said = (tmp_path / f"train-{job}.out").read_text().split("\n")
-    assert sorted(filter(None, said)) == ["0 0 4 0", "1 1 4 0", "2 0 4 1", "3 1 4 1"]
+    said = sorted((tmp_path / f"train-{job}.out").read_text().splitlines())
+    nodes = [line[-1] for line in said]  # whichever comes to the rendezvous first has ranks 0, 1
+    assert [line[:-2] for line in said] == ["0 0 4", "1 1 4", "2 0 4", "3 1 4"]
+    assert nodes in (["0", "0", "1", "1"], ["1", "1", "0", "0"])
 
 
 def state_of(box, job):

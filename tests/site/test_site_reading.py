@@ -30,13 +30,15 @@ def test_contents_follow_the_reader_who_jumps(visit):
     page = visit(LESSON, width=1440, reduced_motion="reduce").page
     headings = page.locator("article h2, article h3")
     for number in (3, 7, 2):
-        heading = headings.nth(number)
-        heading.evaluate("(one) => scrollTo(0, one.getBoundingClientRect().top + scrollY - 100)")
-        name = heading.evaluate("(one) => one.firstChild.textContent")
         marked = page.locator("#pst-page-toc-nav a.active")
-        page.wait_for_function(
-            "(name) => document.querySelector('#pst-page-toc-nav a.active')?.textContent === name",
-            arg=name,
+        page.wait_for_function(  # again, if what stands above has grown since: a picture that came
+            """(heading) => {
+              scrollTo(0, heading.getBoundingClientRect().top + scrollY - 100);
+              const marked = document.querySelector('#pst-page-toc-nav a.active');
+              return marked?.textContent === heading.firstChild.textContent;
+            }""",
+            arg=headings.nth(number).element_handle(),
+            polling=300,
         )
         assert marked.count() == 1
 

@@ -49,10 +49,8 @@ from shardlab.memory.units import one_of
 from shardlab.shapes import PRESETS
 
 from . import files, learn, report
-from .emit import ENGINES, emit
 from .footprint import GIB
 from .hub import read_config
-from .measure import measure
 from .plan import Plan, plan, short
 from .predict import check_rates, first_rank, of_job
 from .profile import PROFILES, Profile
@@ -92,7 +90,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--measure", action="store_true", default=None, help=words)
     parser.add_argument("--explain", action="store_true", default=None, help="the first, by part")
     parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
-    add("emit", f"a configuration for an engine: {', '.join(ENGINES)}", "ENGINE")
+    add("emit", "the fastest layout as a configuration for it", "ENGINE")
     parser.set_defaults(command=_main)
 
 
@@ -140,6 +138,8 @@ def _planned(given: dict[str, Any]) -> str:
     if "recompute" in given:
         fixed["recompute"] = one_of("recompute", given["recompute"], ("none", "selective", "full"))
     if "emit" in given:
+        from .emit import ENGINES
+
         one_of("emit", given["emit"], ENGINES)
     job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq, profile, rates
     found = plan(*job, fixed)
@@ -159,6 +159,8 @@ def _planned(given: dict[str, Any]) -> str:
 
 def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
     """The fastest layout that `engine` can run, as its configuration; why not the first, aside."""
+    from .emit import emit
+
     why = ""
     for number, one in enumerate(found.fits, 1):
         try:
@@ -222,6 +224,8 @@ def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
 
 
 def _measured(given: dict[str, Any]) -> Rates:
+    from .measure import measure  # which no page's calculator loads, as it does not emit
+
     options.written("rates", given["rates"])
     return measure(_profile({"profile": "course", **given}).name)
 

@@ -78,9 +78,10 @@ def a_collective_that_nobody_waits_for():
 
 
 SCRIPT = """
-import os
+import os, sys
 from shardlab import ranks
-print("process", os.environ["RANK"], ranks.device(), flush=True)
+sys.stdout.write(f"process {os.environ['RANK']} {ranks.device()}\\n")  # a line in one piece
+sys.stdout.flush()
 print("ranks", *ranks.run(lambda: str(ranks.device()), 2), flush=True)
 """
 

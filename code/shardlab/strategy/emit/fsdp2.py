@@ -108,8 +108,8 @@ tied|    model.head.weight = model.embedding.weight  # still one matrix
 |
 |
 |def batch(step, micro, share):
-|    """Tokens and what follows each, both [b, s], of one micro-batch: here at random."""
-|    draw = torch.Generator().manual_seed(10**6 * step + 10**3 * micro + share)
+|    """Tokens and what follows each, both [b, s]: here at random, the same ones in each step."""
+|    draw = torch.Generator().manual_seed(10**3 * micro + share)
 |    tokens = torch.randint(0, SHAPE.vocab, (MICRO_BATCH, SEQ + 1), generator=draw)
 |    return tokens[:, :-1].to(DEVICE), tokens[:, 1:].to(DEVICE)
 |

@@ -214,7 +214,8 @@ def rank_of(rung: strategy.Rung) -> tuple[bool, int]:
 @given(JOBS, st.sampled_from(sorted(MACHINES)), st.floats(8e9, 160e9))
 def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: float) -> None:
     model, gpus, batch = job
-    config, machine = PRESETS[model], replace(MACHINES[name], memory=size)
+    machine = replace(MACHINES[name], memory=size, per_node=8)  # 512 fill nodes of eight
+    config = PRESETS[model]
     found = strategy.rungs(config, machine, gpus, batch)
     assert [rung.name for rung in found] == list(RUNGS)
     try:

@@ -11,11 +11,11 @@ import pytest
 from shardlab import memory, pipeline, strategy
 from shardlab.shapes import PRESETS, Config
 from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn
+from shardlab.strategy.core import layer
 from shardlab.strategy.footprint import activations, footprint, fullest, in_flight
 from shardlab.strategy.job import Job, parameters
 from shardlab.strategy.predict import first_rank, of_job
 from shardlab.strategy.rates import PUBLISHED, guesses, known, read
-from shardlab.strategy.timing import layer
 
 NANOTRON, MEGATRON, COURSE = (PROFILES[name] for name in ("nanotron", "megatron", "course"))
 ROWS = files.read_rows("rows", PUBLISHED / "sweep40.csv")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -18,6 +18,7 @@ COLORS = show.RANK_COLORS
 # What the pictures tell apart is no rank; so these are not the first four colours.
 WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]
 PHASES = ("forward", "backward", "step")
+NO_RANK = [COLORS[i] for i in (4, 5, 7, 2)]  # legible as small dots
 Trace = Sequence[tuple[float, int]]
 
 
@@ -112,4 +113,46 @@ def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> 
         axes.annotate(name, (intensity, reached / 1e9), (x, y), **style)
     axes.set_xlabel("FLOP for each byte moved")
     axes.set_ylabel("GFLOP/s")
+    return figure
+
+
+def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
+    """Layouts as (GB of the fullest rank, seconds of a step, layout), a dot each.
+
+    The layout says its `tp` and `pp`, which choose colour and shape.
+    """
+    show.style()
+    figure, axes = plt.subplots(figsize=(6.0, 3.6))
+    cuts = {
+        "copies": (lambda t, p: t == p == 1, "o"),
+        "and tensor": (lambda t, p: t > 1 and p == 1, "s"),
+        "and a pipeline": (lambda t, p: t == 1 and p > 1, "^"),
+        "and both": (lambda t, p: t > 1 and p > 1, "D"),
+    }
+    for (name, (which, shape)), color in zip(cuts.items(), NO_RANK, strict=True):
+        mine = [(x, y) for x, y, at in points if which(at.tp, at.pp)]  # type: ignore[attr-defined]
+        if mine:
+            label = f"{name} ({len(mine)})"
+            axes.plot(*zip(*mine, strict=True), shape, color=color, markersize=4, label=label)
+    axes.set_xlabel("GB that the fullest GPU reserves")
+    axes.set_ylabel("seconds of a step")
+    axes.set_ylim(0, 1.08 * max(y for _, y, _ in points))
+    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    return figure
+
+
+def agreement(groups: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """Predicted over measured, for (predicted, measured) seconds of each group; a band of 10 %."""
+    show.style()
+    figure, axes = plt.subplots(figsize=(6.0, 3.4))
+    for (name, pairs), color, shape in zip(groups.items(), NO_RANK, "osD^", strict=False):
+        style = {"color": color, "markersize": 6, "label": f"{name} ({len(pairs)})"}
+        axes.semilogx([s for _, s in pairs], [p / s for p, s in pairs], shape, **style)
+    axes.axhspan(0.9, 1.1, color=INK, alpha=0.08, lw=0)
+    axes.axhline(1, color=INK, lw=0.8)
+    axes.set_ylim(0.7, 1.3)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set_xlabel("measured seconds of a step")
+    axes.set_ylabel("predicted / measured")
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     return figure

@@ -9,9 +9,9 @@ from shardlab import memory
 from shardlab.machines import RESERVE, Machine, room
 from shardlab.shapes import Config
 
+from .core import Seconds
 from .layout import Layout, peak
 from .predict import predict
-from .timing import Seconds
 
 
 def fullness(

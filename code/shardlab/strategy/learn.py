@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .core import layer, seconds
 from .files import case_job, row_job, row_measured
 from .fit import Predict, fit
 from .footprint import footprint
@@ -12,7 +13,6 @@ from .job import Job
 from .predict import check_job
 from .profile import Profile
 from .rates import Rates, guesses
-from .timing import layer, seconds
 
 Measured = list[tuple[Predict, float]]
 

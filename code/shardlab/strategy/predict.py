@@ -9,12 +9,12 @@ from shardlab.machines import Machine
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
+from .core import Seconds, seconds
 from .footprint import Bytes, footprint, fullest
 from .job import Job
 from .layout import Layout
 from .profile import COURSE, PROFILES, Profile
 from .rates import Rates, known
-from .timing import Seconds, seconds
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,11 @@ _GUESSES = {
         "share of the traffic of ZeRO-2 and 3 that a step's work does not hide, at least",
         {"course": (0.2, 0.5), "megatron": (0.2, 0.5), "nanotron": (0.2, 0.5)},
     ),
+    # nccl reckons with 14 µs itself: hwLat in its src/graph/tuning.cc, a ring over the network.
+    "hop": (
+        "seconds of a layer's gather or sum for each further node of the copies, of ZeRO-2 and 3",
+        {"course": (14e-6, 0.5), "megatron": (14e-6, 0.5), "nanotron": (14e-6, 0.5)},
+    ),
     "step": (
         "seconds of a step beside all that is counted",
         {"course": (0.01, 1.0), "megatron": (0.01, 1.0), "nanotron": (0.05, 1.0)},

@@ -222,6 +222,8 @@ def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float
             seconds = (reduced + weight) * once
         else:  # for each micro-batch, and for the weights of ZeRO-2 once
             sent = m * (gradient + (2 * weight if layout.zero == 3 else 0)) * once
+            calls = m * (3 if layout.zero == 3 else 1) * job.config.layers / layout.pp
+            sent += calls * rates["hop"] * (ceil(group / _near(job)) - 1)
             seconds = max(rates["gathers"] * sent, sent - busy)
             seconds += weight * once if layout.zero == 2 else 0.0
     if replicas > 1:  # groups add up the shards of their gradients, each rank with its like
@@ -239,11 +241,16 @@ def _rate(job: Job, rates: Mapping[str, float], ranks: int, apart: int = 1) -> f
     Copies of one node share its cards: of g of them, each carries a g-th.
     """
     machine = job.machine
-    here = min(ranks, max(1, machine.per_node // (job.layout.tp * apart)))
+    here = min(ranks, _near(job, apart))
     rate = rates["node"] * machine.inside
     if ranks > here:
         rate = min(rate, rates["network"] * machine.between * here)
     return rate
+
+
+def _near(job: Job, apart: int = 1) -> int:
+    """Copies of a node, of those that are `apart` copies from each other."""
+    return max(1, job.machine.per_node // (job.layout.tp * apart))
 
 
 def _optimizer(job: Job, rates: Mapping[str, float], held: float) -> float:

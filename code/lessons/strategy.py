@@ -1,0 +1,816 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Strategy: how to split a model over machines
+#
+# After this lesson you can
+#
+# - name the wall that a layer runs into, memory, wire or launches, and say on which chip it does;
+# - predict the seconds and bytes of a step in twenty lines, and say how far off they may be;
+# - fit such a prediction to a few steps of your own, and see when it fails;
+# - choose a layout for a model and its machines, and say which constant would change the choice.
+#
+# It takes about 25 minutes to read and 30 minutes for the exercises.
+# Running it takes under a minute.
+# You need [Model parallelism](model_parallelism.md), or the words data, tensor and pipeline parallelism, and ZeRO.
+#
+# One question to begin with: Llama 3 70B, 64 H100s, 512 sequences of 8,192 tokens in a step.
+# How should it be split?
+
+# %% tags=["hide-input"]
+# Imports, four models and the machines
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from math import ceil, log
+
+import torch
+
+from shardlab import memory, show, strategy
+from shardlab.__main__ import main
+from shardlab.check import check
+from shardlab.count import speed
+from shardlab.model import GPT, loss
+from shardlab.shapes import PRESETS, Config
+from shardlab.show import measured
+from shardlab.strategy import MACHINES, Layout, core, files, learn
+from shardlab.strategy.fit import fit
+from shardlab.strategy.measure import measure
+from shardlab.strategy.predict import of_job
+from shardlab.strategy.rates import PUBLISHED, Rate, Rates, known
+
+show.style()
+GB = 1e9
+
+
+def shardlab(line):
+    """What `python -m shardlab …` prints."""
+    assert main(line.split()) == 0
+
+
+H100 = MACHINES["h100"]
+MODELS = {
+    "1B": Config(128_256, 8192, 16, 32, 2048, 8, 8192, "swiglu", "rms", False, True),
+    "8B": PRESETS["llama-3-8b"],
+    "70B": PRESETS["llama-3-70b"],
+    "405B": PRESETS["llama-3-405b"],
+}
+
+# %%
+found = strategy.plan(MODELS["70B"], H100, gpus=64, batch=512)
+fits, ruled = len(found.fits), found.ruled["needs more memory than there is"]
+print(fits + ruled, "layouts, of which", fits, "fit")
+for one in (found.fits[0], found.fits[-1]):
+    print(round(one.seconds), "s a step:", one.layout)
+
+# %% tags=["hide-input"]
+# Draws every layout that fits: what it reserves and how long a step takes
+assert fits > 100 and found.fits[-1].seconds > 1.6 * found.fits[0].seconds
+measured.layouts([(one.reserved / GB, one.seconds, one.layout) for one in found.fits])
+
+
+# %% [markdown]
+# Each dot is a layout that fits.
+# Fuller is not faster, and neither is emptier: only a prediction tells the dots apart.
+# This page builds one, from three lines to a few hundred, and holds it to runs that others have measured.
+#
+# ## Three walls
+#
+# A GPU multiplies. Everything else that a step does keeps it from multiplying:
+#
+# - **memory**: weights and activations come from its memory at some terabytes per second;
+# - **wire**: parts of the layer that other GPUs have come over links, ten to a hundred times slower;
+# - **launches**: a CPU tells it what to do, operator by operator, in milliseconds a layer.
+#
+# A data sheet has the first two. Divide its operations per second by its bytes per second, and you have what a byte has to be worth.
+#
+# ![For six GPUs, on a logarithmic axis, how many operations of a product pay for one byte. V100: 139 from its own memory, 833 from its node, 20,000 from the network. A100 80 GB: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. Products grew faster than every link.](../figures/strategy_walls.svg)
+
+# %%
+def walls(machine, config, tokens, t):
+    """Seconds of one layer, forward and backward, on one of t GPUs that share it."""
+    h, f = config.hidden, config.ffn_width
+    kv = config.key_value_heads * config.head_size
+    weights = 2 * h * (h + kv) + 3 * h * f
+    return {
+        "products": 6 * tokens * weights / t / machine.flops,  # two forward, four backward
+        "memory": 3 * 30 * tokens * h / t / machine.stream,  # norms, activations, residuals
+        "wire": 8 * (t - 1) / t * 2 * tokens * h / machine.inside,  # four all-reduces
+        "launches": 2e-3,  # as PyTorch, uncompiled, takes
+    }
+
+
+# %% tags=["hide-input"]
+# Table: which wall a layer of the 8B model runs into
+rows, tallest = [], {}
+for gpu, tokens, t in (
+    ("a100", 8192, 1),
+    ("h100", 8192, 1),
+    ("h100", 8192, 8),
+    ("h100", 1024, 8),
+    ("gb200", 8192, 8),
+    ("rtx-4090", 8192, 8),
+):
+    each = walls(MACHINES[gpu], MODELS["8B"], tokens, t)
+    tallest[gpu, tokens, t] = max(each, key=each.get)
+    cells = [f"{1e3 * value:.1f}" for value in each.values()]
+    rows.append([MACHINES[gpu].name, f"{tokens:,}", t, *cells, tallest[gpu, tokens, t]])
+assert tallest["h100", 8192, 1] == "products" and tallest["h100", 1024, 8] == "launches"
+assert tallest["rtx-4090", 8192, 8] == "wire"
+head = ["", "tokens", "t", "products (ms)", "memory (ms)", "wire (ms)", "launches (ms)", "tallest"]
+show.table(rows, head)
+
+# %% [markdown]
+# With one GPU a layer the products win, and the chip is busy.
+# Over eight they are an eighth of it; the wire is not, and the launches stay.
+# The same cut that NVLink carries breaks on PCIe: strategy is a property of machines, and not of models.
+#
+# ## Somebody has measured it
+#
+# A wall says what a layer waits for, and not how long a step takes.
+# For that you need steps that ran.
+# The makers of the Ultra-Scale Playbook {cite}`tazi2025ultrascale` ran some 3,000 layouts of four models on up to 512 H100s, and published each with its tokens per second and its memory.
+# Forty of them come with this course.
+
+# %%
+nanotron = strategy.PROFILES["nanotron"]  # the library that ran them
+sweep = files.read_rows("sweep", PUBLISHED / "sweep40.csv")
+jobs = [files.row_job(row, nanotron) for row in sweep]
+seconds = [files.row_measured(row)[0] for row in sweep]  # of a step
+
+# %% tags=["hide-input"]
+# Table: three of the forty
+rows = []
+for i in (0, 1, 39):
+    job = jobs[i]
+    size = memory.parameter_count(job.config) / GB
+    rows.append(
+        [f"{size:.1f}B", job.layout.ranks, str(job.layout), job.layout.micro_batch,
+         job.layout.microbatches, f"{seconds[i]:.1f}"]
+    )  # fmt: skip
+show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
+
+
+# %% [markdown]
+# A prediction is judged by two numbers.
+# How far off is it, in the median?
+# And does it *rank*: among layouts of one model on one number of nodes, is the fastest the one that it calls so?
+# The second is the rank correlation: 1 when the order is right, 0 when it says nothing.
+
+# %%
+def off(predicted):
+    """The median of |log(predicted / measured)|, about the share that it is off."""
+    return statistics.median(abs(log(p / s)) for p, s in zip(predicted, seconds))
+
+
+def order(predicted):
+    """Spearman's rank correlation, the mean over models and nodes with three rows or more."""
+    alike = defaultdict(list)
+    for row, p, s in zip(sweep, predicted, seconds):
+        alike[row["model"], row["nodes"]].append((p, s))
+    each = []
+    for pairs in (pairs for pairs in alike.values() if len(pairs) > 2):
+        places = [[sorted(column).index(x) for x in column] for column in zip(*pairs)]
+        each.append(statistics.correlation(*places))
+    return statistics.mean(each)
+
+
+# %% [markdown]
+# ## A floor does not rank
+#
+# The floor of a step is all that its data sheet says: every product at the sheet's rate, every link full, all that can be hidden hidden.
+# `strategy.seconds` counts it, and no measured step is below it.
+
+# %%
+floors = [strategy.seconds(j.config, j.machine, j.layout, j.seq).total for j in jobs]
+share = statistics.median(f / s for f, s in zip(floors, seconds))
+print("the floor's share of a step:", round(share, 2), "rank correlation:", round(order(floors), 2))
+
+# %% tags=["hide-input"]
+# Holds each measured step to its floor
+assert all(f < s for f, s in zip(floors, seconds))
+assert order(floors) < 0.5
+
+
+# %% [markdown]
+# `````{admonition} Checked: "count FLOPs and bytes, divide by the data sheet, take the smallest"
+# :class: checked
+#
+# The floor is a quarter of what these steps take, and its order has next to nothing to do with theirs.
+# It says what is impossible. It does not say what is best.
+# `````
+#
+# ## The plainest prediction that ranks
+#
+# What is missing are constants that no data sheet has.
+# Six are enough.
+
+# %%
+def plain(job, r):
+    """Seconds of a step, at six rates."""
+    at, config, tokens = job.layout, job.config, job.tokens
+    t, p, m = at.tp, at.pp, at.microbatches
+    flops = strategy.flops(config, int(tokens), job.seq, causal=False)
+    last = 6 * tokens * config.vocab * config.hidden  # the output layer's
+    launch = r["launch"] + (r["crossing"] * (t - 1) if p > 1 and job.nodes > 1 else 0)
+    wire = 8 * (t - 1) / t * job.stream / r["node"] + r["beyond"] * (ceil(t / 8) - 1)
+    layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
+    stages = strategy.stages(config, at)  # unequal: the embedding and the head count, too
+    busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
+    held = max(core.parameters(job, s) for s in stages)
+    gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # float32, all-reduced
+    return (m - 1) * max(busy) + sum(busy) + gradients
+
+
+# %% [markdown]
+# The slowest stage takes its time for each micro-batch, the others once: that is a pipeline.
+# A layer takes the longer of its products and its launches: that is a CPU that runs ahead.
+# What it leaves out is what the module adds: attention's own rate, what backward hides, the optimizer, the memory.
+#
+# Each constant begins as a guess, and is moved until predicted and measured agree.
+
+# %%
+GUESSES = {  # what it is, a guess, and how far off that may be
+    "products": ("FLOP/s of a GPU", 4e14, 0.3),
+    "launch": ("s of a layer, forward and backward", 3.6e-3, 0.3),
+    "crossing": ("s more for each tensor rank, if a pipeline leaves the node", 2e-3, 0.4),
+    "node": ("bytes/s inside of a node", 320e9, 0.3),
+    "beyond": ("s of a layer for each further node of a tensor group", 6e-3, 0.5),
+    "network": ("bytes/s of a copy", 25e9, 0.5),
+}
+
+
+def fitted(free, steps, guesses=GUESSES, way=plain):
+    """The constants of `way`: those called `free` as `steps`, pairs of a job and seconds, say."""
+    rates = {name: Rate(v, unit, spread, "a guess") for name, (unit, v, spread) in guesses.items()}
+    pairs = [(partial(way, job), taken) for job, taken in steps]
+    return fit(Rates("course", rates), pairs, free, "fitted")
+
+
+steps = list(zip(jobs, seconds))
+six = fitted(list(GUESSES), steps)
+predicted = [plain(job, six) for job in jobs]
+print("off:", round(off(predicted), 3), "rank correlation:", round(order(predicted), 2))
+
+# %% tags=["hide-input"]
+# Table: the six constants, and how sure the fit is of each
+assert off(predicted) < 0.1 and order(predicted) > 0.95
+rows = [
+    [name, f"{rate.value:.3g}", f"± {rate.spread:.0%}", rate.unit]
+    for name, rate in six.all.items()
+]
+show.table(rows, ["constant", "value", "well within", "what"])
+
+# %% [markdown]
+# From a quarter of the step to within a tenth of it, with an order that is nearly right, on models from 1 to 80 billion parameters.
+# A GPU reaches less than half of its sheet's 989 TFLOP/s, and a layer with less than 4 ms of work takes more than 4 ms all the same.
+#
+# ### What each term is worth
+#
+# Take one constant away, fit the others anew, and see what is lost.
+
+# %%
+NEUTRAL = {"launch": 1e-9, "crossing": 1e-9, "node": 1e30, "beyond": 1e-9, "network": 1e30}
+
+
+def without(name):
+    unit, _, spread = GUESSES[name]
+    rest = [other for other in GUESSES if other != name]
+    rates = fitted(rest, steps, {**GUESSES, name: (unit, NEUTRAL[name], spread)})
+    return [plain(job, rates) for job in jobs]
+
+
+# %% tags=["hide-input"]
+# Table: error and order without each of them
+rows = [["none", f"{off(predicted):.1%}", f"{order(predicted):.2f}"]]
+lost = {name: without(name) for name in NEUTRAL}
+rows += [[name, f"{off(p):.1%}", f"{order(p):.2f}"] for name, p in lost.items()]
+assert order(lost["launch"]) < 0.93 and off(lost["crossing"]) > 1.5 * off(predicted)
+show.table(rows, ["left out", "off in the median", "rank correlation"])
+
+# %% [markdown]
+# Launches are the first to know of, and they stand in no formula of the papers on parallelism.
+# `crossing` is a property of this cluster: its cause is unknown, and without it the fit is half as good.
+# Forty rows say little of the network and of single nodes: few of them wait for these. That is why the table above is unsure of both.
+#
+# ## The module
+#
+# `strategy.predict` is the same prediction with what real jobs have: other schedules, recomputation, ZeRO in all stages, long sequences, memory.
+# A layer comes first.
+
+# %%
+show.source(core.layer, core._product, core._tensor)
+
+# %% [markdown]
+# Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.
+# `SOFT` makes the longer of two a smooth one: near the corner, launches and products disturb each other.
+# Then a step.
+
+# %%
+show.source(core.seconds, core._left, core._head)
+
+# %% [markdown]
+# And what the copies wait for.
+# ZeRO-1 cannot hide the weights that it gathers after the step; ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
+
+# %%
+show.source(core._copies, core._rate)
+
+# %% [markdown]
+# ## Predicted beside measured
+#
+# A fit that is judged by the rows that it was fitted on flatters itself.
+# So it gets every other row of the sweep, and is judged by the rest.
+# Megatron's rates are fitted on five layer times that {cite:t}`korthikanti2022recomputation` print, of one model on eight A100s; then they predict whole steps, on up to 3,072 GPUs.
+
+# %%
+half = learn.from_rows(sweep[::2], nanotron, "every other row of the sweep").values_of()
+rest = [(of_job(job, half).seconds.total, s) for job, s in list(zip(jobs, seconds))[1::2]]
+
+# %% tags=["hide-input"]
+# Draws predicted over measured seconds: the sweep's other half, Megatron's steps
+megatron, five = strategy.PROFILES["megatron"], known("megatron").values_of()
+
+
+def printed(case):
+    """Seconds of a published step; SC21 prints a rate, whose operations count recomputation."""
+    config, found = case["config"], case["published"]
+    if "iter_s" in found:
+        return found["iter_s"]
+    s, h, layers = config["seq"], config["hidden"], config["layers"]
+    inner = 1 + s / (6 * h) + config["vocab"] / (16 * layers * h)
+    work = 96 * config["gbs"] * s * layers * h**2 * inner
+    return work / config["n_gpus"] / (found["tflops_per_gpu"] * 1e12)
+
+
+groups = {"nanotron, H100: rows not fitted": rest}
+for words, start in (
+    ("Korthikanti et al., A100", ("korthikanti-22B", "korthikanti-175B")),
+    ("Narayanan et al., A100", ("sc21",)),
+):
+    cases = files.read_cases("cases", PUBLISHED / "megatron.json")
+    groups[words] = [
+        (of_job(files.case_job(case["config"], megatron), five).seconds.total, printed(case))
+        for case in cases
+        if case["id"].startswith(start)
+    ]
+worst = {name: max(abs(p / s - 1) for p, s in pairs) for name, pairs in groups.items()}
+middle = statistics.median(abs(p / s - 1) for p, s in rest)
+assert middle < 0.07 and max(list(worst.values())[1:]) < 0.06
+measured.agreement(groups)
+
+# %% tags=["hide-input"]
+# Prints the errors
+print(f"sweep, rows not fitted: {middle:.1%} off in the median, {max(worst.values()):.0%} at most")
+print(f"Megatron, whole steps: {max(list(worst.values())[1:]):.1%} off at most")
+
+# %% [markdown]
+# So five layer times of a 22B model are worth a forecast of GPT-3 on a thousand GPUs and of a trillion parameters on three thousand, to some percent: the same kernels run there.
+#
+# ## This machine
+#
+# Rates can be measured as well: a product, an attention, a pass over memory, launches, an all-reduce.
+# `measure` takes a second for it here.
+
+# %%
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def step_seconds(config, batch):
+    """One training step of the plain GPT on one thread, at best of five."""
+    torch.manual_seed(0)
+    model = GPT(config).to(DEVICE, DTYPE)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens = torch.randint(config.vocab, (batch, config.seq + 1), device=DEVICE)
+
+    def step():
+        loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return speed.seconds(step, DEVICE)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def beside(config, batch):
+    """Seconds of a step, predicted from what is measured right before, and measured."""
+    here = measure()
+    guess = strategy.predict(config, here.machine, Layout(micro_batch=batch), rates=here)
+    return guess.seconds.total, step_seconds(config, batch)
+
+
+# %% tags=["hide-input", "measured"]
+# Table: three steps, predicted from these rates and measured
+rows, ratios = [], []
+for name, batch in (("micro", 8), ("mini", 4), ("mini", 8)):
+    guess, taken = beside(PRESETS[name], batch)
+    ratios.append(guess / taken)
+    rows.append([name, batch, f"{guess:.3f}", f"{taken:.3f}", f"{ratios[-1]:.2f}"])
+assert 1 / 4 < statistics.median(ratios) < 4
+show.table(rows, ["model", "b", "predicted (s)", "measured (s)", "predicted / measured"])
+
+# %% [markdown]
+# Within a factor of two, of a machine that does other things as well, and whose caches hold some of these models and not others.
+# One rate for all products is what is wrong here: measured steps of your own repair it, by the fit above.
+#
+# ## How a fit fails
+#
+# **Without a prior.** Five steps cannot tell six constants apart, and a fit that may do anything does.
+# Here each guess may be off a hundredfold.
+
+# %%
+loose = {name: (unit, value, 99.0) for name, (unit, value, _) in GUESSES.items()}
+few = steps[::8]
+tight_fit, loose_fit = fitted(list(GUESSES), few), fitted(list(GUESSES), few, loose)
+
+# %% tags=["hide-input"]
+# Table: constants of twelve rows, with and without priors
+rows = [
+    [name, *(f"{rates[name]:.3g} ± {rates.all[name].spread:.0%}" for rates in (tight_fit, loose_fit))]
+    for name in GUESSES
+]
+errors = [off([plain(job, rates) for job in jobs]) for rates in (tight_fit, loose_fit)]
+rows.append(["all forty rows, off by", *(f"{error:.0%}" for error in errors)])
+assert errors[0] < 0.75 * errors[1] and loose_fit["node"] > 2e12
+show.table(rows, ["constant, by five rows", "with priors", "without"])
+
+# %% [markdown]
+# Five terabytes per second inside of a node are eleven times the data sheet.
+# The fit says so itself: it gives such a constant a spread of thousands of percent.
+#
+# **With a slow run among the good.** Something else used the network, a GPU was hot.
+# Least squares would follow it; weights that fall with the distance let it go.
+
+# %%
+slow = [(job, 4 * taken if i % 10 == 0 else taken) for i, (job, taken) in enumerate(steps)]
+among = fitted(list(GUESSES), slow)  # four rows of forty are four times too slow
+moved = {name: among[name] / six[name] - 1 for name in GUESSES}
+print({name: round(x, 2) for name, x in moved.items()})
+
+# %% tags=["hide-input"]
+# Holds the fit among slow runs to that without
+assert abs(moved["products"]) < 0.1 and abs(moved["launch"]) < 0.15 and moved["beyond"] < 0.4
+
+# %% [markdown]
+# The sweep has such runs, and they come in batches: in some jobs every message between stages takes a quarter of a second, at the same layout that took a millisecond the week before.
+# No constant predicts them. What a prediction is good for there is to notice them.
+#
+# **With a wrong stage.** nanotron cuts a pipeline by cost, and gives the head's stage fewer layers.
+# Pretend equal stages, and the memory of rank 0 is another one, and so is the slowest stage.
+#
+# **With another framework.** The rates hold for the code that they were fitted on.
+# The same layout under another one differs by a factor, and then by nearly the same one in all rows: fit that one.
+#
+# ## Choosing
+#
+# `strategy.plan` predicts every layout and sorts.
+# Three jobs, to the end.
+
+# %%
+jobs_to_plan = {
+    "large": (MODELS["70B"], H100, 64, 512, 2e12),
+    "GPT-3": (PRESETS["gpt-3-175b"], MACHINES["a100"], 1024, 1536, 300e9),
+    "small, much data": (MODELS["1B"], H100, 64, 512, 10e12),
+}
+plans = {name: strategy.plan(*job[:4]) for name, job in jobs_to_plan.items()}
+
+# %% tags=["hide-input"]
+# Table: the two fastest of each, with days and what they wait for
+rows = []
+for name, job in jobs_to_plan.items():
+    for one in plans[name].fits[:2]:
+        parts = vars(one.prediction.seconds)
+        waits = max(set(parts) - {"products", "attention"}, key=parts.get)
+        rows.append(
+            [name, f"{one.layout}, b {one.layout.micro_batch}", f"{one.seconds:.1f}",
+             f"{one.reserved / GB:.0f}",
+             f"{one.mfu:.0%}", f"{job[4] / one.tokens / 86400:.0f}", waits]
+        )  # fmt: skip
+show.table(rows, ["", "layout", "a step (s)", "GB", "MFU", "days", "waits most for"])
+
+# %% [markdown]
+# *The large one* takes ZeRO-3: 64 copies, of which each holds a 64th of the states, and gathers layers as it goes.
+# It recomputes, because activations of 8,192 tokens are what fills the rest.
+#
+# *GPT-3* needs all three cuts on A100s: tensor parallelism inside the node, a few stages across, ZeRO-1 between copies.
+# {cite:t}`narayanan2021megatron` say 34 days, with full recomputation and 138 TFLOP/s; sharding the optimizer between copies pays for keeping the activations.
+# [A worked example](../book/gpt3_on_64_gpus.md) splits it over 64.
+#
+# *The small one* wants copies, and nothing else. What is left to choose is the batch.
+
+# %%
+GPUS, PRICE = 256, 2.0  # dollars for an hour of one of them
+
+
+def cost(batch):
+    """Dollars for a million tokens, with copies alone."""
+    fixed = {"tp": 1, "pp": 1}
+    best = strategy.plan(MODELS["1B"], H100, GPUS, batch, fixed=fixed).fits[0]
+    return 1e6 * GPUS * PRICE / 3600 / best.tokens
+
+
+costs = {batch: cost(batch) for batch in (256, 512, 1024, 2048, 4096, 8192)}
+
+# %% tags=["hide-input"]
+# Table: what a billion tokens cost, by batch
+prices = list(costs.values())
+assert prices[0] > 1.1 * prices[-1] and prices[-3] < 1.02 * prices[-1]
+rows = [[f"{batch:,}", batch // GPUS, f"{1e3 * price:.2f}"] for batch, price in costs.items()]
+show.table(rows, ["sequences in a step", "of a GPU", "a billion tokens ($)"])
+
+# %% [markdown]
+# Each doubling spreads gradients and optimizer over twice the work; after some eight sequences a GPU there is nothing left to spread.
+# Beyond that a larger batch costs accuracy and saves no money.
+#
+# ## Rules of thumb, judged
+#
+# "Below a billion parameters copies; up to ten billion a pipeline; up to a hundred billion tensor parallelism and ZeRO; above that all of them."
+# The planner tries the rule on several machines: how much slower is the best layout that obeys it?
+
+# %%
+RULE = {
+    "1B": ("copies", lambda at: at.tp == at.pp == 1 and at.zero == 0),
+    "8B": ("a pipeline", lambda at: at.pp > 1 and at.tp == 1),
+    "70B": ("tensor and ZeRO", lambda at: at.tp > 1 and at.zero > 0 and at.pp == 1),
+    "405B": ("all of them", lambda at: at.tp > 1 and at.pp > 1 and at.zero > 0),
+}
+
+# %% tags=["hide-input"]
+# Table: the best layout, and what obeying the rule costs
+rows, price = [], {}
+for gpu, gpus, batch in (
+    ("rtx-4090", 64, 512),
+    ("a100-40", 64, 512),
+    ("h100", 64, 512),
+    ("h100", 1008, 2016),
+    ("gb200", 576, 1152),
+):
+    for name, (words, obeys) in RULE.items():
+        every = strategy.plan(MODELS[name], MACHINES[gpu], gpus, batch).fits
+        good = [one for one in every if obeys(one.layout)]
+        price[name, gpu, gpus] = good[0].seconds / every[0].seconds - 1 if good else None
+        told = f"{price[name, gpu, gpus]:+.0%}" if good else "does not fit"
+        best = str(every[0].layout) if every else "nothing fits"
+        rows.append([f"{gpus} × {MACHINES[gpu].name}", name, best, words, told if every else "–"])
+assert price["8B", "rtx-4090", 64] > 0.2 and price["8B", "h100", 64] < 0.2
+show.table(rows, ["machines", "model", "the fastest", "the rule says", "costs"])
+
+
+# %% [markdown]
+# `````{admonition} Checked: "size decides"
+# :class: checked
+#
+# On H100s and larger the rule for 1B and for 70B costs a few percent, and it was never far off.
+# The pipeline for 8B is the fastest nowhere in this table.
+# On cards of 24 GB without NVLink the rule for 1B does not fit, and the one for 70B is several times slower than what the planner takes.
+# Size says what does not fit on one GPU. Links and memory say what to do about it.
+# `````
+#
+# These steps are predicted at rates that jobs commonly reach.
+# What is within 5 % of the first, measure.
+#
+# ## Which constant would change the choice?
+#
+# A choice that turns over when a guess is a little off is no choice.
+# Halve and double each rate, and plan again.
+
+# %%
+def turned(name, factor, config, machine, gpus, batch):
+    """The first layout with one rate changed, and how much slower the old choice then is."""
+    rates = known("course")
+    rate = rates.all[name]
+    other = Rates("course", {**rates.all, name: replace(rate, value=factor * rate.value)})
+    first = strategy.plan(config, machine, gpus, batch).fits[0].layout
+    fits = strategy.plan(config, machine, gpus, batch, rates=other).fits
+    old = next((one for one in fits if one.layout == first), None)
+    return first, fits[0].layout, old and old.seconds / fits[0].seconds - 1
+
+
+# %% tags=["hide-input"]
+# Table: what turns the choice over, for two jobs
+rows = []
+NAMES = "products", "attention", "memory", "launch", "node", "hidden", "network", "gathers"
+for config, gpu, words in (("70B", "h100", "70B, 64 × H100"), ("8B", "a100-40", "8B, 64 × A100 40 GB")):
+    calm = []
+    for name in NAMES:
+        for factor in (0.5, 2.0):
+            first, new, loss_ = turned(name, factor, MODELS[config], MACHINES[gpu], 64, 512)
+            if new == first:
+                calm.append(name)
+            else:
+                rows.append([words, f"{name} × {factor:g}", str(new), f"{loss_:+.0%}"])
+    assert len(calm) > 8
+show.table(rows, ["job", "if", "the fastest is", "the old one costs"])
+
+# %% [markdown]
+# For the 70B only two of sixteen changes move it, and then by a tenth.
+# It is the rate inside of a node that decides between copies and tensor parallelism; measure that one first.
+#
+# ## On the command line, and in the page
+#
+# The command is this planner: a table of the fastest layouts, what was ruled out and by what; `--explain` takes the first one apart, and `--json` gives all of it.
+
+# %%
+shardlab("strategy --model llama-3-70b --gpu h100 --gpus 64 --tokens 2e12 --top 3")
+
+# %% [markdown]
+# `--config config.json` takes a model of Hugging Face's hub, `--rates here.json` the rates that `--measure` or `--fit` wrote.
+# `--emit` writes the fastest layout that an engine can run as its configuration, each line with its reason: for DeepSpeed, FSDP2, torchtitan, Megatron, or as a batch file for Slurm.
+
+# %%
+shardlab("strategy --model llama-3-8b --gpu h100 --gpus 16 --emit deepspeed")
+
+# %% [markdown]
+# On the course's site the command has a form: there your browser runs it.
+#
+# :::{calculator} strategy
+# :model: llama-3-70b
+# :gpu: h100
+# :gpus: 64
+# :tokens: 2e12
+# :::
+#
+# ## What goes wrong, and how it looks
+#
+# | what one sees | what it is |
+# |---|---|
+# | the best layout on paper is slow in practice, and all others as well, by the same factor | rates of another framework: fit that one, from one measured step |
+# | one layout is four times slower than predicted, its neighbours are not | it reserves more than some 96 % of the GPU's memory: the allocator frees and retries |
+# | a small model does not get faster with larger `t` | launches: a layer takes what the CPU takes, however small its share |
+# | predicted and measured agree on one node and part on two | the wrong network interface, or one card for eight GPUs: [Clusters](cluster.md) asks all ranks |
+# | the planner's first three change places with every new rate | they are equal within its error: take the emptiest, or measure them |
+# | fitted constants are absurd, and their spreads are above 100 % | too few steps for so many constants, and no priors |
+#
+# What it does not know: experts, a network that others use at the same time, a batch that is too large to learn from, and what a person's week costs.
+#
+# ## Exercises
+#
+# ```{exercise-start} The wire (easy)
+# :label: ex-strategy-wire
+# ```
+#
+# A layer of $12h^2$ weights with $h = 8192$ is shared by $t = 8$ GPUs of 989 TFLOP/s, in 16 bits.
+# Forward and backward take 6 operations for each weight and token, and four all-reduces of $sbh$ numbers.
+# How many bytes per second must each GPU send, so that the all-reduces take no longer than the products?
+
+# %%
+answer = ...  # bytes per second
+check(answer, "strategy_wire")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-strategy-wire
+# :label: sol-strategy-wire
+# :class: dropdown
+# ```
+#
+# An all-reduce sends $2 (t-1)/t$ of its bytes. Tokens cancel, and so does $1/t$ of both.
+
+# %%
+t, h = 8, 8192
+answer = 4 * 2 * (t - 1) * 2 * 989e12 / (6 * 12 * h)
+check(answer, "strategy_wire")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Days (easy)
+# :label: ex-strategy-days
+# ```
+#
+# A model of 8 billion parameters learns from 15 trillion tokens on 512 H100s, at an MFU of 40 %.
+# How many days is that? Count 6 operations for each parameter and token.
+
+# %%
+answer = ...  # days
+check(answer, "strategy_days")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-strategy-days
+# :label: sol-strategy-days
+# :class: dropdown
+# ```
+
+# %%
+answer = 6 * 8e9 * 15e12 / (512 * 989e12 * 0.4) / 86400
+check(answer, "strategy_days")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Two constants by hand (medium)
+# :label: ex-strategy-corner
+# ```
+#
+# You have measured layers of several sizes: a list of `(operations, seconds)`.
+# A layer takes the longer of its launch and of its operations at some rate; a measurement scatters by a percent, and now and then one is disturbed and takes several times as long.
+# Write a function that returns `(launch, rate)`, within 5 %. There are small layers and large ones.
+
+# %%
+def corner(layers):
+    ...
+
+
+check(corner, "strategy_corner")
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-strategy-corner
+# :label: sol-strategy-corner
+# :class: dropdown
+# ```
+#
+# Disturbances only make slower. So the shortest time is a launch, and the highest rate is the rate.
+
+# %%
+def corner(layers):
+    launch = min(seconds for _, seconds in layers)
+    rate = max(operations / seconds for operations, seconds in layers)
+    return launch, rate
+
+
+check(corner, "strategy_corner")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} One card for eight (hard)
+# :label: ex-strategy-layout
+# ```
+#
+# Llama 3 70B on 64 A100s with 80 GB, 256 sequences of 8,192 tokens in a step; and each node of eight has a single network card of 100 Gbit/s.
+# Find a layout that fits and is predicted to be within 10 % of the fastest.
+# No plan of `strategy.plan`, please: think first, then ask `strategy.predict` where it waits.
+
+# %%
+machine = replace(MACHINES["a100"], between=100e9 / 8 / 8)
+layout = ...  # Layout(dp=…, tp=…, pp=…, zero=…, micro_batch=…, microbatches=…, …)
+check(layout, "strategy_layout")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-strategy-layout
+# :label: sol-strategy-layout
+# :class: dropdown
+# ```
+#
+# A network of 1.6 GB/s for each GPU is the wall: what leaves the node must be small.
+# Gradients of copies are large, and messages between stages are small. So the matrices are cut inside of the node, the layers between nodes, and there is one copy.
+# Two copies of four stages are 7 % faster: a step of 128 micro-batches has room for their gradients, and fewer stages wait for one another.
+
+# %%
+layout = Layout(tp=8, pp=8, microbatches=256, sequence_parallel=True)
+check(layout, "strategy_layout")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - A layer waits for products, memory, the wire or launches; which of them is a question of the chip.
+# - A floor says what is impossible; it does not rank. Six constants do: launches first among them.
+# - Fit logarithms, robustly, with priors; judge by rows that were not fitted.
+# - Rates hold for the code and cluster that they were found on. Another framework is one more factor.
+# - Size says what does not fit. Links and memory say what to do about it.
+# - Of layouts within 5 % of the first take the emptiest, or measure.
+#
+# ## Further reading
+#
+# - {cite:t}`tazi2025ultrascale`: the sweep, with all its runs, and what its authors make of it.
+# - {cite:t}`narayanan2021megatron`, section 3: which cut goes where, with the formulas.
+# - {cite:t}`korthikanti2022recomputation`: layer times, and what a layer keeps.
+# - [Questions: together](../book/questions_together.md) closes this part.

@@ -342,7 +342,7 @@ half = learn.from_rows(sweep[::2], nanotron, "every other row of the sweep").val
 rest = [(of_job(job, half).seconds.total, s) for job, s in list(zip(jobs, seconds))[1::2]]
 
 # %% tags=["hide-input"]
-# Draws predicted over measured seconds: the sweep's other half, Megatron's steps
+# Draws predicted over measured seconds: the sweep's other half, and Megatron
 megatron, five = strategy.PROFILES["megatron"], known("megatron").values_of()
 
 

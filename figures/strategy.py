@@ -20,7 +20,7 @@ CHIPS = "v100", "a100", "h100", "b200", "gb200", "rtx-4090"
 def draw_walls() -> None:
     """Operations of a product that pay for one byte, from each place, on each chip."""
     show.style()
-    figure, axes = plt.subplots(figsize=(4.6, 3.0))
+    figure, axes = plt.subplots(figsize=(4.6, 3.2))
     places = {
         "its memory": (lambda chip: chip.stream, "o"),
         "its node": (lambda chip: chip.inside, "s"),
@@ -35,7 +35,7 @@ def draw_walls() -> None:
         axes.text(worth[0], -0.85, name, ha="center", fontsize=9, color=color, fontweight="bold")
     axes.set_yticks(range(len(CHIPS)), [MACHINES[chip].name for chip in CHIPS])
     axes.set_ylim(len(CHIPS) - 0.5, -1.15)
-    axes.set_xlim(60, 300_000)
+    axes.set_xlim(40, 300_000)
     axes.set_xlabel("operations that pay for a byte from …")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     show.svg(

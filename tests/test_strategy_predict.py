@@ -220,3 +220,15 @@ def test_rates_are_written_and_read(tmp_path: Path) -> None:
             read(path)
     with pytest.raises(ValueError, match="No such file"):
         read(tmp_path / "none.json")
+
+
+def test_stages_scatter_gradients_once_a_step() -> None:
+    """ZeRO-2 sends as ZeRO-1 does where a pipeline adds gradients up; without one, m times."""
+    shape = PRESETS["llama-3-8b"]
+
+    def waits(zero: int, **cut: int) -> float:
+        layout = Layout(dp=16, zero=zero, microbatches=8, **cut)
+        return strategy.predict(shape, H100, layout).seconds.data
+
+    assert waits(2, pp=4) == pytest.approx(waits(1, pp=4))
+    assert waits(2, tp=4) > waits(1, tp=4)

@@ -136,8 +136,7 @@ def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
             axes.plot(*zip(*mine, strict=True), shape, color=color, markersize=4, label=label)
     axes.set_xlabel("GB that the fullest GPU reserves")
     axes.set_ylabel("seconds of a step")
-    axes.set_ylim(0, 1.08 * max(y for _, y, _ in points))
-    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return figure
 
 

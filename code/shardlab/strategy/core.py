@@ -206,8 +206,9 @@ def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float
     """Seconds in which the copies wait for gradients and weights, and tied ends for each other.
 
     Of unsharded gradients backward hides a share, and of scattered ones the same; weights of ZeRO-1
-    and 2 are gathered when the step is over. What is sent for each micro-batch, from ZeRO-2 on,
-    can hide behind all of the step's work, but for a share, and for what takes longer.
+    and 2 are gathered when the step is over. What is sent for each micro-batch, from ZeRO-2 on, or
+    3 where there are stages, can hide behind the step's work, but for a share, and for what takes
+    longer.
     """
     layout, machine = job.layout, job.machine
     gradient, weight = job.profile.wire
@@ -217,7 +218,7 @@ def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float
         once = max(held) * (group - 1) / group / _rate(job, rates, group)
         if layout.zero == 0:
             seconds = 2 * gradient * rates["exposed"] * once
-        elif layout.zero == 1:
+        elif layout.zero == 1 or (layout.zero == 2 and layout.pp > 1):  # stages add up first
             reduced = 2 * gradient if job.profile.reduced else gradient * rates["exposed"]
             seconds = (reduced + weight) * once
         else:  # for each micro-batch, and for the weights of ZeRO-2 once

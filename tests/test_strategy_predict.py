@@ -232,3 +232,13 @@ def test_stages_scatter_gradients_once_a_step() -> None:
 
     assert waits(2, pp=4) == pytest.approx(waits(1, pp=4))
     assert waits(2, tp=4) > waits(1, tp=4)
+
+
+def test_megatron_s_rate_is_carried_to_other_chips_by_their_best_products() -> None:
+    """An H100 with the multiprocessors of an A100, so that waves of tiles are the same."""
+    shape, layout = PRESETS["llama-3-8b"], Layout(tp=8, sequence_parallel=True)
+    found = [
+        strategy.predict(shape, machine, layout, MEGATRON).seconds.products * machine.flops
+        for machine in (A100, replace(H100, processors=A100.processors))
+    ]
+    assert found[1] / found[0] == pytest.approx(0.869 / 0.803)

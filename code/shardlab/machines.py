@@ -20,12 +20,13 @@ class Machine:
     bandwidth: float | None = None  # bytes per second of its own memory; None: see `stream`
     processors: int | None = None  # streaming multiprocessors; None: not known
     fp8: float | None = None  # operations per second of dense 8-bit products; None: has none
+    best: float | None = None  # share of `flops` that its best product reaches; None: not known
 
     def __post_init__(self) -> None:
         for field in ("memory", "per_node", "inside", "between", "flops"):
             if not (value := getattr(self, field)) > 0:
                 raise ValueError(f"{field}={value!r}: allowed are numbers above 0")
-        for field in ("bandwidth", "processors", "fp8"):
+        for field in ("bandwidth", "processors", "fp8", "best"):
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise ValueError(f"{field}={value!r}: allowed are numbers above 0, and None")
@@ -41,7 +42,10 @@ class Machine:
         return self.flops / 200 if self.bandwidth is None else self.bandwidth
 
 
-_A100 = Machine("A100", 80e9, 8, 300e9, 25e9, 312e12, 2039e9, 108)
+# Best products, in bfloat16: measured by Bekman, Machine Learning Engineering Open Book, compute/
+# accelerator, "Maximum Achievable Matmul FLOPS" (PyTorch 2.6 and 2.7): 271.2 of 312 TFLOP/s on an
+# A100, 794.5 of 989 on an H100, which its power holds back.
+_A100 = Machine("A100", 80e9, 8, 300e9, 25e9, 312e12, 2039e9, 108, best=0.869)
 
 # Memory is the decimal number of the product's name: tools report a little more. NVIDIA's data
 # sheets and white papers; links are quoted there for both directions together, and halved here.
@@ -58,8 +62,8 @@ MACHINES: dict[str, Machine] = {
     "a100-40": replace(_A100, name="A100 40 GB", memory=40e9, bandwidth=1555e9),
     # DGX H100: NVLink of 900 GB/s, for each GPU a card of 400 Gbit/s; 1979 TFLOP/s are with
     # sparsity, dense products reach half of it.
-    "h100": Machine("H100", 80e9, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12),
-    "h200": Machine("H200", 141e9, 8, 450e9, 50e9, 989e12, 4800e9, 132, 1979e12),
+    "h100": Machine("H100", 80e9, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12, 0.803),
+    "h200": Machine("H200", 141e9, 8, 450e9, 50e9, 989e12, 4800e9, 132, 1979e12, 0.803),
     # DGX B200 (data sheet): eight with 1,440 GB and 64 TB/s of memory, 72 PFLOP/s of 8-bit products
     # with sparsity, NVLink of 1.8 TB/s each; a card of 400 Gbit/s for each GPU.
     "b200": Machine("B200", 180e9, 8, 900e9, 50e9, 2250e12, 8000e9, 148, 4500e12),

@@ -179,7 +179,7 @@ show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
 # A prediction is judged by two numbers.
 # How far off is it, in the median?
 # And does it put them in order: among layouts of one model on one number of nodes, is the fastest the one that it calls so?
-# The second is the rank correlation: 1 when the order is right, 0 when it says nothing.
+# The second is Spearman's correlation of the two orders: 1 when they agree, 0 when one says nothing of the other.
 
 # %%
 def off(predicted):
@@ -188,7 +188,7 @@ def off(predicted):
 
 
 def order(predicted):
-    """Spearman's rank correlation: the mean over models and numbers of nodes."""
+    """Spearman's correlation: the mean over models and numbers of nodes."""
     alike = defaultdict(list)
     for row, p, s in zip(sweep, predicted, seconds):
         alike[row["model"], row["nodes"]].append((p, s))
@@ -208,7 +208,7 @@ def order(predicted):
 # %%
 floors = [strategy.seconds(j.config, j.machine, j.layout, j.seq).total for j in jobs]
 share = statistics.median(f / s for f, s in zip(floors, seconds))
-print("share of a step:", round(share, 2), "rank correlation:", round(order(floors), 2))
+print("share of a step:", round(share, 2), "order:", round(order(floors), 2))
 
 # %% tags=["hide-input"]
 # Holds each measured step to its floor
@@ -274,7 +274,7 @@ def fitted(free, steps, guesses=GUESSES, way=plain):
 steps = list(zip(jobs, seconds))
 six = fitted(list(GUESSES), steps)
 predicted = [plain(job, six) for job in jobs]
-print("off:", round(off(predicted), 3), "rank correlation:", round(order(predicted), 2))
+print("off:", round(off(predicted), 3), "order:", round(order(predicted), 2))
 
 # %% tags=["hide-input"]
 # Table: the six constants, and how sure the fit is of each
@@ -310,7 +310,7 @@ rows = [["none", f"{off(predicted):.1%}", f"{order(predicted):.2f}"]]
 lost = {name: without(name) for name in NEUTRAL}
 rows += [[name, f"{off(p):.1%}", f"{order(p):.2f}"] for name, p in lost.items()]
 assert order(lost["launch"]) < 0.93 and off(lost["crossing"]) > 1.5 * off(predicted)
-show.table(rows, ["left out", "off in the median", "rank correlation"])
+show.table(rows, ["left out", "off in the median", "order"])
 
 # %% [markdown]
 # Launches are the first to know of, and they stand in no formula of the papers on parallelism.

@@ -14,7 +14,7 @@ from shardlab import show
 from shardlab.pipeline import NAMES
 from shardlab.shapes import PRESETS
 
-KINDS = {"memory": "memory", "schedule": "pipeline"}  # where each of them stands
+KINDS = {"memory": "memory", "schedule": "pipeline", "strategy": "strategy"}  # where they stand
 SLOW = 60_000  # ms: until Python is there, where tests share two cores
 
 spec = importlib.util.spec_from_file_location(
@@ -102,6 +102,16 @@ def test_a_schedule_is_that_of_python_and_drawn(opened, given):
     assert picture.locator("path").count() == len(passes) + whole
     numbers = picture.locator(".pass-number").all_text_contents()
     assert numbers == [str(span["microbatch"]) for span in passes]
+    assert seen.wrong == []
+
+
+def test_a_plan_is_that_of_python(opened):
+    seen, form = opened("strategy")
+    given = {"model": "llama-3-8b", "gpu": "a100-40", "gpus": "16", "tokens": "1e12"}
+    fill_all(form, given)
+    wanted = answer("strategy", given)
+    assert calculate(form) == wanted["rows"]
+    assert form.get_by_role("status").inner_text() == wanted["said"]
     assert seen.wrong == []
 
 

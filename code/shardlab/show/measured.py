@@ -122,7 +122,7 @@ def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
     The layout says its `tp` and `pp`, which choose colour and shape.
     """
     show.style()
-    figure, axes = plt.subplots(figsize=(6.0, 3.6))
+    figure, axes = plt.subplots(figsize=(4.6, 3.2))
     cuts = {
         "copies": (lambda t, p: t == p == 1, "o"),
         "and tensor": (lambda t, p: t > 1 and p == 1, "s"),
@@ -143,7 +143,7 @@ def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
 def agreement(groups: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     """Predicted over measured, for (predicted, measured) seconds of each group; a band of 10 %."""
     show.style()
-    figure, axes = plt.subplots(figsize=(6.0, 3.4))
+    figure, axes = plt.subplots(figsize=(4.6, 3.0))
     for (name, pairs), color, shape in zip(groups.items(), NO_RANK, "osD^", strict=False):
         style = {"color": color, "markersize": 6, "label": f"{name} ({len(pairs)})"}
         axes.semilogx([s for _, s in pairs], [p / s for p, s in pairs], shape, **style)

@@ -32,6 +32,7 @@
 
 # %% tags=["hide-input"]
 # Imports, four models and the machines
+import argparse
 import contextlib
 import io
 import statistics
@@ -43,13 +44,13 @@ from math import ceil, log
 import torch
 
 from shardlab import memory, show, strategy
-from shardlab.__main__ import main
 from shardlab.check import check
 from shardlab.count import speed
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config
 from shardlab.show import measured
 from shardlab.strategy import MACHINES, Layout, core, files, learn
+from shardlab.strategy.command import add_command
 from shardlab.strategy.fit import fit
 from shardlab.strategy.measure import measure
 from shardlab.strategy.predict import first_rank, of_job
@@ -61,8 +62,11 @@ GB = 1e9
 
 def shardlab(line, lines=12):
     """The first lines of what `python -m shardlab …` prints."""
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    chosen = parser.parse_args(line.split())
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(line.split()) == 0
+        assert chosen.command(chosen) == 0
     print(*printed.getvalue().splitlines()[:lines], sep="\n")
 
 

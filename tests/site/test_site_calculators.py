@@ -251,7 +251,8 @@ def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, scheme):
         RULES,
     )
     assert found == []
-    fill(form, **({"dp": "0"} if kind == "memory" else {"stages": "0"}))
+    field = {"memory": "dp", "schedule": "stages", "strategy": "gpus"}[kind]
+    fill(form, **{field: "0"})
     calculate(form)
     again = page.evaluate(
         "(rules) => axe.run('form.calculator', { runOnly: rules })"

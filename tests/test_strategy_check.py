@@ -53,7 +53,7 @@ ANSWERS = [
     ("strategy_corner", 3, "should be a function"),
     ("strategy_layout", laid_out(), None),
     ("strategy_layout", laid_out(dp=2, pp=4, microbatches=128), None),
-    ("strategy_layout", (8, 8), "should be a Layout"),
+    ("strategy_layout", (8, 8), "should be a strategy.Layout"),
     ("strategy_layout", laid_out(pp=4), "there are 64 GPUs"),
     ("strategy_layout", laid_out(microbatches=64), "a step has 256"),
     ("strategy_layout", laid_out(tp=1, pp=64), "cannot be cut"),

@@ -39,8 +39,9 @@ ALONG = {"tp": 2, "sequence_parallel": True}
 STEPS = 4
 
 # What an engine and one process add up in another order, in float32. In bf16, where the last digit
-# of a sum or a weight is 1/256 of it, a loss of 5.5 moves by some 1e-4 (seen: up to 5e-4).
-EXACT, ROUNDED = 1e-5, 2e-3
+# of a sum over cut matrices is 1/256 of it, a loss of 5.5 moves by some 1e-4 (seen: up to 5e-4).
+# Uncut, only a weight may round to its neighbour after a step (seen: 3e-5).
+EXACT, NEIGHBOUR, ROUNDED = 1e-5, 1e-4, 2e-3
 
 
 def windows(micro, share, size, seq):
@@ -146,7 +147,8 @@ def test_the_fsdp2_script_trains_as_one_process_does(layouts):
     wanted = alone([(*case, dtype) for case in cases for dtype in dtypes])
     names = [(name, dtype) for name in layouts for dtype in dtypes]
     for (name, dtype), mine, plain in zip(names, results[0], wanted, strict=True):
-        near = EXACT if dtype == torch.float32 else ROUNDED
+        bf16 = ROUNDED if layouts[name].tp > 1 else NEIGHBOUR
+        near = EXACT if dtype == torch.float32 else bf16
         assert mine == pytest.approx(plain, abs=near), (name, dtype)
         assert plain[-1] < plain[0] - 50 * ROUNDED, "nothing was learned"
 
@@ -168,7 +170,7 @@ def test_the_fsdp2_script_runs_under_torchrun(tmp_path):
         check=True,
     ).stdout
     losses = [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+)$", said, re.M)]
-    assert losses == pytest.approx(alone([(layout, NANO)])[0], abs=ROUNDED)
+    assert losses == pytest.approx(alone([(layout, NANO)])[0], abs=NEIGHBOUR)
 
 
 def scaled(text):

@@ -268,10 +268,10 @@ GUESSES = {  # what it is, a guess, and how far off that may be
 }
 
 
-def fitted(free, steps, guesses=GUESSES, way=plain):
-    """The constants of `way`, the `free` ones as steps say: pairs of a job and seconds."""
+def fitted(free, steps, guesses=GUESSES):
+    """The constants, the `free` ones as steps say: pairs of a job and seconds."""
     rates = {name: Rate(v, unit, off, "a guess") for name, (unit, v, off) in guesses.items()}
-    pairs = [(partial(way, job), taken) for job, taken in steps]
+    pairs = [(partial(plain, job), taken) for job, taken in steps]
     return fit(Rates("course", rates), pairs, free, "fitted")
 
 
@@ -373,12 +373,12 @@ def printed(case):
     return work / config["n_gpus"] / (found["tflops_per_gpu"] * 1e12)
 
 
+cases = files.read_cases("cases", PUBLISHED / "megatron.json")
 groups = {"nanotron, H100: rows not fitted": rest}
 for words, start in (
     ("Korthikanti et al., A100", ("korthikanti-22B", "korthikanti-175B")),
     ("Narayanan et al., A100", ("sc21",)),
 ):
-    cases = files.read_cases("cases", PUBLISHED / "megatron.json")
     groups[words] = [
         (of_job(files.case_job(case["config"], megatron), five).seconds.total, printed(case))
         for case in cases
@@ -628,15 +628,14 @@ show.table(rows, ["machines", "model", "the fastest", "the rule says", "costs"])
 # Halve and double each rate, and plan again.
 
 # %%
-def turned(name, factor, config, machine, gpus, batch):
-    """The first layout with one rate changed, and what the old choice then costs."""
+def turned(first, name, factor, *job):
+    """The fastest layout with one rate changed, and what `first` then costs."""
     rates = known("course")
     rate = rates.all[name]
     other = Rates("course", {**rates.all, name: replace(rate, value=factor * rate.value)})
-    first = strategy.plan(config, machine, gpus, batch).fits[0].layout
-    fits = strategy.plan(config, machine, gpus, batch, rates=other).fits
+    fits = strategy.plan(*job, rates=other).fits
     old = next((one for one in fits if one.layout == first), None)
-    return first, fits[0].layout, old and old.seconds / fits[0].seconds - 1
+    return fits[0].layout, old and old.seconds / fits[0].seconds - 1
 
 
 # %% tags=["hide-input"]
@@ -644,10 +643,11 @@ def turned(name, factor, config, machine, gpus, batch):
 rows = []
 NAMES = "products", "attention", "memory", "launch", "node", "hidden", "network", "gathers"
 for config, gpu, words in (("70B", "h100", "70B, 64 × H100"), ("8B", "a100-40", "8B, 64 × A100 40 GB")):
-    calm = []
+    calm, job = [], (MODELS[config], MACHINES[gpu], 64, 512)
+    first = strategy.plan(*job).fits[0].layout
     for name in NAMES:
         for factor in (0.5, 2.0):
-            first, new, loss_ = turned(name, factor, MODELS[config], MACHINES[gpu], 64, 512)
+            new, loss_ = turned(first, name, factor, *job)
             if new == first:
                 calm.append(name)
             else:

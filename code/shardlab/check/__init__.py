@@ -177,6 +177,17 @@ def number(
     raise Wrong(f"{answer:,} {unit}".rstrip() + f" is too {side}.")
 
 
+def laid_out(answer: Any, kind: type, gpus: int, batch: int) -> None:
+    """Refuse what is no layout (`kind`: strategy.Layout), or one of other GPUs or sequences."""
+    if not isinstance(answer, kind):
+        raise Wrong(f"The answer should be a strategy.Layout, not a {type(answer).__name__}.")
+    if answer.ranks != gpus:
+        degrees = "d · t · p" + (" · c" if answer.cp > 1 else "")
+        raise Wrong(f"{degrees} = {answer.ranks}; there are {gpus} GPUs.")
+    if answer.batch != batch:
+        raise Wrong(f"d · b · m = {answer.batch} sequences; a step has {batch}.")
+
+
 Log = list[tuple[str, int]]  # a rank's messages in order: ("isend" or "irecv", peer)
 
 

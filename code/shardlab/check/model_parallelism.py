@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import ranks, strategy
-from shardlab.check import Wrong, exercise, number, run_answer, same
+from shardlab.check import Wrong, exercise, laid_out, number, run_answer, same
 from shardlab.shapes import PRESETS
 from shardlab.strategy import MACHINES, Layout
 
@@ -279,12 +279,7 @@ _GPUS, _BATCH, _MOST = 64, 512, 71.0  # seconds
 
 @exercise("my_layout")
 def _layout(answer: Any) -> str:
-    if not isinstance(answer, Layout):
-        raise Wrong(f"The answer should be a strategy.Layout, not a {type(answer).__name__}.")
-    if answer.ranks != _GPUS:
-        raise Wrong(f"d · t · p = {answer.ranks}; there are {_GPUS} GPUs.")
-    if answer.batch != _BATCH:
-        raise Wrong(f"d · b · m = {answer.batch} sequences; a step has {_BATCH}.")
+    laid_out(answer, Layout, _GPUS, _BATCH)
     try:
         full = strategy.fullness(_MODEL, _GPU, answer)
         taken = strategy.predict(_MODEL, _GPU, answer).seconds.total

@@ -12,7 +12,7 @@ from shardlab import strategy
 from shardlab.shapes import PRESETS
 from shardlab.strategy import Layout
 
-from . import Wrong, called, exercise, number
+from . import Wrong, called, exercise, laid_out, number
 
 _NEAR = 0.05  # of the two constants: measurements scatter by 1 %
 
@@ -106,12 +106,7 @@ def _least() -> float:
 
 @exercise("strategy_layout")
 def _layout(answer: Any) -> str:
-    if not isinstance(answer, Layout):
-        raise Wrong(f"The answer should be a Layout, not {type(answer).__name__}.")
-    if answer.ranks != _GPUS:
-        raise Wrong(f"d · t · p · c = {answer.ranks}; there are {_GPUS} GPUs.")
-    if answer.batch != _BATCH:
-        raise Wrong(f"d · b · m = {answer.batch} sequences; a step has {_BATCH}.")
+    laid_out(answer, Layout, _GPUS, _BATCH)
     try:
         found = strategy.predict(_MODEL, _GPU, answer)
     except ValueError as error:

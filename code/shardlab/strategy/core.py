@@ -18,12 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from shardlab.machines import MACHINES
+
 from .job import Job, parameters
 from .stages import stages
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
 TILE = 128, 256  # of a product's output, which one multiprocessor computes
-A100_BEST = 0.869  # share of the data sheet: see `machines`
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def _product(job: Job, rates: Mapping[str, float], outputs: float, inputs: float
     """
     taken = 2 * job.tokens * outputs * inputs / (rates["products"] * job.flops)
     if job.profile.waves and job.machine.processors:
-        taken *= A100_BEST / (job.machine.best or A100_BEST)
+        a100 = MACHINES["a100"].best
+        taken *= a100 / (job.machine.best or a100)
         tiles = ceil(job.tokens / TILE[0]) * ceil(outputs / TILE[1])
         taken *= ceil(tiles / job.machine.processors) * job.machine.processors / tiles
     return taken

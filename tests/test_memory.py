@@ -430,7 +430,7 @@ BAD = {
     "recompute='some': allowed are 'none', 'selective' and 'full'": lambda: memory.activations(
         NANO, recompute="some"
     ),
-    "attention='flash': allowed are 'fused' and 'plain'": lambda: memory.activations(
+    "attention='flash': allowed are 'fused', 'plain' and 'plain-16'": lambda: memory.activations(
         NANO, attention="flash"
     ),
     "device='tpu': allowed are 'cpu' and 'gpu'": lambda: memory.estimate(NANO, device="tpu"),

@@ -60,6 +60,18 @@ def test_every_option_reaches_the_calculator(capsys) -> None:
     assert found == want.as_dict() and found["host"] > 0
 
 
+def test_layouts_of_real_jobs_reach_the_calculator(capsys) -> None:
+    settings = {
+        "dp": 8, "pp": 4, "cp": 2, "zero": 1, "replicas": 2, "schedule": "interleaved",
+        "chunks": 2, "stage": 1, "microbatches": 8, "recompute": "norms+ffn",
+    }  # fmt: skip
+    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    options += ["--stages", "8,10,8,6", "--ranks", "64"]
+    _, out, err = run(capsys, "--model", "llama-3-8b", *options, "--json")
+    want = memory.estimate(PRESETS["llama-3-8b"], **settings, stages=(8, 10, 8, 6), device="gpu")
+    assert not err and json.loads(out) == want.as_dict()
+
+
 def test_without_a_shape_activations_are_unknown_and_count_as_nothing(capsys) -> None:
     _, out, _ = run(capsys, "--params", "1e9", "--json")
     found = json.loads(out)
@@ -108,7 +120,12 @@ BAD = [
     (["--params", "1e9", "--model", "gpt-2"], "allowed is exactly one of --params"),
     (["--dp", "2"], "allowed is exactly one of --params"),
     (["--params", "1e9", "--dp", "4", "--ranks", "6"], "ranks=6: allowed is 4, the product of"),
-    (["--params", "1e9", "--stage", "2"], "unrecognized arguments: --stage"),
+    (["--model", "gpt-2", "--stages", "half"], "stages='half': allowed are equal, .* as 9,9,8,6"),
+    (["--model", "gpt-2", "--pp", "2", "--stages", "6,5"], "allowed are those with 12 layers"),
+    (["--model", "gpt-2", "--pp", "2", "--stage", "2"], "stage=2: allowed are 0 to 1"),
+    (["--model", "gpt-2", "--cp", "3"], "cp=3: allowed are divisors of seq=1024"),
+    (["--params", "1e9", "--cp", "2"], "--cp with --params: allowed with --model"),
+    (["--params", "1e9", "--phase", "2"], "unrecognized arguments: --phase"),
     (["--params", "1e9", "--dp", "2", "3"], "unrecognized arguments: 3"),
 ]
 

@@ -209,6 +209,55 @@ def test_selective_recomputation(
     check(config, precision, measured, batch, "cpu", **how)
 
 
+class Normed(nn.Module):
+    """A product that keeps the input of the norm before it, and computes the norm again."""
+
+    def __init__(self, norm: nn.Module, linear: nn.Module):
+        super().__init__()
+        self.norm, self.linear = norm, linear
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.linear(self.norm(x)), x_BSH, use_reentrant=False)
+
+
+def compute_again(model: GPT, operators: str) -> None:
+    """Put the operators that `recompute` names under checkpoints."""
+    for block in model.blocks:
+        ffn = block.ffn
+        if "norms" in operators:
+            for of, names in ((block.attention, "query key value"), (ffn, "up gate")):
+                norm = block.attention_norm if of is block.attention else block.ffn_norm
+                for name in names.split():
+                    if linear := getattr(of, name):
+                        setattr(of, name, Normed(norm, linear))
+            block.attention_norm = block.ffn_norm = nn.Identity()
+        if "ffn" in operators:
+
+            def narrow(up: Tensor, gate: Tensor | None, ffn=ffn) -> Tensor:
+                return ffn.down(F.gelu(up) if gate is None else F.silu(gate) * up)
+
+            def forward(x: Tensor, ffn=ffn, narrow=narrow) -> Tensor:
+                wide = ffn.up(x), ffn.gate(x) if ffn.gate is not None else None
+                return checkpoint(narrow, *wide, use_reentrant=False)
+
+            ffn.forward = forward
+
+
+@pytest.mark.parametrize("operators", ["norms", "ffn", "norms+ffn", "attention+norms+ffn"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", ["micro", "llama", "dropout"])
+def test_recomputation_by_operator(
+    name: str, precision: str, operators: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, batch = SHAPES[name], 4
+    if "attention" in operators:
+        core = partial(checkpoint, F.scaled_dot_product_attention, use_reentrant=False)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", core)
+    step = Step(config, precision, "cpu")
+    compute_again(step.model, operators)
+    check(config, precision, step.measure(batch, config.seq), batch, "cpu", recompute=operators)
+
+
 @contextlib.contextmanager
 def kernel(attention: str) -> Iterator[None]:
     with sdpa_kernel(SDPBackend.MATH) if attention == "plain" else contextlib.nullcontext():
@@ -222,6 +271,29 @@ def test_attention_that_keeps_its_scores(name: str, precision: str) -> None:
     with kernel("plain"):
         measured = Step(config, precision, "cpu").measure(batch, config.seq)
     check(config, precision, measured, batch, "cpu", attention="plain")
+
+
+def softmax_in_its_dtype(
+    q_BASD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout_p: float, **_: bool
+) -> Tensor:
+    """Attention as Megatron's fused softmax keeps it: scores in the dtype of the stream."""
+    group = q_BASD.shape[1] // k_BKSD.shape[1]
+    k_BASD, v_BASD = (x.repeat_interleave(group, 1) for x in (k_BKSD, v_BKSD))
+    scores_BASS = q_BASD @ k_BASD.mT / q_BASD.shape[-1] ** 0.5  # [B, A, S, D] @ [B, A, D, S]
+    ahead_SS = torch.full_like(scores_BASS[0, 0], -torch.inf).triu(1)
+    weights_BASS = (scores_BASS + ahead_SS).softmax(-1)
+    return F.dropout(weights_BASS, dropout_p) @ v_BASD  # [B, A, S, S] @ [B, A, S, D]
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("name", ["long", "llama", "dropout"])
+def test_attention_that_keeps_its_scores_in_16_bits(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, batch = SHAPES[name], 4
+    monkeypatch.setattr(F, "scaled_dot_product_attention", softmax_in_its_dtype)
+    measured = Step(config, precision, "cpu").measure(batch, config.seq)
+    check(config, precision, measured, batch, "cpu", attention="plain-16")
 
 
 @pytest.mark.parametrize("precision", DTYPES)

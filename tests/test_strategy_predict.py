@@ -8,11 +8,11 @@ from statistics import median
 
 import pytest
 
-from shardlab import memory, pipeline, strategy
+from shardlab import memory, strategy
 from shardlab.shapes import PRESETS, Config
 from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn
 from shardlab.strategy.core import layer
-from shardlab.strategy.footprint import activations, footprint, fullest, in_flight
+from shardlab.strategy.footprint import activations, footprint, fullest
 from shardlab.strategy.job import Job, parameters
 from shardlab.strategy.predict import first_rank, of_job
 from shardlab.strategy.rates import PUBLISHED, guesses, known, read
@@ -141,15 +141,6 @@ def test_parameters_are_those_that_memory_counts() -> None:
                 assert parameters(job, stage) == pytest.approx(want, rel=2e-3)  # norms, biases
 
 
-def test_in_flight_agrees_with_the_pipelines_own_count() -> None:
-    for name, chunks in (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2)):
-        for p, m in ((2, 4), (4, 4), (4, 8), (4, 16)):
-            layout = Layout(pp=p, microbatches=m, schedule=name, chunks=chunks)
-            live = pipeline.live(pipeline.schedule(name, p, m, chunks))
-            found = [in_flight(layout, k) for k in range(p)]
-            assert found[0] == pytest.approx(live[0]) == pytest.approx(max(live))
-
-
 LAYOUT = Layout(4, 2, 2, 1, 2, 8, sequence_parallel=True)
 
 
@@ -185,6 +176,25 @@ def test_parts_add_up_and_answer_to_their_cause() -> None:
     assert offloaded.memory.optimizer == 0 and base.memory.optimizer > 0
     around = predicted(replace(LAYOUT, cp=2))
     assert around.seconds.context > 0 and around.memory.activations < base.memory.activations
+
+
+def test_what_each_operator_saves_and_costs() -> None:
+    config, layout = PRESETS["llama-3-8b"], Layout(4, 2, zero=1, sequence_parallel=True)
+    base = strategy.predict(config, H100, layout)
+    norms, ffn, both = (
+        strategy.predict(config, H100, replace(layout, recompute=how))
+        for how in ("norms", "ffn", "norms+ffn")
+    )
+    tokens, inside = config.seq, config.ffn_width
+    saved = {
+        "norms": 2 * 2 * tokens * config.hidden / 2 * config.layers,  # two outputs, cut in two
+        "ffn": 4 * tokens * inside / 2 * config.layers,  # two of four wide tensors
+    }
+    for found, bytes_ in ((norms, saved["norms"]), (ffn, saved["ffn"])):
+        assert base.memory.activations - found.memory.activations == pytest.approx(bytes_)
+        assert base.seconds.total < found.seconds.total < 1.1 * base.seconds.total
+        assert found.seconds.products == base.seconds.products
+    assert both.memory.activations == pytest.approx(base.memory.activations - sum(saved.values()))
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:

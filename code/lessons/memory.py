@@ -667,6 +667,7 @@ assert all(map(torch.equal, kept, again))
 
 # %% [markdown]
 # *Selective* recomputation recomputes attention alone, which was most of the memory and little of the arithmetic when its matrix was kept: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels do exactly that by themselves.
+# What else is cheap to compute and large to keep are norms and nonlinearities; `recompute="norms+ffn"` says how much is left without what they put out.
 #
 # ## Many GPUs, simulated on fake tensors
 #
@@ -884,6 +885,9 @@ show.table(rows, [*head, "difference (%)"])
 status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 
 # %% [markdown]
+# It knows what real jobs have, too: stages of unequal layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage that you ask for (`--stage 0`), other schedules, sequences that ranks share (`--cp`), and groups of copies that shard among themselves (`--replicas`).
+# What an allocator reserves beside what a program holds is in [the planner's prediction](strategy.md).
+#
 # On the course's site the command has a form: there your browser runs it, and nothing is installed.
 #
 # :::{calculator} memory

@@ -2,6 +2,7 @@
 
 - `states` and what a layer keeps (core): model states by precision, optimizer, ZeRO stage;
 - `parameters`, `parameter_count`, `fsdp2_shard` (counting): parameters of a shape, of one rank;
+- `stages`, `in_flight`: which layers stand on a stage, and how many micro-batches it keeps;
 - `activations`: what autograd keeps of the course's own model, on one rank;
 - `estimate` (step): all of it, and the moment of a step that needs the most;
 - the formulas that papers and libraries print (published), `bytes_per_parameter` and `largest`;
@@ -33,6 +34,7 @@ from .published import (
     selective_saving,
     stage_output_saved,
 )
+from .stages import SCHEDULES, STAGE_RULES, Stage, in_flight, stages
 from .step import Estimate, estimate
 from .units import UNITS, format_bytes
 
@@ -40,10 +42,13 @@ __all__ = [
     "OPTIMIZERS",
     "PARTS",
     "PRECISIONS",
+    "SCHEDULES",
+    "STAGE_RULES",
     "UNITS",
     "Activations",
     "Estimate",
     "Recipe",
+    "Stage",
     "States",
     "activations",
     "attention_term",
@@ -53,6 +58,7 @@ __all__ = [
     "estimate",
     "format_bytes",
     "fsdp2_shard",
+    "in_flight",
     "in_flight_layers",
     "korthikanti_layer",
     "largest",
@@ -64,5 +70,6 @@ __all__ = [
     "selective_saving",
     "shapes",
     "stage_output_saved",
+    "stages",
     "states",
 ]

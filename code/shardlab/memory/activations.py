@@ -6,15 +6,26 @@ What one layer keeps, tensor by tensor, is counted in `core`; letters as there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 from shardlab.shapes import Config
 
-from .core import PRECISIONS, Sizes, is_plain, kept_by_attention, kept_by_norm, layer_parts, sizes
-from .counting import check_cut
-from .published import RECOMPUTE
+from .core import (
+    PRECISIONS,
+    Sizes,
+    computed_again,
+    kept_by_attention,
+    kept_by_norm,
+    kernel,
+    layer_parts,
+    sizes,
+)
+from .counting import placed
+from .stages import check_schedule, in_flight
 from .units import one_of, whole
 
-ATTENTION = "fused", "plain"
+ATTENTION = "fused", "plain", "plain-16"
 DEVICES = "cpu", "gpu"
 
 
@@ -24,7 +35,7 @@ class Activations:
 
     layer: int  # kept by one layer for one micro-batch
     layers: int  # on this rank
-    in_flight: int  # micro-batches kept at once
+    in_flight: int | Fraction  # micro-batches kept at once
     head: int  # the last norm and the input of the output layer
     logits: int  # kept by the loss: log-softmax in float32
     loss: int  # beside what is kept: two more such tensors; where the vocabulary is cut, the logits
@@ -38,9 +49,14 @@ class Activations:
     working: dict[str, int]  # what backward of a layer adds to what it keeps, at its moments
 
     @property
+    def all_layers(self) -> int:
+        """Kept by the layers, when most micro-batches are in flight."""
+        return ceil(self.layer * self.layers * self.in_flight)
+
+    @property
     def saved(self) -> int:
         """Kept at the end of the forward pass (and, on a first stage, when most are in flight)."""
-        return self.layer * self.layers * self.in_flight + self.head + self.logits + self.rows
+        return self.all_layers + self.head + self.logits + self.rows
 
     @property
     def total(self) -> int:
@@ -56,30 +72,35 @@ def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) ->
 
 
 def _backward(
-    config: Config, z: Sizes, parts: dict[str, int], plain: bool, device: str
+    config: Config, z: Sizes, parts: dict[str, int], kind: str, device: str
 ) -> dict[str, int]:
     """Held in backward of one layer at its fullest moments, without the gradients of weights.
 
-    parts: what it keeps when its backward begins. "ffn": the inner gradients of the feed-forward
-    network. "norm": its norm; on a CPU an RMSNorm makes four or five tensors in float32.
+    parts: what it keeps when its backward begins; what is computed again comes back where it is
+    needed. "ffn": the inner gradients of the feed-forward network. "norm": its norm; on a CPU an
+    RMSNorm makes four or five tensors in float32.
     "attention": its core; plain scores stand there two to four times. "end": the first norm.
     Where a cut part ends, sequence parallelism gathers a gradient; where it begins, the gradients
     of all layers there are held while that of their input is on its way.
     """
+    whole = layer_parts(config, z, frozenset(), kind, device)
     kept = sum(parts.values()) - parts["ffn_dropout"]
+    kept += max(whole[part] - parts[part] for part in ("ffn", "ffn_norm"))
     down = (2 if config.dropout else 1) * z.stream + z.wide + z.edge
     inside = (2 if config.mlp == "swiglu" else 1) * z.wide
     first = parts["attention_norm"] + parts["attention_dropout"]
-    begins = z.sent + z.order - parts["ffn"]
+    begins = z.sent + z.order - whole["ffn"]
     moments = {"ffn": kept + max(down, z.stream + inside + max(0, begins))}
     moments["ffn"] = max(moments["ffn"], kept + z.stream + z.edge + z.order)
     norm = _norm_backward(config, z, device)
     begun = first + parts["attention"] + z.stream
-    moments["norm"] = begun + max(norm, z.sent and parts["ffn_norm"] + inside + z.sent)
+    moments["norm"] = begun + max(norm, z.sent and whole["ffn_norm"] + inside + z.sent)
     attention = 2 * (z.query + z.key)  # gradients of output, queries, keys, values
-    if plain:
+    if kind == "plain":
         attention = z.scores + (2 * z.heads_fp32 if config.dropout else z.scores)
-    again = parts["attention_norm"] + kept_by_attention(config, z, "none", plain, device) - z.query
+    elif kind == "plain-16":
+        attention = 2 * z.halves + 2 * z.query
+    again = whole["attention_norm"] + kept_by_attention(config, z, False, kind, device) - z.query
     inside = first + z.stream + z.query + 2 * z.key + z.sent
     moments["attention"] = max(
         again + z.stream + attention, begun + z.edge + z.order, inside + z.order
@@ -101,54 +122,61 @@ def activations(
     attention: str = "fused",
     microbatches: int | None = None,
     device: str = "cpu",
+    *,
+    cp: int = 1,
+    stages: str | tuple[int, ...] = "equal",
+    schedule: str = "1f1b",
+    chunks: int = 1,
 ) -> Activations:
     """Activations on one rank, for `batch` sequences of `seq` tokens in each micro-batch.
 
     seq: by default the model's longest. stage: of `pp`, from 0; None: the last, which has the loss.
-    Under 1F1B stage i keeps min(pp - i, microbatches) micro-batches; microbatches None: pp or more.
-    recompute: "selective" computes attention's core again in backward (what lies between queries,
-    keys, values and the output projection), "full" each whole layer. attention: "fused" keeps no
-    scores, "plain" all of them. device: whose kernels; a CPU has no fused RMSNorm and no fused
-    attention with dropout, and needs more.
+    stages: their layers, by a rule or one by one, as in `memory.stages`. Under 1F1B stage i keeps
+    min(pp - i, microbatches) micro-batches; microbatches None: many; other schedules, and their
+    chunks: `in_flight`. recompute: "selective" computes attention's core again in backward (what
+    lies between queries, keys, values and the output projection), "full" each whole layer; or by
+    operator, as "attention+norms+ffn", where "ffn" is what follows on its wide products. attention:
+    "fused" keeps no scores, "plain" all of them in float32, "plain-16" in the stream's dtype.
+    device: whose kernels; a CPU has no fused RMSNorm and no fused attention with dropout, and needs
+    more. cp: ranks that share each sequence; what attention sends and keeps for them comes on top,
+    in `context_parallel.context_moments`.
 
     Raises ValueError for sizes below 1, unknown names, degrees that do not divide the shape, and
-    tokens that sequence parallelism cannot share out.
+    tokens that sequence or context parallelism cannot share out.
     """
-    check_cut(config, tp, pp, stage)
+    here = placed(config, tp, pp, stage, stages, schedule)
+    check_schedule(pp, schedule, chunks)
     seq = config.seq if seq is None else whole("seq", seq)
     batch = whole("batch", batch)
-    one_of("recompute", recompute, RECOMPUTE)
+    again = computed_again(recompute)
     one_of("attention", attention, ATTENTION)
     one_of("device", device, DEVICES)
     one_of("precision", precision, PRECISIONS)
     one_of("sequence_parallel", sequence_parallel, (False, True))
-    if sequence_parallel and seq % tp:
-        raise ValueError(f"tp={tp}: allowed with sequence_parallel are divisors of seq={seq}")
-    stage = pp - 1 if stage is None else stage
-    in_flight = pp - stage
-    if microbatches is not None:
-        in_flight = min(in_flight, whole("microbatches", microbatches))
+    seq = _shared(config, seq, whole("cp", cp), tp if sequence_parallel else 1, attention)
+    flying = in_flight(pp, pp - 1 if stage is None else stage, microbatches, schedule, chunks)
     z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, sequence_parallel)
     # Full recomputation keeps a layer's input; backward computes the rest again, all of it.
-    parts = layer_parts(config, z, recompute, attention, device)
-    backward = _backward(config, z, parts, is_plain(config, attention, device), device)
+    kind = kernel(config, attention, device)
+    parts = layer_parts(config, z, again, kind, device)
+    backward = _backward(config, z, parts, kind, device)
     layer = shared = sum(parts.values())
     if recompute == "full":
         upcast = config.norm == "rms" and device == "cpu" and z.element < 4
         layer, shared = z.stream, 0 if upcast else z.stream  # the norm keeps it too, or a copy
     working = {moment: size - shared for moment, size in backward.items()}
-    last = stage == pp - 1
+    last = here.head
     return Activations(
         layer=layer,
-        layers=config.layers // pp,
-        in_flight=in_flight,
+        layers=here.layers,
+        in_flight=flying,
         head=kept_by_norm(config, z, device) if last else 0,
         logits=z.logits_fp32 + (4 if tp == 1 else 0) if last else 0,
         loss=(2 * z.logits_fp32 if tp == 1 else z.logits_fp32 * z.element // 4) if last else 0,
         stream=z.stream,
         last_norm=_norm_backward(config, z, device, last) if last else 0,
         # The embedding: a number and a bit. The loss: the same, the sum and the target's logit.
-        rows=batch * seq * (9 * (stage == 0) + 17 * last) if tp > 1 else 0,
+        rows=batch * seq * (9 * here.embedding + 17 * last) if tp > 1 else 0,
         edge=z.edge,
         order=z.order,
         sent=z.sent,
@@ -156,3 +184,18 @@ def activations(
         forward=2 * z.edge + z.order + z.stream + (z.wide if recompute == "full" else 0),
         working=working,
     )
+
+
+def _shared(config: Config, seq: int, cp: int, tp: int, attention: str) -> int:
+    """Tokens of each sequence on a rank, of `cp` that share it; `tp` ranks cut them again."""
+    if cp > 1:
+        if seq % cp:
+            raise ValueError(f"cp={cp}: allowed are divisors of seq={seq}")
+        if attention != "fused":
+            raise ValueError(f"attention={attention!r}: allowed with cp={cp} is 'fused'")
+        if config.dropout:
+            raise ValueError(f"dropout={config.dropout}: allowed with cp={cp} is 0")
+        seq //= cp
+    if seq % tp:
+        raise ValueError(f"tp={tp}: allowed with sequence_parallel are divisors of seq={seq}")
+    return seq

@@ -3,12 +3,17 @@
     python -m shardlab memory --params 7.5e9 --dp 64 --zero 1
     python -m shardlab memory --model llama-3-8b --dp 8 --zero 3 --recompute full --unit GiB
     python -m shardlab memory --model gpt-2 --batch 8 --json
+    python -m shardlab memory --model llama-3-405b --tp 8 --pp 16 --stages megatron --stage 0
 
 With --params alone there is no shape, so nothing can be said about activations and buffers: they
 count as 0, and the table says so. --json prints whole bytes per rank, whatever the unit:
 parameters, gradients, optimizer, activations, buffers, their total on the device; with --model
 peak, the most that is held at one moment, which is less; and host, what is kept in the host's
-memory instead.
+memory instead. All of it is what a program holds: what an allocator reserves with it is in
+`strategy --explain`.
+
+Of a pipeline's stages the fullest is counted, unless --stage names one, from 0. --stages says which
+layers they have: equal, megatron or nanotron (as these cut), or numbers, as 9,9,8,6.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
+from math import prod
 from typing import Any
 
 from shardlab import memory, options
@@ -23,8 +29,14 @@ from shardlab.shapes import PRESETS, Config
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 # Options that say something about activations, and so need a model's shape.
-SHAPED = ("batch", "seq", "recompute", "attention", "device", "microbatches", "sequence_parallel")
-WHOLE = ("zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches")
+SHAPED = (
+    "batch", "seq", "recompute", "attention", "device", "microbatches", "sequence_parallel", "cp",
+    "replicas", "stages", "stage", "schedule", "chunks",
+)  # fmt: skip
+WHOLE = (
+    "zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches", "cp", "replicas", "stage",
+    "chunks",
+)  # fmt: skip
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -37,18 +49,23 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("dp", "data-parallel degree (1)", "D")
     add("tp", "tensor-parallel degree (1)", "T")
     add("pp", "pipeline-parallel degree (1)", "P")
-    add(
-        "ranks", "ranks of the whole job; when given, the three degrees have to multiply to it", "N"
-    )
+    add("ranks", "ranks of the whole job; when given, the degrees have to multiply to it", "N")
     add("zero", "ZeRO stage: 0, 1, 2 or 3 (0)", "STAGE")
     add("precision", "fp32, fp16, bf16, bf16-fp32-gradients or 8-bit (bf16)", "NAME")
     add("optimizer", "sgd, momentum, adam or adamw (adamw)", "NAME")
     add("offload", "to the host's memory: none, optimizer or parameters (none)", "WHAT")
     add("batch", "sequences on each rank (1); with --model", "B")
     add("seq", "tokens in a sequence (the model's longest); with --model", "S")
-    add("recompute", "none, selective or full (none); with --model", "HOW")
-    add("attention", "fused or plain (fused); with --model", "HOW")
+    words = "none, selective, full, or operators as norms+ffn (none); with --model"
+    add("recompute", words, "HOW")
+    add("attention", "fused, plain or plain-16 (fused); with --model", "HOW")
     add("microbatches", "in a step of a pipeline (pp or more); with --model", "M")
+    add("schedule", f"of a pipeline: {', '.join(memory.SCHEDULES)} (1f1b); with --model", "NAME")
+    add("chunks", "of the model on each stage, where it is interleaved; with --model", "V")
+    add("stages", "their layers: a rule or numbers (equal); with --model", "LAYERS")
+    add("stage", "the one to count, from 0 (the fullest); with --model", "K")
+    add("cp", "ranks that share each sequence (1); with --model", "C")
+    add("replicas", "groups of copies, within which ZeRO shards (1); with --model", "N")
     add("device", "whose kernels keep activations: gpu or cpu (gpu); with --model", "KIND")
     parser.add_argument(
         "--sequence-parallel",
@@ -87,15 +104,18 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, int], str]:
             f"exactly one of --params (a number) and --model ({', '.join(PRESETS)})"
         )
     ranks = settings.pop("ranks", None)
-    degrees = [settings.get(name, 1) for name in ("dp", "tp", "pp")]
-    if ranks is not None and ranks != degrees[0] * degrees[1] * degrees[2]:
-        d, t, p = degrees
-        raise ValueError(
-            f"ranks={ranks}: allowed is {d * t * p}, the product of dp={d}, tp={t} and pp={p}"
-        )
+    degrees = {name: settings.get(name, 1) for name in ("dp", "tp", "pp", "cp")}
+    if settings.get("cp") is None:
+        del degrees["cp"]
+    if ranks is not None and ranks != prod(degrees.values()):
+        *most, last = (f"{name}={degree}" for name, degree in degrees.items())
+        product = f"the product of {', '.join(most)} and {last}"
+        raise ValueError(f"ranks={ranks}: allowed is {prod(degrees.values())}, {product}")
     if "model" in settings:
         name = settings.pop("model")
         config = _config(name)
+        if "stages" in settings:
+            settings["stages"] = _stages(settings["stages"])
         counted = memory.estimate(config, **({"device": "gpu"} | settings))
         batch, seq = settings.get("batch", 1), settings.get("seq", config.seq)
         params, of = memory.parameter_count(config), f", {batch} × {seq:,} tokens on each rank"
@@ -117,11 +137,11 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, int], str]:
     if name != "a model":
         found["peak"] = counted.peak
     found["host"] = counted.host
-    d, t, p = degrees
     title = (
         f"{name} of {params / 1e9:.4g} billion parameters, {settings.get('precision', 'bf16')}, "
         f"{settings.get('optimizer', 'adamw')}{of}\n"
-        f"dp {d} × tp {t} × pp {p} = {d * t * p} rank{'s' * (d * t * p > 1)}, "
+        f"{' × '.join(f'{name} {degree}' for name, degree in degrees.items())} = "
+        f"{prod(degrees.values())} rank{'s' * (prod(degrees.values()) > 1)}, "
         f"ZeRO stage {settings.get('zero', 0)}"
     )
     return found, title
@@ -152,7 +172,19 @@ def _config(name: str) -> Config:
 
 
 def _whole(name: str, given: str) -> int:
-    return options.whole(name, given, *((0, "0, 1, 2 and 3") if name == "zero" else ()))
+    least = {"zero": (0, "0, 1, 2 and 3"), "stage": (0, "whole numbers from 0")}
+    return options.whole(name, given, *least.get(name, ()))
+
+
+def _stages(given: str) -> str | tuple[int, ...]:
+    """A rule's name, or the layers of each stage, written as 9,9,8,6."""
+    if given in memory.STAGE_RULES:
+        return given
+    try:
+        return tuple(int(n) for n in given.split(","))
+    except ValueError:
+        rules = ", ".join(memory.STAGE_RULES)
+        raise ValueError(f"stages={given!r}: allowed are {rules}, or as 9,9,8,6") from None
 
 
 def _parameters(given: str) -> int:

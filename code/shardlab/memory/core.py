@@ -25,6 +25,7 @@ degree, e bytes an element.
     norm (rms)           on a CPU input and normalised input in float32 8bsh, output bshe
     attention, fused     queries, keys, values (bshe + 2bsKDe) / t, output 2bshe / t, a number a row
     attention, plain     the same in float32, and its a * s * s scores
+    attention, plain-16  4bshe / t, and the scores in e bytes: Megatron's own softmax
     rotary positions     cosines and sines, for queries and for keys: 2sDe
     feed-forward, gelu   before and after: 2bsFe / t
     feed-forward, swiglu gate, its SiLU, up, their product: 4bsFe / t
@@ -42,7 +43,7 @@ from dataclasses import dataclass
 
 from shardlab.shapes import Config
 
-from .units import ceil_div, one_of, whole
+from .units import ceil_div, listed, one_of, whole
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ PRECISIONS: dict[str, Recipe] = {
 OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states a parameter
 STAGES = 0, 1, 2, 3
 OFFLOADS = "none", "optimizer", "parameters"
+OPERATORS = "attention", "norms", "ffn"  # that can be computed again, one by one
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,22 @@ def states(
     return States(weights, gradients, kept, host)
 
 
+def computed_again(recompute: str) -> frozenset[str]:
+    """The OPERATORS whose results a layer does not keep. Raises ValueError for unknown names.
+
+    recompute: "none"; "selective", which is attention's core; names joined by "+"; or "full", which
+    keeps a layer's input alone, and while its backward runs all of the rest.
+    """
+    if recompute in ("none", "full"):
+        return frozenset()
+    named = ["attention"] if recompute == "selective" else str(recompute).split("+")
+    if len(set(named) & set(OPERATORS)) < len(named):
+        some = f"some of {listed(OPERATORS)} joined by '+'"
+        allowed = f"'none', 'selective' and 'full', and {some}"
+        raise ValueError(f"recompute={recompute!r}: allowed are {allowed}")
+    return frozenset(named)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Bytes of the tensors of one micro-batch on one rank, by what they are."""
@@ -157,6 +175,7 @@ class Sizes:
     key: int
     heads_fp32: int  # queries in float32
     scores: int  # a * s * s of them, in float32
+    halves: int  # the same as wide as the stream's elements
     rows: int  # a float32 for each query and head
     rows_of_a_head: int
     wide: int  # the feed-forward network's inner tensor
@@ -181,6 +200,7 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
         key=b_s * config.key_value_heads * config.head_size * element // tp,
         heads_fp32=b_s * h * 4 // tp,
         scores=batch * config.heads * seq * seq * 4 // tp,
+        halves=batch * config.heads * seq * seq * element // tp,
         rows=b_s * config.heads * 4 // tp,
         rows_of_a_head=b_s * 4,
         wide=b_s * config.ffn_width * element // tp,
@@ -190,8 +210,13 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
     )
 
 
-def kept_by_norm(config: Config, z: Sizes, device: str) -> int:
-    """Kept by one norm; its output is kept by what follows, but counted here."""
+def kept_by_norm(config: Config, z: Sizes, device: str, again: bool = False) -> int:
+    """Kept by one norm; its output is kept by what follows, but counted here.
+
+    again: the norm is computed again where the products behind it need its output.
+    """
+    if again:
+        return z.stream
     if config.norm == "layer":
         # Mean and deviation, in float32 on a GPU and in the input's dtype on a CPU.
         numbers = 2 * z.tokens * (4 if device == "gpu" else z.element) // 4
@@ -201,12 +226,15 @@ def kept_by_norm(config: Config, z: Sizes, device: str) -> int:
     return 2 * z.stream_fp32 + z.tokens + z.stream  # input and normalised input in float32
 
 
-def kept_by_attention(config: Config, z: Sizes, recompute: str, plain: bool, device: str) -> int:
+def kept_by_attention(config: Config, z: Sizes, again: bool, kind: str, device: str) -> int:
     """Kept from the projections to the input of the output projection."""
     inputs = z.query + 2 * z.key
-    if recompute == "selective":
+    if again:
         return inputs + z.tables + z.query  # the core's inputs, and its output for `out`
-    if not plain:
+    if kind == "plain-16":  # keys and values repeated for every head, and softmax's results
+        mask = (z.scores // 4 if device == "gpu" else z.halves) + z.halves
+        return 4 * z.query + z.halves + (mask if config.dropout else 0) + z.tables
+    if kind == "fused":
         # A CPU's kernel puts out heads before tokens: `out` keeps a copy in the other order.
         copied = device == "cpu" and z.rows > z.rows_of_a_head
         return inputs + z.tables + (2 if copied else 1) * z.query + z.rows
@@ -224,26 +252,27 @@ def kept_by_dropout(config: Config, z: Sizes, device: str) -> int:
     return z.stream // z.element if device == "gpu" else z.stream
 
 
-def kept_by_ffn(config: Config, z: Sizes) -> int:
-    """The wide tensors that its products and its nonlinearity need again."""
-    return (4 if config.mlp == "swiglu" else 2) * z.wide
+def kept_by_ffn(config: Config, z: Sizes, again: bool = False) -> int:
+    """The wide tensors that its products and its nonlinearity need; again: these alone."""
+    return (2 if config.mlp == "swiglu" else 1) * (1 if again else 2) * z.wide
 
 
-def is_plain(config: Config, attention: str, device: str) -> bool:
-    """Whether scores are kept: asked for, or because a CPU has no fused kernel with dropout."""
-    return attention == "plain" or (device == "cpu" and config.dropout > 0)
+def kernel(config: Config, attention: str, device: str) -> str:
+    """`attention`, but "plain" where a CPU has no fused kernel, with dropout."""
+    lacks = attention == "fused" and device == "cpu" and config.dropout > 0
+    return "plain" if lacks else attention
 
 
 def layer_parts(
-    config: Config, z: Sizes, recompute: str, attention: str, device: str
+    config: Config, z: Sizes, again: frozenset[str], kind: str, device: str
 ) -> dict[str, int]:
-    """What one layer keeps, by part, as if `recompute` were not "full"."""
-    plain = is_plain(config, attention, device)
+    """What one layer keeps, by part, where those operators are computed `again`."""
+    norm = kept_by_norm(config, z, device, "norms" in again)
     return {
-        "attention_norm": kept_by_norm(config, z, device),
-        "attention": kept_by_attention(config, z, recompute, plain, device),
+        "attention_norm": norm,
+        "attention": kept_by_attention(config, z, "attention" in again, kind, device),
         "attention_dropout": kept_by_dropout(config, z, device),
-        "ffn_norm": kept_by_norm(config, z, device),
-        "ffn": kept_by_ffn(config, z),
+        "ffn_norm": norm,
+        "ffn": kept_by_ffn(config, z, "ffn" in again),
         "ffn_dropout": kept_by_dropout(config, z, device),
     }

@@ -3,9 +3,9 @@
 Tensor parallelism cuts as Megatron does (Shoeybi et al. 2019, arXiv 1909.08053, section 3):
 queries, keys, values, up and gate by their outputs, out and down by their inputs, embedding and
 head by vocabulary, padded up to a multiple of the degree; norms and the biases of out and down
-stand on every rank. Pipeline parallelism gives each stage the same number of layers; the embedding
-stands before the first, the last norm and the head after the last. A tied head on another stage
-than the embedding is a copy of it.
+stand on every rank. Pipeline parallelism gives each stage the same number of layers, or those that
+`stages` says; the embedding stands before the first, the last norm and the head after the last. A
+tied head on another stage than the embedding is a copy of it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,35 @@ from math import prod
 
 from shardlab.shapes import Config
 
+from .stages import Stage, stages
 from .units import ceil_div, whole
 
 PARTS = "embedding", "attention", "ffn", "norms", "head"
 Shapes = dict[str, tuple[int, ...]]  # name of a parameter, as the model calls it -> its shape
 
 
-def check_cut(config: Config, tp: int = 1, pp: int = 1, stage: int | None = None) -> None:
-    """Raise ValueError unless the shape can be cut `tp` ways across and `pp` ways along."""
-    tp, pp = whole("tp", tp), whole("pp", pp)
+def placed(
+    config: Config,
+    tp: int = 1,
+    pp: int = 1,
+    stage: int | Stage | None = None,
+    rule: str | tuple[int, ...] = "equal",
+    schedule: str = "1f1b",
+) -> Stage:
+    """The stage that is meant: one of `pp`, by number; the last; or a `Stage`, which it returns.
+
+    Raises ValueError unless the shape can be cut `tp` ways across and `pp` ways along.
+    """
+    tp = whole("tp", tp)
     for name in ("heads", "key_value_heads", "ffn_width"):
         if (value := getattr(config, name)) % tp:
             raise ValueError(f"tp={tp}: allowed are divisors of {name}={value}")
-    if config.layers % pp:
-        raise ValueError(f"pp={pp}: allowed are divisors of layers={config.layers}")
+    if isinstance(stage, Stage):
+        return stage
+    found = stages(config, pp, rule, schedule)
     if stage is not None and (isinstance(stage, bool) or stage not in range(pp)):
         raise ValueError(f"stage={stage!r}: allowed are 0 to {pp - 1}")
+    return found[-1 if stage is None else stage]
 
 
 def _norm(config: Config, name: str) -> Shapes:
@@ -65,19 +78,22 @@ def layer_shapes(config: Config, tp: int = 1) -> Shapes:
     return shapes | _linear("ffn.down", width, h, bias)
 
 
-def shapes(config: Config, tp: int = 1, pp: int = 1, stage: int | None = None) -> Shapes:
-    """Every parameter that one rank holds, by name, once; `stage` as in `parameters`."""
-    check_cut(config, tp, pp, stage)
-    stage = pp - 1 if stage is None else stage
+def shapes(config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None) -> Shapes:
+    """Every parameter that one rank holds, by name, once; `stage` as in `parameters`.
+
+    Layers of a `Stage`, which does not say where it stands, count from 0.
+    """
+    here = placed(config, tp, pp, stage)
+    before = 0 if isinstance(stage, Stage) else here.layers * (pp - 1 if stage is None else stage)
     vocabulary = ceil_div(config.vocab, tp), config.hidden
     found: Shapes = {}
-    if stage == 0:
+    if here.embedding:
         found["embedding.weight"] = vocabulary
-    for layer in range(stage * config.layers // pp, (stage + 1) * config.layers // pp):
+    for layer in range(before, before + here.layers):
         found |= {f"blocks.{layer}.{name}": s for name, s in layer_shapes(config, tp).items()}
-    if stage == pp - 1:
+    if here.head:
         found |= _norm(config, "norm")
-        if not config.tied or pp > 1:
+        if not (config.tied and here.embedding):
             found["head.weight"] = vocabulary
     return found
 
@@ -89,11 +105,12 @@ def _part(name: str) -> str:
 
 
 def parameters(
-    config: Config, tp: int = 1, pp: int = 1, stage: int | None = None
+    config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None
 ) -> dict[str, int]:
     """Parameters on one rank, by part: embedding, attention, ffn, norms, head.
 
-    stage: which of the `pp` stages, counted from 0; None: the one with the most, which is the last.
+    stage: which of `pp` equal stages, counted from 0; None: the one with the most, which is the
+    last; or any `Stage`.
     Raises ValueError for degrees that do not divide heads, key-value heads, the width of the
     feed-forward network (tp) or the layers (pp).
     """
@@ -108,12 +125,16 @@ def parameter_count(config: Config) -> int:
     return sum(parameters(config).values())
 
 
-def largest_parameter(config: Config, tp: int = 1, pp: int = 1, stage: int | None = None) -> int:
+def largest_parameter(
+    config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None
+) -> int:
     """Elements of the largest single parameter on a rank."""
     return max(prod(shape) for shape in shapes(config, tp, pp, stage).values())
 
 
-def fsdp2_shard(config: Config, dp: int, tp: int = 1, pp: int = 1, stage: int | None = None) -> int:
+def fsdp2_shard(
+    config: Config, dp: int, tp: int = 1, pp: int = 1, stage: int | Stage | None = None
+) -> int:
     """Elements that rank 0 of `dp` holds when FSDP2 shards each parameter by its first dimension.
 
     The rows are rounded up (torch.chunk), so this is a little above a `dp`-th of them.

@@ -9,7 +9,8 @@ from shardlab.shapes import Config
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states
-from .counting import check_cut, layer_shapes, parameters, shapes
+from .counting import layer_shapes, parameters, placed, shapes
+from .stages import Stage
 from .units import ceil_div, whole
 
 MIB = 2**20
@@ -63,12 +64,19 @@ def estimate(
     accumulate: bool = False,
     bucket: int = 25 * MIB,
     prefetch: int = 1,
+    *,
+    cp: int = 1,
+    replicas: int = 1,
+    stages: str | tuple[int, ...] = "equal",
+    schedule: str = "1f1b",
+    chunks: int = 1,
 ) -> Estimate:
     """What one rank holds in a training step; arguments as in `states` and `activations`.
 
     stage: of `pp`, from 0; None: the one with the highest peak. accumulate: gradients of earlier
     micro-batches are there from the start, as under a pipeline. bucket: bytes of gradients reduced
-    at once. prefetch: layers that ZeRO-3 gathers ahead.
+    at once. prefetch: layers that ZeRO-3 gathers ahead. replicas: groups of dp / replicas copies,
+    within which ZeRO shards (hybrid sharding); with cp ranks to a sequence, over these too.
 
     Buffers: the tokens and targets; without ZeRO, DDP's buckets, a second copy of the gradients
     (none with gradient_as_bucket_view=True: pass bucket=0); with ZeRO-1 and 2 one bucket; with
@@ -77,8 +85,8 @@ def estimate(
     pipeline, the messages of one micro-batch: the gradient from which backward starts (not on the
     last stage), the next input (not on the first) and what was sent last.
 
-    In a pipeline the schedule is 1F1B, and gradients of earlier micro-batches are counted from the
-    first backward on: with no more micro-batches than stages to come, this is on the safe side.
+    In a pipeline gradients of earlier micro-batches are counted from the first backward on: with no
+    more micro-batches than stages to come, this is on the safe side.
 
     The peak is counted with an optimizer that takes one parameter after the other (foreach=False).
     Not in it: what an allocator loses to fragments, CUDA's context, buffers of nccl.
@@ -86,41 +94,48 @@ def estimate(
     Raises ValueError as `states` and `activations` do.
     """
     recipe = check_recipe(precision, optimizer, zero, dp, offload)
-    check_cut(config, tp, pp, stage)
+    here = placed(config, tp, pp, stage, stages, schedule)
     whole("bucket", bucket, least=0)
     whole("prefetch", prefetch, least=0)
-    if stage is None and pp > 1:
-        ends = [
+    if stage is None and pp > 1:  # of equal stages one at an end is the fullest
+        some = (0, pp - 1) if stages == "equal" else range(pp)
+        found = [
             estimate(
                 config, batch, seq, precision, optimizer, zero, dp, tp, pp, offload,
-                sequence_parallel, recompute, attention, microbatches, end, device, accumulate,
-                bucket, prefetch,
+                sequence_parallel, recompute, attention, microbatches, one, device, accumulate,
+                bucket, prefetch, cp=cp, replicas=replicas, stages=stages, schedule=schedule,
+                chunks=chunks,
             )
-            for end in (0, pp - 1)
+            for one in some
         ]  # fmt: skip
-        return max(ends, key=lambda end: end.peak)
+        return max(found, key=lambda one: one.peak)
     kept = activations(
         config, batch, seq, precision, tp, pp, stage, sequence_parallel, recompute, attention,
-        microbatches, device,
+        microbatches, device, cp=cp, stages=stages, schedule=schedule, chunks=chunks,
     )  # fmt: skip
-    held = sum(parameters(config, tp, pp, stage).values())
-    state = states(held, precision, optimizer, zero, dp, offload=offload)
-    unit = _Unit.of(config, tp, pp, stage)
-    tokens = 16 * batch * (config.seq if seq is None else seq)  # tokens and targets, int64
+    copies, shards = dp * cp, _shards(zero, dp, cp, replicas)
+    held = sum(parameters(config, tp, pp, here).values())
+    state = (
+        states(held, precision, optimizer, zero, shards, offload=offload)
+        if held
+        else States(0, 0, 0)
+    )
+    unit = _Unit.of(config, tp, here)
+    tokens = 16 * batch * (config.seq if seq is None else seq) // cp  # and targets, int64
     gathered = buckets = 0
-    if dp > 1 and zero == 3:
+    if shards > 1 and zero == 3:
         layers = unit.layer * ((1 + prefetch) * recipe.compute + recipe.gradients)
         gathered = recipe.compute * unit.root + max(layers, recipe.gradients * unit.root)
-    elif dp > 1:
+    elif copies > 1:
         gradients = held * recipe.gradients
         buckets = gradients if zero == 0 and bucket else min(gradients, bucket)
-    messages = kept.stream * (2 if stage in (0, pp - 1) else 3) if pp > 1 else 0
+    messages = kept.stream * (2 if here.embedding or here.head else 3) if pp > 1 else 0
     earlier = accumulate or (pp > 1 and microbatches != 1)
-    sharded = zero if dp > 1 else 0
-    moments = _moments(kept, state, recipe, unit, earlier, sharded, dp, prefetch)
-    if offload == "none":  # else the optimizer computes in host memory
-        tensors = [prod(shape) for shape in shapes(config, tp, pp, stage).values()]
-        moments["step"] += step_temporaries(tensors, recipe, optimizer, dp if zero else 1)
+    sharded = zero if shards > 1 else 0
+    moments = _moments(kept, state, recipe, unit, earlier, sharded, shards, prefetch)
+    if held and offload == "none":  # else the optimizer computes in host memory
+        tensors = [prod(shape) for shape in shapes(config, tp, pp, here).values()]
+        moments["step"] += step_temporaries(tensors, recipe, optimizer, shards if zero else 1)
     return Estimate(
         state.parameters,
         state.gradients,
@@ -130,6 +145,15 @@ def estimate(
         state.host,
         {name: size + tokens + buckets + messages for name, size in moments.items()},
     )
+
+
+def _shards(zero: int, dp: int, cp: int, replicas: int) -> int:
+    """Ranks among which ZeRO divides."""
+    if dp % whole("replicas", replicas):
+        raise ValueError(f"replicas={replicas}: allowed are divisors of dp={dp}")
+    if replicas > 1 and not zero:
+        raise ValueError(f"replicas={replicas}: allowed with zero=0 is 1")
+    return dp // replicas * cp
 
 
 def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards: int = 1) -> int:
@@ -179,7 +203,7 @@ def _moments(
     alone = unit.first and not unit.tied
     output = unit.root - alone * unit.vocabulary if unit.last else 0
     outer = gather * unit.root + (output * born if zero == 3 else finished(output))
-    all_layers = kept.layer * kept.layers * kept.in_flight
+    all_layers = kept.all_layers
 
     moments = {"loss": base + kept.saved + kept.loss}
     if kept.edge:  # sequence parallelism
@@ -196,7 +220,7 @@ def _moments(
     # At its inner gradients a layer has the gradient of `down`, at its norm all of the network's.
     here = {"ffn": unit.down, "norm": unit.ffn, "attention": unit.ffn, "end": unit.layer}
     last = kept.layers - 1
-    for moment, size in kept.working.items():
+    for moment, size in kept.working.items() if kept.layers else ():
         held = base + outer + all_layers + size + here[moment] * born + layer
         moments[moment] = max(
             held
@@ -234,18 +258,17 @@ class _Unit:
     last: bool
 
     @staticmethod
-    def of(config: Config, tp: int, pp: int, stage: int | None) -> _Unit:
+    def of(config: Config, tp: int, stage: Stage) -> _Unit:
         by_name = {name: prod(shape) for name, shape in layer_shapes(config, tp).items()}
-        held = parameters(config, tp, pp, stage)
+        held = parameters(config, tp, stage=stage)
         layer = sum(by_name.values())
-        stage = pp - 1 if stage is None else stage
         return _Unit(
             layer,
             sum(n for name, n in by_name.items() if name.startswith("ffn.")),
             sum(n for name, n in by_name.items() if name.startswith("ffn.down")),
-            sum(held.values()) - layer * (config.layers // pp),
+            sum(held.values()) - layer * stage.layers,
             ceil_div(config.vocab, tp) * config.hidden,
-            config.tied and pp == 1,
-            stage == 0,
-            stage == pp - 1,
+            config.tied and stage.embedding and stage.head,
+            stage.embedding,
+            stage.head,
         )

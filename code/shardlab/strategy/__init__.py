@@ -18,13 +18,12 @@ from shardlab.machines import MACHINES, Machine, room
 from .advice import fullness, slowness
 from .chart import RUNGS, Rung, choose, rungs
 from .cost import Seconds, flops, seconds, training_days, zero_bytes
-from .layout import Layout, peak
+from .layout import Layout, Stage, peak, stages
 from .plan import Plan, Planned, plan
 from .predict import Prediction, predict
 from .profile import PROFILES, Profile
 from .rates import Rate, Rates, known
 from .search import Choice, fastest
-from .stages import Stage, stages
 
 __all__ = [
     "MACHINES",

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from shardlab.machines import MACHINES
+from shardlab.memory.core import computed_again
 
 from .job import Job, parameters
-from .stages import stages
+from .layout import stages
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
 TILE = 128, 256  # of a product's output, which one multiprocessor computes
@@ -126,10 +127,10 @@ def layer(job: Job, rates: Mapping[str, float]) -> tuple[_Work, _Work]:
         attention = 4 * pairs / (rates["products"] * machine.flops)
         scores = job.tokens * job.seq * config.heads / t
         core = rates["scores"] * 2 * scores / bandwidth
-        again = 2.0
+        more = 2.0
     else:  # half of the pairs are masked, and left out; backward computes scores again
         attention = 2 * pairs / (rates["attention"] * machine.flops)
-        core, again = 0.0, 2.5
+        core, more = 0.0, 2.5
     outside = rates["elementwise"] * job.tokens * h / job.sequence
     inside = (6 if config.mlp == "swiglu" else 4) * job.tokens * f / t
     elementwise = (outside + inside) / bandwidth
@@ -139,12 +140,15 @@ def layer(job: Job, rates: Mapping[str, float]) -> tuple[_Work, _Work]:
     # Where the stream is cut as well, a gradient is gathered before anything can be computed.
     waits = 1 - min(1.0, rates["hidden"]) + (0.5 if job.sequence > 1 else 0.0)
     backward = _Work(
-        2 * products, again * attention, 2 * (elementwise + core), 0.0, waits * tensor, 2 * context
+        2 * products, more * attention, 2 * (elementwise + core), 0.0, waits * tensor, 2 * context
     )
+    again = computed_again(layout.recompute)
     if layout.recompute == "full":
         backward = backward.plus(forward)
-    elif layout.recompute == "selective":
+    if "attention" in again:
         backward = backward.plus(_Work(attention=attention, elementwise=core))
+    passes = 8 * job.tokens * h / job.sequence * ("norms" in again)  # two norms, read and written
+    backward.elementwise += (passes + inside * ("ffn" in again)) / bandwidth
     crossing = layout.pp > 1 and job.nodes > 1
     launch = rates["launch"] + (rates["crossing"] * (t - 1) if crossing else 0.0)
     gpu, cpu = forward.total + backward.total, launch * (4 / 3 if layout.recompute == "full" else 1)

@@ -23,11 +23,11 @@ from math import prod
 
 from shardlab import memory
 from shardlab.machines import Machine
+from shardlab.memory.core import computed_again
 from shardlab.memory.units import ceil_div, whole
 from shardlab.shapes import Config
 
-from .layout import Layout
-from .stages import Stage, stages
+from .layout import Layout, Stage, stages
 
 ELEMENT = 2  # bytes: activations, weights and gradients travel in 16 bits
 DAY = 86_400.0
@@ -47,13 +47,13 @@ def flops(
     """
     seq = config.seq if seq is None else whole("seq", seq)
     tokens = whole("tokens", tokens)
-    if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"recompute={recompute!r}: allowed are 'none', 'selective' and 'full'")
+    again = computed_again(recompute)
     named = memory.shapes(config).items()
     layers = sum(prod(s) for name, s in named if len(s) == 2 and name.startswith("blocks."))
     head = config.vocab * config.hidden
     pairs = 2 * config.layers * seq * config.hidden // (2 if causal else 1)  # q·k, and times v
-    passes = {"none": (3, 3), "selective": (3, 4), "full": (4, 4)}[recompute]  # backward is two
+    twice = recompute == "full"  # the forward pass, of three
+    passes = 3 + twice, 3 + (twice or "attention" in again)
     return tokens * 2 * (passes[0] * layers + passes[1] * pairs + 3 * head)
 
 

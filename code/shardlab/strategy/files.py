@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.machines import MACHINES, Machine
+from shardlab.memory import SCHEDULES
 from shardlab.shapes import Config
 
 from .job import Job
-from .layout import SCHEDULES, Layout
+from .layout import Layout
 from .profile import Profile
 
 SHAPE = "layers", "hidden", "heads", "ffn", "seq"

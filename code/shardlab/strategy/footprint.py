@@ -7,12 +7,15 @@ that another stream still reads comes back late. Tools report the reserved bytes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
+from shardlab.memory import Stage, in_flight
+from shardlab.memory.core import computed_again
+from shardlab.memory.stages import deferred
+
 from .job import Job, parameters
-from .layout import Layout
-from .stages import Stage, stages
+from .layout import stages
 
 GIB = 2**30
 
@@ -60,7 +63,12 @@ def footprint(job: Job, rates: Mapping[str, float], stage: int = 0) -> Bytes:
         gradients = 0.0 if zero >= 2 else gradients
     if layout.offload == "parameters":
         weights = 0.0
-    kept = activations(job, rates, here) * in_flight(layout, stage)
+    m = layout.microbatches
+    flying = in_flight(layout.pp, stage, m, layout.schedule, layout.chunks)
+    kept = activations(job, rates, here) * float(flying)
+    if (waiting := deferred(layout.pp, stage, m, layout.schedule)) and layout.recompute == "none":
+        without = replace(job, layout=replace(layout, recompute="selective"))
+        kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
     logits = rates["logit"] * job.tokens * config.vocab / layout.tp if here.head else 0.0
     return Bytes(
         weights, gradients, optimizer, kept, logits, _buffers(job, rates, here, held),
@@ -83,31 +91,15 @@ def activations(job: Job, rates: Mapping[str, float], stage: Stage) -> float:
     h, t = config.hidden, layout.tp
     if layout.recompute == "full":  # each layer's input; and one layer, while it is recomputed
         return stage.layers * job.stream / job.sequence
+    again = computed_again(layout.recompute)
     network = profile.swiglu if config.mlp == "swiglu" else profile.gelu
+    if "ffn" in again:  # what the wide products put out is kept, and not what becomes of it
+        network = 4 if config.mlp == "swiglu" else 2
+    outside = rates["kept"] - (2 * 2 if "norms" in again else 0)  # two norms' outputs, in 16 bits
     inside = profile.cut * 2 * (h + job.heads) + network * config.ffn_width
-    if profile.attention == "plain" and layout.recompute == "none":
+    if profile.attention == "plain" and "attention" not in again:
         inside += profile.scores * config.heads * job.seq
-    return stage.layers * job.tokens * (rates["kept"] * h / job.sequence + inside / t)
-
-
-def in_flight(layout: Layout, stage: int) -> float:
-    """Micro-batches, as parts of all layers of a stage, that are kept at once.
-
-    1F1B: p - k on stage k. Interleaved: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, and
-    Korthikanti et al. 2022, section 4.2.3. Zero-bubble: Qi et al. 2023 (arXiv 2401.10241).
-    """
-    p, m, v = layout.pp, layout.microbatches, layout.chunks
-    if p == 1 or layout.schedule == "naive":
-        return 1
-    if layout.schedule == "gpipe":
-        return m
-    if layout.schedule == "interleaved":
-        return min(m, (2 * (p - stage - 1) + (v - 1) * p + 1) / v)
-    if layout.schedule == "zb-h2":
-        return min(m, 2 * (p - stage) - 1)
-    if layout.schedule == "zb-v":
-        return min(m, p)
-    return min(m, p - stage)
+    return stage.layers * job.tokens * (outside * h / job.sequence + inside / t)
 
 
 def _buffers(job: Job, rates: Mapping[str, float], stage: Stage, held: float) -> float:

@@ -11,9 +11,8 @@ from math import ceil
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
-from .layout import Layout
+from .layout import Layout, Stage
 from .profile import Profile
-from .stages import Stage
 
 
 @dataclass(frozen=True)

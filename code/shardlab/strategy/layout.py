@@ -6,17 +6,13 @@ from dataclasses import dataclass
 
 from shardlab import memory
 from shardlab.arguments import check_whole
+from shardlab.memory import Stage
+from shardlab.memory.core import computed_again
+from shardlab.memory.stages import check_rule, check_schedule
 from shardlab.memory.units import one_of
 from shardlab.shapes import Config
 
 _DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
-SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
-STAGE_RULES = "equal", "megatron", "nanotron"
-_NAMES = {
-    "recompute": ("none", "selective", "full"),
-    "schedule": SCHEDULES,
-    "offload": ("none", "optimizer", "parameters"),
-}
 
 
 @dataclass(frozen=True)
@@ -29,25 +25,28 @@ class Layout:
     zero: int = 0  # stage of ZeRO, between the copies
     micro_batch: int = 1  # [b] sequences
     microbatches: int = 1  # [m] in one step, one after the other, on each copy
-    recompute: str = "none"  # or "selective", "full"
+    recompute: str = "none"  # or "selective", "full"; or by operator: "norms+ffn"
     sequence_parallel: bool = False
     cp: int = 1  # [c] ranks that share each sequence
     ep: int = 1  # ranks, of the copies, that share the experts
     chunks: int = 1  # [v] parts of the model on each stage, under "interleaved" and "zb-v"
-    schedule: str = "1f1b"  # of a pipeline: one of SCHEDULES
+    schedule: str = "1f1b"  # of a pipeline: one of memory.SCHEDULES
     replicas: int = 1  # groups of dp / replicas copies that ZeRO shards over; groups repeat (HSDP)
     offload: str = "none"  # to the host's memory: or "optimizer", "parameters" (ZeRO-3)
-    stages: str | tuple[int, ...] = "equal"  # one of STAGE_RULES, or the layers of each stage
+    stages: str | tuple[int, ...] = (
+        "equal"  # one of memory.STAGE_RULES, or the layers of each stage
+    )
 
     def __post_init__(self) -> None:
         check_whole(1, **{name: getattr(self, name) for name in _DEGREES})
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r}: allowed are 0, 1, 2 and 3")
-        for name, allowed in _NAMES.items():
-            one_of(name, getattr(self, name), allowed)
+        one_of("offload", self.offload, ("none", "optimizer", "parameters"))
+        computed_again(self.recompute)
         one_of("sequence_parallel", self.sequence_parallel, (False, True))
         self._check_copies()
-        self._check_stages()
+        check_schedule(self.pp, self.schedule, self.chunks)
+        check_rule(self.pp, self.stages)
 
     def _check_copies(self) -> None:
         for name in ("ep", "replicas"):
@@ -58,22 +57,6 @@ class Layout:
             raise ValueError(f"replicas={self.replicas}: allowed with zero=0 is 1")
         if self.offload == "parameters" and self.zero != 3:
             raise ValueError(f"zero={self.zero}: allowed with offload='parameters' is 3")
-
-    def _check_stages(self) -> None:
-        if self.schedule == "interleaved" and self.pp > 1:
-            if self.chunks < 2:
-                raise ValueError("chunks=1: allowed with schedule='interleaved' are 2 or more")
-        elif self.chunks != (2 if self.schedule == "zb-v" and self.pp > 1 else 1):
-            allowed = "is 2" if self.schedule == "zb-v" and self.pp > 1 else "is 1"
-            given = f"schedule={self.schedule!r} and pp={self.pp}"
-            raise ValueError(f"chunks={self.chunks}: allowed with {given} {allowed}")
-        if isinstance(self.stages, str):
-            one_of("stages", self.stages, STAGE_RULES)
-            return
-        whole = [isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in self.stages]
-        if not isinstance(self.stages, tuple) or len(whole) != self.pp or not all(whole):
-            allowed = f"{', '.join(STAGE_RULES)}, and a tuple of pp={self.pp} whole numbers"
-            raise ValueError(f"stages={self.stages!r}: allowed are {allowed}")
 
     @property
     def ranks(self) -> int:
@@ -98,7 +81,8 @@ class Layout:
             groups = f" in {self.replicas} groups" if self.replicas > 1 else ""
             words.append(f"ZeRO-{self.zero}{groups}")
         if self.recompute != "none":
-            words.append("recompute" if self.recompute == "full" else "recompute attention")
+            parts = {"full": "", "selective": " attention"}
+            words.append("recompute" + parts.get(self.recompute, f" {self.recompute}"))
         if self.pp > 1 and self.schedule != "1f1b":
             chunks = f" {self.chunks}" if self.schedule == "interleaved" else ""
             words.append(self.schedule + chunks)
@@ -120,6 +104,11 @@ def _runs(layers: tuple[int, ...]) -> str:
     return "+".join(str(n) if times == 1 else f"{times}×{n}" for times, n in runs)
 
 
+def stages(config: Config, layout: Layout) -> list[Stage]:
+    """The stages of `config` in that layout, first to last; errors as those of `memory.stages`."""
+    return memory.stages(config, layout.pp, layout.stages, layout.schedule)
+
+
 def peak(
     config: Config,
     layout: Layout,
@@ -130,14 +119,10 @@ def peak(
     """Bytes of the fullest rank at the fullest moment of a step, on a GPU: `memory.estimate`.
 
     seq: tokens of a sequence, by default the model's longest. Raises ValueError as that does, where
-    the shape cannot be cut so, and for what it does not count and `predict` does: sequences and
-    experts that ranks share, other schedules than 1F1B, groups that repeat, and unequal stages.
+    the shape cannot be cut so, and for experts, which no `Config` has.
     """
-    plain = {"cp": 1, "ep": 1, "chunks": 1, "schedule": "1f1b", "replicas": 1, "stages": "equal"}
-    for name, value in plain.items():
-        if getattr(layout, name) != value and (name != "schedule" or layout.pp > 1):
-            given = f"{name}={getattr(layout, name)!r}"
-            raise ValueError(f"{given}: allowed is {value!r}; strategy.predict takes others")
+    if layout.ep > 1:
+        raise ValueError(f"ep={layout.ep}: allowed is 1, for a model without experts")
     return memory.estimate(
         config,
         layout.micro_batch,
@@ -155,4 +140,9 @@ def peak(
         device="gpu",
         # From the second micro-batch on, the gradients of earlier ones are there.
         accumulate=layout.microbatches > 1,
+        cp=layout.cp,
+        replicas=layout.replicas,
+        stages=layout.stages,
+        schedule=layout.schedule,
+        chunks=layout.chunks,
     ).peak

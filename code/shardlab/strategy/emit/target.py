@@ -8,8 +8,7 @@ from shardlab import memory
 from shardlab.machines import Machine
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
-from shardlab.strategy.layout import Layout
-from shardlab.strategy.stages import stages
+from shardlab.strategy.layout import Layout, stages
 
 WIDTH = 100  # columns of what is written
 
@@ -30,6 +29,9 @@ class Target:
         memory.shapes(self.config, at.tp)  # refuses what cannot be cut so
         if at.ranks > n and at.ranks % n:
             raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
+        if at.recompute not in ("none", "selective", "full"):
+            allowed = "are 'none', 'selective' and 'full'"
+            raise self.refusal(f"recompute={at.recompute!r}", allowed)
         if at.ep > 1:
             raise self.refusal(f"ep={at.ep}", "is 1", "this shape has no experts")
         if at.cp > 1 and self.seq % (2 * at.cp):
@@ -90,7 +92,7 @@ class Target:
         at = self.layout
         placed = stages(self.config, at)
         held = tuple(stage.layers for stage in placed)
-        if not placed[-1].head:
+        if not placed[0 if at.schedule == "zb-v" else -1].head:
             raise self.refusal(f"stages={at.stages!r}", "are those with the head on the last one")
         if any(layers % at.chunks for layers in held):
             allowed = f"with chunks={at.chunks} are multiples of that on each stage"

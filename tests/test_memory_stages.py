@@ -1,0 +1,152 @@
+"""Which layers stand where, against published cuts; and how many micro-batches a stage keeps."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardlab import memory, pipeline
+from shardlab.memory import Stage, in_flight, stages
+from shardlab.shapes import PRESETS, Config
+
+
+def shape(layers: int, hidden: int = 64, ffn: int = 256, vocab: int = 256) -> Config:
+    return Config(vocab, 64, layers, 2, hidden, None, ffn, "swiglu")
+
+
+def counts(config: Config, pp: int, rule: str) -> list[int]:
+    return [stage.layers for stage in stages(config, pp, rule)]
+
+
+# The Ultra-Scale sweep: layers, hidden, width; the layers of its stages.
+LLAMA_8B, LLAMA_1B = shape(32, 4096, 14_336, 131_072), shape(16, 2048, 8192, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("config", "pp", "found"),
+    [
+        (LLAMA_8B, 1, [32]),
+        (LLAMA_8B, 2, [18, 14]),
+        (LLAMA_8B, 4, [9, 9, 8, 6]),
+        # The head weighs as much as four layers, and a stage may end exactly where its share does.
+        (LLAMA_1B, 2, [10, 6]),
+        (LLAMA_1B, 4, [5, 5, 5, 1]),
+    ],
+)
+def test_nanotron_weighs_the_head(config: Config, pp: int, found: list[int]) -> None:
+    assert counts(config, pp, "nanotron") == found
+
+
+def test_the_first_stage_of_nanotron_on_many() -> None:
+    assert [counts(LLAMA_8B, pp, "nanotron")[0] for pp in (8, 16)] == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "found"),
+    [
+        (126, 16, [7, *[8] * 14, 7]),  # Llama 3 405B, section 3.3.2
+        (70, 12, [5, *[6] * 10, 5]),  # BLOOM (arXiv 2211.05100), with 12 stages
+        (22, 8, [2, *[3] * 6, 2]),  # Qi et al. 2023, Table 3
+        (96, 8, [12] * 8),
+        (5, 3, [1, 3, 1]),
+    ],
+)
+def test_megatron_counts_the_ends_as_a_layer(layers: int, pp: int, found: list[int]) -> None:
+    assert counts(shape(layers), pp, "megatron") == found
+
+
+@given(st.integers(1, 130), st.integers(1, 64), st.sampled_from(["megatron", "nanotron"]))
+def test_every_layer_stands_once(layers: int, pp: int, rule: str) -> None:
+    config = shape(layers)
+    if rule == "megatron" and pp > layers + 2:
+        with pytest.raises(ValueError, match=f"pp={pp}: allowed are 1 to {layers + 2}"):
+            stages(config, pp, rule)
+        return
+    found = stages(config, pp, rule)
+    assert len(found) == pp and sum(stage.layers for stage in found) == layers
+    assert [stage.embedding for stage in found] == [k == 0 for k in range(pp)]
+    assert sum(stage.head for stage in found) == 1
+    assert min(stage.layers for stage in found) >= 0
+
+
+def test_given_layers() -> None:
+    found = stages(shape(5), 2, (2, 3))
+    assert found == [Stage(2, True, False), Stage(3, False, True)]
+    with pytest.raises(ValueError, match=r"stages=\(2, 2\): allowed are those with 5 layers"):
+        stages(shape(5), 2, (2, 2))
+    with pytest.raises(ValueError, match="pp=2: allowed are divisors of layers=5"):
+        stages(shape(5), 2)
+
+
+def test_schedules_are_those_of_the_pipeline() -> None:
+    assert memory.SCHEDULES == pipeline.NAMES
+
+
+@pytest.mark.parametrize("name", memory.SCHEDULES)
+@given(st.integers(2, 8), st.integers(1, 40), st.integers(2, 4))
+def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m: int, v: int):
+    chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
+    plan = pipeline.schedule(name, p, m, chunks if chunks > 1 else None)
+    found = [in_flight(p, stage, m, name, chunks) for stage in range(p)]
+    lived = [Fraction(n).limit_denominator(chunks) for n in pipeline.live(plan)]
+    if name == "zb-v":  # a bound, which many micro-batches reach
+        assert all(n <= most for n, most in zip(lived, found, strict=True))
+        assert lived == found or m < 2 * p
+    else:
+        assert lived == found
+
+
+def test_given_stages_add_up_to_the_model() -> None:
+    """Each of them is counted as it is, whatever the rule: no layer twice, and none forgotten."""
+    config, cut = PRESETS["llama-3-8b"], (9, 9, 8, 6)
+    found = [memory.estimate(config, pp=4, stage=k, stages=cut, zero=0) for k in range(4)]
+    assert sum(one.parameters for one in found) == 2 * memory.parameter_count(config)
+    equal = [memory.estimate(config, pp=4, stage=k, stages=(8,) * 4) for k in range(4)]
+    assert equal == [memory.estimate(config, pp=4, stage=k) for k in range(4)]
+    fullest = memory.estimate(config, pp=4, stages=cut).peak
+    assert fullest == max(memory.estimate(config, pp=4, stage=k, stages=cut).peak for k in range(4))
+    assert fullest > memory.estimate(config, pp=4).peak
+
+
+def test_a_stage_may_be_empty_or_have_both_ends() -> None:
+    config = PRESETS["micro"]
+    empty = memory.estimate(config, pp=3, stages=(4, 0, 0), stage=1)
+    assert empty.parameters == empty.optimizer == 0 and empty.peak > 0  # the stream passes
+    first, second = (
+        memory.estimate(config, pp=2, schedule="zb-v", chunks=2, stage=k) for k in range(2)
+    )
+    alone = sum(memory.parameters(config, pp=2, stage=Stage(2, False, False)).values())
+    assert second.parameters == 2 * alone
+    assert first.parameters + second.parameters == 2 * memory.parameter_count(config)  # tied, once
+
+
+def test_ranks_that_share_a_sequence_or_groups_of_copies() -> None:
+    config = PRESETS["llama-3-8b"]
+    one = memory.estimate(config, zero=3, dp=8)
+    around = memory.estimate(config, zero=3, dp=4, cp=2)
+    assert around.optimizer == one.optimizer  # ZeRO divides by all that have the same weights
+    half = memory.activations(config, seq=config.seq // 2)
+    assert memory.activations(config, cp=2) == half
+    groups = memory.estimate(config, zero=3, dp=8, replicas=4)
+    assert groups.optimizer == memory.estimate(config, zero=3, dp=2).optimizer
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("cp=3: allowed are divisors of seq=64", {"cp": 3}),
+        ("attention='plain': allowed with cp=2 is 'fused'", {"cp": 2, "attention": "plain"}),
+        ("replicas=3: allowed are divisors of dp=8", {"dp": 8, "replicas": 3, "zero": 1}),
+        ("replicas=2: allowed with zero=0 is 1", {"dp": 8, "replicas": 2}),
+        ("schedule='2f2b': allowed are 'naive'", {"schedule": "2f2b"}),
+        ("chunks=1: allowed with schedule='interleaved'", {"pp": 2, "schedule": "interleaved"}),
+        (r"stages=\(1, 2\): allowed are those with 2 layers", {"pp": 2, "stages": (1, 2)}),
+        (r"stages=\(2,\): allowed are equal", {"pp": 2, "stages": (2,)}),
+        ("recompute='norms\\+gelu': allowed are 'none'", {"recompute": "norms+gelu"}),
+        ("recompute='ffn\\+ffn': allowed are 'none'", {"recompute": "ffn+ffn"}),
+    ],
+)
+def test_what_cannot_be_is_refused(words: str, given: dict) -> None:
+    with pytest.raises(ValueError, match=words):
+        memory.estimate(PRESETS["nano"], **given)

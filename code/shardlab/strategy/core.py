@@ -22,7 +22,7 @@ from shardlab.machines import MACHINES
 from shardlab.memory.core import computed_again
 
 from .job import Job, parameters
-from .layout import stages
+from .layout import Layout, stages
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
 TILE = 128, 256  # of a product's output, which one multiprocessor computes
@@ -86,7 +86,7 @@ def seconds(job: Job, rates: Mapping[str, float], reserved: float = 0.0) -> Seco
     if layout.schedule == "naive":
         bubble = (m * others) if layout.pp > 1 else 0.0
     else:
-        bubble = others * _left(layout.schedule, forward.total, backward.total) / v
+        bubble = others * _left(layout, forward.total, backward.total, backward.products / 2) / v
     held = [parameters(job, stage) for stage in found]
     busy = slowest.total * m
     data, step = _copies(job, rates, held, busy), _optimizer(job, rates, max(held))
@@ -101,11 +101,15 @@ def seconds(job: Job, rates: Mapping[str, float], reserved: float = 0.0) -> Seco
                    retries=retries)  # fmt: skip
 
 
-def _left(schedule: str, forward: float, backward: float) -> float:
-    """The share of 1F1B's bubble that a schedule leaves: Qi et al. 2023 (arXiv 2401.10241)."""
-    if schedule == "zb-h1":  # half of backward is that of the weights, and fills
-        return forward / (forward + backward)
-    return 0.0 if schedule in ("zb-h2", "zb-v") else 1.0
+def _left(layout: Layout, forward: float, backward: float, weights: float) -> float:
+    """The share of 1F1B's bubble that a schedule leaves: Qi et al. 2023 (arXiv 2401.10241).
+
+    weights: what of backward can wait, and fills: once, or twice where more micro-batches begin
+    early; and no more than there is, one for each micro-batch but the last.
+    """
+    fills = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}.get(layout.schedule, 0)
+    filled = min(fills, (layout.microbatches - 1) / max(1, layout.pp - 1)) * weights
+    return max(0.0, 1 - (weights + filled) / (forward + backward)) if fills else 1.0
 
 
 def layer(job: Job, rates: Mapping[str, float]) -> tuple[_Work, _Work]:

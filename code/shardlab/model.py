@@ -96,6 +96,7 @@ class Experts(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] to [B, S, H]; a token that all its experts left out gives zeros."""
         _, chosen_BSC, weights_BSC = self.router(x_BSH)
+        chosen_BSC = self.router.admit(chosen_BSC)
         y_BSH = torch.zeros_like(x_BSH) if self.shared is None else self.shared(x_BSH)
         for number, expert in enumerate(self.experts):
             b_R, s_R, c_R = (chosen_BSC == number).nonzero(as_tuple=True)  # in order of tokens

@@ -33,7 +33,7 @@ class Router(nn.Module):
         self.register_buffer("bias_E", torch.zeros(config.experts))
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S, H] to scores [B, S, E], chosen experts, -1 for a full one, and weights [B, S, C].
+        """[B, S, H] to scores [B, S, E], chosen experts [B, S, C], best first, and their weights.
 
         Weights are the chosen scores over their sum; with one choice the score, lest it be always 1
         and teach the router nothing.
@@ -46,13 +46,16 @@ class Router(nn.Module):
         weights_BSC = scores_BSE.gather(-1, chosen_BSC)
         if self.config.experts_per_token > 1:
             weights_BSC = weights_BSC / weights_BSC.sum(-1, keepdim=True)
-        if (places := self.config.places(x_BSH.shape[1])) is not None:
-            chosen_BSC = drop(chosen_BSC, self.config.experts, places)
         return scores_BSE, chosen_BSC, weights_BSC.to(x_BSH.dtype)
+
+    def admit(self, chosen_BSC: Tensor) -> Tensor:
+        """The choices that find a place: where an expert is full, its number becomes -1."""
+        places = self.config.places(chosen_BSC.shape[1])
+        return chosen_BSC if places is None else drop(chosen_BSC, self.config.experts, places)
 
 
 def drop(chosen_BSC: Tensor, experts: int, places: int) -> Tensor:
-    """Leave each expert `places` tokens of each sequence; for the others its number becomes -1.
+    """Leave each expert `places` choices of each sequence, and make the others -1.
 
     All first choices come before all second ones (GShard, arXiv 2006.16668, Algorithm 1).
     """

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from shardlab import text
-from shardlab.model import GPT, PRESETS, Config, loss, parameter_count, rotate
+from shardlab.model import GPT, PRESETS, Config, Experts, FeedForward, loss, parameter_count, rotate
+from shardlab.router import drop
+from shardlab.shapes import MIXTRAL_8X7B
+
+SMALL = Config(vocab=32, seq=12, layers=3, hidden=16, heads=2, mlp="swiglu", experts=4)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,97 @@ def test_the_model_knows_nothing_of_parallelism(root):
     assert "distributed" not in source and "import shardlab" not in source
     assert source.count("\n") < 200
     assert isinstance(GPT(PRESETS["nano"]), nn.Module)
+
+
+def test_mixtral_has_the_published_number_of_parameters():
+    # 46.7 billion, and 12.9 for each token (arXiv 2401.04088, Table 1); the released model's count.
+    assert parameter_count(MIXTRAL_8X7B) == 46_702_792_704
+    assert round(parameter_count(replace(MIXTRAL_8X7B, experts=2)) / 1e8) == 129
+
+
+def test_experts_stand_in_all_layers_but_the_dense_ones():
+    config = replace(SMALL, dense_layers=1, shared_experts=2, expert_ffn=8, bias=False)
+    kinds = [type(block.ffn) for block in GPT(config).blocks]
+    assert kinds == [FeedForward, Experts, Experts]
+    one = 3 * 16 * 8
+    sparse = 4 * 16 + 4 * one + 3 * 16 * 16  # router, experts, the shared ones as one of width 16
+    assert sum(p.numel() for p in GPT(config).blocks[1].ffn.parameters()) == sparse
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("chosen", [1, 2, 4])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_token_gets_the_weighted_outputs_of_its_best_experts(router, chosen, shared):
+    torch.manual_seed(0)
+    layer = Experts(
+        replace(SMALL, router=router, experts_per_token=chosen, shared_experts=shared)
+    ).double()
+    layer.router.bias_E.copy_(torch.tensor([0.2, 0.0, -0.1, 0.05]))
+    x_BSH = torch.randn(2, 5, 16, dtype=torch.float64)
+    y_BSH = layer(x_BSH)
+    for x_H, y_H in zip(x_BSH.flatten(0, 1), y_BSH.flatten(0, 1), strict=True):
+        logits_E = layer.router.score.weight @ x_H
+        scores_E = (
+            logits_E.sigmoid() if router == "sigmoid" else logits_E.exp() / logits_E.exp().sum()
+        )
+        best = sorted(range(4), key=lambda e: -(scores_E + layer.router.bias_E)[e])[:chosen]
+        total = sum(scores_E[e] for e in best) if chosen > 1 else 1
+        want_H = sum(scores_E[e] / total * layer.experts[e](x_H) for e in best)
+        if shared:
+            want_H = want_H + layer.shared(x_H)
+        torch.testing.assert_close(y_H, want_H, rtol=0, atol=1e-12)
+
+
+def test_a_router_with_one_choice_learns():
+    torch.manual_seed(0)
+    layer = Experts(replace(SMALL, experts_per_token=1))
+    layer(torch.randn(2, 5, 16)).square().sum().backward()
+    assert layer.router.score.weight.grad.abs().max() > 1e-4
+
+
+def test_a_full_expert_leaves_out_last_choices_and_last_tokens():
+    # Tokens choose (first, second). Expert 0 is first choice of tokens 0, 2, 3, second of 1.
+    chosen_BSC = torch.tensor([[[0, 1], [1, 0], [0, 2], [0, 1]]])
+    assert drop(chosen_BSC, 3, 4).equal(chosen_BSC)
+    kept = drop(chosen_BSC, 3, 2)
+    assert kept.tolist() == [[[0, 1], [1, -1], [0, 2], [-1, -1]]]
+    assert drop(chosen_BSC.expand(3, -1, -1), 3, 2).equal(kept.expand(3, -1, -1))  # by sequence
+
+
+def test_capacity_is_a_share_of_the_choices_rounded_up():
+    for capacity, places in ((1.0, 5), (0.5, 3), (1.25, 7), (None, None)):
+        assert replace(SMALL, capacity=capacity).places(10) == places
+
+
+def test_without_a_capacity_no_token_sees_a_later_one():
+    torch.manual_seed(0)
+    tokens_BS = torch.randint(32, (2, 12))
+    changed_BS = tokens_BS.clone()
+    changed_BS[:, 7:] = (changed_BS[:, 7:] + 5) % 32
+    for capacity, seen in ((None, False), (0.5, True)):  # first choices push out second ones
+        model = GPT(replace(SMALL, capacity=capacity)).double()
+        apart_BSV = model(tokens_BS) - model(changed_BS)
+        assert bool(apart_BSV[:, :7].abs().max() > 1e-6) is seen
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"experts": -1}, "experts=-1: allowed are whole numbers, 1 and more"),
+        ({"experts_per_token": 5}, "experts_per_token=5: allowed are whole numbers, 1 to 4"),
+        ({"experts_per_token": 0}, "experts_per_token=0: allowed are whole numbers, 1 to 4"),
+        ({"expert_ffn": 0}, "expert_width=0: allowed"),
+        ({"shared_experts": -1}, "shared_experts=-1: allowed are whole numbers, 0 and more"),
+        ({"dense_layers": 3}, "dense_layers=3: allowed are whole numbers, 0 to 2"),
+        ({"router": "hash"}, "router='hash': allowed are 'softmax', 'sigmoid'"),
+        ({"capacity": 0.0}, "capacity=0.0: allowed are numbers above 0, and None"),
+        ({"capacity": -1.0}, "capacity=-1.0: allowed"),
+        ({"capacity": float("nan")}, "capacity=nan: allowed"),
+    ],
+)
+def test_bad_shapes_of_experts(wrong: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **wrong)
 
 
 @pytest.mark.parametrize(

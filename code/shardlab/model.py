@@ -1,11 +1,12 @@
 """A plain GPT that knows nothing of parallelism.
 
-Pre-norm blocks, rotary positions, grouped-query attention, GELU or SwiGLU, tied or untied
-embeddings: enough for the shapes of GPT-2, GPT-3 and Llama 3. Everything parallel in this
-course is applied to this model from outside.
+Pre-norm blocks, rotary positions, grouped-query attention, GELU or SwiGLU, one feed-forward network
+or experts, tied or untied embeddings: enough for the shapes of GPT-2, GPT-3, Llama 3 and Mixtral.
+Everything parallel in this course is applied to this model from outside.
 
 Shapes in names: B batch, S sequence, H hidden, A attention heads, K key-value heads, D size of a
-head, F width of the feed-forward network, V vocabulary.
+head, F width of the feed-forward network, V vocabulary, E experts, C experts that a token chooses,
+R tokens of one expert.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardlab.router import Router
 from shardlab.shapes import PRESETS, Config
 
 __all__ = ["GPT", "PRESETS", "Block", "Config", "loss", "parameter_count", "rotate"]
@@ -66,12 +68,13 @@ def rotate(x_BASD: Tensor, base: float, positions_S: Tensor | None = None) -> Te
 class FeedForward(nn.Module):
     """Two matrices with GELU between them, or three with SwiGLU (arXiv 2002.05202)."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, width: int | None = None):
         super().__init__()
-        shape = config.hidden, config.ffn_width, config.bias
+        width = width or config.ffn_width
+        shape = config.hidden, width, config.bias
         self.up = nn.Linear(*shape)
         self.gate = nn.Linear(*shape) if config.mlp == "swiglu" else None
-        self.down = nn.Linear(config.ffn_width, config.hidden, config.bias)
+        self.down = nn.Linear(width, config.hidden, config.bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] to [B, S, H]."""
@@ -80,15 +83,38 @@ class FeedForward(nn.Module):
         return self.down(y_BSF)  # [B, S, F] @ [F, H]
 
 
+class Experts(nn.Module):
+    """E feed-forward networks, of which each token goes through the C that the router chooses."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        width, shared = config.expert_width, config.shared_experts
+        self.router = Router(config)
+        self.experts = nn.ModuleList(FeedForward(config, width) for _ in range(config.experts))
+        self.shared = FeedForward(config, shared * width) if shared else None
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]; a token that all its experts left out gives zeros."""
+        _, chosen_BSC, weights_BSC = self.router(x_BSH)
+        chosen_BSC = self.router.admit(chosen_BSC)
+        y_BSH = torch.zeros_like(x_BSH) if self.shared is None else self.shared(x_BSH)
+        for number, expert in enumerate(self.experts):
+            b_R, s_R, c_R = (chosen_BSC == number).nonzero(as_tuple=True)  # in order of tokens
+            y_RH = weights_BSC[b_R, s_R, c_R, None] * expert(x_BSH[b_R, s_R])
+            y_BSH = y_BSH.index_put((b_R, s_R), y_RH, accumulate=True)
+        return y_BSH
+
+
 class Block(nn.Module):
     """One layer: attention and a feed-forward network, each behind a norm and beside a shortcut."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, layer: int = 0):
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.ffn_norm = _norm(config)
-        self.ffn = FeedForward(config)
+        sparse = config.experts and layer >= config.dense_layers
+        self.ffn = Experts(config) if sparse else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
@@ -110,7 +136,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = _norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         for name, parameter in self.named_parameters():  # as GPT-2 does

@@ -6,6 +6,7 @@ The standard library alone, so that whoever only counts does not have to load to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,13 @@ class Config:
     tied: bool = True  # the output layer is the embedding, transposed
     dropout: float = 0.0
     rotary_base: float = 10_000.0
+    experts: int = 0  # [E] in each layer; 0: one feed-forward network for all tokens
+    experts_per_token: int = 2  # [k]
+    expert_ffn: int | None = None  # width of one expert; None: that of the feed-forward network
+    shared_experts: int = 0  # experts that see every token, as one network of their joint width
+    dense_layers: int = 0  # the first layers, which have no experts
+    router: str = "softmax"  # or "sigmoid"
+    capacity: float | None = None  # times a fair share: what an expert takes; None: all that come
 
     def __post_init__(self) -> None:
         for name in ("vocab", "seq", "layers", "heads", "hidden", "key_value_heads", "ffn_width"):
@@ -37,6 +45,25 @@ class Config:
         if self.mlp not in ("gelu", "swiglu") or self.norm not in ("layer", "rms"):
             given = f"mlp={self.mlp!r}, norm={self.norm!r}"
             raise ValueError(f"{given}: allowed are 'gelu', 'swiglu'; 'layer', 'rms'")
+        if self.experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        for name, least, most in (
+            ("experts", 1, None),
+            ("experts_per_token", 1, self.experts),
+            ("expert_width", 1, None),
+            ("shared_experts", 0, None),
+            ("dense_layers", 0, self.layers - 1),
+        ):
+            value = getattr(self, name)
+            if value < least or (most is not None and value > most):
+                allowed = f"{least} to {most}" if most is not None else f"{least} and more"
+                raise ValueError(f"{name}={value}: allowed are whole numbers, {allowed}")
+        if self.router not in ("softmax", "sigmoid"):
+            raise ValueError(f"router={self.router!r}: allowed are 'softmax', 'sigmoid'")
+        if self.capacity is not None and not self.capacity > 0:
+            raise ValueError(f"capacity={self.capacity}: allowed are numbers above 0, and None")
 
     @property
     def head_size(self) -> int:
@@ -52,6 +79,20 @@ class Config:
     def ffn_width(self) -> int:
         """Width of the feed-forward network [F]."""
         return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert's feed-forward network."""
+        return self.ffn_width if self.expert_ffn is None else self.expert_ffn
+
+    def places(self, seq: int) -> int | None:
+        """How many of a sequence's `seq` tokens an expert takes; None: all that come.
+
+        The fair share is seq * k / E. It is rounded up, so that capacity=1 never asks for less.
+        """
+        if self.capacity is None:
+            return None
+        return ceil(self.capacity * seq * self.experts_per_token / self.experts)
 
 
 # Dubey et al. 2024 (arXiv 2407.21783), Table 3; the 8192 tokens of its pre-training.
@@ -69,3 +110,8 @@ PRESETS: dict[str, Config] = {  # the first three for lessons, with bytes as tok
     "llama-3-70b": replace(_LLAMA, layers=80, heads=64, hidden=8192, ffn=28_672),
     "llama-3-405b": replace(_LLAMA, layers=126, heads=128, hidden=16_384, ffn=53_248),
 }
+
+# Jiang et al. 2024 (arXiv 2401.04088), Table 1: 46.7 billion parameters, 12.9 of them for a token.
+MIXTRAL_8X7B = Config(
+    *(32_000, 32_768, 32, 32, 4096, 8, 14_336, "swiglu", "rms", False, False, 0.0, 1e6), experts=8
+)

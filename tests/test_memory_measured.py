@@ -42,6 +42,8 @@ SHAPES = {
     "words": replace(PRESETS["nano"], vocab=8192, tied=False),
     "deep": replace(PRESETS["nano"], layers=8, kv_heads=1, norm="rms"),
     "dropout": replace(PRESETS["nano"], dropout=0.1),
+    "experts": replace(PRESETS["micro"], experts=4),
+    "mixture": replace(LLAMA, experts=8, expert_ffn=56, shared_experts=1, dense_layers=1),
 }
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from shardlab import text
 from shardlab.model import GPT, PRESETS, Config, Experts, FeedForward, loss, parameter_count, rotate
 from shardlab.router import drop
-from shardlab.shapes import MIXTRAL_8X7B
 
 SMALL = Config(vocab=32, seq=12, layers=3, hidden=16, heads=2, mlp="swiglu", experts=4)
 
@@ -141,8 +140,8 @@ def test_the_model_knows_nothing_of_parallelism(root):
 
 def test_mixtral_has_the_published_number_of_parameters():
     # 46.7 billion, and 12.9 for each token (arXiv 2401.04088, Table 1); the released model's count.
-    assert parameter_count(MIXTRAL_8X7B) == 46_702_792_704
-    assert round(parameter_count(replace(MIXTRAL_8X7B, experts=2)) / 1e8) == 129
+    assert parameter_count(PRESETS["mixtral-8x7b"]) == 46_702_792_704
+    assert round(parameter_count(replace(PRESETS["mixtral-8x7b"], experts=2)) / 1e8) == 129
 
 
 def test_experts_stand_in_all_layers_but_the_dense_ones():

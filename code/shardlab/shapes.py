@@ -109,9 +109,8 @@ PRESETS: dict[str, Config] = {  # the first three for lessons, with bytes as tok
     "llama-3-8b": _LLAMA,
     "llama-3-70b": replace(_LLAMA, layers=80, heads=64, hidden=8192, ffn=28_672),
     "llama-3-405b": replace(_LLAMA, layers=126, heads=128, hidden=16_384, ffn=53_248),
+    # Jiang et al. 2024 (arXiv 2401.04088), Table 1: 46.7 billion parameters, 12.9 for a token.
+    "mixtral-8x7b": Config(
+        32_000, 32_768, 32, 32, 4096, 8, 14_336, "swiglu", "rms", False, False, 0.0, 1e6, 8
+    ),
 }
-
-# Jiang et al. 2024 (arXiv 2401.04088), Table 1: 46.7 billion parameters, 12.9 of them for a token.
-MIXTRAL_8X7B = Config(
-    *(32_000, 32_768, 32, 32, 4096, 8, 14_336, "swiglu", "rms", False, False, 0.0, 1e6), experts=8
-)

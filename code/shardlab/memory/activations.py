@@ -5,7 +5,7 @@ What one layer keeps, tensor by tensor, is counted in `core`; letters as there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
@@ -22,6 +22,7 @@ from .core import (
     sizes,
 )
 from .counting import placed
+from .experts import backward_of_experts, kept_by_experts
 from .stages import check_schedule, in_flight
 from .units import one_of, whole
 
@@ -33,7 +34,7 @@ DEVICES = "cpu", "gpu"
 class Activations:
     """Bytes on one rank, beside its model states."""
 
-    layer: int  # kept by one layer for one micro-batch
+    layer: int  # kept by one layer for one micro-batch: by one with experts, where there are some
     layers: int  # on this rank
     in_flight: int | Fraction  # micro-batches kept at once
     head: int  # the last norm and the input of the output layer
@@ -47,11 +48,14 @@ class Activations:
     sent: int  # held in backward where a cut part begins; 0 without tensor parallelism
     forward: int  # what the end of the last layer's forward pass needs there, beside what is kept
     working: dict[str, int]  # what backward of a layer adds to what it keeps, at its moments
+    dense: int = 0  # of the layers, those without experts in a model that has some
+    dense_layer: int = 0  # kept by one of these
 
     @property
     def all_layers(self) -> int:
         """Kept by the layers, when most micro-batches are in flight."""
-        return ceil(self.layer * self.layers * self.in_flight)
+        some = self.layer * (self.layers - self.dense) + self.dense_layer * self.dense
+        return ceil(some * self.in_flight)
 
     @property
     def saved(self) -> int:
@@ -71,8 +75,17 @@ def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) ->
     return 3 * z.stream
 
 
+def _parts(config: Config, z: Sizes, again: frozenset[str], kind: str, device: str, tp: int):
+    """What one layer keeps, by part: of one with experts, if the model has some."""
+    parts = layer_parts(config, z, again, kind, device)
+    if config.experts:
+        tokens = z.rows_of_a_head // 4
+        parts["ffn"] = kept_by_experts(config, tokens, z.element, tp, "ffn" in again)
+    return parts
+
+
 def _backward(
-    config: Config, z: Sizes, parts: dict[str, int], kind: str, device: str
+    config: Config, z: Sizes, parts: dict[str, int], kind: str, device: str, tp: int
 ) -> dict[str, int]:
     """Held in backward of one layer at its fullest moments, without the gradients of weights.
 
@@ -83,11 +96,14 @@ def _backward(
     Where a cut part ends, sequence parallelism gathers a gradient; where it begins, the gradients
     of all layers there are held while that of their input is on its way.
     """
-    whole = layer_parts(config, z, frozenset(), kind, device)
+    whole = _parts(config, z, frozenset(), kind, device, tp)
     kept = sum(parts.values()) - parts["ffn_dropout"]
     kept += max(whole[part] - parts[part] for part in ("ffn", "ffn_norm"))
     down = (2 if config.dropout else 1) * z.stream + z.wide + z.edge
     inside = (2 if config.mlp == "swiglu" else 1) * z.wide
+    if config.experts:  # one after the other, beside the gradients of all inputs and outputs
+        one = backward_of_experts(config, z.rows_of_a_head // 4, z.element, tp)
+        down, inside = 3 * z.stream + one, 0
     first = parts["attention_norm"] + parts["attention_dropout"]
     begins = z.sent + z.order - whole["ffn"]
     moments = {"ffn": kept + max(down, z.stream + inside + max(0, begins))}
@@ -158,12 +174,14 @@ def activations(
     z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, sequence_parallel)
     # Full recomputation keeps a layer's input; backward computes the rest again, all of it.
     kind = kernel(config, attention, device)
-    parts = layer_parts(config, z, again, kind, device)
-    backward = _backward(config, z, parts, kind, device)
+    parts = _parts(config, z, again, kind, device, tp)
+    backward = _backward(config, z, parts, kind, device, tp)
     layer = shared = sum(parts.values())
     if recompute == "full":
         upcast = config.norm == "rms" and device == "cpu" and z.element < 4
         layer, shared = z.stream, 0 if upcast else z.stream  # the norm keeps it too, or a copy
+    plain = layer_parts(replace(config, experts=0), z, again, kind, device)
+    dense = layer if recompute == "full" else sum(plain.values())
     working = {moment: size - shared for moment, size in backward.items()}
     last = here.head
     return Activations(
@@ -183,6 +201,8 @@ def activations(
         # What leaves: as it is, in the order of the ranks, and received.
         forward=2 * z.edge + z.order + z.stream + (z.wide if recompute == "full" else 0),
         working=working,
+        dense=here.dense,
+        dense_layer=dense,
     )
 
 

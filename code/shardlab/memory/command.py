@@ -31,11 +31,11 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 # Options that say something about activations, and so need a model's shape.
 SHAPED = (
     "batch", "seq", "recompute", "attention", "device", "microbatches", "sequence_parallel", "cp",
-    "replicas", "stages", "stage", "schedule", "chunks",
+    "replicas", "stages", "stage", "schedule", "chunks", "ep",
 )  # fmt: skip
 WHOLE = (
     "zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches", "cp", "replicas", "stage",
-    "chunks",
+    "chunks", "ep",
 )  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("stages", "their layers: a rule or numbers (equal); with --model", "LAYERS")
     add("stage", "the one to count, from 0 (the fullest); with --model", "K")
     add("cp", "ranks that share each sequence (1); with --model", "C")
+    add("ep", "ranks, of the copies, that deal out the experts (1); with --model", "E")
     add("replicas", "groups of copies, within which ZeRO shards (1); with --model", "N")
     add("device", "whose kernels keep activations: gpu or cpu (gpu); with --model", "KIND")
     parser.add_argument(

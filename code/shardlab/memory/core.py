@@ -88,6 +88,10 @@ class States:
         """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer
 
+    def plus(self, other: States) -> States:
+        """Both."""
+        return States(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
+
 
 def check_recipe(precision: str, optimizer: str, zero: int, dp: int, offload: str) -> Recipe:
     """The recipe of that name; ValueError for what does not exist or does not go together."""

@@ -5,7 +5,8 @@ queries, keys, values, up and gate by their outputs, out and down by their input
 head by vocabulary, padded up to a multiple of the degree; norms and the biases of out and down
 stand on every rank. Pipeline parallelism gives each stage the same number of layers, or those that
 `stages` says; the embedding stands before the first, the last norm and the head after the last. A
-tied head on another stage than the embedding is a copy of it.
+tied head on another stage than the embedding is a copy of it. Experts are dealt out over `ep` of
+the copies; each is cut as a feed-forward network is, and the router stands on every rank.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import prod
 
 from shardlab.shapes import Config
 
+from .experts import check_dealt
 from .stages import Stage, stages
 from .units import ceil_div, whole
 
@@ -34,7 +36,8 @@ def placed(
     Raises ValueError unless the shape can be cut `tp` ways across and `pp` ways along.
     """
     tp = whole("tp", tp)
-    for name in ("heads", "key_value_heads", "ffn_width"):
+    widths = ("ffn_width", "expert_width") if config.experts else ("ffn_width",)
+    for name in ("heads", "key_value_heads", *widths):
         if (value := getattr(config, name)) % tp:
             raise ValueError(f"tp={tp}: allowed are divisors of {name}={value}")
     if isinstance(stage, Stage):
@@ -61,36 +64,56 @@ def _linear(
     return shapes
 
 
-def layer_shapes(config: Config, tp: int = 1) -> Shapes:
-    """Parameters of one layer on one of `tp` ranks, in the model's order."""
+def _network(config: Config, name: str, width: int) -> Shapes:
+    h, bias = config.hidden, config.bias
+    found = _linear(f"{name}.up", h, width, bias)
+    if config.mlp == "swiglu":
+        found |= _linear(f"{name}.gate", h, width, bias)
+    return found | _linear(f"{name}.down", width, h, bias)
+
+
+def layer_shapes(config: Config, tp: int = 1, ep: int = 1, dense: bool = False) -> Shapes:
+    """Parameters of one layer on one of `tp` ranks, in the model's order.
+
+    ep: ranks that deal out its experts, of which this is the first. dense: a layer without any.
+    """
     h, wide = config.hidden, config.hidden // tp
     narrow = config.key_value_heads * config.head_size // tp
-    width, bias = config.ffn_width // tp, config.bias
+    bias = config.bias
     shapes = _norm(config, "attention_norm")
     shapes |= _linear("attention.query", h, wide, bias)
     shapes |= _linear("attention.key", h, narrow, bias)
     shapes |= _linear("attention.value", h, narrow, bias)
     shapes |= _linear("attention.out", wide, h, bias)
     shapes |= _norm(config, "ffn_norm")
-    shapes |= _linear("ffn.up", h, width, bias)
-    if config.mlp == "swiglu":
-        shapes |= _linear("ffn.gate", h, width, bias)
-    return shapes | _linear("ffn.down", width, h, bias)
+    if dense or not config.experts:
+        return shapes | _network(config, "ffn", config.ffn_width // tp)
+    shapes["ffn.router.score.weight"] = config.experts, h
+    width = config.expert_width // tp
+    for expert in range(config.experts // ep):
+        shapes |= _network(config, f"ffn.experts.{expert}", width)
+    if config.shared_experts:
+        shapes |= _network(config, "ffn.shared", config.shared_experts * width)
+    return shapes
 
 
-def shapes(config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None) -> Shapes:
-    """Every parameter that one rank holds, by name, once; `stage` as in `parameters`.
+def shapes(
+    config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None, ep: int = 1
+) -> Shapes:
+    """Every parameter that one rank holds, by name, once; `stage` and `ep` as in `parameters`.
 
     Layers of a `Stage`, which does not say where it stands, count from 0.
     """
     here = placed(config, tp, pp, stage)
+    check_dealt(config, ep)
     before = 0 if isinstance(stage, Stage) else here.layers * (pp - 1 if stage is None else stage)
     vocabulary = ceil_div(config.vocab, tp), config.hidden
     found: Shapes = {}
     if here.embedding:
         found["embedding.weight"] = vocabulary
-    for layer in range(before, before + here.layers):
-        found |= {f"blocks.{layer}.{name}": s for name, s in layer_shapes(config, tp).items()}
+    for layer in range(here.layers):
+        of_layer = layer_shapes(config, tp, ep, layer < here.dense)
+        found |= {f"blocks.{before + layer}.{name}": s for name, s in of_layer.items()}
     if here.head:
         found |= _norm(config, "norm")
         if not (config.tied and here.embedding):
@@ -105,17 +128,17 @@ def _part(name: str) -> str:
 
 
 def parameters(
-    config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None
+    config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None, ep: int = 1
 ) -> dict[str, int]:
     """Parameters on one rank, by part: embedding, attention, ffn, norms, head.
 
     stage: which of `pp` equal stages, counted from 0; None: the one with the most, which is the
-    last; or any `Stage`.
+    last; or any `Stage`. ep: ranks that deal out the experts, which count as feed-forward networks.
     Raises ValueError for degrees that do not divide heads, key-value heads, the width of the
-    feed-forward network (tp) or the layers (pp).
+    feed-forward network or of an expert (tp), the layers (pp) or the experts (ep).
     """
     counts = dict.fromkeys(PARTS, 0)
-    for name, shape in shapes(config, tp, pp, stage).items():
+    for name, shape in shapes(config, tp, pp, stage, ep).items():
         counts[_part(name)] += prod(shape)
     return counts
 
@@ -123,6 +146,13 @@ def parameters(
 def parameter_count(config: Config) -> int:
     """Parameters of the whole model; tied ones count once."""
     return sum(parameters(config).values())
+
+
+def in_experts(config: Config, tp: int, stage: Stage, ep: int) -> int:
+    """Of the parameters of a rank of `stage`, those of its experts, which other ranks lack."""
+    named = layer_shapes(config, tp, ep).items()
+    one = sum(prod(shape) for name, shape in named if name.startswith("ffn.experts."))
+    return (stage.layers - stage.dense) * one
 
 
 def largest_parameter(

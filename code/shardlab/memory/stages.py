@@ -15,7 +15,7 @@ Or the layers of each stage, as they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from shardlab.shapes import Config
@@ -33,6 +33,7 @@ class Stage:
     layers: int
     embedding: bool
     head: bool
+    dense: int = 0  # of the layers, those without experts in a model that has some
 
 
 def stages(
@@ -47,7 +48,7 @@ def stages(
     """
     check_rule(pp, rule)
     if rule == "nanotron":
-        return _by_cost(config, pp)
+        return _without_experts(config, _by_cost(config, pp))
     if rule == "megatron":
         layers = _with_ends(config.layers, pp)
     elif rule == "equal":
@@ -59,7 +60,17 @@ def stages(
         if sum(layers) != config.layers:
             raise ValueError(f"stages={rule}: allowed are those with {config.layers} layers in all")
     last = 0 if schedule == "zb-v" else pp - 1
-    return [Stage(n, k == 0, k == last) for k, n in enumerate(layers)]
+    found = [Stage(n, k == 0, k == last) for k, n in enumerate(layers)]
+    return _without_experts(config, found)
+
+
+def _without_experts(config: Config, found: list[Stage]) -> list[Stage]:
+    """The same stages, and how many of their layers are the model's first, which have none."""
+    left, counted = config.dense_layers if config.experts else 0, []
+    for stage in found:
+        counted.append(replace(stage, dense=min(left, stage.layers)))
+        left -= counted[-1].dense
+    return counted
 
 
 def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:

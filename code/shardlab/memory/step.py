@@ -9,7 +9,7 @@ from shardlab.shapes import Config
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states
-from .counting import layer_shapes, parameters, placed, shapes
+from .counting import in_experts, layer_shapes, parameters, placed, shapes
 from .stages import Stage
 from .units import ceil_div, whole
 
@@ -66,6 +66,7 @@ def estimate(
     prefetch: int = 1,
     *,
     cp: int = 1,
+    ep: int = 1,
     replicas: int = 1,
     stages: str | tuple[int, ...] = "equal",
     schedule: str = "1f1b",
@@ -76,7 +77,8 @@ def estimate(
     stage: of `pp`, from 0; None: the one with the highest peak. accumulate: gradients of earlier
     micro-batches are there from the start, as under a pipeline. bucket: bytes of gradients reduced
     at once. prefetch: layers that ZeRO-3 gathers ahead. replicas: groups of dp / replicas copies,
-    within which ZeRO shards (hybrid sharding); with cp ranks to a sequence, over these too.
+    within which ZeRO shards (hybrid sharding); with cp ranks to a sequence, over these too. ep: of
+    these ranks, those that deal out the experts, whose states ZeRO then shards over an ep-th.
 
     Buffers: the tokens and targets; without ZeRO, DDP's buckets, a second copy of the gradients
     (none with gradient_as_bucket_view=True: pass bucket=0); with ZeRO-1 and 2 one bucket; with
@@ -103,7 +105,7 @@ def estimate(
             estimate(
                 config, batch, seq, precision, optimizer, zero, dp, tp, pp, offload,
                 sequence_parallel, recompute, attention, microbatches, one, device, accumulate,
-                bucket, prefetch, cp=cp, replicas=replicas, stages=stages, schedule=schedule,
+                bucket, prefetch, cp=cp, ep=ep, replicas=replicas, stages=stages, schedule=schedule,
                 chunks=chunks,
             )
             for one in some
@@ -114,13 +116,16 @@ def estimate(
         microbatches, device, cp=cp, stages=stages, schedule=schedule, chunks=chunks,
     )  # fmt: skip
     copies, shards = dp * cp, _shards(zero, dp, cp, replicas)
-    held = sum(parameters(config, tp, pp, here).values())
-    state = (
-        states(held, precision, optimizer, zero, shards, offload=offload)
-        if held
-        else States(0, 0, 0)
-    )
-    unit = _Unit.of(config, tp, here)
+    if shards % whole("ep", ep):
+        raise ValueError(f"ep={ep}: allowed are divisors of {shards}, the ranks of a group")
+    held = sum(parameters(config, tp, pp, here, ep).values())
+    own = in_experts(config, tp, here, ep) if config.experts else 0
+    named = precision, optimizer, zero
+    state = States(0, 0, 0)
+    for params, ranks in ((held - own, shards), (own, shards // ep)):
+        if params:
+            state = state.plus(states(params, *named, ranks, offload=offload))
+    unit = _Unit.of(config, tp, here, ep)
     tokens = 16 * batch * (config.seq if seq is None else seq) // cp  # and targets, int64
     gathered = buckets = 0
     if shards > 1 and zero == 3:
@@ -134,7 +139,7 @@ def estimate(
     sharded = zero if shards > 1 else 0
     moments = _moments(kept, state, recipe, unit, earlier, sharded, shards, prefetch)
     if held and offload == "none":  # else the optimizer computes in host memory
-        tensors = [prod(shape) for shape in shapes(config, tp, pp, here).values()]
+        tensors = [prod(shape) for shape in shapes(config, tp, pp, here, ep).values()]
         moments["step"] += step_temporaries(tensors, recipe, optimizer, shards if zero else 1)
     return Estimate(
         state.parameters,
@@ -258,15 +263,17 @@ class _Unit:
     last: bool
 
     @staticmethod
-    def of(config: Config, tp: int, stage: Stage) -> _Unit:
-        by_name = {name: prod(shape) for name, shape in layer_shapes(config, tp).items()}
-        held = parameters(config, tp, stage=stage)
+    def of(config: Config, tp: int, stage: Stage, ep: int) -> _Unit:
+        by_name = {name: prod(shape) for name, shape in layer_shapes(config, tp, ep).items()}
+        held = parameters(config, tp, stage=stage, ep=ep)
         layer = sum(by_name.values())
+        plain = sum(prod(shape) for shape in layer_shapes(config, tp, dense=True).values())
         return _Unit(
             layer,
             sum(n for name, n in by_name.items() if name.startswith("ffn.")),
-            sum(n for name, n in by_name.items() if name.startswith("ffn.down")),
-            sum(held.values()) - layer * stage.layers,
+            # Of experts one comes first, and the shared ones are small.
+            max(n for name, n in by_name.items() if name.endswith("down.weight")),
+            sum(held.values()) - layer * (stage.layers - stage.dense) - plain * stage.dense,
             ceil_div(config.vocab, tp) * config.hidden,
             config.tied and stage.embedding and stage.head,
             stage.embedding,

@@ -34,6 +34,7 @@ TORCHTITAN = json.loads((HERE / "strategy_emit_torchtitan.json").read_text())
 
 NANO = replace(PRESETS["nano"], seq=16)
 LLAMA, GPT3, BIG = (PRESETS[name] for name in ("llama-3-8b", "gpt-3-175b", "llama-3-405b"))
+MIXTRAL = PRESETS["mixtral-8x7b"]
 H100, V100 = MACHINES["h100"], MACHINES["v100"]
 ALONG = {"tp": 2, "sequence_parallel": True}
 STEPS = 4
@@ -355,6 +356,11 @@ MEGATRONS = {
     "parts": (LLAMA, Layout(pp=4, chunks=2, schedule="interleaved", microbatches=8, **ALONG)),
     "stages": (BIG, Layout(pp=16, zero=1, dp=8, microbatches=16, stages="megatron")),
     "tokens": (LLAMA, Layout(dp=2, cp=2, zero=1, **ALONG)),
+    "experts": (MIXTRAL, Layout(dp=16, pp=4, ep=8, zero=1, microbatches=8)),
+    "some layers": (
+        replace(MIXTRAL, dense_layers=2, shared_experts=1, expert_ffn=2048, capacity=1.25),
+        Layout(dp=8, ep=4),
+    ),
 }
 
 
@@ -401,9 +407,10 @@ def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
     def number(argument):
         return int(given.get(argument, ["1"])[0])
 
-    cut = ["tensor-model", "pipeline-model", "context"]
+    cut = ["tensor-model", "pipeline-model", "context", "expert-model"]
     degrees = [number(f"--{kind}-parallel-size") for kind in cut]
-    assert degrees == [layout.tp, layout.pp, layout.cp]
+    assert degrees == [layout.tp, layout.pp, layout.cp, layout.ep]
+    assert ("--num-experts" in given) is (config.experts > 0)
     assert number("--global-batch-size") == layout.batch
     assert given["--seed"] == ["7"]
     nodes = int((re.findall(r"--nnodes=(\d+)", "\n".join(launch)) or ["1"])[0])
@@ -476,7 +483,8 @@ INTERLEAVED = {"pp": 4, "chunks": 2, "schedule": "interleaved"}
 WRONG = [
     ("nemo", LLAMA, {}, "engine='nemo': allowed are 'deepspeed', 'fsdp2', 'torchtitan'"),
     ("slurm", LLAMA, {"dp": 12}, "ranks=12: with engine='slurm' allowed are 1 to 8, and whole"),
-    ("megatron", LLAMA, {"dp": 2, "ep": 2}, "ep=2: with engine='megatron' allowed is 1"),
+    ("megatron", LLAMA, {"dp": 2, "ep": 2}, "ep=2: allowed is 1, for a model without experts"),
+    ("fsdp2", MIXTRAL, {}, "experts=8: with engine='fsdp2' allowed is 0"),
     ("megatron", LLAMA, {"cp": 3}, "seq=8192: with engine='megatron' allowed are multiples of"),
     ("megatron", LLAMA, {"tp": 3}, "tp=3"),
     ("megatron", LLAMA, {"pp": 5}, "pp=5: allowed are divisors of layers=32"),

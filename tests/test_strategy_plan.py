@@ -177,6 +177,12 @@ GPT_2 = {
 def test_shapes_from_the_hub(capsys, tmp_path: Path) -> None:
     assert shape(LLAMA) == replace(PRESETS["llama-3-8b"], rotary_base=10_000.0)
     assert shape(GPT_2) == PRESETS["gpt-2"]
+    mixtral = LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    assert shape(mixtral) == replace(shape(LLAMA), experts=8)
+    others = {"n_routed_experts": 64, "moe_intermediate_size": 1408, "n_shared_experts": 2}
+    found = shape(LLAMA | others | {"num_experts_per_tok": 6, "first_k_dense_replace": 1})
+    assert (found.experts, found.expert_width, found.shared_experts) == (64, 1408, 2)
+    assert (found.experts_per_token, found.dense_layers) == (6, 1)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     assert isinstance(read_config(path), Config)
@@ -188,7 +194,8 @@ def test_shapes_from_the_hub(capsys, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_experts": 8}, "allowed are models without experts"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank=512: allowed are models without latent attention"),
+        ({"num_experts": 8, "num_experts_per_tok": 9}, "experts_per_token=9: allowed are"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "wide"}, "hidden='wide': allowed are whole numbers"),
         ({"head_dim": 100}, "head_dim=100: allowed is hidden_size / num_attention_heads"),

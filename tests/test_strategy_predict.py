@@ -298,3 +298,37 @@ def test_megatron_s_rate_is_carried_to_other_chips_by_their_best_products() -> N
         for machine in (A100, replace(H100, processors=A100.processors))
     ]
     assert found[1] / found[0] == pytest.approx(0.869 / 0.803)
+
+
+MIXTRAL = PRESETS["mixtral-8x7b"]
+DEALT = Layout(16, pp=4, zero=1, microbatches=16, ep=8)
+
+
+def test_parameters_of_experts_are_those_that_memory_counts() -> None:
+    mixed = replace(MIXTRAL, dense_layers=3, shared_experts=1, expert_ffn=2048)
+    for config in (MIXTRAL, mixed):
+        for layout in (Layout(), DEALT, Layout(8, 4, 2, ep=4)):
+            job = Job(config, H100, layout, COURSE, 4096)
+            for k, stage in enumerate(strategy.stages(config, layout)):
+                want = memory.parameters(config, layout.tp, layout.pp, stage, layout.ep)
+                assert parameters(job, stage) == pytest.approx(sum(want.values()), rel=2e-3), k
+
+
+def test_what_experts_cost() -> None:
+    base = strategy.predict(MIXTRAL, H100, DEALT, seq=4096)
+    assert base.seconds.experts > 0
+    alone = strategy.predict(MIXTRAL, H100, replace(DEALT, ep=1), seq=4096)
+    assert alone.seconds.experts == 0 and alone.memory.weights > 2.5 * base.memory.weights
+    # Each rank's eight experts get as many rows as its one did, and their states are as shared.
+    assert alone.memory.optimizer == pytest.approx(base.memory.optimizer)
+    far = strategy.predict(MIXTRAL, replace(H100, per_node=4), DEALT, seq=4096)
+    assert far.seconds.experts > 2 * base.seconds.experts  # half of the rows leave the node
+    # An expert that gets 128 rows waits for its weights longer than for their products.
+    few = strategy.predict(MIXTRAL, H100, DEALT, seq=64)
+    assert few.seconds.products / 64 > 1.2 * base.seconds.products / 4096
+
+
+def test_mixtral_s_work_is_that_of_two_experts() -> None:
+    """6 operations for each of 12.9 billion active parameters, less the embedding's."""
+    found = strategy.flops(MIXTRAL, 1, 1, causal=False)
+    assert found / 6 == pytest.approx(12.9e9 - 32_000 * 4096, rel=2e-3)

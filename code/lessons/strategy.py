@@ -327,7 +327,7 @@ show.table(rows, ["left out", "off in the median", "order"])
 # A layer comes first.
 
 # %%
-show.source(core.layer, core._product, core._tensor)
+show.source(core.layer, core._network, core._product, core._tensor)
 
 # %% [markdown]
 # Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.

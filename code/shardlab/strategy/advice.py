@@ -85,5 +85,6 @@ def waits(layout: Layout, found: Seconds) -> dict[str, float]:
         "are messages between stages.": found.messages,
         "are waits for the CPU: larger micro-batches give it more time.": found.launches,
         "are keys and values of other ranks of the same sequence.": found.context,
+        "are tokens on their way to experts, and back.": found.experts,
         "are the allocator's retries: memory is short.": found.retries,
     }

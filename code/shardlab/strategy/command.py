@@ -6,7 +6,7 @@
 
 The table has the layouts that fit and are fastest: micro-batch and how many, GB that the fullest
 rank reserves, and that stay free; seconds of a step; MFU as PaLM counts it; with --tokens the days
-and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --cp, --zero,
+and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --cp, --ep, --zero,
 --micro-batch and --recompute keep one value of a layout. --explain shows the first layout part by
 part, --json everything. --emit writes the fastest layout that an engine can run as its
 configuration: deepspeed, fsdp2, torchtitan, megatron, or slurm, a batch file. Rates are the
@@ -57,7 +57,8 @@ from .profile import PROFILES, Profile
 from .rates import Rates, known, read
 
 ENTRIES = "measure", "fit", "predict", "case"
-FIXED = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "zero": 0, "micro_batch": 1}  # and the least of each
+# Fields of a layout that an option keeps, and the least of each.
+FIXED = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "micro_batch": 1}
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
 ADDED = "predicted_seconds", "predicted_memory_gib", "note"

@@ -21,8 +21,8 @@ from math import ceil
 from shardlab.machines import MACHINES
 from shardlab.memory.core import computed_again
 
-from .job import Job, parameters
-from .layout import Layout, stages
+from .job import Job, dealt, parameters, sharded
+from .layout import Layout, Stage, stages
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
 TILE = 128, 256  # of a product's output, which one multiprocessor computes
@@ -38,6 +38,7 @@ class Seconds:
     launches: float  # what the CPU takes longer than the GPU
     tensor: float  # sums inside of layers, and latencies beyond the node
     context: float  # keys and values of the other ranks of a sequence
+    experts: float  # tokens on their way to experts on other ranks, and back
     bubble: float
     messages: float  # from stage to stage
     data: float  # between the copies, and between the two ends of a tied embedding
@@ -60,6 +61,7 @@ class _Work:
     launches: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    experts: float = 0.0
 
     def plus(self, other: _Work, times: float = 1.0) -> _Work:
         return _Work(*(x + times * y for x, y in zip(vars(self).values(), vars(other).values(),
@@ -79,17 +81,22 @@ def seconds(job: Job, rates: Mapping[str, float], reserved: float = 0.0) -> Seco
     m, v = layout.microbatches, layout.chunks
     forward, backward = layer(job, rates)
     each, head = forward.plus(backward), _head(job, rates)
+    plain = _Work().plus(*layer(job, rates, dense=True)) if job.config.dense_layers else each
     found = stages(job.config, layout)
-    work = [_Work().plus(each, stage.layers).plus(head, stage.head) for stage in found]
+    work = [
+        _Work().plus(each, stage.layers - stage.dense).plus(plain, stage.dense)
+        .plus(head, stage.head)
+        for stage in found
+    ]  # fmt: skip
     slowest = max(work, key=lambda stage: stage.total)
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
         bubble = (m * others) if layout.pp > 1 else 0.0
     else:
         bubble = others * _left(layout, forward.total, backward.total, backward.products / 2) / v
-    held = [parameters(job, stage) for stage in found]
+    fullest = max(found, key=lambda stage: parameters(job, stage))
     busy = slowest.total * m
-    data, step = _copies(job, rates, held, busy), _optimizer(job, rates, max(held))
+    data, step = _copies(job, rates, fullest, busy), _optimizer(job, rates, fullest)
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step
     # Predicted bytes are not exact: some runs retry from 0.97 of the limit on, all above 1.11.
@@ -112,19 +119,15 @@ def _left(layout: Layout, forward: float, backward: float, weights: float) -> fl
     return max(0.0, 1 - (weights + filled) / (forward + backward)) if fills else 1.0
 
 
-def layer(job: Job, rates: Mapping[str, float]) -> tuple[_Work, _Work]:
-    """Forward and backward of one layer for one micro-batch."""
+def layer(job: Job, rates: Mapping[str, float], dense: bool = False) -> tuple[_Work, _Work]:
+    """Forward and backward of one layer for one micro-batch; dense: of one without experts."""
     config, machine, layout = job.config, job.machine, job.layout
-    t, h, f = layout.tp, config.hidden, config.ffn_width
-    products = sum(
-        _product(job, rates, outputs, inputs)
-        for outputs, inputs in (
-            ((h + 2 * job.heads) / t, h),
-            (h, h / t),
-            ((2 if config.mlp == "swiglu" else 1) * f / t, h),
-            (h, f / t),
-        )
-    )
+    t, h, f = layout.tp, config.hidden, job.width(dense)
+    products = _product(job, rates, (h + 2 * job.heads) / t, h) + _product(job, rates, h, h / t)
+    if dense or not config.experts:
+        products += _network(job, rates, config.ffn_width)
+    else:
+        products += _experts(job, rates)
     bandwidth = rates["memory"] * machine.stream
     pairs = job.tokens * job.seq * h / t  # of a query and a key, times their width
     if job.profile.attention == "plain":
@@ -140,12 +143,15 @@ def layer(job: Job, rates: Mapping[str, float]) -> tuple[_Work, _Work]:
     elementwise = (outside + inside) / bandwidth
     tensor = _tensor(job, rates)
     context = _context(job, rates)
-    forward = _Work(products, attention, elementwise + core, 0.0, tensor, context)
+    travel = 0.0 if dense else _travel(job, rates)
+    forward = _Work(products, attention, elementwise + core, 0.0, tensor, context, travel)
     # Where the stream is cut as well, a gradient is gathered before anything can be computed.
     waits = 1 - min(1.0, rates["hidden"]) + (0.5 if job.sequence > 1 else 0.0)
     backward = _Work(
-        2 * products, more * attention, 2 * (elementwise + core), 0.0, waits * tensor, 2 * context
-    )
+        2 * products, more * attention, 2 * (elementwise + core), 0.0, waits * tensor, 2 * context,
+        travel,
+    )  # fmt: skip
+
     again = computed_again(layout.recompute)
     if layout.recompute == "full":
         backward = backward.plus(forward)
@@ -162,16 +168,59 @@ def layer(job: Job, rates: Mapping[str, float]) -> tuple[_Work, _Work]:
     return forward.plus(ends, 1 / 3), backward.plus(ends, 2 / 3)
 
 
-def _product(job: Job, rates: Mapping[str, float], outputs: float, inputs: float) -> float:
-    """Seconds of tokens × inputs times inputs × outputs.
+def _network(
+    job: Job, rates: Mapping[str, float], width: float, rows: float | None = None
+) -> float:
+    """Seconds of a feed-forward network's products, for so many rows; None: all tokens."""
+    h, f = job.config.hidden, width / job.layout.tp
+    wide = (job.matrices - 1) * f
+    return _product(job, rates, wide, h, rows) + _product(job, rates, h, f, rows)
+
+
+def _experts(job: Job, rates: Mapping[str, float]) -> float:
+    """Seconds of a rank's own experts, one after another, and of the shared ones.
+
+    Each has to read its weights, however few tokens choose it; and the step waits for the fullest
+    rank.
+    """
+    config, layout = job.config, job.layout
+    here = config.experts // layout.ep
+    rows = job.tokens * config.experts_per_token / here
+    read = 2 * job.matrices * config.hidden * config.expert_width / layout.tp
+    least = read / (rates["memory"] * job.machine.stream)
+    own = here * max(least, _network(job, rates, config.expert_width, rows))
+    shared = config.shared_experts * config.expert_width
+    return rates["uneven"] * own + (_network(job, rates, shared) if shared else 0.0)
+
+
+def _travel(job: Job, rates: Mapping[str, float]) -> float:
+    """Seconds of two all-to-alls: tokens go to their experts, and what these say comes back.
+
+    Ranks that share experts stand as close as they can: in a node, where tensor and context ranks
+    leave room. Of what leaves the node, each GPU has a card of its own.
+    """
+    layout, machine, e = job.layout, job.machine, job.layout.ep
+    if e == 1:
+        return 0.0
+    sent = job.config.experts_per_token * job.stream / job.sequence / e  # to each of the ranks
+    here = min(e, max(1, machine.per_node // (layout.tp * layout.cp)))
+    inside = (here - 1) * sent / (rates["node"] * machine.inside)
+    return 2 * max(inside, (e - here) * sent / (rates["network"] * machine.between))
+
+
+def _product(
+    job: Job, rates: Mapping[str, float], outputs: float, inputs: float, rows: float | None = None
+) -> float:
+    """Seconds of rows × inputs times inputs × outputs; None: as many rows as tokens.
 
     Megatron's rate was found on A100s: another chip reaches it in the measure of its best product.
     """
-    taken = 2 * job.tokens * outputs * inputs / (rates["products"] * job.flops)
+    rows = job.tokens if rows is None else rows
+    taken = 2 * rows * outputs * inputs / (rates["products"] * job.flops)
     if job.profile.waves and job.machine.processors:
         a100 = MACHINES["a100"].best
         taken *= a100 / (job.machine.best or a100)
-        tiles = ceil(job.tokens / TILE[0]) * ceil(outputs / TILE[1])
+        tiles = ceil(rows / TILE[0]) * ceil(outputs / TILE[1])
         taken *= ceil(tiles / job.machine.processors) * job.machine.processors / tiles
     return taken
 
@@ -217,7 +266,7 @@ def _messages(job: Job, rates: Mapping[str, float]) -> float:
     return 2 * layout.chunks * each * (layout.microbatches + layout.pp - 2)
 
 
-def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float) -> float:
+def _copies(job: Job, rates: Mapping[str, float], stage: Stage, busy: float) -> float:
     """Seconds in which the copies wait for gradients and weights, and tied ends for each other.
 
     Of unsharded gradients backward hides a share, and of scattered ones the same; weights of ZeRO-1
@@ -229,8 +278,12 @@ def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float
     gradient, weight = job.profile.wire
     seconds = 0.0
     group, replicas, m = layout.shards, layout.replicas, layout.microbatches
+    own = dealt(job, stage)
     if group > 1:
-        once = max(held) * (group - 1) / group / _rate(job, rates, group)
+        once = (parameters(job, stage) - own) * (group - 1) / group / _rate(job, rates, group)
+        if own and group > layout.ep:  # the ranks that have the same experts
+            some = group // layout.ep
+            once += own * (some - 1) / some / _rate(job, rates, some, layout.ep)
         if layout.zero == 0:
             seconds = 2 * gradient * rates["exposed"] * once
         elif layout.zero == 1 or (layout.zero == 2 and layout.pp > 1):  # stages add up first
@@ -243,7 +296,7 @@ def _copies(job: Job, rates: Mapping[str, float], held: list[float], busy: float
             seconds = max(rates["gathers"] * sent, sent - busy)
             seconds += weight * once if layout.zero == 2 else 0.0
     if replicas > 1:  # groups add up the shards of their gradients, each rank with its like
-        share = max(held) / group * (replicas - 1) / replicas
+        share = sharded(job, stage) * (replicas - 1) / replicas
         seconds += 2 * gradient * rates["exposed"] * share / _rate(job, rates, replicas, group)
     if job.config.tied and layout.pp > 1:
         ends = job.config.vocab * job.config.hidden / layout.tp
@@ -269,9 +322,10 @@ def _near(job: Job, apart: int = 1) -> int:
     return max(1, job.machine.per_node // (job.layout.tp * apart))
 
 
-def _optimizer(job: Job, rates: Mapping[str, float], held: float) -> float:
+def _optimizer(job: Job, rates: Mapping[str, float], stage: Stage) -> float:
     """Seconds in which gradients are added up and weights updated."""
     layout, profile = job.layout, job.profile
-    kept = held / (layout.shards if layout.zero else 1)
+    held = parameters(job, stage)
+    kept = sharded(job, stage) if layout.zero else held
     read = profile.update * kept + profile.accumulate * held * layout.microbatches
     return rates["step"] + read / (rates["memory"] * job.machine.stream)

@@ -18,12 +18,13 @@ al. 2019 (arXiv 1909.08053), section 3; Rajbhandari et al. 2020 (arXiv 1910.0205
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shardlab import memory
 from shardlab.machines import Machine
 from shardlab.memory.core import computed_again
+from shardlab.memory.experts import check_dealt
 from shardlab.memory.units import ceil_div, whole
 from shardlab.shapes import Config
 
@@ -48,13 +49,21 @@ def flops(
     seq = config.seq if seq is None else whole("seq", seq)
     tokens = whole("tokens", tokens)
     again = computed_again(recompute)
-    named = memory.shapes(config).items()
-    layers = sum(prod(s) for name, s in named if len(s) == 2 and name.startswith("blocks."))
+    dense = config.dense_layers if config.experts else config.layers
+    layers = dense * _matrices(config, True) + (config.layers - dense) * _matrices(config, False)
     head = config.vocab * config.hidden
     pairs = 2 * config.layers * seq * config.hidden // (2 if causal else 1)  # q·k, and times v
     twice = recompute == "full"  # the forward pass, of three
     passes = 3 + twice, 3 + (twice or "attention" in again)
     return tokens * 2 * (passes[0] * layers + passes[1] * pairs + 3 * head)
+
+
+def _matrices(config: Config, dense: bool) -> int:
+    """Elements of a layer's matrices that one token meets: of all experts k alone."""
+    if not dense:
+        config = replace(config, experts=config.experts_per_token)
+    named = memory.layer_shapes(config, dense=dense)
+    return sum(prod(shape) for shape in named.values() if len(shape) == 2)
 
 
 def zero_bytes(
@@ -128,14 +137,15 @@ def seconds(
     ring over more of them leaves each node on every card. Unequal stages wait for the longest, so
     that the floor of equal ones is theirs, too.
 
-    Raises ValueError for what cannot be cut so, and for experts, which no `Config` has.
+    Tokens on their way to experts are taken as hidden, too.
+
+    Raises ValueError for what cannot be cut so.
     """
     seq = config.seq if seq is None else whole("seq", seq)
     v = layout.chunks if chunks is None else whole("chunks", chunks)
     found = stages(config, layout)
-    memory.shapes(config, layout.tp)  # refuses what cannot be cut so
-    if layout.ep > 1:
-        raise ValueError(f"ep={layout.ep}: allowed is 1, for a model without experts")
+    memory.counting.placed(config, layout.tp)  # refuses what cannot be cut so
+    check_dealt(config, layout.ep)
     work = flops(config, layout.batch * seq, seq, layout.recompute, causal)
     arithmetic = work / (layout.ranks * machine.flops)
 
@@ -187,12 +197,15 @@ def _ring_seconds(machine: Machine, volume: float, ranks: int, apart: int) -> fl
 
 def _held(config: Config, layout: Layout, stage: Stage) -> int:
     """Parameters of one rank of a stage."""
-    layer = sum(prod(shape) for shape in memory.layer_shapes(config, layout.tp).values())
+    layer, plain = (
+        sum(prod(shape) for shape in memory.layer_shapes(config, layout.tp, layout.ep, d).values())
+        for d in (False, True)
+    )
     vocabulary = ceil_div(config.vocab, layout.tp) * config.hidden
     norm = config.hidden * (2 if config.norm == "layer" and config.bias else 1)
     tied = config.tied and stage.embedding and stage.head
     ends = (stage.embedding + stage.head - tied) * vocabulary + stage.head * norm
-    return stage.layers * layer + ends
+    return (stage.layers - stage.dense) * layer + stage.dense * plain + ends
 
 
 def training_days(params: float, tokens: float, gpus: int, flops: float) -> float:

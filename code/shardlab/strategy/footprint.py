@@ -14,7 +14,7 @@ from shardlab.memory import Stage, in_flight
 from shardlab.memory.core import computed_again
 from shardlab.memory.stages import deferred
 
-from .job import Job, parameters
+from .job import Job, parameters, sharded
 from .layout import stages
 
 GIB = 2**30
@@ -54,10 +54,10 @@ def footprint(job: Job, rates: Mapping[str, float], stage: int = 0) -> Bytes:
     if isinstance(stage, bool) or stage not in range(layout.pp):
         raise ValueError(f"stage={stage!r}: allowed are 0 to {layout.pp - 1}")
     here = stages(config, layout)[stage]
-    held, zero, d = parameters(job, here), layout.zero, layout.shards
-    weights = held * profile.weight / (d if zero == 3 else 1)
-    gradients = held * profile.gradient / (d if zero >= 2 else 1)
-    optimizer = held * profile.optimizer / (d if zero >= 1 else 1)
+    held, share, zero = parameters(job, here), sharded(job, here), layout.zero
+    weights = profile.weight * (share if zero == 3 else held)
+    gradients = profile.gradient * (share if zero >= 2 else held)
+    optimizer = profile.optimizer * (share if zero >= 1 else held)
     if layout.offload != "none":
         optimizer = 0.0
         gradients = 0.0 if zero >= 2 else gradients
@@ -96,10 +96,15 @@ def activations(job: Job, rates: Mapping[str, float], stage: Stage) -> float:
     if "ffn" in again:  # what the wide products put out is kept, and not what becomes of it
         network = 4 if config.mlp == "swiglu" else 2
     outside = rates["kept"] - (2 * 2 if "norms" in again else 0)  # two norms' outputs, in 16 bits
-    inside = profile.cut * 2 * (h + job.heads) + network * config.ffn_width
+    inside = profile.cut * 2 * (h + job.heads)
     if profile.attention == "plain" and "attention" not in again:
         inside += profile.scores * config.heads * job.seq
-    return stage.layers * job.tokens * (outside * h / job.sequence + inside / t)
+    each = stage.layers * (outside * h / job.sequence + inside / t)
+    dense = stage.dense if config.experts else stage.layers
+    for layers, none in ((dense, True), (stage.layers - dense, False)):
+        rows = 0 if none else 2 * 2 * config.experts_per_token * h  # to the experts, and from them
+        each += layers * (network * job.width(none) / t + rows / job.sequence)
+    return job.tokens * each
 
 
 def _buffers(job: Job, rates: Mapping[str, float], stage: Stage, held: float) -> float:

@@ -21,7 +21,13 @@ _OPTIONAL = {
     "kv_heads": ("num_key_value_heads",),
     "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
 }
-_EXPERTS = "num_local_experts", "num_experts", "n_routed_experts"
+_EXPERTS = {
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "dense_layers": ("first_k_dense_replace",),
+}
 
 
 def read_config(path: Path) -> Config:
@@ -41,14 +47,18 @@ def read_config(path: Path) -> Config:
 
 
 def shape(given: Mapping[str, Any]) -> Config:
-    """The shape of such an object. Raises ValueError for what is missing, and for experts."""
-    if any((given.get(key) or 1) > 1 for key in _EXPERTS):
-        raise ValueError("allowed are models without experts")
+    """The shape of such an object. Raises ValueError for what is missing, or no `Config` has."""
+    if given.get("kv_lora_rank"):
+        words = "allowed are models without latent attention"
+        raise ValueError(f"kv_lora_rank={given['kv_lora_rank']!r}: {words}")
     found = {name: _first(given, keys) for name, keys in _KEYS.items()}
     for name, value in found.items():
         if value is None:
             raise ValueError(f"{_KEYS[name][0]} is missing")
     found |= {name: _first(given, keys) for name, keys in _OPTIONAL.items()}
+    experts = {name: _first(given, keys) for name, keys in _EXPERTS.items()}
+    if experts["experts"]:
+        found |= {name: value for name, value in experts.items() if value is not None}
     for name, value in found.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{name}={value!r}: allowed are whole numbers above 0")

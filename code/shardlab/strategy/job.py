@@ -57,12 +57,44 @@ class Job:
         """Width of keys (or of values): heads times their size."""
         return self.config.key_value_heads * self.config.head_size
 
+    @property
+    def matrices(self) -> int:
+        """Of a feed-forward network."""
+        return 3 if self.config.mlp == "swiglu" else 2
+
+    def width(self, dense: bool) -> float:
+        """Of the feed-forward networks that one token goes through in a layer."""
+        config = self.config
+        if dense or not config.experts:
+            return config.ffn_width
+        return (config.experts_per_token + config.shared_experts) * config.expert_width
+
 
 def parameters(job: Job, stage: Stage) -> float:
     """Parameters of one rank of a stage, without the few of norms and biases."""
-    config = job.config
-    h, matrices = config.hidden, 3 if config.mlp == "swiglu" else 2
-    layers = stage.layers * (2 * h * (h + job.heads) + matrices * h * config.ffn_width)
+    config, h, t = job.config, job.config.hidden, job.layout.tp
+    layers = stage.layers * 2 * h * (h + job.heads)
+    dense = stage.dense if config.experts else stage.layers
+    layers += dense * job.matrices * h * config.ffn_width
+    if config.experts:  # the router stands on every rank
+        shared = job.matrices * h * config.shared_experts * config.expert_width
+        layers += (stage.layers - dense) * (shared + config.experts * h * t)
     once = stage.embedding and stage.head and config.tied
     ends = 1 if once else stage.embedding + stage.head
-    return (layers + ends * config.vocab * h) / job.layout.tp
+    return (layers + ends * config.vocab * h) / t + dealt(job, stage)
+
+
+def dealt(job: Job, stage: Stage) -> float:
+    """Of these parameters, those of the rank's own experts."""
+    config, layout = job.config, job.layout
+    one = job.matrices * config.hidden * config.expert_width / layout.tp
+    return (stage.layers - stage.dense) * config.experts // layout.ep * one
+
+
+def sharded(job: Job, stage: Stage) -> float:
+    """The parameters of which ZeRO leaves the states on a rank.
+
+    Those that have the same share them: all ranks of a group, or an ep-th of these.
+    """
+    own, shards = dealt(job, stage), job.layout.shards
+    return (parameters(job, stage) - own) / shards + own / (shards / job.layout.ep)

@@ -49,10 +49,11 @@ class Layout:
         check_rule(self.pp, self.stages)
 
     def _check_copies(self) -> None:
-        for name in ("ep", "replicas"):
-            if self.dp % getattr(self, name):
-                given = f"{name}={getattr(self, name)}"
-                raise ValueError(f"{given}: allowed are divisors of dp={self.dp}")
+        if self.dp % self.replicas:
+            raise ValueError(f"replicas={self.replicas}: allowed are divisors of dp={self.dp}")
+        if self.dp // self.replicas % self.ep:
+            group = f"{self.dp // self.replicas} copies" + " of a group" * (self.replicas > 1)
+            raise ValueError(f"ep={self.ep}: allowed are divisors of dp={self.dp}, the {group}")
         if self.replicas > 1 and not self.zero:
             raise ValueError(f"replicas={self.replicas}: allowed with zero=0 is 1")
         if self.offload == "parameters" and self.zero != 3:
@@ -119,10 +120,8 @@ def peak(
     """Bytes of the fullest rank at the fullest moment of a step, on a GPU: `memory.estimate`.
 
     seq: tokens of a sequence, by default the model's longest. Raises ValueError as that does, where
-    the shape cannot be cut so, and for experts, which no `Config` has.
+    the shape cannot be cut so.
     """
-    if layout.ep > 1:
-        raise ValueError(f"ep={layout.ep}: allowed is 1, for a model without experts")
     return memory.estimate(
         config,
         layout.micro_batch,
@@ -141,6 +140,7 @@ def peak(
         # From the second micro-batch on, the gradients of earlier ones are there.
         accumulate=layout.microbatches > 1,
         cp=layout.cp,
+        ep=layout.ep,
         replicas=layout.replicas,
         stages=layout.stages,
         schedule=layout.schedule,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 from shardlab.machines import Machine
 from shardlab.memory.units import whole
@@ -58,9 +59,9 @@ def plan(
     """Every layout for `batch` sequences in a step on `gpus` GPUs.
 
     Tried are all tensor degrees inside of a node (with sequence parallelism), all pipelines, 1F1B
-    and interleaved, ranks that share a sequence where it is long, the profile's stages of ZeRO (2
-    and 3 without a pipeline: engines have no others), micro-batches in powers of two, and
-    recomputation.
+    and interleaved, ranks that share a sequence where it is long, all ways to deal out experts, the
+    profile's stages of ZeRO (2 and 3 without a pipeline: engines have no others), micro-batches in
+    powers of two, and recomputation.
     fixed: fields of the layouts that have to have these values.
 
     A layout fits if its fullest rank reserves no more than the share of memory beyond which the
@@ -105,7 +106,8 @@ def layouts(
     for tp in divisors(min(gpus, machine.per_node)):
         if gpus % tp:
             continue
-        if any(n % tp for n in (config.heads, config.key_value_heads, config.ffn_width, seq)):
+        widths = config.ffn_width, config.expert_width
+        if any(n % tp for n in (config.heads, config.key_value_heads, *widths, seq)):
             ruled["a tensor degree that does not divide heads, widths and tokens"] += 1
             continue
         for pp in divisors(gpus // tp):
@@ -117,10 +119,11 @@ def layouts(
                 if seq % cp or batch % dp:
                     ruled["copies that cannot share the batch evenly"] += 1
                     continue
-                base = Layout(
-                    dp, tp, pp, sequence_parallel=tp > 1, cp=cp, stages=profile.stages
-                )  # fmt: skip
-                yield from _variants(config, base, batch // dp, profile)
+                for ep in divisors(gcd(config.experts, dp)) if config.experts else [1]:
+                    base = Layout(
+                        dp, tp, pp, sequence_parallel=tp > 1, cp=cp, ep=ep, stages=profile.stages
+                    )  # fmt: skip
+                    yield from _variants(config, base, batch // dp, profile)
 
 
 def _variants(config: Config, base: Layout, each: int, profile: Profile) -> Iterator[Layout]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlab.machines import Machine
+from shardlab.memory.experts import check_dealt
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
@@ -38,8 +39,8 @@ def predict(
     rates: of that profile; by default `known`. Each states its origin and how sure it is.
     seq: tokens of a sequence, by default the model's longest.
 
-    Raises ValueError for layers that the stages cannot share, heads that cannot be cut so, experts,
-    which no `Config` has, and rates of another profile.
+    Raises ValueError for layers that the stages cannot share, heads or experts that cannot be cut
+    or dealt out so, and rates of another profile.
     """
     seq = config.seq if seq is None else whole("seq", seq)
     job = Job(config, machine, layout, profile, seq)
@@ -70,13 +71,12 @@ def check_rates(profile: Profile, rates: Rates | None) -> Mapping[str, float]:
 def check_job(job: Job) -> None:
     """Raise ValueError for what cannot be cut so, or is not predicted."""
     config, layout = job.config, job.layout
-    for name in ("heads", "ffn_width"):
+    for name in ("heads", "ffn_width", "expert_width"):
         if (value := getattr(config, name)) % layout.tp:
             raise ValueError(f"tp={layout.tp}: allowed are divisors of {name}={value}")
     if job.seq % layout.cp:
         raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={job.seq}")
-    if layout.ep > 1:
-        raise ValueError(f"ep={layout.ep}: allowed is 1, for a model without experts")
+    check_dealt(config, layout.ep)
 
 
 __all__ = ["PROFILES", "Prediction", "check_job", "check_rates", "first_rank", "of_job", "predict"]

@@ -122,6 +122,10 @@ _GUESSES = {
         "seconds of a layer's gather or sum for each further node of the copies, of ZeRO-2 and 3",
         {"course": (14e-6, 0.5), "megatron": (14e-6, 0.5), "nanotron": (14e-6, 0.5)},
     ),
+    "uneven": (
+        "times as many rows as the mean of ranks that deal out experts the fullest has",
+        {"course": (1.15, 0.15), "megatron": (1.15, 0.15), "nanotron": (1.15, 0.15)},
+    ),
     "step": (
         "seconds of a step beside all that is counted",
         {"course": (0.01, 1.0), "megatron": (0.01, 1.0), "nanotron": (0.05, 1.0)},

@@ -21,6 +21,7 @@ PARTS = {  # of a step's seconds
     "launches": "the CPU takes longer to launch than the GPU to compute",
     "tensor": "sums inside of the layers that nothing hides",
     "context": "keys and values of a sequence's other ranks",
+    "experts": "tokens on their way to experts, and back",
     "bubble": "the pipeline fills and drains",
     "messages": "messages between stages",
     "data": "the copies wait for gradients and weights",
@@ -157,7 +158,7 @@ def first(found: Plan, rates: Rates) -> str:
 
 def _kind(planned: Planned) -> tuple[int, ...]:
     layout = planned.layout
-    return layout.dp, layout.tp, layout.pp, layout.cp
+    return layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
 
 
 def ruled(found: Plan) -> str:

@@ -66,6 +66,10 @@ def _layout(target: Target) -> list[tuple[str, str]]:
     if at.cp > 1:
         why = f"{at.cp} ranks share each sequence: its activations are too large for one"
         rows.append((f"--context-parallel-size {at.cp}", why))
+    if at.ep > 1:
+        why = f"{at.ep} copies deal out the experts; tokens travel to them"
+        rows.append((f"--expert-model-parallel-size {at.ep}", why))
+        rows.append(("--moe-token-dispatcher-type alltoall", "each to its own, and back"))
     idle = f"; stages idle for {target.idle:.0f} % of it" if at.pp > 1 else ""
     rows += [
         (f"--micro-batch-size {at.micro_batch}", target.why_micro_batch()),
@@ -167,11 +171,37 @@ def _shape(target: Target) -> list[tuple[str, str]]:
         rows.append(("--disable-bias-linear", "matrices have no bias"))
     if not c.tied:
         rows.append(("--untie-embeddings-and-output-weights", "the head is a matrix of its own"))
+    return rows + _experts(target)
+
+
+def _experts(target: Target) -> list[tuple[str, str]]:
+    c = target.config
+    if not c.experts:
+        return []
+    rows = [
+        (f"--num-experts {c.experts}", "feed-forward networks of a layer"),
+        (f"--moe-router-topk {c.experts_per_token}", "of them for each token"),
+        (f"--moe-router-score-function {c.router}", "of what the router says"),
+        (f"--moe-ffn-hidden-size {c.expert_width}", "width of one"),
+        ("--moe-grouped-gemm", "all experts of a rank in one launch"),
+    ]
+    if c.shared_experts:
+        width = c.shared_experts * c.expert_width
+        rows.append((f"--moe-shared-expert-intermediate-size {width}", "of what all tokens go to"))
+    if c.dense_layers:
+        which = f"[0]*{c.dense_layers}+[1]*{c.layers - c.dense_layers}"
+        rows.append((f'--moe-layer-freq "{which}"', "layers that have experts"))
+    if c.capacity:
+        words = "times a fair share of tokens: more are dropped"
+        rows.append((f"--moe-expert-capacity-factor {c.capacity}", words))
     return rows
 
 
 def _own(target: Target) -> list[tuple[str, str]]:
     padded = 128 * target.layout.tp
+    balance = []
+    if target.config.experts:
+        balance = [("--moe-aux-loss-coeff 1e-2", "how much an uneven choice of experts costs")]
     return [
         ("--mock-data", "in the place of --data-path"),
         ("--tokenizer-type NullTokenizer", "in the place of your tokenizer"),
@@ -181,6 +211,7 @@ def _own(target: Target) -> list[tuple[str, str]]:
         ),
         ("--train-iters 100", "steps"),
         ("--lr 3e-4", "largest learning rate"),
+        *balance,
     ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardlab import memory
 from shardlab.machines import Machine
+from shardlab.memory.experts import check_dealt
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
 from shardlab.strategy.layout import Layout, stages
@@ -32,8 +33,10 @@ class Target:
         if at.recompute not in ("none", "selective", "full"):
             allowed = "are 'none', 'selective' and 'full'"
             raise self.refusal(f"recompute={at.recompute!r}", allowed)
-        if at.ep > 1:
-            raise self.refusal(f"ep={at.ep}", "is 1", "this shape has no experts")
+        check_dealt(self.config, at.ep)
+        if self.config.experts and self.engine != "megatron":
+            words = "of these engines 'megatron' has arguments for experts"
+            raise self.refusal(f"experts={self.config.experts}", "is 0", words)
         if at.cp > 1 and self.seq % (2 * at.cp):
             allowed = f"are multiples of 2·cp = {2 * at.cp}"
             raise self.refusal(f"seq={self.seq}", allowed, "each rank takes two pieces of it")

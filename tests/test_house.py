@@ -209,3 +209,14 @@ def test_every_make_target_says_what_it_does() -> None:
     assert set(wanted.split()) <= set(targets)
     for target in targets:
         assert re.search(rf"^{target}:.* ## \S", text, re.MULTILINE), target
+
+
+def test_what_waits_for_the_whole_run_is_run_once_a_week() -> None:
+    """Else it would be run by nobody."""
+    weekly = (ROOT / ".github/workflows/weekly.yml").read_text("utf-8")
+    named = [word for line in re.findall(r"--whole (.*)'", weekly) for word in line.split()]
+    asks = re.compile(r'getoption\("--whole"\)')
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if asks.search(path.read_text("utf-8")):
+            place = path.relative_to(ROOT).as_posix()
+            assert any(place == name or place.startswith(f"{name}/") for name in named), place

@@ -63,7 +63,9 @@ def test_search_of_the_archive_finds(offline):
     assert offline.wrong == []
 
 
-def test_one_page_reads_well(visit):
+def test_one_page_reads_well(visit, request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("a minute, for the longest page: with --whole")
     tab = visit("everything.html", width=360)
     assert tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert tab.page.locator("mjx-container").count() > 100

@@ -695,7 +695,7 @@ shardlab("strategy --model llama-3-8b --gpu h100 --gpus 16 --emit deepspeed", 15
 # | the planner's first three change places with every new rate | they are equal within its error: take the emptiest, or measure them |
 # | fitted constants are absurd, and their spreads are above 100 % | too few steps for so many constants, and no priors |
 #
-# What it does not know: experts, a network that others use at the same time, a batch that is too large to learn from, and what a person's week costs.
+# What it does not know: how unevenly tokens choose their experts (it takes a guess), a network that others use at the same time, a batch that is too large to learn from, and what a person's week costs.
 #
 # ## Exercises
 #

@@ -37,6 +37,8 @@ Finish = Callable[[], Tensor]
 
 
 class _Enter(torch.autograd.Function):
+    words = "V -> R"  # what x is on all ranks, and what it becomes: see tensor_types
+
     @staticmethod
     def forward(ctx: Any, x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -49,6 +51,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
+    words = "P -> V"
+
     @staticmethod
     def forward(ctx: Any, y_BSH: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

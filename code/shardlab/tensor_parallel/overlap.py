@@ -112,6 +112,12 @@ def columns(
 
 class _Columns(torch.autograd.Function):
     @staticmethod
+    def plainly(x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
+        """The same, one after the other: `tensor_types` follows this, whose operators it knows."""
+        entered = edges.enter(x, group)
+        return tuple(F.linear(entered, w, b) for w, b in zip(*_halves(parameters), strict=True))
+
+    @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
         weights, biases = _halves(parameters)
         entered = edges.begin(x, group)()

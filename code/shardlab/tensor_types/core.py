@@ -1,0 +1,406 @@
+"""What a tensor is over the ranks of a group, its gradient included; and a checker that follows it.
+
+    word   what the ranks hold               its gradient    which makes of the gradients
+    I      the same, used in the same way    I               the same on all ranks
+    R      the same, each for its own work   P               addends: nobody has added them up
+    V      each its own                      V               each its own
+    P      addends of a sum to be made       R               the sum's gradient, on all ranks
+
+A tensor has a word for each axis of a mesh; together they are its type. An operator that sends has
+words of its own, "I -> R" for Megatron's f. For everything else a table says which words go
+together, and what comes out (`combined`). So the checker follows a program and looks at no number:
+it needs no second rank, and finds the line at which a gradient goes wrong before that line runs.
+
+The words are those of Meta's `spmd_types` (github.com/meta-pytorch/spmd_types), R replicate,
+I invariant, V varying, P partial; DTensor has R, V (as Shard) and P, and not the I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.utils._pytree import tree_leaves
+
+from . import functions
+from .messages import Mismatch, located
+
+Type = dict[str, str]  # axis -> word
+Some = TypeVar("Some", bound=Tensor)
+WORDS = ("I", "R", "V", "P")
+DUAL = {"I": "I", "R": "P", "V": "V", "P": "R"}  # a tensor's word -> its gradient's
+
+
+# A tensor's type: said once, then carried by the tensor.
+
+
+def type_of(x: Tensor) -> Type | None:
+    """The words of `x` by axis; None where nobody knows."""
+    return getattr(x, "over_ranks", None)
+
+
+def declare(x: Some, **words: str) -> Some:
+    """Say what `x` is on each axis, or hold it against what is known; returns `x`.
+
+    Beyond what is known, V may be said to be P, as a local loss is a summand of the joint one; and
+    a leaf that is the same on all ranks may be said to be I, R or V: no gradient is behind it.
+    Raises ValueError for an unknown word or axis, Mismatch where more is known.
+    """
+    _check_words(words)
+    known = type_of(x) or {}
+    for axis, word in words.items():
+        have = known.get(axis, word)
+        free = x.is_leaf and not x.requires_grad and have in "IR" and word != "P"
+        if have != word and (have, word) != ("V", "P") and not free:
+            with located(declare, [x]), Mismatch.on(axis):
+                raise Mismatch(f"it is {have}, and is said to be {word}")
+    x.over_ranks = {**known, **words}
+    return x
+
+
+def declare_parameters(module: nn.Module, **words: str | Mapping[str, str]) -> None:
+    """Say what each parameter is: one word for all, or one by name. Buffers are the same: R.
+
+    Messages name these parameters. Raises ValueError for names that are missing or too many.
+    """
+    for x in module.buffers():
+        declare(x, **dict.fromkeys(words, "R"))
+    named = dict(module.named_parameters())
+    for axis, said in words.items():
+        by_name = dict.fromkeys(named, said) if isinstance(said, str) else dict(said)
+        if odd := by_name.keys() ^ named.keys():
+            raise ValueError(f"{axis}: {min(odd)!r} is a name too many, or missing; "
+                             "allowed are those of named_parameters()")  # fmt: skip
+        for name, parameter in named.items():
+            parameter.called = name
+            declare(parameter, **{axis: by_name[name]})
+
+
+def believe(x: Some, **words: str) -> Some:
+    """Overwrite what is known of `x`: for what hooks did to a gradient, where nobody looked."""
+    _check_words(words)
+    x.over_ranks = {**(type_of(x) or {}), **words}
+    return x
+
+
+def _check_words(words: Mapping[str, str]) -> None:
+    axes = _modes[-1].names if _modes else words
+    for axis, word in words.items():
+        if axis not in axes:
+            raise ValueError(f"axis={axis!r}: allowed are {', '.join(map(repr, axes))}")
+        if word not in WORDS:
+            raise ValueError(f"{axis}={word!r}: allowed are {', '.join(map(repr, WORDS))}")
+
+
+# The table: what comes out of an operation that sends nothing, on one axis.
+
+
+def combined(words: Sequence[str], fixed: Sequence[bool], how: str) -> str:
+    """The result's word, from those of the operands; Mismatch where they do not go together.
+
+    fixed: this operand gets no gradient, and then I and R are one. how: what the operation does
+    with addends (`functions.manner`).
+    """
+    free = {w for w, f in zip(words, fixed, strict=True) if not (f and w in "IR")}
+    if not free:
+        return words[0] if len(set(words)) == 1 else "R"
+    if "I" in free and len(free) > 1:
+        raise Mismatch.of("I", words)
+    if "P" not in free:
+        return "I" if free == {"I"} else "V" if "V" in free else "R"
+    others = [w for w in words if w != "P"]
+    if how == "sum" and not others:
+        return "P"
+    one = len(words) - len(others) == 1 and free <= {"P", "R"}
+    if how == "product" and one or how == "first" and one and words[0] == "P" and len(words) < 3:
+        return "P"
+    raise Mismatch.of("P", words)
+
+
+def moved(given: str, src: str, dst: str) -> str:
+    """What an operator "src -> dst" makes of what it is given. V may be meant as P."""
+    if given != src and (given, src) != ("V", "P"):
+        raise Mismatch.of(f"{src} -> {dst}", [given])
+    return dst
+
+
+# Collectives on plain tensors: name -> argument that is read, argument that is written, words of
+# the first, word of the second. autograd knows nothing of them.
+_RAW: dict[str, tuple[int, int, str, str]] = {
+    "all_reduce": (0, 0, "P", "R"),
+    "all_gather": (1, 0, "VRI", "R"),
+    "all_gather_single": (1, 0, "VRI", "R"),
+    "all_gather_into_tensor": (1, 0, "VRI", "R"),
+    "reduce_scatter_single": (1, 0, "P", "V"),
+    "reduce_scatter_tensor": (1, 0, "P", "V"),
+    "all_to_all_single": (1, 0, "VRI", "V"),
+    "broadcast": (0, 0, "VRI", "R"),
+}
+
+
+class _Follow(TorchFunctionMode):
+    """Judges each function of torch before it runs, and hands its type on to what comes out."""
+
+    def __init__(self, groups: dict[str, dist.ProcessGroup]):
+        super().__init__()
+        self.names = list(groups)
+        self.groups = {axis: group for axis, group in groups.items() if group.size() > 1}
+        self.judged, self.sent, self.backwards = 0, 0, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator, name = getattr(func, "operator", None), getattr(func, "__name__", "")
+        if func in functions.ASIDE or name == "__get__":
+            return self.attribute(func, args)
+        if operator and hasattr(operator, "plainly"):  # followed in place of what it replaces
+            with self:
+                return operator.plainly(*args)
+        if name.startswith("_foreach_"):  # of many tensors at once: one by one
+            return self.many(func, args, kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        with located(operator or func, tensors):
+            if func in (Tensor.backward, torch.autograd.grad):
+                return self.backward(func, tensors[0], args, kwargs)
+            before = [self.known(x) for x in tensors]
+            made = self.judge(func, operator, args, kwargs, tensors, before)
+        out = func(*args, **kwargs)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and not (func in functions.EQUAL and x.requires_grad):
+                _give(x, made)
+        return out
+
+    def many(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Judges a function of lists of tensors by the function of one that it stands for."""
+        one = getattr(torch, func.__name__.removeprefix("_foreach_"), None) or getattr(
+            Tensor, func.__name__.removeprefix("_foreach_"), func
+        )
+        types = []
+        for i in range(len(args[0])):
+            mine = [a[i] if isinstance(a, list | tuple) else a for a in args]
+            tensors = [x for x in mine if isinstance(x, Tensor)]
+            with located(func, tensors):
+                before = [self.known(x) for x in tensors]
+                types.append(self.judge(one, None, mine, kwargs, tensors, before))
+        out = func(*args, **kwargs)
+        for x, made in zip(out or args[0], types, strict=True):
+            _give(x, made)
+        return out
+
+    def judge(
+        self, func: Any, operator: Any, args: Any, kwargs: Any, tensors: Any, before: Any
+    ) -> Type | None:
+        """The type of what comes out; None: nobody knows."""
+        if func in functions.UNKNOWN or getattr(func, "__module__", "") == "torch.nn.init":
+            if functions.in_place(func) and not tensors[0].requires_grad:
+                _give(tensors[0], None)
+            return None
+        if func in functions.EQUAL:
+            return dict.fromkeys(self.groups, "R")
+        if func is Tensor.copy_ and not tensors[0].requires_grad:
+            _give(tensors[0], before[-1])
+            return before[-1]
+        if all(known is None for known in before):
+            return None
+        if None in before:
+            raise Mismatch("has no type", before.index(None))
+        fixed = [not (torch.is_grad_enabled() and x.requires_grad) for x in tensors]
+        self.judged += 1
+        if operator:
+            return self.operator(operator, args, before, fixed)
+        if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
+            return self.raw(func.__name__, args, kwargs, fixed)
+        if "c10d_functional" in str(func):
+            raise Mismatch("a functional collective has no words here")
+        how = "other" if "rounding_mode" in kwargs else functions.manner(func, args)
+        if func in functions.SHAPE_OF:
+            before, fixed = before[:1], fixed[:1]
+        made = self.each_axis(before, fixed, lambda _: how)
+        return self.written(before[0], fixed[0], made) if functions.in_place(func) else made
+
+    def written(self, old: Type, fixed: bool, made: Type) -> Type:
+        """What is changed in place has to stay what it is; without a gradient I and R are one."""
+        if not all(w == old[a] or fixed and {w, old[a]} <= {"I", "R"} for a, w in made.items()):
+            raise Mismatch.of("in place", [f"{axis}:{word}" for axis, word in made.items()])
+        return old
+
+    def each_axis(self, before: Any, fixed: Any, how: Callable[[str], str]) -> Type:
+        """`combined` on each axis."""
+        made = {}
+        for axis in self.groups:
+            with Mismatch.on(axis):
+                made[axis] = combined([known[axis] for known in before], fixed, how(axis))
+        return made
+
+    def operator(self, operator: type, args: Any, before: Any, fixed: Any) -> Type:
+        """What an autograd Function gives: by its words on its group's axis, as any other else."""
+        if not hasattr(operator, "words"):
+            raise Mismatch("an operator without `words`")
+        takes, dst = parse(operator.words)
+        axis = self.axis(next((g for a in args for g in (a, getattr(a, "group", None))
+                               if isinstance(g, dist.ProcessGroup)), None))  # fmt: skip
+        self.sent += 1
+        how = "sum" if len(takes) == 1 else "other"
+        made = self.each_axis(before, fixed, lambda _: how) if len(self.groups) > 1 else {}
+        with Mismatch.on(axis):
+            for src, known, still in zip(takes, before, fixed, strict=True):
+                same = still and known[axis] in "IR" and src in "IR"
+                moved(src if same else known[axis], src, dst)
+        return made | {axis: dst}
+
+    def raw(self, name: str, args: Any, kwargs: Any, fixed: Any) -> None:
+        """A collective on plain tensors: what it writes has another type from here on."""
+        if name not in _RAW:
+            raise Mismatch("a message without words here")
+        read, written, allowed, dst = _RAW[name]
+        given = [*args, *kwargs.values()]
+        group = next((x for x in given if isinstance(x, dist.ProcessGroup)), dist.group.WORLD)
+        if group.size() == 1:
+            return
+        axis, sums = self.axis(group), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        op = next((x for x in given if isinstance(x, dist.ReduceOp.RedOpType)), sums[0])
+        self.sent += 1
+        if not all(fixed):
+            if name != "all_reduce":
+                raise Mismatch("autograd knows nothing of a collective: the gradient ends here")
+            dst = "I"  # in backward nothing happens: each rank hands its gradient on
+        if name == "all_reduce" and op not in sums:
+            allowed = "VRI"  # the largest of all is no sum
+        outs = [x for x in tree_leaves(args[written]) if isinstance(x, Tensor)]
+        for x in tree_leaves(args[read]):
+            with Mismatch.on(axis):
+                known = type_of(x)[axis]
+                if known not in allowed:
+                    moved(known, allowed, dst)
+                made = {**type_of(x), axis: dst}
+        for x in outs:
+            _give(x, made)
+        # The result is a handle to wait for.
+
+    def backward(self, func: Any, loss: Tensor, args: Any, kwargs: Any) -> Any:
+        """The loss has to be I or P; afterwards each gradient is what its parameter's word says."""
+        for axis, word in (self.known(loss) or {}).items():
+            if word not in "IP":
+                with Mismatch.on(axis):
+                    raise Mismatch.of("backward", [word])
+        self.backwards += 1
+        if func is torch.autograd.grad:
+            out = func(*args, **kwargs)
+            for x, dx in zip(tree_leaves(args[1]), out, strict=True):
+                self.dual(x, dx)
+            return out
+        leaves = list(_leaves(loss))
+        for leaf in leaves:
+            old = leaf.grad is not None and self.known(leaf.grad)
+            wanted = {axis: DUAL[word] for axis, word in self.known(leaf).items()}
+            if old and old != wanted:
+                right = "zero_grad, or one exchange behind the last backward"
+                raise Mismatch(f"it would add {wanted} to a gradient that is {old}", right=right)
+        func(*args, **kwargs)
+        for leaf in leaves:
+            if leaf.grad is not None:
+                self.dual(leaf, leaf.grad)
+        return None
+
+    def dual(self, x: Tensor, dx: Tensor) -> None:
+        """The gradient of x is what the word of x says."""
+        dx.over_ranks = {axis: DUAL[word] for axis, word in type_of(x).items()}
+        dx.called = f"gradient of {getattr(x, 'called', 'a tensor')}"
+
+    def known(self, x: Tensor) -> Type | None:
+        """The type of `x` on this mesh's axes; Mismatch where one is missing."""
+        known = type_of(x)
+        if known is not None and (missing := self.groups.keys() - known):
+            raise Mismatch(f"nobody said what it is on {min(missing)}")
+        return known and {axis: known[axis] for axis in self.groups}
+
+    def axis(self, group: dist.ProcessGroup) -> str:
+        """The name of the axis whose group this is."""
+        for axis, known in self.groups.items():
+            if known is group or known.group_name == group.group_name:
+                return axis
+        raise Mismatch(f"its group of {group.size()} ranks is none of the axes")
+
+    def attribute(self, func: Any, args: Any) -> Any:
+        """Of a tensor: its gradient has a type of its own, its transpose has that of the tensor."""
+        out = func(*args)
+        if isinstance(out, Tensor) and func.__self__.__name__ in functions.VIEWS:
+            _give(out, type_of(args[0]))
+        return out
+
+
+def _give(x: Tensor, made: Type | None) -> None:
+    if made is not None:
+        x.over_ranks = dict(made)
+    elif hasattr(x, "over_ranks") and x.is_leaf and not x.requires_grad:
+        del x.over_ranks
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors that backward from `loss` gives a gradient."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and type_of(node.variable) is not None:
+            yield node.variable
+        todo += [follower for follower, _ in node.next_functions]
+
+
+def parse(words: str) -> tuple[list[str], str]:
+    """("V", "R"), "I" of "V, R -> I"; ValueError for anything else."""
+    left, _, dst = (part.strip() for part in str(words).partition("->"))
+    takes = [word.strip() for word in left.split(",")]
+    if not {*takes, dst} <= set(WORDS):
+        example = "one of I, R, V, P for each tensor that goes in, and one: 'I -> R'"
+        raise ValueError(f"words={words!r}: allowed is {example}")
+    return takes, dst
+
+
+_modes: list[_Follow] = []
+
+
+@contextmanager
+def checking(**groups: dist.ProcessGroup) -> Iterator[_Follow]:
+    """Follow what is computed inside, and raise Mismatch before the first operation that is wrong.
+
+    groups: the process group of each axis, by name. An axis of one rank is left out: there all
+    words are one. What autograd does in backward is not followed; what comes before and after is.
+
+    Raises ValueError for no axis, and for what is no group of this rank's.
+    """
+    for axis, group in groups.items():
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise ValueError(f"{axis}={group!r}: allowed is a process group that holds this rank")
+    if not groups:
+        raise ValueError("groups: there is none; allowed is one for each axis, as in tp=group")
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    class Apply:
+        """torch passes an autograd Function by; this asks the modes, and the next one of them."""
+
+        def __get__(self, _: Any, cls: type) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                if not torch._C._len_torch_function_stack() or not _modes:
+                    return apply.__get__(None, cls)(*args)
+                given = tuple(x for x in args if isinstance(x, Tensor))
+                return handle_torch_function(call, given, *args)
+
+            call.operator = cls
+            return call
+
+    mode = _Follow(groups)
+    torch.autograd.Function.apply = Apply()
+    _modes.append(mode)
+    try:
+        with mode:
+            yield mode
+    finally:
+        _modes.pop()
+        torch.autograd.Function.apply = apply

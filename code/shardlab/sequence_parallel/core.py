@@ -116,6 +116,8 @@ class AlongSequence:
     keep: hold on to what was gathered until backward is over, instead of gathering it again.
     """
 
+    whole = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
+
     def __init__(self, keep: bool = False):
         self.keep = keep
 

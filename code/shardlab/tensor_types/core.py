@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._pytree import tree_leaves
 
@@ -155,11 +156,17 @@ class _Follow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator, name = getattr(func, "operator", None), getattr(func, "__name__", "")
-        if func in functions.ASIDE or name == "__get__":
+        if func in functions.ASIDE or name == "__set__":
+            return func(*args, **kwargs)
+        if name == "__get__":
             return self.attribute(func, args)
-        if operator and hasattr(operator, "plainly"):  # followed in place of what it replaces
-            with self:
-                return operator.plainly(*args)
+        if operator and hasattr(operator, "plainly"):  # its types are those of what it replaces
+            with self, saved_tensors_hooks(lambda x: x, lambda x: x):  # recomputation counts these
+                types_ = [type_of(x) for x in tree_leaves(operator.plainly(*args))]
+            out = func(*args)
+            for x, made in zip(tree_leaves(out), types_, strict=True):
+                _give(x, made)
+            return out
         if name.startswith("_foreach_"):  # of many tensors at once: one by one
             return self.many(func, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -206,14 +213,15 @@ class _Follow(TorchFunctionMode):
             return before[-1]
         if all(known is None for known in before):
             return None
+        if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
+            self.raw(func.__name__, args, kwargs)
+            return None
         if None in before:
             raise Mismatch("has no type", before.index(None))
         fixed = [not (torch.is_grad_enabled() and x.requires_grad) for x in tensors]
         self.judged += 1
         if operator:
             return self.operator(operator, args, before, fixed)
-        if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
-            return self.raw(func.__name__, args, kwargs, fixed)
         if "c10d_functional" in str(func):
             raise Mismatch("a functional collective has no words here")
         how = "other" if "rounding_mode" in kwargs else functions.manner(func, args)
@@ -252,34 +260,30 @@ class _Follow(TorchFunctionMode):
                 moved(src if same else known[axis], src, dst)
         return made | {axis: dst}
 
-    def raw(self, name: str, args: Any, kwargs: Any, fixed: Any) -> None:
+    def raw(self, name: str, args: Any, kwargs: Any) -> None:
         """A collective on plain tensors: what it writes has another type from here on."""
         if name not in _RAW:
             raise Mismatch("a message without words here")
         read, written, allowed, dst = _RAW[name]
         given = [*args, *kwargs.values()]
         group = next((x for x in given if isinstance(x, dist.ProcessGroup)), dist.group.WORLD)
-        if group.size() == 1:
+        x = args[read]
+        if group.size() == 1 or not isinstance(x, Tensor) or (known := self.known(x)) is None:
             return
         axis, sums = self.axis(group), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         op = next((x for x in given if isinstance(x, dist.ReduceOp.RedOpType)), sums[0])
         self.sent += 1
-        if not all(fixed):
-            if name != "all_reduce":
+        if torch.is_grad_enabled() and x.requires_grad:
+            if name != "all_reduce" or op != sums[0]:
                 raise Mismatch("autograd knows nothing of a collective: the gradient ends here")
             dst = "I"  # in backward nothing happens: each rank hands its gradient on
         if name == "all_reduce" and op not in sums:
             allowed = "VRI"  # the largest of all is no sum
-        outs = [x for x in tree_leaves(args[written]) if isinstance(x, Tensor)]
-        for x in tree_leaves(args[read]):
-            with Mismatch.on(axis):
-                known = type_of(x)[axis]
-                if known not in allowed:
-                    moved(known, allowed, dst)
-                made = {**type_of(x), axis: dst}
-        for x in outs:
-            _give(x, made)
-        # The result is a handle to wait for.
+        with Mismatch.on(axis):
+            if known[axis] not in allowed:
+                moved(known[axis], allowed, dst)
+        for out in tree_leaves(args[written]):
+            _give(out, known | {axis: dst})
 
     def backward(self, func: Any, loss: Tensor, args: Any, kwargs: Any) -> Any:
         """The loss has to be I or P; afterwards each gradient is what its parameter's word says."""

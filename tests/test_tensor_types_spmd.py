@@ -26,14 +26,15 @@ def both(chosen):
     for operator in (_Enter, _Leave):
         library.attach(operator, dimension=1)
 
+    def made():
+        given = programs.parameters(0, group)
+        return {n: library.declare(x, group=programs.PARAMETERS[n]) for n, x in given.items()}
+
     def theirs(program):
-        def step():
-            given = programs.parameters(0, group)
-            for name, word in programs.PARAMETERS.items():
-                library.declare(given[name], group=word)
+        def step(given):
             programs.run(program, given, group, OPERATORS, lambda y: library.declare(y, group="P"))
 
-        return library.verdict(step, {"group": group})
+        return library.verdict(step, made, {"group": group})
 
     return [(programs.refusal(p, group, OPERATORS), theirs(p)) for p in chosen]
 

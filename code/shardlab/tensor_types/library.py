@@ -8,7 +8,7 @@ Written for spmd_types 0.3.1 (22 October 2026), a beta whose interface changes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -59,8 +59,10 @@ def _rule(src: str, dst: str, dimension: int) -> Callable[..., None]:
     return rule
 
 
-def verdict(step: Callable[[], Any], axes: dict[str, dist.ProcessGroup]) -> str:
-    """What `spmd_types` says of step(), whose tensors have types: "" where it passes.
+def verdict(
+    step: Callable[[Any], Any], make: Callable[[], Any], axes: Mapping[str, dist.ProcessGroup]
+) -> str:
+    """What `spmd_types` says of step(make()): "" where it passes. `make` declares tensors.
 
     The first line of its error, whose context is long. Raises ImportError where it is not there.
     """
@@ -69,9 +71,10 @@ def verdict(step: Callable[[], Any], axes: dict[str, dist.ProcessGroup]) -> str:
 
     mesh = {axis: spmd.MeshAxis.of(group) for axis, group in axes.items()}
     with spmd.set_current_mesh(mesh):
+        made = make()  # a random number is none of its business yet
         try:
             with typecheck():
-                step()
+                step(made)
         except spmd.SpmdTypeError as error:
             return str(error).splitlines()[0]
     return ""

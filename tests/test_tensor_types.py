@@ -16,7 +16,7 @@ from shardlab import tensor_parallel as tp_
 from shardlab import tensor_types as tt
 from shardlab.tensor_types import programs
 from shardlab.tensor_types.adjoint import disproof
-from shardlab.tensor_types.core import parse
+from shardlab.tensor_types.declared import parse
 
 
 def world():

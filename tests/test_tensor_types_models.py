@@ -142,7 +142,9 @@ def test_context_parallel_models_pass(attention, layout):
     def distributed(cp):
         model = cp_.distribute(GPT(replace(GPT2, tied=True)), cp, attention, layout)
         tt.declare_parameters(model, cp="R")
-        x, y = [tt.declare(cp_.share(z, cp, layout), cp="V") for z in torch.randint(0, 64, (2, 2, 16))]
+        x, y = [
+            tt.declare(cp_.share(z, cp, layout), cp="V") for z in torch.randint(0, 64, (2, 2, 16))
+        ]
         tt.declare(loss(model(x), y), cp="P").backward()
         cp_.average_gradients(model, cp)
         stepped(model)

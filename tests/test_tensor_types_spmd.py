@@ -42,7 +42,9 @@ def both(chosen):
 def test_both_say_the_same_of_500_random_programs():
     chosen = programs.draw(500, seed=2)
     said = ranks.pretend(both, 2, chosen)
-    differ = [p for p, (ours, theirs) in zip(chosen, said, strict=True) if bool(ours) != bool(theirs)]
+    differ = [
+        p for p, (ours, theirs) in zip(chosen, said, strict=True) if bool(ours) != bool(theirs)
+    ]
     assert differ == []
     passed = sum(not ours for ours, _ in said)
     assert 100 < passed < 400

@@ -1,6 +1,7 @@
 """Tensor types: what a tensor is over ranks, its gradient included, and a checker of programs.
 
-- `core`: the words, the table of what goes with what, and the checker: what the lesson teaches;
+- `core`: the table of what goes with what, and the checker: what the lesson teaches;
+- `declared`: saying what a tensor is;
 - `functions`: what torch's functions do with addends;
 - `messages`: the line, the operation, and what would be right;
 - `check`: a step on a pretended mesh, checked in one call;
@@ -9,17 +10,8 @@
 """
 
 from .check import Verdict, check
-from .core import (
-    DUAL,
-    WORDS,
-    believe,
-    checking,
-    combined,
-    declare,
-    declare_parameters,
-    moved,
-    type_of,
-)
+from .core import checking, combined, moved
+from .declared import DUAL, WORDS, believe, declare, declare_parameters, type_of
 from .messages import Mismatch
 
 __all__ = [

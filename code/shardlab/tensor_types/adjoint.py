@@ -21,7 +21,7 @@ from torch import Tensor
 from shardlab import ranks
 from shardlab.ranks import check_group
 
-from .core import DUAL, parse
+from .declared import DUAL, parse
 
 _ROUNDING = 1e-9  # of float64 sums of some hundred products of size 1
 
@@ -69,7 +69,7 @@ def _drawn(word: str, shape: tuple[int, ...], group: dist.ProcessGroup, seed: in
 
 
 def _paired(word: str, x: Tensor, dx: Tensor, group: dist.ProcessGroup) -> float:
-    """The product of x and its gradient over all ranks: I is one tensor, of which all have copies."""
+    """The product of x and its gradient over all ranks. I is one tensor, and all have copies."""
     product = (x * dx).sum()
     if word != "I":
         dist.all_reduce(product, group=group)
@@ -93,6 +93,8 @@ def _value(word: str, x: Tensor, group: dist.ProcessGroup, dimension: int) -> Te
         total = x.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dimension)

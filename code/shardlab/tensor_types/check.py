@@ -1,15 +1,15 @@
-"""A step on a pretended mesh, checked in one call: no second rank, no GPU, some milliseconds a layer.
+"""A step on a pretended mesh, checked in one call: no second rank, no GPU.
 
-    def step(dp, tp):  # one process group for each axis
-        model = parallelize(MyModel(), tp)
-        tt.declare_parameters(model, dp="R", tp={name: "V" if is_cut(name) else "I" for name in …})
-        tokens, targets = (tt.declare(x, dp="V", tp="R") for x in batch())
-        loss = tt.declare(loss_of(model(tokens), targets), dp="P")  # a summand of the joint loss
-        loss.backward()
-        average_gradients(model, dp)
-        optimizer.step()
+def step(dp, tp):  # one process group for each axis
+    model = parallelize(MyModel(), tp)
+    tt.declare_parameters(model, dp="R", tp={name: "V" if is_cut(name) else "I" for name in …})
+    tokens, targets = (tt.declare(x, dp="V", tp="R") for x in batch())
+    loss = tt.declare(loss_of(model(tokens), targets), dp="P")  # a summand of the joint loss
+    loss.backward()
+    average_gradients(model, dp)
+    optimizer.step()
 
-    tt.check(step, dp=2, tp=2)
+tt.check(step, dp=2, tp=2)
 """
 
 from __future__ import annotations

@@ -17,86 +17,20 @@ I invariant, V varying, P partial; DTensor has R, V (as Shard) and P, and not th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._pytree import tree_leaves
 
 from . import functions
+from .declared import DUAL, Type, meshes, parse, type_of
 from .messages import Mismatch, located
-
-Type = dict[str, str]  # axis -> word
-Some = TypeVar("Some", bound=Tensor)
-WORDS = ("I", "R", "V", "P")
-DUAL = {"I": "I", "R": "P", "V": "V", "P": "R"}  # a tensor's word -> its gradient's
-
-
-# A tensor's type: said once, then carried by the tensor.
-
-
-def type_of(x: Tensor) -> Type | None:
-    """The words of `x` by axis; None where nobody knows."""
-    return getattr(x, "over_ranks", None)
-
-
-def declare(x: Some, **words: str) -> Some:
-    """Say what `x` is on each axis, or hold it against what is known; returns `x`.
-
-    Beyond what is known, V may be said to be P, as a local loss is a summand of the joint one; and
-    a leaf that is the same on all ranks may be said to be I, R or V: no gradient is behind it.
-    Raises ValueError for an unknown word or axis, Mismatch where more is known.
-    """
-    _check_words(words)
-    known = type_of(x) or {}
-    for axis, word in words.items():
-        have = known.get(axis, word)
-        free = x.is_leaf and not x.requires_grad and have in "IR" and word != "P"
-        if have != word and (have, word) != ("V", "P") and not free:
-            with located(declare, [x]), Mismatch.on(axis):
-                raise Mismatch(f"it is {have}, and is said to be {word}")
-    x.over_ranks = {**known, **words}
-    return x
-
-
-def declare_parameters(module: nn.Module, **words: str | Mapping[str, str]) -> None:
-    """Say what each parameter is: one word for all, or one by name. Buffers are the same: R.
-
-    Messages name these parameters. Raises ValueError for names that are missing or too many.
-    """
-    for x in module.buffers():
-        declare(x, **dict.fromkeys(words, "R"))
-    named = dict(module.named_parameters())
-    for axis, said in words.items():
-        by_name = dict.fromkeys(named, said) if isinstance(said, str) else dict(said)
-        if odd := by_name.keys() ^ named.keys():
-            raise ValueError(f"{axis}: {min(odd)!r} is a name too many, or missing; "
-                             "allowed are those of named_parameters()")  # fmt: skip
-        for name, parameter in named.items():
-            parameter.called = name
-            declare(parameter, **{axis: by_name[name]})
-
-
-def believe(x: Some, **words: str) -> Some:
-    """Overwrite what is known of `x`: for what hooks did to a gradient, where nobody looked."""
-    _check_words(words)
-    x.over_ranks = {**(type_of(x) or {}), **words}
-    return x
-
-
-def _check_words(words: Mapping[str, str]) -> None:
-    axes = _modes[-1].names if _modes else words
-    for axis, word in words.items():
-        if axis not in axes:
-            raise ValueError(f"axis={axis!r}: allowed are {', '.join(map(repr, axes))}")
-        if word not in WORDS:
-            raise ValueError(f"{axis}={word!r}: allowed are {', '.join(map(repr, WORDS))}")
-
 
 # The table: what comes out of an operation that sends nothing, on one axis.
 
@@ -144,12 +78,11 @@ _RAW: dict[str, tuple[int, int, str, str]] = {
 }
 
 
-class _Follow(TorchFunctionMode):
+class Follow(TorchFunctionMode):
     """Judges each function of torch before it runs, and hands its type on to what comes out."""
 
     def __init__(self, groups: dict[str, dist.ProcessGroup]):
         super().__init__()
-        self.names = list(groups)
         self.groups = {axis: group for axis, group in groups.items() if group.size() > 1}
         self.judged, self.sent, self.backwards = 0, 0, 0
 
@@ -162,10 +95,10 @@ class _Follow(TorchFunctionMode):
             return self.attribute(func, args)
         if operator and hasattr(operator, "plainly"):  # its types are those of what it replaces
             with self, saved_tensors_hooks(lambda x: x, lambda x: x):  # recomputation counts these
-                types_ = [type_of(x) for x in tree_leaves(operator.plainly(*args))]
+                like = tree_leaves(operator.plainly(*args))
             out = func(*args)
-            for x, made in zip(tree_leaves(out), types_, strict=True):
-                _give(x, made)
+            for x, plain in zip(tree_leaves(out), like, strict=True):
+                _give(x, type_of(plain))
             return out
         if name.startswith("_foreach_"):  # of many tensors at once: one by one
             return self.many(func, args, kwargs)
@@ -183,10 +116,8 @@ class _Follow(TorchFunctionMode):
 
     def many(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Judges a function of lists of tensors by the function of one that it stands for."""
-        one = getattr(torch, func.__name__.removeprefix("_foreach_"), None) or getattr(
-            Tensor, func.__name__.removeprefix("_foreach_"), func
-        )
-        types = []
+        name, types = func.__name__.removeprefix("_foreach_"), []
+        one = getattr(torch, name, None) or getattr(Tensor, name, func)
         for i in range(len(args[0])):
             mine = [a[i] if isinstance(a, list | tuple) else a for a in args]
             tensors = [x for x in mine if isinstance(x, Tensor)]
@@ -227,7 +158,7 @@ class _Follow(TorchFunctionMode):
         how = "other" if "rounding_mode" in kwargs else functions.manner(func, args)
         if func in functions.SHAPE_OF:
             before, fixed = before[:1], fixed[:1]
-        made = self.each_axis(before, fixed, lambda _: how)
+        made = self.each_axis(before, fixed, how)
         return self.written(before[0], fixed[0], made) if functions.in_place(func) else made
 
     def written(self, old: Type, fixed: bool, made: Type) -> Type:
@@ -236,24 +167,23 @@ class _Follow(TorchFunctionMode):
             raise Mismatch.of("in place", [f"{axis}:{word}" for axis, word in made.items()])
         return old
 
-    def each_axis(self, before: Any, fixed: Any, how: Callable[[str], str]) -> Type:
-        """`combined` on each axis."""
+    def each_axis(self, before: Any, fixed: Any, how: str, but: str = "") -> Type:
+        """`combined` on each axis, but one."""
         made = {}
-        for axis in self.groups:
+        for axis in self.groups.keys() - {but}:
             with Mismatch.on(axis):
-                made[axis] = combined([known[axis] for known in before], fixed, how(axis))
+                made[axis] = combined([known[axis] for known in before], fixed, how)
         return made
 
     def operator(self, operator: type, args: Any, before: Any, fixed: Any) -> Type:
-        """What an autograd Function gives: by its words on its group's axis, as any other else."""
+        """What an autograd Function gives: by its words on its group's axis, by table on others."""
         if not hasattr(operator, "words"):
             raise Mismatch("an operator without `words`")
         takes, dst = parse(operator.words)
-        axis = self.axis(next((g for a in args for g in (a, getattr(a, "group", None))
-                               if isinstance(g, dist.ProcessGroup)), None))  # fmt: skip
+        groups = [group for a in args for group in (a, getattr(a, "group", None))]
+        axis = self.axis(next((g for g in groups if isinstance(g, dist.ProcessGroup)), None))
         self.sent += 1
-        how = "sum" if len(takes) == 1 else "other"
-        made = self.each_axis(before, fixed, lambda _: how) if len(self.groups) > 1 else {}
+        made = self.each_axis(before, fixed, "sum" if len(takes) == 1 else "other", but=axis)
         with Mismatch.on(axis):
             for src, known, still in zip(takes, before, fixed, strict=True):
                 same = still and known[axis] in "IR" and src in "IR"
@@ -322,8 +252,10 @@ class _Follow(TorchFunctionMode):
             raise Mismatch(f"nobody said what it is on {min(missing)}")
         return known and {axis: known[axis] for axis in self.groups}
 
-    def axis(self, group: dist.ProcessGroup) -> str:
+    def axis(self, group: dist.ProcessGroup | None) -> str:
         """The name of the axis whose group this is."""
+        if group is None:
+            raise Mismatch("an operator with `words`, and without a group")
         for axis, known in self.groups.items():
             if known is group or known.group_name == group.group_name:
                 return axis
@@ -357,21 +289,8 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         todo += [follower for follower, _ in node.next_functions]
 
 
-def parse(words: str) -> tuple[list[str], str]:
-    """("V", "R"), "I" of "V, R -> I"; ValueError for anything else."""
-    left, _, dst = (part.strip() for part in str(words).partition("->"))
-    takes = [word.strip() for word in left.split(",")]
-    if not {*takes, dst} <= set(WORDS):
-        example = "one of I, R, V, P for each tensor that goes in, and one: 'I -> R'"
-        raise ValueError(f"words={words!r}: allowed is {example}")
-    return takes, dst
-
-
-_modes: list[_Follow] = []
-
-
 @contextmanager
-def checking(**groups: dist.ProcessGroup) -> Iterator[_Follow]:
+def checking(**groups: dist.ProcessGroup) -> Iterator[Follow]:
     """Follow what is computed inside, and raise Mismatch before the first operation that is wrong.
 
     groups: the process group of each axis, by name. An axis of one rank is left out: there all
@@ -391,7 +310,7 @@ def checking(**groups: dist.ProcessGroup) -> Iterator[_Follow]:
 
         def __get__(self, _: Any, cls: type) -> Callable[..., Any]:
             def call(*args: Any) -> Any:
-                if not torch._C._len_torch_function_stack() or not _modes:
+                if not torch._C._len_torch_function_stack() or not meshes:
                     return apply.__get__(None, cls)(*args)
                 given = tuple(x for x in args if isinstance(x, Tensor))
                 return handle_torch_function(call, given, *args)
@@ -399,12 +318,12 @@ def checking(**groups: dist.ProcessGroup) -> Iterator[_Follow]:
             call.operator = cls
             return call
 
-    mode = _Follow(groups)
+    mode = Follow(groups)
     torch.autograd.Function.apply = Apply()
-    _modes.append(mode)
+    meshes.append(tuple(groups))
     try:
         with mode:
             yield mode
     finally:
-        _modes.pop()
+        meshes.pop()
         torch.autograd.Function.apply = apply

@@ -23,7 +23,8 @@ SUMS = {
     T.neg, T.neg_, T.__neg__, torch.neg, T.sum, torch.sum, T.mean, torch.mean,
     T.clone, torch.clone, torch.zeros_like, torch.cat, torch.stack, T.detach, T.detach_,
     T.view, T.view_as, T.reshape, T.transpose, T.permute, T.flatten, T.unflatten, T.t, T.squeeze,
-    T.unsqueeze, T.expand, T.reshape_as, T.expand_as, T.movedim, T.__getitem__, T.narrow, T.split, T.chunk, T.contiguous,
+    T.unsqueeze, T.expand, T.reshape_as, T.expand_as, T.movedim, T.__getitem__, T.narrow, T.split,
+    T.chunk, T.contiguous,
     torch.flatten, torch.transpose, torch.narrow, torch.split, torch.chunk, torch.squeeze,
     torch.unsqueeze, torch.reshape,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .core import parse
+from .declared import parse
 
 
 def attach(operator: type, dimension: int = -1) -> None:

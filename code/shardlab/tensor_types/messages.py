@@ -1,9 +1,9 @@
 """What the checker says: the line, the operation with its operands' words, and what would be right.
 
-    train.py:31: y = F.linear(x, up)
-    linear(tensor tp:I, up tp:V): on tp I meets V: each rank would find another gradient for what is
-    I, and nothing adds these up
-    right: copy_to (I -> R) in front of what is I, or this operation behind the sum
+train.py:31: y = F.linear(x, up)
+linear(tensor tp:I, up tp:V): on tp I meets V: each rank would find another gradient for what is
+I, and nothing adds these up
+right: copy_to (I -> R) in front of what is I, or this operation behind the sum
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 _HERE = Path(__file__).parent
-# Lines of these are nobody's mistake: the checker, torch, and the run of ranks, which logs messages.
+# Lines of these are nobody's mistake: the checker, torch, and the run of ranks, which logs.
 _INSIDE = str(_HERE), str(_HERE.with_name("ranks")), str(Path(torch.__file__).parent), "<frozen"
 
 _MAKE_THE_SUM = "make the sum first: reduce_from (P -> I), or an all-reduce (P -> R)"

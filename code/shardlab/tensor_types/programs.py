@@ -23,7 +23,8 @@ from torch import Tensor
 from shardlab import ranks
 from shardlab.ranks import check_group
 
-from .core import checking, combined, declare, moved
+from .core import checking, combined, moved
+from .declared import declare
 from .messages import Mismatch
 
 Operator = Callable[[Tensor, dist.ProcessGroup], Tensor]
@@ -107,9 +108,7 @@ def run(
     return operators["g"](y, group)
 
 
-def refusal(
-    program: Program, group: dist.ProcessGroup, operators: Mapping[str, Operator]
-) -> str:
+def refusal(program: Program, group: dist.ProcessGroup, operators: Mapping[str, Operator]) -> str:
     """Why the checker refuses the program; "" where it passes."""
     given = parameters(0, group)
     for name, word in PARAMETERS.items():

@@ -170,7 +170,7 @@ class Follow(TorchFunctionMode):
     def each_axis(self, before: Any, fixed: Any, how: str, but: str = "") -> Type:
         """`combined` on each axis, but one."""
         made = {}
-        for axis in self.groups.keys() - {but}:
+        for axis in (axis for axis in self.groups if axis != but):
             with Mismatch.on(axis):
                 made[axis] = combined([known[axis] for known in before], fixed, how)
         return made
@@ -188,7 +188,7 @@ class Follow(TorchFunctionMode):
             for src, known, still in zip(takes, before, fixed, strict=True):
                 same = still and known[axis] in "IR" and src in "IR"
                 moved(src if same else known[axis], src, dst)
-        return made | {axis: dst}
+        return {known: {**made, axis: dst}[known] for known in self.groups}  # in their order
 
     def raw(self, name: str, args: Any, kwargs: Any) -> None:
         """A collective on plain tensors: what it writes has another type from here on."""

@@ -49,8 +49,8 @@ def _why(name: str, axis: str, given: str) -> str:
 
 
 _WRONG_WORDS = {
-    "V -> I": "Forward is right. Your backward keeps its slice of what it is given, as for I: but "
-    "the gradient of R is P, and addends have to be added up.",
+    "V -> I": "Forward is right. Your backward takes what it is given for the whole gradient, as "
+    "all ranks have it of I: but the gradient of R is P, and addends have to be added up.",
     "I -> R": "It changes no value: the ranks' parts are to stand side by side.",
 }
 
@@ -176,14 +176,13 @@ def _(answer: Callable[..., Any]) -> str:
 
     size = 2
     found = run_answer(_trained, size, network, timeout=_TIMEOUT)
+    if None in found:
+        raise Wrong("It returned no result of x's shape that can be differentiated.")
     try:
         verdict = tt.check(step, tp=size)
     except ranks.RankError as error:
         raise Wrong(f"Under the checker, {error}") from None
-    for rank, result in enumerate(found):
-        if result is None:
-            raise Wrong(f"Rank {rank} returned no result of x's shape that can be differentiated.")
-        mine, gradients = result
+    for rank, (mine, gradients) in enumerate(found):
         if not torch.allclose(mine, y.detach()):
             gap = (mine - y.detach()).abs().max().item()
             raise Wrong(f"The output of rank {rank} is off by {gap:.3g}.")

@@ -89,7 +89,7 @@ class Follow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator, name = getattr(func, "operator", None), getattr(func, "__name__", "")
-        if func in functions.ASIDE or name == "__set__":
+        if name in functions.ASIDE:
             return func(*args, **kwargs)
         if name == "__get__":
             return self.attribute(func, args)
@@ -106,60 +106,56 @@ class Follow(TorchFunctionMode):
         with located(operator or func, tensors):
             if func in (Tensor.backward, torch.autograd.grad):
                 return self.backward(func, tensors[0], args, kwargs)
-            before = [self.known(x) for x in tensors]
-            made = self.judge(func, operator, args, kwargs, tensors, before)
+            made = self.judge(func, name, args, kwargs, tensors)
         out = func(*args, **kwargs)
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and not (func in functions.EQUAL and x.requires_grad):
+            if isinstance(x, Tensor) and not (name in functions.EQUAL and x.requires_grad):
                 _give(x, made)
         return out
 
     def many(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Judges a function of lists of tensors by the function of one that it stands for."""
         name, types = func.__name__.removeprefix("_foreach_"), []
-        one = getattr(torch, name, None) or getattr(Tensor, name, func)
         for i in range(len(args[0])):
             mine = [a[i] if isinstance(a, list | tuple) else a for a in args]
             tensors = [x for x in mine if isinstance(x, Tensor)]
             with located(func, tensors):
-                before = [self.known(x) for x in tensors]
-                types.append(self.judge(one, None, mine, kwargs, tensors, before))
+                types.append(self.judge(func, name, mine, kwargs, tensors))
         out = func(*args, **kwargs)
         for x, made in zip(out or args[0], types, strict=True):
             _give(x, made)
         return out
 
     def judge(
-        self, func: Any, operator: Any, args: Any, kwargs: Any, tensors: Any, before: Any
+        self, func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]
     ) -> Type | None:
         """The type of what comes out; None: nobody knows."""
-        if func in functions.UNKNOWN or getattr(func, "__module__", "") == "torch.nn.init":
-            if functions.in_place(func) and not tensors[0].requires_grad:
+        before = [self.known(x) for x in tensors]
+        if name in functions.UNKNOWN:
+            if functions.in_place(name) and not tensors[0].requires_grad:
                 _give(tensors[0], None)
             return None
-        if func in functions.EQUAL:
+        if name in functions.EQUAL:
             return dict.fromkeys(self.groups, "R")
-        if func is Tensor.copy_ and not tensors[0].requires_grad:
+        if name == "copy_" and not tensors[0].requires_grad:
             _give(tensors[0], before[-1])
             return before[-1]
         if all(known is None for known in before):
             return None
         if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
-            self.raw(func.__name__, args, kwargs)
-            return None
+            return self.raw(name, args, kwargs)
+        if "c10d_functional" in str(func):
+            raise Mismatch("a functional collective has no words here")
         if None in before:
             raise Mismatch("has no type", before.index(None))
         fixed = [not (torch.is_grad_enabled() and x.requires_grad) for x in tensors]
         self.judged += 1
-        if operator:
+        if operator := getattr(func, "operator", None):
             return self.operator(operator, args, before, fixed)
-        if "c10d_functional" in str(func):
-            raise Mismatch("a functional collective has no words here")
-        how = "other" if "rounding_mode" in kwargs else functions.manner(func, args)
-        if func in functions.SHAPE_OF:
+        if name in functions.SHAPE_OF:
             before, fixed = before[:1], fixed[:1]
-        made = self.each_axis(before, fixed, how)
-        return self.written(before[0], fixed[0], made) if functions.in_place(func) else made
+        made = self.each_axis(before, fixed, functions.manner(name, args, kwargs))
+        return self.written(before[0], fixed[0], made) if functions.in_place(name) else made
 
     def written(self, old: Type, fixed: bool, made: Type) -> Type:
         """What is changed in place has to stay what it is; without a gradient I and R are one."""

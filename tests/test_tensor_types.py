@@ -65,16 +65,14 @@ def sound(number, seed):
 
 
 def test_of_200_random_programs_all_that_pass_are_right():
-    passed, wrong, refused_ = sound(200, seed=0)
-    assert passed > 60 and wrong > 0.7 * refused_ > 60
+    assert sound(200, seed=0) == (74, 99, 126)
 
 
 @pytest.mark.timeout(500)
 def test_of_1500_random_programs_all_that_pass_are_right(request):
     if not request.config.getoption("--whole"):
         pytest.skip("1,500 programs take a minute: --whole")
-    passed, wrong, refused_ = sound(1500, seed=1)
-    assert passed > 400 and wrong > 0.7 * refused_ > 700
+    assert sound(1500, seed=0) == (452, 832, 1048)  # the lesson says so
 
 
 def test_a_wrong_gradient_is_found_by_finite_differences():

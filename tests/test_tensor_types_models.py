@@ -298,3 +298,49 @@ def test_what_no_type_sees_passes():
         {"logits": lambda x, tp: x * (1 + dist.get_rank(tp))},
     ):
         assert check(**options)
+
+
+def clipped_shards():
+    """ZeRO's pieces are V, and so is the norm that one rank finds: in words nothing is wrong."""
+    group = dist.group.WORLD
+    model = zero.Zero1(GPT(GPT2), group)
+    tokens = torch.randint(0, 64, (2, 2, 16)).to(ranks.device())
+    with tt.checking(dp=group):
+        tt.declare_parameters(model.module, dp="R")
+        x, y = [tt.declare(z, dp="V") for z in tokens]
+        tt.declare(loss(model(x), y), dp="P").backward()
+        for piece in model.parameters():
+            tt.believe(piece, dp="V")
+            if piece.grad is not None:
+                tt.believe(piece.grad, dp="V")
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_clipping_by_the_norm_of_a_shard_passes():
+    ranks.run(clipped_shards, 2)
+
+
+def test_products_that_are_added_up_wrongly_pass():
+    """The mistakes of lesson `gemm`: what they compute is wrong, and has no gradient."""
+
+    def step(tp):
+        a_Mk, b_kN = (tt.declare(torch.randn(4, 4), tp="V") for _ in range(2))
+        mean = a_Mk @ b_kN
+        dist.all_reduce(mean, group=tp)
+        joined = torch.empty(8, 4)
+        dist.all_gather_into_tensor(joined, a_Mk @ b_kN, group=tp)
+        return mean / 2, joined.view(4, 8)
+
+    assert tt.check(step, tp=2)
+
+
+def test_words_of_a_model_follow_from_its_cuts_and_edges():
+    def step(tp):
+        model = tp_.parallelize(GPT(GPT2), tp, sp.ALONG_SEQUENCE)
+        words = tp_.words(model)
+        assert words["norm.weight"] == "R" and words["head.weight"] == "V"
+        assert tp_.words(tp_.parallelize(GPT(GPT2), tp))["norm.weight"] == "I"
+
+    assert tt.check(step, tp=2)
+    with pytest.raises(ValueError, match="model=GPT: allowed is what `parallelize` returned"):
+        tp_.words(GPT(GPT2))

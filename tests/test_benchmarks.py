@@ -13,7 +13,9 @@ from test_pipeline_torch import THEIRS
 
 from shardlab import pipeline, show
 
-TOPICS = ["cluster", "data_parallel", "pipeline", "tensor_parallel", "train", "zero"]
+TOPICS = [
+    "cluster", "data_parallel", "pipeline", "tensor_parallel", "tensor_types", "train", "zero",
+]  # fmt: skip
 KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
 
 
@@ -90,6 +92,20 @@ def test_tensor_parallel():
         # Counted: every operation on a DTensor, some hundred in two layers, takes many more calls.
         assert (one["dispatched"] > 100) == (one is not ours)
         assert one is ours or one["calls"] > 4 * ours["calls"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("spmd_types") is None, reason="needs spmd_types")
+def test_tensor_types():
+    [row] = rows("tensor_types", ["loopback"])[0]
+    assert row["against"] == "spmd_types" and row["floor"] < 1  # a check takes time
+
+
+def test_tensor_types_says_in_one_line_that_the_library_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    benchmark("tensor_types")["main"](["--json", "--quick"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"rows": []}
+    assert shown.err.count("\n") == 1 and "spmd_types" in shown.err
 
 
 @pytest.mark.skipif(

@@ -259,6 +259,7 @@ def test_what_lessons_import_is_declared(root):
         allowed |= engine if "deepspeed_engine" in str(path) else set()
         if "train" in path.parts[-2:] or path.name == "train.py":  # beside both
             allowed |= engine | lightning
+        allowed |= names(extras["spmd_types"]) if "tensor_types" in str(path) else set()
         allowed |= {"datasets"} if path.name == "text.py" else set()  # an option of the reader's
         allowed |= {"pynvml"} if path.name == "sample.py" else set()  # where there is a GPU
         allowed |= {"job"} if path.parent.name == "captured" else set()  # beside the scripts

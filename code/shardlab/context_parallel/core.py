@@ -87,6 +87,8 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
+    words = "V, V, V -> V"  # see tensor_types
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         ctx.ring = ring
@@ -297,6 +299,8 @@ def tokens_for_heads(
 
 class _AllToAll(torch.autograd.Function):
     """Part j of each rank to rank j: [N, …] to [N, …]. It is its own way back, in backward too."""
+
+    words = "V -> V"
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

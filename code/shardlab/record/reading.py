@@ -276,7 +276,7 @@ def reading(
         begins = False
     if not beside and not picture:
         code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-        extras = ",".join(name for name in ("deepspeed", "lightning") if name in code)
+        extras = ",".join(name for name in ("deepspeed", "lightning", "spmd_types") if name in code)
         package = f"shardlab[{extras}]" if extras else "shardlab"
         words = _NEEDS.format(package=package, version=__version__)
         cells.insert(1, new.new_markdown_cell(words))

@@ -37,6 +37,8 @@ Finish = Callable[[], Tensor]
 
 
 class _Enter(torch.autograd.Function):
+    words = "V -> R"  # what x is on all ranks, and what it becomes: see tensor_types
+
     @staticmethod
     def forward(ctx: Any, x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -49,6 +51,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
+    words = "P -> V"
+
     @staticmethod
     def forward(ctx: Any, y_BSH: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -111,6 +115,8 @@ class AlongSequence:
 
     keep: hold on to what was gathered until backward is over, instead of gathering it again.
     """
+
+    whole = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
 
     def __init__(self, keep: bool = False):
         self.keep = keep

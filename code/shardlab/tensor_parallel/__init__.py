@@ -34,7 +34,14 @@ from .core import (
 from .gather import gather_last, split_last
 from .overlap import Edges, Entrance, columns
 from .predict import degrees, on_wire, predicted_calls, predicted_sent, predicted_states
-from .states import clip_grad_norm_, cuts, full_state_dict, initialize, load_full_state_dict
+from .states import (
+    clip_grad_norm_,
+    cuts,
+    full_state_dict,
+    initialize,
+    load_full_state_dict,
+    words,
+)
 
 __all__ = [
     "REPLICATED",
@@ -65,4 +72,5 @@ __all__ = [
     "reduce_from_",
     "share",
     "split_last",
+    "words",
 ]

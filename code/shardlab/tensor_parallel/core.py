@@ -48,6 +48,8 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
 
 
 class _CopyTo(torch.autograd.Function):
+    words = "I -> R"  # what x is on all ranks, and what it becomes: see tensor_types
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -74,6 +76,8 @@ def reduce_from_(x: Tensor, group: Group) -> Tensor:
 
 
 class _ReduceFrom(torch.autograd.Function):
+    words = "P -> I"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
         if in_place and x.is_contiguous():
@@ -294,6 +298,8 @@ class _CrossEntropy(torch.autograd.Function):
     Of each rank that takes three numbers a token. Keeps one tensor of the logits' shape, which
     becomes their gradient in place: backward can be done once.
     """
+
+    words = "V, R -> I"
 
     @staticmethod
     def forward(ctx: Any, logits_BSv: Tensor, targets_BS: Tensor, group: Group) -> Tensor:

@@ -37,6 +37,8 @@ def split_last(x: Tensor, group: Group) -> Tensor:
 
 
 class _GatherLast(torch.autograd.Function):
+    words = "V -> I"  # see tensor_types
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -48,6 +50,8 @@ class _GatherLast(torch.autograd.Function):
 
 
 class _SplitLast(torch.autograd.Function):
+    words = "I -> V"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group

@@ -38,6 +38,7 @@ class Edges:
     gives the result; `back` may change what it is given. With them, `columns` sends while it
     computes; None: `enter` and the layers behind it stand one after the other. keep: hold on to
     what has entered until backward; otherwise to what was there before, which enters once more.
+    whole: what a parameter that no rank cuts is over the ranks, in the words of `tensor_types`.
     """
 
     enter: Edge
@@ -45,6 +46,7 @@ class Edges:
     begin: Callable[[Tensor, Group], Finish] | None = None
     back: Callable[[Tensor, Group], Finish] | None = None
     keep: bool = True
+    whole: str = "I"
 
 
 def handed_on(x: Tensor, _: Group) -> Finish:
@@ -111,6 +113,12 @@ def columns(
 
 
 class _Columns(torch.autograd.Function):
+    @staticmethod
+    def plainly(x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
+        """The same, one after the other: `tensor_types` follows this, whose operators it knows."""
+        entered = edges.enter(x, group)
+        return tuple(F.linear(entered, w, b) for w, b in zip(*_halves(parameters), strict=True))
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
         weights, biases = _halves(parameters)

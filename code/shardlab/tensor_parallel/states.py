@@ -33,6 +33,12 @@ def cuts(model: nn.Module) -> dict[str, int | None]:
     return {name: found[name] for name, _ in model.named_parameters()}
 
 
+def words(model: nn.Module) -> dict[str, str]:
+    """Parameter -> what it is over the ranks: for `tensor_types.declare_parameters`."""
+    _group(model)
+    return {name: model.edges.whole if d is None else "V" for name, d in cuts(model).items()}
+
+
 def pieces(model: nn.Module) -> list[tuple[str, nn.Parameter, int | None]]:
     """Each parameter once: its name, itself, and the dimension along which it is cut, or None."""
     parameters = dict(model.named_parameters())

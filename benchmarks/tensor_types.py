@@ -1,0 +1,141 @@
+"""Our checker beside spmd_types: seconds to check one forward and backward, in one run.
+
+    python benchmarks/tensor_types.py            # a table; half a minute
+    python benchmarks/tensor_types.py --json     # {"rows": [{"case", "against", …}, …]}
+    python benchmarks/tensor_types.py --quick    # toy sizes, seconds: only shows that it runs
+
+A tensor-parallel GPT, layer by layer, in one process that takes itself for rank 0: nothing is sent.
+Three contenders take turns: the plain forward and backward; the same followed by our checker; the
+same under spmd_types' (0.3.1, its local mode, which knows as much as ours), whose rules are made
+from our operators' words. Both find nothing to refuse.
+
+ratio: median seconds of ours over theirs, in each repeat; of that the median over the repeats, and
+the quartiles. floor: plain over ours: no check is shorter than what it checks. It is nearer to 1
+where layers are wide, for a check costs by the operation and not by its size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from side_by_side import options, ratio
+
+from shardlab import ranks, show
+from shardlab import tensor_parallel as tp
+from shardlab import tensor_types as tt
+from shardlab.model import GPT, Config
+from shardlab.tensor_parallel.core import _CopyTo, _CrossEntropy, _ReduceFrom
+from shardlab.tensor_types import library
+
+SHAPE = Config(vocab=256, seq=32, heads=8, hidden=64, kv_heads=8, tied=False)
+BY_LAYER = tp.Edges(tp.copy_to, tp.reduce_from)
+WARM_UP = 2  # rounds
+
+
+def measure(layers: int, hidden: int, rounds: int) -> dict[str, list[float]]:
+    """In a pretended rank: seconds of each contender's rounds, which take turns."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import spmd_types as spmd
+    from spmd_types.checker import typecheck
+
+    for operator in (_CopyTo, _ReduceFrom, _CrossEntropy):
+        library.attach(operator)
+    group = dist.group.WORLD
+    model = tp.parallelize(GPT(replace(SHAPE, layers=layers, hidden=hidden)), group, BY_LAYER)
+    words, batch = tp.words(model), torch.randint(SHAPE.vocab, (2, 2, SHAPE.seq))
+    tt.declare_parameters(model, tp=words)
+    tokens, targets = (tt.declare(x, tp="R") for x in batch)
+
+    def step() -> None:
+        model.zero_grad()
+        tp.loss(model(tokens), targets, group).backward()
+
+    def ours() -> None:
+        with tt.checking(tp=group):
+            step()
+
+    def theirs() -> None:
+        with typecheck():
+            step()
+
+    times: dict[str, list[float]] = {"plain": [], "ours": [], "theirs": []}
+    with spmd.set_current_mesh({"tp": spmd.MeshAxis.of(group)}):
+        for name, parameter in model.named_parameters():
+            library.declare(parameter, tp=words[name])
+        for x in (tokens, targets):
+            library.declare(x, tp="R")
+        contenders = {"plain": step, "ours": ours, "theirs": theirs}
+        for number in range(-WARM_UP, rounds):
+            order = list(contenders)
+            for name in order if number % 2 else reversed(order):
+                begin = time.perf_counter()
+                contenders[name]()
+                if number >= 0:
+                    times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def row(case: str, size: int, times: dict[str, list[float]], repeats: int) -> dict[str, Any]:
+    """One line of the result; `seconds` go into the table alone."""
+    chunks = {name: torch.tensor(seconds).chunk(repeats) for name, seconds in times.items()}
+    medians = [{n: parts[i].median().item() for n, parts in chunks.items()} for i in range(repeats)]
+    return {
+        "case": case,
+        "against": "spmd_types",
+        "ranks": size,
+        "link": "loopback",
+        **ratio([m["ours"] / m["theirs"] for m in medians]),
+        "floor": round(statistics.median(m["plain"] / m["ours"] for m in medians), 4),
+        "seconds": {name: statistics.median(seconds) for name, seconds in times.items()},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(__doc__, arguments, kinds=("loopback", "gpu"))
+    if importlib.util.find_spec("spmd_types") is None:
+        print("nothing to compare with: pip install spmd_types==0.3.1", file=sys.stderr)
+        if chosen.json:
+            print(json.dumps({"rows": []}))
+        return
+    shapes = [(1, 64)] if chosen.quick else [(2, 64), (12, 64), (12, 512)]
+    rounds = (1 if chosen.quick else 4) * chosen.repeats
+    rows = []
+    # A check computes nothing that a GPU would be faster at: with that link alone there is no row.
+    for size in chosen.ranks if "loopback" in chosen.links else []:
+        for layers, hidden in shapes:
+            if sys.stderr.isatty():
+                print(f"{layers} layers of {hidden}, {size} ranks …", file=sys.stderr)
+            times = ranks.pretend(measure, size, layers, hidden, rounds, timeout=600)
+            rows.append(row(f"{layers} layers, h = {hidden}", size, times, chosen.repeats))
+    if chosen.json:
+        kept = [{k: r[k] for k in r if k != "seconds"} for r in rows]
+        print(json.dumps({"rows": kept}))
+        return
+    head = ["case", "against", "ranks", "plain (ms)", "ours (ms)", "theirs (ms)"]
+    show.table(
+        [
+            [
+                r["case"],
+                r["against"],
+                r["ranks"],
+                *(f"{1e3 * s:.0f}" for s in r["seconds"].values()),
+            ]
+            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
+            + [f"{100 * r['floor']:.0f} %"]
+            for r in rows
+        ],
+        [*head, "ours / theirs", "quartiles", "floor reached"],
+    )
+
+
+if __name__ == "__main__":
+    main()

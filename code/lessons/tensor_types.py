@@ -1,0 +1,1365 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Tensor types: a wrong gradient, found before it runs
+#
+# After this lesson you can
+#
+# - say of every tensor in a parallel program what it is on all ranks, and what its gradient is;
+# - decide by numbers whether an operator's forward and backward belong together;
+# - write a checker that follows these words through forward, backward and the optimizer's step;
+# - check your own parallel model in one call, on a laptop, and name the mistakes that no such check sees.
+#
+# It takes about 35 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It needs [Tensor parallelism](tensor_parallel.md), of which mostly the two operators.
+
+# %% tags=["hide-input"]
+# Imports, and what the cells share
+import importlib.util
+import time
+import warnings
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from shardlab import context_parallel, data_parallel, ranks, sequence_parallel, show
+from shardlab import tensor_parallel
+from shardlab import tensor_types as tt
+from shardlab.check import check
+from shardlab.model import GPT, Config, loss
+from shardlab.sequence_parallel import ALONG_SEQUENCE
+from shardlab.sequence_parallel.core import _Enter, _Leave
+from shardlab.tensor_parallel import copy_to, reduce_from
+from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
+from shardlab.tensor_parallel.gather import _GatherLast, _SplitLast
+from shardlab.tensor_parallel.overlap import _Columns
+from shardlab.tensor_types import adjoint, core, library, programs
+
+show.style()
+
+
+def numbers():
+    """Input, two matrices and biases of a feed-forward network, and a gradient of its output."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (2, 4, 8), (16, 8), (16,), (8, 16), (8,), (2, 4, 8)
+    drawn = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [x.to(ranks.device()) for x in drawn]
+
+
+def cut(x, dim, group):
+    """This rank's part of x."""
+    return x.chunk(group.size(), dim)[group.rank()].clone()
+
+
+def off(found, wanted):
+    """The largest difference, by the largest number."""
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+# %% [markdown]
+# ## Two programs, one output
+#
+# Both are a feed-forward network on two ranks, cut as in [Tensor parallelism](tensor_parallel.md): the first matrix by columns, the second by rows.
+
+# %%
+def first(x, up, up_bias, down, bias, group):
+    y = F.gelu(F.linear(copy_to(x, group), up, up_bias))
+    return reduce_from(F.linear(y, down), group) + bias
+
+
+def second(x, up, up_bias, down, bias, group):
+    y = F.gelu(F.linear(x, up, up_bias))
+    return reduce_from(F.linear(y, down), group) + bias
+
+
+# %% tags=["hide-input"]
+# Runs both on two ranks, and holds them against one process
+def on_a_rank(network):
+    """Output, and gradient of x, of a network with this rank's parts of the matrices."""
+    group, (x, up, up_bias, down, bias, dy) = dist.group.WORLD, numbers()
+    x.requires_grad_()
+    parts = cut(up, 0, group), cut(up_bias, 0, group), cut(down, 1, group)
+    y = network(x, *parts, bias, group)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+x, up, up_bias, down, bias, dy = [part.cpu() for part in numbers()]
+x.requires_grad_()
+y = F.linear(F.gelu(F.linear(x, up, up_bias)), down, bias)
+y.backward(dy)
+OFF = {}
+for network in (first, second):
+    found = ranks.run(on_a_rank, 2, network)
+    OFF[network] = [
+        max(off(f, w) for f in each)
+        for each, w in zip(zip(*found, strict=True), (y, x.grad), strict=True)
+    ]
+    assert OFF[network][0] < 1e-14  # float64: sums in another order
+    output, gradient = OFF[network]
+    print(
+        f"{network.__name__:6}  output off by {output:.0e}, gradient of x by {100 * gradient:.0f} %"
+    )
+assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
+
+# %% [markdown]
+# Same output, same loss, and a gradient that is off by 97 %.
+# No test of the forward pass will tell them apart. No line of the second program is wrong by itself, either: what is wrong is that `x` and `up` meet.
+# This lesson gives tensors words that make it visible, and a checker of some 200 lines that reads them.
+#
+# ## Four words
+#
+# On a group of ranks a tensor is more than its numbers. Is it the same on all of them? And once backward has run, is its *gradient*?
+#
+# ![The four words, on two ranks. I: both hold 3, and both hold the gradient, 5. R: both hold 3; their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they hold 1 and 2, addends of 3, and both hold the gradient, 5.](../figures/tensor_types_kinds.svg)
+#
+# - **I**, invariant: all ranks hold it, and all do the same with it. Each finds the whole gradient. The stream between the cut parts is I, and so are norms' weights.
+# - **R**, replicated: all hold it too, and each does something of its own with it. Each finds an addend of the gradient. What has entered a cut part is R, and with data parallelism all weights are.
+# - **V**, varying: each rank has its own. A cut matrix is V, and so is a rank's share of the batch.
+# - **P**, partial: addends of a sum that nobody has made yet, such as what a row-cut matrix gives.
+#
+# I and R hold the same numbers in forward. They differ in what backward owes them, and this is the difference that no output shows.
+# PyTorch's DTensor has three placements, Replicate, Shard and Partial: R, V and P. The names are those of Meta's `spmd_types`, with which [we compare](#the-production-library) later.
+#
+# A gradient has a word as well, and it follows from the tensor's: I has I, V has V, and R and P have each other.
+
+# %%
+print({word: tt.DUAL[word] for word in tt.WORDS})
+
+# %% [markdown]
+# Now read the network by words.
+#
+# ![A feed-forward network, by words. Above, as it should be: x is I, f makes it R; the product with the cut W₁ is V, GELU leaves it V, the product with the cut W₂ is V and is meant as P, g makes the sum, I, and the bias, which is I, is added. Gradients go back by the dual words: I, R, V, V, P, I. Below, without f: x is I and meets W₁, which is V. There the checker stops.](../figures/tensor_types_chain.svg)
+#
+# `copy_to`, Megatron's $f$, turns I into R. It computes nothing in forward: it *is* this change of word, and the all-reduce in its backward is what the change costs.
+# `reduce_from`, $g$, makes I of P.
+#
+# ## A checker in twenty lines
+#
+# Operators that send have two words, what they take and what they give. For all else one rule will do: like goes with like, and R goes with V.
+# P is nothing to compute with until it is summed, and I goes with nothing but I.
+
+# %%
+SENDS = {"f": ("I", "R"), "g": ("P", "I")}
+
+
+def meet(a, b):
+    """The word of what is computed from a and b, where nothing is sent."""
+    if a == b != "P":
+        return a
+    if {a, b} == {"R", "V"}:
+        return "V"
+    raise ValueError(f"{a} meets {b}")
+
+
+def follow(program, word="I"):
+    """The words that a program's tensor goes through; a step is an operator or a parameter."""
+    words = [word]
+    for step in program:
+        if step in SENDS:
+            takes, gives = SENDS[step]
+            if word != takes and (word, takes) != ("V", "P"):
+                raise ValueError(f"{step} takes {takes}, and is given {word}")
+            word = gives
+        else:
+            word = meet(word, step)
+        words.append(word)
+    return " ".join(words)
+
+
+# %% [markdown]
+# V may be taken for P, as in the product with the cut $W_2$: whether numbers of one's own are addends is for the author to say.
+#
+# Is it right? The next cell follows seven programs. Then two real ranks run each with random numbers, and finite differences say which gradients are wrong.
+# A step `I`, `R` or `V` is a product with a parameter of this word.
+
+# %% tags=["hide-input"]
+# Table: seven programs, the plain checker and finite differences
+OPERATORS = {"f": copy_to, "g": reduce_from}
+OPERATORS |= {
+    "gather": tensor_parallel.gather_last,
+    "split": tensor_parallel.split_last,
+}
+
+
+def along(edge):
+    """An operator along the sequence, for four numbers: a sequence of one feature."""
+    return lambda y, group: edge(y.view(1, -1, 1), group).view(-1)
+
+
+OPERATORS |= {
+    "enter": along(ALONG_SEQUENCE.enter),
+    "leave": along(ALONG_SEQUENCE.leave),
+}
+SEVEN = {
+    "as it should be": "f V V g",
+    "without f": "V V g",
+    "f twice": "f f V V g",
+    "g twice": "f V V g g",
+    "f and g exchanged": "g V V f V g",
+    "a whole parameter inside, as I": "f V I g",
+    "a whole parameter inside, as R": "f V R g",
+}
+
+
+def wrong_gradients(chosen):
+    """On a rank: by program, the parameters whose gradient finite differences refute."""
+    found = []
+    for seed, program in enumerate(chosen):
+        found.append(
+            programs.wrong_gradients(program, seed, dist.group.WORLD, OPERATORS)
+        )
+    return found
+
+
+# There, "*V" is a product, and the last g is always made.
+steps = [
+    tuple(s if s in SENDS else f"*{s}" for s in text.split()[:-1])
+    for text in SEVEN.values()
+]
+rows = []
+for (name, text), wrong in zip(
+    SEVEN.items(), ranks.run(wrong_gradients, 2, steps)[0], strict=True
+):
+    try:
+        said = f"passes: {follow(text.split())}"
+    except ValueError as error:
+        said = str(error)
+    assert said.startswith("passes") == (not wrong)
+    rows.append((name, text, said, ", ".join(wrong) or "none"))
+show.table(
+    rows, ["program", "steps", "the plain checker", "wrong gradients, two ranks"]
+)
+
+# %% [markdown]
+# Twenty lines and no number, and each verdict is that of finite differences.
+#
+# What the plain version leaves out: real PyTorch programs; more than one group; what sums, products and views do with P; tensors that need no gradient; backward and the step; and whether $f$ and $g$ are what their words say.
+#
+# ## What decides a word: numbers
+#
+# The last point first. An operator over ranks is a linear map $A$ of all that the ranks hold, and backward has to be its adjoint $A^{\!\top}$. For any $x$ and $dy$ then
+#
+# $$
+# \langle A x,\, dy\rangle = \langle x,\, A^{\!\top} dy\rangle ,
+# $$
+#
+# with the products taken over everything that the ranks hold: once for I, of which all have a copy; added up over the ranks for the others.
+# So draw $x$ and $dy$ as the words say, run forward and backward once, and compare two numbers. Beside it, what is to be equal on all ranks has to be, and forward must not change the value that the ranks hold together.
+
+# %%
+show.source(adjoint.disproof)
+
+
+# %% [markdown]
+# Each of the course's operators goes through all sixteen pairs of words, and through one more operator: $f$ whose author forgot what its backward is for.
+
+# %%
+class Forgets(torch.autograd.Function):
+    """copy_to without the all-reduce in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, None
+
+
+CANDIDATES = {
+    "copy_to": (copy_to, -1),
+    "reduce_from": (reduce_from, -1),
+    "gather_last": (tensor_parallel.gather_last, -1),
+    "split_last": (tensor_parallel.split_last, -1),
+    "enter, along the sequence": (ALONG_SEQUENCE.enter, 1),
+    "leave, along the sequence": (ALONG_SEQUENCE.leave, 1),
+    "copy_to that forgets": (Forgets.apply, -1),
+}
+
+
+def pairs_that_pass():
+    pairs = [f"{src} -> {dst}" for src in tt.WORDS for dst in tt.WORDS]
+    return {
+        name: [
+            w
+            for w in pairs
+            if not adjoint.disproof(op, w, dist.group.WORLD, dimension=dim)
+        ]
+        for name, (op, dim) in CANDIDATES.items()
+    }
+
+
+# %% tags=["hide-input"]
+# Table: the pairs of words that numbers leave, on two ranks
+left = ranks.run(pairs_that_pass, 2)[0]
+assert [len(pairs) for pairs in left.values()] == [1] * 6 + [4]
+assert "I -> R" not in left["copy_to that forgets"]
+show.table(
+    [(name, ", ".join(pairs)) for name, pairs in left.items()],
+    ["operator", "words that pass"],
+)
+
+# %% [markdown]
+# One pair is left for each of the six: words are no opinion. The one that forgets is the identity, which may stand anywhere, but never between I and R.
+#
+# *Numbers test the words; words test the programs.*
+#
+# ## The checker
+#
+# Now the same for real programs of PyTorch. What is known of a tensor travels with it, as an attribute: a word for each axis of the mesh.
+# An operator of the course states its words in one line, beside its forward:
+
+# %%
+show.source(_ReduceFrom)
+
+# %% [markdown]
+# The table of what goes with what has three additions to `meet`. P goes through sums with its like, views, and products with R: `how` says which of them a function is. What gets no gradient (tokens, masks, anything under `no_grad`) may be I or R as needed, for they differ in nothing but the gradient. And what does not fit says why.
+
+# %%
+show.source(core.combined, core.moved)
+
+# %% [markdown]
+# To see each operation, the checker is a `TorchFunctionMode`: torch calls it in the place of each of its functions. It finds the result's type *before* the function runs, runs it, and hands the type on.
+
+# %%
+show.source(core.Follow.__torch_function__, core.Follow.judge)
+
+# %% [markdown]
+# On the axis of its group an operator's own words count; on all other axes it is an operation like any other.
+
+# %%
+show.source(core.Follow.each_axis, core.Follow.operator)
+
+# %% [markdown]
+# Some operators are many in one: `_Columns` starts queries, keys and values at once, and hides a message behind their products. It says what it is in plain ones, and the checker follows those.
+
+# %%
+show.source(_Columns.plainly)
+
+# %% [markdown]
+# Plain collectives, `dist.all_reduce` and its like, make R of P, in place.
+# Where a gradient is to go through one, autograd knows nothing of it: backward hands on what comes, which makes an all-reduce I, and is the end for any other.
+
+# %%
+show.source(core.Follow.raw)
+
+# %% [markdown]
+# Megatron's $f$ and its like reach torch in another way: `torch.autograd.Function.apply` asks no mode. While a check goes on, it does.
+
+# %%
+show.source(core.checking)
+
+
+# %% [markdown]
+# One call checks a step: the processes are pretended, and messages move nothing, so it needs neither a GPU nor a second rank.
+# `step` is called with a group for each axis. `declare` says what a tensor is.
+
+# %%
+def network_step(network, tp):
+    words = {"x": "I", "up": "V", "up_bias": "V", "down": "V", "bias": "I"}
+    shapes = (2, 4, 8), (8, 8), (8,), (8, 8), (8,)
+    tensors = [
+        tt.declare(torch.randn(shape).requires_grad_(), tp=word)
+        for shape, word in zip(shapes, words.values(), strict=True)
+    ]
+    network(*tensors, tp).sum().backward()
+
+
+for network in (first, second):
+    print(tt.check(partial(network_step, network), tp=2))
+
+
+# %% [markdown]
+# The second program is refused, in some milliseconds: with the line, the operation and its words, and what would be right.
+#
+# ## Equal: of 200 random programs, all that pass are right
+#
+# A checker that lets a wrong program pass is worse than none. So 200 programs are drawn from six operators that send, products and sums with parameters of all four words, and GELU.
+# The checker judges each. Then two real ranks run each of them and compare every parameter's gradient with finite differences.
+
+# %%
+def refusals(chosen):
+    return [programs.refusal(p, dist.group.WORLD, OPERATORS) for p in chosen]
+
+
+CHOSEN = programs.draw(200, seed=0)
+said = ranks.pretend(refusals, 2, CHOSEN)
+wrong = ranks.run(wrong_gradients, 2, CHOSEN, timeout=300)[0]
+
+# %% tags=["hide-input"]
+# Table: the checker's verdict beside finite differences
+found = Counter((not why, bool(names)) for why, names in zip(said, wrong, strict=True))
+assert found[True, True] == 0 < 60 < found[True, False]
+rows = [
+    (text, found[passes, False], found[passes, True])
+    for text, passes in (("passes", True), ("is refused", False))
+]
+show.table(rows, ["the checker", "gradients right", "some gradient wrong"])
+
+# %% [markdown]
+# None that passes is wrong. The tests repeat it with these 200, and the weekly run with 1,500, of which 452 pass.
+# The other corner is no error: a program that adds up what all ranks have computes $t$ times the value of one process, with the gradient of that. It is refused for what it computes.
+#
+# ## Through backward and the step
+#
+# Words do not end with the loss.
+#
+# ![A step of data and tensor parallelism, by the words of a matrix on both axes, dp and tp. The matrix is R on dp and V on tp, the local loss V and I. It is said to be an addend of the joint loss: P and I. Backward gives the matrix a gradient with the dual words, P and V. The all-reduce over dp makes it R and V, which are the matrix's own words: the step may be taken. Without the all-reduce P meets R in the step.](../figures/tensor_types_step.svg)
+#
+# The loss of a rank's own batch is V on the data axis. You say that it is an addend of the joint one, P.
+# A loss that is I or P may go backward; of an R one every rank would count the gradient again.
+# Backward then gives each parameter a gradient with its dual word, and no operation needs to be looked at.
+
+# %%
+show.source(core.Follow.backward, core.Follow.dual)
+
+# %% [markdown]
+# What comes after is ordinary code, and is followed again: all-reduces make R of P, clipping is an operation, and the step must not add what does not fit.
+#
+# Here is the course's own GPT on a data × tensor mesh of 2 × 2, with its own functions. `tensor_parallel.words(model)` says V for what is cut and I for what is whole; with the stream cut along the sequence it says R.
+
+# %%
+SMALL = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, tied=False)
+
+
+def after_backward(model, dp, tp):
+    """What a step owes its gradients."""
+    if model.edges is ALONG_SEQUENCE:
+        sequence_parallel.sum_gradients(model, tp)
+    data_parallel.average_gradients(model, dp)
+    tensor_parallel.clip_grad_norm_(model, 1.0)
+
+
+def mesh_step(dp, tp, edges=tensor_parallel.REPLICATED, after=after_backward):
+    model = tensor_parallel.parallelize(GPT(SMALL), tp, edges)
+    tt.declare_parameters(model, dp="R", tp=tensor_parallel.words(model))
+    tokens, targets = (
+        tt.declare(torch.randint(64, (2, 16)), dp="V", tp="R") for _ in range(2)
+    )
+    value = tensor_parallel.loss(model(tokens), targets, tp)
+    tt.declare(value, dp="P").backward()  # an addend of the joint loss
+    after(model, dp, tp)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+for edges in (tensor_parallel.REPLICATED, ALONG_SEQUENCE):
+    print(tt.check(partial(mesh_step, edges=edges), dp=2, tp=2))
+
+
+# %% [markdown]
+# No line of the model was changed for it. Now with some steps left out:
+
+# %%
+def not_averaged(model, dp, tp):
+    tensor_parallel.clip_grad_norm_(model, 1.0)
+
+
+def clipped_by_rank(model, dp, tp):
+    data_parallel.average_gradients(model, dp)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def norms_forgotten(model, dp, tp):
+    data_parallel.average_gradients(model, dp)
+
+
+for after, edges in (
+    (not_averaged, tensor_parallel.REPLICATED),
+    (clipped_by_rank, tensor_parallel.REPLICATED),
+    (norms_forgotten, ALONG_SEQUENCE),
+):
+    verdict = tt.check(partial(mesh_step, edges=edges, after=after), dp=2, tp=2)
+    print(f"{after.__name__} {verdict}\n")
+    assert not verdict
+
+
+# %% [markdown]
+# `clip_grad_norm_` of torch takes a norm of the rank's own shards, which is V, and would scale with it what is I.
+# The last is the mistake of [Sequence parallelism](sequence_parallel.md#gradients-of-norms-that-nobody-sums), where the loss curve looks right: the gradient of a norm's weight is still P when the step comes.
+#
+# ## Two published bugs
+#
+# An early change to Megatron-LM gave all heads of queries one head of keys and values. Each rank keeps that one whole, and uses it with its own queries. Gradients were not added up, and validation stopped at a loss of 3.74 where 2.64 was right (bigcode-project/Megatron-LM, issues 35 and 37).
+# The second is of 2026 (NVIDIA/Megatron-LM, issue 7452, finding 11): a norm on each head, with one weight for all heads, inside the cut part.
+# Both are here, in one attention, and one letter makes both right: `f` around the weight.
+
+# %%
+def attention(x, queries, keys_values, scale, out, group, f_kv=copy_to, f_norm=copy_to):
+    """One head of keys and values for all queries, and a norm on each query."""
+    x = copy_to(x, group)
+    q_BaSD = F.linear(x, queries).unflatten(-1, (-1, 4)).transpose(1, 2)
+    q_BaSD = F.rms_norm(q_BaSD, (4,)) * f_norm(scale, group)
+    k_BSD, v_BSD = F.linear(x, f_kv(keys_values, group)).chunk(2, -1)
+    k_BaSD, v_BaSD = (z[:, None].expand(q_BaSD.shape) for z in (k_BSD, v_BSD))
+    y_BaSD = F.scaled_dot_product_attention(q_BaSD, k_BaSD, v_BaSD, is_causal=True)
+    return reduce_from(F.linear(y_BaSD.transpose(1, 2).flatten(-2), out), group)
+
+
+def nothing(x, group):
+    return x
+
+
+# %% tags=["hide-input"]
+# Table: both bugs on two ranks beside one process, and what the checker says
+SHAPES = {
+    "x": (2, 6, 16),
+    "queries": (16, 16),
+    "keys_values": (8, 16),
+    "scale": (4,),
+    "out": (16, 16),
+}
+PARTS = {"queries": 0, "out": 1}
+
+
+def weights():
+    generator = torch.Generator().manual_seed(3)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            ranks.device()
+        )
+        / 4
+        for name, shape in SHAPES.items()
+    }
+
+
+def bug(tp, options):
+    """Output and gradients of an attention, here with this rank's parts; words declared."""
+    made = weights()
+    for name, x in made.items():
+        x = cut(x, PARTS[name], tp) if name in PARTS else x
+        made[name] = tt.declare(x.requires_grad_(), tp="V" if name in PARTS else "I")
+        made[name].called = name
+    y = attention(**made, group=tp, **options)
+    y.square().sum().backward()
+    return y.detach(), {name: x.grad for name, x in made.items()}
+
+
+def on_ranks(options):
+    return bug(dist.group.WORLD, options)
+
+
+[(whole, wanted)] = ranks.run(on_ranks, 1, {})  # on one rank nothing is cut
+rows = []
+for name, options in (
+    ("right", {}),
+    ("keys and values whole, without f", {"f_kv": nothing}),
+    ("norm on each head, without f", {"f_norm": nothing}),
+):
+    output, worst = 0.0, (0.0, "")
+    for rank, (y, gradients) in enumerate(ranks.run(on_ranks, 2, options)):
+        output = max(output, off(y, whole))
+        for which, gradient in gradients.items():
+            want = wanted[which]
+            want = want.chunk(2, PARTS[which])[rank] if which in PARTS else want
+            gap = ((gradient - want).norm() / want.norm()).item()
+            worst = max(worst, (gap, which))
+    verdict = tt.check(lambda tp, options=options: bug(tp, options), tp=2)
+    assert verdict.ok == (worst[0] < 1e-12) == (not options) and output < 1e-12
+    line = "passes" if verdict else verdict.message.splitlines()[1].split(": each")[0]
+    rows.append(
+        (
+            name,
+            f"{100 * output:.0f}",
+            f"{100 * worst[0]:.0f}, {worst[1]}" if options else "0",
+            line,
+        )
+    )
+show.table(
+    rows, ["attention", "output off (%)", "worst gradient off (%)", "the checker"]
+)
+
+
+# %% [markdown]
+# ## What it costs
+#
+# Nothing is sent, and no memory is held beyond the program's own. What a check takes grows with the number of operations, and that is proportional to the layers: two small models predict all others.
+# Operators that send can be counted in the model itself: an entrance and an exit for each attention, each feed-forward network; an exit of the embedding, an entrance of the head, and the loss. That is $4L + 3$.
+
+# %%
+def one_axis(tp, layers):
+    model = tensor_parallel.parallelize(GPT(replace(SMALL, layers=layers)), tp)
+    tt.declare_parameters(model, tp=tensor_parallel.words(model))
+    tokens, targets = (tt.declare(torch.randint(64, (2, 16)), tp="R") for _ in range(2))
+    tensor_parallel.loss(model(tokens), targets, tp).backward()
+
+
+# %% tags=["hide-input"]
+# Table: operations and operators, predicted and counted
+FOUND = {n: tt.check(partial(one_axis, layers=n), tp=2) for n in (1, 2, 4, 12)}
+each = FOUND[2].judged - FOUND[1].judged
+rows = []
+for n, verdict in FOUND.items():
+    predicted, sends = FOUND[1].judged + (n - 1) * each, 4 * n + 3
+    assert (predicted, sends) == (verdict.judged, verdict.sent)
+    rows.append((n, predicted, verdict.judged, sends, verdict.sent))
+head = [
+    "layers",
+    "operations: predicted",
+    "counted",
+    "operators that send: predicted",
+    "counted",
+]
+show.table(rows, head)
+
+
+# %% tags=["hide-input", "measured"]
+# Table: milliseconds of a forward, plain and followed
+def seconds(layers, rounds=7):
+    """In a pretended rank: medians of a forward and backward, plain and followed."""
+    tp, found = dist.group.WORLD, []
+    for followed in (False, True):
+        took = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            if followed:
+                with tt.checking(tp=tp):
+                    one_axis(tp, layers)
+            else:
+                one_axis(tp, layers)
+            took.append(time.perf_counter() - begin)
+        found.append(sorted(took)[rounds // 2])
+    return found
+
+
+rows = []
+for n in (2, 12):
+    plain, followed = ranks.pretend(seconds, 2, n)
+    each = 1e3 * (followed - plain) / n
+    assert each < 200  # some ten; a busy machine takes longer
+    rows.append((n, f"{1e3 * plain:.0f}", f"{1e3 * followed:.0f}", f"{each:.0f}"))
+show.table(rows, ["layers", "plain (ms)", "followed (ms)", "for a layer more (ms)"])
+
+# %% [markdown]
+# Widths do not matter: layers of a 405B model have as many operations as these. So check a narrow model of the same make, before every long run and in every commit's tests; it is no mode to train in.
+#
+# ## The production library
+#
+# `spmd_types` by Meta (version 0.3.1 of October 2026, a beta under BSD licence) has the same four words, and brings operators of its own with them.
+# torchtitan uses it. An autograd Function tells it what it does in a hook; `library.attach` makes that hook from the words of ours.
+# Five hundred other random programs go to both checkers:
+
+# %%
+THERE = importlib.util.find_spec("spmd_types") is not None
+
+
+def both(chosen):
+    """In a pretended rank: for each program, whether ours and theirs pass it."""
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # older names of collectives
+    group = dist.group.WORLD
+    for operator in (_CopyTo, _ReduceFrom, _GatherLast, _SplitLast):
+        library.attach(operator)
+    for operator in (_Enter, _Leave):
+        library.attach(operator, dimension=1)
+
+    def declared():
+        given = programs.parameters(0, group)
+        return {
+            n: library.declare(x, tp=programs.PARAMETERS[n]) for n, x in given.items()
+        }
+
+    def run(program, given):
+        programs.run(program, given, group, OPERATORS, partial(library.declare, tp="P"))
+
+    theirs = [library.verdict(partial(run, p), declared, {"tp": group}) for p in chosen]
+    ours = [programs.refusal(p, group, OPERATORS) for p in chosen]
+    return [(not a, not b) for a, b in zip(ours, theirs, strict=True)]
+
+
+# %% tags=["hide-input"]
+# Table: what both say of 500 random programs
+if THERE:
+    told = Counter(ranks.pretend(both, 2, programs.draw(500, seed=2)))
+    assert sum(told.values()) == 500 and not told[True, False] + told[False, True]
+    rows = [
+        (text, told[ours, True], told[ours, False])
+        for text, ours in (("passes", True), ("refuses", False))
+    ]
+    made = show.table(rows, ["ours", "spmd_types passes", "refuses"])
+else:
+    made = "spmd_types is not installed here: pip install spmd_types==0.3.1"
+made
+
+
+# %% [markdown]
+# It knows more. In its *global* mode V has a dimension, S(1) say, as in DTensor. Then it derives that a product along a cut dimension is P, where ours believes the author.
+# This network applies GELU to addends, and with V alone nothing is wrong with its gradients:
+
+# %%
+def gelu_of_addends(x, up_rows, tp):
+    """The first matrix by rows, and no sum in front of GELU."""
+    return reduce_from(F.gelu(F.linear(tensor_parallel.split_last(x, tp), up_rows)), tp)
+
+
+def ours(tp):
+    x = tt.declare(torch.randn(2, 8).requires_grad_(), tp="I")
+    up_rows = tt.declare(torch.randn(16, 4).requires_grad_(), tp="V")
+    gelu_of_addends(x, up_rows, tp).sum().backward()
+
+
+def theirs():
+    import spmd_types as spmd
+    from spmd_types.checker import typecheck
+
+    group = dist.group.WORLD
+    with spmd.set_current_mesh({"tp": spmd.MeshAxis.of(group)}):
+        x = spmd.assert_type(torch.randn(2, 8, requires_grad=True), {"tp": spmd.I})
+        up_rows = spmd.assert_type(
+            torch.randn(16, 4, requires_grad=True), {"tp": spmd.S(1)}
+        )
+        try:
+            with typecheck(local=False):
+                F.gelu(
+                    F.linear(spmd.convert(x, group, src=spmd.I, dst=spmd.S(1)), up_rows)
+                )
+        except spmd.SpmdTypeError as error:
+            return str(error).splitlines()[0]
+
+
+print("ours:      ", tt.check(ours, tp=2))
+print("spmd_types:", ranks.pretend(theirs, 2) if THERE else "not installed here")
+
+# %% [markdown]
+# Its price is that every operation needs a sharding rule: on CPUs attention, the masked embedding and a loss over a cut vocabulary had to be left out as islands when the course's GPT was tried. And its interface moves: ten releases in its first seven months, with three changes of names.
+# Ours finds such a network wrong by one step beside one process, which shows a wrong *output* at once. This is the division of labour: **equality sees what forward computes, words see what backward owes it.**
+#
+# ## What goes wrong
+#
+# ### What no type sees
+
+# %% tags=["hide-input"]
+# The harness: a step with a mistake in it, for two ranks and for the checker alike
+SHAPE = replace(SMALL, layers=1)
+JOINT = torch.randint(64, (2, 4, 16), generator=torch.Generator().manual_seed(0))
+
+
+def plain():
+    torch.manual_seed(0)
+    return GPT(SHAPE).to(ranks.device(), torch.float64)
+
+
+def joint():
+    """Tokens and targets of the joint batch, [4, 16]."""
+    return [x.to(ranks.device()) for x in JOINT]
+
+
+def finished(model):
+    """Gradients as they are before the step, which is taken."""
+    found = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+    return found
+
+
+def owed(model, tp):
+    if model.edges is ALONG_SEQUENCE:
+        sequence_parallel.sum_gradients(model, tp)
+
+
+def by_tensor(
+    tp,
+    edges=tensor_parallel.REPLICATED,
+    prepare=nothing,
+    roll=False,
+    after=owed,
+    logits=nothing,
+):
+    """Loss and gradients of a step of tensor parallelism; each argument can be a mistake."""
+    model = tensor_parallel.parallelize(plain(), tp, edges)
+    prepare(model, tp)
+    tt.declare_parameters(model, tp=tensor_parallel.words(model))
+    batch = [part.roll(tp.rank(), 0) for part in joint()] if roll else joint()
+    x, y = [tt.declare(part, tp="V" if roll else "R") for part in batch]
+    value = tensor_parallel.loss(logits(model(x), tp), y, tp)
+    value.backward()
+    after(model, tp)
+    return value.detach(), finished(model)
+
+
+def by_data(
+    dp,
+    share=((0, 2), (2, 4)),
+    scale=1.0,
+    steps=1,
+    after=data_parallel.average_gradients,
+):
+    """The same of data parallelism, on this rank's share of the batch."""
+    model = plain()
+    tt.declare_parameters(model, dp="R")
+    x, y = [tt.declare(part[slice(*share[dp.rank()])], dp="V") for part in joint()]
+    for _ in range(steps):  # and nobody sets gradients to zero
+        value = loss(model(x), y)
+        tt.declare(value * scale, dp="P").backward()
+        after(model, dp)
+    value = value.detach().clone()
+    dist.all_reduce(value, group=dp)
+    return value / 2, finished(model)
+
+
+def by_context(cp, attention="ring"):
+    """The same of context parallelism; without a ring, each rank's tokens are a text of its own."""
+    model = plain()
+    if attention:
+        model = context_parallel.distribute(model, cp, attention, "contiguous")
+    tt.declare_parameters(model, cp="R")
+    x, y = [tt.declare(part.chunk(2, 1)[cp.rank()], cp="V") for part in joint()]
+    value = loss(model(x), y)
+    tt.declare(value, cp="P").backward()
+    context_parallel.average_gradients(model, cp)
+    value = value.detach().clone()
+    dist.all_reduce(value, group=cp)
+    return value / 2, finished(model)
+
+
+AXIS = {by_tensor: "tp", by_data: "dp", by_context: "cp"}
+
+
+def far(step, options, clipped):
+    """On a rank: how far the loss and the worst gradient are from one process's."""
+    group, alone = dist.group.WORLD, plain()
+    value, gradients = step(group, **options)
+    x, y = joint()
+    whole = loss(alone(x), y)
+    whole.backward()
+    if clipped:
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    dims = {}
+    if step is by_tensor:
+        dims = tensor_parallel.cuts(tensor_parallel.parallelize(plain(), group))
+    worst = 0.0
+    for name, parameter in alone.named_parameters():
+        want, dim = parameter.grad, dims.get(name)
+        want = want if dim is None else cut(want, dim, group)
+        worst = max(worst, ((gradients[name] - want).norm() / want.norm()).item())
+    return abs(value.item() / whole.item() - 1), worst
+
+
+def measured(step, options):
+    """Loss and worst gradient, how far they are off on any rank; what the checker says."""
+    clipped = options.get("after") is clipped_own
+    found = ranks.run(far, 2, step, options, clipped, device="cpu")
+    verdict = tt.check(partial(step, **options), **{AXIS[step]: 2})
+    return *(max(each) for each in zip(*found, strict=True)), verdict
+
+
+def percent(share):
+    """With two digits; 0 is rounding."""
+    return "0" if share < 1e-10 else f"{100 * share:.{0 if share > 0.1 else 2}f}"
+
+
+def clipped_own(model, group):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+for step, options in (
+    (by_tensor, {}),
+    (by_tensor, {"edges": ALONG_SEQUENCE}),
+    (by_data, {}),
+    (by_context, {}),
+):
+    value, gradient, verdict = measured(step, options)
+    assert verdict and max(value, gradient) < 1e-10, (value, gradient, verdict)
+
+
+# %% [markdown]
+# Factors are no words, random numbers have none, and what you declare is believed.
+
+# %%
+def apart_at_start(model, tp):
+    torch.manual_seed(tp.rank())
+    nn.init.normal_(model.norm.weight.data)
+
+
+UNSEEN = {
+    "the loss divided by N, and its gradients averaged": (by_data, {"scale": 1 / 2}),
+    "means of unequal batches, averaged": (by_data, {"share": ((0, 3), (3, 4))}),
+    "weights that started apart": (by_tensor, {"prepare": apart_at_start}),
+    "a factor that differs by rank": (
+        by_tensor,
+        {"logits": lambda x, tp: x * (1 + tp.rank())},
+    ),
+}
+
+# %% tags=["hide-input"]
+# Table: mistakes that pass, and what one step beside one process shows of them
+rows = []
+for name, case in UNSEEN.items():
+    value, gradient, verdict = measured(*case)
+    assert verdict and gradient > 0.01
+    rows.append((name, percent(value), percent(gradient), "passes"))
+show.table(rows, ["mistake", "loss off (%)", "worst gradient off (%)", "the checker"])
+
+
+# %% [markdown]
+# All four show in one step beside one process, if you compare gradients and not the loss alone: the first has the right loss.
+#
+# ### Words that are believed
+#
+# An operator that states I → R and forgets its all-reduce passes every check of programs; [the numeric test](#what-decides-a-word-numbers) is for that.
+# Hooks that work within backward, such as those of `DataParallel` and ZeRO, are not followed. Say with `believe` what they leave behind, and test it as their lessons do, beside one process.
+# And a check in which nothing is differentiated checks nothing of $f$, for without a gradient I and R are one. The verdict says so:
+
+# %%
+def without_gradients(tp):
+    with torch.no_grad():
+        x = tt.declare(torch.randn(2, 8), tp="I")
+        F.linear(x, tt.declare(torch.randn(4, 8), tp="V"))
+
+
+print(tt.check(without_gradients, tp=2))
+
+
+# %% [markdown]
+# What moves between two ranks only, as in a pipeline, has no words: there each rank runs another program. Check the model uncut.
+# Dropout within attention (`"equal"`) draws masks of which nobody knows the word, and is refused: check with dropout 0.
+#
+# ### Every mistake of this course
+#
+# Lessons here end in what goes wrong. Which of these would you have found, and how early?
+# Rows with numbers were run just now: on two ranks beside one process, and under the checker. The others are judged by what their lessons measured; what raises, hangs or only takes time has no numbers to compare.
+
+# %% tags=["hide-input"]
+# The mistakes that were run: lesson, name, step and what is wrong with it
+def equal_shards(model, tp):
+    """Each rank draws with one seed, in its small shapes: all have the first part."""
+    whole = dict(plain().named_parameters())
+    for name, parameter, dim in tensor_parallel.states.pieces(model):
+        if dim is not None:
+            parameter.data.copy_(whole[name].chunk(tp.size(), dim)[0])
+
+
+def parameters_averaged(model, dp):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter, group=dp)
+            parameter /= dp.size()
+
+
+FORGOTTEN = tensor_parallel.Edges(nothing, reduce_from)
+RUN = [
+    (
+        "tensor_parallel",
+        "all-reduce in backward forgotten",
+        by_tensor,
+        {"edges": FORGOTTEN},
+    ),
+    (
+        "tensor_parallel",
+        "shards drawn from one seed",
+        by_tensor,
+        {"prepare": equal_shards},
+    ),
+    ("tensor_parallel", "a batch for each rank", by_tensor, {"roll": True}),
+    ("tensor_parallel", "a norm for each rank", by_tensor, {"after": clipped_own}),
+    (
+        "sequence_parallel",
+        "norms' gradients not summed",
+        by_tensor,
+        {"edges": ALONG_SEQUENCE, "after": nothing},
+    ),
+    ("context_parallel", "each rank a short text", by_context, {"attention": None}),
+    (
+        "data_parallel",
+        "hook averages parameters",
+        by_data,
+        {"after": parameters_averaged},
+    ),
+    ("data_parallel", "gone round the wrapper", by_data, {"after": nothing}),
+    ("data_parallel", "means of unequal batches", by_data, {"share": ((0, 3), (3, 4))}),
+    ("data_parallel", "zero_grad forgotten (step 2)", by_data, {"steps": 2}),
+    ("pipeline", "gradients m times too large", by_data, {"scale": 4.0}),
+]
+
+# %% tags=["hide-input"]
+# Table: every mistake of the lessons, and what finds it
+rows, count_ = [], Counter()
+for lesson, name, step, options in RUN:
+    value, gradient, verdict = measured(step, options)
+    assert gradient > 0.01
+    right = value < 1e-10
+    count_["right loss"] += right
+    count_["found"] += not verdict
+    count_["both"] += right and not verdict
+    seen = "gradients: " if right else f"loss: {percent(value)} %, gradients: "
+    seen += f"{percent(gradient)} %"
+    rows.append((lesson, name, seen, "passes" if verdict else "finds it", ""))
+assert (len(RUN), count_["right loss"], count_["found"], count_["both"]) == (
+    11,
+    7,
+    7,
+    6,
+)
+PASSES, NOT = "passes", "not followed"
+rows += [
+    (
+        "tensor_parallel",
+        "dropout: seeds of ranks",
+        "no: random",
+        PASSES,
+        "streams of two ranks",
+    ),
+    ("sequence_parallel", "tokens that cannot be shared", "", "", "ValueError at once"),
+    ("context_parallel", "positions from 0", "gradients of queries: 56 %", PASSES, ""),
+    ("context_parallel", "all send first in a ring", "", "", "hangs, with nccl alone"),
+    ("context_parallel", "heads that cannot be shared", "", "", "ValueError at once"),
+    ("data_parallel", "no_sync forgotten", "no: all is right", NOT, "bytes, counted"),
+    ("data_parallel", "device of the second node", "", "", "an error, or one full GPU"),
+    ("data_parallel", "a rank skips a bucket", "", NOT, "hangs"),
+    ("data_parallel", "ranks built other models", "", "", "ValueError at once"),
+    ("zero", "weights read outside forward", "no", NOT, "the value, looked at"),
+    ("zero", "optimizer built before sharding", "weights", NOT, ""),
+    ("zero", "clipped by the shard's norm", "weights", PASSES, ""),
+    ("zero", "called on some ranks", "", NOT, "hangs"),
+    ("zero", "one shard saved as the model", "no", NOT, "loading it"),
+    ("pipeline", "two schedules", "", NOT, "hangs; validate"),
+    ("pipeline", "two messages swapped", "loss", NOT, "validate"),
+    ("pipeline", "a stage raises", "", "", "the first error by time"),
+    ("collectives", "another order or shape, one missing", "", NOT, "hangs, or raises"),
+    ("collectives", "two sums swapped", "outputs", NOT, ""),
+    ("gemm", "never added up, joined as rows, averaged", "outputs", PASSES, ""),
+    ("gemm", "summed in bfloat16", "within rounding", PASSES, "float32 beside it"),
+    ("train", "each process alone", "gradients", "finds it", ""),
+    ("train", "the same batches for all", "loss: one rank's", PASSES, ""),
+    ("train", "one order in all epochs", "no", NOT, "a longer run"),
+    ("train", "filling windows counted", "no", NOT, "validation, by ranks"),
+    ("train", "each rank its own fp16 scale", "no", NOT, "a longer run: an overflow"),
+    (
+        "train",
+        "all ranks write; model outlives group",
+        "",
+        NOT,
+        "a broken file; no end",
+    ),
+    ("checkpoint", "one folder for all saves", "no", NOT, "a killed save, loaded"),
+    (
+        "checkpoint",
+        "optimizer or position forgotten",
+        "no",
+        NOT,
+        "a longer run, resumed",
+    ),
+    ("checkpoint", "shards of rank 0 saved", "no", NOT, "loading it"),
+    ("checkpoint", "a stranger's pickle; a full disk", "", "", "no numbers"),
+    ("deepspeed_engine", "a misspelt name: clipped at 1.0", "weights", NOT, ""),
+    ("deepspeed_engine", "a parameter read at stage 3", "", NOT, "its shape"),
+    (
+        "deepspeed_engine",
+        "pipeline at stage 2; no compiler",
+        "",
+        "",
+        "an error at once",
+    ),
+    (
+        "memory",
+        "zeros, names, losses that hold on",
+        "no: all is right",
+        NOT,
+        "bytes, counted",
+    ),
+    ("strategy", "rates, spills, fits", "", "", "seconds, measured"),
+    ("cluster", "hangs, stragglers, networks", "", "", "watching the job"),
+]
+order = list(dict.fromkeys(lesson for lesson, *_ in rows))
+head = ["lesson", "mistake", "one step beside one process", "the checker", "else"]
+show.table(
+    sorted(rows, key=lambda row: order.index(row[0])),
+    head,
+    caption=f"{len(rows)} mistakes",
+)
+
+# %% [markdown]
+# `````{admonition} Checked: "if the loss of the first step is that of one process, the cut is right"
+# :class: checked
+#
+# Of the eleven mistakes that were run, seven have the loss of one process, to ten digits; all eleven have a wrong gradient in that step, or in the next one.
+# The checker finds six of these seven, and one more. What it misses are factors, starts and texts that were cut in two: of those the loss shows all but the factor, and the gradients show all.
+# `````
+#
+# So use both: one step beside one process, gradients included, which finds what types cannot see; and the checker, in each commit's tests, which names the line, and needs no reference that fits on one rank.
+# What is left for a longer run are mistakes with time in them: orders of data, resumes, overflows.
+#
+# ## When to use it
+#
+# | for | against |
+# |---|---|
+# | Finds gradients that no output shows, before the program runs: all that pass are right, of 1,500 programs | A program can be right and be refused: 217 of the 1,048 refused ones |
+# | Names the line, the operation and what would be right | Each operator that sends has to state its words; nobody looks into it |
+# | Needs one process, no GPU, no reference, some milliseconds a layer | Factors, random numbers and starting values have no words |
+# | Follows ordinary code, the step included | Backward's own hooks, and messages between two ranks, are believed |
+#
+# In a real job the sign that it is set up right is a count: `sent` is $4L + 3$ for a tensor-parallel model, and `backwards` is not 0.
+#
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Words are the same on any device: nothing on this page would change, but for the milliseconds. The numeric test runs on the ranks' own GPUs, in float64.
+# ```
+#
+# ## Exercises
+#
+# ```{exercise-start} Words of a model (easy)
+# :label: ex-tt-words
+# ```
+#
+# A GPT is trained by data and tensor parallelism, with the stream cut along the sequence between the cut parts. Give, as a string of two words for the axes dp and tp, such as `"RV"`:
+# the weight of a norm; its gradient right after backward; the matrix `up`, cut by columns; its gradient right after backward; the tokens, of which each copy has its own.
+
+# %%
+answer = {
+    "norm": ...,
+    "norm's gradient": ...,
+    "up": ...,
+    "up's gradient": ...,
+    "tokens": ...,
+}
+check(answer, "type_words")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-tt-words
+# :label: sol-tt-words
+# :class: dropdown
+# ```
+#
+# On dp all copies have all weights, and each finds an addend of their gradient: R, and P. On tp a norm's weight is whole, and sees its own rank's tokens alone: R again. What is cut is V, and so is its gradient.
+# All ranks of a tensor group look at the same tokens; integers have no gradient, and R it is.
+
+# %%
+answer = {
+    "norm": "RR",
+    "norm's gradient": "PP",
+    "up": "RV",
+    "up's gradient": "PV",
+    "tokens": "VR",
+}
+check(answer, "type_words")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} An operator for its words (medium)
+# :label: ex-tt-operator
+# ```
+#
+# Write an operator with the words V → R: all ranks' `x` [..., n] side by side, [..., t n], for ranks that go on with it differently. `group` has t ranks. The check runs the numeric test on real ones.
+
+# %%
+def my_operator(x, group):
+    pass  # your code
+
+
+check(my_operator)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-tt-operator
+# :label: sol-tt-operator
+# :class: dropdown
+# ```
+#
+# Forward gathers. The gradient of R is P: backward is given addends, so it adds them up, and keeps the part that belongs to this rank's `x`.
+
+# %%
+class GatherForAll(torch.autograd.Function):
+    words = "V -> R"
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        total = dy.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
+
+
+def my_operator(x, group):
+    return GatherForAll.apply(x, group)
+
+
+check(my_operator)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} What a sum gives (medium)
+# :label: ex-tt-meet
+# ```
+#
+# Return the word of a sum of tensors with the given `words` (a list, of any length from 1), all of which get gradients and are added as they are; `None` where it is refused.
+
+# %%
+def my_sum(words):
+    pass  # your code
+
+
+check(my_sum)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-tt-meet
+# :label: sol-tt-meet
+# :class: dropdown
+# ```
+#
+# I is alone with its like, and so is P: a sum of addends is an addend. The others may be mixed.
+
+# %%
+def my_sum(words):
+    found = set(words)
+    if len(found) == 1:
+        return words[0]
+    return "V" if found == {"R", "V"} else None
+
+
+check(my_sum)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Repair a network (hard)
+# :label: ex-tt-repair
+# ```
+#
+# A gated network with one scale for each of its `a` groups of features, which all ranks hold whole: on each rank
+#
+# $$
+# y = \sum_{\text{ranks}} \big(\mathrm{SiLU}(x\,G) \cdot x\,U\big)\, s\, D + b .
+# $$
+#
+# `x`, `scale` (one number, for all features) and `bias` are I, `gate`, `up` and `down` are this rank's parts, as `nn.Linear` keeps them. Below, the output is right, and gradients are not. Repair them with `copy_to` and `reduce_from`. The check follows your network, and compares it with one process.
+
+# %%
+def my_network(x, gate, up, down, scale, bias, group):
+    y = F.silu(F.linear(x, gate)) * F.linear(x, up) * scale
+    return reduce_from(F.linear(y, down), group) + bias
+
+
+check(my_network)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-tt-repair
+# :label: sol-tt-repair
+# :class: dropdown
+# ```
+#
+# Both `x` and `scale` are used by each rank with something of its own: both have to become R. The bias stays behind the sum.
+
+# %%
+def my_network(x, gate, up, down, scale, bias, group):
+    x, scale = copy_to(x, group), copy_to(scale, group)
+    y = F.silu(F.linear(x, gate)) * F.linear(x, up) * scale
+    return reduce_from(F.linear(y, down), group) + bias
+
+
+check(my_network)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} What finds what? (design)
+# :label: ex-tt-plan
+# ```
+#
+# You may run three tests before a long training: `"loss"` (the loss of one step beside one process), `"gradients"` (all gradients of that step beside one process) and `"types"` (the checker). For each mistake give the *cheapest* that finds it: types costs least, then loss, then gradients; `None` where none does.
+# A model that does not fit on one rank cannot be run beside one process at all, so types comes first.
+
+# %%
+answer = {
+    "copy_to forgotten": ...,
+    "loss divided by N twice, before backward": ...,
+    "a rank's tokens begin at position 0": ...,
+    "gradients of norms not summed, sequence cut": ...,
+    "each epoch in the same order": ...,
+    "gradients averaged over tp in place of dp": ...,
+}
+check(answer, "type_plan")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-tt-plan
+# :label: sol-tt-plan
+# :class: dropdown
+# ```
+#
+# Three are wrong words. A factor that is in the loss shows in the loss; wrong positions do as well, if you look at enough digits. The order of data is right in every step.
+
+# %%
+answer = {
+    "copy_to forgotten": "types",
+    "loss divided by N twice, before backward": "loss",
+    "a rank's tokens begin at position 0": "loss",
+    "gradients of norms not summed, sequence cut": "types",
+    "each epoch in the same order": None,
+    "gradients averaged over tp in place of dp": "types",
+}
+check(answer, "type_plan")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - Over ranks a tensor is I, R, V or P, on each axis of the mesh, and so is its gradient: I has I, V has V, R and P have each other.
+# - I and R hold the same numbers; what differs is whether ranks find the same gradient or addends of it. No output shows that.
+# - An operator is what its words say when ⟨y, dy⟩ = ⟨x, dx⟩ over the ranks: one pair of words is left for each.
+# - A table and a mode of torch follow a program through backward and step, before it runs: of 1,500 random programs 452 passed, and all were right.
+# - A check needs one process; messages name the line, the operation and what would be right.
+# - Factors, random numbers, starts and orders of data have no words: compare one step, gradients included, with one process.
+#
+# ## Further reading
+#
+# - {cite:t}`shoeybi2019megatron`: the two operators, in section 3.
+# - The documentation of `spmd_types` ([github.com/meta-pytorch/spmd_types](https://github.com/meta-pytorch/spmd_types)): words, operators, and both modes; `design.md` says why.
+# - {cite:t}`jiang2025ttrace`: the other school, which finds such bugs in training runs by comparing tensors with a reference.

@@ -1,0 +1,141 @@
+"""What the checker says: the line, the operation with its operands' words, and what would be right.
+
+train.py:31: y = F.linear(x, up)
+linear(tensor tp:I, up tp:V): on tp I meets V: each rank would find another gradient for what is
+I, and nothing adds these up
+right: copy_to (I -> R) in front of what is I, or this operation behind the sum
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HERE = Path(__file__).parent
+# Lines of these are nobody's mistake: the checker, torch, and the run of ranks, which logs.
+_INSIDE = str(_HERE), str(_HERE.with_name("ranks")), str(Path(torch.__file__).parent), "<frozen"
+
+_MAKE_THE_SUM = "make the sum first: reduce_from (P -> I), or an all-reduce (P -> R)"
+_ONE_SUM = "leave it out: all ranks have it, and a sum would count it once for each of them"
+# What an operator wants, and what it is given -> what would be right.
+_MOVES = {
+    ("P", "I"): _ONE_SUM,
+    ("P", "R"): _ONE_SUM,
+    ("I", "R"): "leave it out: it is R already, and its gradient would be added up twice",
+    ("I", "V"): "reduce_from (P -> I) or gather_last (V -> I) first: ranks hold different values",
+    ("V", "I"): "split_last (I -> V) first: all ranks hold all of it",
+    ("V", "R"): "leave it out: all ranks hold all of it",
+    ("R", "V"): "give all ranks of this axis the same",
+    ("R", "I"): "copy_to (I -> R) first",
+}
+_BACKWARD = {
+    "V": "say what the local loss is a summand of, as in declare(loss, dp='P'), or add it up first",
+    "R": "a loss that is I: every rank's backward counts an R one, and gradients are added up",
+}
+
+
+class Mismatch(RuntimeError):
+    """An operation that does not fit what it is given, or a tensor of which nobody said what it is.
+
+    Not a TypeError: inside of x * y Python would make "unsupported operand" of that. `right`: what
+    would be right; `line`: where it stands; `operation`: what it is, with its operands' words.
+    """
+
+    def __init__(self, what: str, culprit: int | None = None, right: str = ""):
+        self.what, self.culprit, self.right = what, culprit, right
+        self.axis, self.line, self.operation = "", "", ""
+        super().__init__(what)
+
+    @classmethod
+    def of(cls, case: str, words: Sequence[str]) -> Mismatch:
+        """What is wrong and what would be right: a word that meets others, or an operator's."""
+        if case == "I":
+            other = next(word for word in words if word != "I")
+            why = "each rank would find another gradient for what is I, and nothing adds these up"
+            right = "copy_to (I -> R) in front of what is I, or this operation behind the sum"
+            if other == "P":
+                why, right = "P is an addend, and would count what is I again", _MAKE_THE_SUM
+            return cls(f"I meets {other}: {why}", right=right)
+        if case == "P":
+            others = sorted({word for word in words if word != "P"})
+            meets = f" meets {', '.join(others)}" if others else ""
+            why = "an addend of a sum that nobody has made yet, and this is not linear in it"
+            return cls(f"P{meets}: {why}", right=_MAKE_THE_SUM)
+        if case == "backward":
+            return cls(f"a loss that is {words[0]}", right=_BACKWARD[words[0]])
+        if case == "in place":
+            why = f"it would change, in place, to {' '.join(words)}"
+            return cls(why, right="add up over the ranks first; or write to another tensor")
+        src = case.split()[0]
+        right = _MOVES.get((src, words[0]), _MAKE_THE_SUM)
+        return cls(f"it makes {case}, and is given {words[0]}", right=right)
+
+    @classmethod
+    @contextmanager
+    def on(cls, axis: str) -> Iterator[None]:
+        """Add the axis on which it is."""
+        try:
+            yield
+        except cls as error:
+            error.axis = error.axis or axis
+            raise
+
+    def __str__(self) -> str:
+        what = f"on {self.axis} {self.what}" if self.axis else self.what
+        what = f"{self.operation}: {what}" if self.operation else what
+        lines = [self.line, what, f"right: {self.right}" if self.right else ""]
+        return "\n".join(line for line in lines if line)
+
+    def __reduce__(self) -> Any:  # between processes: as it is
+        return _again, (dict(self.__dict__),)
+
+
+def _again(values: dict[str, Any]) -> Mismatch:
+    error = Mismatch(values["what"])
+    error.__dict__.update(values)
+    return error
+
+
+@contextmanager
+def located(func: Callable[..., Any], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Add the line and the operation to what is raised inside."""
+    try:
+        yield
+    except Mismatch as error:
+        if not error.operation:
+            words = [_told(x) for x in tensors]
+            if error.culprit is not None:
+                error.what = f"its argument {error.culprit + 1} {error.what}"
+                error.right = "declare it"
+            error.operation = f"{func.__name__.strip('_')}({', '.join(words)})"
+            error.line = _line()
+        raise error from None
+
+
+def _told(x: Tensor) -> str:
+    known = getattr(x, "over_ranks", None)
+    words = "?" if known is None else " ".join(f"{axis}:{word}" for axis, word in known.items())
+    return f"{getattr(x, 'called', '')} {words}".strip()
+
+
+def _line() -> str:
+    """File, number and text of the innermost line that is neither torch's nor the checker's."""
+    frame = sys._getframe(1)
+    inside = (*_INSIDE, contextlib.__file__)
+    while frame and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, number, frame.f_globals).strip()
+    # A notebook's cell is a file of another name in each session.
+    place = Path(file).name if Path(file).exists() else "cell"
+    return f"{place}:{number}: {text}"

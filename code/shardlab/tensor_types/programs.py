@@ -1,0 +1,166 @@
+"""Random programs of operators that send and operators that do not: is what passes right?
+
+A program is a list of steps, each of which changes one tensor of four numbers. Its loss is a sum
+over the ranks. Finite differences say what the gradient of each parameter is; the checker says,
+without a number, whether backward finds it.
+
+    I, R, V, P  a parameter of this word     f, g         I -> R, P -> I
+    gather      V -> I, halves added         split        I -> V, one half twice
+    enter       V -> R, halves added         leave        P -> V, one half twice
+    addend      V is said to be an addend    gelu         of each number
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlab import ranks
+from shardlab.ranks import check_group
+
+from .core import checking, combined, moved
+from .declared import declare
+from .messages import Mismatch
+
+Operator = Callable[[Tensor, dist.ProcessGroup], Tensor]
+Program = tuple[str, ...]
+SENT = {"f": "IR", "g": "PI", "gather": "VI", "split": "IV", "enter": "VR", "leave": "PV"}
+PARAMETERS = {"I": "I", "R": "R", "V": "V", "P": "P", "x": "I"}
+STEPS = (*SENT, "addend", "gelu", *(f"{way}{w}" for way in "*+" for w in "IRVP"))
+_SIZE = 4
+
+
+def draw(number: int, seed: int = 0, care: float = 0.9, shortest: int = 5) -> list[Program]:
+    """`number` programs of one to `shortest` steps or some more, no two the same.
+
+    Of programs drawn blindly one in seventy passes. care: the chance with which a step that does
+    not fit is drawn again, and with which an end without a sum to be made is not the end. With 0.9
+    every second program passes.
+    """
+    chance, found = random.Random(seed), dict[Program, None]()
+    while len(found) < number:
+        program, word, length = [], "I", chance.randint(1, shortest)
+        while len(program) < length or word in "IR" and chance.random() < care:
+            step = chance.choice(STEPS)
+            while _after(word, step) is None and chance.random() < care:
+                step = chance.choice(STEPS)
+            program.append(step)
+            word = _after(word, step) or word
+        found[tuple(program)] = None
+    return list(found)
+
+
+def _after(word: str, step: str) -> str | None:
+    """What a step makes of this word; None where it does not fit."""
+    try:
+        if step in SENT:
+            return moved(word, *SENT[step])
+        if step in ("addend", "gelu"):
+            return moved(word, "V", "P") if step == "addend" else combined([word], [False], "other")
+        how = "product" if step[0] == "*" else "sum"
+        return combined([word, step[1]], [False, False], how)
+    except Mismatch:
+        return None
+
+
+def parameters(seed: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """By name, four numbers each: on a rank. The same on all for I and R."""
+    made = {}
+    for i, (name, word) in enumerate(PARAMETERS.items()):
+        other = 0 if word in "IR" else 1000 * (1 + group.rank())
+        generator = torch.Generator().manual_seed(17 * seed + i + other)
+        numbers = torch.randn(_SIZE, generator=generator, dtype=torch.float64)
+        made[name] = numbers.to(ranks.device()).requires_grad_()
+    return made
+
+
+def run(
+    program: Program,
+    given: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    operators: Mapping[str, Operator],
+    addend: Callable[[Tensor], Tensor] = lambda y: y,
+) -> Tensor:
+    """What the program makes of `given`: four numbers, summed over the ranks.
+
+    operators: by the names in `SENT`; all work along the only dimension. addend: says that a tensor
+    is one, to whom it concerns.
+    """
+    y = given["x"] * 1.0
+    for step in program:
+        if step in ("gather", "enter"):
+            y = operators[step](y, group).unflatten(0, (-1, _SIZE)).sum(0)
+        elif step in ("split", "leave"):
+            y = torch.cat([operators[step](y, group)] * group.size())
+        elif step in ("f", "g"):
+            y = operators[step](y, group)
+        elif step == "addend":
+            y = addend(y)
+        elif step == "gelu":
+            y = F.gelu(y)
+        else:
+            y = y * given[step[1]] if step[0] == "*" else y + given[step[1]]
+    return operators["g"](y, group)
+
+
+def refusal(program: Program, group: dist.ProcessGroup, operators: Mapping[str, Operator]) -> str:
+    """Why the checker refuses the program; "" where it passes."""
+    given = parameters(0, group)
+    for name, word in PARAMETERS.items():
+        declare(given[name], group=word)
+    try:
+        with checking(group=group):
+            run(program, given, group, operators, lambda y: declare(y, group="P"))
+    except Mismatch as error:
+        return str(error)
+    return ""
+
+
+def wrong_gradients(
+    program: Program,
+    seed: int,
+    group: dist.ProcessGroup,
+    operators: Mapping[str, Operator],
+) -> list[str]:
+    """The parameters whose gradient is not what finite differences say. Every rank calls it.
+
+    Of I each rank has to have all of the gradient, of R and P's own words what DUAL says: R's
+    gradients add up to it, V's and P's are each for its own numbers.
+    """
+    check_group(group)
+    given = parameters(seed, group)
+    weights = torch.arange(1.0, _SIZE + 1, dtype=torch.float64, device=ranks.device())
+
+    def loss() -> Tensor:
+        return (run(program, given, group, operators) * weights).sum()
+
+    loss().backward()
+    found = []
+    for i, (name, word) in enumerate(PARAMETERS.items()):
+        parameter = given[name]
+        other = 0 if word in "IR" else 7 * group.rank()
+        generator = torch.Generator().manual_seed(seed + i + other)
+        way = torch.randn(_SIZE, generator=generator, dtype=torch.float64).to(ranks.device())
+        gradient = torch.zeros_like(way) if parameter.grad is None else parameter.grad
+        claim = (gradient * way).sum()
+        if word != "I":
+            dist.all_reduce(claim, group=group)
+        with torch.no_grad():
+            width = 1e-6
+            parameter += width * way
+            above = loss()
+            parameter -= 2 * width * way
+            below = loss()
+            parameter += width * way
+        truth = (above - below) / (2 * width)
+        # Central differences of float64: 1e-9 of the loss, whose third derivatives are some tens.
+        off = ((claim - truth).abs() > 1e-4 * (1 + truth.abs())).double()
+        dist.all_reduce(off, group=group)
+        if off > 0:
+            found.append(name)
+    return found

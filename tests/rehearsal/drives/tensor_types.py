@@ -1,0 +1,45 @@
+"""Words of operators, by numbers; random programs; a model that is followed while it trains."""
+
+from __future__ import annotations
+
+import torch
+
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp
+from shardlab import tensor_types as tt
+from shardlab.model import GPT
+from shardlab.tensor_types import programs
+from shardlab.tensor_types.adjoint import disproof
+
+from .common import GPT2, batch, model, on, world
+
+
+@on(1, 2, 4)
+def words():
+    group, _, size = world()
+    if size == 1:
+        return
+    assert not disproof(tp.copy_to, "I -> R", group)
+    assert not disproof(tp.gather_last, "V -> I", group)
+    assert not disproof(sp.ALONG_SEQUENCE.leave, "P -> V", group, (2, size, 4), 1)
+    assert disproof(tp.copy_to, "I -> I", group)
+
+
+def finite_differences():
+    group = world()[0]
+    operators = {"f": tp.copy_to, "g": tp.reduce_from, "split": tp.split_last}
+    for program, wrong in ((("f", "*V"), []), (("*V",), ["x"]), (("split", "gelu"), [])):
+        assert programs.wrong_gradients(program, 0, group, operators) == wrong
+        assert bool(programs.refusal(program, group, operators)) == bool(wrong)
+
+
+def followed():
+    """The checker looks at no number, and so needs nothing of the device."""
+    group = world()[0]
+    mine = tp.parallelize(model(GPT2), group)
+    with tt.checking(tp=group) as mode:
+        tt.declare_parameters(mine, tp=tp.words(mine))
+        x, y = (tt.declare(part, tp="R") for part in batch(GPT2))
+        tp.loss(mine(x), y, group).backward()
+        torch.optim.AdamW(mine.parameters()).step()
+    assert mode.backwards == 1 and isinstance(mine, GPT)

@@ -1,0 +1,21 @@
+"""The course's operators by the names that random programs have for them."""
+
+from __future__ import annotations
+
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp
+
+
+def _along(edge):
+    """An operator along the sequence, for four numbers: a sequence of one feature."""
+    return lambda y, group: edge(y.view(1, -1, 1), group).view(-1)
+
+
+OPERATORS = {
+    "f": tp.copy_to,
+    "g": tp.reduce_from,
+    "gather": tp.gather_last,
+    "split": tp.split_last,
+    "enter": _along(sp.ALONG_SEQUENCE.enter),
+    "leave": _along(sp.ALONG_SEQUENCE.leave),
+}

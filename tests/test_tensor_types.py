@@ -1,0 +1,527 @@
+"""Tensor types: what passes has right gradients, what is wrong is refused; one test per promise."""
+
+import pickle
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tensor_programs import OPERATORS
+from torch import nn
+
+from shardlab import ranks
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp_
+from shardlab import tensor_types as tt
+from shardlab.tensor_types import programs
+from shardlab.tensor_types.adjoint import disproof
+from shardlab.tensor_types.declared import parse
+
+
+def world():
+    return dist.group.WORLD
+
+
+def grown(*shape, **words):
+    """Random numbers that are trained, with their words."""
+    return tt.declare(torch.randn(*shape).requires_grad_(), **words)
+
+
+def refused(step, **degrees):
+    """What the checker says of a step that it has to refuse."""
+    verdict = tt.check(step, **(degrees or {"tp": 2}))
+    assert not verdict, f"{step.__name__} passes"
+    return verdict.message
+
+
+def passes(step, **degrees):
+    verdict = tt.check(step, **(degrees or {"tp": 2}))
+    assert verdict, verdict
+    return verdict
+
+
+# Equal: of random programs, what passes is right by finite differences.
+
+
+def judged(chosen):
+    return [programs.wrong_gradients(p, s, world(), OPERATORS) for s, p in enumerate(chosen)]
+
+
+def refusals(chosen):
+    return [programs.refusal(p, world(), OPERATORS) for p in chosen]
+
+
+def sound(number, seed):
+    chosen = programs.draw(number, seed)
+    said = ranks.pretend(refusals, 2, chosen)
+    wrong = ranks.run(judged, 2, chosen, timeout=400, show=False)
+    assert wrong[0] == wrong[1]
+    passed = [names for names, why in zip(wrong[0], said, strict=True) if not why]
+    assert passed == [[]] * len(passed)
+    # Most of what is refused is wrong; the rest is right in ways that a word cannot say.
+    others = [names for names, why in zip(wrong[0], said, strict=True) if why]
+    return len(passed), sum(map(bool, others)), len(others)
+
+
+def test_of_200_random_programs_all_that_pass_are_right():
+    assert sound(200, seed=0) == (74, 99, 126)
+
+
+@pytest.mark.timeout(500)
+def test_of_1500_random_programs_all_that_pass_are_right(request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("1,500 programs take a minute: --whole")
+    assert sound(1500, seed=0) == (452, 832, 1048)  # the lesson says so
+
+
+def test_a_wrong_gradient_is_found_by_finite_differences():
+    """The test of the test: f forgotten, g twice, and the same program as it should be."""
+    chosen = [("*V",), ("split", "g"), ("f", "*V")]
+    assert ranks.run(judged, 2, chosen)[0] == [["x"], ["x"], []]
+
+
+# The words of the course's operators, by numbers.
+
+EDGES = {
+    "copy_to": (tp_.copy_to, "I -> R", -1),
+    "reduce_from": (tp_.reduce_from, "P -> I", -1),
+    "gather_last": (tp_.gather_last, "V -> I", -1),
+    "split_last": (tp_.split_last, "I -> V", -1),
+    "enter": (sp.ALONG_SEQUENCE.enter, "V -> R", 1),
+    "leave": (sp.ALONG_SEQUENCE.leave, "P -> V", 1),
+}
+
+
+def all_words():
+    found = {}
+    for name, (operator, _, dimension) in EDGES.items():
+        pairs = [f"{src} -> {dst}" for src, dst in product(tt.WORDS, tt.WORDS)]
+        found[name] = [w for w in pairs if not disproof(operator, w, world(), dimension=dimension)]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_numbers_leave_each_operator_one_pair_of_words(size):
+    for found in ranks.run(all_words, size):
+        assert found == {name: [words] for name, (_, words, _) in EDGES.items()}
+
+
+def test_operators_state_the_words_that_numbers_find():
+    stated = [
+        tp_.core._CopyTo, tp_.core._ReduceFrom, tp_.gather._GatherLast, tp_.gather._SplitLast,
+        sp.core._Enter, sp.core._Leave,
+    ]  # fmt: skip
+    assert [each.words for each in stated] == [words for _, words, _ in EDGES.values()]
+
+
+class Forgets(torch.autograd.Function):
+    """f whose backward forgets its all-reduce."""
+
+    words = "I -> R"
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, None
+
+
+class SumsTwice(torch.autograd.Function):
+    """g with an all-reduce in backward as well."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    backward = staticmethod(lambda ctx, dx: (SumsTwice.forward(ctx, dx, ctx.group), None))
+
+
+def wrong_operators():
+    pairs = [f"{src} -> {dst}" for src, dst in product(tt.WORDS, tt.WORDS)]
+    return [
+        [w for w in pairs if not disproof(operator.apply, w, world())]
+        for operator in (Forgets, SumsTwice)
+    ] + [disproof(Forgets.apply, "I -> R", world())]
+
+
+def test_numbers_find_a_backward_that_does_not_fit():
+    forgets, twice, why = ranks.run(wrong_operators, 2)[0]
+    # Without its all-reduce f is the identity, on whatever word; a sum whose backward adds up is R.
+    assert forgets == ["I -> I", "R -> R", "V -> V", "P -> P"] and twice == ["P -> R"]
+    assert any("dx differs from rank to rank" in line for line in why)
+
+
+# The table: what goes with what.
+
+TABLE = [  # words, how, result; None: refused
+    ("II", "other", "I"), ("RR", "other", "R"), ("VV", "other", "V"), ("RV", "other", "V"),
+    ("IR", "sum", None), ("IV", "product", None), ("IP", "product", None), ("IP", "sum", None),
+    ("PP", "sum", "P"), ("PR", "sum", None), ("PV", "sum", None), ("P", "other", None),
+    ("PR", "product", "P"), ("PP", "product", None), ("PV", "product", None),
+    ("PR", "first", "P"), ("RP", "first", None), ("RP", "product", "P"), ("PRR", "first", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "how", "wanted"), TABLE)
+def test_what_goes_with_what(words, how, wanted):
+    fixed = [False] * len(words)
+    if wanted is None:
+        with pytest.raises(tt.Mismatch):
+            tt.combined(list(words), fixed, how)
+    else:
+        assert tt.combined(list(words), fixed, how) == wanted
+
+
+def test_without_a_gradient_what_is_the_same_on_all_ranks_is_one():
+    assert tt.combined(["I", "R"], [False, True], "other") == "I"
+    assert tt.combined(["R", "I"], [False, True], "other") == "R"
+    assert tt.combined(["I", "V"], [True, False], "other") == "V"
+    with pytest.raises(tt.Mismatch):  # this rank's own constant makes I's gradient its own
+        tt.combined(["I", "V"], [False, True], "other")
+
+
+# The checker: forward.
+
+
+def forward(enter, leave, bias="behind"):
+    def step(tp):
+        x, up, down = grown(2, 8, tp="I"), grown(8, 8, tp="V"), grown(8, 8, tp="V")
+        b = grown(8, tp="I")
+        y = F.linear(F.gelu(F.linear(enter(x, tp), up)), down, b if bias == "inside" else None)
+        y = leave(y, tp)
+        (y + b if bias == "behind" else y).sum().backward()
+
+    return step
+
+
+def nothing(x, group):
+    return x
+
+
+def twice(operator):
+    return lambda x, group: operator(operator(x, group), group)
+
+
+def raw(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def gathered(x, group):
+    out = torch.empty(2 * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out[: len(x)]
+
+
+MISTAKES = {
+    "f forgotten": (forward(nothing, tp_.reduce_from), "linear(", "copy_to (I -> R) in front"),
+    "g forgotten": (forward(tp_.copy_to, nothing), "I meets V", "behind the sum"),
+    "exchanged": (forward(tp_.reduce_from, tp_.copy_to), "ReduceFrom(", "leave it out"),
+    "f twice": (forward(twice(tp_.copy_to), tp_.reduce_from), "given R", "it is R already"),
+    "g twice": (forward(tp_.copy_to, twice(tp_.reduce_from)), "given I", "all ranks have it"),
+    "bias in each": (forward(tp_.copy_to, tp_.reduce_from, "inside"), "linear(", "behind the sum"),
+    "raw sum in front": (forward(raw, tp_.reduce_from), "all_reduce(", "leave it out"),
+    "raw gather": (forward(gathered, tp_.reduce_from), "the gradient ends here", ""),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_forward_is_refused_with_what_would_be_right(name):
+    step, operation, right = MISTAKES[name]
+    message = refused(step)
+    assert operation in message and right in message
+
+
+def test_the_right_network_passes_also_with_a_plain_sum_behind():
+    verdict = passes(forward(tp_.copy_to, tp_.reduce_from))
+    assert (verdict.backwards, verdict.sent) == (1, 2) and verdict.judged > 5
+    passes(forward(tp_.copy_to, raw))  # backward has nothing to do there
+
+
+def test_a_message_names_line_operation_words_and_parameter():
+    def step(tp):
+        layer = nn.Linear(8, 4)
+        tt.declare_parameters(layer, tp="V")
+        x = grown(2, 8, tp="I")
+        layer(x).sum().backward()
+
+    line, operation, right = refused(step).splitlines()
+    assert "layer(x).sum()" in line and line.startswith("test_tensor_types.py:")
+    assert operation.startswith("linear(tp:I, weight tp:V, bias tp:V): on tp I meets V")
+    assert right.startswith("right: copy_to (I -> R)")
+
+
+def test_nothing_wrong_is_run():
+    ran = []
+
+    class Fails(torch.autograd.Function):
+        words = "I -> R"
+
+        @staticmethod
+        def forward(ctx, x, group):
+            ran.append(1)
+            raise IndexError("out of range")
+
+    def step(tp):
+        Fails.apply(grown(2, tp="V"), tp)
+
+    assert "given V" in refused(step) and not ran
+
+
+def test_addends_go_through_what_is_linear():
+    def linear(tp):
+        p, r = grown(4, 4, tp="P"), grown(4, 4, tp="R")
+        y = (p * 2 + p / 3 - p) * r @ r
+        y = torch.cat([y.mean(0, keepdim=True), -y[:1], F.linear(p, r)[:1]]).sum()
+        y.backward()
+        assert tt.type_of(p.grad) == {"tp": "R"} and tt.type_of(r.grad) == {"tp": "P"}
+
+    passes(linear)
+    for wrong in (
+        lambda p, r: p + 1, lambda p, r: p * p, lambda p, r: r / p, lambda p, r: 1 / p,
+        lambda p, r: p.to(torch.bfloat16), lambda p, r: F.gelu(p), lambda p, r: p + r,
+        lambda p, r: F.linear(p, r, r[0]), lambda p, r: 1 - p, lambda p, r: p.abs(),
+    ):  # fmt: skip
+
+        def step(tp, wrong=wrong):
+            wrong(grown(4, 4, tp="P"), grown(4, 4, tp="R"))
+
+        assert "an addend of a sum that nobody has made yet" in refused(step)
+
+
+def test_tensors_that_nobody_declared_are_named():
+    def masked(tp):
+        x = grown(4, tp="I")
+        (x * (torch.rand(4) > 0.5)).sum().backward()
+
+    assert "its argument 2 has no type" in refused(masked)
+
+    def with_ones(tp):
+        x = grown(4, tp="I")
+        (x * torch.ones(4) + torch.arange(4)).sum().backward()  # the same on all ranks
+
+    passes(with_ones)
+
+
+def test_a_mode_of_another_is_no_way_round():
+    """The course's dropout in attention pushes a mode of its own on top."""
+
+    class Other(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def step(tp):
+        with Other():
+            tp_.reduce_from(grown(4, tp="I"), tp)
+
+    assert "it makes P -> I, and is given I" in refused(step)
+
+
+# The checker: the loss, backward, and what comes after it.
+
+
+def test_a_loss_is_one_of_all_ranks_or_an_addend():
+    for word, right in (("V", "declare(loss, dp='P')"), ("R", "a loss that is I")):
+
+        def step(dp, word=word):
+            grown(3, dp=word).sum().backward()
+
+        assert right in refused(step, dp=2)
+    for word in "IP":
+
+        def step(dp, word=word):
+            grown(3, dp=word).sum().backward()
+
+        passes(step, dp=2)
+
+
+def test_a_gradient_is_what_its_parameter_says():
+    def step(dp, tp):
+        x, other = grown(3, dp="R", tp="V"), grown(3, dp="V", tp="R")
+        loss = tt.declare((x * other).sum(), dp="P", tp="P")
+        dx, dother = torch.autograd.grad(loss, [x, other], retain_graph=True)
+        assert tt.type_of(dx) == {"dp": "P", "tp": "V"}
+        assert tt.type_of(dother) == {"dp": "V", "tp": "P"}
+        loss.backward()
+        assert tt.type_of(x.grad) == tt.type_of(dx)
+
+    passes(step, dp=2, tp=2)
+
+
+def trained(after):
+    """A data-parallel step; `after` is what follows backward."""
+
+    def step(dp):
+        model = nn.Linear(4, 4)
+        tt.declare_parameters(model, dp="R")
+        x = tt.declare(torch.randn(2, 4), dp="V")
+
+        def backward():
+            tt.declare(model(x).square().mean(), dp="P").backward()
+
+        backward()
+        after(model, dp, backward)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+
+    return step
+
+
+def reduced(model, group, _=None):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+
+
+def twice_reduced(model, group, _):
+    reduced(model, group)
+    reduced(model, group)
+
+
+def then_more(model, group, backward):
+    reduced(model, group)
+    backward()
+
+
+def the_parameter(model, group, _):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter, group=group)
+
+
+def clipped(model, group, _):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    reduced(model, group)
+
+
+def test_the_step_takes_gradients_that_are_added_up_once():
+    passes(trained(reduced), dp=2)
+    for after, words in (
+        (lambda *_: None, "P meets R"),
+        (twice_reduced, "makes P -> R, and is given R"),
+        (the_parameter, "makes P -> R, and is given R"),
+        (then_more, "zero_grad, or one exchange"),
+        (clipped, "an addend of a sum"),
+    ):
+        assert words in refused(trained(after), dp=2)
+
+
+def test_lists_of_tensors_are_judged_one_by_one():
+    """torch's clipping and its foreach optimizers take all tensors at once."""
+
+    def step(tp):
+        whole, cut = grown(3, tp="I"), grown(3, tp="V")
+        with torch.no_grad():
+            torch._foreach_mul_([cut], tt.declare(torch.tensor(2.0), tp="V"))
+            torch._foreach_mul_([cut, whole], tt.declare(torch.tensor(2.0), tp="V"))
+
+    assert "foreach_mul(tp:I, tp:V)" in refused(step)
+
+
+def test_axes_are_judged_each_for_itself_and_an_axis_of_one_rank_is_not():
+    def step(dp, tp):
+        x, w = grown(2, 4, dp="V", tp="I"), grown(4, 4, dp="R", tp="V")
+        y = tp_.reduce_from(F.linear(tp_.copy_to(x, tp), w), tp)
+        assert tt.type_of(y) == {"dp": "V", "tp": "I"}
+        tt.declare(y.sum(), dp="P").backward()
+        assert tt.type_of(w.grad) == {"dp": "P", "tp": "V"}
+
+    passes(step, dp=2, tp=4)
+
+    def alone():
+        with tt.checking(tp=world()):
+            F.linear(grown(2, 4, tp="I"), grown(4, 4, tp="V")).sum().backward()
+
+    ranks.run(alone, 1)
+
+
+def test_real_ranks_say_the_same():
+    def step():
+        try:
+            with tt.checking(tp=world()):
+                F.linear(grown(2, 4, tp="I"), grown(4, 4, tp="V"))
+        except tt.Mismatch as error:
+            return str(error)
+
+    one, two = ranks.run(step, 2)
+    assert one == two and "I meets V" in one
+
+
+def test_nothing_is_left_of_the_checker_afterwards():
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def step():
+        with pytest.raises(tt.Mismatch), tt.checking(tp=world()):
+            F.linear(grown(2, 4, tp="I"), grown(4, 4, tp="V"))
+        assert torch.autograd.Function.__dict__["apply"] is apply
+        return F.linear(torch.ones(1, 2), torch.ones(1, 2)).item()
+
+    assert ranks.run(step, 2) == [2.0, 2.0]
+
+
+def test_a_mismatch_survives_python_and_processes():
+    """A TypeError inside of x * y would become `unsupported operand`."""
+    assert not issubclass(tt.Mismatch, TypeError)
+
+    def step(tp):
+        grown(3, tp="I") * grown(3, tp="V")
+
+    assert "mul(tp:I, tp:V)" in refused(step)
+    error = tt.Mismatch.of("P", ["P"])
+    error.line = "a.py:1: x"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+# Bad input: one clear ValueError before anything starts.
+
+
+def test_bad_input_is_refused():
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match="tp='X': allowed are 'I', 'R', 'V', 'P'"):
+        tt.declare(x, tp="X")
+    with pytest.raises(ValueError, match="no 'weight'|'weight' is a name too many, or missing"):
+        tt.declare_parameters(nn.Linear(2, 2, bias=False), tp={})
+    with pytest.raises(ValueError, match="tp: 'up' is a name too many, or missing"):
+        tt.declare_parameters(nn.Linear(2, 2, bias=False), tp={"weight": "V", "up": "V"})
+    with pytest.raises(ValueError, match="degrees: there is none"):
+        tt.check(lambda: None)
+    with pytest.raises(ValueError, match="tp=1: allowed"):
+        tt.check(lambda tp: None, tp=1)
+    with pytest.raises(ValueError, match="tp=2.5: allowed"):
+        tt.check(lambda tp: None, tp=2.5)
+    with pytest.raises(ValueError, match="step: .*; allowed are the axes dp, tp"):
+        tt.check(lambda tp: None, dp=2, tp=2)
+    with pytest.raises(ValueError, match="groups: there is none"), tt.checking():
+        pass
+    with pytest.raises(ValueError, match="tp=3: allowed is a process group"), tt.checking(tp=3):
+        pass
+    for words in ("I", "I -> X", "-> I", 3):
+        with pytest.raises(ValueError, match="words=.*: allowed is one of I, R, V, P"):
+            parse(words)
+
+
+def test_an_axis_that_is_not_in_the_mesh_is_refused():
+    def step(tp):
+        with pytest.raises(ValueError, match="axis='dp': allowed are 'tp'"):
+            tt.declare(torch.ones(2), dp="R")
+
+    passes(step)
+
+
+def test_what_is_known_is_held_against_what_is_said():
+    x = tt.declare(torch.ones(2), tp="R")
+    tt.declare(x, tp="I")  # all ranks have these numbers, and no gradient is behind them
+    x = tt.declare(torch.ones(2).requires_grad_(), tp="R")
+    with pytest.raises(tt.Mismatch, match="it is R, and is said to be V"):
+        tt.declare(x, tp="V")
+    assert tt.type_of(tt.declare(tt.declare(torch.ones(2), tp="V"), tp="P")) == {"tp": "P"}
+    assert tt.type_of(tt.believe(x, tp="P")) == {"tp": "P"}
+    with pytest.raises(tt.Mismatch, match="it is P, and is said to be R"):
+        tt.declare(x, tp="R")

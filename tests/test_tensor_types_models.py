@@ -1,0 +1,346 @@
+"""The checker passes every parallel model of the course, and finds the mistakes of its lessons."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlab import context_parallel as cp_
+from shardlab import data_parallel as dp_
+from shardlab import ranks, zero
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp_
+from shardlab import tensor_types as tt
+from shardlab.model import GPT, Config, loss
+
+GPT2 = Config(vocab=64, seq=16, layers=1, heads=4, hidden=32, tied=False)
+LLAMA = Config(
+    vocab=64, seq=16, layers=1, heads=4, hidden=32, kv_heads=2, ffn=64, mlp="swiglu", norm="rms",
+    bias=False, tied=True,
+)  # fmt: skip
+BY_LAYER = tp_.Edges(tp_.copy_to, tp_.reduce_from)
+
+
+def batch(**words):
+    return [tt.declare(torch.randint(0, 64, (2, 16)), **words) for _ in range(2)]
+
+
+def stepped(model):
+    """Plain gradient descent: torch's optimizers import a compiler first, which takes a second."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+def nothing(x, group):
+    return x
+
+
+def step(
+    dp, tp, config=GPT2, edges=tp_.REPLICATED, words=tp_.words, prepare=None, logits=nothing,
+    loss=tp_.loss, finish=None, tokens="R", after=None,
+):  # fmt: skip
+    """A step on copies of a cut model, as lessons take it; every argument can be a mistake."""
+    model = tp_.parallelize(GPT(config), tp, edges)
+    if prepare:
+        prepare(model, tp)
+    tt.declare_parameters(model, dp="R", tp=words(model))
+    x, y = batch(dp="V", tp=tokens)
+    (finish or addend)(loss(logits(model(x), tp), y, tp), dp, tp).backward()
+    (after or update)(model, dp, tp)
+    stepped(model)
+
+
+def addend(value, dp, tp):
+    return tt.declare(value, dp="P")  # of the joint loss
+
+
+def update(model, dp, tp, sums=None, times=1, group=None, clip=tp_.clip_grad_norm_):
+    sums = (model.edges.whole == "R") if sums is None else sums
+    for _ in range(sums):
+        sp.sum_gradients(model, tp)
+    for _ in range(times):
+        dp_.average_gradients(model, group or dp)
+    clip(model, 1.0)
+
+
+def check(**options):
+    return tt.check(partial(step, **options), dp=2, tp=2)
+
+
+def recomputed(model, _):
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+MODELS = {
+    "gpt2": {},
+    "gpt2, tied": {"config": replace(GPT2, tied=True)},
+    "llama": {"config": LLAMA},
+    "layer by layer": {"edges": BY_LAYER},
+    "along the sequence": {"edges": sp.ALONG_SEQUENCE},
+    "along the sequence, llama": {"edges": sp.ALONG_SEQUENCE, "config": LLAMA},
+    "along the sequence, kept": {"edges": sp.AlongSequence(keep=True)},
+    "recomputed": {"prepare": recomputed},
+    "logits gathered": {
+        "logits": tp_.gather_last,
+        "loss": lambda logits, targets, _: loss(logits, targets),
+    },
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensor_parallel_models_pass_with_backward_clipping_and_step(name):
+    verdict = check(**MODELS[name])
+    assert verdict, verdict
+    assert verdict.backwards == 1 and verdict.sent > 10
+
+
+def test_four_ranks_and_one_axis_pass():
+    def alone(tp):
+        model = tp_.parallelize(GPT(GPT2), tp)
+        tt.declare_parameters(model, tp=tp_.words(model))
+        x, y = batch(tp="R")
+        tp_.loss(model(x), y, tp).backward()
+        stepped(model)
+
+    verdict = tt.check(alone, tp=4)
+    assert verdict, verdict
+
+
+def test_torchs_optimizer_passes():
+    def adamw(model, dp, tp):
+        update(model, dp, tp)
+        torch.optim.AdamW(model.parameters(), foreach=False).step()
+
+    verdict = check(after=adamw)
+    assert verdict, verdict
+
+
+def test_dropout_passes_where_each_rank_draws_for_its_heads():
+    def dropped(tp):
+        model = GPT(replace(GPT2, dropout=0.1))
+        model = tp_.parallelize(model, tp, sp.ALONG_SEQUENCE, dropout="own")
+        sp.slice_dropouts(model, tp)
+        tt.declare_parameters(model, tp=tp_.words(model))
+        x, y = batch(tp="R")
+        tp_.loss(model(x), y, tp).backward()
+        sp.sum_gradients(model, tp)
+        stepped(model)
+
+    verdict = tt.check(dropped, tp=2)
+    assert verdict, verdict
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_context_parallel_models_pass(attention, layout):
+    def distributed(cp):
+        model = cp_.distribute(GPT(replace(GPT2, tied=True)), cp, attention, layout)
+        tt.declare_parameters(model, cp="R")
+        x, y = [
+            tt.declare(cp_.share(z, cp, layout), cp="V") for z in torch.randint(0, 64, (2, 2, 16))
+        ]
+        tt.declare(loss(model(x), y), cp="P").backward()
+        cp_.average_gradients(model, cp)
+        stepped(model)
+
+    verdict = tt.check(distributed, cp=2)
+    assert verdict, verdict
+
+
+def wrapped(kind):
+    """On real ranks: what the wrappers do within backward is believed."""
+    group = dist.group.WORLD
+    model = getattr(zero, kind)(GPT(GPT2), group) if "Zero" in kind else dp_.DataParallel(
+        GPT(GPT2), group
+    )  # fmt: skip
+    inner = model.module
+    tokens = [x.to(ranks.device()) for x in torch.randint(0, 64, (2, 2, 16))]
+    with tt.checking(dp=group) as mode:
+        tt.declare_parameters(inner, dp="R")
+        x, y = [tt.declare(z, dp="V") for z in tokens]
+        tt.declare(loss(model(x), y), dp="P").backward()
+        for parameter in model.parameters():
+            if "Zero" in kind:  # a piece, which one rank has
+                tt.believe(parameter, dp="V")
+            if parameter.grad is not None:
+                tt.believe(parameter.grad, dp="V" if "Zero" in kind else "R")
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.grad
+    return mode.backwards
+
+
+@pytest.mark.parametrize("kind", ["DataParallel", "Zero1", "Zero2", "Zero3"])
+def test_wrappers_of_data_parallelism_pass(kind):
+    assert ranks.run(wrapped, 2, kind) == [1, 1]
+
+
+# The mistakes of the course's lessons, and what the checker says of them.
+
+
+def summed_twice(model, dp, tp):
+    update(model, dp, tp, sums=2)
+
+
+def clip_by_rank(model, limit):
+    nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+def clip_first(model, dp, tp):
+    tp_.clip_grad_norm_(model, 1.0)
+    update(model, dp, tp)
+
+
+def hook_on_parameter(model, dp, tp):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter, group=dp)
+
+
+def summed(over):
+    """The loss is added up "to log it", before backward."""
+
+    def finish(value, dp, tp):
+        dist.all_reduce(value, group=tp if over == "tp" else dp)
+        return value / 2 if over == "dp" else addend(value / 2, dp, tp)
+
+    return finish
+
+
+def bias_in_each_rank(model, _):
+    """The bias within the product, as one writes it first."""
+    for module in model.modules():
+        if isinstance(module, tp_.RowLinear):
+
+            def forward(x, m=module):
+                return m.leave(nn.functional.linear(x, m.weight, m.bias), m.group)
+
+            module.forward = forward
+
+
+def invariant(model):
+    return {name: "I" if word == "R" else word for name, word in tp_.words(model).items()}
+
+
+def slice_of_gradient(x, group):
+    """Gathers forward, and keeps its slice in backward."""
+    return tp_.gather_last(x.transpose(1, 2), group).transpose(1, 2)
+
+
+def gathered_for_all(x, group):
+    """Along the last dimension as if it were the sequence: gathers forward, adds up backward."""
+    return sp.ALONG_SEQUENCE.enter(x.transpose(1, 2), group).transpose(1, 2)
+
+
+ALONG = {"edges": sp.ALONG_SEQUENCE}
+MISTAKES = {  # name: options, words of the message
+    "f forgotten": ({"edges": tp_.Edges(nothing, tp_.reduce_from)}, "linear("),
+    "g forgotten": ({"edges": tp_.Edges(tp_.copy_to, nothing)}, "I meets V"),
+    "f and g exchanged": ({"edges": tp_.Edges(tp_.reduce_from, tp_.copy_to)}, "it makes"),
+    "bias in each rank": ({"prepare": bias_in_each_rank, "edges": BY_LAYER}, "out.bias dp:R tp:I"),
+    "norms said to be I": (ALONG | {"words": invariant}, "attention_norm.weight dp:R tp:I"),
+    "norms not summed": (ALONG | {"after": partial(update, sums=0)}, "dp:R tp:P"),
+    "norms summed twice": (ALONG | {"after": partial(update, sums=2)}, "it makes P -> R"),
+    "summed without a cut stream": ({"after": partial(update, sums=1)}, "and is given I"),
+    "gathered, then all-reduced": (
+        {"edges": tp_.Edges(sp.ALONG_SEQUENCE.enter, tp_.reduce_from_)}, "given I",
+    ),
+    "not gathered": ({"edges": tp_.Edges(tp_.copy_to, sp.ALONG_SEQUENCE.leave)}, "I meets V"),
+    "slice in backward": (
+        {"edges": tp_.Edges(slice_of_gradient, sp.ALONG_SEQUENCE.leave, whole="R")}, "I meets V",
+    ),
+    "loss of gathered logits": ({"logits": tp_.gather_last}, "split_last (I -> V) first"),
+    "gathered logits that add up in backward": (
+        {"logits": gathered_for_all, "loss": lambda x, y, _: loss(x, y)}, "a loss that is R",
+    ),
+    "plain loss of a part": ({"loss": lambda x, y, _: loss(x, y % 32)}, "a loss that is V"),
+    "loss added up over tp": ({"finish": summed("tp")}, "all_reduce("),
+    "local loss": ({"finish": lambda value, dp, tp: value}, "a loss that is V"),
+    "not reduced": ({"after": partial(update, times=0)}, "an addend of a sum"),
+    "reduced twice": ({"after": partial(update, times=2)}, "given R"),
+    "another batch on each tp rank": ({"tokens": "V"}, "give all ranks of this axis the same"),
+    "clipped by the rank's own norm": ({"after": partial(update, clip=clip_by_rank)}, "in place"),
+    "clipped before the exchange": ({"after": clip_first}, "vector_norm("),
+    "a hook that averages parameters": ({"after": hook_on_parameter}, "given R"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_the_lessons_are_found(name):
+    options, words = MISTAKES[name]
+    verdict = check(**options)
+    assert not verdict and words in verdict.message, verdict
+
+
+def test_a_group_that_is_no_axis_is_named():
+    def over_the_world(model, dp, tp):
+        update(model, dp, tp, group=dist.group.WORLD)
+
+    verdict = check(after=over_the_world)
+    assert not verdict and "its group of 4 ranks is none of the axes" in verdict.message
+    verdict = check(after=lambda model, dp, tp: update(model, dp, tp, group=tp))
+    assert not verdict and "is given I" in verdict.message
+
+
+# What no type sees: factors, random numbers, weights that started apart.
+
+
+def test_what_no_type_sees_passes():
+    for options in (
+        {"finish": lambda value, dp, tp: addend(value / 2, dp, tp)},  # divided twice
+        {"prepare": lambda model, tp: torch.manual_seed(dist.get_rank(tp))},
+        {"prepare": lambda model, tp: nn.init.normal_(model.norm.weight)},  # each its own
+        {"logits": lambda x, tp: x * (1 + dist.get_rank(tp))},
+    ):
+        assert check(**options)
+
+
+def clipped_shards():
+    """ZeRO's pieces are V, and so is the norm that one rank finds: in words nothing is wrong."""
+    group = dist.group.WORLD
+    model = zero.Zero1(GPT(GPT2), group)
+    tokens = torch.randint(0, 64, (2, 2, 16)).to(ranks.device())
+    with tt.checking(dp=group):
+        tt.declare_parameters(model.module, dp="R")
+        x, y = [tt.declare(z, dp="V") for z in tokens]
+        tt.declare(loss(model(x), y), dp="P").backward()
+        for piece in model.parameters():
+            tt.believe(piece, dp="V")
+            if piece.grad is not None:
+                tt.believe(piece.grad, dp="V")
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_clipping_by_the_norm_of_a_shard_passes():
+    ranks.run(clipped_shards, 2)
+
+
+def test_products_that_are_added_up_wrongly_pass():
+    """The mistakes of lesson `gemm`: what they compute is wrong, and has no gradient."""
+
+    def step(tp):
+        a_Mk, b_kN = (tt.declare(torch.randn(4, 4), tp="V") for _ in range(2))
+        mean = a_Mk @ b_kN
+        dist.all_reduce(mean, group=tp)
+        joined = torch.empty(8, 4)
+        dist.all_gather_into_tensor(joined, a_Mk @ b_kN, group=tp)
+        return mean / 2, joined.view(4, 8)
+
+    assert tt.check(step, tp=2)
+
+
+def test_words_of_a_model_follow_from_its_cuts_and_edges():
+    def step(tp):
+        model = tp_.parallelize(GPT(GPT2), tp, sp.ALONG_SEQUENCE)
+        words = tp_.words(model)
+        assert words["norm.weight"] == "R" and words["head.weight"] == "V"
+        assert tp_.words(tp_.parallelize(GPT(GPT2), tp))["norm.weight"] == "I"
+
+    assert tt.check(step, tp=2)
+    with pytest.raises(ValueError, match="model=GPT: allowed is what `parallelize` returned"):
+        tp_.words(GPT(GPT2))

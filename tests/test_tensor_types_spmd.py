@@ -1,0 +1,50 @@
+"""The checker and the production library say the same of random programs."""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch.distributed as dist
+from tensor_programs import OPERATORS
+
+from shardlab import ranks
+from shardlab.sequence_parallel.core import _Enter, _Leave
+from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
+from shardlab.tensor_parallel.gather import _GatherLast, _SplitLast
+from shardlab.tensor_types import library, programs
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("spmd_types") is None, reason="spmd_types is not installed"
+)
+
+
+def both(chosen):
+    warnings.filterwarnings("ignore", category=FutureWarning)  # its names of torch's collectives
+    group = dist.group.WORLD
+    for operator in (_CopyTo, _ReduceFrom, _GatherLast, _SplitLast):
+        library.attach(operator)
+    for operator in (_Enter, _Leave):
+        library.attach(operator, dimension=1)
+
+    def made():
+        given = programs.parameters(0, group)
+        return {n: library.declare(x, group=programs.PARAMETERS[n]) for n, x in given.items()}
+
+    def theirs(program):
+        def step(given):
+            programs.run(program, given, group, OPERATORS, lambda y: library.declare(y, group="P"))
+
+        return library.verdict(step, made, {"group": group})
+
+    return [(programs.refusal(p, group, OPERATORS), theirs(p)) for p in chosen]
+
+
+def test_both_say_the_same_of_500_random_programs():
+    chosen = programs.draw(500, seed=2)
+    said = ranks.pretend(both, 2, chosen)
+    differ = [
+        p for p, (ours, theirs) in zip(chosen, said, strict=True) if bool(ours) != bool(theirs)
+    ]
+    assert differ == []
+    passed = sum(not ours for ours, _ in said)
+    assert 100 < passed < 400

@@ -387,7 +387,7 @@ for network in (first, second):
 
 
 # %% [markdown]
-# The second program is refused, in some milliseconds: with the line, the operation and its words, and what would be right.
+# The second program is refused before its product is computed: with the line, the operation and its words, and what would be right.
 #
 # ## Equal: of 200 random programs, all that pass are right
 #
@@ -745,14 +745,14 @@ print("spmd_types:", ranks.pretend(theirs, 2) if THERE else "not installed here"
 # %% [markdown]
 # The price of that mode is that every operation needs a sharding rule: on CPUs attention, the masked embedding and a loss over a cut vocabulary had to be left out as islands when the course's GPT was tried. And its interface moves: ten releases in its first seven months, in which functions changed their names three times.
 # Its local mode knows what ours does, and a check takes ours 0.5 to 0.8 times as long ([the benchmark](../benchmarks/tensor_types.py), two and twelve layers, on CPUs).
-# Ours finds such a network wrong by one step beside one process, which shows a wrong *output* at once. This is the division of labour: **equality sees what forward computes, words see what backward owes it.**
+# One step beside one process finds this network as well: its *output* is wrong. That is the division of labour: **equality sees what forward computes, words see what backward owes it.**
 #
 # ## What goes wrong
 #
 # ### What no type sees
 
 # %% tags=["hide-input"]
-# The harness: a step with a mistake in it, for two ranks and for the checker alike
+# The harness: a step with a mistake, for two ranks and for the checker
 SHAPE = replace(SMALL, layers=1)
 JOINT = torch.randint(64, (2, 4, 16), generator=torch.Generator().manual_seed(0))
 
@@ -1101,7 +1101,7 @@ show.table(
 # :class: checked
 #
 # Of the eleven mistakes that were run, seven have the loss of one process, to ten digits; all eleven have a wrong gradient in that step, or in the next one.
-# The checker finds six of these seven, and one more. What it misses are factors, starts and texts that were cut in two: of those the loss shows all but the factor, and the gradients show all.
+# The checker finds six of these seven, and one more. What it misses are factors, starts and texts that were cut in two: of those the loss shows all but one factor, and the gradients show all.
 # `````
 #
 # So use both: one step beside one process, gradients included, which finds what types cannot see; and the checker, in each commit's tests, which names the line, and needs no reference that fits on one rank.
@@ -1268,13 +1268,13 @@ check(my_sum)
 # :label: ex-tt-repair
 # ```
 #
-# A gated network with one scale for each of its `a` groups of features, which all ranks hold whole: on each rank
+# A gated network has one scale $s$, a number, which all ranks hold whole:
 #
 # $$
 # y = \sum_{\text{ranks}} \big(\mathrm{SiLU}(x\,G) \cdot x\,U\big)\, s\, D + b .
 # $$
 #
-# `x`, `scale` (one number, for all features) and `bias` are I, `gate`, `up` and `down` are this rank's parts, as `nn.Linear` keeps them. Below, the output is right, and gradients are not. Repair them with `copy_to` and `reduce_from`. The check follows your network, and compares it with one process.
+# `x`, `scale` and `bias` are I, `gate`, `up` and `down` are this rank's parts, as `nn.Linear` keeps them. Below, the output is right, and gradients are not. Repair them with `copy_to` and `reduce_from`. The check follows your network, and compares it with one process.
 
 # %%
 def my_network(x, gate, up, down, scale, bias, group):

@@ -75,6 +75,29 @@ def test_of_1500_random_programs_all_that_pass_are_right(request):
     assert sound(1500, seed=0) == (452, 832, 1048)  # the lesson says so
 
 
+def plain_sum(y, group):
+    y = y.clone()
+    dist.all_reduce(y, group=group)  # autograd knows nothing of it, and hands gradients on
+    return y
+
+
+def judged_with_plain_sums(chosen):
+    operators = OPERATORS | {"g": plain_sum}
+    wrong = [programs.wrong_gradients(p, s, world(), operators) for s, p in enumerate(chosen)]
+    return [
+        (programs.refusal(p, world(), operators), w) for p, w in zip(chosen, wrong, strict=True)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:c10d")
+def test_a_plain_all_reduce_is_judged_as_what_it_does_to_gradients():
+    chosen = programs.draw(60, seed=3)
+    found = ranks.run(judged_with_plain_sums, 2, chosen, show=False)[0]
+    assert [bool(why) for why, _ in found] == [bool(w) for w in ranks.pretend(refusals, 2, chosen)]
+    passed = [wrong for why, wrong in found if not why]
+    assert len(passed) > 15 and not any(passed)
+
+
 def test_a_wrong_gradient_is_found_by_finite_differences():
     """The test of the test: f forgotten, g twice, and the same program as it should be."""
     chosen = [("*V",), ("split", "g"), ("f", "*V")]

@@ -1,5 +1,6 @@
 """The checker passes every parallel model of the course, and finds the mistakes of its lessons."""
 
+import importlib
 from dataclasses import replace
 from functools import partial
 
@@ -11,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import context_parallel as cp_
 from shardlab import data_parallel as dp_
-from shardlab import ranks, zero
+from shardlab import ranks, show, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp_
 from shardlab import tensor_types as tt
 from shardlab.model import GPT, Config, loss
+from shardlab.tensor_types.declared import parse
 
 GPT2 = Config(vocab=64, seq=16, layers=1, heads=4, hidden=32, tied=False)
 LLAMA = Config(
@@ -178,6 +180,30 @@ def wrapped(kind):
 @pytest.mark.parametrize("kind", ["DataParallel", "Zero1", "Zero2", "Zero3"])
 def test_wrappers_of_data_parallelism_pass(kind):
     assert ranks.run(wrapped, 2, kind) == [1, 1]
+
+
+# Not over ranks: a product of which backward computes a half, seconds asleep, a GPU's dropout.
+WITHOUT_WORDS = {"pipeline.deferred._Linear", "pipeline.pipelines._Sleep"}
+WITHOUT_WORDS |= {"sequence_parallel.dropout._Fused"}
+
+
+def test_every_operator_states_its_words():
+    package, found = show.ROOT / "code/shardlab", set()
+    for path in package.rglob("*.py"):
+        if "(torch.autograd.Function)" in path.read_text("utf-8"):
+            name = ".".join(path.relative_to(package).with_suffix("").parts)
+            module = importlib.import_module(f"shardlab.{name}")
+            for key, value in vars(module).items():
+                own = isinstance(value, type) and value.__module__ == module.__name__
+                if own and issubclass(value, torch.autograd.Function):
+                    found.add((f"{name}.{key}", value))
+    silent = set()
+    for name, operator in found:
+        if hasattr(operator, "words"):
+            parse(operator.words)
+        elif not hasattr(operator, "plainly"):
+            silent.add(name)
+    assert silent == WITHOUT_WORDS
 
 
 # The mistakes of the course's lessons, and what the checker says of them.

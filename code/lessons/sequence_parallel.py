@@ -683,6 +683,7 @@ show.table(rows, head)
 # The first loss is right and the curve looks right. But there is no longer *one* model: weights that should be equal on all ranks are not, and which of them is saved?
 # `tensor_parallel.full_state_dict` takes one rank's.
 # Compare such parameters over the ranks now and then, as this cell does with two small all-reduces; equal bits are free to ask for.
+# [Tensor types](tensor_types.md#through-backward-and-the-step) shows how a checker names the line of the step, before the first one.
 # It is the first thing to look for when a run resumes from a checkpoint with another loss than it stopped with.
 #
 # ### Tokens that the ranks cannot share

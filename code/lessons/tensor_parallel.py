@@ -1317,6 +1317,7 @@ show.figure(
 # %% [markdown]
 # It trains. Who has no second curve beside it blames the learning rate.
 # Each rank's gradients lack what the other rank's part of the network says. So parameters that both hold whole, norms and the biases behind sums, drift apart. *That* is the test, `whole_apart`: they must stay equal, to the bit.
+# [Tensor types](tensor_types.md) finds the line before the program runs.
 #
 # ### Dropout: ranks with seeds of their own, or with one seed too many
 #

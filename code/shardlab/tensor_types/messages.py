@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -127,15 +128,24 @@ def _told(x: Tensor) -> str:
 
 
 def _line() -> str:
-    """File, number and text of the innermost line that is neither torch's nor the checker's."""
+    """File, number and text of the innermost line that is neither torch's nor the checker's.
+
+    Where that is a line of the course's, also the place of the reader's that led there.
+    """
     frame = sys._getframe(1)
-    inside = (*_INSIDE, contextlib.__file__)
-    while frame and frame.f_code.co_filename.startswith(inside):
+    while frame and frame.f_code.co_filename.startswith((*_INSIDE, contextlib.__file__)):
         frame = frame.f_back
     if frame is None:
         return ""
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, number, frame.f_globals).strip()
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    inner, outer = frame, frame
+    while outer and outer.f_code.co_filename.startswith((*_INSIDE, str(_HERE.parent))):
+        outer = outer.f_back
+    led = f" (from {_place(outer)})" if outer not in (None, inner) else ""
+    return f"{_place(inner)}: {text}{led}"
+
+
+def _place(frame: FrameType) -> str:
     # A notebook's cell is a file of another name in each session.
-    place = Path(file).name if Path(file).exists() else "cell"
-    return f"{place}:{number}: {text}"
+    path = Path(frame.f_code.co_filename)
+    return f"{path.name if path.exists() else 'cell'}:{frame.f_lineno}"

@@ -120,7 +120,7 @@ class ExpertParallel(nn.Module):
         x_TH = x_BSH.flatten(0, 1)
         received = [sum(rows) for rows in way.received]
 
-        x_RH = exchange(x_TH[token_R], way.sent, received, self.group)  # dispatch
+        x_RH = exchange(x_TH.index_select(0, token_R), way.sent, received, self.group)  # dispatch
         y_RH = exchange(self.compute(x_RH, way), received, way.sent, self.group)  # combine
 
         y_TH = torch.zeros_like(x_TH) if self.shared is None else self.shared(x_TH)

@@ -675,7 +675,7 @@ def deepspeed_layer(layer, group):
 
 
 # %% tags=["hide-input"]
-# Table: both layers, forward and backward: differences, and bytes of all-to-alls
+# Table: both layers, forward and backward: differences and bytes
 def beside():
     torch.manual_seed(0)
     layer, group = Experts(replace(SMALL, hidden=128)), dist.group.WORLD

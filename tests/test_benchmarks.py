@@ -14,7 +14,8 @@ from test_pipeline_torch import THEIRS
 from shardlab import pipeline, show
 
 TOPICS = [
-    "cluster", "data_parallel", "pipeline", "tensor_parallel", "tensor_types", "train", "zero",
+    "cluster", "data_parallel", "experts", "pipeline", "tensor_parallel", "tensor_types", "train",
+    "zero",
 ]  # fmt: skip
 KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
 
@@ -53,6 +54,23 @@ def test_cluster(request):
 def test_data_parallel():
     found, _ = rows("data_parallel", ["loopback", "slow"])
     assert [row["against"] for row in found] == ["torch DDP"] * 2
+
+
+def test_experts():
+    found, _ = rows("experts", ["loopback"], "sent_ratio")
+    assert [row["case"].split(":")[0] for row in found] == ["even", "uneven"]
+    # Counted: padding sends more, the more uneven the choices are.
+    even, uneven = (row["sent_ratio"] for row in found)
+    assert 1 > even > 2 * uneven
+
+
+def test_experts_says_in_one_line_that_deepspeed_is_missing(monkeypatch, capsys):
+    module = benchmark("experts")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    module["main"](["--json", "--quick"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"rows": []}
+    assert shown.err.count("\n") == 1 and "DeepSpeed" in shown.err
 
 
 def test_zero():

@@ -274,7 +274,7 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 #
 # ![All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what each of the ranks had for it, as if rows became columns. Barrier: ranks arrive at different times, and all go on when the last one, rank 1, has arrived.](../figures/collectives_exchange.svg)
 #
-# **All-to-all** gives rank $j$ what each rank had for it; experts live on it.
+# **All-to-all** gives rank $j$ what each rank had for it; [experts](experts.md) live on it.
 # **Barrier** moves no data: nobody leaves before everybody came.
 #
 # Here they are on three ranks, with numbers that you can check in your head.

@@ -1075,7 +1075,7 @@ for stage in (2, 3):
 #
 # [**Sequence parallelism**](sequence_parallel.md) cuts along the tokens what tensor parallelism leaves whole, for the same bytes.
 # [**Context parallelism**](context_parallel.md) cuts the tokens everywhere, for sequences that no GPU can hold; keys and values then travel among the ranks.
-# With **experts** a layer has many feed-forward networks on different ranks, of which a router picks a few for each token: {cite:t}`deepseek2024v3` trained 671 billion parameters in this way, 37 billion of them for each token.
+# With **experts** a layer has many feed-forward networks on different ranks, of which a router picks a few for each token: {cite:t}`deepseek2024v3` trained 671 billion parameters in this way, 37 billion of them for each token. [Experts](experts.md) builds such a layer.
 #
 # ## What goes wrong, and how it looks
 #

@@ -384,9 +384,12 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: st
     if dropout not in DROPOUTS:
         raise ValueError(f"dropout={dropout!r}: allowed are {', '.join(map(repr, DROPOUTS))}")
     check_degree(model.config, ranks)
+    if model.config.experts and edges is not REPLICATED:
+        raise ValueError(f"edges: with experts={model.config.experts} allowed is REPLICATED")
     for block in model.blocks:
         cut_attention(block.attention, group, edges, dropout)
-        cut_ffn(block.ffn, group, edges)
+        for ffn in [m for m in block.ffn.modules() if isinstance(m, FeedForward)]:
+            cut_ffn(ffn, group, edges)
     tied = model.head.weight is model.embedding.weight
     model.embedding = VocabEmbedding.from_plain(model.embedding, group, edges.leave)
     model.head = ColumnLinear.from_plain(model.head, group, edges.enter)

@@ -142,7 +142,7 @@ class _Columns(torch.autograd.Function):
             dx_NI = dys_No[0] @ weights_oI[0].to(kept.dtype)  # [N, o] @ [o, I]
             for dy_No, weight_oI in zip(dys_No[1:], weights_oI[1:], strict=True):
                 dx_NI.addmm_(dy_No, weight_oI.to(kept.dtype))
-            arrive = ctx.edges.back(dx_NI.view(*dys[0].shape[:-1], -1), ctx.group)
+            arrive = ctx.edges.back(dx_NI.view(*dys[0].shape[:-1], dx_NI.shape[-1]), ctx.group)
             del dx_NI  # `arrive` has it as long as it is needed
         dweights: list[Tensor | None] = [None] * len(weights_oI)
         if come is not None:

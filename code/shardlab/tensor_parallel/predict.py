@@ -76,16 +76,21 @@ def on_wire(payload: int, t: int) -> float:
     return 2 * (t - 1) / t * payload
 
 
+def widths(config: Config) -> tuple[str, ...]:
+    """What the ranks have to divide."""
+    return (*WIDTHS, "expert_width") if config.experts else WIDTHS
+
+
 def degrees(config: Config) -> list[int]:
     """The numbers of ranks that divide heads, key-value heads, width and vocabulary."""
-    common = gcd(*(getattr(config, name) for name in WIDTHS))
+    common = gcd(*(getattr(config, name) for name in widths(config)))
     return [t for t in range(1, common + 1) if common % t == 0]
 
 
 def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
     check_whole(t=t)
-    for name in WIDTHS:
+    for name in widths(config):
         if (value := getattr(config, name)) % t:
             *some, last = map(str, degrees(config))
             fits = f"{', '.join(some)} and {last}" if some else last

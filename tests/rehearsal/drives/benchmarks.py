@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +29,13 @@ def _benchmark(topic: str) -> ModuleType:
 def data_parallel_beside_ddp():
     times = _benchmark("data_parallel").measure(NANO, 1, False, 1)
     assert len(times["ours"]) == len(times["theirs"]) == 1
+
+
+def experts_beside_deepspeed():
+    module = _benchmark("experts")
+    config = replace(module.SHAPE, hidden=64, ffn=64)
+    times = module.measure(config, True, 32, False, 1)
+    assert len(times[module.OURS]) == len(times[module.THEIRS]) == 1
 
 
 def tensor_parallel_beside_dtensor():

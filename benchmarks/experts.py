@@ -1,0 +1,236 @@
+"""Our experts over ranks beside DeepSpeed's MoE layer, in one run.
+
+    python benchmarks/experts.py            # a table; some eight minutes on two cores
+    python benchmarks/experts.py --json     # {"rows": [{"case", "against", …}, …]}
+    python benchmarks/experts.py --quick    # toy sizes, seconds: only shows that it runs
+
+Both layers have the same weights, and every rank gives them the same tokens of its own. A step is
+forward and backward of one layer, and lasts until the slowest rank is done; contenders take turns.
+DeepSpeed drops no token here (drop_tokens=False): it pads the rows of each expert to those of the
+fullest, and sends messages of one size; ours sends the rows that there are.
+
+case: "even", as an untrained router chooses; "uneven": all tokens have a feature in common that the
+router likes the better, the higher the expert's number, so that the last ones get most.
+
+ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
+that the median over the repeats, and the quartiles. sent_ratio: bytes handed to all-to-alls by all
+ranks in a step, ours over theirs: counted, exact.
+
+floor: the share of the physical floor that ours reaches, floor / median step of ours. Forward is a
+chain: a row has to be there before its expert computes it, and back before the layer is done. In
+backward the weights' gradients can be computed while a message travels. So no step is shorter than
+the busiest rank's products alone, and forward's messages alone, one after the other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from side_by_side import Step, Times, alternately, options, ratio, slowest, the_group
+
+from shardlab import count, deepspeed_engine, experts, ranks, show
+from shardlab.model import Config, Experts
+
+OURS, THEIRS = "ours", "deepspeed MoE"
+SHAPE = Config(layers=1, heads=8, mlp="swiglu", bias=False, hidden=512, ffn=1024, experts=8)
+
+
+def plain(config: Config, uneven: bool) -> Experts:
+    """The layer with all experts; uneven: the router favours later ones."""
+    torch.manual_seed(0)
+    layer = Experts(config)
+    if uneven:
+        with torch.no_grad():  # every token has the same first feature, see `rows_of`
+            slope_E = torch.linspace(-1, 1, config.experts)
+            layer.router.score.weight[:, 0] += slope_E
+    return layer.to(ranks.device())
+
+
+def tokens_of(config: Config, tokens: int) -> torch.Tensor:
+    """This rank's tokens, [1, T, H]; their first feature is 1."""
+    torch.manual_seed(dist.get_rank())
+    x_BSH = torch.randn(1, tokens, config.hidden)
+    x_BSH[..., 0] = 1.0
+    return x_BSH.to(ranks.device()).requires_grad_()
+
+
+def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
+    """DeepSpeed's layer with this rank's share of `layer`'s weights."""
+    deepspeed = deepspeed_engine.prepare()
+    from deepspeed.moe.layer import MoE
+
+    number, rank = len(layer.experts), dist.get_rank(group)
+    share = number // group.size()
+    with deepspeed_engine.start.quiet():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(group))
+        theirs = MoE(
+            layer.router.score.in_features,
+            layer.experts[0],
+            number,
+            ep_size=group.size(),
+            k=2,
+            drop_tokens=False,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
+        theirs.deepspeed_moe._set_ep_group(group)  # as set_deepspeed_parallelism does with its own
+    inner = theirs.deepspeed_moe
+    inner.gate.wg.load_state_dict(layer.router.score.state_dict())
+    for own, network in enumerate(inner.experts.deepspeed_experts):
+        network.load_state_dict(layer.experts[rank * share + own].state_dict())
+    return theirs.to(ranks.device())
+
+
+def build(name: str, config: Config, uneven: bool, group: dist.ProcessGroup, tokens: int) -> Step:
+    """A contender with a layer of its own: its step, forward and backward."""
+    layer, x_BSH = plain(config, uneven), tokens_of(config, tokens)
+    if name == OURS:
+        layer = experts.ExpertParallel(layer, group)
+        compute = layer
+    else:
+        layer = by_deepspeed(layer, group)
+
+        def compute(x_BSH: torch.Tensor) -> torch.Tensor:
+            return layer(x_BSH)[0]
+
+    def step() -> torch.Tensor:
+        layer.zero_grad()
+        x_BSH.grad = None
+        y_BSH = compute(x_BSH)
+        y_BSH.square().mean().backward()
+        return y_BSH.detach()
+
+    return step
+
+
+def sizes(config: Config, uneven: bool, group: dist.ProcessGroup, tokens: int) -> experts.Route:
+    """Which rows leave this rank, and which come."""
+    layer, x_BSH = plain(config, uneven), tokens_of(config, tokens)
+    chosen_TC = layer.router(x_BSH)[1].flatten(0, 1)
+    return experts.route(chosen_TC, config.experts, group)
+
+
+def products(config: Config, way: experts.Route) -> Step:
+    """This rank's experts on their rows, which are there already."""
+    networks = list(plain(config, False).experts)[: len(way.received[0])]
+    rows = [sum(source[e] for source in way.received) for e in range(len(networks))]
+    inputs = [
+        torch.randn(n, config.hidden, device=ranks.device(), requires_grad=True) for n in rows
+    ]
+
+    def step() -> None:
+        for network, x_RH in zip(networks, inputs, strict=True):
+            network.zero_grad()
+            network(x_RH).square().mean().backward()
+
+    return step
+
+
+def messages(config: Config, way: experts.Route, group: dist.ProcessGroup) -> Step:
+    """Forward's dispatch and combine, without a layer."""
+    received = [sum(source) for source in way.received]
+    x_RH = torch.zeros(sum(way.sent), config.hidden, device=ranks.device())
+
+    def step() -> None:
+        back_RH = experts.exchange(x_RH, way.sent, received, group)
+        experts.exchange(back_RH, received, way.sent, group)
+
+    return step
+
+
+def measure(config: Config, uneven: bool, tokens: int, slow: bool, rounds: int) -> Times:
+    """On a rank: seconds of `rounds` steps of each contender."""
+    group = the_group(slow)
+    steps = {name: build(name, config, uneven, group, tokens) for name in (OURS, THEIRS)}
+    ours, theirs = (steps[name]() for name in (OURS, THEIRS))
+    # Float32, values of about 1: products of other numbers of rows.
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    way = sizes(config, uneven, group, tokens)
+    steps["products"] = products(config, way)
+    steps["messages"] = messages(config, way, group)
+    return alternately(steps, rounds, ranks.device(), {})
+
+
+def sent(config: Config, uneven: bool, tokens: int) -> list[int]:
+    """On a rank: bytes handed to all-to-alls in a step of each."""
+    found = []
+    for name in (OURS, THEIRS):
+        step = build(name, config, uneven, dist.group.WORLD, tokens)
+        with count.sent() as seen:
+            step()
+        found.append(seen.payload["all_to_all_single"])
+    return found
+
+
+def row(
+    case: str, size: int, kind: str, times: dict[str, torch.Tensor], share: float, repeats: int
+) -> dict[str, Any]:
+    """One line of the result, see above; `seconds` go into the table alone."""
+    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
+    ratios, floors = [], []
+    for repeat in range(repeats):
+        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
+        ratios.append(middle[OURS] / middle[THEIRS])
+        floors.append((middle["products"] + middle["messages"]) / middle[OURS])
+    return {
+        "case": case,
+        "against": THEIRS,
+        "ranks": size,
+        "link": kind,
+        **ratio(ratios),
+        "floor": round(statistics.median(floors), 4),
+        "sent_ratio": round(share, 4),
+        "seconds": round(times[OURS].median().item(), 4),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(__doc__, arguments)
+    if not importlib.util.find_spec("deepspeed"):
+        print("DeepSpeed is not installed here: no rows against it", file=sys.stderr)
+        print(json.dumps({"rows": []}) if chosen.json else "")
+        return
+    deepspeed_engine.prepare()  # once, before ranks are forked
+    rows: list[dict[str, Any]] = []
+    for kind in chosen.links:
+        on = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 600.0, "show": False}
+        for size in chosen.ranks:
+            number = -(-SHAPE.experts // size) * size  # ranks have equally many
+            config, tokens, rounds = replace(SHAPE, experts=number), 1024, 4
+            if chosen.quick:
+                config, tokens, rounds = replace(config, hidden=64, ffn=64), 64, 1
+            for case in ("even", "uneven"):
+                if sys.stderr.isatty():
+                    print(f"{case}, {kind}, {size} ranks …", file=sys.stderr)
+                how = config, case == "uneven", tokens
+                counted = ranks.run(sent, size, *how, **on)
+                ours, theirs = (sum(each) for each in zip(*counted, strict=True))
+                times = ranks.run(
+                    measure, size, *how, kind == "slow", rounds * chosen.repeats, **on
+                )
+                words = f"{case}: {number} experts, {tokens} tokens a rank, hidden {config.hidden}"
+                rows.append(row(words, size, kind, slowest(times), ours / theirs, chosen.repeats))
+    if chosen.json:
+        print(json.dumps({"rows": [{k: r[k] for k in r if k != "seconds"} for r in rows]}))
+        return
+    head = ["case", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles"]
+    show.table(
+        [
+            [r["case"].split(":")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.4f}"]
+            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
+            + [f"{r['floor'] * 100:.0f} %", f"{r['sent_ratio']:.3f}"]
+            for r in rows
+        ],
+        [*head, "floor reached", "bytes, ours / theirs"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1107 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Experts: more parameters than any token sees
+#
+# After this lesson you can
+#
+# - compute a layer of experts with its router, and give each rank experts of its own, so that it trains as one process does;
+# - average the gradients of such a model over the right ranks, and recognise one where that was not done;
+# - predict what a rank holds and sends, and say who waits for whom;
+# - keep a router from sending all tokens to the same expert, in two ways, and see it when it does.
+#
+# It takes about 30 minutes to read and 40 minutes for the exercises. Running it takes less than a minute.
+# It needs [Data parallelism](data_parallel.md), and of [Collectives](collectives.md) the all-to-all.
+#
+# One number to begin with. DeepSeek-V3 has more parameters than Llama 3 405B, and does less than a tenth of its work for a token.
+
+# %% tags=["hide-input"]
+# Imports, and the small model and batches that every cell takes
+import copy
+import time
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from shardlab import buckets, collectives, count, experts, ranks, router, show, text
+from shardlab import deepspeed_engine as de
+from shardlab import tensor_parallel as tp
+from shardlab.check import check
+from shardlab.machines import MACHINES
+from shardlab.model import GPT, Config, Experts, FeedForward, loss, parameter_count
+from shardlab.shapes import PRESETS
+
+show.style()
+SMALL = Config(
+    seq=32, layers=2, heads=4, hidden=64, mlp="swiglu", bias=False,
+    experts=8, experts_per_token=2, expert_ffn=64,
+)  # fmt: skip
+
+
+def plain(config=SMALL, dtype=torch.float32):
+    """The same GPT at every call, with all experts."""
+    torch.manual_seed(0)
+    return GPT(config).to(ranks.device(), dtype)
+
+
+def batch(step, size=8):
+    """`size` windows of text, the same on every rank: tokens, targets [size, 32]."""
+    tokens, targets = text.batch(SMALL.seq, size, start=step * size)
+    return tokens.to(ranks.device()), targets.to(ranks.device())
+
+
+def mine(tensor, group=None):
+    """This rank's part of a batch."""
+    group = group or dist.group.WORLD
+    return tensor.chunk(group.size())[dist.get_rank(group)]
+
+
+def normal(seed, *shape):
+    """Normal numbers that follow from the seed alone: the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(ranks.device())
+
+
+def apart(a, b):
+    """The largest difference between two tensors."""
+    return (a - b).abs().max().item()
+
+
+# %% tags=["hide-input"]
+# Table: parameters held, and used by a token
+llama = parameter_count(PRESETS["llama-3-405b"])
+SHAPES = {
+    "Llama 3 405B": experts.Parameters(llama, llama),
+    "Mixtral 8x7B": experts.parameters(PRESETS["mixtral-8x7b"]),
+    "DeepSeek-V3": experts.latent_parameters(experts.DEEPSEEK_V3),
+}
+rows = []
+for name, (total, active) in SHAPES.items():
+    cells = f"{total / 1e9:.1f}", f"{active / 1e9:.1f}", f"{active / total:.0%}"
+    rows.append((name, *cells, f"{16 * total / 1e12:.1f}"))
+assert SHAPES["DeepSeek-V3"].active < llama / 10
+head = ["model", "parameters (billions)", "used by a token", "share", "model states (TB)"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# The papers print 46.7 and 12.9 for Mixtral {cite}`jiang2024mixtral`, 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
+#
+# ## One network becomes many
+#
+# Most parameters of a transformer stand in its feed-forward networks.
+# *Mixture of experts* puts $E$ of them into a layer, the experts, and a small *router* sends each token through the best $k$ {cite}`shazeer2017moe`.
+# A token's work grows with $k$, what the model can know with $E$.
+#
+# The router is one matrix. It gives a token a score for each expert; the outputs of the $k$ chosen ones are weighed by their scores:
+
+# %%
+def choose(x_TH, router_HE, k=2):
+    """The best k experts of each token, and how much each of them counts."""
+    scores_TE = (x_TH @ router_HE).softmax(-1)
+    weight_TC, chosen_TC = scores_TE.topk(k)
+    return weight_TC / weight_TC.sum(-1, keepdim=True), chosen_TC
+
+
+def expert(x_RH, up_HF, down_FH):
+    return F.gelu(x_RH @ up_HF) @ down_FH
+
+
+def one_process(x_TH, router_HE, networks):
+    weight_TC, chosen_TC = choose(x_TH, router_HE)
+    y_TH = torch.zeros_like(x_TH)
+    for number, matrices in enumerate(networks):
+        t_R, c_R = (chosen_TC == number).nonzero(as_tuple=True)  # who chose it, and how
+        y_TH[t_R] += weight_TC[t_R, c_R, None] * expert(x_TH[t_R], *matrices)
+    return y_TH
+
+
+# %% [markdown]
+# The letters: `T` tokens, `H` hidden, `E` experts, `C` choices of a token, `R` rows, each of which is one token on its way to one expert.
+#
+# Three things are new, and the rest of the page is about them.
+# All experts have to be *held*: Mixtral's 13 billion active parameters need the memory of 47. Tokens have to *get* to them. And nobody guarantees that they are chosen *evenly*.
+#
+# ## Tokens travel, experts stay
+#
+# So each rank holds some of the experts, and all of everything else.
+# Each also has tokens of its own, as in data parallelism. A token's row travels to the rank of its expert, and the output comes back:
+#
+# ![A layer of four experts on two ranks with four tokens each. Rank 0's tokens choose experts 2, 0, 2 and 1, rank 1's choose 2, 3, 0 and 2. Each rank sorts its tokens by expert. An all-to-all brings rank 0, which has experts 0 and 1, three rows, and rank 1, which has experts 2 and 3, five. Each expert computes its rows; a second all-to-all brings them back, and each rank puts them into the order of its tokens.](../figures/experts_layer.svg)
+#
+# The first all-to-all is called *dispatch*, the second *combine* {cite}`lepikhin2020gshard`.
+# Their sizes are uneven, and new in every layer and every step, for they are what the router says.
+# So the ranks tell each other first how many rows will come.
+
+# %%
+def over_ranks(x_TH, router_HE, own):
+    """The same, where this rank has the experts `own`, and tokens of its own."""
+    N, e = dist.get_world_size(), len(own)
+    weight_TC, chosen_TC = choose(x_TH, router_HE)
+    order_R = chosen_TC.flatten().argsort(stable=True)  # by expert
+    token_R = order_R // chosen_TC.shape[1]
+    leaving_Ne = torch.bincount(chosen_TC.flatten(), minlength=N * e).view(N, e)
+    coming_Ne = torch.empty_like(leaving_Ne)
+    dist.all_to_all_single(coming_Ne, leaving_Ne)  # how many rows will come
+    sent, received = leaving_Ne.sum(1).tolist(), coming_Ne.sum(1).tolist()
+
+    came_RH = x_TH.new_empty(sum(received), x_TH.shape[1])
+    dist.all_to_all_single(came_RH, x_TH[token_R], received, sent)  # dispatch
+    whose_R = torch.arange(e, device=x_TH.device).repeat(N)
+    whose_R = whose_R.repeat_interleave(coming_Ne.flatten())  # by rank, then by expert
+    for number, matrices in enumerate(own):
+        came_RH[whose_R == number] = expert(came_RH[whose_R == number], *matrices)
+    back_RH = torch.empty_like(x_TH[token_R])
+    dist.all_to_all_single(back_RH, came_RH, sent, received)  # combine
+
+    weight_R1 = weight_TC.flatten()[order_R, None]
+    return torch.zeros_like(x_TH).index_add(0, token_R, weight_R1 * back_RH)
+
+
+# %% tags=["hide-input"]
+# Holds it against one process, on 1, 2 and 4 ranks
+def plain_gap():
+    x_TH, router_HE = normal(0, 64, 32), normal(1, 32, 8)
+    up_EHF, down_EFH = normal(2, 8, 32, 64) / 6, normal(3, 8, 64, 32) / 8
+    networks = list(zip(up_EHF, down_EFH, strict=True))
+    share = 8 // dist.get_world_size()
+    own = networks[dist.get_rank() * share :][:share]
+    y_TH = over_ranks(mine(x_TH), router_HE, own)
+    return apart(y_TH, mine(one_process(x_TH, router_HE, networks)))
+
+
+for N in (1, 2, 4):
+    # Float32, values of about 1: other numbers of rows, other orders of adding.
+    assert max(ranks.run(plain_gap, N)) < 1e-5
+    print(f"{N} ranks: the layer's output is that of one process")
+
+# %% [markdown]
+# What the plain version leaves out: messages know nothing of autograd, so no gradient finds its way back; it works in the world of all ranks and not in a group; and no expert is ever full.
+#
+# ## The module
+#
+# The exchange becomes one operator. Its backward is itself, with the two lists of sizes changed over: a row's gradient goes where the row came from.
+
+# %%
+show.source(experts.exchange, experts.core._Exchange)
+
+# %% [markdown]
+# `route` decides what is sent. Sizes of messages are the host's business: here, once in each layer, a GPU has to be waited for.
+
+# %%
+show.source(experts.Route, experts.route)
+
+# %% [markdown]
+# The layer takes over router and experts of the plain one, `shardlab.model.Experts`, which is the loop above.
+# An expert takes its rows in order of ranks, and each rank's in order of tokens. That is the order of the whole batch in one process, so even the sums over tokens in its gradients are made in the same order.
+
+# %%
+show.source(experts.ExpertParallel, experts.parallelize)
+
+# %% [markdown]
+# ### Whose gradients are averaged over whom?
+#
+# Here experts are not like other parameters.
+# Say four ranks have tokens of their own; two of them together hold all experts, and the other two hold copies.
+#
+# ![Four ranks with tokens of their own; ranks 0 and 1 together have all experts, and so have ranks 2 and 3. Before, each rank's gradients of what all have know its own tokens; an expert's gradient knows the tokens of both ranks of its pair, for they came through the all-to-all. After, what all ranks have is averaged over four ranks; experts 0 and 1 are added up over ranks 0 and 2, experts 2 and 3 over ranks 1 and 3, and divided by four: every gradient knows the tokens of all four.](../figures/experts_gradients.svg)
+#
+# Attention, norms and routers are copies on all four: average over four.
+# An expert has seen the tokens of both ranks of its pair, because backward's all-to-alls brought their gradients. Its sum lacks the other pair's: add up over two. But all four ranks' losses were means over their own tokens, so *divide by four all the same*.
+
+# %%
+show.source(experts.average_gradients)
+
+
+# %% [markdown]
+# ## Equal to one process
+#
+# Five steps with AdamW, on 1, 2 and 4 ranks and with copies: losses, gradients of the first step and weights are those of one process that has all experts.
+# The second shape is DeepSeek's: sigmoid, three of eight experts, one shared expert that sees every token, and a first layer without experts.
+
+# %%
+def pairs():
+    """Of four ranks: this one's neighbour and itself; those in the same place of their pair."""
+    layouts = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    return [dist.new_subgroups_by_enumeration(layout)[0] for layout in layouts]
+
+
+def five_steps(config, copied):
+    world = dist.group.WORLD
+    group, copies = pairs() if copied else (world, None)
+    model = experts.parallelize(plain(config, torch.float64), group)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
+    for step in range(5):
+        tokens, targets = (mine(x) for x in batch(step))
+        optimizer.zero_grad()
+        value = loss(model(tokens), targets)
+        value.backward()
+        experts.average_gradients(model, world, copies)
+        optimizer.step()
+        dist.all_reduce(value := value.detach())
+        losses.append(value / world.size())
+    return torch.stack(losses), experts.full_state_dict(model)
+
+
+# %% tags=["hide-input"]
+# Table: differences to one process
+def alone(config):
+    model = plain(config, torch.float64)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
+    for step in range(5):
+        tokens, targets = batch(step)
+        optimizer.zero_grad()
+        value = loss(model(tokens), targets)
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+    return torch.stack(losses), model.state_dict()
+
+
+DEEPSEEK = replace(
+    SMALL, router="sigmoid", experts_per_token=3, shared_experts=1, dense_layers=1
+)
+rows = []
+for name, config in (("Mixtral's", SMALL), ("DeepSeek's", DEEPSEEK)):
+    losses, want = ranks.run(alone, 1, config)[0]
+    runs = (1, False), (2, False), (4, False), (4, True)
+    for N, copied in runs if config is SMALL else runs[2:]:
+        for ours, found in ranks.run(five_steps, N, config, copied):
+            off = apart(ours, losses), max(apart(found[n], want[n]) for n in want)
+            # Float64: sums in another order, and AdamW divides small ones by small ones.
+            assert off[0] < 1e-12 and off[1] < 1e-9
+        told = "below 1e-12", "below 1e-9"
+        rows.append((name, N, 2 if copied else 1, *told))
+show.table(rows, ["shape", "ranks", "copies of each expert", "losses differ by", "weights by"])
+
+
+# %% [markdown]
+# ### With tensor parallelism, too
+#
+# An expert is a feed-forward network, and [tensor parallelism](tensor_parallel.md) cuts those.
+# So cut first, then deal out: two ranks share each matrix and see the same tokens, and with the other pair they have all experts.
+
+# %%
+def with_tensor():
+    tensor, data = pairs()
+    model = tp.parallelize(plain(SMALL, torch.float64), tensor)
+    experts.parallelize(model, data)
+    tokens, targets = (mine(x, data) for x in batch(0))
+    tp.loss(model(tokens), targets, tensor).backward()
+    experts.average_gradients(model, data)
+    return {name: p.grad for name, p in model.named_parameters()}, tp.cuts(model)
+
+
+# %% tags=["hide-input"]
+# Holds each rank's part of the gradients against one process
+def gradients():
+    model = plain(SMALL, torch.float64)
+    tokens, targets = batch(0)
+    loss(model(tokens), targets).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+want, off = ranks.run(gradients, 1)[0], []
+for rank, (found, cuts) in enumerate(ranks.run(with_tensor, 4)):
+    for name, gradient in found.items():
+        whole = want[name]
+        if cuts[name] is not None:
+            whole = whole.chunk(2, cuts[name])[rank % 2]
+        off.append(apart(gradient, whole))
+assert max(off) < 1e-12  # float64
+print("2 x 2 ranks: every gradient is a part of one process's")
+
+# %% [markdown]
+# Each expert then ends in an all-reduce over its rows, $k$ times as many as there are tokens.
+# Because combine is a weighted sum, one sum over the *combined* rows would do; then the router's weights need `copy_to`, as everything does that meets a summand.
+# Larger jobs keep experts whole, and deal them out over the tensor ranks as well.
+#
+# ## Full experts
+#
+# A message of unknown size is awkward: hosts wait, memory cannot be planned.
+# So GShard and Switch give each expert a number of places, the *capacity*: a factor times its fair share of the choices {cite}`fedus2021switch`.
+# Who comes too late is *dropped*: that expert adds nothing, and the token goes on along the shortcut.
+#
+# ![Six tokens of a sequence, each with a first and a second choice, and three experts with four places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4 and 5, so that token 5 finds no place there, nor does token 2 with its second choice. Expert 1 gets tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.](../figures/experts_capacity.svg)
+
+# %%
+show.source(router.drop)
+
+
+# %% [markdown]
+# Here the places are those of one *sequence*. Then it is the same tokens that are dropped, however the batch is shared out over ranks. Libraries count by rank and step: there, who is dropped depends on the number of ranks.
+
+# %% tags=["hide-input"]
+# Table: what is dropped, by capacity, on one process and on four ranks
+def dropped(capacity):
+    model = plain(replace(SMALL, capacity=capacity))
+    model = experts.parallelize(model, dist.group.WORLD)
+    with experts.watch(model) as routed, torch.no_grad():
+        model(mine(batch(0, 16)[0]))
+    return sum(int(one.dropped.sum()) for one in routed)
+
+
+CHOICES, rows, kept = 16 * 32 * 2 * 2, [], {}
+for capacity in (0.5, 1.0, 1.5, 2.0, None):
+    found = [sum(ranks.run(dropped, N, capacity)) for N in (1, 4)]
+    assert found[0] == found[1]
+    kept[capacity] = found[0]
+    places = replace(SMALL, capacity=capacity).places(32)
+    rows.append((capacity or "none", places or "as many as come", *found, f"{found[0] / CHOICES:.0%}"))
+assert kept[0.5] >= CHOICES // 2 and kept[None] == 0 < kept[2.0]
+head = ["capacity", "places in a sequence", "dropped, 1 rank", "4 ranks", f"of {CHOICES:,} choices"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# With half of the places at least half of the choices have to go. But an untrained router is so uneven that some go even with twice the fair share.
+# Without a capacity the layer is *dropless*, as today's large models are; memory has to suffice for the worst case.
+#
+# `````{admonition} Checked: "a causal model with experts is causal"
+# :class: checked
+#
+# Not with a capacity. First choices come before second ones, so a *later* token's first choice takes the place of an earlier token's second. The next cell changes the last tokens of a sequence, and looks at the logits of the first ones.
+# `````
+
+# %%
+def sees_ahead(capacity):
+    model, tokens = plain(replace(SMALL, capacity=capacity), torch.float64), batch(0)[0]
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 256
+    return apart(model(tokens)[:, :20], model(changed)[:, :20])
+
+
+print("dropless:", ranks.run(sees_ahead, 1, None)[0] > 1e-6)
+print("capacity 1:", ranks.run(sees_ahead, 1, 1.0)[0] > 1e-6)
+
+# %% tags=["hide-input"]
+# Holds both answers
+assert ranks.run(sees_ahead, 1, None)[0] < 1e-12 and ranks.run(sees_ahead, 1, 1.0)[0] > 1e-6
+
+
+# %% [markdown]
+# ## Router collapse, and two cures
+#
+# An expert that is chosen learns; one that learns is chosen. Nothing in the loss stops that.
+# Here the model trains on two ranks, three times: as it is, and with either cure.
+
+# %%
+def train(way, steps=50):
+    world = dist.group.WORLD
+    model = experts.parallelize(plain(), world)
+    optimizer, loads = torch.optim.AdamW(model.parameters(), 1e-3), []
+    for step in range(steps):
+        tokens, targets = (mine(x) for x in batch(step))
+        with experts.watch(model) as routed:  # what each router says
+            value = loss(model(tokens), targets)
+        if way == "loss":
+            value = value + 0.1 * experts.balancing_loss(routed, world)
+        optimizer.zero_grad()
+        value.backward()
+        experts.average_gradients(model, world)
+        optimizer.step()
+        if way == "bias":
+            experts.update_bias(routed, 0.02, world)
+        loads.append(experts.loads(routed, world))
+    return 2 * torch.stack(loads)  # [steps, L, E]: shares of tokens, of which each chooses two
+
+
+WAYS = {"nothing": "as it is", "loss": "balancing loss", "bias": "bias"}
+LOADS = {way: ranks.run(train, 2, way, device="cpu")[0] for way in WAYS}
+
+# %% tags=["hide-input"]
+# Draws the share of tokens that the busiest expert of the last layer gets
+figure, axes = plt.subplots(figsize=(4.6, 2.7))
+for (way, name), color in zip(WAYS.items(), show.RANK_COLORS[4:], strict=False):
+    busiest = LOADS[way][:, -1].unfold(0, 10, 1).mean(-1).max(-1).values  # of ten steps
+    axes.plot(range(10, 51), 100 * busiest, color=color, lw=1.6)
+    high = {"nothing": 90, "loss": 55, "bias": 44}[way]
+    axes.annotate(name, (35, high), va="center", fontsize=9, color=color)
+axes.axhline(25, color=show.INK, lw=0.8, ls=(0, (3, 3)))
+axes.annotate("even", (35, 17), va="center", fontsize=9)
+axes.set(xlim=(9, 51), ylim=(0, 103), xlabel="steps", ylabel="busiest expert’s tokens (%)")
+figure.tight_layout()
+alt = (
+    "The share of the last ten steps' tokens that the busiest of eight experts gets, over 50 "
+    "steps. As it is, it rises to 100 %. With a balancing loss, and with a bias, it comes down "
+    "towards 25 %, which is even."
+)
+show.figure(figure, alt, "experts-collapse")
+
+# %% tags=["hide-input"]
+# Table: tokens of each expert of the last layer, over the last ten steps
+rows, last = [], {}
+for way, name in WAYS.items():
+    last[way] = sorted((100 * LOADS[way][-10:, -1].mean(0)).tolist(), reverse=True)
+    rows.append((name, *(f"{share:.0f}" for share in last[way])))
+assert last["nothing"][0] > 90 and last["nothing"][4] < 2
+assert max(last["loss"][0], last["bias"][0]) < 50
+show.table(rows, ["", *["busiest", *["" for _ in range(6)], "idlest"]], caption="tokens (%)")
+
+# %% [markdown]
+# As it is, two experts of the last layer get every token, and the other six get none: these are parameters that are held, moved and saved, and compute nothing.
+# On one rank they are waste. On many the rank of the busiest expert computes, and the others wait for it.
+#
+# **The balancing loss** adds $E \sum_e f_e P_e$ for each layer: $f_e$ is the share of choices that expert $e$ gets, $P_e$ its mean score. It is 1 where all is even. $f$ is a count and has no gradient; $P$ has, and falls where $f$ is large {cite}`fedus2021switch`.
+#
+# Over ranks it has a trap. A product of two means is no mean over tokens: the ranks' values do not average to one process's, unless all take the *same* $f$, of all tokens.
+# And to force every rank's few sequences to be even is a stronger wish than that the batch be: experts learn less apart {cite}`qiu2025demons`. So a message of $E$ whole numbers for each layer:
+
+# %%
+show.source(experts.loads, experts.balancing_loss)
+
+# %% [markdown]
+# **The bias** needs no loss {cite}`wang2024lossfree`. Each expert has a number that is added to its score when the best are chosen, and not when outputs are weighed. After each step it grows where an expert got less than its share, and shrinks where it got more. No gradient pulls the scores away from what the text wants; DeepSeek-V3 does this, with sigmoids as scores {cite}`deepseek2024v3`.
+
+# %%
+show.source(experts.update_bias)
+
+
+# %% [markdown]
+# The model's own loss does not tell of a collapse, not in a run as short as this one: a network that sees every token learns faster than one that sees a quarter of them. What is lost is what the others would have learnt later, and the time that ranks wait now.
+#
+# ## What it costs
+#
+# ### Bytes held
+#
+# With experts over $N$ ranks each holds all the rest, and $E/N$ experts in each layer.
+
+# %% tags=["hide-input"]
+# Table: parameters of a rank, predicted and counted
+def held(config):
+    model = experts.parallelize(plain(config), dist.group.WORLD)
+    return sum(p.numel() for p in model.parameters())
+
+
+rows = []
+for N in (1, 2, 4, 8):
+    mixtral = experts.held(PRESETS["mixtral-8x7b"], N)
+    want, found = experts.held(SMALL, N), set(ranks.run(held, N, SMALL))
+    assert found == {want}
+    rows.append((N, f"{16 * mixtral / 1e9:.0f}", f"{want:,}", f"{found.pop():,}"))
+head = ["ranks", "Mixtral's model states (GB)", "our small model, predicted (parameters)", "counted"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# Even eight ranks hold 116 GB each: the rest wants [ZeRO](zero.md), over all ranks, and the experts want it over their copies.
+#
+# ### Bytes sent
+#
+# Each row of $h$ numbers is handed over four times in a step: dispatch and combine, forward and backward. The sizes go ahead, eight bytes for each expert.
+
+# %% tags=["hide-input"]
+# Table: bytes of all-to-alls in a step of all ranks, predicted and counted
+def sent(config):
+    model = experts.parallelize(plain(config), dist.group.WORLD)
+    tokens, targets = (mine(x) for x in batch(0))
+    with experts.watch(model) as routed, count.sent() as found:
+        loss(model(tokens), targets).backward()
+    lost = sum(int(one.dropped.sum()) for one in routed)
+    want = experts.predicted_sent(config, tokens.numel(), 4, lost)
+    return sum(want.values()), found.payload["all_to_all_single"], found.calls["all_to_all_single"]
+
+
+rows = []
+for name, config in (
+    ("dropless", SMALL),
+    ("capacity 1", replace(SMALL, capacity=1.0)),
+    ("DeepSeek's", DEEPSEEK),
+):
+    for N in (2, 4):
+        want, found, calls = (sum(each) for each in zip(*ranks.run(sent, N, config), strict=True))
+        assert want == found and calls == N * experts.predicted_calls(config)
+        rows.append((name, N, calls // N, f"{want:,}", f"{found:,}", found - want))
+head = ["", "ranks", "calls of a rank", "predicted (B)", "counted (B)", "difference (B)"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# The same for real shapes. In a layer a rank sends $2Tkh$ numbers forward, of which $(N-1)/N$ leave it if choices are even; data parallelism sends its gradients once in a step, but these messages come in every layer, and nothing hides them by itself.
+
+# %%
+def layer_bytes(tokens, k, h, N, itemsize=2):
+    """That leave a rank in a layer's forward: dispatch and combine."""
+    return 2 * tokens * k * h * itemsize * (N - 1) / N
+
+
+def layer_seconds(machine, tokens, k, h, f):
+    """Of a layer's expert products in forward, if they were all that a GPU does."""
+    return tokens * k * 2 * 3 * h * f / machine.flops
+
+
+# %% tags=["hide-input"]
+# Table: one layer's forward on H100s, 4096 tokens a rank
+H100, rows, times = MACHINES["h100"], [], {}
+for name, k, h, f in (("Mixtral 8x7B", 2, 4096, 14_336), ("DeepSeek-V3", 8, 7168, 2048)):
+    products = layer_seconds(H100, 4096, k, h, f)
+    for N, speed, words in ((8, H100.inside, "NVLink"), (64, H100.between, "network")):
+        out = layer_bytes(4096, k, h, N)
+        times[name, N] = out / speed / products
+        cells = f"{out / 1e6:,.0f}", f"{1e3 * out / speed:.2f}", f"{1e3 * products:.2f}"
+        rows.append((name, f"{N}, {words}", *cells))
+assert times["DeepSeek-V3", 8] > 4 * times["Mixtral 8x7B", 8] and times["DeepSeek-V3", 64] > 5
+head = ["model", "ranks", "bytes (MB)", "at the sheet's rate (ms)", "its experts' products (ms)"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# Narrow experts are the hard case: a row's bytes grow with $h$, its work with $h F$. The products of both models take as long, and DeepSeek's messages are seven times as large: over a network they take six times as long as the products.
+# That is why DeepSeek sends each token to four nodes at most, dispatches in 8 bits, and computes one half of a batch while the other travels {cite}`deepseek2024v3`.
+#
+# ### Who waits
+#
+# A step's experts take as long as those of the fullest rank. `experts.wait` says how much longer than even. Here a bias moves ever more tokens to rank 0's experts:
+
+# %%
+def busy(shifts, rounds=9):
+    torch.manual_seed(0)
+    layer = Experts(replace(SMALL, hidden=256, expert_ffn=1024)).to(ranks.device())
+    layer = experts.ExpertParallel(layer, dist.group.WORLD)
+    x_BSH = normal(dist.get_rank(), 4, 64, 256).requires_grad_()
+    loads, times = {}, {shift: [] for shift in shifts}
+    for _ in range(rounds):
+        for shift in shifts:
+            layer.router.bias_E[:4] = shift  # rank 0's four
+            begin = time.process_time()  # stands still while a rank waits
+            with experts.watch(layer) as routed:
+                layer(x_BSH).sum().backward()
+            times[shift].append(time.process_time() - begin)
+            loads[shift] = experts.loads(routed, dist.group.WORLD)[0].tolist()
+    return loads, {shift: min(seconds) for shift, seconds in times.items()}
+
+
+# %% tags=["hide-input", "measured"]
+# Table: rows of the fullest rank and seconds that each rank computes
+SHIFTS = 0.0, 0.02, 0.05, 1.0
+found, rows = ranks.run(busy, 2, SHIFTS, device="cpu"), []
+loads = found[0][0]
+for shift in SHIFTS:
+    seconds = [times[shift] for _, times in found]
+    longer = max(seconds) / max(times[0.0] for _, times in found)
+    cells = f"{sum(loads[shift][:4]):.0%}", *(f"{1e3 * each:.0f}" for each in seconds)
+    rows.append((*cells, f"{experts.wait(loads[shift], 2):.2f}", f"{longer:.2f}"))
+assert 1.3 < longer < 2.4 and seconds[1] < 0.8 * seconds[0], (longer, seconds)
+head = ["rows for rank 0", "rank 0 computes (ms)", "rank 1 (ms)", "predicted: times even", "measured"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# What rank 1 still computes, and what keeps the measured ratio below the predicted one, is the part that stays even: router, sorting, adding up.
+#
+# ### How many rows an expert needs
+#
+# A product of few rows waits for its weights: each has to come from memory, whatever it is multiplied with.
+
+# %%
+def rate(rows_R):
+    """Operations per second of an expert's three products on so many rows."""
+    network = FeedForward(replace(SMALL, hidden=512), 1024)
+    x_RH, times = torch.randn(rows_R, 512), []
+    for _ in range(15):
+        begin = time.perf_counter()
+        network(x_RH)
+        times.append(time.perf_counter() - begin)
+    return 2 * rows_R * 3 * 512 * 1024 / min(times)
+
+
+# %% tags=["hide-input", "measured"]
+# Draws what an expert's products reach, by rows
+SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+RATES = ranks.run(lambda: [rate(n) for n in SIZES], 1, device="cpu")[0]
+assert max(RATES) > 3 * RATES[0]
+figure, axes = plt.subplots(figsize=(4.6, 2.4))
+axes.semilogx(SIZES, [r / 1e9 for r in RATES], "o-", color=show.RANK_COLORS[4], base=2)
+axes.set(ylim=(0, None), xlabel="rows of an expert", ylabel="GFLOP/s")
+axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+figure.tight_layout()
+alt = "The rate of an expert's products on this CPU: it rises with the rows, and levels off."
+show.figure(figure, alt, "experts-rows")
+
+# %% [markdown]
+# On this CPU some dozens of rows are enough. On a GPU the data sheet says where the corner is: as many rows as it does operations while two bytes of a weight arrive.
+
+# %%
+rows_needed = H100.flops / H100.stream  # a weight of 2 bytes: 2 operations for each row
+tokens = rows_needed * 256 / 8  # DeepSeek-V3: a token makes 8 rows, for 256 experts
+print(f"{rows_needed:.0f} rows of each expert, {tokens:,.0f} tokens for all ranks that share them")
+
+
+# %% [markdown]
+# So experts want many tokens at once, and the group that shares the experts brings them: that is what makes large groups worth their messages.
+#
+# ## DeepSpeed's layer beside ours
+#
+# DeepSpeed's `MoE` runs on a CPU, with gloo. Here it gets our router's and experts' weights, and no capacity.
+# It has messages of one size only: without dropping, every expert's rows are *padded* to those of the fullest, on every rank.
+#
+# ![Rows for four experts: 5, 2, 1 and 4. With uneven messages 12 rows travel. Padded to the fullest expert, 20 do, 8 of them empty.](../figures/experts_padded.svg)
+
+# %%
+def deepspeed_layer(layer, group):
+    """DeepSpeed's MoE with the weights of `layer`, this rank's experts of it."""
+    from deepspeed.moe.layer import MoE
+
+    E, rank = len(layer.experts), dist.get_rank(group)
+    with de.start.quiet():
+        de.prepare().init_distributed(dist_backend=dist.get_backend(group))
+        theirs = MoE(
+            layer.router.score.in_features, layer.experts[0], E, ep_size=group.size(), k=2,
+            drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False,
+        )  # fmt: skip
+        theirs.set_deepspeed_parallelism()
+    inner = theirs.deepspeed_moe
+    inner.gate.wg.load_state_dict(layer.router.score.state_dict())
+    for number, network in enumerate(inner.experts.deepspeed_experts):
+        network.load_state_dict(layer.experts[rank * E // group.size() + number].state_dict())
+    return lambda x_BSH: theirs(x_BSH)[0]  # besides: its balancing loss, its counts
+
+
+# %% tags=["hide-input"]
+# Table: both layers, forward and backward: differences and bytes
+def beside():
+    torch.manual_seed(0)
+    layer, group = Experts(replace(SMALL, hidden=128)), dist.group.WORLD
+    both = {
+        "ours": experts.ExpertParallel(copy.deepcopy(layer), group),
+        "DeepSpeed": deepspeed_layer(layer, group),
+    }
+    x_BSH, found = normal(dist.get_rank(), 4, 32, 128).requires_grad_(), {}
+    for name, compute in both.items():
+        x_BSH.grad = None
+        with count.sent() as sent:
+            y_BSH = compute(x_BSH)
+            y_BSH.square().sum().backward()
+        found[name] = y_BSH.detach(), x_BSH.grad, sent.payload["all_to_all_single"]
+    counts = experts.core.Routed(layer.router, *layer.router(x_BSH)[:2]).count_E
+    dist.all_reduce(counts, dist.ReduceOp.MAX)  # DeepSpeed pads by the fullest of any rank
+    return found, int(counts.max())
+
+
+de.prepare()
+rows = []
+for N in (2, 4):
+    results = ranks.run(beside, N, device="cpu", show=False)
+    off = max(apart(a, b) for found, _ in results for a, b in zip(found["ours"][:2], found["DeepSpeed"][:2]))
+    assert off < 1e-5  # float32
+    ours, theirs = (sum(found[name][2] for found, _ in results) for name in results[0][0])
+    padded = experts.padded(SMALL, 128, results[0][1])  # of a rank's 128 tokens
+    sizes = N * 8 * 8  # of ours: eight bytes for each expert
+    assert theirs == padded * (ours - sizes)
+    rows.append((N, "below 1e-5", f"{ours:,}", f"{theirs:,}", f"{padded:.2f}", f"{theirs / ours:.2f}"))
+head = ["ranks", "results differ by", "ours (B)", "DeepSpeed (B)", "predicted ratio", "counted"]
+show.table(rows, head)
+
+
+# %% [markdown]
+# The numbers agree; DeepSpeed sends a third more, and its experts compute the empty rows, too. In return its sizes are known from one maximum instead of $E$ counts.
+# The benchmark `benchmarks/experts.py` has their times.
+# For speed, PyTorch has `grouped_mm`, all experts' products in one kernel; torchtitan and Megatron build on such kernels.
+#
+# ## What goes wrong, and how it looks
+#
+# ### The wrong average
+#
+# Four ranks, two copies of each expert: what if experts are averaged over their two copies, as a data-parallel wrapper around them would do? What if over all four, as one around the whole model does? Or over none?
+
+# %%
+def wrong(way, steps=20):
+    world, (group, copies) = dist.group.WORLD, pairs()
+    model = experts.parallelize(plain(), group)
+    own = experts.own_parameters(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for step in range(steps):
+        tokens, targets = (mine(x) for x in batch(step))
+        optimizer.zero_grad()
+        value = loss(model(tokens), targets)
+        value.backward()
+        before = [p.grad.clone() for p in own]
+        experts.average_gradients(model, world, copies)
+        if way != "right":
+            for p, gradient in zip(own, before, strict=True):
+                p.grad.copy_(gradient)
+        if way == "over two copies":
+            buckets.average_gradients(own, copies)
+        if way == "over all four":
+            buckets.average_gradients(own, world)
+        if step == 0:
+            norm = torch.stack([p.grad.norm() for p in own]).norm().item()
+        optimizer.step()
+    dist.all_reduce(value := value.detach())
+    return norm, value.item() / 4, own[0].detach()
+
+
+# %% tags=["hide-input"]
+# Table: the trace of each mistake
+rows, traces = [], {}
+for way in ("right", "over two copies", "over all four", "over nobody"):
+    found = ranks.run(wrong, 4, way, device="cpu")
+    norms, values, weights = zip(*found, strict=True)
+    same = weights[0].equal(weights[2]) and weights[1].equal(weights[3])
+    traces[way] = norms, values[0], same
+    cells = [f"{norm / traces['right'][0][rank]:.2f}" for rank, norm in enumerate(norms[:2])]
+    rows.append((way, *cells, f"{values[0]:.3f}", "equal" if same else "differ"))
+    if way == "over two copies":
+        assert all(abs(a / b - 2) < 1e-4 for a, b in zip(norms, traces["right"][0]))
+    if way == "over all four":
+        assert norms[0] == norms[1] == norms[2] == norms[3]
+    assert same == (way != "over nobody")
+    assert abs(values[0] - traces["right"][1]) < 0.1
+head = ["experts averaged", "norm of rank 0's, times right", "of rank 1's", "loss after 20 steps"]
+show.table(rows, [*head, "copies of an expert"])
+
+
+# %% [markdown]
+# No loss gives the mistake away.
+# Averaged over the copies alone, experts' gradients are too large by exactly the size of their group. AdamW divides by their size and hides it, until a clipped norm, or SGD, does not.
+# Averaged over all ranks, *different* experts are added up, and their gradients have the same norm on every rank, to the last bit. That is the trace to look for.
+# Averaged over nobody, copies drift apart.
+#
+# ### A rank without tokens skips the exchange
+#
+# Rank 1 has no tokens in this step: its part of the data is at its end. So why should it call the layer?
+
+# %%
+def skips():
+    model = experts.parallelize(plain(), dist.group.WORLD)
+    tokens = mine(batch(0)[0])
+    if dist.get_rank() != 1:
+        model(tokens)
+
+
+try:
+    ranks.run(skips, 4, device="cpu", timeout=5)
+except ranks.RankError as error:
+    print(error)
+    assert error.ranks == [1]
+
+# %% [markdown]
+# Its *experts* have work. Every rank calls every exchange, with empty tensors if need be, in backward, too.
+#
+# ### What one sees
+#
+# | what one sees | what it is |
+# |---|---|
+# | one rank computes, the others wait in all-to-all | collapse, or data that favours an expert: look at `experts.loads` |
+# | memory runs out on one rank, in some step | dropless, and its experts were everybody's choice |
+# | a jump in the norm of gradients when experts come over more ranks | averaged over the copies alone |
+# | norms of experts' gradients are equal on all ranks | averaged over different experts |
+# | the router does not learn with one choice | its score was divided by the sum of one score, which is 1 |
+# | validation loss depends on batch and ranks | a capacity, counted by rank |
+#
+# ## When to use it
+#
+# | for | against |
+# |---|---|
+# | Parameters grow with $E$, a token's work with $k$: 18 times as many as used in DeepSeek-V3 | All of them are held, with gradients and moments |
+# | The group of experts is one of data parallelism: no batch is shared, no matrix is cut | Two all-to-alls forward and two backward in each layer, which products of narrow experts do not hide |
+# | Experts stay whole: large products | Only with hundreds of tokens for each expert at a time |
+# | | The fullest rank sets the pace; balance has to be kept, and watched |
+#
+# ```{admonition} On more GPUs
+# :class: note
+#
+# Results, parameters and bytes are exact here; seconds are those of ranks that share a machine.
+# On eight GPUs and on two nodes the number that decides could be measured: the all-to-alls' seconds beside the experts' products.
+# ```
+#
+# ## Exercises
+#
+# Each exercise has a check; where ranks are needed, it runs your answer on real ones.
+#
+# ```{exercise-start} Enough tokens (easy)
+# :label: ex-experts-tokens
+# ```
+#
+# An expert is to get 300 rows in each layer. DeepSeek-V3 has 256 experts, and each token goes to 8 of them; choices are even. How many tokens must all ranks that share the experts bring together?
+
+# %%
+answer = ...  # tokens
+check(answer, "experts_tokens")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-experts-tokens
+# :label: sol-experts-tokens
+# :class: dropdown
+# ```
+#
+# A token makes eight rows, which 256 experts share.
+
+# %%
+answer = 300 * 256 / 8
+check(answer, "experts_tokens")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} On the wire (easy)
+# :label: ex-experts-wire
+# ```
+#
+# 64 ranks share the experts of DeepSeek-V3 ($h = 7168$, $k = 8$), each has 4,096 tokens, in 2 bytes a number; choices are even. How many bytes leave a rank in one layer's forward?
+
+# %%
+answer = ...  # bytes
+check(answer, "experts_wire")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-experts-wire
+# :label: sol-experts-wire
+# :class: dropdown
+# ```
+#
+# Dispatch and combine, of which a 64th is for the rank's own experts.
+
+# %%
+answer = 2 * 4096 * 8 * 7168 * 2 * 63 / 64
+check(answer, "experts_wire")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Places (medium)
+# :label: ex-experts-admit
+# ```
+#
+# `chosen_TC` holds the experts that the tokens of one sequence chose, best first. Return the same with -1 where the expert has no place: `count` experts have `places` places each; all first choices come before all second ones, and earlier tokens before later ones.
+
+# %%
+def my_admit(chosen_TC, count, places):
+    pass  # your code
+
+
+check(my_admit)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-experts-admit
+# :label: sol-experts-admit
+# :class: dropdown
+# ```
+#
+# A loop shows it best. `router.drop` does it without one: it counts, along the queue, how often each expert has come so far.
+
+# %%
+def my_admit(chosen_TC, count, places):
+    kept_TC, taken = chosen_TC.clone(), [0] * count
+    for c in range(chosen_TC.shape[1]):
+        for t in range(chosen_TC.shape[0]):
+            number = int(chosen_TC[t, c])
+            if taken[number] == places:
+                kept_TC[t, c] = -1
+            else:
+                taken[number] += 1
+    return kept_TC
+
+
+check(my_admit)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Uneven, with your own all-to-all (medium)
+# :label: ex-experts-exchange
+# ```
+#
+# Return what `experts.exchange` returns, for forward: `sent[j]` rows of `x_RH`, one rank's after the other's, are for rank `j`, and `received[i]` rows come from rank `i`. `collectives.all_to_all(outputs, inputs, group)`, of the course, takes lists of tensors of any sizes.
+
+# %%
+def my_exchange(x_RH, sent, received, group):
+    pass  # your code
+
+
+check(my_exchange)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-experts-exchange
+# :label: sol-experts-exchange
+# :class: dropdown
+# ```
+#
+# Cut, make room, exchange, join.
+
+# %%
+def my_exchange(x_RH, sent, received, group):
+    outputs = [x_RH.new_empty(rows, x_RH.shape[1]) for rows in received]
+    collectives.all_to_all(outputs, list(x_RH.split(sent)), group)
+    return torch.cat(outputs)
+
+
+check(my_exchange)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The right average (medium)
+# :label: ex-experts-average
+# ```
+#
+# Four ranks have tokens of their own; ranks 0 and 1 share the experts, ranks 2 and 3 have copies of them. After backward `shared` is the gradient of something that all ranks have, `own` that of one of this rank's experts. Make both what one process would have, in place. `data` are all four ranks, `copies` those with the same experts.
+
+# %%
+def my_average(shared, own, data, copies):
+    pass  # your code
+
+
+check(my_average)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-experts-average
+# :label: sol-experts-average
+# :class: dropdown
+# ```
+#
+# The sum is over those who have it, the divisor is the number of those who brought tokens.
+
+# %%
+def my_average(shared, own, data, copies):
+    dist.all_reduce(shared, group=data)
+    dist.all_reduce(own, group=copies)
+    shared /= data.size()
+    own /= data.size()
+
+
+check(my_average)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Balance over ranks (hard)
+# :label: ex-experts-balance
+# ```
+#
+# Return the balancing loss of one layer, $E \sum_e f_e P_e$, so that its mean over ranks, and its gradient, are those of one process with all tokens. `scores_TE` are this rank's tokens' scores, `chosen_TC` the experts that they chose; all ranks have equally many tokens.
+
+# %%
+def my_balancing(scores_TE, chosen_TC, group):
+    pass  # your code
+
+
+check(my_balancing)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-experts-balance
+# :label: sol-experts-balance
+# :class: dropdown
+# ```
+#
+# The load is counted over all ranks; it has no gradient, so a plain all-reduce does. The mean score stays this rank's own: the average of gradients makes the mean over all.
+
+# %%
+def my_balancing(scores_TE, chosen_TC, group):
+    E = scores_TE.shape[1]
+    load_E = torch.bincount(chosen_TC.flatten(), minlength=E).float()
+    dist.all_reduce(load_E, group=group)
+    return E * (load_E / load_E.sum() * scores_TE.mean(0)).sum()
+
+
+check(my_balancing)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} How many ranks? (design)
+# :label: ex-experts-ranks
+# ```
+#
+# Return the smallest number of ranks to share the experts of `config`: it divides `config.experts`; the model states of a rank, 16 bytes for each of `experts.held(config, ranks)`, take at most `limit` bytes; and each expert gets `rows` rows or more, where each rank brings `tokens` tokens and choices are even. `None` if there is none.
+
+# %%
+def my_expert_ranks(config, tokens, limit, rows):
+    pass  # your code
+
+
+check(my_expert_ranks)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-experts-ranks
+# :label: sol-experts-ranks
+# :class: dropdown
+# ```
+#
+# More ranks hold less each, and bring more tokens: both wishes point the same way. What points the other way is the wire, so the smallest is best.
+
+# %%
+def my_expert_ranks(config, tokens, limit, rows):
+    for size in range(1, config.experts + 1):
+        if config.experts % size or 16 * experts.held(config, size) > limit:
+            continue
+        if tokens * size * config.experts_per_token / config.experts >= rows:
+            return size
+    return None
+
+
+check(my_expert_ranks)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - A router sends each token to $k$ of $E$ experts: all are held, few are used.
+# - Experts over ranks are two all-to-alls of uneven sizes, dispatch and combine, and their mirror images in backward.
+# - An expert's gradient is summed over its copies and divided by all ranks that brought tokens.
+# - A capacity fixes sizes, drops tokens, and lets a token see later ones; dropless layers send what there is.
+# - Left alone, routers collapse. A loss or a bias keeps them even, with loads counted over all ranks.
+# - The fullest rank sets the pace; an expert wants hundreds of rows.
+#
+# ## Further reading
+#
+# - {cite:t}`lepikhin2020gshard`: experts over thousands of ranks, with capacity; section 3 is the layer of this page.
+# - {cite:t}`fedus2021switch`: one choice is enough; the balancing loss; what is unstable and why.
+# - {cite:t}`deepseek2024v3`: many small experts, the bias, and what it takes to hide the all-to-alls on 2,048 GPUs.
+# - {cite:t}`qiu2025demons`: over which tokens to balance.

@@ -1,0 +1,63 @@
+"""Mixture of experts over ranks: tokens travel to the experts that their router chose, and back.
+
+- `core`: the all-to-all with uneven sizes, the layer, the model, its gradients, and what keeps
+  experts evenly loaded: what the lesson teaches;
+- `states`: whole state dicts in and out, and the norm of gradients;
+- `predict`: parameters held and used, bytes sent, and who waits for whom.
+
+The plain layer with all experts is `shardlab.model.Experts`, its router `shardlab.router.Router`.
+"""
+
+from .core import (
+    ExpertParallel,
+    Route,
+    Routed,
+    average_gradients,
+    balancing_loss,
+    exchange,
+    loads,
+    own_parameters,
+    parallelize,
+    route,
+    update_bias,
+    watch,
+)
+from .predict import (
+    DEEPSEEK_V3,
+    Parameters,
+    held,
+    latent_parameters,
+    padded,
+    parameters,
+    predicted_calls,
+    predicted_sent,
+    wait,
+)
+from .states import clip_grad_norm_, full_state_dict, load_full_state_dict
+
+__all__ = [
+    "DEEPSEEK_V3",
+    "ExpertParallel",
+    "Parameters",
+    "Route",
+    "Routed",
+    "average_gradients",
+    "balancing_loss",
+    "clip_grad_norm_",
+    "exchange",
+    "full_state_dict",
+    "held",
+    "latent_parameters",
+    "load_full_state_dict",
+    "loads",
+    "own_parameters",
+    "padded",
+    "parallelize",
+    "parameters",
+    "predicted_calls",
+    "predicted_sent",
+    "route",
+    "update_bias",
+    "wait",
+    "watch",
+]

@@ -1,0 +1,156 @@
+"""What experts cost, by formula: parameters held and used, bytes sent, and who waits.
+
+E experts, k of them for each token, N ranks, T tokens of a rank, h hidden, e bytes an element.
+
+    an expert                   2 h F, or 3 h F with a gate, and its biases
+    a rank holds                everything else, and E/N experts in each layer
+    a token uses                everything else, and k experts in each layer
+    an exchange                 T k h e bytes handed to all-to-all by a rank, if choices are even
+    a layer's step              four of them: dispatch and combine, forward and backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardlab import memory
+from shardlab.ranks.agree import check_whole
+from shardlab.shapes import Config
+
+from .core import check_experts
+
+
+class Parameters(NamedTuple):
+    """How many a model has, and how many of them compute one token."""
+
+    total: int
+    active: int
+
+
+def network(hidden: int, width: int, gated: bool, bias: bool = False) -> int:
+    """Parameters of one feed-forward network."""
+    inner = 2 if gated else 1
+    return (inner + 1) * hidden * width + (inner * width + hidden) * bias
+
+
+def sparse_layers(config: Config) -> int:
+    """How many layers have experts."""
+    return config.layers - config.dense_layers if config.experts else 0
+
+
+def layer_parameters(config: Config, experts: int) -> int:
+    """Parameters of a layer's router and shared network, and of `experts` of its experts."""
+    shape = config.hidden, config.mlp == "swiglu", config.bias
+    one = network(shape[0], config.expert_width, *shape[1:])
+    shared = config.shared_experts * config.expert_width
+    around = network(shape[0], shared, *shape[1:]) if shared else 0
+    return config.experts * config.hidden + around + experts * one
+
+
+def with_experts(config: Config, experts: int) -> int:
+    """Parameters of the whole model, if each layer had `experts` of its experts."""
+    plain = replace(config, experts=0)
+    found = sum(memory.parameters(plain).values())
+    shape = config.hidden, config.ffn_width, config.mlp == "swiglu", config.bias
+    return found + sparse_layers(config) * (layer_parameters(config, experts) - network(*shape))
+
+
+def parameters(config: Config) -> Parameters:
+    """All parameters of a model with experts, and those that a token goes through."""
+    chosen = config.experts_per_token
+    return Parameters(with_experts(config, config.experts), with_experts(config, chosen))
+
+
+def held(config: Config, ranks: int) -> int:
+    """Parameters on each of `ranks` over which the experts are dealt out.
+
+    Raises ValueError for ranks that do not divide the experts.
+    """
+    check_whole(ranks=ranks)
+    check_experts(config.experts, ranks)
+    return with_experts(config, config.experts // ranks)
+
+
+def predicted_calls(config: Config) -> int:
+    """All-to-alls of a step: sizes, dispatch and combine forward; dispatch and combine backward."""
+    return 5 * sparse_layers(config)
+
+
+def predicted_sent(
+    config: Config, tokens: int, itemsize: int = 4, dropped: int = 0
+) -> dict[str, int]:
+    """Bytes that ranks hand to all-to-all in a step, for `tokens` of theirs, by purpose.
+
+    Exact for all ranks together, of which `tokens` are the sum: each row is handed over once each
+    way. A single rank's dispatch is exact, too; what it combines is what others chose to send it.
+    "sizes" are those of one rank. dropped: choices without a place, of all layers. On the wire goes
+    what stays on no rank: (N - 1) / N of it, if choices are even.
+    """
+    check_whole(tokens=tokens, itemsize=itemsize)
+    check_whole(0, dropped=dropped)
+    layers = sparse_layers(config)
+    rows = tokens * config.experts_per_token * layers - dropped
+    one = rows * config.hidden * itemsize
+    return {"dispatch": 2 * one, "combine": 2 * one, "sizes": layers * config.experts * 8}
+
+
+def padded(config: Config, tokens: int, fullest: int) -> float:
+    """How many times the rows travel if each expert's are padded to those of the `fullest`.
+
+    tokens: those of all ranks, of one layer.
+    """
+    return config.experts * fullest / (tokens * config.experts_per_token)
+
+
+def wait(load_E: Sequence[float], ranks: int) -> float:
+    """Rows of the fullest of `ranks` over those of the mean: so much longer the experts take."""
+    check_experts(len(load_E), ranks)
+    share = len(load_E) // ranks
+    each = [sum(load_E[rank * share :][:share]) for rank in range(ranks)]
+    return max(each) * ranks / sum(each)
+
+
+# DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2, and the released config.json.
+DEEPSEEK_V3: dict[str, int] = {
+    "hidden": 7168,
+    "layers": 61,
+    "dense_layers": 3,
+    "ffn": 18_432,
+    "experts": 256,
+    "shared_experts": 1,
+    "experts_per_token": 8,
+    "expert_ffn": 2048,
+    "vocab": 129_280,
+    "heads": 128,
+    "query_rank": 1536,
+    "key_value_rank": 512,
+    "head_plain": 128,  # of queries and keys: without positions
+    "head_rotary": 64,  # and with them, shared by all heads of keys
+    "head_value": 128,
+}
+
+
+def latent_parameters(shape: Mapping[str, int]) -> Parameters:
+    """Parameters of a model with experts and multi-head latent attention, such as DeepSeek-V3.
+
+    Queries, and keys with values, go through a narrow middle with a norm (DeepSeek-V2, arXiv
+    2405.04434, section 2.1). Without the module that predicts a second token.
+    """
+    h, heads, q, kv = (shape[n] for n in ("hidden", "heads", "query_rank", "key_value_rank"))
+    plain, rotary, value = (shape[f"head_{n}"] for n in ("plain", "rotary", "value"))
+    attention = h * q + q + q * heads * (plain + rotary)
+    attention += h * (kv + rotary) + kv + kv * heads * (plain + value)
+    attention += heads * value * h
+    dense = shape["dense_layers"]
+    around = shape["layers"] * (attention + 2 * h) + 2 * shape["vocab"] * h + h
+    around += dense * network(h, shape["ffn"], True)
+
+    def counted(experts: int) -> int:
+        one = network(h, shape["expert_ffn"], True)
+        router = shape["experts"] * h
+        layer = router + (experts + shape["shared_experts"]) * one
+        return around + (shape["layers"] - dense) * layer
+
+    return Parameters(counted(shape["experts"]), counted(shape["experts_per_token"]))

@@ -1,0 +1,98 @@
+"""Whole weights from ranks with experts of their own, and back; the norm of their gradients.
+
+Names are the plain GPT's, so that a state dict of one process fits any number of ranks that divides
+the experts, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab.model import GPT
+from shardlab.ranks import check_group, check_number
+from shardlab.ranks.agree import check_state
+
+from .core import ExpertParallel, _group, own_parameters
+
+
+@torch.no_grad()
+def full_state_dict(model: GPT) -> dict[str, Tensor]:
+    """The plain GPT's state dict, on every rank of the group: all of them call it.
+
+    An expert comes from the rank that has it, one tensor after the other. Raises ValueError for a
+    model that is not parallelized.
+    """
+    group = _group(model)
+    rank, _ = check_group(group)
+    mine, found = model.state_dict(), {}
+    for name, (owner, twin) in _names(model).items():
+        if owner is None:
+            found[name] = mine[name].detach().clone()
+            continue
+        whole = mine[name].detach().clone() if owner == rank else torch.empty_like(mine[twin])
+        dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
+        found[name] = whole
+    return found
+
+
+@torch.no_grad()
+def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
+    """Fill this rank's share from a plain GPT's `state`; sends nothing.
+
+    Raises ValueError for a model that is not parallelized, names that are missing or too many, and
+    other shapes than the plain GPT's.
+    """
+    mine = model.state_dict()
+    check_state(state, {name: mine[twin].shape for name, (_, twin) in _names(model).items()})
+    for name, tensor in mine.items():
+        tensor.copy_(state[name])
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
+    """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
+
+    After `average_gradients`. Squares of experts are added up over the group, all else counts once:
+    torch's own would find another norm on every rank. One number is sent.
+
+    Raises ValueError for a limit below 0, and a model that is not parallelized.
+    """
+    group = _group(model)
+    check_number(0, limit=limit)
+    own = {id(parameter) for parameter in own_parameters(model)}
+    total = next(model.parameters()).new_zeros(2, dtype=torch.float32)
+    gradients = [(id(p) in own, p.grad) for p in model.parameters() if p.grad is not None]
+    for mine, gradient in gradients:
+        total[int(mine)] += torch.linalg.vector_norm(gradient, dtype=total.dtype).square()
+    dist.all_reduce(total[1:], group=group)
+    norm = total.sum().sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+    for _, gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm
+
+
+def _names(model: GPT) -> dict[str, tuple[int | None, str]]:
+    """Plain GPT's names -> the expert's rank (None: all have it), and one of its shape here."""
+    dealt = {
+        prefix: layer
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, ExpertParallel)
+    }
+    _group(model)
+    names: dict[str, tuple[int | None, str]] = {}
+    for name in model.state_dict():
+        prefix, found, rest = name.partition(".experts.")
+        if not found:
+            names[name] = None, name
+            continue
+        layer = dealt[prefix]
+        number, _, last = rest.partition(".")
+        for turn in range(layer.total // len(layer.own)):
+            expert = int(number) - layer.own.start + turn * len(layer.own)
+            names[f"{prefix}.experts.{expert}.{last}"] = turn, name
+    return names

@@ -1,0 +1,388 @@
+"""Experts over ranks equal one process; what they hold, send and leave out; bad input."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import here
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab import count, experts, ranks
+from shardlab import tensor_parallel as tp
+from shardlab.model import GPT, Config, loss, parameter_count
+from shardlab.shapes import PRESETS
+
+SMALL = Config(
+    vocab=64, seq=12, layers=2, heads=4, hidden=32, experts=4, expert_ffn=24, mlp="swiglu"
+)
+DEEPSEEK = {
+    "router": "sigmoid",
+    "experts": 8,
+    "experts_per_token": 3,
+    "shared_experts": 1,
+    "dense_layers": 1,
+}
+CASES = {
+    "mixtral": {"bias": False, "norm": "rms"},
+    "switch": {"experts_per_token": 1, "capacity": 1.0, "mlp": "gelu"},
+    "gshard": {"capacity": 0.75},
+    "deepseek": DEEPSEEK,
+}
+
+
+def run(fn, size, *args, device="auto", timeout=100):
+    return ranks.run(fn, size, *args, device=device, timeout=timeout)
+
+
+def gpt(**choices):
+    torch.manual_seed(0)
+    return here(GPT(replace(SMALL, **choices)))
+
+
+def batch(step, sequences=8):
+    torch.manual_seed(step)
+    tokens = here(torch.randint(64, (sequences, 13)))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def part(tensor, group):
+    return tensor.chunk(group.size())[dist.get_rank(group)]
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def apart(one, other):
+    return max((one[name] - other[name]).abs().max().item() for name in other)
+
+
+def pairs():
+    """Of four ranks: this one's neighbour and itself; those with the same place in their pair."""
+    layouts = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    return [dist.new_subgroups_by_enumeration(layout)[0] for layout in layouts]
+
+
+def five_steps(choices, copied=False):
+    """On a rank: differences to one process of losses and weights; choices left out by both."""
+    world = dist.group.WORLD
+    group, copies = pairs() if copied else (world, None)
+    serial = gpt(**choices).double()
+    model = experts.parallelize(copy.deepcopy(serial), group)
+    optimizers, losses, dropped = [adamw(model), adamw(serial)], 0.0, [0, 0]
+    for step in range(5):
+        tokens, targets = batch(step)
+        with experts.watch(model) as ours:
+            value = loss(model(part(tokens, world)), part(targets, world))
+        (value + 0.1 * experts.balancing_loss(ours, world)).backward()
+        experts.average_gradients(model, world, copies)
+        with experts.watch(serial) as theirs:
+            expected = loss(serial(tokens), targets)
+        (expected + 0.1 * experts.balancing_loss(theirs)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        experts.update_bias(ours, 0.01, world)
+        experts.update_bias(theirs, 0.01)
+        both = torch.stack([value.detach(), sum(one.dropped.sum() for one in ours).double()])
+        dist.all_reduce(both)
+        losses = max(losses, (both[0] / world.size() - expected).abs().item())
+        dropped[0] += int(both[1])
+        dropped[1] += sum(int(one.dropped.sum()) for one in theirs)
+    found = experts.full_state_dict(model)
+    return losses, apart(found, serial.state_dict()), dropped
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_five_steps_are_those_of_one_process(case, size):
+    for losses, weights, dropped in run(five_steps, size, CASES[case]):
+        # Float64. Gradients add up in another order; AdamW divides small ones by small ones.
+        assert losses < 1e-12 and weights < 1e-9
+        assert dropped[0] == dropped[1]
+        assert bool(dropped[0]) is ("capacity" in CASES[case])
+
+
+def test_copies_of_experts_are_averaged_over_all_tokens():
+    for losses, weights, _ in run(five_steps, 4, CASES["deepseek"], True):
+        assert losses < 1e-12 and weights < 1e-9  # as above
+
+
+def one_step(choices):
+    """On a rank: largest differences of logits and gradients to one process, in float32."""
+    world = dist.group.WORLD
+    serial = gpt(**choices)
+    model = experts.parallelize(copy.deepcopy(serial), world)
+    tokens, targets = batch(0)
+    whole, mine = serial(tokens), model(part(tokens, world))
+    loss(whole, targets).backward()
+    loss(mine, part(targets, world)).backward()
+    experts.average_gradients(model, world)
+    want = {name: p.grad for name, p in serial.named_parameters()}
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return apart({"": mine}, {"": part(whole, world)}), max(
+        (grad - want[name]).abs().max().item() for name, grad in found.items()
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_of_a_step(case):
+    for logits, gradients in run(one_step, 4, CASES[case]):
+        # Float32, logits and gradients up to 1: eight sequences at once or two by two are products
+        # of other shapes, which add up in another order.
+        assert logits < 2e-6 and gradients < 2e-6
+
+
+def with_tensor(choices):
+    """Five steps on 2 x 2 ranks: pairs share each matrix, and have all experts with the others."""
+    tensor, data = pairs()
+    serial = gpt(**choices).double()
+    model = tp.parallelize(copy.deepcopy(serial), tensor)
+    experts.parallelize(model, data)
+    optimizers = [adamw(model), adamw(serial)]
+    for step in range(5):
+        tokens, targets = batch(step)
+        tp.loss(model(part(tokens, data)), part(targets, data), tensor).backward()
+        experts.average_gradients(model, data)
+        loss(serial(tokens), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole, cuts, off = dict(serial.named_parameters()), tp.cuts(model), []
+    for name, mine in model.named_parameters():
+        want = whole[name]
+        if cuts[name] is not None:
+            want = want.chunk(2, cuts[name])[dist.get_rank(tensor)]
+        off.append((mine - want).abs().max().item())
+    return max(off), sum(p.numel() for p in experts.own_parameters(model))
+
+
+@pytest.mark.parametrize("choices", [{}, DEEPSEEK], ids=["mixtral", "deepseek"])
+def test_experts_times_tensor_parallelism(choices):
+    config = replace(SMALL, **choices)
+    layers = config.layers - config.dense_layers
+    for weights, own in run(with_tensor, 4, choices):
+        assert weights < 1e-9  # float64, as above
+        # Half the experts, and of each a half, but for the last bias, which is whole.
+        assert own == layers * config.experts // 2 * ((3 * 32 * 24 + 2 * 24) // 2 + 32)
+
+
+def sent(choices, dtype, size):
+    model = experts.parallelize(gpt(**choices).to(dtype), dist.group.WORLD)
+    tokens, targets = (part(x, dist.group.WORLD) for x in batch(0))
+    with experts.watch(model) as routed, count.sent() as found:
+        loss(model(tokens), targets).backward()
+    dropped = int(sum(one.dropped.sum() for one in routed))
+    want = experts.predicted_sent(model.config, tokens.numel(), dtype.itemsize, dropped)
+    return found.collectives["all_to_all_single"], want
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", ["gshard", "deepseek"])
+def test_bytes_of_all_to_alls_are_those_predicted(case, dtype, size):
+    config = replace(SMALL, **CASES[case])
+    found = run(sent, size, CASES[case], dtype, size)
+    handed = sum(payload for (_, payload), _ in found)
+    assert handed == sum(sum(want.values()) for _, want in found)
+    assert {calls for (calls, _), _ in found} == {experts.predicted_calls(config)}
+
+
+def random_routes(cases):
+    """Whatever is chosen, each row gets to its expert, in order, and comes back."""
+    group = dist.group.WORLD
+    rank, size = dist.get_rank(), group.size()
+    for seed, (tokens, choices, share) in enumerate(cases):
+        total = share * size
+        generators = [torch.Generator().manual_seed(100 * seed + r) for r in range(size)]
+        counts = [tokens if r != seed % size else 0 for r in range(size)]  # one has no tokens
+        every = [
+            torch.randint(-1, total, (n, choices), generator=g)
+            for n, g in zip(counts, generators, strict=True)
+        ]
+        chosen_TC = here(every[rank])
+        way = experts.route(chosen_TC, total, group)
+        # A row says where it comes from: rank, token and choice, expert.
+        numbers = torch.arange(chosen_TC.numel(), device=chosen_TC.device)
+        rows = torch.stack((torch.full_like(numbers, rank), numbers, chosen_TC.flatten()), 1)
+        rows = rows[way.order_R].double()
+        sizes = [sum(row) for row in way.received]
+        came = experts.exchange(rows, way.sent, sizes, group)
+        want = [
+            [source, x, e]
+            for source in range(size)
+            for e in range(rank * share, (rank + 1) * share)
+            for x, c in enumerate(every[source].flatten().tolist())
+            if c == e
+        ]
+        assert came.tolist() == want
+        assert way.dropped == (chosen_TC < 0).sum()
+        assert experts.exchange(came, sizes, way.sent, group).equal(rows)
+    return True
+
+
+SHAPES = st.tuples(st.integers(0, 12), st.integers(1, 4), st.integers(1, 5))
+
+
+@settings(max_examples=4)
+@given(st.integers(1, 4), st.lists(SHAPES, min_size=4, max_size=8))
+def test_every_row_finds_its_expert_and_its_way_back(size, cases):
+    assert all(run(random_routes, size, cases))
+
+
+def test_published_numbers():
+    # arXiv 2401.04088, Table 1: 46.7 and 12.9 billion; arXiv 2412.19437: 671 and 37. The released
+    # DeepSeek-V3 has 671,026,419,200, of which 58 * 256 are biases of routers: no gradient's.
+    mixtral = experts.parameters(PRESETS["mixtral-8x7b"])
+    assert (mixtral.total, mixtral.active) == (46_702_792_704, 12_879_925_248)
+    deepseek = experts.latent_parameters(experts.DEEPSEEK_V3)
+    assert deepseek.total == 671_026_419_200 - 58 * 256
+    looked_up = 129_280 * 7168  # the embedding's rows, of which a token uses one
+    assert round((deepseek.active - looked_up) / 1e9) == 37
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_held_parameters_are_those_counted(case, size):
+    config = replace(SMALL, **CASES[case])
+    assert experts.parameters(config).total == parameter_count(config)
+
+    def counted():
+        model = experts.parallelize(GPT(config), dist.group.WORLD)
+        return sum(p.numel() for p in model.parameters())
+
+    assert run(counted, size) == [experts.held(config, size)] * size
+
+
+def states():
+    world = dist.group.WORLD
+    torch.manual_seed(1)
+    other = here(GPT(replace(SMALL, **DEEPSEEK)))
+    other.blocks[1].ffn.router.bias_E.normal_()
+    model = experts.parallelize(gpt(**DEEPSEEK), world)
+    experts.load_full_state_dict(model, other.state_dict())
+    found = experts.full_state_dict(model)
+    assert found.keys() == other.state_dict().keys()
+    assert all(found[name].equal(tensor) for name, tensor in other.state_dict().items())
+    with pytest.raises(ValueError, match=r"state: .*experts.3.up.weight missing"):
+        less = dict(other.state_dict())
+        del less["blocks.1.ffn.experts.3.up.weight"]
+        experts.load_full_state_dict(model, less)
+
+    tokens, targets = batch(0)
+    loss(other(tokens), targets).backward()
+    loss(model(part(tokens, world)), part(targets, world)).backward()
+    experts.average_gradients(model, world)
+    norms = [torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)]
+    norms.append(experts.clip_grad_norm_(model, 0.1))
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)  # float32
+    own = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, own[name].grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_state_fits_any_ranks_and_norms_are_those_of_one_process(size):
+    run(states, size)
+
+
+def test_the_balancing_loss_is_one_for_each_even_layer_and_pulls_towards_even():
+    model = gpt(layers=1)
+    tokens, _ = batch(0)
+    with experts.watch(model) as routed:
+        model(tokens)
+    (one,) = routed
+    assert one.count_E.sum() == 8 * 12 * 2
+    even = one._replace(scores_BSE=torch.full_like(one.scores_BSE, 0.25))
+    assert experts.balancing_loss([even]).item() == pytest.approx(1)
+    model = gpt(layers=1)
+    with torch.no_grad():
+        model.blocks[0].ffn.router.score.weight *= 40  # so that experts differ in load
+    optimizer = torch.optim.Adam(model.blocks[0].ffn.router.parameters(), 0.05)
+    fullest = []
+    for _ in range(40):
+        with experts.watch(model) as routed:
+            model(tokens)
+        experts.balancing_loss(routed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fullest.append(experts.loads(routed).max().item())
+    assert fullest[0] > 0.35 and sum(fullest[-20:]) / 20 < 0.28  # even is 0.25
+
+
+def test_the_bias_evens_loads_and_moves_no_weight():
+    model = gpt(layers=1)
+    with torch.no_grad():
+        model.blocks[0].ffn.router.score.weight *= 40
+    before, tokens = copy.deepcopy(model), batch(0)[0]
+    fullest = []
+    for _ in range(40):
+        with experts.watch(model) as routed, torch.no_grad():
+            model(tokens)
+        experts.update_bias(routed, 0.005)
+        fullest.append(experts.loads(routed).max().item())
+    assert fullest[0] > 0.35 and sum(fullest[-20:]) / 20 < 0.31  # same tokens go to the same
+    assert all(p.equal(q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def skips():
+    """Rank 1 has no tokens and goes home early; the others wait for it."""
+    model = experts.parallelize(gpt(), dist.group.WORLD)
+    tokens, _ = batch(0)
+    if dist.get_rank() != 1:
+        model(tokens)
+
+
+def test_a_rank_that_skips_the_exchange_is_named():
+    with pytest.raises(ranks.RankError) as error:
+        run(skips, 4, device="cpu", timeout=5)
+    assert error.value.ranks == [1]
+
+
+WRONG = {
+    "experts=4: 3 ranks do not divide them; allowed are [1, 2, 4]": lambda: experts.parallelize(
+        gpt(), dist.group.WORLD
+    ),
+    "model=GPT: allowed is a GPT of shardlab.model with config.experts": lambda: (
+        experts.parallelize(gpt(experts=0), dist.group.WORLD)
+    ),
+    "model=GPT: allowed is what `parallelize` returned": lambda: experts.full_state_dict(gpt()),
+    "group=None: allowed is a process group": lambda: experts.parallelize(gpt(), None),
+    "rate=-1: allowed are numbers from 0": lambda: experts.update_bias([], -1),
+}
+
+
+def refusals():
+    told = []
+    for wrong in WRONG.values():
+        with count.sent() as found, pytest.raises(ValueError) as error:
+            wrong()
+        assert not found.collectives
+        told.append(str(error.value))
+    return told
+
+
+def twice():
+    model = experts.parallelize(gpt(), dist.group.WORLD)
+    with pytest.raises(ValueError, match="dealt out already"):
+        experts.parallelize(model, dist.group.WORLD)
+    alone = pairs()[0]
+    with pytest.raises(ValueError, match=r"data has 2 ranks, the group of experts 4, copies 1"):
+        experts.average_gradients(model, alone)
+
+
+def test_what_cannot_be_right_is_refused_before_anything_is_sent():
+    for told in run(refusals, 3):
+        assert all(said.startswith(want) for said, want in zip(told, WRONG, strict=True)), told
+    run(twice, 4)
+    with pytest.raises(ValueError, match="ranks=0: allowed are whole numbers"):
+        experts.held(SMALL, 0)
+    with pytest.raises(ValueError, match="experts=4: 3 ranks do not divide them"):
+        experts.held(SMALL, 3)
+    with pytest.raises(ValueError, match="dropped=-1: allowed are whole numbers, 0 or more"):
+        experts.predicted_sent(SMALL, 8, dropped=-1)
+    assert experts.wait([0.5, 0.25, 0.25, 0.0], 2) == 1.5
+    assert experts.padded(SMALL, 100, 75) == 1.5

@@ -13,7 +13,7 @@ from test_pipeline_torch import THEIRS
 
 from shardlab import pipeline, show
 
-TOPICS = ["cluster", "data_parallel", "pipeline", "tensor_parallel", "train", "zero"]
+TOPICS = ["cluster", "data_parallel", "mesh", "pipeline", "tensor_parallel", "train", "zero"]
 KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
 
 
@@ -51,6 +51,12 @@ def test_cluster(request):
 def test_data_parallel():
     found, _ = rows("data_parallel", ["loopback", "slow"])
     assert [row["against"] for row in found] == ["torch DDP"] * 2
+
+
+def test_mesh():
+    found, _ = rows("mesh", ["loopback"], "peak_ratio", "peak_bytes")
+    assert [row["against"] for row in found] == ["fully_shard × parallelize_module"]
+    assert found[0]["peak_ratio"] <= 1.02  # counted, but for what a thread of gloo still holds
 
 
 def test_zero():

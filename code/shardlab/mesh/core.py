@@ -236,7 +236,9 @@ class Parallel(nn.Module):
         for group in self.groups if self.zero else (self.groups.pp, self.groups.tp):
             dist.all_reduce(square, group=group)  # a scalar
         norm = square.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        for gradient in (p.grad for p in trained.values() if p.grad is not None):
+            gradient.mul_(scale.to(gradient.dtype))
         return norm
 
     def _counts(self, name: str) -> bool:

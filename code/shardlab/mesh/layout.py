@@ -10,6 +10,7 @@ The standard library alone: the picture and the bytes of an order need no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations, product
@@ -101,7 +102,7 @@ class Mesh:
         found = {}
         for axis in (*AXES, "twin"):
             edges = list(self.edges(axis))
-            ways = [sum(source == rank for source, _ in edges) for rank in range(self.ranks)]
+            ways = Counter(source for source, _ in edges)
             found[axis] = [0.0] * (self.ranks // node)
             for source, target in edges:
                 if source // node != target // node:

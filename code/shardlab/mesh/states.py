@@ -92,6 +92,8 @@ def checkpoint_tensors(job: Parallel, optimizer: torch.optim.Optimizer) -> Itera
     They are copies: pieces of ZeRO's are gathered over the copies of the model first.
     """
     _warm(job, optimizer)
+    if job.sharded is not None:  # where a piece was warmed, it was a step: for one rank, for all
+        job.sharded.changed()
     mesh = DeviceMesh.from_group(job.groups.tp, job.pipeline.device.type)
     states = {name: optimizer.state[p] for name, p in job.named_parameters()}
     kinds = sorted({(key, v.dim() > 0) for s in states.values() for key, v in s.items()})

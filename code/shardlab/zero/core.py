@@ -78,7 +78,6 @@ class Zero1(Stage):
 
     Bytes on the wire: P(N-1)/N elements of gradients and as many of parameters, 2P together, as
     much as one all-reduce of the gradients (Rajbhandari, section 7.1).
-
     late: gradients stay where autograd puts them until `reduce` is called, once for a step.
     See Sharded for the rest. Raises ValueError for sizes below 1, for what cannot be sharded, and
     on every rank when the ranks' modules differ.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlab import count, mesh, pipeline, ranks
-from shardlab.checkpoint import Checkpoints, Training
+from shardlab.checkpoint import Checkpoints, Training, export
 from shardlab.mesh import Mesh, picture
 from shardlab.model import GPT, Config, loss
 from shardlab.ranks import RankError
@@ -212,6 +212,20 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path):
         assert same_bits(begin, saved) and not same_bits(after, uninterrupted)
         # float32: gradients differ by 1e-7, which AdamW makes up to 1e-5 where they are about 0
         assert max(gap(after[0][n], w) for n, w in uninterrupted[0].items()) < 1e-4
+
+
+def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
+    def work():
+        job, _ = parallel(GPT2, EIGHT, zero=1, dtype=torch.float32)
+        with pytest.raises(ValueError, match="state_dict: .* allowed is full_state_dict()"):
+            job.state_dict()
+        export(job, tmp_path / "model.pt", dist.group.WORLD)
+
+    run(work, 8)
+    model = GPT(GPT2)
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    want = plain(GPT2, torch.float32).state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
 @given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS)

@@ -258,6 +258,10 @@ class Parallel(nn.Module):
         """The plain model's state dict, whole and on every rank; every rank has to call it."""
         return states.whole(self)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank's own tensors are no model."""
+        raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
+
     def checkpoint_tensors(self, optimizer: torch.optim.Optimizer) -> Any:
         """For `shardlab.checkpoint`: weights and moments by the plain model's names."""
         return states.checkpoint_tensors(self, optimizer)

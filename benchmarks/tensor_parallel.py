@@ -85,8 +85,8 @@ OURS, THEIRS = "ours", ("parallelize_module", "parallelize_module, tutorial")
 PARTS = "kernels", "messages", "rest"
 
 
-def by_torch(model: GPT, group: dist.ProcessGroup, tutorial: bool = False) -> GPT:
-    """The model, cut by torch, in place."""
+def by_torch(model: GPT, group: dist.ProcessGroup | DeviceMesh, tutorial: bool = False) -> GPT:
+    """The model, cut by torch, in place; over a group, or one axis of a mesh."""
     column, row = ColwiseParallel, RowwiseParallel
     plan: dict[str, Any] = {
         "embedding": row(input_layouts=Replicate()),
@@ -103,7 +103,9 @@ def by_torch(model: GPT, group: dist.ProcessGroup, tutorial: bool = False) -> GP
             plan[f"blocks.*.{name}"] = PrepareModuleInput(
                 input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
             )
-    mesh = DeviceMesh.from_group(group, ranks.device().type)
+    mesh = group
+    if not isinstance(mesh, DeviceMesh):
+        mesh = DeviceMesh.from_group(group, ranks.device().type)
     # Every rank has built the same model: nothing has to be sent (src_data_rank).
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if model.config.tied:

@@ -14,8 +14,8 @@ from test_pipeline_torch import THEIRS
 from shardlab import pipeline, show
 
 TOPICS = [
-    "cluster", "data_parallel", "experts", "pipeline", "tensor_parallel", "tensor_types", "train",
-    "zero",
+    "cluster", "data_parallel", "experts", "mesh", "pipeline", "tensor_parallel", "tensor_types",
+    "train", "zero",
 ]  # fmt: skip
 KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
 
@@ -71,6 +71,12 @@ def test_experts_says_in_one_line_that_deepspeed_is_missing(monkeypatch, capsys)
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {"rows": []}
     assert shown.err.count("\n") == 1 and "DeepSpeed" in shown.err
+
+
+def test_mesh():
+    found, _ = rows("mesh", ["loopback"], "peak_ratio", "peak_bytes")
+    assert [row["against"] for row in found] == ["fully_shard × parallelize_module"]
+    assert found[0]["peak_ratio"] <= 1.02  # counted, but for what a thread of gloo still holds
 
 
 def test_zero():

@@ -38,6 +38,30 @@ def test_every_operation_is_counted():
         }
 
 
+def test_what_each_group_sends_is_told_apart():
+    def work() -> tuple[float, ...]:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        even = [rank for rank in range(size) if rank % 2 == 0]
+        odd = [rank for rank in range(size) if rank % 2]
+        groups = dist.new_group(even), dist.new_group(odd)
+        with count.sent() as sent:
+            dist.all_reduce(torch.ones(8), group=groups[rank % 2])
+            dist.all_gather_into_tensor(torch.empty(8), torch.ones(4), group=groups[rank % 2])
+            dist.all_to_all_single(torch.empty(6), torch.ones(6), group=groups[rank % 2])
+            dist.all_reduce(torch.ones(12))
+        both = sent.within(groups[rank % 2]), sent.within(dist.group.WORLD)
+        return both[0].leaving(2), both[1].leaving(4)
+
+    # Two ranks: all of 32 bytes, the share of 16, half of 24. Four: 3/2 of 48.
+    assert ranks.run(work, 4) == [(32 + 16 + 12, 72.0)] * 4
+
+
+def test_a_collective_without_a_formula_is_refused():
+    sent = count.Sent(payload={"broadcast": 8})
+    with pytest.raises(ValueError, match="broadcast was called: allowed are all_reduce"):
+        sent.leaving(2)
+
+
 def test_ddps_own_reducer_is_seen():
     def work() -> tuple[int, int]:
         model = nn.parallel.DistributedDataParallel(nn.Linear(100, 10))

@@ -127,6 +127,28 @@ def zeros_instead_of_none():
     return [five_steps("unused on some", torch.float32, s, set_to_none=False) for s in STAGES]
 
 
+def test_gradients_sent_late_are_those_sent_at_once():
+    def work():
+        found = []
+        for late in (False, True):
+            model = zero.Zero1(here(Toy()), dist.group.WORLD, bucket_bytes=64, late=late)
+            optimizer = adamw(model)
+            for step in range(3):
+                batch = toy_batch(step, 10 * dist.get_rank(), 3)
+                with nullcontext() if late else model.no_sync():
+                    toy_loss(model, batch, "l").backward()
+                toy_loss(model, batch, "l").backward()
+                if late:
+                    assert all(p.grad is None for p in model.parameters())
+                    model.reduce()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(model.full_state_dict())
+        return all(torch.allclose(a, found[1][name], atol=1e-6) for name, a in found[0].items())
+
+    assert all(run(work, 2))
+
+
 def test_gradients_that_are_kept_as_zeros_change_nothing():
     # Zeros are gradients to AdamW, which then decays weights: also of what nobody uses, but only
     # once it has a gradient at all. Both sides agree.

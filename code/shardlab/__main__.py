@@ -23,6 +23,7 @@ COMMANDS = {
     "gpu": "shardlab.record.gpu",
     "memory": "shardlab.memory.command",
     "schedule": "shardlab.pipeline.command",
+    "mesh": "shardlab.mesh.command",
     "strategy": "shardlab.strategy.command",
     "cluster": "shardlab.cluster.command",
     "doctor": "shardlab.cluster.doctor",

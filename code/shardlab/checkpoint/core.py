@@ -55,10 +55,10 @@ from .members import Members, cause
 class Training:
     """All that a training run needs to go on as if it had not stopped.
 
-    model: plain, wrapped in DataParallel (ours or torch's), or sharded by `fully_shard`: its
-    checkpoints are the same. step: optimizer steps done. samples: position in the data, counted
-    over all ranks, so that any number of ranks can share what comes next. The random state needs
-    no field.
+    model: plain, wrapped in DataParallel (ours or torch's), sharded by `fully_shard`, or one that
+    brings `checkpoint_tensors` and `restore`, as `mesh.Parallel`: its checkpoints are the same.
+    step: optimizer steps done. samples: position in the data, counted over all ranks, so that any
+    number of ranks can share what comes next. The random state needs no field.
     """
 
     model: nn.Module
@@ -100,6 +100,10 @@ def named_tensors(training: Training) -> Iterator[dict[str, Any]]:
     tensors are gone again, unless something has been loaded into them.
     """
     module, optimizer = training.module, training.optimizer
+    if hasattr(module, "checkpoint_tensors"):  # pieces of which torch knows no names
+        with module.checkpoint_tensors(optimizer) as tensors:
+            yield tensors
+        return
     fresh = not optimizer.state
     gradients = [parameter.grad for parameter in module.parameters()]
     if fresh:
@@ -122,12 +126,18 @@ def restore(training: Training, state: dict[str, Any], rest: dict[str, Any]) -> 
     """Put tensors and the rest of a checkpoint into a training run; its gradients go."""
     module, optimizer = training.module, training.optimizer
     optimizer.zero_grad()  # they belong to the weights from before
-    set_model_state_dict(module, state["model"])
-    groups = get_optimizer_state_dict(module, optimizer)["param_groups"]  # this model's own names
+    own = hasattr(module, "checkpoint_tensors")
+    groups = optimizer.param_groups
+    if own:
+        module.restore(optimizer, state, training.step)
+    else:
+        set_model_state_dict(module, state["model"])
+        groups = get_optimizer_state_dict(module, optimizer)["param_groups"]  # by its own names
     for group, saved in zip(groups, rest["groups"], strict=True):
         group.update(saved)
-    kept = {"state": state["optimizer"], "param_groups": groups}
-    set_optimizer_state_dict(module, optimizer, kept)
+    if not own:
+        kept = {"state": state["optimizer"], "param_groups": groups}
+        set_optimizer_state_dict(module, optimizer, kept)
     if training.schedule:
         training.schedule.load_state_dict(rest["schedule"])
 
@@ -326,8 +336,8 @@ class Checkpoints:
             except CheckpointException as error:  # the disk failed since it was checked
                 text = f"{folder}: half loaded, build `training` anew: {cause(error)}"
                 raise CheckpointError(text) from None
-        restore(training, tensors, rest)
         training.step, training.samples = manifest["step"], manifest["samples"]
+        restore(training, tensors, rest)
         if manifest["ranks"] == self.members.size:
             random = contents.unpack(folder / f"random-{self.members.rank}.pt")
             contents.set_random_state(random, next(training.module.parameters()).device)

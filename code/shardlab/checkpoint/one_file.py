@@ -12,15 +12,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from shardlab.data_parallel import DataParallel
 from shardlab.ranks import check_group
-from shardlab.zero import Sharded
 
 
 def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the whole model into one file, for plain `torch.load(path, weights_only=True)`.
 
-    model: as in Training, or one of our own `zero`. All ranks of `group` call it, the group's rank
-    0 gathers on the CPU and writes; its memory has to hold the model. The file appears under its
-    name when it is complete.
+    model: as in Training, or one of our own `zero` and `mesh`. All ranks of `group` call it, the
+    group's rank 0 gathers on the CPU and writes; its memory has to hold the model. The file appears
+    under its name when it is complete.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={model!r}: allowed is a Module of torch")
@@ -31,7 +30,7 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
         raise ValueError(f"path={str(path)!r}: this is a folder; allowed is the name of a file")
     if not path.parent.is_dir():
         raise ValueError(f"path={str(path)!r}: there is no folder {path.parent}")
-    if isinstance(model, Sharded):
+    if hasattr(model, "full_state_dict"):
         whole = model.full_state_dict()
     else:
         module = model.module if isinstance(model, DataParallel) else model

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # the first operation under a dispatch mode needs it: once here, not per rank
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,11 +40,33 @@ class Sent:
     messages: int = 0  # point-to-point sends
     calls: Counter[str] = field(default_factory=Counter)  # collective -> times called
     payload: Counter[str] = field(default_factory=Counter)  # collective -> bytes handed to it
+    groups: dict[str, Sent] = field(default_factory=dict)  # name of a group -> what went in it
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Collective -> (times called, bytes of the tensors that this rank handed to it)."""
         return {name: (self.calls[name], self.payload[name]) for name in sorted(self.calls)}
+
+    def within(self, group: dist.ProcessGroup) -> Sent:
+        """What of it was sent in `group`."""
+        return self.groups.get(group.group_name, Sent())
+
+    def leaving(self, ranks: int) -> float:
+        """Bytes that leave a rank of a group of so many: of collectives those that rings send.
+
+        Of a payload of S bytes handed to it, n ranks' all-reduce sends 2(n-1)/n S from each, a
+        reduce-scatter and an all-to-all (n-1)/n S, an all-gather, whose S is the share, (n-1) S
+        (Thakur et al. 2005, section 4). Raises ValueError for other collectives.
+        """
+        shares = {"all_reduce": 2 / ranks, "all_gather": 1, "reduce_scatter": 1 / ranks}
+        shares["all_to_all"] = 1 / ranks
+        found = float(self.bytes)
+        for name, payload in self.payload.items():
+            kind = next((kind for kind in shares if name.startswith(kind)), None)
+            if kind is None:
+                raise ValueError(f"{name} was called: allowed are {', '.join(shares)}")
+            found += (ranks - 1) * shares[kind] * payload
+        return found
 
 
 class _Counting(TorchDispatchMode):
@@ -66,12 +89,22 @@ class _Counting(TorchDispatchMode):
         inputs = args[1] if _has_output_first(operator) else args[0]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if name == "send":
-            self.sent.bytes += size
-            self.sent.messages += 1
-        else:
-            self.sent.calls[name] += 1
-            self.sent.payload[name] += size
+        for sent in (self.sent, self.sent.groups.setdefault(_group(args), Sent())):
+            if name == "send":
+                sent.bytes += size
+                sent.messages += 1
+            else:
+                sent.calls[name] += 1
+                sent.payload[name] += size
+
+
+def _group(args: tuple[Any, ...]) -> str:
+    """The name of the group that an operator of torch.distributed was given."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with suppress(RuntimeError):  # it is something else, such as a ReduceOp
+                return dist.ProcessGroup.unbox(argument).group_name
+    return ""
 
 
 def _has_output_first(operator: str) -> bool:

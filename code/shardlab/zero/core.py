@@ -78,7 +78,7 @@ class Zero1(Stage):
 
     Bytes on the wire: P(N-1)/N elements of gradients and as many of parameters, 2P together, as
     much as one all-reduce of the gradients (Rajbhandari, section 7.1).
-
+    late: gradients stay where autograd puts them until `reduce` is called, once for a step.
     See Sharded for the rest. Raises ValueError for sizes below 1, for what cannot be sharded, and
     on every rank when the ranks' modules differ.
     """
@@ -93,6 +93,7 @@ class Zero1(Stage):
         first_bytes: int = MIB,
         compute_dtype: torch.dtype | None = None,
         reduction: str = "auto",
+        late: bool = False,
     ):
         ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
         super().__init__(module, group, compute_dtype, reduction)
@@ -105,7 +106,7 @@ class Zero1(Stage):
                 self.frozen[name] = parameter
         self.gradients = [Gradients(flat, self.keep, self.ordered) for flat in self.flats]
         for gradients in self.gradients:
-            for index, parameter in enumerate(gradients.flat.parameters):
+            for index, parameter in enumerate([] if late else gradients.flat.parameters):
                 arrived = partial(self._arrived, gradients, index)
                 parameter.register_post_accumulate_grad_hook(arrived)
         self._versions = {flat: flat.shard._version for flat in self.flats}
@@ -159,6 +160,14 @@ class Zero1(Stage):
     def _send_rest(self) -> None:
         while self._synchronise and self._next:
             self._send(self._next.pop(0))
+
+    def reduce(self) -> None:
+        """With `late`: average the gradients that are there, and give pieces their parts."""
+        for gradients in self.gradients:
+            for index, parameter in enumerate(gradients.flat.parameters):
+                if parameter.grad is not None:
+                    gradients.place(index)
+        self._finish()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

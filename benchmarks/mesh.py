@@ -1,0 +1,236 @@
+"""Our mesh beside torch's, FSDP2 (fully_shard) over DTensor's parallelize_module, in one run.
+
+    python benchmarks/mesh.py            # tables; some four minutes on two cores
+    python benchmarks/mesh.py --json     # {"rows": [{"case", "against", …}, …], …}
+    python benchmarks/mesh.py --quick    # toy sizes, seconds: only shows that it runs
+
+Four ranks (an even number) are two tensor groups of half of them each, with ZeRO's stage 3 between
+the two copies. A step is forward, backward, AdamW and zero_grad. (Without clipping: torch 2.13's
+clip_grad_norm_ refuses gradients of which some lie on one axis of a mesh, and some on two.) Every
+rank trains the model in turn: ours; torch's as its tutorials have it, layers cut one by one by
+parallelize_module, then every block and the root sharded by fully_shard along the mesh's other
+axis, told that queries, keys and values share an input, as ours do; a rank's share of all compute,
+which sends nothing; and the messages of a step, which compute nothing. All ranks start a step
+together; the order is reversed from round to round.
+
+ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
+that the median over the repeats, and the quartiles. peak_ratio: the same of the largest number of
+bytes held in a step, counted apart from the timing.
+
+floor: the share of the physical floor that ours reaches. With as many ranks as cores, or more, the
+floor is compute alone plus the work of moving the bytes, which takes the cores from computing; with
+fewer, compute plus those messages that nothing can hide (the tensor group's in forward).
+
+What the ratio says on a CPU: what dispatch, unsharding and copies cost beside layers as small as
+these. FSDP2 gets its overlap from CUDA's streams, which a CPU has not, and gloo's reduce-scatter,
+which it uses, is an all-reduce: the ratio does not carry over to GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from side_by_side import Step, Times, alternately, gpu_model, options, peak, ratio, slowest
+from tensor_parallel import by_torch, dividing, share_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from shardlab import mesh, pipeline, ranks, show
+from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+
+OURS, THEIRS = "ours", "fully_shard × parallelize_module"
+
+
+def built(config: Config) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config).to(ranks.device())
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def ours(config: Config, batch: int) -> tuple[Step, mesh.Parallel]:
+    """Two copies in ZeRO-3 of tensor groups: a step, and what it trains."""
+    groups = mesh.join(shape_of(), dist.group.WORLD)
+    job = mesh.Parallel(built(config), groups, pipeline.schedule("1f1b", 1, 1), zero=3)
+    optimizer = adamw(job)
+    tokens_BS, targets_BS = batch_of(config, batch, dist.get_rank(groups.dp))
+
+    def step() -> torch.Tensor:
+        value = job.step(tokens_BS, targets_BS)
+        optimizer.step()
+        optimizer.zero_grad()
+        return value
+
+    return step, job
+
+
+def theirs(config: Config, batch: int) -> tuple[Step, GPT]:
+    """The same with torch's own, on its mesh of two axes."""
+    shape = shape_of()
+    axes = init_device_mesh(ranks.device().type, (shape.dp, shape.tp), mesh_dim_names=("dp", "tp"))
+    model = by_torch(built(config), axes["tp"])
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=axes["dp"])
+    optimizer = adamw(model)
+    tokens_BS, targets_BS = batch_of(config, batch, axes["dp"].get_local_rank())
+
+    def step() -> torch.Tensor:
+        with loss_parallel():
+            value = loss(model(tokens_BS), targets_BS)
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value
+
+    return step, model
+
+
+def shape_of() -> mesh.Mesh:
+    """Two copies of the largest tensor groups that fit."""
+    return mesh.Mesh(dp=2, tp=dist.get_world_size() // 2)
+
+
+def batch_of(config: Config, batch: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A copy's tokens and targets, [batch, seq] each."""
+    generator = torch.Generator().manual_seed(copy)
+    found = torch.randint(config.vocab, (2, batch, config.seq), generator=generator)
+    return tuple(found.to(ranks.device()))
+
+
+def bare(config: Config, batch: int) -> Step:
+    """Compute alone: a model as large as a rank's share, whose optimizer has a piece of each."""
+    shape = shape_of()
+    model = share_of(config, shape.tp)
+    tokens_BS, targets_BS = (x % (config.vocab // shape.tp) for x in batch_of(config, batch, 0))
+    parameters = list(model.parameters())
+    pieces = [torch.nn.Parameter(p.detach().flatten()[:: shape.dp].clone()) for p in parameters]
+    optimizer = adamw(torch.nn.ParameterList(pieces))
+
+    def step() -> None:
+        loss(model(tokens_BS), targets_BS).backward()
+        for piece, parameter in zip(pieces, parameters, strict=True):
+            piece.grad, parameter.grad = parameter.grad.flatten()[: len(piece)], None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def messages(config: Config, batch: int) -> Step:
+    """The messages of a step, one after another, without a model."""
+    shape, device = shape_of(), ranks.device()
+    groups = mesh.join(shape, dist.group.WORLD)
+    x_BSH = torch.zeros(batch, config.seq, config.hidden, device=device)
+    rows = [torch.zeros(n, batch, config.seq, device=device) for n in (1, 2)]
+    shards = mesh.predict.shared(config, shape, 0, 3)
+    other = 1 - dist.get_rank(groups.dp)
+    coming = torch.zeros(max(flat.shard for flat in shards), device=device)
+    wholes = [(torch.zeros(flat.padded, device=device), flat.rest) for flat in shards]
+
+    def step() -> None:
+        for _ in range(2 * (1 + 2 * config.layers)):  # forward and backward
+            dist.all_reduce(x_BSH, group=groups.tp)
+        for row in rows:  # the loss
+            dist.all_reduce(row, group=groups.tp)
+        for whole, rest in wholes:
+            share = whole[: len(whole) // shape.dp]
+            for _ in range(2 if rest else 3):  # gathered in forward and backward; gradients
+                ranks.exchange(share, other, coming[: len(share)], other, groups.dp).wait()
+
+    return step
+
+
+def measure(config: Config, batch: int, rounds: int) -> Times:
+    """On a rank: seconds of `rounds` steps of each contender."""
+    steps = {OURS: ours(config, batch)[0], THEIRS: theirs(config, batch)[0]}
+    steps |= {"compute": bare(config, batch), "wire": messages(config, batch)}
+    return alternately(steps, rounds, ranks.device(), {})
+
+
+def peak_of(config: Config, batch: int, build: Any) -> int:
+    """On a rank: most bytes that one contender holds in a step."""
+    return peak(lambda: build(config, batch)[0])
+
+
+def row(
+    case: str, size: int, kind: str, times: Any, peaks: list[int], repeats: int
+) -> dict[str, Any]:
+    """One line of the result, see above; `seconds` go into the table alone."""
+    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
+    ratios, shares = [], []
+    for repeat in range(repeats):
+        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
+        ratios.append(middle[OURS] / middle[THEIRS])
+        full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
+        floor = middle["compute"] + (middle["wire"] if full else 0.0)
+        shares.append(floor / middle[OURS])
+    return {
+        "case": case,
+        "against": THEIRS,
+        "ranks": size,
+        "link": kind,
+        **ratio(ratios),
+        "floor": round(statistics.median(shares), 4),
+        "peak_ratio": round(peaks[0] / peaks[1], 4),
+        "peak_bytes": peaks,
+        "seconds": round(times[OURS].median().item(), 4),
+    }
+
+
+def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int]]:
+    """Name, shape, a copy's batch and rounds of what is measured on a link."""
+    if quick:
+        return [("nano", PRESETS["nano"], 1, 1)]
+    if kind == "gpu":
+        name = gpu_model(size)
+        return [(name, PRESETS[name], 4, 4)]
+    wide = replace(PRESETS["mini"], layers=2, heads=16, hidden=1024)
+    return [("mini", PRESETS["mini"], 2, 2), ("wide", wide, 2, 1)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(__doc__, arguments, ("loopback", "gpu"))
+    rows: list[dict[str, Any]] = []
+    for kind in chosen.links:
+        on = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0, "show": False}
+        for size in (size for size in chosen.ranks if size % 2 == 0):
+            for name, config, batch, rounds in cases(kind, size, chosen.quick):
+                config = replace(dividing(config, max(1, size // 2)), tied=False)
+                if sys.stderr.isatty():
+                    print(f"{name}, {kind}, {size} ranks …", file=sys.stderr)
+                builds = ours, theirs
+                peaks = [max(ranks.run(peak_of, size, config, batch, b, **on)) for b in builds]
+                results = ranks.run(measure, size, config, batch, rounds * chosen.repeats, **on)
+                millions, tokens = parameter_count(config) / 1e6, 2 * batch * config.seq
+                case = f"{name}, {millions:.1f} M parameters, {tokens} tokens"
+                rows.append(row(case, size, kind, slowest(results), peaks, chosen.repeats))
+    if chosen.json:
+        kept = [{k: r[k] for k in r if k != "seconds"} for r in rows]
+        print(json.dumps({"rows": kept}))
+        return
+    head = ["case", "ranks", "link", "ours (s)", "ours / theirs", "quartiles", "floor reached"]
+    head += ["peak (MB)", "theirs", "ours / theirs"]
+    show.table(
+        [
+            [r["case"].split(",")[0], r["ranks"], r["link"], f"{r['seconds']:.3f}"]
+            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
+            + [f"{r['floor'] * 100:.0f} %", *(f"{n / 1e6:.1f}" for n in r["peak_bytes"])]
+            + [f"{r['peak_ratio']:.3f}"]
+            for r in rows
+        ],
+        head,
+    )
+
+
+if __name__ == "__main__":
+    main()

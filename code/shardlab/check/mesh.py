@@ -1,0 +1,223 @@
+"""The exercises of lesson `mesh`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab import mesh, pipeline
+from shardlab.mesh import Mesh
+from shardlab.mesh.command import add_command, job_of
+from shardlab.mesh.job import Job, batch_of, model_of
+from shardlab.shapes import Config
+
+from . import Wrong, called, exercise, run_answer, same
+
+
+@exercise("my_groups")
+def _(answer: Callable[..., Any]) -> str:
+    for d, p, t in ((2, 2, 2), (1, 3, 2), (4, 1, 2), (2, 3, 4)):
+        shape = Mesh(d, p, t)
+        for rank in range(shape.ranks):
+            right = [next(g for g in shape.groups(axis) if rank in g) for axis in mesh.AXES]
+            got = called(answer, rank, d, p, t)
+            words = f"Rank {rank} of d={d}, p={p}, t={t}: "
+            if not isinstance(got, (tuple, list)) or len(got) != 3:
+                raise Wrong(f"{words}return three lists, not {got!r}.")
+            got = [list(group) for group in got]
+            if got == right:
+                continue
+            for axis, mine, want in zip(mesh.AXES, got, right, strict=True):
+                if mine != want:
+                    raise Wrong(words + _about(axis, mine, want, rank, shape))
+    return "Right for every rank of four meshes."
+
+
+def _about(axis: str, got: list[int], want: list[int], rank: int, shape: Mesh) -> str:
+    name = mesh.layout.WORDS[axis]
+    if sorted(got) == want:
+        return f"the {name} group's ranks are right; they should ascend."
+    if rank not in got:
+        return f"the {name} group {got} does not hold the rank itself."
+    if len(got) != len(want):
+        return f"the {name} group has {len(got)} ranks; there are {axis[0]}={len(want)}."
+    flat = Mesh(shape.dp, shape.pp, shape.tp, ("tp", "pp", "dp"))
+    if got in flat.groups(axis):
+        return f"the {name} group {got} would be right with tensor outermost; it is innermost."
+    return f"{got} is not the {name} group: which digit of the rank's number changes in it?"
+
+
+_LIMIT, _MOST = 300_000, 8
+_SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4"]
+
+
+def _job(knobs: list[str]) -> Job:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_command(parser.add_subparsers())
+    return job_of(parser.parse_args(["mesh", *_SHAPE, *knobs]))
+
+
+def _fullest(job: Job) -> int:
+    return max(sum(job.states(rank).values()) for rank in range(job.mesh.ranks))
+
+
+def _sends(job: Job) -> float:
+    return max(sum(job.sent(rank).values()) for rank in range(job.mesh.ranks))
+
+
+@exercise("mesh_budget")
+def _(answer: Any) -> str:
+    if not isinstance(answer, str):
+        raise Wrong('The answer is a line of options, such as "--tp 2".')
+    try:
+        job = _job(answer.split())
+    except (ValueError, argparse.ArgumentError) as error:
+        raise Wrong(f"The command refuses it: {error}") from None
+    except SystemExit:
+        raise Wrong(f"The command does not know {answer!r}.") from None
+    if (job.config.layers, job.config.hidden, job.config.heads) != (2, 64, 4):
+        raise Wrong("Leave the model as it is: 2 layers of 64 with 4 heads.")
+    if job.mesh.ranks > _MOST:
+        raise Wrong(f"That takes {job.mesh.ranks} ranks; there are {_MOST}.")
+    held = _fullest(job)
+    if held > _LIMIT:
+        words = f"The fullest rank would hold {held:,} of {_LIMIT:,} B."
+        if job.zero < 3 and job.mesh.dp > 1:
+            words += f" In ZeRO's stage {job.zero} copies hold something whole."
+        elif job.mesh.ranks < _MOST:
+            words += f" There are {_MOST - job.mesh.ranks} ranks left."
+        raise Wrong(words)
+    sent, least = _sends(job), min(_sends(other) for other in _fitting())
+    words = f"It fits: {held:,} B on the fullest rank, which sends {sent:,.0f} B in a step."
+    return words + (f" Another layout that fits sends {least:,.0f}." if least < sent else "")
+
+
+def _fitting() -> list[Job]:
+    found = []
+    for d, p, t, stage in product((1, 2, 4, 8), (1, 2), (1, 2, 4), range(4)):
+        names = "--dp", "--pp", "--tp", "--zero"
+        knobs = [str(x) for pair in zip(names, (d, p, t, stage), strict=True) for x in pair]
+        try:
+            job = _job(knobs)
+        except ValueError:
+            continue
+        if job.mesh.ranks <= _MOST and _fullest(job) <= _LIMIT:
+            found.append(job)
+    return found
+
+
+_TIED = Config(seq=8, layers=2, heads=2, hidden=16)
+
+
+def _norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
+    """On a rank: the answer, the right norm, and what common mistakes find."""
+    groups = mesh.join(Mesh(1, p, t), dist.group.WORLD)
+    model = model_of(_TIED)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.mul_(0.1)  # their gradients grow, so that a mistake shows
+    job = mesh.Parallel(model, groups, pipeline.schedule("1f1b", p, 1))
+    job.step(*batch_of(Job(_TIED, batch=2), 0))
+    gradients = {name: x.grad for name, x in job.named_parameters()}
+    cut = {name for name, dimension in job.cuts.items() if dimension is not None}
+    right = job.clip_grad_norm_(1e9)
+    got = answer({name: x.clone() for name, x in gradients.items()}, cut, groups)
+    if not isinstance(got, Tensor):
+        return [got]
+    first = dist.get_rank(groups.tp) == 0
+    mistakes = []
+    for counts, added in (
+        (lambda name: name != "head.weight" and (name in cut or first), False),
+        (lambda name: True, False),
+        (lambda name: True, True),
+        (lambda name: name in cut or first, True),
+        (lambda name: name != "head.weight", True),
+    ):
+        kept = [g.square().sum() for name, g in gradients.items() if counts(name)]
+        square = sum(kept, torch.zeros((), device=right.device))
+        for group in (groups.tp, groups.pp) if added else ():
+            dist.all_reduce(square, group=group)
+        mistakes.append(square.sqrt())
+    return [x.cpu() for x in (got, right, *mistakes)]
+
+
+@exercise("my_norm")
+def _(answer: Callable[..., Any]) -> str:
+    for p, t in ((2, 2), (2, 1)):
+        found = run_answer(_norms, p * t, answer, p, t)
+        if any(len(one) == 1 for one in found):
+            raise Wrong(f"Return a scalar tensor, not {found[0][0]!r}.")
+        got, right, *mistakes = zip(*found, strict=True)
+        words = (
+            "These are this rank's squares alone: add them up over both groups.",
+            "That is the norm of this rank's gradients: add squares up over the ranks.",
+            "What is whole counts on every rank of the group, and the twin as well.",
+            "The tied embedding counts twice: on the first stage, and as the last one's head.",
+            "What lies whole on every tensor rank counts t times.",
+        )
+        hints = {told: list(norms) for told, norms in zip(words, mistakes, strict=True)}
+        same(list(got), list(right), "the norm", 1e-5, hints)
+    return "The norm of one process, on every rank of 2 × 2 and of 2 × 1."
+
+
+_GPT = Config(vocab=512, seq=64, layers=4, heads=4, hidden=64, tied=False)
+_MB = 10**6
+_CASES = ((8, 4, 100 * _MB, 8), (8, 2, 1.2 * _MB, 8), (16, 4, 0.8 * _MB, 32), (8, 4, 1000, 8))
+
+
+def _beyond(config: Config, shape: Mesh, node: int, batch: int) -> float:
+    how = batch // shape.dp, config.seq, 1, 1
+    sent = [mesh.predicted_sent(config, shape, rank, *how) for rank in range(shape.ranks)]
+    return sum(map(sum, shape.leaving(node, sent.__getitem__).values()))
+
+
+def _fits(config: Config, shape: Mesh, limit: float, batch: int) -> bool:
+    held = (mesh.predicted_states(config, shape, rank, 1) for rank in range(shape.ranks))
+    return batch % shape.dp == 0 and max(sum(one.values()) for one in held) <= limit
+
+
+def _least(config: Config, size: int, node: int, limit: float, batch: int) -> float | None:
+    found = []
+    for d, p in product(range(1, size + 1), repeat=2):
+        if size % (d * p):
+            continue
+        shape = Mesh(d, p, size // (d * p))
+        try:
+            mesh.check_cuts(config, shape, "1f1b", 1)
+        except ValueError:
+            continue
+        if _fits(config, shape, limit, batch):
+            found.append(_beyond(config, shape, node, batch))
+    return min(found, default=None)
+
+
+@exercise("my_mesh")
+def _(answer: Callable[..., Any]) -> str:
+    for size, node, limit, batch in _CASES:
+        least = _least(_GPT, size, node, limit, batch)
+        words = f"With {size} ranks in nodes of {node}, limit={limit:,.0f} and batch={batch} it "
+        got = called(answer, _GPT, size, node, limit, batch)
+        if got is None and least is None:
+            continue
+        if got is None:
+            raise Wrong(f"{words}returned None; there is one that fits.")
+        words += f"returned {got!r}."
+        if not isinstance(got, Mesh) or got.ranks != size:
+            raise Wrong(f"{words} That is no Mesh of {size} ranks.")
+        try:
+            mesh.check_cuts(_GPT, got, "1f1b", 1)
+        except ValueError as error:
+            raise Wrong(f"{words} {error}") from None
+        if least is None or not _fits(_GPT, got, limit, batch):
+            raise Wrong(f"{words} A rank holds too much there, or d does not divide the batch.")
+        beyond = _beyond(_GPT, got, node, batch)
+        if beyond > least * (1 + 1e-9):
+            raise Wrong(f"{words} {beyond:,.0f} B leave the nodes; {least:,.0f} are enough.")
+    return f"Right for {len(_CASES)} clusters; on one of them nothing fits."

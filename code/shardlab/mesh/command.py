@@ -1,0 +1,141 @@
+"""`python -m shardlab mesh`: train a small model on any mesh of ranks of this machine.
+
+    python -m shardlab mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --hidden 32 --steps 5
+    python -m shardlab mesh --dp 2 --tp 2 --zero 3 --sequence-parallel --json
+    python -m shardlab mesh --tp 2 --hidden 64 --budget 1e6
+
+It starts dp · pp · tp ranks, trains a GPT on the offline text, and prints for each rank what it
+holds (parameters, gradients, optimizer) and sends along each axis, predicted and counted; tokens
+per second; and the largest differences from one process that trains the same batches. --budget
+names the bytes of model states that a rank may hold: what needs more is not started, and the exit
+status is 1. --json prints everything as one object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardlab import options
+from shardlab.shapes import Config
+
+from .layout import Mesh
+
+if TYPE_CHECKING:
+    from .job import Job
+
+KNOBS = {  # option: its default, and what it is
+    "dp": (1, "copies of the model"),
+    "tp": (1, "ranks that share each matrix"),
+    "pp": (1, "stages of the pipeline"),
+    "zero": (0, "ZeRO's stage between the copies: 0 to 3"),
+    "layers": (2, "of the model"),
+    "hidden": (32, "width of the model"),
+    "heads": (2, "of attention"),
+    "seq": (32, "tokens of a sequence"),
+    "batch": (8, "sequences of all copies in a step"),
+    "microbatches": (None, "of each copy in a step (as many as stages)"),
+    "steps": (5, "of training, 3 or more"),
+}
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `mesh` to the command line."""
+    words = "train on any mesh of ranks: what each holds and sends, beside one process"
+    parser = options.command(commands, "mesh", words, __doc__)
+    add = partial(options.add, parser)
+    for name, (default, told) in KNOBS.items():
+        add(name, told if default is None else f"{told} ({default})", "N")
+    add("schedule", "of the pipeline: gpipe or 1f1b (1f1b)", "NAME")
+    add("budget", "bytes of model states that a rank may hold", "BYTES")
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="cut what lies between the matrices by tokens as well",
+    )
+    parser.add_argument("--untied", action="store_true", help="a head of its own")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    job = job_of(chosen)
+    budget = chosen.budget
+    if budget is not None:
+        budget = options.number("budget", budget, "bytes, such as 2e6")
+        if not budget > 0:
+            raise ValueError(f"budget={chosen.budget}: allowed are bytes, such as 2e6")
+        most = max(sum(job.states(rank).values()) for rank in range(job.mesh.ranks))
+        if most > budget:
+            if chosen.json:
+                print(json.dumps({"fits": False, "needs": most, "budget": budget}))
+            else:
+                print(f"does not fit: the fullest rank would hold {most:,} of {budget:,.0f} B")
+            return 1
+    from .job import run  # which loads torch
+
+    found = run(job)
+    print(json.dumps(found) if chosen.json else told(job, found))
+    return 0
+
+
+def job_of(chosen: argparse.Namespace) -> Job:
+    """The job that the options describe; ValueError for those that describe none."""
+    from .job import Job
+
+    given = {
+        name: default if getattr(chosen, name) is None else _whole(name, getattr(chosen, name))
+        for name, (default, _) in KNOBS.items()
+    }
+    mesh = Mesh(dp=given["dp"], pp=given["pp"], tp=given["tp"])
+    names = "seq", "layers", "heads", "hidden"
+    config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
+    return Job(
+        config,
+        mesh,
+        given["zero"],
+        chosen.sequence_parallel,
+        given["microbatches"] or mesh.pp,
+        "1f1b" if chosen.schedule is None else chosen.schedule,
+        given["batch"],
+        given["steps"],
+    )
+
+
+def _whole(name: str, given: str) -> int:
+    if name == "zero":
+        return options.whole(name, given, 0, "0, 1, 2 and 3")
+    return options.whole(name, given)
+
+
+def told(job: Job, found: dict[str, Any]) -> str:
+    """The lines of a terminal."""
+    mesh, config = job.mesh, job.config
+    lines = [
+        f"{mesh.ranks} ranks: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, ZeRO {job.zero}, "
+        f"{config.layers} layers of {config.hidden}, {job.batch} × {config.seq} tokens a step",
+        "",
+        "rank  d p t   holds (B)  predicted    peak (B)   tp sent (B)   pp sent (B)   dp sent (B)",
+    ]
+    exact = True
+    for rank, one in enumerate(found["ranks"]):
+        place, held = one["place"], sum(one["held"].values())
+        predicted = sum(one["held_predicted"].values())
+        sends = "".join(f"{one['sent'][axis]:>14,.0f}" for axis in ("tp", "pp", "dp"))
+        exact &= one["held"] == one["held_predicted"]
+        exact &= all(abs(one["sent"][a] - one["sent_predicted"][a]) < 0.5 for a in one["sent"])
+        lines.append(
+            f"{rank:>4}  {place['dp']} {place['pp']} {place['tp']} {held:>11,} {predicted:>10,} "
+            f"{one['peak']:>11,}{sends}"
+        )
+    gaps = found["differences"]
+    lines += [
+        "",
+        "held and sent as predicted, to the byte" if exact else "NOT as predicted: see --json",
+        "from one process after "
+        f"{job.steps} steps: " + ", ".join(f"{name} {gap:.0e}" for name, gap in gaps.items()),
+        f"{1e3 * found['seconds']:.0f} ms a step, {found['tokens_per_second']:,.0f} tokens/s",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,272 @@
+"""Several cuts at once: copies of pipelines of tensor groups, equal to one process.
+
+In the order of the lesson: the three groups of a rank (`Groups`, `join`); the plain GPT, cut along
+each of them (`Parallel.__init__`); a training step, in which every group adds up what is its own
+(`step`); one norm of gradients that lie on all ranks (`clip_grad_norm_`). Each cut is a module of
+its own, which knows nothing of the others: what stands here is the order in which they meet.
+
+    tensor      each matrix over t ranks: sums inside of every layer (`tensor_parallel`)
+    pipeline    some layers on each of p stages: activations from stage to stage (`pipeline`)
+    data        d copies of all this: averages of gradients, once a step; ZeRO shards what the
+                copies would hold twice (`zero`)
+
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+SC 2021 (arXiv 2104.04473), section 3; Korthikanti et al. 2022 (arXiv 2205.05198) for the sequence.
+
+Shapes in names: B batch of this copy, S sequence, s = S/t, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
+from shardlab.buckets import add_up
+from shardlab.model import GPT
+from shardlab.pipeline import Pipeline, Schedule
+from shardlab.ranks import agree, check_group, check_number
+
+from . import states
+from .dropout import PlacedDropout
+from .layout import AXES, Mesh
+from .predict import check_cuts
+
+Group = dist.ProcessGroup
+
+
+class Groups(NamedTuple):
+    """The three groups of one rank: its twins in other copies, its pipeline, its tensor group."""
+
+    dp: Group
+    pp: Group
+    tp: Group
+
+
+def join(mesh: Mesh, world: Group) -> Groups:
+    """This rank's groups in `mesh`, whose rank 0 is that of `world`; all ranks call it.
+
+    Every rank makes its tensor group first, then its pipeline, then its copies: groups of one axis
+    share no rank, so nobody waits in a circle. Two ranks are together in one of the groups at most,
+    as nccl wants it. Raises ValueError unless the degrees multiply to the ranks of `world`.
+    """
+    rank, size = check_group(world)
+    mesh.check(size)
+    members = dist.get_process_group_ranks(world)
+    made = {}
+    for axis in ("tp", "pp", "dp"):
+        mine = next(group for group in mesh.groups(axis) if rank in group)
+        made[axis] = dist.new_group(
+            [members[number] for number in mine],
+            timeout=agree.time_limit(world),
+            use_local_synchronization=True,
+        )
+    return Groups(**made)
+
+
+def groups_of(device_mesh: DeviceMesh) -> Groups:
+    """The same from torch's mesh, whose dimensions are called "dp", "pp" and "tp", in any order.
+
+    Raises ValueError for other names, and on a rank that the mesh misses.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    if sorted(names) != sorted(AXES):
+        raise ValueError(f"mesh_dim_names={names!r}: allowed are dp, pp and tp, each once")
+    if device_mesh.get_coordinate() is None:
+        there = ", ".join(map(str, device_mesh.mesh.flatten().tolist()))
+        what = f"allowed is a mesh with every rank; it has {there}"
+        raise ValueError(f"device_mesh: it misses rank {dist.get_rank()}; {what}")
+    return Groups(*(device_mesh.get_group(axis) for axis in AXES))
+
+
+class Parallel(nn.Module):
+    """This rank's part of a plain GPT that is cut along three groups at once.
+
+        job = Parallel(GPT(config), join(Mesh(dp=2, pp=2, tp=2), dist.group.WORLD),
+                       pipeline.schedule("1f1b", 2, 4), zero=1)
+        optimizer = torch.optim.AdamW(job.parameters(), lr=1e-3, foreach=False)
+        loss = job.step(tokens, targets)            # of this copy: its share of the batch
+        job.clip_grad_norm_(1.0)
+        optimizer.step(); optimizer.zero_grad()
+
+    model: the same on every rank; its modules are used, so let go of it. schedule: gpipe or 1f1b,
+    with a stage for each rank of groups.pp. zero: 0, or ZeRO's stage between the copies; 2 and 3
+    without a pipeline alone. sequence: cut what lies between the matrices by tokens, too. seed: of
+    dropout, which then drops what one process drops (see `dropout`), whatever the mesh.
+
+    `parameters()` are what this rank's optimizer trains, by the plain model's names: its part of a
+    matrix, or with ZeRO a flat piece of that part.
+
+    Raises ValueError, before anything is sent, for a shape that the degrees do not divide and for
+    other schedules and stages than those above.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        groups: Groups,
+        schedule: Schedule,
+        zero: int = 0,
+        sequence: bool = False,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if not isinstance(model, GPT):
+            raise ValueError(f"model={type(model).__name__}: allowed is a GPT of shardlab.model")
+        sizes = {axis: check_group(group)[1] for axis, group in zip(AXES, groups, strict=True)}
+        check_cuts(model.config, Mesh(**sizes), schedule, zero)
+        self.config, self.groups, self.zero, self.number = model.config, groups, zero, 0
+        self._cut_matrices(model, sequence)
+        part = self._cut_layers(model, schedule)
+        self._share_copies(part, schedule, sequence)
+        self.dropout = PlacedDropout(part.blocks, seed) if self.config.dropout else None
+
+    def _cut_matrices(self, model: GPT, sequence: bool) -> None:
+        """Along tp: t ranks share each matrix, and with `sequence` the tokens in between."""
+        edges = sequence_parallel.ALONG_SEQUENCE if sequence else tensor_parallel.REPLICATED
+        tensor_parallel.parallelize(model, self.groups.tp, edges)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.partly = set()  # names of what is whole on every rank, but sees a t-th of the tokens
+        if sequence:
+            sequence_parallel.slice_dropouts(model, self.groups.tp)
+            self.partly = {names[p] for p in sequence_parallel.seen_partly(model)}
+        self.cuts = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
+        self.cuts.setdefault("head.weight", 0)  # a tied one goes by the embedding's name so far
+
+    def _cut_layers(self, model: GPT, schedule: Schedule) -> nn.Module:
+        """Along pp: this rank keeps one part of the model. The ends of a tied one are twins."""
+        stage, stages = check_group(self.groups.pp)
+        part = pipeline.cut(model, schedule.parts)[stage]
+        self.twin = None
+        if model.config.tied and stages > 1 and stage in (0, stages - 1):
+            self.twin = model.embedding.weight, stages - 1 - stage  # and where the other one is
+        return part
+
+    def _share_copies(self, part: nn.Module, schedule: Schedule, sequence: bool) -> None:
+        """Along dp: average over the copies, or deal out to them what all would hold."""
+        self.plain_form, self.shard = part.between, 1
+        if sequence:
+            self.shard = check_group(self.groups.tp)[1]
+        if self.zero:
+            late = {"late": True} if self.zero == 1 else {}
+            units = {"units": list(part.blocks.values())} if self.zero == 3 else {}
+            part = zero.shard(part, self.groups.dp, self.zero, **late, **units)
+            part.plain_names = True  # its pieces go by the names of the part's parameters
+        self.sharded = part if self.zero else None
+        self.pipeline = Pipeline(
+            [part],
+            schedule,
+            self.groups.pp,
+            self._loss,
+            between=self._form,
+            replicas=None if self.zero else self.groups.dp,
+            twin=self.twin,
+        )
+        if self.sharded is not None:
+            self.sharded.changed()  # the twin of an embedding was copied
+
+    def _form(self, tokens_BS: Tensor) -> pipeline.parts.Form:
+        """What travels from stage to stage: [B, S, H], or [B, s, H] of this rank's tokens."""
+        (batch, seq, hidden), dtype = self.plain_form(tokens_BS)
+        return torch.Size((batch, seq // self.shard, hidden)), dtype
+
+    def _loss(self, logits_BSv: Tensor, targets_BS: Tensor) -> Tensor:
+        """Mean over tokens, times the weight of this copy's batch: see `step`."""
+        mean = tensor_parallel.loss(logits_BSv, targets_BS, self.groups.tp)
+        return mean * self.weight.to(mean.dtype)
+
+    def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Forward and backward of a batch, of which each copy is given its own share.
+
+        All ranks of a copy are given the same. Shares may differ in sequences, but none may be
+        shorter than the micro-batches are many. Returns the mean loss over the joined batch on
+        every rank; gradients are those of this mean.
+        """
+        copy, copies = check_group(self.groups.dp)
+        # The average over copies shall be the mean over sequences: a copy with more weighs more.
+        total = torch.full((), len(tokens_BS), device=tokens_BS.device)
+        dist.all_reduce(total, group=self.groups.dp)  # a scalar
+        self.weight = len(tokens_BS) * copies / total.double()
+        if self.dropout is not None:
+            microbatches = self.pipeline.schedule.microbatches
+            self.dropout.begin(self.number, first=copy * microbatches, device=tokens_BS.device)
+        # tp: sums in every layer; pp: activations, and the sum of the twins' gradients; dp, where
+        # every copy holds all: the average.
+        value = self.pipeline.step(tokens_BS, targets_BS)
+        if self.dropout is not None:
+            self.dropout.end()
+        if self.zero == 1:
+            self.sharded.reduce()  # dp: the average, of which each copy gets its pieces
+        if self.partly:  # tp: norms and late biases, whose gradients know a t-th of the tokens
+            known = [p.grad for name, p in self.named_parameters() if name in self.partly]
+            add_up([g for g in known if g is not None], self.groups.tp, joined=True)
+        self.number += 1
+        return self._joined(value, total)
+
+    @torch.no_grad()
+    def _joined(self, value: Tensor | None, total: Tensor) -> Tensor:
+        """The loss from the last stages, averaged over copies, on every rank: two scalars."""
+        dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        mean = torch.zeros((), dtype=dtype, device=total.device)
+        if value is not None:
+            mean += value
+        dist.all_reduce(mean, group=self.groups.dp)
+        dist.all_reduce(mean, group=self.groups.pp)  # all stages but the last have 0
+        return mean / check_group(self.groups.dp)[1]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, limit: float) -> Tensor:
+        """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm.
+
+        It is the norm of one process's gradients: every number that lies on several ranks counts
+        once. Squares are added up along tp and pp, and, where ZeRO shards them, along dp. Every
+        rank calls it. Raises ValueError for a limit below 0.
+        """
+        check_number(0, limit=limit)
+        trained = dict(self.named_parameters())
+        counted = [p.grad for name, p in trained.items() if self._counts(name)]
+        norm = torch.nn.utils.get_total_norm([g for g in counted if g is not None])
+        dtype = torch.promote_types(next(iter(trained.values())).dtype, torch.float32)
+        square = norm.to(self.pipeline.device, dtype).square()
+        for group in self.groups if self.zero else (self.groups.pp, self.groups.tp):
+            dist.all_reduce(square, group=group)  # a scalar
+        norm = square.sqrt()
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+        for gradient in (p.grad for p in trained.values() if p.grad is not None):
+            gradient.mul_(scale.to(gradient.dtype))
+        return norm
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank's gradient belongs to the norm: what others count as well, does not."""
+        (_, stages), (rank, _) = check_group(self.groups.pp), check_group(self.groups.tp)
+        second = self.config.tied and stages > 1 and name == "head.weight"  # the embedding's twin
+        return not second and (self.cuts[name] is not None or rank == 0)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank's optimizer trains, by the plain model's names."""
+        for name, parameter in self.pipeline.named_parameters():
+            yield (f"{prefix}.{name}" if prefix else name), parameter
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The plain model's state dict, whole and on every rank; every rank has to call it."""
+        return states.whole(self)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank's own tensors are no model."""
+        raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
+
+    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer) -> Any:
+        """For `shardlab.checkpoint`: weights and moments by the plain model's names."""
+        return states.checkpoint_tensors(self, optimizer)
+
+    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
+        """Take over such tensors, saved under any mesh after `step` steps."""
+        states.restore(self, optimizer, state)
+        self.number = step

@@ -1,0 +1,117 @@
+"""Which ranks form which group: arithmetic on their numbers, before any of them starts.
+
+N = d · p · t ranks stand in a box with three axes: d copies of the model ("dp"), p stages of each
+copy ("pp"), t ranks that share each matrix ("tp"). A rank's number is its place in the box, read
+like a number with three digits; `order` says which digit counts most. The last one changes from
+each rank to the next, so its groups are neighbours: in one node, as long as it holds them.
+
+The standard library alone: the picture and the bytes of an order need no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise, permutations, product
+
+from shardlab.arguments import check_whole
+
+AXES = "dp", "pp", "tp"
+WORDS = {"dp": "data", "pp": "pipeline", "tp": "tensor"}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """d copies of p stages of t ranks each; `order` names the axes from the outermost in.
+
+    Raises ValueError for degrees below 1, and for an order that is none of the six.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        check_whole(dp=self.dp, pp=self.pp, tp=self.tp)
+        if sorted(self.order) != sorted(AXES):
+            raise ValueError(f"order={self.order!r}: allowed are dp, pp and tp, each once")
+
+    @property
+    def ranks(self) -> int:
+        """N."""
+        return self.dp * self.pp * self.tp
+
+    def check(self, ranks: int) -> None:
+        """Raise ValueError unless there are as many ranks as the degrees multiply to."""
+        if ranks != self.ranks:
+            degrees = f"dp={self.dp}, pp={self.pp} and tp={self.tp}"
+            raise ValueError(f"ranks={ranks}: allowed is {self.ranks}, the product of {degrees}")
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along each axis: its number's digits."""
+        if type(rank) is not int or rank not in range(self.ranks):
+            raise ValueError(f"rank={rank!r}: allowed are 0 to {self.ranks - 1}")
+        found = {}
+        for axis in reversed(self.order):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def rank(self, **place: int) -> int:
+        """Who stands there: rank(dp=0, pp=1, tp=0)."""
+        number = 0
+        for axis in self.order:
+            number = number * getattr(self, axis) + place[axis]
+        return number
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The groups of an axis: ranks whose places differ along it, and along no other."""
+        others = [other for other in self.order if other != axis]
+        found = []
+        for rest in product(*(range(getattr(self, other)) for other in others)):
+            place = dict(zip(others, rest, strict=True))
+            found.append([self.rank(**place, **{axis: i}) for i in range(getattr(self, axis))])
+        return found
+
+    def edges(self, axis: str) -> Iterator[tuple[int, int]]:
+        """Who sends to whom, as (from, to): rings of the groups "dp" and "tp"; both ways between
+        neighbouring stages in "pp"; "twin": between the ends of a pipeline, for tied embeddings.
+        """
+        for group in self.groups("pp" if axis == "twin" else axis):
+            if axis == "pp":
+                for stage, later in pairwise(group):
+                    yield from ((stage, later), (later, stage))
+            elif axis == "twin" and len(group) > 1:
+                yield from ((group[0], group[-1]), (group[-1], group[0]))
+            elif axis in ("dp", "tp") and len(group) > 1:
+                yield from zip(group, [*group[1:], group[0]], strict=True)
+
+    def leaving(
+        self, node: int, sent: Callable[[int], Mapping[str, float]]
+    ) -> dict[str, list[float]]:
+        """Bytes that leave each node of `node` ranks, by axis: a list with one entry for each node.
+
+        sent(rank): bytes that it sends along "dp", "pp", "tp" and "twin". What a rank sends along
+        an axis goes to its neighbours there, as rings and pipelines send it, in equal parts.
+        Raises ValueError for nodes that the ranks do not fill.
+        """
+        check_whole(node=node)
+        if self.ranks % node:
+            raise ValueError(f"node={node}: allowed are divisors of {self.ranks} ranks")
+        found = {}
+        for axis in (*AXES, "twin"):
+            edges = list(self.edges(axis))
+            ways = Counter(source for source, _ in edges)
+            found[axis] = [0.0] * (self.ranks // node)
+            for source, target in edges:
+                if source // node != target // node:
+                    found[axis][source // node] += sent(source).get(axis, 0) / ways[source]
+        return found
+
+
+def orders(mesh: Mesh) -> list[Mesh]:
+    """The same degrees in every order that makes a difference: axes of one rank make none."""
+    narrow = [axis for axis in AXES if getattr(mesh, axis) == 1]
+    wide = permutations(axis for axis in AXES if axis not in narrow)
+    return [replace(mesh, order=(*narrow, *order)) for order in wide]

@@ -1,0 +1,100 @@
+"""The groups of any mesh, drawn: who is together along each axis, and who leaves a node."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from shardlab import show
+from shardlab.arguments import check_whole
+from shardlab.show.drawing import canvas, on, title, words
+
+from .layout import WORDS, Mesh
+
+MOST = 64  # ranks that a picture can show
+MANY = 16  # above which cells have no numbers
+
+
+def draw(mesh: Mesh, node: int) -> Figure:
+    """A panel for each axis, innermost first, and a column for each rank.
+
+    Ranks of a group are joined by a line, which is dashed where it leaves a node of `node` ranks.
+    Raises ValueError for nodes that the ranks do not fill, and for more ranks than can be drawn.
+    """
+    check_whole(node=node)
+    if mesh.ranks % node:
+        raise ValueError(f"node={node}: allowed are divisors of {mesh.ranks} ranks")
+    if mesh.ranks > MOST:
+        raise ValueError(f"mesh has {mesh.ranks} ranks: allowed in a picture are {MOST} at most")
+    few = mesh.ranks <= MANY
+    size, gap = (0.27, 0.06) if few else (0.1, 0.03)
+    left, top, panel, apart = 0.1, 0.3, 0.42, 0.16
+    shown = [axis for axis in reversed(mesh.order) if getattr(mesh, axis) > 1]
+    rows = {axis: packed(mesh.groups(axis)) for axis in shown}
+
+    def x(rank: int) -> float:
+        return left + rank * (size + gap) + rank // node * apart
+
+    width = max(x(mesh.ranks - 1) + size + left, 3.3)
+    tall = {axis: len(rows[axis]) * (size + gap) - gap for axis in shown}
+    figure, axes = canvas(width, top + sum(tall.values()) + len(shown) * panel)
+    for number in range(mesh.ranks // node):
+        middle = (x(number * node) + x(number * node + node - 1) + size) / 2
+        words(axes, middle, 0.14, f"node {number}" if few else str(number), fontsize=9)
+    y = top
+    for axis in shown:
+        title(axes, left - 0.05, y + 0.1, said(mesh, axis, node), ha="left", fontsize=9)
+        y += panel - 0.12
+        for number in range(mesh.ranks // node):
+            begin, end = x(number * node), x(number * node + node - 1) + size
+            look = {"fill": False, "ec": show.INK, "lw": 0.8, "alpha": 0.5}
+            corner = begin - 0.05, y - 0.05
+            axes.add_patch(Rectangle(corner, end - begin + 0.1, tall[axis] + 0.1, **look))
+        for row in rows[axis]:
+            middle = y + size / 2
+            for rank, after in (pair for group in row for pair in pairwise(group)):
+                dashes = (0, (2, 1.5)) if rank // node != after // node else "-"
+                look = {"ls": dashes, "lw": 1.6, "color": show.INK, "zorder": 0}
+                axes.plot((x(rank) + size, x(after)), (middle, middle), **look)
+            for rank in sum(row, []):
+                color = show.RANK_COLORS[rank % len(show.RANK_COLORS)]
+                look = {"fc": color, "ec": show.INK, "lw": 0.8}
+                axes.add_patch(Rectangle((x(rank), y), size, size, **look))
+                if few:
+                    words(axes, x(rank) + size / 2, middle, str(rank), color=on(color), fontsize=9)
+            y += size + gap
+        y += 0.12 - gap
+    return figure
+
+
+def packed(groups: list[list[int]]) -> list[list[list[int]]]:
+    """Groups in as few rows as let none pass over another."""
+    rows: list[list[list[int]]] = []
+    for group in sorted(groups):
+        free = [row for row in rows if row[-1][-1] < group[0]]
+        if free:
+            free[0].append(group)
+        else:
+            rows.append([group])
+    return rows
+
+
+def said(mesh: Mesh, axis: str, node: int) -> str:
+    """A line on an axis: how many groups of how many ranks, and how many leave their node."""
+    groups = mesh.groups(axis)
+    beyond = sum(len({rank // node for rank in group}) > 1 for group in groups)
+    where = {0: "none leaves its node", len(groups): "all leave their node"}
+    told = where.get(beyond, f"{beyond} of them leave their node")
+    return f"{WORDS[axis]}: {len(groups)} × {getattr(mesh, axis)} ranks, {told}"
+
+
+def alt(mesh: Mesh, node: int) -> str:
+    """What `draw` shows, in words."""
+    told = [
+        f"{said(mesh, axis, node)}: " + ", ".join(str(group) for group in mesh.groups(axis)[:8])
+        for axis in reversed(mesh.order)
+        if getattr(mesh, axis) > 1
+    ]
+    return f"{mesh.ranks} ranks in nodes of {node}. " + ". ".join(told) + "."

@@ -1,0 +1,186 @@
+"""Whole tensors from all ranks of a mesh, and back: weights, gradients, the optimizer's moments.
+
+A whole tensor is found in two steps: the pieces that ZeRO has dealt out to the copies make a part
+as the tensor group cuts it (`local`), and the group's parts the whole (`whole`). A checkpoint takes
+the first step alone: torch.distributed.checkpoint does the second, for whatever ranks read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardlab.pipeline.parts import gathered
+from shardlab.ranks import check_group
+from shardlab.ranks.renamed import all_gather_single
+from shardlab.zero import all_gather
+
+if TYPE_CHECKING:
+    from .core import Parallel
+
+Of = Callable[[torch.nn.Parameter], Tensor | None]
+
+
+@torch.no_grad()
+def local(job: Parallel, of: Of) -> dict[str, Tensor]:
+    """By name, `of` each parameter as this rank's tensor group cuts it; all copies call it.
+
+    of(piece) is a tensor of the piece's shape, such as its gradient; None stands for zeros.
+    """
+    if job.sharded is None:
+        pairs = ((name, p, of(p)) for name, p in job.named_parameters())
+        return {n: torch.zeros_like(p) if v is None else v.detach() for n, p, v in pairs}
+    found: dict[str, Tensor] = {}
+    for flat in job.sharded.flats:
+        full = flat.empty(flat.master).zero_()
+        for piece, place in zip(flat.pieces, flat.cut(full[flat.own]), strict=True):
+            if (value := of(piece)) is not None and piece.numel():
+                place.copy_(value)
+        all_gather(full, flat.own, flat.group).wait()
+        found |= zip(flat.names, flat.views(full), strict=True)
+    return {name: found[name] for name, _ in job.named_parameters()}
+
+
+@torch.no_grad()
+def whole(job: Parallel, of: Of = lambda piece: piece) -> dict[str, Tensor]:
+    """`of` each parameter of the plain model, whole and in its order, on every rank.
+
+    whole(job): the plain model's state dict. whole(job, lambda piece: piece.grad): its gradients.
+    Every rank calls it; beside the result one tensor at a time is in memory.
+    """
+    mine = local(job, of)
+    for name, tensor in mine.items():
+        mine[name] = _joined(tensor, job.cuts[name], job.groups.tp)
+    stage, _ = check_group(job.groups.pp)
+    shapes = [(name, stage, tensor.shape, tensor.dtype) for name, tensor in mine.items()]
+    found = {}
+    for name, source, shape, dtype in sum(gathered(shapes, job.groups.pp), []):
+        tensor = mine[name].contiguous() if source == stage else None
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtype, device=job.pipeline.device)
+        dist.broadcast(tensor, dist.get_global_rank(job.groups.pp, source), group=job.groups.pp)
+        found[name] = tensor
+    if job.config.tied:
+        found.setdefault("head.weight", found["embedding.weight"])
+    return found
+
+
+def _joined(mine: Tensor, dimension: int | None, group: dist.ProcessGroup) -> Tensor:
+    """A tensor of which each rank of the group has its part along a dimension."""
+    size = check_group(group)[1]
+    if dimension is None or size == 1:
+        return mine.clone()
+    parts = mine.new_empty((size, *mine.shape))
+    all_gather_single(parts.view(-1), mine.contiguous().view(-1), group=group)
+    return torch.cat(list(parts), dimension)
+
+
+# For `shardlab.checkpoint`: the tensors of a job by the plain model's names, and back.
+
+
+@contextmanager
+def checkpoint_tensors(job: Parallel, optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
+    """Weights and optimizer states; parts of matrices as DTensors along the tensor group.
+
+    They are copies: pieces of ZeRO's are gathered over the copies of the model first.
+    """
+    _warm(job, optimizer)
+    if job.sharded is not None:  # where a piece was warmed, it was a step: for one rank, for all
+        job.sharded.changed()
+    mesh = DeviceMesh.from_group(job.groups.tp, job.pipeline.device.type)
+    states = {name: optimizer.state[p] for name, p in job.named_parameters()}
+    kinds = sorted({(key, v.dim() > 0) for s in states.values() for key, v in s.items()})
+    model = _named(job, local(job, lambda piece: piece), mesh)
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, wide in kinds:
+        if wide:
+            values = _named(job, local(job, lambda p, key=key: optimizer.state[p][key]), mesh)
+        else:
+            values = {name: state[key].clone() for name, state in states.items()}
+        for name, value in values.items():
+            moments.setdefault(_first(job, name), {})[key] = value
+    if job.config.tied and "embedding.weight" in model:
+        model["head.weight"] = model["embedding.weight"]
+    yield {"model": model, "optimizer": moments}
+
+
+@torch.no_grad()
+def restore(job: Parallel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Put such tensors, which a checkpoint has filled, into this rank's pieces."""
+    mine = {name: _local(value) for name, value in state["model"].items()}
+    _give(job, mine, lambda piece: piece)
+    for key in sorted({key for values in state["optimizer"].values() for key in values}):
+        values = {
+            name: _local(state["optimizer"][_first(job, name)][key])
+            for name, _ in job.named_parameters()
+        }
+        if all(value.dim() == 0 for value in values.values()):
+            for name, p in job.named_parameters():
+                optimizer.state[p][key].copy_(values[name])
+        else:
+            _give(job, values, lambda piece, key=key: optimizer.state[piece][key])
+    if job.sharded is not None:
+        job.sharded.changed()
+
+
+def _give(job: Parallel, values: dict[str, Tensor], target: Callable[[Any], Tensor]) -> None:
+    """Copy what is named by parameter, as the tensor group cuts it, into what pieces have of it."""
+    if job.sharded is None:
+        for name, parameter in job.named_parameters():
+            target(parameter).copy_(values[name])
+        return
+    for flat in job.sharded.flats:
+        full = flat.empty(flat.master)
+        for view, name in zip(flat.views(full), flat.names, strict=True):
+            view.copy_(values[name])
+        for piece, part in zip(flat.pieces, flat.cut(full[flat.own]), strict=True):
+            target(piece).copy_(part)
+
+
+def _warm(job: Parallel, optimizer: torch.optim.Optimizer) -> None:
+    """Have states for every piece: a step at rate 0 with gradients of 0 makes them, and no more."""
+    pieces = list(job.parameters())
+    if all(p in optimizer.state for p in pieces):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    before = {p: p.grad for p in pieces}
+    steps = [v for s in optimizer.state.values() for v in s.values() if not v.dim()]
+    made = float(steps[0]) if steps else 0.0
+    for p in pieces:  # those that have states already take no part
+        p.grad = None if p in optimizer.state else torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for p in pieces:
+        if p.grad is not None:
+            for value in optimizer.state[p].values():
+                value.fill_(0.0 if value.dim() else made)
+        p.grad = before[p]
+
+
+def _named(job: Parallel, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in mine.items():
+        dimension = job.cuts[name]
+        if dimension is not None and mesh.size() > 1:
+            tensor = DTensor.from_local(tensor.clone(), mesh, [Shard(dimension)], run_check=False)
+        found[name] = tensor
+    return found
+
+
+def _first(job: Parallel, name: str) -> str:
+    """A tied head's states go by the embedding's name, as in one process."""
+    return "embedding.weight" if job.config.tied and name == "head.weight" else name
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value

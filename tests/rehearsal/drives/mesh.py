@@ -1,0 +1,138 @@
+"""Three cuts at once: steps, the norm, whole weights, checkpoints, dropout, torch's mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardlab import count, mesh, pipeline, ranks
+from shardlab.checkpoint import Checkpoints, Training
+from shardlab.mesh import Mesh
+from shardlab.model import loss
+
+from .common import GPT2, LLAMA, batch, folder, near, on, solution, twice, waits, world
+
+
+def _shape(**degrees: int) -> Mesh:
+    """A mesh with these degrees, if there are as many ranks; otherwise of copies alone."""
+    shape, size = Mesh(**degrees), world()[2]
+    return shape if shape.ranks == size else Mesh(dp=size)
+
+
+def _job(shape: Mesh, config: Any = GPT2, zero: int = 0, **options: Any) -> Any:
+    plain, mine = twice(config)
+    groups = mesh.join(shape, world()[0])
+    plan = pipeline.schedule("1f1b", shape.pp, 1 if shape.dp > 2 else 2)
+    return plain, mesh.Parallel(mine, groups, plan, zero, **options)
+
+
+def _step(shape: Mesh, config: Any = GPT2, zero: int = 0, **options: Any) -> None:
+    plain, job = _job(shape, config, zero, **options)
+    copy, optimizer = dist.get_rank(job.groups.dp), torch.optim.AdamW(job.parameters())
+    x, y = batch(config)
+    with count.sent() as sent:
+        value = job.step(x.chunk(shape.dp)[copy], y.chunk(shape.dp)[copy])
+    mesh.counted(sent, job)
+    wanted = loss(plain(x), y)
+    wanted.backward()
+    near(value, wanted)
+    found = mesh.whole(job, lambda piece: piece.grad)
+    for name, parameter in plain.named_parameters():
+        near(found[name], parameter.grad)
+    near(job.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0), 1e-3)
+    optimizer.step()
+    mesh.held(job, optimizer)
+    job.full_state_dict()
+
+
+@on(1, 2, 4)
+def data_and_tensor():
+    for zero in range(4):
+        _step(_shape(dp=2, tp=2), zero=zero)
+    _step(_shape(dp=2, tp=2), LLAMA, zero=3, sequence=True)
+
+
+@on(1, 2, 4)
+def stages_and_tensor():
+    _step(_shape(pp=2, tp=2), sequence=True)
+    _step(_shape(pp=2), zero=1)
+
+
+@on(4)
+def copies_of_stages():
+    _step(Mesh(dp=2, pp=2), zero=1)
+    _step(Mesh(dp=2, pp=2, order=("tp", "pp", "dp")), LLAMA)
+
+
+@on(2, 4)  # on a GPU that is shared, messages pass through the host
+def hot_path():
+    size = world()[2]
+    for shape, zero in ((_shape(pp=2, tp=2), 1), (_shape(dp=2, tp=2), 3), (Mesh(pp=size), 0)):
+        if shape.pp > 2:
+            continue
+        _, job = _job(shape, replace(GPT2, dropout=0.0), zero)
+        optimizer = torch.optim.AdamW(job.parameters(), foreach=False, capturable=False)
+        x, y = (part.chunk(shape.dp)[dist.get_rank(job.groups.dp)] for part in batch())
+        for step in range(2):
+            with waits() as found:
+                job.step(x, y)
+                job.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step:  # the first one makes connections
+                assert not found, f"the host waits at {found}"
+
+
+@on(1, 2, 4)
+def dropout():
+    config = replace(GPT2, dropout=0.3)
+    _, job = _job(_shape(dp=2, tp=2), config, zero=1, sequence=True)
+    x, y = (part.chunk(job.groups.dp.size())[job.groups.dp.rank()] for part in batch(config))
+    job.step(x, y)
+
+
+@on(1, 2, 4)
+def a_checkpoint():
+    config = replace(GPT2, tied=False)
+    with folder() as path:
+        states = []
+        for number, shape in enumerate((_shape(pp=2, tp=2), Mesh(dp=world()[2]))):
+            _, job = _job(shape, config, zero=1)
+            optimizer = torch.optim.AdamW(job.parameters(), foreach=False)
+            training = Training(job, optimizer)
+            with Checkpoints(path, world()[0]) as store:
+                if number:
+                    store.load(training)
+                else:
+                    x, y = (part.chunk(shape.dp)[job.groups.dp.rank()] for part in batch(config))
+                    job.step(x, y)
+                    optimizer.step()
+                    store.save(training)
+            states.append(job.full_state_dict())
+        for name, tensor in states[0].items():
+            assert torch.equal(tensor, states[1][name])
+
+
+@on(1, 2, 4)
+def torchs_mesh():
+    shape = _shape(dp=2, tp=2)
+    sizes = shape.dp, shape.pp, shape.tp
+    theirs = init_device_mesh(ranks.device().type, sizes, mesh_dim_names=mesh.AXES)
+    ours, groups = mesh.join(shape, world()[0]), mesh.groups_of(theirs)
+    for a, b in zip(ours, groups, strict=True):
+        assert dist.get_process_group_ranks(a) == dist.get_process_group_ranks(b)
+
+
+@on(1, 2, 4)
+def solution_of_the_norm():
+    _, job = _job(_shape(pp=2, tp=2))
+    x, y = (part.chunk(job.groups.dp.size())[job.groups.dp.rank()] for part in batch())
+    job.step(x, y)
+    gradients = {name: p.grad for name, p in job.named_parameters()}
+    cut = {name for name, dimension in job.cuts.items() if dimension is not None}
+    found = solution("mesh", "ex-mesh-norm")(gradients, cut, job.groups)
+    near(found, job.clip_grad_norm_(1e9), 1e-4)

@@ -1,0 +1,449 @@
+"""Several cuts at once equal one process; one test per promise."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import benchmark, ran
+from devices import here, random_state
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardlab import count, mesh, pipeline, ranks
+from shardlab.checkpoint import Checkpoints, Training, export
+from shardlab.mesh import Mesh, picture
+from shardlab.model import GPT, Config, loss
+from shardlab.ranks import RankError
+
+GPT2 = Config(vocab=32, seq=8, layers=2, heads=2, hidden=16)
+LLAMA = replace(GPT2, mlp="swiglu", norm="rms", bias=False, tied=False)
+DROPS = replace(GPT2, dropout=0.2)
+DEGREES = st.integers(1, 4)
+ORDERS = st.permutations(mesh.AXES).map(tuple)
+
+
+def run(fn, size):
+    return ranks.run(fn, size, timeout=100, show=False)
+
+
+def plain(config, dtype=torch.float64):
+    """A GPT in which every number says something: biases and norms are not their defaults."""
+    torch.manual_seed(0)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return here(model).to(dtype)
+
+
+def batch(config, step, size):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(config.vocab, (size, config.seq + 1), generator=generator)
+    return here(tokens[:, :-1]), here(tokens[:, 1:])
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def gap(a, b):
+    return (a - b).abs().max().item()
+
+
+def parallel(config, shape, zero=0, sequence=False, microbatches=2, dtype=torch.float64, **more):
+    """A job, and which copy of the model this rank belongs to."""
+    groups = mesh.join(shape, dist.group.WORLD)
+    schedule = pipeline.schedule(more.pop("schedule", "1f1b"), shape.pp, microbatches)
+    job = mesh.Parallel(plain(config, dtype), groups, schedule, zero, sequence, **more)
+    return job, dist.get_rank(groups.dp)
+
+
+def serial_step(model, drops, step, tokens, targets, sizes, microbatches):
+    """One process, which goes through the micro-batches of all copies one after another."""
+    if drops:
+        drops.begin(step)
+    value = 0.0
+    for part, aims in zip(tokens.split(sizes), targets.split(sizes), strict=True):
+        for x, y in zip(
+            part.tensor_split(microbatches), aims.tensor_split(microbatches), strict=True
+        ):
+            mean = loss(model(x), y) * len(x) / len(tokens)
+            mean.backward()
+            value += mean.detach()
+    if drops:
+        drops.end()
+    return value
+
+
+def five_steps(config, shape, sizes, microbatches=2, **options):
+    """Largest differences to one process: losses, gradients, norms; weights after five steps."""
+    if ranks.device().type != "cpu":  # elsewhere heads do not draw what one process draws
+        config = replace(config, dropout=0.0)
+    serial = plain(config)
+    drops = mesh.PlacedDropout(dict(serial.blocks.named_children())) if config.dropout else None
+    job, copy = parallel(config, shape, microbatches=microbatches, **options)
+    optimizers = adamw(serial), adamw(job)
+    worst = dict.fromkeys(("losses", "gradients", "norms"), 0.0)
+    for step in range(5):
+        tokens, targets = batch(config, step, sum(sizes))
+        state = random_state()
+        wanted = serial_step(serial, drops, step, tokens, targets, sizes, microbatches)
+        value = job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
+        assert torch.equal(state, random_state())
+        gradients = mesh.whole(job, lambda piece: piece.grad)
+        found = {
+            "losses": gap(value, wanted),
+            "gradients": max(gap(gradients[n], p.grad) for n, p in serial.named_parameters()),
+        }
+        norm = torch.nn.utils.clip_grad_norm_(serial.parameters(), 0.3)
+        assert norm > 0.3
+        found["norms"] = gap(job.clip_grad_norm_(0.3), norm)
+        worst = {name: max(worst[name], found[name]) for name in worst}
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    full, want = job.full_state_dict(), serial.state_dict()
+    assert list(full) == list(want)
+    return worst | {"weights": max(gap(full[name], want[name]) for name in want)}
+
+
+EIGHT = Mesh(dp=2, pp=2, tp=2)
+CASES = [  # mesh, what else
+    (Mesh(), GPT2, [3], {}),
+    (Mesh(pp=2, tp=2), GPT2, [4], {"sequence": True, "schedule": "gpipe"}),
+    (Mesh(dp=2, pp=2), GPT2, [2, 2], {"zero": 1}),
+    (Mesh(dp=2, tp=2), DROPS, [4, 3], {"zero": 2, "sequence": True}),
+    (Mesh(dp=2, tp=2), LLAMA, [2, 2], {"zero": 3, "sequence": True, "microbatches": 1}),
+    (Mesh(dp=2, tp=2, order=("tp", "pp", "dp")), GPT2, [2, 3], {"zero": 3}),
+    (EIGHT, GPT2, [2, 2], {"zero": 1, "sequence": True}),
+    (EIGHT, replace(DROPS, layers=4), [3, 2], {"zero": 1, "sequence": True, "seed": 0}),
+    (EIGHT, replace(LLAMA, dropout=0.1), [2, 3], {"zero": 0}),
+    (replace(EIGHT, order=("pp", "tp", "dp")), GPT2, [2, 2], {"zero": 1}),
+]
+
+
+@pytest.mark.parametrize(("shape", "config", "sizes", "options"), CASES)
+def test_five_steps_are_those_of_one_process(shape, config, sizes, options):
+    found = run(lambda: five_steps(config, shape, sizes, **options), shape.ranks)
+    # float64: another order of sums shows from 1e-16 on, a mistake at 1e-3.
+    assert max(max(each.values()) for each in found) < 1e-11, found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_bytes_held_and_sent_are_as_predicted(zero, sequence):
+    config = replace(GPT2, vocab=30, hidden=20)  # shards that need padding
+    shape = Mesh(dp=2, tp=2) if zero > 1 else EIGHT
+
+    def work():
+        job, copy = parallel(config, shape, zero, sequence, dtype=torch.float32)
+        optimizer, sizes, rank = adamw(job), [3, 2], dist.get_rank()
+        for step in range(2):
+            tokens, targets = batch(config, step, sum(sizes))
+            with count.sent() as sent:
+                job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
+            optimizer.step()
+        given = shape, rank, sizes[copy], config.seq, 2, zero, sequence
+        sends = mesh.predicted_sent(config, *given)
+        sends["pp"] += sends.pop("twin")
+        assert mesh.counted(sent, job) == sends
+        assert mesh.held(job, optimizer) == mesh.predicted_states(config, shape, rank, zero)
+        return sends
+
+    assert all(sends["tp"] and sends["dp"] for sends in run(work, shape.ranks))
+
+
+def test_a_checkpoint_goes_on_under_another_mesh(tmp_path):
+    config, size = replace(GPT2, tied=False), 8
+
+    def go_on(shape, zero, steps, sequence=False):
+        microbatches = 2 if shape and shape.dp == 2 else 1
+        if shape is None:
+            model, copies, copy = plain(config, torch.float32), 1, 0
+        else:
+            model, copy = parallel(config, shape, zero, sequence, microbatches, torch.float32)
+            copies = shape.dp
+        training = Training(model, adamw(model))
+        with Checkpoints(tmp_path, dist.group.WORLD) as store:
+            if store.steps():
+                store.load(training)
+            begin = contents(shape, training)
+            for step in range(training.step, training.step + steps):
+                tokens, targets = batch(config, step, size)
+                if shape is None:
+                    loss(model(tokens), targets).backward()
+                else:
+                    model.step(tokens.chunk(copies)[copy], targets.chunk(copies)[copy])
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+            training.step += steps
+            if training.step == 3:
+                store.save(training)
+        assert shape is None or model.number == training.step
+        return begin, contents(shape, training)
+
+    def contents(shape, training):
+        """Weights, and the first moments that there are."""
+        states, model = training.optimizer.state, training.model
+        if shape is None:
+            named = dict(model.named_parameters())
+            moments = {n: states[p]["exp_avg"].clone() for n, p in named.items() if p in states}
+            return {n: w.clone() for n, w in model.state_dict().items()}, moments
+        first = mesh.whole(model, lambda piece: states.get(piece, {}).get("exp_avg"))
+        return mesh.whole(model), first if states else {}
+
+    def at(shape, *options):
+        return run(lambda: go_on(shape, *options), shape.ranks if shape else 1)[0]
+
+    def same_bits(found, want):
+        return all(torch.equal(found[i][n], want[i][n]) for i in range(2) for n in want[i])
+
+    _, saved = at(EIGHT, 1, 3, True)
+    _, uninterrupted = at(EIGHT, 1, 2, True)
+    begin, after = at(Mesh(dp=2, tp=2), 1, 2, True)
+    assert same_bits(begin, saved) and same_bits(after, uninterrupted)  # p changes no sum
+    for shape, zero in ((Mesh(dp=4, tp=2), 1), (Mesh(dp=2, tp=2), 3), (None, 0)):
+        begin, after = at(shape, zero, 2)
+        assert same_bits(begin, saved) and not same_bits(after, uninterrupted)
+        # float32: gradients differ by 1e-7, which AdamW makes up to 1e-5 where they are about 0
+        assert max(gap(after[0][n], w) for n, w in uninterrupted[0].items()) < 1e-4
+
+
+def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
+    def work():
+        job, _ = parallel(GPT2, EIGHT, zero=1, dtype=torch.float32)
+        with pytest.raises(ValueError, match="state_dict: .* allowed is full_state_dict()"):
+            job.state_dict()
+        export(job, tmp_path / "model.pt", dist.group.WORLD)
+
+    run(work, 8)
+    model = GPT(GPT2)
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    want = plain(GPT2, torch.float32).state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+
+@given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS)
+def test_groups_are_those_of_torchs_mesh(dp, pp, tp, order):
+    found = Mesh(dp, pp, tp, order)
+    whole = torch.arange(found.ranks).view([getattr(found, axis) for axis in order])
+    for number, axis in enumerate(order):
+        want = whole.movedim(number, -1).flatten(0, 1).tolist()
+        assert sorted(found.groups(axis)) == sorted(want)
+        for group in want:  # a rank is where its group has it
+            assert [found.place(rank)[axis] for rank in group] == list(range(len(group)))
+    assert all(found.rank(**found.place(rank)) == rank for rank in range(found.ranks))
+
+
+def test_ranks_join_the_groups_that_torch_would_give_them():
+    shape = Mesh(dp=2, tp=2)
+
+    def work():
+        ours = mesh.join(shape, dist.group.WORLD)
+        kind = ranks.device().type
+        theirs = init_device_mesh(kind, (2, 1, 2), mesh_dim_names=mesh.AXES)
+        pairs = zip(ours, mesh.groups_of(theirs), strict=True)
+        return [tuple(map(dist.get_process_group_ranks, pair)) for pair in pairs]
+
+    for axis in zip(*run(work, 4), strict=True):
+        assert all(ours == theirs for ours, theirs in axis)
+
+
+@given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS, data=st.data())
+def test_what_leaves_a_node_is_what_neighbours_beyond_it_are_sent(dp, pp, tp, order, data):
+    found = Mesh(dp, pp, tp, order)
+    divisors = [n for n in range(1, found.ranks + 1) if found.ranks % n == 0]
+    node = data.draw(st.sampled_from(divisors))
+    leaving = found.leaving(node, lambda rank: {"dp": 1.0, "pp": 2.0, "tp": 4.0})
+    if node == found.ranks:
+        assert not any(map(sum, leaving.values()))
+    for axis, each in (("dp", 1.0), ("tp", 4.0)):
+        beyond = sum(
+            each
+            for group in found.groups(axis)
+            for i, rank in enumerate(group)
+            if rank // node != group[(i + 1) % len(group)] // node
+        )
+        assert sum(leaving[axis]) == pytest.approx(beyond)
+    assert sum(leaving["pp"]) <= 2.0 * found.ranks
+
+
+def test_tensor_innermost_leaves_least():
+    config = replace(GPT2, hidden=32, layers=4)
+
+    def beyond(shape):
+        sent = [mesh.predicted_sent(config, shape, rank, 8, 16) for rank in range(8)]
+        return sum(map(sum, shape.leaving(4, sent.__getitem__).values()))
+
+    totals = {shape.order: beyond(shape) for shape in mesh.orders(EIGHT)}
+    assert len(totals) == 6
+    assert min(totals, key=totals.get)[-1] == "tp" and max(totals, key=totals.get)[0] == "tp"
+
+
+def test_two_axes_are_those_of_fully_shard_and_parallelize_module():
+    config = replace(GPT2, heads=4, kv_heads=4, tied=False)
+    contenders = benchmark("mesh")
+
+    def work():
+        steps = {name: contenders[name](config, 2) for name in ("ours", "theirs")}
+        for _ in range(3):
+            for step, _ in steps.values():
+                step()
+        full = mesh.whole(steps["ours"][1])
+        pairs = [(full[n], p.full_tensor()) for n, p in steps["theirs"][1].named_parameters()]
+        full_at_start = contenders["built"](config).state_dict()
+        moved = max(gap(w, full_at_start[n]) for n, w in full.items())
+        return max(gap(ours, theirs) for ours, theirs in pairs), moved
+
+    for apart, moved in run(work, 4):
+        # float32; three steps of AdamW at 1e-3, which divides by gradients that may be about 0
+        assert apart < 1e-4 < 1e-3 < moved
+
+
+def test_more_on_a_copy_weighs_more():
+    def work():  # one step without weights: the mean of means
+        job, copy = parallel(GPT2, Mesh(dp=2), microbatches=1)
+        tokens, targets = batch(GPT2, 0, 5)
+        part = (tokens.split([4, 1])[copy], targets.split([4, 1])[copy])
+        wanted = loss(plain(GPT2)(tokens), targets)
+        means = loss(plain(GPT2)(part[0]), part[1])
+        value = job.step(*part)
+        dist.all_reduce(means)
+        return gap(value, wanted), gap(means / 2, wanted)
+
+    for ours, naive in run(work, 2):
+        assert ours < 1e-12 and naive > 1e-3
+
+
+def test_a_limit_that_no_norm_has():
+    def work():
+        job, _ = parallel(GPT2, Mesh(dp=2), zero=1)
+        job.clip_grad_norm_(-1)
+
+    with pytest.raises(RankError, match="limit=-1: allowed are numbers from 0"):
+        run(work, 2)
+
+
+def test_a_step_without_gradients_has_no_norm():
+    def work():
+        job, _ = parallel(GPT2, Mesh(dp=2), zero=1)
+        return job.clip_grad_norm_(1.0).item()
+
+    assert run(work, 2) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Mesh(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
+        (lambda: Mesh(order=("dp", "tp")), r"order=\('dp', 'tp'\): allowed are dp, pp and tp"),
+        (lambda: EIGHT.check(4), "ranks=4: allowed is 8, the product of dp=2, pp=2 and tp=2"),
+        (lambda: EIGHT.place(8), "rank=8: allowed are 0 to 7"),
+        (lambda: EIGHT.leaving(3, lambda rank: {}), "node=3: allowed are divisors of 8 ranks"),
+        (lambda: mesh.check_cuts(GPT2, Mesh(tp=4), "1f1b"), "heads=2: allowed on 4 ranks are mul"),
+        (lambda: mesh.check_cuts(GPT2, Mesh(pp=3), "1f1b"), "pp=3: allowed are divisors of layers"),
+        (lambda: mesh.check_cuts(GPT2, EIGHT, "zb-h1"), "schedule='zb-h1': allowed are gpipe and"),
+        (lambda: mesh.check_cuts(GPT2, EIGHT, "1f1b", 4), "zero=4: allowed are 0, 1, 2 and 3"),
+        (lambda: mesh.check_cuts(GPT2, EIGHT, "1f1b", 2), "zero=2 with pp=2: allowed are 0 and 1"),
+        (lambda: mesh.check_cuts(GPT2, EIGHT, "1f1b", 0, 9), "seq=9: allowed with sequence paral"),
+    ],
+)
+def test_what_no_mesh_can_train(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def trained(capsys, line):
+    return ran(capsys, "mesh", "--steps", "3", *line.split())
+
+
+def test_the_command_trains_counts_and_compares(capsys):
+    status, out, _ = trained(capsys, "--dp 2 --tp 2 --pp 2 --zero 1 --json")
+    found = json.loads(out)
+    assert status == 0 and len(found["ranks"]) == 8 and found["tokens_per_second"] > 0
+    for one in found["ranks"]:
+        assert one["held"] == one["held_predicted"] and one["sent"] == one["sent_predicted"]
+    # float32, three steps: losses of 5.5 in units of 5e-7; weights through AdamW
+    assert max(found["differences"].values()) < 1e-4
+    status, out, _ = trained(capsys, "--tp 2 --seq 8 --batch 2")
+    assert status == 0 and "held and sent as predicted, to the byte" in out
+
+
+def test_a_budget_is_met_before_anything_starts(capsys):
+    status, out, _ = ran(capsys, "mesh", "--budget", "1e5")
+    assert status == 1 and out.startswith("does not fit: the fullest rank would hold 538,624 of")
+    status, out, _ = ran(capsys, "mesh", "--budget", "1e5", "--json")
+    assert status == 1 and json.loads(out) == {"fits": False, "needs": 538624, "budget": 1e5}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--dp two", "dp='two': allowed are whole numbers above 0"),
+        ("--tp 3", "heads=2: allowed on 3 ranks are multiples of 3"),
+        ("--zero -1", "zero=-1: allowed are 0, 1, 2 and 3"),
+        ("--steps 2", "steps=2: allowed are whole numbers, 3 or more"),
+        ("--dp 3", "batch=8: allowed are multiples of dp=3, 3 or more"),
+        ("--dp 4 --microbatches 4", "batch=8: allowed are multiples of dp=4, 16 or more"),
+        ("--dp 64 --batch 64", "ranks=64: allowed on this machine are 1 to"),
+        ("--pp 2 --zero 3", "zero=3 with pp=2: allowed are 0 and 1"),
+        ("--budget much", "budget='much': allowed are bytes, such as 2e6"),
+        ("--budget -1", "budget=-1: allowed are bytes, such as 2e6"),
+        ("--schedule vee", "schedule='vee': allowed are gpipe and 1f1b"),
+    ],
+)
+def test_options_that_are_refused(capsys, line, words):
+    status, _, err = ran(capsys, "mesh", *line.split())
+    assert status == 2 and words in err
+
+
+@given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS)
+def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
+    found = Mesh(dp, pp, tp, order)
+    for axis in mesh.AXES:
+        rows = picture.packed(found.groups(axis))
+        for row in rows:  # none passes over another
+            assert all(a[-1] < b[0] for a, b in itertools.pairwise(row))
+        assert sorted(sum(sum(rows, []), [])) == list(range(found.ranks))
+
+
+def test_what_no_picture_can_show():
+    with pytest.raises(ValueError, match="node=3: allowed are divisors of 8 ranks"):
+        picture.draw(EIGHT, 3)
+    with pytest.raises(ValueError, match="mesh has 128 ranks: allowed in a picture are 64"):
+        picture.draw(Mesh(dp=128), 8)
+    assert "tensor: 4 × 2 ranks, none leaves its node: [0, 1]" in picture.alt(EIGHT, 4)
+
+
+def test_a_mesh_that_misses_a_rank():
+    def work(how):
+        if how == "too few":
+            mesh.join(Mesh(tp=2), dist.group.WORLD)
+        elif how == "names":
+            mesh.groups_of(init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
+        else:
+            numbers = torch.arange(2).view(1, 1, 2)
+            mesh.groups_of(DeviceMesh("cpu", numbers, mesh_dim_names=mesh.AXES))
+
+    for how, words in (
+        ("too few", "ranks=4: allowed is 2, the product of dp=1, pp=1 and tp=2"),
+        ("names", "mesh_dim_names=.*: allowed are dp, pp and tp, each once"),
+        ("misses", "device_mesh: it misses rank [23]; allowed is a mesh with every rank; it has 0"),
+    ):
+        with pytest.raises(RankError, match=words):
+            run(lambda how=how: work(how), 4)
+
+
+def test_sequences_that_the_tensor_group_cannot_share():
+    def work():
+        job, _ = parallel(GPT2, Mesh(tp=2), sequence=True, microbatches=1)
+        tokens, targets = batch(replace(GPT2, seq=7), 0, 2)
+        job.step(tokens, targets)
+
+    with pytest.raises(RankError, match="seq=7: allowed are multiples of 2 ranks"):
+        run(work, 2)

@@ -318,7 +318,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # These are the largest differences of any number in the model: another order of sums, no more.
-# In float64 [the tests](../tests/test_mesh.py) hold ten meshes to $10^{-11}$, with clipping, dropout and uneven batches in all of them.
+# In float64 [the tests](../tests/test_mesh.py) hold ten meshes to $10^{-11}$ after each of five steps, all with clipping, some with dropout and uneven batches.
 #
 # ## What each of them needs
 #

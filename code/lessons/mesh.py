@@ -754,6 +754,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # What is loaded has the same bits everywhere. What follows has them where the order of sums is the same: a pipeline changes no sum, as long as micro-batches stay, so $p$ may change; another $t$ or $d$ adds up in another order, and differs in the last digits.
+# Dropout goes on with the same numbers, too, where `PlacedDropout` draws them and $d \cdot m$ stays: [the tests](../tests/test_mesh.py) hold it to the bit.
 #
 # ## What goes wrong before it starts
 #

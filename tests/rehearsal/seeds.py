@@ -74,15 +74,6 @@ SEEDS = [
         gpus=2,
     ),
     Seed(
-        "the batch's size on the CPU for a group of nccl",
-        "mesh/core.py",
-        "total = torch.full((), len(tokens_BS), device=tokens_BS.device)",
-        "total = torch.full((), len(tokens_BS))",
-        "mesh.data_and_tensor",
-        finding("group"),
-        gpus=2,
-    ),
-    Seed(
         "the host's generator",
         "count/speed.py",
         "torch.randn(side, side, device=device).to(dtype)",

@@ -268,7 +268,7 @@ show.source(adjoint.disproof)
 
 
 # %% [markdown]
-# Each of the course's operators goes through all sixteen pairs of words, and through one more operator: $f$ whose author forgot what its backward is for.
+# Each of the course's operators, the two of the [next lesson](sequence_parallel.md) included, goes through all sixteen pairs of words, and through one more operator: $f$ whose author forgot what its backward is for.
 
 # %%
 class Forgets(torch.autograd.Function):
@@ -433,7 +433,7 @@ show.source(core.Follow.backward, core.Follow.dual)
 # %% [markdown]
 # What comes after is ordinary code, and is followed again: all-reduces make R of P, clipping is an operation, and the step must not add what does not fit.
 #
-# Here is the course's own GPT on a data × tensor mesh of 2 × 2, with its own functions. `tensor_parallel.words(model)` says V for what is cut and I for what is whole; with the stream cut along the sequence it says R.
+# Here is the course's own GPT on a data × tensor mesh of 2 × 2, with its own functions. `tensor_parallel.words(model)` says V for what is cut and I for what is whole; with the stream cut along the sequence, as in the [next lesson](sequence_parallel.md), norms see a rank's own tokens, and it says R.
 
 # %%
 SMALL = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, tied=False)
@@ -466,7 +466,7 @@ for edges in (tensor_parallel.REPLICATED, ALONG_SEQUENCE):
 
 
 # %% [markdown]
-# No line of the model was changed for it. Now with some steps left out:
+# Nothing of the model was changed for it but the line of words beside each operator. Now with some steps left out:
 
 # %%
 def not_averaged(model, dp, tp):

@@ -328,6 +328,30 @@ def test_the_bias_evens_loads_and_moves_no_weight():
     assert all(p.equal(q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
 
 
+def without_tokens(choices):
+    """Rank 1 has no tokens: its experts compute, and learn from, those of rank 0."""
+    world = dist.group.WORLD
+    serial = gpt(**choices)
+    model = experts.parallelize(copy.deepcopy(serial), world)
+    tokens, targets = batch(0)
+    mine = slice(None) if dist.get_rank() == 0 else slice(0)
+    with experts.watch(model) as routed:
+        loss(model(tokens[mine]), targets[mine], "sum").backward()
+    assert experts.loads(routed, world).sum().item() == pytest.approx(len(routed))
+    loss(serial(tokens), targets, "sum").backward()
+    own = {id(parameter) for parameter in experts.own_parameters(model)}
+    whole = dict(serial.named_parameters())
+    for name, parameter in model.named_parameters():
+        if id(parameter) in own:  # a sum over the ranks' tokens already
+            # Float32: sums of 96 losses, with gradients up to 10.
+            torch.testing.assert_close(parameter.grad, whole[name].grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gshard", "deepseek"])
+def test_a_rank_without_tokens_takes_part(case):
+    run(without_tokens, 2, CASES[case])
+
+
 def skips():
     """Rank 1 has no tokens and goes home early; the others wait for it."""
     model = experts.parallelize(gpt(), dist.group.WORLD)

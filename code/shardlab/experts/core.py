@@ -220,8 +220,8 @@ class Routed(NamedTuple):
     @property
     def count_E(self) -> Tensor:
         """How many tokens chose each expert."""
-        scores_TE, chosen_X = self.scores_BSE.flatten(0, 1), self.chosen_BSC.flatten()
-        count_E = torch.zeros_like(scores_TE[0], dtype=torch.int64)
+        chosen_X = self.chosen_BSC.flatten()
+        count_E = chosen_X.new_zeros(self.scores_BSE.shape[-1])
         return count_E.index_add_(0, chosen_X, torch.ones_like(chosen_X))
 
     @property

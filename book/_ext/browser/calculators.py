@@ -10,6 +10,7 @@ import sys
 MODULES = {
     "memory": "shardlab.memory.command",
     "schedule": "shardlab.pipeline.command",
+    "mesh": "shardlab.mesh.command",
     "strategy": "shardlab.strategy.command",
 }
 
@@ -123,6 +124,23 @@ def schedule(given):
     return {"said": said, "head": ["a step", "of all stages"], "rows": rows, "picture": picture}
 
 
+def mesh(given):
+    """Who is with whom along each axis; a bar stands where a node ends."""
+    found = command("mesh", given)
+    node, rows = found["node"], []
+    for axis, groups in found["groups"].items():
+        name, _, told = found["said"][axis].partition(": ")
+        for group in groups:
+            words = ""
+            for place, rank in enumerate(group):
+                before = group[place - 1] if place else rank
+                words += (" | " if before // node != rank // node else " ") + str(rank)
+            rows.append([name, words.strip()])
+    said = ". ".join(found["said"].values()) or "One rank is alone along every axis"
+    head = ["along", "together; | where a message leaves its node"]
+    return {"said": f"{said}.", "head": head, "rows": rows}
+
+
 def strategy(given):
     """The layouts that fit and are fastest, and why no more do."""
     found = command("strategy", given)
@@ -144,7 +162,7 @@ def strategy(given):
     return {"said": "; ".join([said, *ruled]) + ".", "head": head, "rows": rows}
 
 
-CALCULATORS = {"memory": memory, "schedule": schedule, "strategy": strategy}
+CALCULATORS = {"memory": memory, "schedule": schedule, "mesh": mesh, "strategy": strategy}
 
 
 def answer(question):

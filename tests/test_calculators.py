@@ -75,7 +75,13 @@ def test_a_mesh_is_what_the_command_says(capsys) -> None:
         ["tensor", "1 | 3"],
     ]
     assert "tensor: 2 × 2 ranks, all leave their node." in found["said"]
-    assert answer("mesh", node="1")["rows"] == []
+    picture = found["picture"]
+    numbers = [words for tag, _, words in picture["shapes"] if tag == "text" and words.isdigit()]
+    assert numbers == [*"0123", *"0213"]  # each once along each axis; 0 and 2, then 1 and 3
+    lines = [look["stroke-dasharray"] for tag, look, _ in picture["shapes"] if tag == "line"]
+    assert lines == ["none", "none", "4 3", "4 3"]
+    assert [*calculators.RANKS] == show.RANK_COLORS
+    assert answer("mesh", node="1")["rows"] == [] and "picture" not in answer("mesh", node="1")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlab import count, mesh, pipeline, ranks
 from shardlab.checkpoint import Checkpoints, Training, export
-from shardlab.mesh import Mesh, picture
+from shardlab.mesh import Mesh, layout, picture
 from shardlab.model import GPT, Config, loss
 from shardlab.ranks import RankError
 
@@ -419,7 +419,7 @@ def test_options_that_are_refused(capsys, line, words):
 def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
     found = Mesh(dp, pp, tp, order)
     for axis in mesh.AXES:
-        rows = picture.packed(found.groups(axis))
+        rows = layout.packed(found.groups(axis))
         for row in rows:  # none passes over another
             assert all(a[-1] < b[0] for a, b in itertools.pairwise(row))
         assert sorted(sum(sum(rows, []), [])) == list(range(found.ranks))

@@ -124,3 +124,15 @@ def said(mesh: Mesh, axis: str, node: int) -> str:
     where = {0: "none leaves its node", len(groups): "all leave their node"}
     told = where.get(beyond, f"{beyond} of them leave their node")
     return f"{WORDS[axis]}: {len(groups)} × {getattr(mesh, axis)} ranks, {told}"
+
+
+def packed(groups: list[list[int]]) -> list[list[list[int]]]:
+    """Groups in as few rows as let none pass over another."""
+    rows: list[list[list[int]]] = []
+    for group in sorted(groups):
+        free = [row for row in rows if row[-1][-1] < group[0]]
+        if free:
+            free[0].append(group)
+        else:
+            rows.append([group])
+    return rows

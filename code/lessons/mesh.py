@@ -685,7 +685,7 @@ for knobs in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3")
 # ### When more is slower
 
 # %% tags=["measured", "hide-input"]
-# Table: milliseconds of a step on 1, 2 and 4 tensor ranks, a narrow and a wide model
+# Table: milliseconds of a step on 1, 2 and 4 tensor ranks, two widths
 for attempt in range(3):
     rows, slower = [], {}
     for hidden, seq in ((32, 32), (512, 128)):

@@ -64,6 +64,26 @@ def test_a_schedule_is_what_the_command_says(capsys) -> None:
     assert rows["cost"] == f"{facts['cost']:.6g}"
 
 
+def test_a_mesh_is_what_the_command_says(capsys) -> None:
+    found = answer("mesh", dp="2", tp="2", node="2", order="tp,pp,dp")
+    facts = printed(capsys, found["command"])
+    assert facts["groups"] == {"dp": [[0, 1], [2, 3]], "tp": [[0, 2], [1, 3]]}
+    assert found["rows"] == [
+        ["data", "0 1"],
+        ["data", "2 3"],
+        ["tensor", "0 | 2"],
+        ["tensor", "1 | 3"],
+    ]
+    assert "tensor: 2 × 2 ranks, all leave their node." in found["said"]
+    picture = found["picture"]
+    numbers = [words for tag, _, words in picture["shapes"] if tag == "text" and words.isdigit()]
+    assert numbers == [*"0123", *"0213"]  # each once along each axis; 0 and 2, then 1 and 3
+    lines = [look["stroke-dasharray"] for tag, look, _ in picture["shapes"] if tag == "line"]
+    assert lines == ["none", "none", "4 3", "4 3"]
+    assert [*calculators.RANKS] == show.RANK_COLORS
+    assert answer("mesh", node="1")["rows"] == [] and "picture" not in answer("mesh", node="1")
+
+
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
@@ -73,6 +93,10 @@ def test_a_schedule_is_what_the_command_says(capsys) -> None:
         ("memory", {"dp": "8"}),
         ("strategy", {"model": "llama-3-405b", "gpu": "h100", "gpus": "8"}),
         ("strategy", {"model": "llama-3-8b", "gpu": "abacus", "gpus": "8"}),
+        ("mesh", {"dp": "3", "node": "2"}),
+        ("mesh", {"dp": "0", "node": "1"}),
+        ("mesh", {"dp": "2", "node": "0"}),
+        ("mesh", {"dp": "1024", "node": "8"}),
         ("schedule", {"name": "1f1b", "stages": "four", "microbatches": "8"}),
         ("schedule", {"name": "zb-v", "stages": "4", "microbatches": "8", "chunks": "3"}),
         ("schedule", {"name": "1f1b", "stages": "4", "microbatches": "8", "hop": "-1"}),
@@ -187,9 +211,16 @@ GOOD = """
 :gpu: a100
 :gpus: 8
 :::
+
+:::{calculator} mesh
+:dp: 2
+:tp: 2
+:node: 2
+:order: tp,pp,dp
+:::
 """
 WRONG = {
-    "calculator=weather: allowed are memory, schedule, strategy": "{calculator} weather\n",
+    "calculator=weather: allowed are memory, schedule, mesh, strategy": "{calculator} weather\n",
     "stages: allowed for memory are model, dp": "{calculator} memory\n:stages: 4\n",
     "model=gpt-9: allowed are nano": "{calculator} memory\n:model: gpt-9\n",
     "Unknown option keys: ['weather']": "{calculator} memory\n:weather: fair\n",
@@ -209,11 +240,12 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
 
 def test_a_form_says_without_a_script_what_to_type(book: Book) -> None:
     forms = re.findall(r'<form class="calculator".*?</form>', book.page("book/index"), re.DOTALL)
-    assert len(forms) == 3
+    assert len(forms) == 4
     lines = [re.search(r'calculator-command">(.*?)</pre>', form) for form in forms]
     assert lines[0][1] == "python -m shardlab memory --model gpt-2 --dp 8 --zero 1"
     assert lines[2][1] == "python -m shardlab strategy --model gpt-2 --gpu a100 --gpus 8"
     assert lines[1][1] == "python -m shardlab schedule zb-h1 --stages 4 --microbatches 8"
+    assert lines[3][1] == "python -m shardlab mesh --dp 2 --tp 2 --node 2 --order tp,pp,dp"
     for form in forms:
         assert re.search(r'aria-label="\w+ \w+', form)
         fields = re.findall(r"<(?:input|select) ", form)

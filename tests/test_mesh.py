@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlab import count, mesh, pipeline, ranks
 from shardlab.checkpoint import Checkpoints, Training, export
-from shardlab.mesh import Mesh, picture
+from shardlab.mesh import Mesh, layout, picture
 from shardlab.model import GPT, Config, loss
 from shardlab.ranks import RankError
 
@@ -378,6 +378,12 @@ def test_the_command_trains_counts_and_compares(capsys):
     assert status == 0 and "held and sent as predicted, to the byte" in out
 
 
+def test_groups_are_printed_and_nothing_is_trained(capsys):
+    status, out, _ = ran(capsys, "mesh", "--dp", "2", "--tp", "2", "--node", "2")
+    assert status == 0 and "tensor: 2 × 2 ranks, none leaves its node\n  0 1\n  2 3\n" in out
+    assert out.endswith("data: 2 × 2 ranks, all leave their node\n  0 2\n  1 3\n")
+
+
 def test_a_budget_is_met_before_anything_starts(capsys):
     status, out, _ = ran(capsys, "mesh", "--budget", "1e5")
     assert status == 1 and out.startswith("does not fit: the fullest rank would hold 538,624 of")
@@ -398,6 +404,9 @@ def test_a_budget_is_met_before_anything_starts(capsys):
         ("--pp 2 --zero 3", "zero=3 with pp=2: allowed are 0 and 1"),
         ("--budget much", "budget='much': allowed are bytes, such as 2e6"),
         ("--budget -1", "budget=-1: allowed are bytes, such as 2e6"),
+        ("--node 3", "node=3: allowed are divisors of 1 ranks"),
+        ("--dp 1024 --node 8", "mesh has 1024 ranks: allowed with --node are 512 at most"),
+        ("--order tp,dp --node 1", "order='tp,dp': allowed are dp, pp and tp, each once, with"),
         ("--schedule vee", "schedule='vee': allowed are gpipe and 1f1b"),
     ],
 )
@@ -410,7 +419,7 @@ def test_options_that_are_refused(capsys, line, words):
 def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
     found = Mesh(dp, pp, tp, order)
     for axis in mesh.AXES:
-        rows = picture.packed(found.groups(axis))
+        rows = layout.packed(found.groups(axis))
         for row in rows:  # none passes over another
             assert all(a[-1] < b[0] for a, b in itertools.pairwise(row))
         assert sorted(sum(sum(rows, []), [])) == list(range(found.ranks))

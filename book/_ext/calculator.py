@@ -69,6 +69,7 @@ class Field(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
+ORDERS = ("dp,pp,tp", "dp,tp,pp", "pp,dp,tp", "pp,tp,dp", "tp,dp,pp", "tp,pp,dp")
 CALCULATORS = {
     "memory": (
         "What a rank of a training job holds",
@@ -97,6 +98,16 @@ CALCULATORS = {
             Field("backward_input", "time of its backward, of the input", "1"),
             Field("backward_weight", "time of its backward, of the weights", "1"),
             Field("hop", "time of a message", "0"),
+        ),
+    ),
+    "mesh": (
+        "Who is with whom in a mesh of ranks",
+        (
+            Field("dp", "copies of the model", "1"),
+            Field("pp", "stages of a pipeline", "1"),
+            Field("tp", "ranks that share each matrix", "1"),
+            Field("node", "ranks of a node"),
+            Field("order", "order, from the outermost in", "dp,pp,tp", ORDERS),
         ),
     ),
     "strategy": (

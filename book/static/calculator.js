@@ -35,7 +35,25 @@
   // of a backward are cut at the left, a backward of weights is low, a whole one has it as its foot.
   const TALL = 26, STEP = 31, LEFT = 58, CUT = 4, LOW = 0.66, MOST = 5000;
   const WORDS = { F: "forward", B: "backward", I: "backward of the input", W: "backward of the weights" };
-  const picture = (box, { spans, chunks }, said) => {
+  const draw = (parent, tag, given, words) => {
+    const one = parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", tag));
+    for (const [name, value] of Object.entries(given)) one.setAttribute(name, value);
+    if (words !== undefined) one.textContent = words;
+    return one;
+  };
+  const sheet = (box, wide, high, label) => {
+    const frame = add(box, "div", { className: "inline-svg" });
+    const svg = draw(frame, "svg", { width: wide, height: high, viewBox: `0 0 ${wide} ${high}`, role: "img" });
+    svg.style.maxWidth = "none";
+    svg.setAttribute("aria-label", label);
+    return svg;
+  };
+  const picture = (box, { spans, chunks, shapes, wide: width, high: height }, said) => {
+    if (shapes) {
+      const svg = sheet(box, width, height, said);
+      for (const shape of shapes) draw(svg, ...shape);
+      return;
+    }
     const all = spans.flat();
     if (all.length > MOST) {
       add(box, "p", { textContent: `A picture of ${all.length} passes would be too large: ${MOST} can be drawn.` });
@@ -48,16 +66,7 @@
     const room = Math.max(240, box.clientWidth - LEFT - 4);
     const unit = Math.min(Math.max(room, (12 * end) / shortest), Math.max(room, 6000)) / end;
     const wide = Math.ceil(LEFT + end * unit + 2), high = spans.length * STEP + 18;
-    const draw = (parent, tag, given, words) => {
-      const one = parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", tag));
-      for (const [name, value] of Object.entries(given)) one.setAttribute(name, value);
-      if (words !== undefined) one.textContent = words;
-      return one;
-    };
-    const frame = add(box, "div", { className: "inline-svg" });
-    const svg = draw(frame, "svg", { width: wide, height: high, viewBox: `0 0 ${wide} ${high}`, role: "img" });
-    svg.style.maxWidth = "none";
-    svg.setAttribute("aria-label", `Timeline, a row for each stage and a box for each pass. ${said}`);
+    const svg = sheet(box, wide, high, `Timeline, a row for each stage and a box for each pass. ${said}`);
     const path = (corners, kind, chunk) => {
       const shape = draw(svg, "path", { d: `M${corners.map((at) => at.map((x) => x.toFixed(1)).join(" ")).join("L")}Z` });
       shape.setAttribute("class", `pass-${kind}`);

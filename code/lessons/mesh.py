@@ -149,14 +149,21 @@ for axis, name in enumerate(("data", "pipeline", "tensor")):
     print(f"{name:8}", groups((2, 2, 2), axis))
 
 # %% [markdown]
-# Ranks of a group differ in one digit, and in no other. Put your own numbers into the first line, and the picture follows:
+# Ranks of a group differ in one digit, and in no other. Put your own numbers into the cell's first line, and the picture follows; or into the form below it, which needs no Python of yours:
 
 # %%
 DEGREES, NODE = Mesh(dp=2, pp=2, tp=2), 4  # ranks in a node
 show.figure(picture.draw(DEGREES, NODE), picture.alt(DEGREES, NODE), "mesh-groups")
 
 # %% [markdown]
-# A dashed line leaves its node. With `order=("tp", "pp", "dp")` the tensor groups do:
+# :::{calculator} mesh
+# :dp: 2
+# :pp: 2
+# :tp: 2
+# :node: 4
+# :::
+#
+# In the picture a dashed line leaves its node. With `order=("tp", "pp", "dp")` the tensor groups do:
 
 # %%
 WRONG = replace(DEGREES, order=("tp", "pp", "dp"))
@@ -598,7 +605,7 @@ print("clip_grad_norm_:", refused)
 # A `DTensor` knows how it is cut, so a matrix has two entries, one for each axis, and a norm one.
 # That is also the trap: in torch 2.13 (November 2026) `clip_grad_norm_` refuses gradients of which some lie on one axis and some on two. In torchtitan the norms are made DTensors of both axes first.
 #
-# In [the benchmark](../benchmarks/mesh.py) ours takes 0.54 of this one's time on four ranks of two cores with 0.97 of its peak memory (loopback, a model of 8 M parameters; 0.84 with layers four times as wide, since what costs is the dispatch of each operation). It does not carry over to GPUs, where the dispatch hides.
+# In [the benchmark](../benchmarks/mesh.py) ours takes 0.52 of this one's time on four ranks of two cores with 0.97 of its peak memory (loopback, a model of 8 M parameters; 0.77 with layers four times as wide, since what costs is the dispatch of each operation), and reaches 60 % of the floor, which is compute alone and the work of moving the bytes. It does not carry over to GPUs, where the dispatch hides.
 #
 # ### Hybrid sharding: ZeRO-3 in a node, copies across
 #
@@ -678,7 +685,7 @@ for knobs in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3")
 # ### When more is slower
 
 # %% tags=["measured", "hide-input"]
-# Table: milliseconds of a step on 1, 2 and 4 tensor ranks, a narrow and a wide model
+# Table: milliseconds of a step on 1, 2 and 4 tensor ranks, two widths
 for attempt in range(3):
     rows, slower = [], {}
     for hidden, seq in ((32, 32), (512, 128)):

@@ -10,6 +10,7 @@ import sys
 MODULES = {
     "memory": "shardlab.memory.command",
     "schedule": "shardlab.pipeline.command",
+    "mesh": "shardlab.mesh.command",
     "strategy": "shardlab.strategy.command",
 }
 
@@ -123,6 +124,73 @@ def schedule(given):
     return {"said": said, "head": ["a step", "of all stages"], "rows": rows, "picture": picture}
 
 
+def mesh(given):
+    """Who is with whom along each axis; a bar stands where a node ends."""
+    found = command("mesh", given)
+    node, rows = found["node"], []
+    for axis, groups in found["groups"].items():
+        name, _, told = found["said"][axis].partition(": ")
+        for group in groups:
+            words = ""
+            for place, rank in enumerate(group):
+                before = group[place - 1] if place else rank
+                words += (" | " if before // node != rank // node else " ") + str(rank)
+            rows.append([name, words.strip()])
+    said = ". ".join(found["said"].values()) or "One rank is alone along every axis"
+    head = ["along", "together; | where a message leaves its node"]
+    answer = {"said": f"{said}.", "head": head, "rows": rows}
+    few = 1 < found["ranks"] <= 64
+    return {**answer, "picture": _panels(found)} if few else answer
+
+
+RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8C8C8C")
+
+
+def _panels(found):
+    """A panel for each axis, as `shardlab.mesh.picture` draws them: SVG's shapes, in its units."""
+    from shardlab.mesh.layout import packed
+
+    node, size, step, shapes = found["node"], 24, 28, []
+
+    def left(rank):
+        return 6 + rank * step + rank // node * 14
+
+    def box(x, y, wide, high, **look):
+        shapes.append(["rect", {"x": x, "y": y, "width": wide, "height": high, **look}, ""])
+
+    y = 0
+    for axis, groups in found["groups"].items():
+        shapes.append(["text", {"x": 2, "y": y + 14}, found["said"][axis]])
+        rows = packed(groups)
+        y += 24
+        for first in range(0, found["ranks"], node):
+            wide = left(first + node - 1) + size - left(first) + 8
+            frame = {"fill": "none", "stroke": "currentColor", "stroke-opacity": 0.5}
+            box(left(first) - 4, y - 4, wide, len(rows) * step + 4, **frame)
+        for row in rows:
+            for group in row:
+                for place, rank in enumerate(group[1:]):
+                    before = group[place]
+                    ends = {"x1": left(before) + size, "x2": left(rank)}
+                    line = {
+                        **ends,
+                        "y1": y + size / 2,
+                        "y2": y + size / 2,
+                        "stroke": "currentColor",
+                    }
+                    line["stroke-dasharray"] = "4 3" if before // node != rank // node else "none"
+                    shapes.append(["line", line, ""])
+                for rank in group:
+                    ink = "#fff" if rank % 8 == 0 else "#000"
+                    box(left(rank), y, size, size, fill=RANKS[rank % 8], stroke="#222")
+                    middle = {"x": left(rank) + size / 2, "y": y + 16, "text-anchor": "middle"}
+                    shapes.append(["text", {**middle, "style": f"fill:{ink}"}, str(rank)])
+            y += step
+        y += 8
+    wide = max(left(found["ranks"] - 1) + size + 8, 320)
+    return {"shapes": shapes, "wide": wide, "high": y}
+
+
 def strategy(given):
     """The layouts that fit and are fastest, and why no more do."""
     found = command("strategy", given)
@@ -144,7 +212,7 @@ def strategy(given):
     return {"said": "; ".join([said, *ruled]) + ".", "head": head, "rows": rows}
 
 
-CALCULATORS = {"memory": memory, "schedule": schedule, "strategy": strategy}
+CALCULATORS = {"memory": memory, "schedule": schedule, "mesh": mesh, "strategy": strategy}
 
 
 def answer(question):

@@ -12,11 +12,7 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 SC 2021 (arXiv 2104.04473).
 """
 
-from .core import Groups, Parallel, groups_of, join
-from .dropout import PlacedDropout
 from .layout import AXES, Mesh, orders
-from .predict import check_cuts, counted, held, predicted_sent, predicted_states
-from .states import local, whole
 
 __all__ = [
     "AXES",
@@ -35,3 +31,28 @@ __all__ = [
     "predicted_states",
     "whole",
 ]
+
+# What needs torch is loaded when it is first asked for: who only looks at groups does not wait for
+# it. Names are whole, so that a recording's key finds the files.
+_LATER = {
+    "Groups": "shardlab.mesh.core",
+    "Parallel": "shardlab.mesh.core",
+    "PlacedDropout": "shardlab.mesh.dropout",
+    "check_cuts": "shardlab.mesh.predict",
+    "counted": "shardlab.mesh.predict",
+    "groups_of": "shardlab.mesh.core",
+    "held": "shardlab.mesh.predict",
+    "join": "shardlab.mesh.core",
+    "local": "shardlab.mesh.states",
+    "predicted_sent": "shardlab.mesh.predict",
+    "predicted_states": "shardlab.mesh.predict",
+    "whole": "shardlab.mesh.states",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LATER[name]), name)

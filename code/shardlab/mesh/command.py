@@ -4,11 +4,16 @@
     python -m shardlab mesh --dp 2 --tp 2 --zero 3 --sequence-parallel --json
     python -m shardlab mesh --tp 2 --hidden 64 --budget 1e6
 
+    python -m shardlab mesh --dp 2 --tp 2 --pp 2 --node 4 --order tp,pp,dp
+
 It starts dp · pp · tp ranks, trains a GPT on the offline text, and prints for each rank what it
 holds (parameters, gradients, optimizer) and sends along each axis, predicted and counted; tokens
 per second; and the largest differences from one process that trains the same batches. --budget
 names the bytes of model states that a rank may hold: what needs more is not started, and the exit
 status is 1. --json prints everything as one object.
+
+With --node, the ranks of a node, nothing is trained: it prints who is with whom along each axis,
+and which groups leave their node. --order names the axes from the outermost in.
 """
 
 from __future__ import annotations
@@ -21,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 from shardlab import options
 from shardlab.shapes import Config
 
-from .layout import Mesh
+from .layout import AXES, Mesh, said
 
 if TYPE_CHECKING:
     from .job import Job
 
+MOST = 512  # ranks whose groups are printed
 KNOBS = {  # option: its default, and what it is
     "dp": (1, "copies of the model"),
     "tp": (1, "ranks that share each matrix"),
@@ -50,6 +56,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         add(name, told if default is None else f"{told} ({default})", "N")
     add("schedule", "of the pipeline: gpipe or 1f1b (1f1b)", "NAME")
     add("budget", "bytes of model states that a rank may hold", "BYTES")
+    add("node", "ranks of a node: print the groups, and train nothing", "N")
+    add("order", "of the axes, from the outermost in (dp,pp,tp)", "AXES")
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
@@ -61,6 +69,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(chosen: argparse.Namespace) -> int:
+    if chosen.node is not None:
+        print(_groups(chosen))
+        return 0
     job = job_of(chosen)
     budget = chosen.budget
     if budget is not None:
@@ -81,6 +92,37 @@ def _main(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _groups(chosen: argparse.Namespace) -> str:
+    """Who is with whom, and what that means for nodes."""
+    mesh, node = _mesh(chosen), options.whole("node", chosen.node)
+    if mesh.ranks % node:
+        raise ValueError(f"node={node}: allowed are divisors of {mesh.ranks} ranks")
+    if mesh.ranks > MOST:
+        raise ValueError(f"mesh has {mesh.ranks} ranks: allowed with --node are {MOST} at most")
+    axes = [axis for axis in reversed(mesh.order) if getattr(mesh, axis) > 1]
+    if chosen.json:
+        groups = {axis: mesh.groups(axis) for axis in axes}
+        told = {axis: said(mesh, axis, node) for axis in axes}
+        return json.dumps({"ranks": mesh.ranks, "node": node, "groups": groups, "said": told})
+    lines = [f"{mesh.ranks} ranks in nodes of {node}, {' → '.join(mesh.order)}"]
+    for axis in axes:
+        lines += ["", said(mesh, axis, node)]
+        lines += [f"  {' '.join(map(str, group))}" for group in mesh.groups(axis)]
+    return "\n".join(lines)
+
+
+def _mesh(chosen: argparse.Namespace) -> Mesh:
+    given = chosen.order
+    order = AXES if given is None else tuple(given.split(","))
+    if sorted(order) != sorted(AXES):
+        raise ValueError(f"order={given!r}: allowed are dp, pp and tp, each once, with commas")
+    degrees = {
+        axis: 1 if getattr(chosen, axis) is None else _whole(axis, getattr(chosen, axis))
+        for axis in AXES
+    }
+    return Mesh(**degrees, order=order)
+
+
 def job_of(chosen: argparse.Namespace) -> Job:
     """The job that the options describe; ValueError for those that describe none."""
     from .job import Job
@@ -89,7 +131,7 @@ def job_of(chosen: argparse.Namespace) -> Job:
         name: default if getattr(chosen, name) is None else _whole(name, getattr(chosen, name))
         for name, (default, _) in KNOBS.items()
     }
-    mesh = Mesh(dp=given["dp"], pp=given["pp"], tp=given["tp"])
+    mesh = _mesh(chosen)
     names = "seq", "layers", "heads", "hidden"
     config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
     return Job(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise, permutations, product
+from itertools import permutations, product
 
 from shardlab.arguments import check_whole
 
@@ -80,7 +80,7 @@ class Mesh:
         """
         for group in self.groups("pp" if axis == "twin" else axis):
             if axis == "pp":
-                for stage, later in pairwise(group):
+                for stage, later in zip(group[:-1], group[1:], strict=True):
                     yield from ((stage, later), (later, stage))
             elif axis == "twin" and len(group) > 1:
                 yield from ((group[0], group[-1]), (group[-1], group[0]))
@@ -115,3 +115,24 @@ def orders(mesh: Mesh) -> list[Mesh]:
     narrow = [axis for axis in AXES if getattr(mesh, axis) == 1]
     wide = permutations(axis for axis in AXES if axis not in narrow)
     return [replace(mesh, order=(*narrow, *order)) for order in wide]
+
+
+def said(mesh: Mesh, axis: str, node: int) -> str:
+    """A line on an axis: how many groups of how many ranks, and how many leave their node."""
+    groups = mesh.groups(axis)
+    beyond = sum(len({rank // node for rank in group}) > 1 for group in groups)
+    where = {0: "none leaves its node", len(groups): "all leave their node"}
+    told = where.get(beyond, f"{beyond} of them leave their node")
+    return f"{WORDS[axis]}: {len(groups)} × {getattr(mesh, axis)} ranks, {told}"
+
+
+def packed(groups: list[list[int]]) -> list[list[list[int]]]:
+    """Groups in as few rows as let none pass over another."""
+    rows: list[list[list[int]]] = []
+    for group in sorted(groups):
+        free = [row for row in rows if row[-1][-1] < group[0]]
+        if free:
+            free[0].append(group)
+        else:
+            rows.append([group])
+    return rows

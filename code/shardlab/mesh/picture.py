@@ -11,7 +11,7 @@ from shardlab import show
 from shardlab.arguments import check_whole
 from shardlab.show.drawing import canvas, on, title, words
 
-from .layout import WORDS, Mesh
+from .layout import Mesh, packed, said
 
 MOST = 64  # ranks that a picture can show
 MANY = 16  # above which cells have no numbers
@@ -67,27 +67,6 @@ def draw(mesh: Mesh, node: int) -> Figure:
             y += size + gap
         y += 0.12 - gap
     return figure
-
-
-def packed(groups: list[list[int]]) -> list[list[list[int]]]:
-    """Groups in as few rows as let none pass over another."""
-    rows: list[list[list[int]]] = []
-    for group in sorted(groups):
-        free = [row for row in rows if row[-1][-1] < group[0]]
-        if free:
-            free[0].append(group)
-        else:
-            rows.append([group])
-    return rows
-
-
-def said(mesh: Mesh, axis: str, node: int) -> str:
-    """A line on an axis: how many groups of how many ranks, and how many leave their node."""
-    groups = mesh.groups(axis)
-    beyond = sum(len({rank // node for rank in group}) > 1 for group in groups)
-    where = {0: "none leaves its node", len(groups): "all leave their node"}
-    told = where.get(beyond, f"{beyond} of them leave their node")
-    return f"{WORDS[axis]}: {len(groups)} × {getattr(mesh, axis)} ranks, {told}"
 
 
 def alt(mesh: Mesh, node: int) -> str:

@@ -1029,6 +1029,14 @@ rows += [
     ("context_parallel", "positions from 0", "gradients of queries: 56 %", PASSES, ""),
     ("context_parallel", "all send first in a ring", "", "", "hangs, with nccl alone"),
     ("context_parallel", "heads that cannot be shared", "", "", "ValueError at once"),
+    ("experts", "averaged over the wrong ranks", "gradients of experts", NOT, ""),
+    ("experts", "a rank skips the exchange", "", NOT, "hangs"),
+    ("experts", "all tokens to one expert", "no: all is right", NOT, "loads, watched"),
+    ("mesh", "a norm that counts numbers t times", "weights", PASSES, ""),
+    ("mesh", "twins that do not meet", "gradients of the twins", NOT, ""),
+    ("mesh", "copies of unequal batches weigh the same", "gradients", PASSES, ""),
+    ("mesh", "dropout: a seed for each rank", "no: random", PASSES, "masks, compared"),
+    ("mesh", "tensor groups across nodes", "no: all is right", PASSES, "bytes, counted"),
     ("data_parallel", "no_sync forgotten", "no: all is right", NOT, "bytes, counted"),
     ("data_parallel", "device of the second node", "", "", "an error, or one full GPU"),
     ("data_parallel", "a rank skips a bucket", "", NOT, "hangs"),
@@ -1088,7 +1096,7 @@ rows += [
 ]
 order = ["memory", "collectives", "gemm", "data_parallel", "train", "zero", "checkpoint"]
 order += ["pipeline", "tensor_parallel", "sequence_parallel", "context_parallel"]
-order += ["deepspeed_engine", "strategy", "cluster"]
+order += ["experts", "mesh", "deepspeed_engine", "strategy", "cluster"]
 head = ["lesson", "mistake", "one step beside one process", "the checker", "else"]
 show.table(
     sorted(rows, key=lambda row: order.index(row[0])),

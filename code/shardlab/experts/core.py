@@ -49,6 +49,8 @@ def exchange(x_RH: Tensor, sent: Sequence[int], received: Sequence[int], group: 
 
 
 class _Exchange(torch.autograd.Function):
+    words = "V -> V"  # each rank its own: see tensor_types
+
     @staticmethod
     def forward(
         ctx: Any, x_RH: Tensor, sent: list[int], received: list[int], group: Group

@@ -40,6 +40,7 @@ from shardlab.machines import MACHINES
 COMMAND = [sys.executable, "-m", "shardlab", "doctor"]
 CPU = ("--device", "cpu", "--timeout", "20")
 SMALL = shutil.disk_usage("/dev/shm").free < 4 * checks.SHARED  # a container's own fault
+BUSY = {"bandwidth", "latency", "speed"}  # what other tests on the same cores slow down
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_")
 
 
@@ -130,7 +131,7 @@ def test_a_folder_that_one_rank_does_not_see_and_its_small_dev_shm(capsys, tmp_p
     plant(monkeypatch, lambda rank: own_mount(tmp_path, "/dev/shm") if rank == 1 else None)
     found, status = consult(capsys, tmp_path, "--ranks", "3")
     assert status == 1
-    assert found["bad"].keys() - {"/dev/shm"} == {"folder", "space"}
+    assert found["bad"].keys() - {"/dev/shm"} - BUSY == {"folder", "space"}
     assert "not seen by rank 1" in found["bad"]["folder"]["found"]
     assert SMALL or "rank 1:" in found["bad"]["/dev/shm"]["found"]
     assert not list(tmp_path.iterdir())
@@ -145,7 +146,7 @@ def test_a_full_disk(capsys, tmp_path):
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     assert status == 1
-    assert found["bad"].keys() == {"folder", "space"}
+    assert found["bad"].keys() - BUSY == {"folder", "space"}
     assert "ENOSPC" in found["bad"]["folder"]["found"]
 
 
@@ -206,7 +207,7 @@ def test_an_interface_that_is_not_there_leaves_the_links_out(capsys, tmp_path, m
 
     plant(monkeypatch, fault)
     found, status = consult(capsys, tmp_path)
-    assert status == 1 and found["bad"].keys() == {"network"}
+    assert status == 1 and found["bad"].keys() - BUSY == {"network"}
     assert "rank 1: GLOO_SOCKET_IFNAME=ib7" in found["bad"]["network"]["found"]
 
 

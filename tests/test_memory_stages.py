@@ -1,7 +1,5 @@
 """Which layers stand where, against published cuts; and how many micro-batches a stage keeps."""
 
-from fractions import Fraction
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,7 +87,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m:
     chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
     plan = pipeline.schedule(name, p, m, chunks if chunks > 1 else None)
     found = [in_flight(p, stage, m, name, chunks) for stage in range(p)]
-    lived = [Fraction(n).limit_denominator(chunks) for n in pipeline.live(plan)]
+    lived = list(pipeline.live(plan))
     if name == "zb-v":  # a bound, which many micro-batches reach
         assert all(n <= most for n, most in zip(lived, found, strict=True))
         assert lived == found or m < 2 * p

@@ -6,8 +6,6 @@ What one layer keeps, tensor by tensor, is counted in `core`; letters as there.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import ceil
 
 from shardlab.shapes import Config
 
@@ -36,7 +34,7 @@ class Activations:
 
     layer: int  # kept by one layer for one micro-batch: by one with experts, where there are some
     layers: int  # on this rank
-    in_flight: int | Fraction  # micro-batches kept at once
+    in_flight: float  # micro-batches kept at once, in parts of all layers
     head: int  # the last norm and the input of the output layer
     logits: int  # kept by the loss: log-softmax in float32
     loss: int  # beside what is kept: two more such tensors; where the vocabulary is cut, the logits
@@ -55,7 +53,7 @@ class Activations:
     def all_layers(self) -> int:
         """Kept by the layers, when most micro-batches are in flight."""
         some = self.layer * (self.layers - self.dense) + self.dense_layer * self.dense
-        return ceil(some * self.in_flight)
+        return round(some * self.in_flight)
 
     @property
     def saved(self) -> int:

@@ -16,7 +16,6 @@ Or the layers of each stage, as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from shardlab.shapes import Config
 
@@ -103,7 +102,7 @@ def in_flight(
     microbatches: int | None = None,
     schedule: str = "1f1b",
     chunks: int = 1,
-) -> int | Fraction:
+) -> float:
     """Micro-batches, each of all layers of `stage`, that are kept at once; None: many, as p.
 
     1F1B: p - k on stage k. Interleaved, counted in chunks, of which a stage has v: Narayanan et al.
@@ -117,7 +116,7 @@ def in_flight(
     if schedule == "interleaved":  # in groups of p micro-batches, or of a few more
         group = ceil_div(m, max(1, m // pp))
         ahead = 2 * (pp - 1 - stage) + (chunks - 1) * group
-        return Fraction(min(ahead + 1, chunks * m) if microbatches else ahead + 1, chunks)
+        return (min(ahead + 1, chunks * m) if microbatches else ahead + 1) / chunks
     most = {"gpipe": m, "zb-h1": pp, "zb-h2": 2 * pp - 1, "zb-v": pp}.get(schedule, pp - stage)
     return most if microbatches is None else min(most, m)
 

@@ -65,7 +65,7 @@ def footprint(job: Job, rates: Mapping[str, float], stage: int = 0) -> Bytes:
         weights = 0.0
     m = layout.microbatches
     flying = in_flight(layout.pp, stage, m, layout.schedule, layout.chunks)
-    kept = activations(job, rates, here) * float(flying)
+    kept = activations(job, rates, here) * flying
     if (waiting := deferred(layout.pp, stage, m, layout.schedule)) and layout.recompute == "none":
         without = replace(job, layout=replace(layout, recompute="selective"))
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting

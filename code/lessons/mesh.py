@@ -36,6 +36,7 @@ import argparse
 import contextlib
 import io
 import json
+import logging
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -584,6 +585,8 @@ def side_by_side():
             if step < 4:
                 optimizer.zero_grad()
     full = mesh.whole(ours)
+    # It gathers along one axis after the other, and warns that this is slow.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     off = max(gap(full[n], p.full_tensor()) for n, p in theirs.named_parameters())
     placed = {n: p.placements for n, p in theirs.named_parameters()}
     refused = ""

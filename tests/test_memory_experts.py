@@ -48,7 +48,7 @@ def test_ranks_and_stages_add_up_to_the_model(
     held = own = 0
     for stage in memory.stages(config, pp):
         held += sum(memory.parameters(config, stage=stage, ep=ep).values())
-        own += in_experts(config, 1, stage, ep)
+        own += in_experts(config, stage=stage, ep=ep)
     assert held + (ep - 1) * own == memory.parameter_count(config)
 
 

@@ -12,7 +12,6 @@ E experts, k of them for each token, N ranks, T tokens of a rank, h hidden, e by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from shardlab import memory
@@ -29,38 +28,17 @@ class Parameters(NamedTuple):
     active: int
 
 
-def network(hidden: int, width: int, gated: bool, bias: bool = False) -> int:
-    """Parameters of one feed-forward network."""
-    inner = 2 if gated else 1
-    return (inner + 1) * hidden * width + (inner * width + hidden) * bias
-
-
 def sparse_layers(config: Config) -> int:
     """How many layers have experts."""
     return config.layers - config.dense_layers if config.experts else 0
 
 
-def layer_parameters(config: Config, experts: int) -> int:
-    """Parameters of a layer's router and shared network, and of `experts` of its experts."""
-    shape = config.hidden, config.mlp == "swiglu", config.bias
-    one = network(shape[0], config.expert_width, *shape[1:])
-    shared = config.shared_experts * config.expert_width
-    around = network(shape[0], shared, *shape[1:]) if shared else 0
-    return config.experts * config.hidden + around + experts * one
-
-
-def with_experts(config: Config, experts: int) -> int:
-    """Parameters of the whole model, if each layer had `experts` of its experts."""
-    plain = replace(config, experts=0)
-    found = sum(memory.parameters(plain).values())
-    shape = config.hidden, config.ffn_width, config.mlp == "swiglu", config.bias
-    return found + sparse_layers(config) * (layer_parameters(config, experts) - network(*shape))
-
-
 def parameters(config: Config) -> Parameters:
     """All parameters of a model with experts, and those that a token goes through."""
-    chosen = config.experts_per_token
-    return Parameters(with_experts(config, config.experts), with_experts(config, chosen))
+    total = memory.parameter_count(config)
+    (alone,) = memory.stages(config)
+    one = memory.in_experts(config, stage=alone, ep=config.experts)  # of each layer
+    return Parameters(total, total - (config.experts - config.experts_per_token) * one)
 
 
 def held(config: Config, ranks: int) -> int:
@@ -70,7 +48,7 @@ def held(config: Config, ranks: int) -> int:
     """
     check_whole(ranks=ranks)
     check_experts(config.experts, ranks)
-    return with_experts(config, config.experts // ranks)
+    return sum(memory.parameters(config, ep=ranks).values())
 
 
 def predicted_calls(config: Config) -> int:
@@ -145,10 +123,10 @@ def latent_parameters(shape: Mapping[str, int]) -> Parameters:
     attention += heads * value * h
     dense = shape["dense_layers"]
     around = shape["layers"] * (attention + 2 * h) + 2 * shape["vocab"] * h + h
-    around += dense * network(h, shape["ffn"], True)
+    around += dense * 3 * h * shape["ffn"]
 
     def counted(experts: int) -> int:
-        one = network(h, shape["expert_ffn"], True)
+        one = 3 * h * shape["expert_ffn"]
         router = shape["experts"] * h
         layer = router + (experts + shape["shared_experts"]) * one
         return around + (shape["layers"] - dense) * layer

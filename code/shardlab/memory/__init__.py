@@ -16,6 +16,7 @@ from .core import OPTIMIZERS, PRECISIONS, Recipe, States, states
 from .counting import (
     PARTS,
     fsdp2_shard,
+    in_experts,
     largest_parameter,
     layer_shapes,
     parameter_count,
@@ -58,6 +59,7 @@ __all__ = [
     "estimate",
     "format_bytes",
     "fsdp2_shard",
+    "in_experts",
     "in_flight",
     "in_flight_layers",
     "korthikanti_layer",

@@ -5,7 +5,7 @@ What one layer keeps, tensor by tensor, is counted in `core`; letters as there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardlab.shapes import Config
 
@@ -73,7 +73,9 @@ def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) ->
     return 3 * z.stream
 
 
-def _parts(config: Config, z: Sizes, again: frozenset[str], kind: str, device: str, tp: int):
+def _parts(
+    config: Config, z: Sizes, again: frozenset[str], kind: str, device: str, tp: int
+) -> dict[str, int]:
     """What one layer keeps, by part: of one with experts, if the model has some."""
     parts = layer_parts(config, z, again, kind, device)
     if config.experts:
@@ -178,8 +180,7 @@ def activations(
     if recompute == "full":
         upcast = config.norm == "rms" and device == "cpu" and z.element < 4
         layer, shared = z.stream, 0 if upcast else z.stream  # the norm keeps it too, or a copy
-    plain = layer_parts(replace(config, experts=0), z, again, kind, device)
-    dense = layer if recompute == "full" else sum(plain.values())
+    plain = sum(layer_parts(config, z, again, kind, device).values())
     working = {moment: size - shared for moment, size in backward.items()}
     last = here.head
     return Activations(
@@ -200,7 +201,7 @@ def activations(
         forward=2 * z.edge + z.order + z.stream + (z.wide if recompute == "full" else 0),
         working=working,
         dense=here.dense,
-        dense_layer=dense,
+        dense_layer=layer if recompute == "full" else plain,
     )
 
 

@@ -148,7 +148,7 @@ def parameter_count(config: Config) -> int:
     return sum(parameters(config).values())
 
 
-def in_experts(config: Config, tp: int, stage: Stage, ep: int) -> int:
+def in_experts(config: Config, tp: int = 1, *, stage: Stage, ep: int = 1) -> int:
     """Of the parameters of a rank of `stage`, those of its experts, which other ranks lack."""
     named = layer_shapes(config, tp, ep).items()
     one = sum(prod(shape) for name, shape in named if name.startswith("ffn.experts."))

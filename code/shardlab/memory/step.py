@@ -119,7 +119,7 @@ def estimate(
     if shards % whole("ep", ep):
         raise ValueError(f"ep={ep}: allowed are divisors of {shards}, the ranks of a group")
     held = sum(parameters(config, tp, pp, here, ep).values())
-    own = in_experts(config, tp, here, ep) if config.experts else 0
+    own = in_experts(config, tp, stage=here, ep=ep) if config.experts else 0
     named = precision, optimizer, zero
     state = States(0, 0, 0)
     for params, ranks in ((held - own, shards), (own, shards // ep)):

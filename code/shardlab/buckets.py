@@ -131,3 +131,11 @@ class Backward:
     def over(self) -> None:
         """The next backward may begin."""
         self._number = None
+
+
+@torch.no_grad()
+def scale_down(gradients: Iterable[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+    """Scale gradients of a joint `norm` down to `limit`, where it is larger, as torch does."""
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.buckets import scale_down
 from shardlab.model import GPT
 from shardlab.ranks import check_group, check_number
 from shardlab.ranks.agree import check_state
@@ -70,9 +71,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
         total[int(mine)] += torch.linalg.vector_norm(gradient, dtype=total.dtype).square()
     dist.all_reduce(total[1:], group=group)
     norm = total.sum().sqrt()
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-    for _, gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+    scale_down((gradient for _, gradient in gradients), norm, limit)
     return norm
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
-from shardlab.buckets import add_up
+from shardlab.buckets import add_up, scale_down
 from shardlab.model import GPT
 from shardlab.pipeline import Pipeline, Schedule
 from shardlab.ranks import agree, check_group, check_number
@@ -236,9 +236,7 @@ class Parallel(nn.Module):
         for group in self.groups if self.zero else (self.groups.pp, self.groups.tp):
             dist.all_reduce(square, group=group)  # a scalar
         norm = square.sqrt()
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-        for gradient in (p.grad for p in trained.values() if p.grad is not None):
-            gradient.mul_(scale.to(gradient.dtype))
+        scale_down((p.grad for p in trained.values() if p.grad is not None), norm, limit)
         return norm
 
     def _counts(self, name: str) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
+from shardlab.buckets import scale_down
 from shardlab.model import GPT
 from shardlab.ranks import check_group, check_number
 from shardlab.ranks.agree import check_state
@@ -180,9 +181,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     cut, whole = (torch.stack(part).sum() if part else nothing.clone() for part in squares.values())
     dist.all_reduce(cut, group=group)  # one number
     norm = (cut + whole).sqrt()
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+    scale_down(gradients, norm, limit)
     return norm
 
 

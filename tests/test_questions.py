@@ -115,9 +115,8 @@ def test_pages_are_the_lessons_and_the_notebooks_of_the_book(book: Book) -> None
 def test_a_page_runs_in_its_own_folder_and_its_key_holds_what_it_reaches(book: Book) -> None:
     made = record.execute("book/questions", book.root)
     assert made.cells[0].outputs[0].text == "the answer is 42 beside it\n"
-    key = record.reach("book/questions", book.root)
-    assert record.changed(made, key) == []
-    assert {"book/note.txt", "code/shardlab/second.py"} <= set(key.files)
+    assert record.changed(made, "book/questions", book.root) == []
+    assert {"book/note.txt", "code/shardlab/second.py"} <= set(record.about(made)["files"])
     book.edit("book/questions.md", "answer()", "1 / 0")
     with pytest.raises(record.LessonError, match="^book/questions.md, code cell 1 of 1: Zero"):
         record.execute("book/questions", book.root)

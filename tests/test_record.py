@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -93,27 +94,28 @@ def test_key_changes_with_what_outputs_depend_on(book, name, old, new, same):
 
 def test_key_says_what_changed(book):
     lesson = record.execute("small", book.root)
-    assert record.changed(lesson, record.reach("small", book.root)) == []
+    assert record.changed(lesson, "small", book.root) == []
     book.edit("lessons/small.md", "the answer is", "the answer was")
     book.edit("code/shardlab/second.py", "42", "41")
     book.edit("code/shardlab/first.py", "from", "from .third import VALUE as _\nfrom")
-    assert record.changed(lesson, record.reach("small", book.root)) == [
+    assert record.changed(lesson, "small", book.root) == [
         "code cell 2 changed",
         "code/shardlab/first.py changed",
         "code/shardlab/second.py changed",
         "code/shardlab/third.py is used now",
     ]
     book.edit("lessons/small.md", "# A small lesson\n", "# A small lesson\n\n```{code-cell}\n```\n")
-    assert "3 code cells instead of 2" in record.changed(lesson, record.reach("small", book.root))
+    assert "3 code cells instead of 2" in record.changed(lesson, "small", book.root)
 
 
 def test_recording_that_was_edited_or_cut_does_not_hold(book):
     book.record()
-    key = record.reach("small", book.root)
     text = book.recording.read_text()
-    assert record.changed(record.load(book.recording), key) == []
+    assert record.changed(record.load(book.recording), "small", book.root) == []
     book.recording.write_text(text.replace("the answer is", "another cell"))
-    assert record.changed(record.load(book.recording), key) == ["code cell 2 changed"]
+    assert record.changed(record.load(book.recording), "small", book.root) == [
+        "code cell 2 changed"
+    ]
     for broken in (text[:-100], "", "{}", "[]"):
         book.recording.write_text(broken)
         assert record.load(book.recording) is None
@@ -230,6 +232,83 @@ def test_a_cell_that_is_meant_to_raise_may(book):
     cell = "```{code-cell} ipython3\n:tags: [raises-exception]\n\n1 / 0\n```\n"
     book.write("lessons/small.md", f"{HEADER}# T\n\n{cell}")
     assert record.execute("small", book.root).cells[0].outputs[0].ename == "ZeroDivisionError"
+
+
+# --- What is opened ---------------------------------------------------------------------------
+
+# Names that no source holds, so that reading sources cannot find them.
+SEEN = {
+    "by a joined path": "open('../kept/' + 'rates' + '.json').read()",
+    "by a loop over a folder": """import pathlib
+for path in pathlib.Path('../kept').glob('r*'):
+    path.read_text()""",
+    "by its number": """import os
+os.close(os.open('/'.join(['..', 'kept', 'rates' + '.json']), os.O_RDONLY))""",
+    "in a fork": """import os
+if not (child := os.fork()):
+    open('../kept/' + 'rates' + '.json').read()
+    os._exit(0)
+os.waitpid(child, 0)""",
+    "in another interpreter": """import subprocess, sys
+code = "open('/'.join(['..', 'kept', 'rates' + '.json']))"
+subprocess.run([sys.executable, '-c', code], check=True)""",
+}
+
+
+def with_cell(book, cell):
+    book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
+    book.write("kept/rates.json", "[1.0]")
+    return record.execute("small", book.root)
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_key_holds_what_a_run_opens(book, how):
+    lesson = with_cell(book, SEEN[how])
+    assert record.about(lesson)["opened"] == ["kept/rates.json"]
+    assert record.changed(lesson, "small", book.root) == []
+    book.write("kept/rates.json", "[0.5]")
+    assert record.changed(lesson, "small", book.root) == ["kept/rates.json changed"]
+    (book.root / "kept/rates.json").unlink()
+    assert record.changed(lesson, "small", book.root) == ["kept/rates.json is used no more"]
+
+
+def test_what_a_run_writes_is_not_in_its_key(book):
+    lesson = with_cell(
+        book, "name = '../kept/' + 'new'\nopen(name, 'w').close()\nopen(name).read()"
+    )
+    assert (book.root / "kept/new").exists()
+    assert record.about(lesson)["opened"] == []
+
+
+def test_a_sitecustomize_of_the_machine_still_runs(book, tmp_path, monkeypatch):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import os\nos.environ['RAN'] = 'yes'\n")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    lesson = with_cell(book, "import os\nprint(os.environ.get('RAN'))")
+    assert lesson.cells[0].outputs[0].text == "yes\n"
+
+
+FILES = {  # one of each kind that lessons open by a name made up at run time
+    "code/shardlab/cluster/restarts.json": "cluster",
+    "code/shardlab/cluster/captured/order.txt": "cluster",
+    "code/shardlab/cluster/jobs/srun.sbatch": "cluster",
+    "code/shardlab/cluster/slurm/recorded/ranks.txt": "cluster",
+    "code/shardlab/strategy/published/rates_megatron.json": "strategy",
+}
+
+
+@pytest.mark.parametrize(("path", "lesson"), FILES.items())
+def test_a_lesson_is_stale_when_a_file_that_it_opened_changes(path, lesson, root, site, tmp_path):
+    made = record.load(site.parent / f"executed/{lesson}.ipynb")
+    if made is None:  # the page shows a recording
+        made = record.load(root / record.RECORDED / f"{lesson}.ipynb")
+    for name in ("code", "lessons"):
+        copied = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(root / name, tmp_path / name, ignore=copied)
+    assert record.changed(made, lesson, tmp_path) == []
+    (tmp_path / path).write_text((tmp_path / path).read_text() + "\n")
+    assert record.changed(made, lesson, tmp_path) == [f"{path} changed"]
 
 
 # --- The command line -------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_from_an_interrupted_call_to_what_is_carried_home(course, tmp_path, leav
     shutil.copytree(course.root, home, ignore=shutil.ignore_patterns("recorded", "_build"))
     record.unpack(home / "carried/gpu.zip", home)
     book = record.load(home / "book/recorded/fine.ipynb")
-    assert record.changed(book, record.reach("fine", home)) == []
+    assert record.changed(book, "fine", home) == []
     assert record.about(book)["device"]["kind"] == "cuda"
     figures = json.loads((home / "benchmarks/recorded/fine_4.json").read_text("utf-8"))
     assert [(row["link"], row["ranks"]) for row in figures["rows"]] == [("gpu", 4)]

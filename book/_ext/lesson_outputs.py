@@ -98,7 +98,6 @@ def _outputs(
 ) -> tuple[Path, nbformat.NotebookNode, str, list[str]]:
     """A page's outputs and their file, how they were made, and why they are not recorded ones."""
     root = Path(app.srcdir)
-    key = record.reach(name, root, reader=reader)
     path = root / record.RECORDED / f"{name}.ipynb"
     recording = record.load(path)
     if "/" in name:
@@ -108,12 +107,12 @@ def _outputs(
     elif recording is None:
         reasons = [UNREADABLE] if path.exists() else [NONE]
     else:
-        reasons = record.changed(recording, key)
+        reasons = record.changed(recording, name, root, reader)
         if not reasons:
             return path, recording, "recorded", []
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
     book = record.load(kept)
-    if book is not None and not record.changed(book, key) and _same_versions(book):
+    if book is not None and not record.changed(book, name, root, reader) and _same_versions(book):
         return kept, book, "executed", reasons
     logger.info("executing %s: %s", name, "; ".join(reasons))
     book = record.execute(name, root, cpu=True)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import facts
-from .key import Key, cell_hash, code_cells, notebook, reach, source
+from .key import Key, Reader, cell_hash, code_cells, notebook, reach, source
+from .opened import Log
 
 if TYPE_CHECKING:
     import nbformat
@@ -47,7 +48,10 @@ def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
     _name(cells)
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    about, seconds, again = _run(name, lesson, root, cpu)
+    about, seconds, again, opened = _run(name, lesson, root, cpu)
+    opened = [path for path in opened if path not in key.files]
+    # A file that has changed meanwhile counts as it was: its outputs are the old one's.
+    key = Key(key.cells, reach(name, root, book, opened=opened).files | key.files)
     lesson.metadata["shardlab"] = {
         "topic": name,
         "key": key.text,
@@ -55,7 +59,8 @@ def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
         "seconds": round(seconds, 1),
         "again": again,
         **about,
-        "files": key.files,
+        "files": dict(sorted(key.files.items())),
+        "opened": opened,
     }
     return lesson
 
@@ -65,9 +70,17 @@ def about(lesson: nbformat.NotebookNode) -> dict:
     return dict(lesson.metadata.get("shardlab", {}))
 
 
-def changed(lesson: nbformat.NotebookNode, key: Key) -> list[str]:
-    """Why the recording `lesson` does not hold for `key`: clauses; [] when it holds."""
+def changed(
+    lesson: nbformat.NotebookNode, name: str, root: Path, reader: Reader | None = None
+) -> list[str]:
+    """Why the recording `lesson` does not hold for the page `name` of the course in `root`.
+
+    A list of clauses, [] when it holds.
+
+    reader: one that several calls share while no file changes.
+    """
     recorded = about(lesson)
+    key = reach(name, root, reader=reader, opened=recorded.get("opened", ()))
     cells = [cell_hash(cell) for cell in code_cells(lesson)]
     if recorded.get("key") == key.text and cells == list(key.cells):
         return []
@@ -92,18 +105,19 @@ def _name(cells: list[nbformat.NotebookNode]) -> None:
         cell["id"] = name
 
 
-def environment(root: Path) -> dict[str, str]:
-    """That of a child process: the sources of the course in `root` come first."""
-    paths = [str(root / "code"), os.environ.get("PYTHONPATH", "")]
+def environment(root: Path, *first: str) -> dict[str, str]:
+    """That of a child process: `first` and the sources of the course in `root` come first."""
+    paths = [*first, str(root / "code"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _run(
     name: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool
-) -> tuple[dict, float, list[int]]:
+) -> tuple[dict, float, list[int], list[str]]:
     """Fill in the outputs.
 
-    Return what the kernel says about where it ran, the seconds, and the cells measured again.
+    Return what the kernel says about where it ran, the seconds, the cells measured again, and the
+    course's files that were opened.
     """
     import nbformat
     from jupyter_client.kernelspec import KernelSpecManager
@@ -143,16 +157,17 @@ def _run(
             )
             client = NotebookClient(lesson, km=manager, **options)
             # No start-up files and no history of the user's.
-            variables = {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+            variables = environment(root, home)
+            variables |= {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
             variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
-            with client.setup_kernel(
-                env=environment(root) | variables, cwd=str(path.parent), cleanup_kc=True
-            ):
+            log = Log(root, Path(home))
+            with client.setup_kernel(env=variables, cwd=str(path.parent), cleanup_kc=True):
                 for number, cell in enumerate(cells, 1):
                     _progress(name, number, len(cells))
                     attempt(cell, TRIES if "measured" in cell.metadata.get("tags", []) else 1)
                 seconds = time.monotonic() - begin
                 client.execute_cell(question, len(cells))
+            opened = log.files()
     except CellExecutionError as error:
         where = _ARROW.search(_ANSI.sub("", error.traceback))  # the first: the cell's own line
         line = f", line {where[1]}" if where else ""
@@ -166,7 +181,7 @@ def _run(
     finally:
         lesson.cells = cells
         _progress(name, 0, 0)
-    return json.loads(question.outputs[0].text), seconds, again
+    return json.loads(question.outputs[0].text), seconds, again, opened
 
 
 def _message(path: str, number: int, cells: list[nbformat.NotebookNode], what: str) -> str:

@@ -6,6 +6,9 @@
 A recording carries the key of the page that it was made from. Equal keys: nothing that a cell
 runs has changed since. Prose does not count; neither do tags, but for `raises-exception`.
 
+What a page reaches is what its sources name, here, and what its processes were seen to open when
+it was executed (`opened`), which the recording lists.
+
 A lesson goes by its topic alone, "collectives"; a page of the book that has cells to execute goes
 by its path, "book/questions_map".
 """
@@ -194,16 +197,19 @@ def reach(
     root: Path,
     book: nbformat.NotebookNode | None = None,
     reader: Reader | None = None,
+    opened: Iterable[str] = (),
 ) -> Key:
     """The key of the page `name` of the course in the folder `root`, as it stands now.
 
     book: the page when it was read already, by whichever reader.
     reader: one that several calls share while no file changes.
+    opened: paths below the root that its execution opened, as the recording tells.
     """
     reader = reader or Reader(root)
     cells = code_cells(book or notebook(name, reader.root))
     home = source(name, reader.root).parent  # where the cells run: their paths start there
     first = [path for cell in cells for path in reader.reached_from(cell.source, home)]
+    first += [path for path in map(reader.root.joinpath, opened) if path.is_file()]
     exercises = reader.root / "code/shardlab/check" / f"{name}.py"
     return Key(tuple(cell_hash(cell) for cell in cells), _files(first, reader, home, exercises))
 

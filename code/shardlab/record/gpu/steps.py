@@ -47,6 +47,7 @@ class Step:
     key: Key
     lacks: str = ""  # why it cannot be done here
     extra: str = ""  # goes into the key: what else the result depends on
+    root: Path = Path()  # of a lesson: the course's folder
 
     @property
     def title(self) -> str:
@@ -62,7 +63,7 @@ class Step:
         """What the file `path` says of the step, if it holds; None otherwise."""
         if self.part == "lessons":
             book = load(path)
-            if book is None or changed(book, self.key):
+            if book is None or changed(book, self.kept.stem, self.root):
                 return None
             return about(book) if about(book)["device"]["kind"] == "cuda" else None
         try:
@@ -152,6 +153,7 @@ def lesson(topic: str, root: Path) -> Step:
         RECORDED / f"{topic}.ipynb",
         key,
         f"needs {' and '.join(lacks)}, not installed here" if lacks else "",
+        root=root,
     )
 
 

@@ -20,9 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab import stale
 
+from .timed import timed
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["timed"]  # beside what is defined here
 ROOT = Path(__file__).resolve().parents[3]
 
 # One colour per rank, the same on every page: Okabe and Ito's palette, which colour-blind readers

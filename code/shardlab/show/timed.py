@@ -1,0 +1,60 @@
+"""What a lesson claims of times that it has measured: on a busy machine it may not show.
+
+    timed(ratio < 0.95, "with overlap a step takes less than 95 % of the time")
+
+Equality is asserted, and holds on every machine. A claim about time needs free cores: where it does
+not hold, one line says what was expected and how busy the machine is, and the lesson goes on. A
+build does not: it runs the cell again, three times at most, and in the end takes the line only from
+a machine that other work keeps busy (`shardlab.record.kernel`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+UNSEEN = "Not seen in this run: "  # how the line begins
+BUSY = "too busy to judge"
+_SHARE = 0.15  # of the cores, with others: below it, a quiet machine's own services
+# Computes without pause from a moment on, in seconds of the clock that all processes share.
+_SPIN = """\
+import sys, time
+begin, seconds = float(sys.argv[1]), float(sys.argv[2])
+time.sleep(max(0, begin - time.monotonic()))
+begin, used = time.monotonic(), time.process_time()
+while time.monotonic() < begin + seconds: pass
+print((time.process_time() - used) / (time.monotonic() - begin))
+"""
+
+
+def timed(holds: bool, claim: str) -> bool:
+    """Return `holds`; where it is False, print the line that says so of `claim`."""
+    if not holds:
+        print(unseen(claim))
+    return bool(holds)
+
+
+def unseen(claim: str) -> str:
+    """The line: what was not seen, and whether this machine can tell."""
+    share = others()
+    if share >= _SHARE:
+        why = f"this machine is {BUSY}, other work takes {share:.0%} of its cores"
+    else:
+        why = f"other work takes {share:.0%} of this machine's cores, so it may be another kind"
+    return f"{UNSEEN}{claim} ({why}). Run it again when nothing else runs."
+
+
+def others(seconds: float = 0.4) -> float:
+    """The share of this machine's cores that other work takes, from 0 to 1, just now.
+
+    Measured by as many processes as there are cores, which compute for so long: what they do not
+    get, somebody else has.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    begin = time.monotonic() + 0.3  # by then all have started
+    command = [sys.executable, "-I", "-S", "-c", _SPIN, str(begin), str(seconds)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(cores)]
+    got = [float(process.communicate()[0]) for process in running]
+    return max(0.0, 1 - sum(got) / len(got))

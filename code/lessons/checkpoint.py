@@ -702,7 +702,8 @@ for wait in (True, False):
     results = [max(run(held_up, 2, FOLDER / f"{wait}-{i}", wait)) for i in range(2)]
     assert all(same for _, same in results)
     times[wait] = min(seconds for seconds, _ in results)
-assert times[True] > 1 and times[False] < 0.5 * times[True]  # room for a busy machine
+assert times[True] > 1  # the disk is made slow
+show.timed(times[False] < 0.5 * times[True], "in the background: less than half")
 rows = [
     (
         name,

@@ -627,7 +627,7 @@ def multiply(n, seconds=0.5):
 # Table: busy and useful, for small and for large products
 
 found = {n: ranks.run(multiply, 1, n, device="cpu")[0] for n in (16, 512)}
-assert found[512][1] > 5 * found[16][1]
+show.timed(found[512][1] > 5 * found[16][1], "large products: five times the FLOP/s")
 rows = [(n, f"{100 * b:.0f}", f"{f / 1e9:.1f}") for n, (b, f) in found.items()]
 show.table(rows, ["n", "core busy (% of time)", "GFLOP/s"])
 
@@ -701,7 +701,8 @@ folder = Path(tempfile.mkdtemp(dir=FOLDER))
 ranks.run(watched, 2, folder, device="cpu")
 (samples,) = folder.glob("samples-*.jsonl")
 idle = [line for line in report.lines(samples) if line.get("cpu_percent", 100) < 40]
-assert {line["rank"] for line in idle} == {0, 1} and len(idle) >= 6
+both = {line["rank"] for line in idle} == {0, 1} and len(idle) >= 6
+show.timed(both, "both ranks idle for 0.7 s")
 alt = "Processor, memory and network of two ranks over two seconds. In the middle both "
 alt += "ranks' processors and the network fall to nothing for 0.7 s; memory stays."
 show.figure(report.report(folder), alt, "cluster-report")
@@ -739,8 +740,9 @@ def late(results):
 results = ranks.run(steps, 3, 1, device="cpu")
 arrivals = late(results)
 middle = [1e3 * median(seconds) for seconds, _ in results]
-assert max(middle) < 1.2 * min(middle)
-assert arrivals[1].late > 0.02 and arrivals[1].last > 0.8
+show.timed(max(middle) < 1.2 * min(middle), "steps of all ranks take equally long")
+slow = arrivals[1]
+show.timed(slow.late > 0.02 and slow.last > 0.8, "rank 1 is late in four of five steps")
 rows = [
     (a.rank, f"{middle[a.rank]:.0f}", f"{1e3 * a.late:.0f}", f"{100 * a.last:.0f}")
     for a in arrivals
@@ -794,8 +796,10 @@ folder = Path(tempfile.mkdtemp(dir=FOLDER))
 ranks.run(traced, 2, folder, device="cpu", show=False)
 traces = {name: timeline.read(folder / name) for name in ("after", "ddp")}
 for trace in traces["ddp"]:
-    assert trace.messages[0][0] < dict(trace.phases)["backward"][1]
-assert all(trace.hidden < 0.05 for trace in traces["after"])
+    early = trace.messages[0][0] < dict(trace.phases)["backward"][1]
+    show.timed(early, "DDP's first message begins within backward")
+hidden = max(trace.hidden for trace in traces["after"])
+show.timed(hidden < 0.05, "messages after backward are not hidden")
 alt = "Two ranks. Each computes first, then its messages follow: none is hidden."
 show.figure(timeline.picture(traces["after"]), alt, "cluster-timeline-after")
 
@@ -950,7 +954,7 @@ def on_cores(cores):
 first, *others = sorted(os.sched_getaffinity(0))
 together = sum(ranks.run(on_cores, 2, [first, first], device="cpu"))
 apart = sum(ranks.run(on_cores, 2, [first, (others or [first])[0]], device="cpu"))
-assert together < 1.1
+show.timed(together < 1.1, "ranks on one core share it")
 rows = [("one core for both", f"{together:.2f}"), ("a core each", f"{apart:.2f}")]
 show.table(rows, ["binding", "cores that the two ranks got, together"])
 

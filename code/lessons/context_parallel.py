@@ -334,7 +334,8 @@ for layout in cp.LAYOUTS:
         took = f"{100 * seconds / all_seconds:.0f}"
         rows.append((layout, rank, f"{want:,}", f"{pairs:,}", share, took))
     slowest[layout] = max(result[layout][1] for result in WORK) / all_seconds
-assert slowest["contiguous"] > 0.36 > slowest["zigzag"], slowest
+even = slowest["contiguous"] > 0.36 > slowest["zigzag"]
+show.timed(even, "the slowest rank has over 36 % of the time, and less in zig-zag")
 head = [
     "layout",
     "rank",
@@ -645,7 +646,7 @@ for share, (without, plain_, slow) in TIMES.items():
         off = f"{100 * (took / want - 1):+.0f}"
         rows.append((share, name, *cells, off, f"{took / without:.2f}"))
     ratios.append(slow / without)
-assert ratios[0] > 1.2 * ratios[1], ratios
+show.timed(ratios[0] > 1.2 * ratios[1], "with few tokens the wire costs 1.2 times as much")
 head = [
     "tokens on a rank",
     "ring",
@@ -718,7 +719,8 @@ for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict
         measured.append((kept, peak))
         assert kept == want["kept"], (name, kept, want)
         limit = 0.15 if way == "ulysses" else 0.02
-        assert abs(peak / want["backward"] - 1) < limit, (name, peak, want)
+        near = abs(peak / want["backward"] - 1) < limit
+        show.timed(near, f"{name}: the most in backward within {limit:.0%}")
     for axes, lines, dots in zip(
         panels, zip(*wants, strict=True), zip(*measured, strict=True), strict=True
     ):

@@ -400,7 +400,8 @@ for way in ("average_gradients", "average_in_buckets", "DataParallel"):
     # Nothing can be missing. Headers and acknowledgements add 0.3 % to large
     # messages and more to small ones, and so does whatever else talks on this
     # machine meanwhile: hence up to 25 %.
-    assert not on_wire or 0.99 < on_wire / N / ring < 1.25
+    near = not on_wire or 0.99 < on_wire / N / ring < 1.25
+    show.timed(near, f"{way}: the formula's bytes, +25 %")
     off = f"{100 * (on_wire / N / ring - 1):+.1f}"
     rows.append(
         (
@@ -461,7 +462,8 @@ for way, sizes in messages.items():
     predicted = sum(WIRE.seconds("all_reduce ring", size, 2) for size in sizes)
     measured = max(ranks.run(seconds_of, 2, way, device="cpu"))
     # The wire's clock is exact; on top comes this machine's own work.
-    assert predicted * 0.99 < measured < predicted * 1.3 + 0.03
+    assert measured > predicted * 0.99
+    show.timed(measured < predicted * 1.3 + 0.03, f"{way}: the wire's time, +30 %")
     rows.append(
         (
             way,
@@ -563,7 +565,9 @@ for name, run in runs.items():
     cells = (f"{1e3 * s:.0f}" for s in medians.values())
     rows.append((name, *cells, f"{ratios[name]:.2f}"))
 # About 0.7 and 1 on a quiet machine. A busy one computes slower, and has less to hide.
-assert ratios["1 Gbit/s"] < 0.95 and ratios["1 Gbit/s"] < ratios["loopback"]
+less = ratios["1 Gbit/s"]
+show.timed(less < 0.95, "at 1 Gbit/s overlap takes less than 95 % of the time")
+show.timed(less < ratios["loopback"], "overlap gains more at 1 Gbit/s than on loopback")
 head = ["link", "without overlap (ms)", "with overlap (ms)", "with / without"]
 show.table(rows, head)
 
@@ -671,7 +675,8 @@ for growing in (False, True):
             wire,
         )
         # Each of 32 sleeps ends 0.1 ms late; 25 % is for a busy machine.
-        assert 0.98 < measured[growing, size] / predicted[growing, size] < 1.25
+        off = measured[growing, size] / predicted[growing, size]
+        show.timed(0.98 < off < 1.25, f"{size} ranks: a step within 25 % of the prediction")
 
 # %% [markdown]
 # The table has both cases. The fixed batch soon stops gaining.
@@ -776,7 +781,7 @@ def side_by_side(rounds):
 medians, equal = ranks.run(side_by_side, 2, 15, device="cpu")[0]
 ratio = medians["ours"] / medians["torch DDP"]
 assert equal == 0.0
-assert 0.75 < ratio < 1.33  # about 1; on a busy machine good to some 10 %
+show.timed(0.75 < ratio < 1.33, "ours takes as long as torch's, within a third")
 rows = [(name, f"{1e3 * value:.0f}") for name, value in medians.items()]
 rows.append(("ratio", f"{ratio:.2f}"))
 show.table(rows, ["two ranks, loopback", "median step (ms)"])

@@ -689,20 +689,18 @@ for knobs in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3")
 
 # %% tags=["measured", "hide-input"]
 # Table: milliseconds of a step on 1, 2 and 4 tensor ranks, two widths
-for attempt in range(3):
-    rows, slower = [], {}
-    for hidden, seq in ((32, 32), (512, 128)):
-        times = []
-        config = Config(seq=seq, layers=2, heads=4, hidden=hidden)
-        for t in (1, 2, 4):
-            found = ranks.run(train, t, Job(config, Mesh(tp=t), batch=4, steps=5))
-            times.append(max(one["seconds"] for one in found))
-        slower[hidden] = times[2] / times[0]
-        sent = found[0]["sent"]["tp"]
-        rows.append([hidden, *(f"{1e3 * s:.0f}" for s in times), f"{sent / 1e6:.1f}"])
-    if slower[32] > 1 and slower[512] < slower[32]:
-        break
-assert slower[32] > 1 and slower[512] < slower[32]
+rows, slower = [], {}
+for hidden, seq in ((32, 32), (512, 128)):
+    times = []
+    config = Config(seq=seq, layers=2, heads=4, hidden=hidden)
+    for t in (1, 2, 4):
+        found = ranks.run(train, t, Job(config, Mesh(tp=t), batch=4, steps=5))
+        times.append(max(one["seconds"] for one in found))
+    slower[hidden] = times[2] / times[0]
+    sent = found[0]["sent"]["tp"]
+    rows.append([hidden, *(f"{1e3 * s:.0f}" for s in times), f"{sent / 1e6:.1f}"])
+show.timed(slower[32] > 1, "in the narrow model four ranks are slower than one")
+show.timed(slower[512] < slower[32], "the wider, the less they lose")
 head = ["hidden", "t = 1 (ms)", "t = 2 (ms)", "t = 4 (ms)", "a rank of 4 sends (MB)"]
 show.table(rows, head)
 

@@ -591,7 +591,8 @@ for m in (1, 4, 8):
         0
     ]  # the first stage is the last to be done
     rows.append((m, f"{100 * m / (m + 3):.0f}", f"{100 * found:.0f}"))
-    assert abs(found - m / (m + 3)) < 0.12  # sleeps end late on a busy machine
+    near = abs(found - m / (m + 3)) < 0.12  # sleeps end late on a busy machine
+    show.timed(near, f"{m} micro-batches: busy as the formula says, within 12 points")
 show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 
 # %% [markdown]

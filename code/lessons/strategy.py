@@ -458,7 +458,7 @@ for name, batch in (("micro", 8), ("mini", 4), ("mini", 8)):
     guess, taken = beside(PRESETS[name], batch)
     ratios.append(guess / taken)
     rows.append([name, batch, f"{guess:.3f}", f"{taken:.3f}", f"{ratios[-1]:.2f}"])
-assert 1 / 4 < statistics.median(ratios) < 4
+show.timed(1 / 4 < statistics.median(ratios) < 4, "half of the steps within a factor of four")
 show.table(rows, ["model", "b", "predicted (s)", "measured (s)", "predicted / measured"])
 
 # %% [markdown]

@@ -983,8 +983,10 @@ compute, bare, plainly, overlapped = map(statistics.median, zip(*seconds, strict
 at_least = wire + compute * (1 - 7 / 12 / 3)
 # Steps are taken in turn, and a busy machine may burden those that send nothing
 # more; and ranks wait for one another at each message, there longer.
-assert 0.75 < plainly / (compute + wire) < 1.5, (compute, bare, wire, plainly)
-assert statistics.median(b / a for *_, a, b in seconds) < 1.05, seconds
+near = 0.75 < plainly / (compute + wire) < 1.5
+show.timed(near, "layers one by one: compute and wire, within half")
+less = statistics.median(b / a for *_, a, b in seconds)
+show.timed(less < 1.05, "overlap makes no step slower")
 rows = [("nothing is sent", "-", compute), ("loopback", "-", bare)]
 rows += [("the wire, layers one by one", f"{1e3 * (compute + wire):.0f}", plainly)]
 rows += [
@@ -1045,7 +1047,8 @@ found, off = ranks.run(in_pieces, 2, 10, device="cpu")[0]
 product, whole, pieces = map(statistics.median, zip(*found, strict=True))
 wire = 2e-4 + 4 * 1024 * 1024 / 100e6
 assert off < 1e-4  # float32, entries up to 6
-assert statistics.median(c / b for _, b, c in found) < 0.95, found
+less = statistics.median(c / b for _, b, c in found)
+show.timed(less < 0.95, "in 8 pieces it takes less than 95 % of the time")
 hidden = (whole - pieces) / min(product, wire)
 print(f"product alone {1e3 * product:.0f} ms, its sum on the wire {1e3 * wire:.0f} ms")
 print(f"in 1 piece {1e3 * whole:.0f} ms, in 8 pieces {1e3 * pieces:.0f} ms: ", end="")
@@ -1210,7 +1213,7 @@ def timed(rounds):
 
 seconds = ranks.run(timed, 2, 10, device="cpu", show=False)[0]
 ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
-assert ratio < 1.0, ratio  # about 0.7 on a quiet machine
+show.timed(ratio < 1.0, "ours is faster")  # about 0.7 on a quiet machine
 for who, times in seconds.items():
     print(
         f"{who}: {1e3 * statistics.median(times):.0f} ms a step, two ranks on loopback"

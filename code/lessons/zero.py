@@ -394,8 +394,10 @@ rows = [
     for name, (messages, peak, seconds) in zip(names, found, strict=True)
 ]
 (m1, p1, _), (_, c1, _), (m2, p2, s2), (_, c2, t2), (m3, p3, s3), (_, c3, t3) = found
-assert m3 > m2 > 20 * m1 and s2 > 1.2 * t2 and s3 > 1.2 * t3
-assert p1 > 1.2 * c1 and p1 > 1.2 * p2 and c3 < 1.05 * p3
+assert m3 > m2 > 20 * m1
+show.timed(s2 > 1.2 * t2 and s3 > 1.2 * t3, "in stages 2 and 3 the core is faster by 20 %")
+fits = p1 > 1.2 * c1 and p1 > 1.2 * p2 and c3 < 1.05 * p3
+show.timed(fits, "peaks: stage 1 plain is the highest")
 show.table(
     rows,
     ["stage, way", "gathers and reduce-scatters", "peak (MB)", "step (ms)"],
@@ -974,8 +976,10 @@ for forward in (0.015, 0.15):
             (f"{3e3 * forward:.0f}", f"{3e3 * W:.0f}", name, *cells, off, ratio)
         )
         # Sleeps end late on a busy machine, and messages are work: hence the room.
-        assert want is None or 0.85 < seconds / want < 1.7, (name, want, seconds)
-assert ratios[1] < 1.3 and ratios[1] < ratios[0]
+        near = want is None or 0.85 < seconds / want < 1.7
+        show.timed(near, f"{name}: a step as predicted, +70 %")
+show.timed(ratios[1] < 1.3, "with more to compute ZeRO-3 takes less than 1.3 times as long")
+show.timed(ratios[1] < ratios[0], "the more there is to compute, the less ZeRO-3 costs")
 head = ["computes for (ms)", "wire, 3P (ms)", "way", "predicted (ms)", "measured (ms)"]
 show.table(rows, [*head, "difference (%)", "of data parallel's"])
 

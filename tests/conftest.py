@@ -58,7 +58,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the phase that is asked for; of all without one. Long files come first.
 
-    A test that measures may be disturbed: it has three tries, as a lesson's cells have. Any other
+    Where what a test asserts of times fails, it has three tries, as a cell of a lesson has. Any other
     has a second one where gloo did not connect: a port of its ranks may have been, a moment before,
     that of another test's rank, whom somebody still calls. Where the plugin that tries again is not
     installed, as on a machine lent for its GPU, each has one.
@@ -71,8 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else []:
         if item.get_closest_marker("alone"):
-            wrong = ["NotSeen", "AssertionError", "RankError"]
-            again = pytest.mark.flaky(reruns=TRIES - 1, only_rerun=wrong)
+            again = pytest.mark.flaky(reruns=TRIES - 1, only_rerun=["NotSeen", "RankError"])
         else:
             again = pytest.mark.flaky(reruns=1, only_rerun=["connectFullMesh failed"])
         item.add_marker(again)

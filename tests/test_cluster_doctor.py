@@ -29,6 +29,7 @@ from commands import ran
 from forked import forked
 from hypothesis import given
 from hypothesis import strategies as st
+from timed import on_time
 
 from shardlab import link
 from shardlab.__main__ import main
@@ -88,8 +89,9 @@ def plant(monkeypatch, fault):
 def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, leaves_nothing):
     begin = time.monotonic()
     found, status = consult(capsys, tmp_path, "--ranks", "4")
-    assert not found["bad"] and status == SMALL
-    assert time.monotonic() - begin < 10
+    with on_time():
+        assert not found["bad"] and status == SMALL
+        assert time.monotonic() - begin < 10
     links = [link for facts in found["facts"] for link in facts["pairs"]]
     assert sorted(link["pair"] for link in links) == [
         [a, b] for a in range(4) for b in range(a + 1, 4)
@@ -164,13 +166,15 @@ def test_a_slow_rank_another_version_a_low_limit_and_a_wrong_clock(capsys, tmp_p
 
     plant(monkeypatch, fault)
     found, status = consult(capsys, tmp_path, "--ranks", "3")
-    assert status == 1
-    assert found["bad"].keys() == {"speed", "versions", "ulimits", "clocks"}
+    with on_time():
+        assert status == 1
+        assert found["bad"].keys() == {"speed", "versions", "ulimits", "clocks"}
     assert found["bad"]["speed"]["found"].startswith("rank 0 ")
     assert "2.9.0 on rank 2" in found["bad"]["versions"]["found"]
     assert "nofile 150" in found["bad"]["ulimits"]["found"]
     assert "rank 1 " in found["bad"]["clocks"]["found"]
-    assert abs(found["facts"][1]["clock"]["ahead"] - 3) < 0.5
+    with on_time():
+        assert abs(found["facts"][1]["clock"]["ahead"] - 3) < 0.5
 
 
 @pytest.mark.alone
@@ -189,15 +193,17 @@ def test_a_slow_link_and_locks_that_do_not_work(capsys, tmp_path, monkeypatch):
 
     plant(monkeypatch, fault)
     found, status = consult(capsys, tmp_path, "--ranks", "4")
-    assert status == 1
-    assert found["bad"].keys() == {"locks", "bandwidth", "latency"}
+    with on_time():
+        assert status == 1
+        assert found["bad"].keys() == {"locks", "bandwidth", "latency"}
     assert "while rank 0 held it on rank 2" in found["bad"]["locks"]["found"]
     assert "fcntl: ENOLCK on rank 2" in found["bad"]["locks"]["found"]
     for check in ("bandwidth", "latency"):
         assert found["bad"][check]["found"].startswith("ranks 1 and 3 ")
     (slow,) = [x for facts in found["facts"] for x in facts["pairs"] if x["pair"] == [1, 3]]
-    assert slow["latency"] == pytest.approx(0.02, rel=0.3)
-    assert slow["bandwidth"] == pytest.approx(30e6, rel=0.3)
+    with on_time():
+        assert slow["latency"] == pytest.approx(0.02, rel=0.3)
+        assert slow["bandwidth"] == pytest.approx(30e6, rel=0.3)
 
 
 def test_an_interface_that_is_not_there_leaves_the_links_out(capsys, tmp_path, monkeypatch):
@@ -537,7 +543,8 @@ def test_under_torchrun(tmp_path):
     command += ["-m", "shardlab", "doctor", "--folder", str(tmp_path), *CPU, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = report(done.stdout)
-    assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
+    with on_time():
+        assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
     assert len(found["facts"]) == 2 and found["facts"][0]["pairs"]
     assert not list(tmp_path.iterdir())
 
@@ -556,5 +563,6 @@ def test_under_srun(tmp_path):
             env=box.environment,
         )
     found = report(done.stdout)
-    assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
+    with on_time():
+        assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
     assert len(found["facts"]) == 2 and found["facts"][0]["pairs"]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from devices import here
 from hypothesis import given
 from hypothesis import strategies as st
+from timed import on_time
 from torch import nn
 
 from shardlab import count, link, pipeline, ranks
@@ -466,7 +467,8 @@ def test_a_measured_timeline_is_the_simulated_one():
             errors.append(timelines[0].cost / predicted.cost - 1)
         if max(errors[-2:]) < 0.2:
             return
-    raise AssertionError(errors)
+    with on_time():
+        raise AssertionError(errors)
 
 
 # What goes wrong

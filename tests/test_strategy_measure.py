@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import ran
+from timed import on_time
 
 from shardlab import strategy
 from shardlab.machines import MACHINES
@@ -77,7 +78,8 @@ def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> N
         if 0.4 < apart[-1] < 2.5:
             break
     else:
-        pytest.fail(f"predicted over measured: {apart}")
+        with on_time():
+            raise AssertionError(f"predicted over measured: {apart}")
     status, out, _ = ran(
         capsys, "strategy", "--model", "micro", "--rates", str(path), "--gpus", "1", "--batch",
         "8", "--json",

@@ -10,6 +10,7 @@ import pytest
 from commands import ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timed import on_time
 
 from shardlab.shapes import PRESETS, Config
 from shardlab.strategy import MACHINES, PROFILES, Layout, predict
@@ -55,7 +56,9 @@ def test_thousands_of_layouts_take_seconds() -> None:
     began = time.perf_counter()
     found = plan(config, H100, 1536, 6144, profile=profile)
     taken = time.perf_counter() - began
-    assert len(tried) > 2000 and taken < 10
+    assert len(tried) > 2000
+    with on_time():
+        assert taken < 10
     assert len(found.fits) + sum(found.ruled.values()) == len(tried) + sum(ruled.values())
 
 

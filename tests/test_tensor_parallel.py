@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from devices import here, random_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timed import on_time
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -591,7 +592,8 @@ def test_the_wire_carries_what_is_predicted(size):
         if found is None:
             pytest.skip("this system does not count what its interfaces carry")
         # Headers, and acknowledgements: a few per cent of messages of 0.1 to 0.5 MB.
-        assert found[0] == pytest.approx(found[1], rel=0.1)
+        with on_time():
+            assert found[0] == pytest.approx(found[1], rel=0.1)
 
 
 def states_there_and_back():

@@ -58,9 +58,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the phase that is asked for; of all without one. Long files come first.
 
-    Where what a test asserts of times fails, it has three tries, as a cell of a lesson has. Any other
-    has a second one where gloo did not connect: a port of its ranks may have been, a moment before,
-    that of another test's rank, whom somebody still calls. Where the plugin that tries again is not
+    A test has three tries for what it asserts of times, as a cell of a lesson has. Any other has a
+    second one where gloo did not connect: a port of its ranks may have been, a moment before, that
+    of another test's rank, whom somebody still calls. Where the plugin that tries again is not
     installed, as on a machine lent for its GPU, each has one.
     """
     if wanted := config.getoption("--phase"):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
@@ -241,6 +246,36 @@ def test_a_cell_that_is_meant_to_raise_may(book):
     cell = "```{code-cell} ipython3\n:tags: [raises-exception]\n\n1 / 0\n```\n"
     book.write("lessons/small.md", f"{HEADER}# T\n\n{cell}")
     assert record.execute("small", book.root).cells[0].outputs[0].ename == "ZeroDivisionError"
+
+
+@pytest.fixture
+def temporary():
+    """A folder for temporary ones, with a short name: sockets' names have an end."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_what_a_killed_execution_leaves_goes_with_the_next_one(book, temporary, monkeypatch):
+    (temporary / "lesson-of-mine").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    book.edit(
+        "lessons/small.md", "import answer\n", "import answer\n\nimport time; time.sleep(60)\n"
+    )
+    script = "import pathlib; from shardlab import record\n"
+    script += f"record.execute('small', pathlib.Path({str(book.root)!r}))"
+    killed = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    while not any(temporary.glob("lesson-*/kernel.json")):
+        assert killed.poll() is None
+        time.sleep(0.1)
+    (left,) = (path.parent for path in temporary.glob("lesson-*/kernel.json"))
+    book.edit("lessons/small.md", "import time; time.sleep(60)\n", "")
+    record.execute("small", book.root)
+    assert left.exists()  # its build goes on
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    record.execute("small", book.root)
+    assert [path.name for path in temporary.glob("lesson-*")] == ["lesson-of-mine"]
 
 
 # --- What is opened ---------------------------------------------------------------------------

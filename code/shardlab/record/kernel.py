@@ -6,13 +6,17 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardlab import folder_lock
 from shardlab.show.timed import BUSY, UNSEEN
 
 from . import facts
@@ -22,6 +26,7 @@ from .opened import Log
 if TYPE_CHECKING:
     import nbformat
 
+HOME = "lesson-"  # begins the name of a temporary folder; short: it holds sockets
 CELL_TIMEOUT = 600  # seconds: a lesson as a whole is meant to take one minute
 TRIES = 3  # of a cell whose times are not what it claims, on a machine that others use as well
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -150,7 +155,7 @@ def _run(
     begin = time.monotonic()
     number = 0
     try:
-        with tempfile.TemporaryDirectory(prefix="lesson-", ignore_cleanup_errors=True) as home:
+        with _home() as home:
             manager = AsyncKernelManager(
                 kernel_name="python3",
                 kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this very interpreter
@@ -184,6 +189,20 @@ def _run(
         lesson.cells = cells
         _progress(name, 0, 0)
     return json.loads(question.outputs[0].text), seconds, again, opened
+
+
+@contextmanager
+def _home() -> Iterator[str]:
+    """A temporary folder, held while it is used; and without those that killed builds have left."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{HOME}*/{folder_lock.NAME}"):
+        left = lock.parent
+        with suppress(ValueError, OSError), folder_lock.hold(left, "an execution"):
+            shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=HOME, ignore_cleanup_errors=True) as home,
+        folder_lock.hold(Path(home), "an execution"),
+    ):
+        yield home
 
 
 def _unseen(cell: nbformat.NotebookNode) -> str | None:

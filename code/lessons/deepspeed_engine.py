@@ -134,7 +134,7 @@ four_lines = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 0.0,
     "zero_optimization": {"stage": 2},
-    "zero_allow_untested_optimizer": True,  # torch's AdamW instead of DeepSpeed's own
+    "zero_allow_untested_optimizer": True,  # any optimizer of torch's
 }
 with_all = ranks.run(plain_script, 2, four_lines, device="cpu")
 
@@ -202,7 +202,7 @@ for name, value in settings.items():
 # | `zero_optimization.stage` | 0: copies; 1, 2, 3: cut optimizer, gradients, parameters | 0 |
 # | `offload_optimizer`, `offload_param` | put the cut states into the host's memory | they stay on the device |
 # | `zero_force_ds_cpu_optimizer` | insist on DeepSpeed's compiled CPU Adam when the optimizer is offloaded | true: torch's own AdamW is refused |
-# | `zero_allow_untested_optimizer` | accept an optimizer that is not DeepSpeed's own | false: it may be refused |
+# | `zero_allow_untested_optimizer` | accept an optimizer with which ZeRO was not tried: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: it is refused from stage 1 on |
 # | `steps_per_print` | how often to log progress: here never | not at all |
 
 # %%
@@ -830,6 +830,9 @@ except ValueError as error:
 
 # %% [markdown]
 # You meant to switch clipping off, and trained with 1.0.
+#
+# `de.check` also refuses what no engine starts with: stage 1 or 2 without an optimizer, a configuration without any batch size, `tp_size` for `autotp_size`. A table of such configurations is tried on DeepSpeed's own engine in the course's tests, and both have to say the same.
+# Say `optimizer=True` where `initialize` is given an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples that tutorials print.
 #
 # ### Reading a parameter at stage 3
 #

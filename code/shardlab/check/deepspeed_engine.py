@@ -154,7 +154,7 @@ def _(answer: Any) -> str:
     if not isinstance(answer, Mapping):
         raise Wrong(f"The configuration should be a dict, not a {type(answer).__name__}.")
     try:
-        deepspeed_engine.check(answer)
+        deepspeed_engine.check(answer, optimizer=True)
     except ValueError as error:
         raise Wrong(f"{error}.") from None
     found = run_answer(_engine, _RANKS, dict(answer), timeout=60)[0]

@@ -23,7 +23,7 @@
 # - tell which parts you have to ask for, and which you get without asking;
 # - save on two ranks and go on with one or four, and say when stage 3 is worth its traffic.
 #
-# It takes about 40 minutes to read and 35 minutes for the exercises. Running it takes under a minute.
+# It takes about 40 minutes to read and 40 minutes for the exercises. Running it takes under a minute.
 # You need [Data parallelism](data_parallel.md) and [ZeRO](zero.md), whose mechanisms the engine contains.
 #
 # One thing to wonder about before you start.
@@ -1044,6 +1044,54 @@ answer = {
     "zero_allow_untested_optimizer": True,
 }
 check(answer, "deepspeed_config")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Read this log (medium)
+# :label: ex-deepspeed-engine-log
+# ```
+#
+# A job was asked for tensor parallelism over four GPUs, and wrote this. The shapes are sequences and tokens; an output begins with its input.
+#
+# ```text
+# generate: llama-3-8b, 8.03e9 parameters in bf16, tensor parallel, 4 GPUs
+# rank 0: sequences  0 to  7, weights 14.96 GB, input [8, 512], output [8, 576], 16.0 s
+# rank 1: sequences  8 to 15, weights 14.96 GB, input [8, 512], output [8, 576], 16.0 s
+# rank 2: sequences 16 to 23, weights 14.96 GB, input [8, 512], output [8, 576], 16.0 s
+# rank 3: sequences 24 to 31, weights 14.96 GB, input [8, 512], output [8, 576], 16.0 s
+# tokens generated: 16384
+# tokens per second: 1024.0
+# price per million tokens: 0.68
+# ```
+#
+# Assume 2.50 per GPU hour.
+# Which parallelism was it, how many tokens did the job generate, and what does a million generated tokens cost?
+
+# %%
+answer = ...  # ("data", "tensor", "pipeline" or "zero3", tokens, price)
+check(answer, "deepspeed_log")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-deepspeed-engine-log
+# :label: sol-deepspeed-engine-log
+# :class: dropdown
+# ```
+#
+# $8.03\cdot10^9$ parameters of 2 bytes are 16.06 GB, which is 14.96 GiB: the log means GiB, and every rank holds the whole model. Each has sequences of its own. These are copies: data parallelism, whatever the job was asked for.
+# What the log calls generated are the tokens of the input, $4 \times 8 \times 512$. New are 64 of each sequence.
+# And its price is that of one GPU, for input tokens: four times and eight times too low.
+
+# %%
+assert round(8.03e9 * 2 / 2**30, 2) == 14.96
+generated = 4 * 8 * (576 - 512)
+price = 4 * 2.50 / 3600 * 16.0 / generated * 1e6
+answer = "data", generated, price
+check(answer, "deepspeed_log")
 
 
 # %% [markdown]

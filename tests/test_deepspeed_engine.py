@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardlab import count, ranks, text
 from shardlab import deepspeed_engine as de
-from shardlab.deepspeed_engine import start
+from shardlab.deepspeed_engine import lab, start
 from shardlab.model import GPT, PRESETS, loss
 
 pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
@@ -521,6 +521,165 @@ def test_a_dictionary_in_deepspeeds_own_words_is_checked_too():
         de.check(own)
     with pytest.raises(ValueError, match="config=7: allowed is a dict"):
         de.check(7)
+
+
+MICRO_OF = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+NO_SIZE = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
+TORCH_ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+# What tutorials print, in float32: a CPU has no fp16.
+PRINTED = {
+    "train_batch_size": 256,
+    ACCUMULATION: 8,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}
+
+
+def only(**settings):
+    return {MICRO_OF: 1, **settings}
+
+
+def stage(number, **settings):
+    return {**settings, "zero_optimization": {"stage": number}}
+
+
+# Configuration, whether an optimizer comes beside it, and the engine's words, or None if it starts.
+STARTS = {
+    "as printed": (PRINTED, False, "zero stage 2 requires an optimizer"),
+    "as printed, bf16": (
+        {**PRINTED, "bf16": {"enabled": True}},
+        False,
+        "zero stage 2 requires an optimizer",
+    ),
+    "with a section": ({**PRINTED, "optimizer": TORCH_ADAM}, False, None),
+    "with an optimizer": ({**PRINTED, "zero_force_ds_cpu_optimizer": False}, True, None),
+    **{
+        f"stage {number} alone, {given}": (stage(number), given, NO_SIZE)
+        for number in range(4)
+        for given in (False, True)
+    },
+    "stage 0, a size": (only(**stage(0)), False, None),
+    "stage 1, a size": (only(**stage(1)), False, "zero stage 1 requires an optimizer"),
+    "stage 2, a size": (only(**stage(2)), False, "zero stage 2 requires an optimizer"),
+    "stage 3, a size": (only(**stage(3)), False, None),  # to read, not to train
+    **{f"stage {number}, both": (only(**stage(number)), True, None) for number in range(4)},
+    "nothing": ({}, True, NO_SIZE),
+    "accumulation alone": ({ACCUMULATION: 2}, True, NO_SIZE),
+    "batch alone": ({"train_batch_size": 4}, True, None),
+    "batch and micro-batch": ({"train_batch_size": 8, MICRO_OF: 2}, True, None),
+    "all three": ({"train_batch_size": 12, MICRO_OF: 2, ACCUMULATION: 3}, True, None),
+    "three for no ranks": ({"train_batch_size": 7, MICRO_OF: 2, ACCUMULATION: 1}, True, ""),
+    "two for no ranks": ({"train_batch_size": 3, ACCUMULATION: 2}, True, ""),
+    "no batch": ({"train_batch_size": 0}, True, "Train batch size: 0 has to be greater than 0"),
+    "below none": ({"train_batch_size": -8, MICRO_OF: 2}, True, "-8 has to be greater than 0"),
+    "auto": ({"train_batch_size": "auto", MICRO_OF: 1}, True, "'str' and 'int'"),
+    "tp_size": (
+        only(tensor_parallel={"enabled": True, "tp_size": 2}),
+        True,
+        "Extra inputs are not permitted",
+    ),
+    "optimizer": (
+        only(optimizer={"type": "AdamWW"}),
+        False,
+        "AdamWW is not a supported DeepSpeed Optimizer",
+    ),
+    "schedule": (
+        only(scheduler={"type": "Warmup"}),
+        True,
+        "DeepSpeed does not recognize LR scheduler Warmup",
+    ),
+    "schedule of nobody": (only(scheduler={"type": "Warmup"}), False, None),
+}
+
+
+def real_engines(cases):
+    """What DeepSpeed itself says to each configuration; None where its engine starts."""
+    deepspeed, said = de.prepare(), {}
+    for name, (settings, given, _) in cases.items():
+        module = model()
+        adamw = torch.optim.AdamW(module.parameters(), lr=1e-3) if given else None
+        try:
+            with start.quiet():
+                deepspeed.initialize(model=module, optimizer=adamw, config=settings)
+            said[name] = None
+        except Exception as error:
+            said[name] = str(error)
+    return said
+
+
+def test_check_and_the_engine_agree():
+    de.prepare()
+    engines = run(real_engines, 2, STARTS)[0]
+    for name, (settings, given, words) in STARTS.items():
+        before = copy.deepcopy(settings)
+        try:
+            checked = de.check(settings, optimizer=given)
+        except ValueError as error:
+            checked = str(error)
+        assert settings == before
+        assert (words is None) == (engines[name] is None) == (checked is None), (name, engines)
+        if words is not None:
+            assert words in engines[name] and words in checked and "\n" not in checked, name
+
+
+def checked_on_a_rank(cases):
+    """Which are refused on a rank, where DeepSpeed knows a number of ranks."""
+    said = {}
+    for name, (settings, given, _) in cases.items():
+        try:
+            said[name] = de.check(settings, optimizer=given)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_check_says_the_same_on_ranks_as_without():
+    fits = {MICRO_OF: 2, ACCUMULATION: 1}
+    cases = STARTS | {"one": ({"train_batch_size": 2, **fits}, True, None)}
+    alone, three = (run(checked_on_a_rank, size, cases)[0] for size in (1, 3))
+    assert alone == three and alone["one"] is None
+
+
+def cut_by(section):
+    """Parameters that a rank holds of a Llama, the whole model's, and two losses."""
+    deepspeed, module = de.prepare(), lab.llama()
+    whole = module.num_parameters()
+    tokens = torch.randint(0, lab.TINY["vocab_size"], (2, 16), generator=generator(1))
+    want = module(input_ids=tokens, labels=tokens).loss.item()
+    with start.quiet():
+        if "tp_size" in section:
+            engine = deepspeed.init_inference(module, tensor_parallel=section, dtype=torch.float32)
+        else:
+            engine, *_ = deepspeed.initialize(
+                model=module, config=only(tensor_parallel=section), optimizer=de.core._adamw
+            )
+    got = engine(input_ids=tokens, labels=tokens).loss.item()
+    return sum(p.numel() for p in engine.module.parameters()), whole, got - want
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"autotp_size": 2}, {"autotp_size": 2, "preset_model": "llama"}, {"tp_size": 2}],
+    ids=["its own plan", "preset", "inference"],
+)
+def test_what_to_write_for_tp_size_cuts_the_model(section):
+    if "autotp_size" in section:
+        de.check(only(tensor_parallel=section))
+    else:
+        with pytest.raises(ValueError, match="autotp_size=N.*words of deepspeed.init_inference"):
+            de.check(only(tensor_parallel=section))
+    lab.llama()  # transformers, once, before any rank starts
+    for held, whole, apart in run(cut_by, 2, section):
+        # Half of the matrices; embedding, head and norms are whole in some of them.
+        assert 0.5 * whole <= held < 0.65 * whole
+        assert abs(apart) < 1e-5  # float32, losses near 8: sums in another order
 
 
 def refusals(folder):

@@ -55,6 +55,44 @@ def test_cost(answer: Any, words: str) -> None:
     wrong(answer, "deepspeed_cost", words)
 
 
+SECONDS = 4 * 2.5 / 3600 * 16  # of four GPUs, in money
+PRICE = SECONDS / 2048 * 1e6
+
+
+def test_log_right() -> None:
+    assert check(("data", 2048, PRICE), "deepspeed_log").ok
+    assert check(["data", 2048.0, 21.7], "deepspeed_log").ok
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("data", "Give three things"),
+        (2048, "Give three things"),
+        (("data", 2048), "Give three things"),
+        (("data", 2048, ...), "still missing"),
+        (("tensor", 2048, PRICE), "asked for it"),
+        (("zero3", 2048, PRICE), "a quarter of the weights"),
+        (("pipeline", 2048, PRICE), "a quarter of the layers"),
+        (("DDP", 2048, PRICE), "allowed are 'data'"),
+        ((["data"], 2048, PRICE), "allowed are 'data'"),
+        (("data", 16384, PRICE), "counts the input"),
+        (("data", 18432, PRICE), "begins with the input"),
+        (("data", 512, PRICE), "one rank's"),
+        (("data", 64, PRICE), "one sequence"),
+        (("data", "2048", PRICE), "number"),
+        (("data", 2048, PRICE / 4), "pays for one GPU"),
+        (("data", 2048, 0.68), "the log's"),
+        (("data", 2048, SECONDS / 16384 * 1e6), "tokens of the input"),
+        (("data", 2048, SECONDS / 18432 * 1e6), "input and output together"),
+        (("data", 2048, SECONDS / 2048), "a million, please"),
+        (("data", 2048, PRICE * 3600), "for an hour"),
+    ],
+)
+def test_log(answer: Any, words: str) -> None:
+    wrong(answer, "deepspeed_log", words)
+
+
 def accumulation(train_batch: int, micro_batch: int, world_size: int, tp: int, pp: int) -> int:
     copies, rest = divmod(world_size, tp * pp)
     steps, more = divmod(train_batch, micro_batch * copies)

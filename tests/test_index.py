@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import runpy
 import shutil
 import subprocess
@@ -100,6 +101,57 @@ def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, caps
     text = (small / "README.md").read_text()
     assert text.startswith("before\n<!-- ") and text.endswith(" -->\nafter\n")
     assert "\n- [One](lessons/first.md): do it.\n" in text and "third" not in text
+
+
+BOXES = """\
+# One
+
+## Its cost: 8 × 4
+
+```{code-cell} ipython3
+## Not a heading
+```
+
+````{admonition} Checked: "it costs nothing"
+:class: checked
+
+It does. ```{admonition} Checked: "not a box"```
+````
+
+### And `more`, again
+
+```{admonition} Checked: "more is better"
+:class: checked
+```
+"""
+
+
+def test_the_page_of_claims_lists_every_box_with_its_section(small: Path) -> None:
+    (small / index.TOPICS).write_text(yaml.safe_dump(good()))
+    (small / "lessons/first.md").write_text(BOXES)
+    (small / "book/page.md").write_text(BOXES.replace("more is", "less is"))
+    assert index._checked(index.read(small), small) == [
+        "**[One](../lessons/first.md)**",
+        "",
+        '- ["it costs nothing"](../lessons/first.md#its-cost-8--4)',
+        '- ["more is better"](../lessons/first.md#and-more-again)',
+        "",
+        "**[One](page.md)**",
+        "",
+        '- ["it costs nothing"](page.md#its-cost-8--4)',
+        '- ["less is better"](page.md#and-more-again)',
+    ]
+
+
+def test_the_list_of_claims_is_made_where_there_is_such_a_page(root: Path) -> None:
+    boxes = [
+        box
+        for page in (*root.glob("lessons/*.md"), *root.glob("book/*.md"))
+        for box in re.findall(r"^`{3,}{admonition} Checked: (.+)$", page.read_text(), re.MULTILINE)
+    ]
+    listed = index.made(root)[root / index.CLAIMS].partition("<!-- topics: checked -->")[2]
+    assert len(boxes) > 50 and listed.count("\n- [") == len(boxes)
+    assert all(f"- [{box}](" in listed for box in boxes)
 
 
 def some(seed: int) -> Index:

@@ -20,6 +20,7 @@ PAGES = {  # page: the least number of questions
     "questions_together": 8,
 }
 EXAMPLES = ["book/gpt3_on_64_gpus"]  # worked out behind a lesson, before the questions
+CLAIMS = "book/claims"  # claims of others, run again; among the pages for reference
 LEVELS = ("recall", "understanding", "application", "design", "design review")
 QUESTION = re.compile(r"^## (\d+)\. (.+) \((.+)\)\n\n(.+?)\n\n<details", re.DOTALL)
 SUMMARY = '<details class="answer"><summary>Answer to question {}</summary>\n'
@@ -54,7 +55,8 @@ def test_every_page_of_questions_ends_its_part() -> None:
     listed = [[chapter["file"] for chapter in part["chapters"]] for part in contents["parts"]]
     ends = [part[-1] for part in listed if part[-1].startswith("book/questions_")]
     assert ends == [f"book/{page}" for page in PAGES]
-    assert set(record.pages(ROOT)) == {*record.lessons(ROOT), *ends, *EXAMPLES}
+    assert set(record.pages(ROOT)) == {*record.lessons(ROOT), *ends, *EXAMPLES, CLAIMS}
+    assert CLAIMS in listed[-1]
     for example in EXAMPLES:
         (part,) = [part for part in listed if example in part]
         assert part.index(example) < part.index(part[-1])
@@ -67,6 +69,21 @@ def test_pages_start_no_ranks_and_reach_the_course_code_that_they_use(page: str)
     assert "ranks.run" not in text and ":tags: [measured]" not in text
     assert "code/shardlab/memory/step.py" in found
     assert not any(name.startswith("lessons/") for name in found)
+
+
+def test_each_claim_is_judged_and_leads_to_the_cell_that_shows_it() -> None:
+    text = (ROOT / f"{CLAIMS}.md").read_text("utf-8")
+    table = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)[1:]
+    assert len(table) >= 15
+    sections = dict(re.findall(r"^##+ (.+?)\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE))
+    for claim, verdict, found, shown in table:
+        assert verdict != "yes" and found, claim
+        title, link = re.fullmatch(r"\[(.+)\]\((.+)\)", shown).groups()
+        if link.startswith("#"):
+            assert re.search(r"^ *assert |refused\(", sections[title], re.MULTILINE), claim
+        else:
+            page, _, anchor = link.partition("#")
+            assert anchor and (ROOT / "book" / page).is_file(), claim
 
 
 # --- The build of a small book with such a page -----------------------------------------------

@@ -276,7 +276,7 @@ def test_deepspeed_knows_every_name_and_the_comments_are_all_that_is_not_json():
         text = emit("deepspeed", LLAMA, H100, layout)
         settings = json.loads(deepspeed.plain(text))
         assert settings == hjson.loads(text)
-        de.check(settings)
+        de.check(settings, optimizer=True)
         assert text.count("//") >= len(settings)
     assert deepspeed.TENSOR_PLAN == COURSE_PLAN
 

@@ -23,7 +23,7 @@
 # - tell which parts you have to ask for, and which you get without asking;
 # - save on two ranks and go on with one or four, and say when stage 3 is worth its traffic.
 #
-# It takes about 40 minutes to read and 35 minutes for the exercises. Running it takes under a minute.
+# It takes about 40 minutes to read and 40 minutes for the exercises. Running it takes under a minute.
 # You need [Data parallelism](data_parallel.md) and [ZeRO](zero.md), whose mechanisms the engine contains.
 #
 # One thing to wonder about before you start.
@@ -134,7 +134,7 @@ four_lines = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 0.0,
     "zero_optimization": {"stage": 2},
-    "zero_allow_untested_optimizer": True,  # torch's AdamW instead of DeepSpeed's own
+    "zero_allow_untested_optimizer": True,  # any optimizer of torch's
 }
 with_all = ranks.run(plain_script, 2, four_lines, device="cpu")
 
@@ -202,7 +202,7 @@ for name, value in settings.items():
 # | `zero_optimization.stage` | 0: copies; 1, 2, 3: cut optimizer, gradients, parameters | 0 |
 # | `offload_optimizer`, `offload_param` | put the cut states into the host's memory | they stay on the device |
 # | `zero_force_ds_cpu_optimizer` | insist on DeepSpeed's compiled CPU Adam when the optimizer is offloaded | true: torch's own AdamW is refused |
-# | `zero_allow_untested_optimizer` | accept an optimizer that is not DeepSpeed's own | false: it may be refused |
+# | `zero_allow_untested_optimizer` | accept an optimizer with which ZeRO was not tried: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: it is refused from stage 1 on |
 # | `steps_per_print` | how often to log progress: here never | not at all |
 
 # %%
@@ -832,6 +832,9 @@ except ValueError as error:
 # %% [markdown]
 # You meant to switch clipping off, and trained with 1.0.
 #
+# `de.check` also refuses what no engine starts with: stage 1 or 2 without an optimizer, a configuration without any batch size, `tp_size` for `autotp_size`. A table of such configurations is tried on DeepSpeed's own engine in the course's tests, and both have to say the same.
+# Say `optimizer=True` where `initialize` is given an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples that tutorials print.
+#
 # ### Reading a parameter at stage 3
 #
 # Between its uses, a parameter of stage 3 is not there. Its shape is `(0,)`, and code that looks at weights, to initialise, to log a norm, to tie two, sees nothing, without an error.
@@ -1042,6 +1045,54 @@ answer = {
     "zero_allow_untested_optimizer": True,
 }
 check(answer, "deepspeed_config")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Read this log (medium)
+# :label: ex-deepspeed-engine-log
+# ```
+#
+# A job was asked for tensor parallelism over four GPUs, and wrote this. The shapes are sequences and tokens; an output begins with its input.
+#
+# ```text
+# generate: llama-3-8b, 8.03e9 parameters in bf16, tensor parallel, 4 GPUs
+# rank 0: sequences  0 to  7, weights 14.96 GB, input [8, 512], output [8, 576], 16.0 s
+# rank 1: sequences  8 to 15, weights 14.96 GB, input [8, 512], output [8, 576], 16.0 s
+# rank 2: sequences 16 to 23, weights 14.96 GB, input [8, 512], output [8, 576], 16.0 s
+# rank 3: sequences 24 to 31, weights 14.96 GB, input [8, 512], output [8, 576], 16.0 s
+# tokens generated: 16384
+# tokens per second: 1024.0
+# price per million tokens: 0.68
+# ```
+#
+# Assume 2.50 per GPU hour.
+# Which parallelism was it, how many tokens did the job generate, and what does a million generated tokens cost?
+
+# %%
+answer = ...  # ("data", "tensor", "pipeline" or "zero3", tokens, price)
+check(answer, "deepspeed_log")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-deepspeed-engine-log
+# :label: sol-deepspeed-engine-log
+# :class: dropdown
+# ```
+#
+# $8.03\cdot10^9$ parameters of 2 bytes are 16.06 GB, which is 14.96 GiB: the log means GiB, and every rank holds the whole model. Each has sequences of its own. These are copies: data parallelism, whatever the job was asked for.
+# What the log calls generated are the tokens of the input, $4 \times 8 \times 512$. New are 64 of each sequence.
+# And its price is that of one GPU, for input tokens: four times and eight times too low.
+
+# %%
+assert round(8.03e9 * 2 / 2**30, 2) == 14.96
+generated = 4 * 8 * (576 - 512)
+price = 4 * 2.50 / 3600 * 16.0 / generated * 1e6
+answer = "data", generated, price
+check(answer, "deepspeed_log")
 
 
 # %% [markdown]

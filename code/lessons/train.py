@@ -603,7 +603,7 @@ settings = {
     "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO,
     "zero_force_ds_cpu_optimizer": False,  # and with offload
 }
-de.check(settings)
+de.check(settings, optimizer=True)  # an AdamW comes beside them
 
 
 # %% [markdown]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,61 @@ def _(answer: Any) -> str:
         },
     )
     return "Right: 20 per hour buy 72 million tokens."
+
+
+# The exercise's log: ranks, sequences of each, tokens of an input and an output, seconds, a price.
+_LOG = {"ranks": 4, "batch": 8, "prompt": 512, "whole": 576, "seconds": 16.0, "price": 2.5}
+_CUTS = {
+    "tensor": "the job was asked for it, but then each rank would hold about a quarter of the "
+    "matrices.",
+    "zero3": "each rank would then hold a quarter of the weights.",
+    "pipeline": "each rank would then hold a quarter of the layers.",
+}
+
+
+@exercise("deepspeed_log")
+def _(answer: Any) -> str:
+    if isinstance(answer, str) or not isinstance(answer, Sequence) or len(answer) != 3:
+        raise Wrong("Give three things: the parallelism, the tokens, and the price.")
+    if any(part is ... or part is None for part in answer):
+        raise Wrong("One of the three is still missing.")
+    kind, tokens, price = answer
+    n, batch, prompt, whole = (_LOG[key] for key in ("ranks", "batch", "prompt", "whole"))
+    if isinstance(kind, str) and kind in _CUTS:
+        raise Wrong(
+            f"It was not {kind!r}: {_CUTS[kind]} How many bytes are 8.03e9 parameters in bf16, "
+            "and what does a rank hold?"
+        )
+    if kind != "data":
+        raise Wrong(f"{kind!r}: allowed are 'data', {', '.join(map(repr, _CUTS))}.")
+    right = n * batch * (whole - prompt)
+    number(
+        tokens,
+        right,
+        "tokens",
+        hints={
+            n * batch * prompt: "That is what the log says, and it counts the input.",
+            n * batch * whole: "The output begins with the input, which nobody generated.",
+            batch * (whole - prompt): "That is one rank's. Each rank has sequences of its own.",
+            whole - prompt: "That is one sequence.",
+        },
+    )
+    one = _LOG["price"] * _LOG["seconds"] / 3600 * 1e6  # of one GPU, for a million times the work
+    number(
+        price,
+        n * one / right,
+        "per million tokens",
+        rel=0.01,
+        hints={
+            one / right: "That pays for one GPU, and four worked.",
+            one / (n * batch * prompt): "That is the log's: one GPU's price, for the input.",
+            n * one / (n * batch * prompt): "That divides by the tokens of the input.",
+            n * one / (n * batch * whole): "That divides by input and output together.",
+            n * one / right / 1e6: "That is one token; a million, please.",
+            n * one / right * 3600: "The price is for an hour, and the job took seconds.",
+        },
+    )
+    return "Right: copies, 2,048 new tokens, and 32 times the price that the log states."
 
 
 # (train_batch, micro_batch, world_size, tp, pp), and the accumulation, or None where none fits.
@@ -154,7 +209,7 @@ def _(answer: Any) -> str:
     if not isinstance(answer, Mapping):
         raise Wrong(f"The configuration should be a dict, not a {type(answer).__name__}.")
     try:
-        deepspeed_engine.check(answer)
+        deepspeed_engine.check(answer, optimizer=True)
     except ValueError as error:
         raise Wrong(f"{error}.") from None
     found = run_answer(_engine, _RANKS, dict(answer), timeout=60)[0]

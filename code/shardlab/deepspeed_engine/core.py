@@ -166,9 +166,9 @@ def config(
     Defaults of DeepSpeed that surprise, and what stands here instead:
     - gradient_clipping is 1.0 when it is left out, since DeepSpeed 0.19.3 (pull request 8068, June
       2026); before, it was 0.0, and gradients were not clipped. Here 0.0.
-    - An optimizer that is not DeepSpeed's own is refused from stage 1 on
-      (zero_allow_untested_optimizer), and with offload too (zero_force_ds_cpu_optimizer). Here
-      allowed: they train as they should.
+    - An optimizer that is neither DeepSpeed's own nor torch's Adam, AdamW or Adagrad is refused
+      from stage 1 on (zero_allow_untested_optimizer), and with offload all but DeepSpeed's own
+      (zero_force_ds_cpu_optimizer). Here allowed: they train as they should.
     - Stage 0 in 16 bits runs the optimizer once, with gradients of zero, to make its states:
       AdamW's bias correction is one step ahead for good, its first step 0.74 of the usual. Stage 1
       has no such step.
@@ -216,7 +216,7 @@ def config(
     elif recompute:
         built["activation_checkpointing"] = {"partition_activations": False}
     _merge(built, more)
-    schema.check(built)
+    schema.check(built, optimizer=True)
     return built
 
 

@@ -24,8 +24,20 @@ from .start import prepare, quiet
 
 OFFLOADS = ("none", "optimizer", "parameters")
 PRECISIONS = ("fp32", "bf16", "fp16")
+_SIZES = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
 # Read outside the class that holds the configuration: by deepspeed.initialize and the pipeline.
 _READ_ELSEWHERE = {"sequence_parallel_size", "data_parallel_size", "pipeline.use_reentrant"}
+# DeepSpeed's two engines cut matrices by two sections of one name.
+_INSTEAD = {
+    "TPTrainingConfig": (
+        "; to train, write autotp_size=N, and preset_model or partition_config where the model has "
+        "no plan of its own; 'enabled' and 'tp_size' are words of deepspeed.init_inference"
+    )
+}
 # What stands in these goes to another constructor, as it is.
 _FREE = ("optimizer.params.", "scheduler.params.")
 
@@ -84,14 +96,7 @@ def check_together(zero: int, offload: str, precision: str, tp: int, pp: int, de
 
 def check_world(settings: Mapping[str, Any], world: int) -> None:
     """Raise ValueError for a configuration that was made for another number of ranks."""
-    total, micro, accumulation = (
-        settings.get(key)
-        for key in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-        )
-    )
+    total, micro, accumulation = (settings.get(key) for key in _SIZES)
     if None in (total, micro, accumulation):
         return  # DeepSpeed works out the rest
     stages = settings.get("pipeline", {}).get("stages", 1)
@@ -160,11 +165,16 @@ class _Keys:
         return len(self.asked)
 
 
-def check(config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless DeepSpeed accepts `config` and knows every name in it.
+def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
+    """Raise ValueError unless DeepSpeed's engine starts with `config`, and knows every name in it.
 
-    Not checked: the names inside an optimizer's or a scheduler's "params", and the inside of those
-    sections that DeepSpeed reads only when it comes to use them.
+    optimizer: whether `initialize` is given an optimizer beside the configuration, as the course's
+        `initialize` always is. Without one, stages 1 and 2 want a section "optimizer".
+
+    Not checked: the names inside an optimizer's or a scheduler's "params", the inside of those
+    sections that DeepSpeed reads only when it comes to use them, whether the device can compute in
+    16 bits, and whether ZeRO was tested with the optimizer. Of the batch sizes: whether they fit
+    *any* number of ranks; `check_world` says whether they fit a given one.
     """
     prepare()
     from deepspeed.module_inject.autotp_config import AutoTPConfig, AutoTPPresets
@@ -173,23 +183,19 @@ def check(config: Mapping[str, Any]) -> None:
     if not isinstance(config, Mapping):
         raise ValueError(f"config={config!r}: allowed is a dict in DeepSpeed's own words")
     names: set[str] = set()
-    # Whether the batch sizes multiply depends on the number of ranks, which here is not known.
-    single = {key: value for key, value in config.items() if key != "train_batch_size"}
-    if "train_micro_batch_size_per_gpu" not in config:
-        single["train_micro_batch_size_per_gpu"] = 1
     try:
         with quiet():
-            asked = Asked(single, names)
-            read = DeepSpeedConfig(asked)
+            asked = Asked(_of_one_copy(config), names)
+            read = DeepSpeedConfig(asked, mpu=_OneCopy())
             preset = read.tensor_parallel_config.preset_model
             if preset is not None and AutoTPPresets.get_preset(preset) is None:
                 raise ValueError(f"tensor_parallel.preset_model={preset!r}: no such preset")
             if plan := asked.get("tensor_parallel", {}).get("partition_config"):
                 AutoTPConfig.from_dict(plan)
+            _check_optimizer(read, optimizer)
     except (ValueError, AssertionError, DeepSpeedConfigError, TypeError) as error:
         raise ValueError(f"config: DeepSpeed refuses it: {_one_line(error)}") from None
     names |= {f"pipeline.{key}" for key in get_pipeline_config({})} | _READ_ELSEWHERE
-    names.add("train_batch_size")
     for path in _paths(config):
         section = path.rpartition(".")[0]
         read_later = section and not any(name.startswith(f"{section}.") for name in names)
@@ -198,6 +204,49 @@ def check(config: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(path, names, n=1)
         meant = f"; perhaps meant: {near[0]!r}" if near else ""
         raise ValueError(f"config: DeepSpeed knows no {path!r}, and would ignore it{meant}")
+
+
+class _OneCopy:
+    """Tells DeepSpeed of one copy of the model, whatever ranks this process is one of."""
+
+    def get_data_parallel_world_size(self) -> int:
+        return 1
+
+
+def _of_one_copy(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, with that part of train_batch_size which one copy computes.
+
+    How many copies there will be is not known here; all three sizes together say it. Where one is
+    left out, DeepSpeed works it out, and whatever does not fit one copy fits no number of them.
+    """
+    total, micro, accumulation = sizes = [config.get(key) for key in _SIZES]
+    if not all(type(size) is int and size > 0 for size in sizes):
+        return dict(config)  # one is left out, or is none: DeepSpeed says so
+    if total % (micro * accumulation):
+        raise ValueError(
+            f"{_SIZES[0]}={total} fits no number of ranks: allowed are multiples of {micro} * "
+            f"{accumulation}, {_SIZES[1]} * {_SIZES[2]}"
+        )
+    return {**config, _SIZES[0]: micro * accumulation}
+
+
+def _check_optimizer(read: Any, given: bool) -> None:
+    """What the engine asserts of optimizer and scheduler once its configuration is read."""
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from torch.optim import lr_scheduler
+
+    name, stage, schedule = read.optimizer_name, read.zero_optimization_stage, read.scheduler_name
+    if not given and name is None and stage in (1, 2):
+        raise ValueError(
+            f"zero stage {stage} requires an optimizer: a section 'optimizer', or one that "
+            "initialize is given (optimizer=True)"
+        )
+    if not given and name is not None and not DeepSpeedEngine._is_supported_optimizer(None, name):
+        raise ValueError(f"{name} is not a supported DeepSpeed Optimizer")
+    known = schedule is None or any(hasattr(m, schedule) for m in (lr_schedules, lr_scheduler))
+    if (given or name is not None) and not known:
+        raise ValueError(f"DeepSpeed does not recognize LR scheduler {schedule}")
 
 
 def _paths(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
@@ -211,7 +260,11 @@ def _paths(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
 def _one_line(error: Exception) -> str:
     """A pydantic error takes four lines, of which the second and third say what is wrong."""
     if hasattr(error, "errors"):
-        return f"{error.title}: " + "; ".join(
-            f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+        return (
+            f"{error.title}: "
+            + "; ".join(
+                f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+            )
+            + _INSTEAD.get(error.title, "")
         )
     return str(error).partition("\n")[0] or type(error).__name__

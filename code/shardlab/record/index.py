@@ -3,12 +3,13 @@
     >>> read(root).topics["gemm"].needs
     ['collectives']
 
-`python -m shardlab pairs` writes what is made: the contents, the map, and in three pages what
+`python -m shardlab pairs` writes what is made: the contents, the map, and in four pages what
 stands between <!-- topics: … --> and <!-- end -->.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from typing import Any
 from .key import lessons
 
 TOPICS = Path("book/topics.yml")
+CLAIMS = Path("book/claims.md")
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ def made(root: Path) -> dict[Path, str]:
         ("README.md", "lessons"): _lessons(index),
         ("CONTRIBUTING.md", "floors"): _floors(index),
     }
+    if (root / CLAIMS).is_file():
+        blocks[str(CLAIMS), "checked"] = _checked(index, root)
     found = {
         root / "_toc.yml": _contents(index),
         root / "figures/index_map.svg": drawing["svg"](index),
@@ -168,8 +172,7 @@ def _contents(index: Index) -> str:
 
     parts = []
     for part in index.parts:
-        files = [f"lessons/{topic.topic}" for topic in part.topics if not topic.planned]
-        chapters = [{"file": name} for name in (*files, *part.pages)]
+        chapters = [{"file": name} for name in _files(part)]
         parts += [{"caption": part.part, "chapters": chapters}] * bool(chapters)
     toc = {"format": "jb-book", "root": "book/index", "parts": parts}
     text = yaml.safe_dump(toc, sort_keys=False, allow_unicode=True)
@@ -190,6 +193,38 @@ def _table(index: Index) -> list[str]:
 def _lessons(index: Index) -> list[str]:
     """The README's list of the lessons."""
     return [f"- [{topic.title}](lessons/{topic.topic}.md): {topic.able}." for topic in index.here]
+
+
+def _checked(index: Index, root: Path) -> list[str]:
+    """The claims in boxes marked Checked, page by page, each with a link to its section."""
+    pages = {f"lessons/{topic.topic}": topic.title for topic in index.here}
+    lines = []
+    for name in [file for part in index.parts for file in _files(part)]:
+        text = (root / f"{name}.md").read_text("utf-8")
+        text = re.sub(r"^```{code-cell}.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        link = os.path.relpath(f"{name}.md", CLAIMS.parent)
+        section, claims = "", []
+        for heading, claim in _BOX.findall(text):
+            section = heading or section
+            claims += [f"- [{claim}]({link}#{_anchor(section)})"] * bool(claim)
+        if claims:
+            title = pages.get(name) or re.search(r"^# (.+)$", text, re.MULTILINE)[1]
+            lines += [f"**[{title}]({link})**", "", *claims, ""]
+    return lines[:-1]
+
+
+# A heading, or the claim in the title of a box.
+_BOX = re.compile(r"^(?:##+ (.+)|`{3,}\{admonition\} Checked: (.+))$", re.MULTILINE)
+
+
+def _anchor(heading: str) -> str:
+    """The address of a section within its page, as MyST makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def _files(part: Part) -> list[str]:
+    """The files of a part, in their order."""
+    return [*(f"lessons/{topic.topic}" for topic in part.topics if not topic.planned), *part.pages]
 
 
 def _floors(index: Index) -> list[str]:

@@ -54,7 +54,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab import cluster, ranks, show, text
 from shardlab.check import check
-from shardlab.cluster import captured, core, doctor
+from shardlab.cluster import born, captured, core, doctor
 from shardlab.cluster.doctor import checks, pairs
 from shardlab.cluster.job import Job, free_port
 from shardlab.cluster.slurm import sessions
@@ -156,7 +156,7 @@ show.source(core.Host)
 # The rest is processes: how they start, how they end, and that none outlives its agent.
 
 # %%
-show.source(core._die_with, core.Ranks)
+show.source(born.main, core.Ranks)
 
 # %% [markdown]
 # `PR_SET_PDEATHSIG` asks Linux's kernel to kill a process when the thread that started it ends. It works even when the agent is killed with SIGKILL.

@@ -284,6 +284,32 @@ def test_an_agent_leaves_a_store_that_is_silent(start, tmp_path):
     assert host.wait() == 143
 
 
+def test_no_code_of_the_agents_runs_in_the_copy_that_becomes_a_rank(monkeypatch):
+    """Of the agent's threads that has one: a lock that another one held would stay held."""
+    started = []
+    popen = subprocess.Popen
+
+    def noting(command, **how):
+        started.append(how.get("preexec_fn"))
+        return popen(command, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", noting)
+    ranks = core.Ranks(Job((sys.executable, "-c", "pass"), "127.0.0.1:29400", ranks=2))
+    ranks.start(Order(kind="run", round=0, agents=(0,), ranks=(2,), port=1), 0)
+    wait_for(lambda: ranks.state() == "done")
+    ranks.kill()
+    assert started == [None, None]
+
+
+def test_a_program_that_is_not_there_is_that_ranks_error(tmp_path):
+    job = Job((str(tmp_path / "none"),), "127.0.0.1:29400", logs=tmp_path / "logs")
+    ranks = core.Ranks(job)
+    ranks.start(Order(kind="run", round=0, agents=(0,), ranks=(1,), port=1), 0)
+    wait_for(lambda: ranks.state() == "failed")
+    ranks.kill()
+    assert "No such file" in (tmp_path / "logs/round-0/rank-0.log").read_text()
+
+
 def test_a_rank_that_ignores_sigterm_goes_with_its_children(start, tmp_path):
     act = f"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -303,6 +303,7 @@ def healthy(ranks=4, hosts=1, kind="cpu"):
             "host": f"node{rank // each}",
             "versions": {"python": "3.11.7", "torch": "2.13.0", "shardlab": "abc"},
             "gpu": gpu,
+            "environment": {"NCCL_SOCKET_IFNAME": "ib0"},
             "cores": {"mask": [core], "all": each, "threads": 1},
             "memory": {"free": 100 * GB, "total": 200 * GB},
             "shm": {"free": 50 * GB, "total": 50 * GB},
@@ -358,6 +359,11 @@ FAULTS = {
     "a GPU that somebody else uses": ("GPU memory", change("gpu/free", 60 * GB)),
     "another CUDA": ("versions", change("versions/cuda", "12.8")),
     "other sources": ("versions", change("versions/shardlab", "xyz")),
+    "a setting of nccl on one rank alone": ("environment", change("environment/NCCL_ALGO", "Ring")),
+    "another setting on one rank": (
+        "environment",
+        lambda facts: [f["environment"].update(NCCL_P2P_DISABLE=str(f is facts[2])) for f in facts],
+    ),
     "ranks bound to one core": ("cores", change("cores/mask", [1])),
     "a host without memory": ("memory", change("memory/free", GB)),
     "docker's /dev/shm": ("/dev/shm", change("shm/free", 64 * 2**20)),
@@ -395,6 +401,43 @@ def test_a_fault_shows_in_its_own_row_with_the_rank_and_what_to_do(name):
     assert found[check].advice
     words = found[check].found
     assert "2" in words or "node1" in words
+
+
+def test_settings_that_are_a_hosts_own_are_no_fault():
+    facts = healthy(4, 2, "cuda")
+    facts[2]["environment"]["NCCL_SOCKET_IFNAME"] = "ib1"
+    facts[0]["environment"]["NCCL_DEBUG"] = "INFO"
+    row = checks.environment(Findings(facts))
+    assert row.state == "note" and "ib1 on rank 2" in row.found and "NCCL_DEBUG" in row.found
+    for mine in facts:
+        mine["environment"] = {}
+    assert checks.environment(Findings(facts)).state == "good"
+
+
+def test_a_setting_on_one_rank_alone_is_seen_in_a_run(capsys, tmp_path, monkeypatch):
+    plant(monkeypatch, lambda rank: os.environ.update({"NCCL_PROTO": "LL"} if rank == 1 else {}))
+    found, status = consult(capsys, tmp_path, "--ranks", "3")
+    assert status == 1 and found["bad"].keys() - BUSY == {"environment"}
+    assert "NCCL_PROTO=LL on rank 1" in found["bad"]["environment"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "rate", "state"),
+    [
+        ("h100", 90e9, "good"),  # with 64 MiB, while messages of gigabytes reach four times that
+        ("h100", 350e9, "good"),
+        ("h100", 50e9, "bad"),  # PCIe 5.0: NVLink is not used
+        ("a100", 90e9, "good"),
+        ("a100", 22e9, "bad"),  # PCIe 4.0
+        ("b200", 55e9, "bad"),
+    ],
+)
+def test_nvlink_is_judged_by_what_a_link_that_is_well_reaches_with_64_mib(machine, rate, state):
+    facts = healthy(4, 1, "cuda")
+    for pair in (pair for mine in facts for pair in mine["pairs"]):
+        pair["bandwidth"] = rate
+    row = checks.bandwidth(Findings(facts, machine=MACHINES[machine]))
+    assert row.state == state, row.found
 
 
 def test_facts_that_are_missing_are_said_and_judged_by_nobody():

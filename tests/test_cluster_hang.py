@@ -9,16 +9,18 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import ran
 from torch.distributed.flight_recorder import fr_trace
 
 from shardlab import ranks
 from shardlab.cluster import captured
 from shardlab.cluster.captured import capture
-from shardlab.cluster.watch import flight, hang
+from shardlab.cluster.watch import flight, hang, straggler
 
 LINE = re.compile(r"line (\d+) in (.+)")
 
@@ -151,6 +153,90 @@ def test_ranks_that_wait_for_one_another_are_a_cycle():
     assert {rank: c.group for rank, c in found.stands.items()} == {0: "a", 1: "b"}
 
 
+# What nccl alone tells: records in the form of torch 2.13, with the states of its events.
+
+
+def entry(number, state, group="0", duration=None, created=0.0):
+    """One collective of a record, as FlightRecorder.hpp of torch 2.13 writes it for nccl."""
+    own = {"name": "step", "filename": "/home/me/train.py", "line": 40 + number}
+    timed = {} if duration is None else {"duration_ms": duration}
+    return timed | {
+        "frames": [own], "record_id": number, "pg_id": int(group), "process_group": (group, "dp"),
+        "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "is_p2p": False,
+        "profiling_name": "nccl:all_reduce", "time_created_ns": int(1e9 * created),
+        "input_sizes": [[7]], "input_dtypes": ["Float"], "output_sizes": [[7]],
+        "output_dtypes": ["Float"], "state": state, "timeout_ms": 600_000, "retired": False,
+        "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
+        "thread_id": "1", "thread_name": "",
+    }  # fmt: skip
+
+
+def of_nccl(*by_rank, members="[0, 1, 2, 3]"):
+    """The calls of each rank; given are the entries of each."""
+    groups = {str(n): {"name": str(n), "desc": "dp", "ranks": members} for n in range(2)}
+    status = {n: {"last_completed_collective": 0} for n in groups}
+    record = {"version": "2.10", "pg_config": groups, "pg_status": status}
+    return {
+        rank: flight.calls(record | {"entries": entries}, rank)
+        for rank, entries in enumerate(by_rank)
+    }
+
+
+def test_a_gpu_that_does_not_come_to_what_its_host_has_queued_is_behind():
+    """All hosts have queued the same; three GPUs wait in it for the fourth."""
+    waits = [entry(1, "completed"), entry(2, "started"), entry(3, "scheduled")]
+    before = [entry(1, "completed"), entry(2, "scheduled"), entry(3, "scheduled")]
+    (found,) = hang.explain(of_nccl(waits, waits, waits, before))
+    assert (found.kind, found.ranks, found.call.number) == ("behind", (3,), 2)
+    assert set(found.waiting) == {0, 1, 2} and found.stands[3].line == 42
+    assert "rank 3" in str(found) and "scheduled" in str(found) and "train.py" in str(found)
+    # Its host stopped soon after: the GPU is still what all wait for, not the host's later calls.
+    (found,) = hang.explain(of_nccl(waits, waits, waits, before[:2]))
+    assert (found.kind, found.ranks, found.call.number) == ("behind", (3,), 2)
+    # Without timing nobody is "started": then states say nothing, and the missing host is found.
+    flat = [entry(1, "completed"), entry(2, "scheduled"), entry(3, "scheduled")]
+    assert hang.explain(of_nccl(flat, flat, flat, flat)) == []
+    (found,) = hang.explain(of_nccl(flat, flat, flat, flat[:2]))
+    assert (found.kind, found.ranks) == ("missing", (3,))
+
+
+def test_gpus_that_wait_for_one_another_are_a_cycle_though_all_hosts_have_queued_both():
+    mine = [entry(1, "started", "0"), entry(1, "scheduled", "1")]
+    theirs = [entry(1, "started", "1"), entry(1, "scheduled", "0")]
+    (found,) = hang.explain(of_nccl(mine, theirs, members="[0, 1]"))
+    assert found.kind == "cycle" and found.ranks == (0, 1)
+
+
+def test_a_gpu_that_is_behind_because_it_waits_elsewhere_is_not_the_cause():
+    """Rank 1 is behind in group 0, since it waits in group 1 for rank 0's host."""
+    first = [entry(1, "started", "0")]
+    second = [entry(1, "started", "1"), entry(1, "scheduled", "0")]
+    kinds = {finding.kind for finding in hang.explain(of_nccl(first, second, members="[0, 1]"))}
+    assert kinds == {"cycle"}
+    third = [entry(1, "started", "0")]
+    calls = of_nccl(third, second, first, members="[0, 1, 2]")
+    calls[1] = [replace(c, members=(1, 3)) if c.group == "dp:1" else c for c in calls[1]]
+    calls[3] = []
+    found = hang.explain(calls)
+    assert [(f.kind, f.ranks) for f in found] == [("missing", (3,)), ("behind", (1,))]
+
+
+def test_where_nothing_hangs_the_last_gpu_is_named_by_its_durations(tmp_path, capsys):
+    """The host of rank 2 is slow; rank 1's GPU is, and its own collectives are the shortest."""
+    for rank in range(4):
+        took, late = (2.0 if rank == 1 else 42.0), 0.01 * (rank == 2)
+        entries = [entry(n, "completed", "0", took, n + late) for n in range(1, 41)]
+        groups = {"0": {"name": "0", "desc": "dp", "ranks": "[0, 1, 2, 3]"}}
+        status = {"0": {"last_completed_collective": 40}}
+        record = {"pg_config": groups, "pg_status": status, "entries": entries}
+        (tmp_path / f"{flight.TORCHS}{rank}").write_bytes(pickle.dumps(record))  # torch's own name
+    assert ran(capsys, "cluster", "hang", str(tmp_path))[1].count("rank 1 is last, by 40 ms") == 1
+    arrivals = straggler.arrivals(flight.read(tmp_path))
+    assert [round(a.late, 6) for a in arrivals] == [0, 0.04, 0, 0] and arrivals[1].last == 1
+    hosts = {r: [replace(c, duration=None) for c in m] for r, m in flight.read(tmp_path).items()}
+    assert max(straggler.arrivals(hosts), key=lambda a: a.late).rank == 2, "the host, untimed"
+
+
 def test_the_majority_is_right_and_a_ring_that_lost_its_oldest_calls_is_no_fault():
     good = {rank: [call(rank, number=n) for n in range(1, 5)] for rank in range(3)}
     assert hang.explain(good) == []
@@ -172,11 +258,22 @@ class Trap:
         return pytest.fail, ("code from the file is running",)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(Trap()), b"", b"text", pickle.dumps({})])
+JUNK = [Trap(), {}, [], {"entries": [1]}, {"entries": [entry(1, "lost")], "pg_config": {}}]
+JUNK += [{"entries": [entry(1, "started")], "pg_config": []}]
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\x80\x05.", *map(pickle.dumps, JUNK)])
 def test_a_file_that_is_no_record_is_refused(tmp_path, content):
     (tmp_path / "trace_0").write_bytes(content)
     with pytest.raises(ValueError, match="trace_0"):
         flight.read(tmp_path)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_plain_file_is_refused(tmp_path, capsys, make):
+    make(tmp_path / "trace_0")
+    status, _, error = ran(capsys, "cluster", "hang", str(tmp_path))
+    assert status == 2 and "trace_0" in error and len(error.splitlines()) == 1
 
 
 def test_bad_input_is_named(tmp_path):

@@ -237,6 +237,85 @@ def test_up_twice_and_down_twice(tmp_path: Path, capsys) -> None:
     assert "No Slurm ran" in ran(capsys, "cluster", "down", *where)[1]
 
 
+def killed(box: slurm.Box, *names: str) -> None:
+    """End daemons as a fault would."""
+    alive = daemons.named(box.folder)
+    for name in names:
+        alive[name].kill()
+        until(lambda name=name: not daemons.running(alive[name]))
+
+
+@NEEDS
+def test_what_of_it_has_ended_is_named_and_started_again_and_jobs_stay(tmp_path, capsys) -> None:
+    where = ("--folder", str(tmp_path / "box"))
+    wait = "until [ -e go ]; do sleep 0.1; done"
+    with slurm.up(tmp_path / "box") as box:
+        words = ["sbatch", "--parsable", "--output=/dev/null"]
+        command = [*words, "-wnode2", "--wrap", wait]
+        first = box.run(command, cwd=tmp_path).stdout.strip()
+        until(lambda: state(box, first) == "RUNNING")
+        queued = box.run([*words, "--exclusive", "--nodes=2", "--wrap", "true"]).stdout.strip()
+        saved, now = box.folder / "state/job_state", time.time()
+        until(lambda: saved.exists() and saved.stat().st_mtime > now)  # some seconds later
+        for names in (("slurmd-node2",), ("slurmctld",), ("munged",), tuple(slurm.lost(box))):
+            killed(box, *(names or daemons.named(box.folder)))  # the last time all of them
+            assert set(slurm.lost(box)) >= set(names)
+            status, out, _ = ran(capsys, "cluster", "status", *where)
+            if names:
+                assert status == 1 and names[0] in out and "`up`" in out
+            if names == ("slurmd-node2",):
+                assert re.search(rf"^ *{first} .* R ", out, re.MULTILINE), "its jobs are shown"
+            assert ran(capsys, "cluster", "up", *where)[0] == 0
+            assert slurm.lost(box) == [] and ran(capsys, "cluster", "status", *where)[0] == 0
+            assert (state(box, first), state(box, queued)) == ("RUNNING", "PENDING")
+        (tmp_path / "go").touch()
+        assert ended(box, first) == ended(box, queued) == "COMPLETED"
+
+
+@NEEDS
+def test_a_slurm_that_cannot_be_started_again_keeps_its_queue(tmp_path, monkeypatch) -> None:
+    with slurm.up(tmp_path / "box", 1, gpus=0) as box:
+        killed(box, "slurmctld")
+        conf = box.conf.read_text()
+        box.conf.write_text(conf + "NoSuchThing=1\n")
+        with pytest.raises(slurm.SlurmError, match="cluster down"):
+            slurm.start(box.folder, 1, gpus=0)
+        assert (box.folder / "state").exists() and "slurmd-node1" in daemons.named(box.folder)
+
+
+@NEEDS
+def test_numbers_of_jobs_go_on_after_a_stop(tmp_path) -> None:
+    numbers = []
+    for words in (["--array=0-2"], [], []):
+        with slurm.up(tmp_path / "box", 1, gpus=0) as box:
+            wrap = ["--output=/dev/null", "--wrap", "true"]
+            numbers.append(int(box.run(["sbatch", "--parsable", *words, *wrap]).stdout))
+            until(lambda box=box: not box.run(["squeue", "--noheader"]).stdout)
+    assert numbers == [1, 4, 5], "an array's tasks have numbers of their own"
+
+
+def test_the_first_number_is_the_one_after_all_that_the_log_names(tmp_path) -> None:
+    (tmp_path / "log").mkdir()
+    assert configuration.first_job(tmp_path) == 1
+    log = tmp_path / "log/slurmctld.log"
+    log.write_bytes(b"\xff JobId=7 InitPrio\nJobId=8_2(12) done\nJobId=9 done\n")
+    assert configuration.first_job(tmp_path) == 13
+    log.write_text(f"JobId={configuration.MOST_JOBS} done\n")
+    assert configuration.first_job(tmp_path) == 1
+
+
+@NEEDS
+def test_a_first_run_does_not_go_on_with_what_another_job_of_its_number_left(box) -> None:
+    next_one = box.run(["scontrol", "show", "config"]).stdout
+    number = re.search(r"NEXT_JOB_ID *= (\d+)", next_one)[1]
+    left = box.folder.parent / "runs" / number
+    left.mkdir(parents=True)
+    job = submit(box, "requeue.sbatch", "steps.py", "--steps", "1")
+    assert job == number and ended(box, job) == "FAILED"
+    assert list(left.iterdir()) == []
+    assert f"runs/{number}" in (box.folder.parent / f"train-{job}.out").read_text()
+
+
 @NEEDS
 def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="mine"), slurm.up(tmp_path / "box", 1) as box:

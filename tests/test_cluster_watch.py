@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from commands import ran
 from hypothesis import given
 from hypothesis import strategies as st
 from timed import on_time
@@ -50,6 +51,17 @@ def test_ranks_are_found_below_their_launcher(job):
     assert list(found) == [0, 1]
     assert psutil.Process(found[0]).name() == "sleep"
     assert psutil.Process(found[1]).name() == "sh", "what a rank starts is not the rank"
+
+
+def test_a_process_without_ranks_below_it_is_one_itself(tmp_path, leaves_nothing, capsys):
+    for own, rank in ({}, 0), ({"RANK": "3"}, 3), ({"SLURM_PROCID": "2"}, 0):
+        with subprocess.Popen(["sleep", "60"], env={"PATH": "/usr/bin:/bin"} | own) as process:
+            time.sleep(0.1)
+            assert sample.find(process.pid) == {rank: process.pid}
+            words = (tmp_path, "--pid", process.pid, "--every", "0.1", "--seconds", "0.2")
+            assert command(*words) == 0
+            assert f"{process.pid}, as rank {rank}" in capsys.readouterr().out
+            process.kill()
 
 
 def test_ranks_are_found_by_their_slurm_job(leaves_nothing):
@@ -192,6 +204,13 @@ def test_what_a_gpu_does_not_tell_is_none(monkeypatch, leaves_nothing):
     assert gpu["memory_bytes"] == 10 * 2**30
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_the_command_says_which_package_gpus_want(monkeypatch, tmp_path, job, capsys, there):
+    monkeypatch.setitem(sys.modules, "pynvml", pretended_nvml([]) if there else None)
+    assert command(tmp_path, "--pid", job, "--every", "0.1", "--seconds", "0.2") == 0
+    assert ("nvidia-ml-py" in capsys.readouterr().out) == (not there)
+
+
 @pytest.mark.parametrize("missing", [None, "nvmlInit"])
 def test_without_a_driver_there_are_no_gpus(monkeypatch, missing):
     module = None if missing is None else pretended_nvml([], missing)
@@ -241,6 +260,8 @@ def test_bad_input_is_named_before_anything_is_written(tmp_path, job):
         (["--job", 987656], "no ranks"),
         (["--pid", job, "--every", "often"], "every='often'"),
         (["--pid", job, "--every", "0"], "every=0"),
+        (["--pid", job, "--every", "inf"], "every=inf"),
+        (["--pid", 10**30], "processes that run here"),
         (["--pid", job, "--interface", "ib99"], "interface='ib99'"),
         (["--draw"], "samples"),
     ):
@@ -249,6 +270,53 @@ def test_bad_input_is_named_before_anything_is_written(tmp_path, job):
     with pytest.raises(ValueError, match="at least one rank"):
         sample.watch(folder, {})
     assert not folder.exists()
+
+
+SAMPLE = {"time": 1000.0, "node": "n", "rank": 0, "pid": 1, "cpu_percent": 5.0, "memory_bytes": 9}
+BROKEN = {
+    "no JSON": b"x\n",
+    "no object": b"[]\n",
+    "deep": b"[" * 200_000 + b"\n",
+    "many digits": b'{"time": ' + b"9" * 5000 + b"}\n",
+    "no text": b"\xff\xfe\n",
+    "no time": b'{"rank": 0, "node": "n"}\n',
+    "a time in words": json.dumps(SAMPLE | {"time": "noon"}).encode() + b"\n",
+    "a rank in words": "".join(
+        json.dumps(SAMPLE | {"rank": rank}) + "\n" for rank in ("zero", 1)
+    ).encode(),
+    "a GPU that is none": json.dumps(SAMPLE | {"gpu": [1]}).encode() + b"\n",
+    "bytes beyond numbers": json.dumps(SAMPLE | {"memory_bytes": 10**400}).encode() + b"\n",
+}
+
+
+STEPS = {n: BROKEN[n] for n in ("no JSON", "no object", "deep", "no text", "a time in words")}
+CASES = [("samples-n.jsonl", name) for name in BROKEN] + [("metrics.jsonl", n) for n in STEPS]
+
+
+@pytest.mark.parametrize(("file", "name"), CASES)
+def test_broken_samples_are_named(tmp_path, capsys, name, file):
+    (tmp_path / "samples-n.jsonl").write_text(json.dumps(SAMPLE) + "\n")
+    (tmp_path / file).write_bytes(BROKEN[name])
+    status, _, error = ran(capsys, "cluster", "watch", str(tmp_path), "--draw")
+    assert status == 2 and str(tmp_path) in error and "allowed" in error
+    assert len(error.splitlines()) == 1 and not (tmp_path / "report.svg").exists()
+
+
+@pytest.mark.parametrize("what", ["samples-n.jsonl", "metrics.jsonl", "report.svg"])
+def test_folders_in_the_place_of_files_are_named(tmp_path, capsys, what):
+    written(tmp_path)
+    (tmp_path / what).unlink(missing_ok=True)
+    (tmp_path / what).mkdir()
+    status, _, error = ran(capsys, "cluster", "watch", str(tmp_path), "--draw")
+    assert status == 2 and what in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("where", ["a file", "/proc/x"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys, job, where):
+    (tmp_path / "a file").touch()
+    words = ("cluster", "watch", str(tmp_path / where), "--pid", str(job), "--seconds", "1")
+    status, _, error = ran(capsys, *words)
+    assert status == 2 and "folder=" in error and len(error.splitlines()) == 1
 
 
 def test_watching_from_the_command_line(tmp_path, job, capsys):
@@ -358,9 +426,16 @@ GPU = [
     ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 15, 55),
     ("kernel", "vectorized_elementwise_kernel", 20, 25),
 ]
+COPIES = [  # the same, in copies, as kineto names them
+    ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 20),
+    ("gpu_memset", "Memset (Device)", 20, 25),
+    ("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 15, 55),
+    ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 30, 40),  # another link, no computing
+    ("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 60, 65),
+]
 
 
-@pytest.mark.parametrize("events", [CPU, GPU])
+@pytest.mark.parametrize("events", [CPU, GPU, COPIES])
 def test_the_hidden_share_is_that_under_compute(tmp_path, events):
     for rank in (0, 1):
         shifted = trace(rank, *events, base=10**18 + rank * 10**9)
@@ -384,6 +459,14 @@ def test_overlap_is_what_counting_moments_gives(first, second):
     both = timeline._both(timeline.merged(first), timeline.merged(second))
     assert timeline._length(timeline.merged(first)) == len(covered[0])
     assert timeline._length(both) == len(covered[0] & covered[1])
+
+
+def test_copies_to_and_from_the_host_are_drawn_and_hide_nothing():
+    found = timeline.parse(trace(0, *COPIES, base=0))
+    assert found.copies == [pytest.approx((0.03, 0.04)), pytest.approx((0.06, 0.065))]
+    assert found.compute == [pytest.approx((0, 0.025))], "an event at moment 0 counts"
+    drawn = timeline.picture([found]).axes[0].collections
+    assert 2 in [len(bars.get_paths()) for bars in drawn]
 
 
 def test_folders_without_traces_are_refused(tmp_path):

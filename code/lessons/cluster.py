@@ -54,7 +54,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab import cluster, ranks, show, text
 from shardlab.check import check
-from shardlab.cluster import captured, core, doctor
+from shardlab.cluster import born, captured, core, doctor
 from shardlab.cluster.doctor import checks, pairs
 from shardlab.cluster.job import Job, free_port
 from shardlab.cluster.slurm import sessions
@@ -156,7 +156,7 @@ show.source(core.Host)
 # The rest is processes: how they start, how they end, and that none outlives its agent.
 
 # %%
-show.source(core._die_with, core.Ranks)
+show.source(born.main, core.Ranks)
 
 # %% [markdown]
 # `PR_SET_PDEATHSIG` asks Linux's kernel to kill a process when the thread that started it ends. It works even when the agent is killed with SIGKILL.
@@ -656,7 +656,7 @@ show.table(rows, ["n", "core busy (% of time)", "GFLOP/s"])
 #
 # ### Sample each rank
 #
-# A sampler asks the driver and the operating system, and sets nothing.
+# A sampler asks the driver (`pip install nvidia-ml-py`) and the operating system, and sets nothing.
 
 # %% tags=["hide-input"]
 # Shows how a sample is taken, of a process and of its GPU
@@ -665,7 +665,7 @@ show.source(sample.Sampler.read, sample.Sampler._gpu)
 
 
 # %% [markdown]
-# On each node of a job it is one command, with the launcher's process or the number of Slurm's job; the last line draws:
+# On each node it is one command, for a launcher, one process, or a job of Slurm's; the last line draws:
 #
 # ```bash
 # python -m shardlab cluster watch runs/one --pid $(pgrep -n torchrun)
@@ -760,9 +760,11 @@ show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 
 
 # %% [markdown]
-# All steps are equally long, since each ends when the last rank has come. The moment of *arrival* tells the ranks apart.
-# PyTorch's flight recorder keeps it: every collective of a process, with time, sizes and the line that called it.
-# Take medians of 30 steps or more. Clocks of several machines differ by milliseconds: trust only what is longer.
+# Each step ends when the last rank has come: *arrivals* tell ranks apart.
+# PyTorch's flight recorder keeps when a *host* queues a collective: with gloo, its arrival.
+# With nccl hosts run ahead: it ranks hosts, and hides a throttled GPU.
+# `TORCH_NCCL_ENABLE_TIMING=1` adds durations, which `arrivals` prefers: the straggler's are shortest.
+# Take medians of 30 steps; machines' clocks differ by milliseconds.
 #
 # ### All ranks on one timeline
 #
@@ -814,16 +816,16 @@ show.figure(timeline.picture(traces["ddp"]), alt, "cluster-timeline-ddp")
 
 
 # %% [markdown]
-# On a CPU messages are work for the same cores, so little is won. Of a GPU's trace the same function counts nccl's kernels against all others.
+# On a CPU messages are work for the same cores, so little is won. On GPUs nccl's kernels and copies between them count as messages.
 #
 # ## It hangs
 #
-# Nothing moves, and no rank says a word. Look in this order:
+# Nothing moves. Look in this order:
 #
 # 1. **Which ranks are alive?** Read the logs of all: a dead rank is no hang.
-# 2. **Where does each stand?** `py-spy dump --pid PID`, for each rank. Usually all but one stand in the same line.
-# 3. **Which collective waits, and for whom?** The flight recorder's records of all ranks say it.
-# 4. **No record?** Make the next hang speak: `faulthandler`, a watchdog, and a time limit shorter than your patience.
+# 2. **Where does each stand?** `py-spy dump --pid PID`: with gloo, all but one in one collective's line; with nccl, where the host next waits for its GPU.
+# 3. **Which collective waits, and for whom?** The flight recorder's records say it.
+# 4. **No record?** Make the next hang speak: `faulthandler`, a watchdog, a short time limit.
 #
 # ### Compare the records of all ranks
 #
@@ -876,8 +878,8 @@ calls = flight.read(FOLDER / "flight")
 print("missing:", fewer(calls, "data"))
 
 # %% [markdown]
-# It leaves out ranks that called *another* collective under the same number, and all that goes across groups: who waits for whom, and whether in a circle.
-# `hang.explain` has that, and names the collective and the line:
+# It leaves out ranks that called *another* collective under the same number, circles of groups, and GPUs that never start what nccl's hosts have all queued.
+# `hang.explain` has that, and names collective and line:
 
 # %%
 found = hang.explain(calls)
@@ -913,13 +915,13 @@ print("data:", limits["data"], "s, careless:", limits["careless"], "s")
 print("the world's is another one:", limits["default_pg"] < limits["careless"])
 
 # %% [markdown]
-# With nccl a watchdog thread ends the job for you. [PyTorch's documentation](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html) lists what steers it:
+# With nccl a watchdog thread ends the job, and leaves each rank's record (torch 2.13, November 2026). [What steers it](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html):
 #
 # | variable | what for |
 # |---|---|
-# | `TORCH_FR_BUFFER_SIZE=2000` | collectives that are kept (older: `TORCH_NCCL_TRACE_BUFFER_SIZE`); on by default in torch 2.13 |
-# | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write the records at a time limit |
-# | `TORCH_FR_DUMP_TEMP_FILE=/shared/trace_` | where; the rank is appended |
+# | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write the records at a time limit, by default |
+# | `TORCH_FR_DUMP_TEMP_FILE=/shared/trace_` | where; `~/.cache/torch` is the default |
+# | `TORCH_NCCL_ENABLE_TIMING=1` | note what has started, and durations |
 # | `TORCH_NCCL_DESYNC_DEBUG=1` | say which rank left the others |
 #
 # ### Where each rank stands
@@ -988,9 +990,10 @@ here = ["--ranks", "4", "--device", "cpu", "--folder", tempfile.gettempdir()]
 status = doctor.main([*here, "--needs", "1e6", "--pairs"])
 
 # %% [markdown]
-# A `note` is worth knowing and no fault: four ranks on two cores, for instance, wait for one another.
-# The planner assumes nothing of a loopback, so links are compared with each other.
-# On GPUs that its table knows, the row says what the planner assumes, and half of that is bad.
+# A `note` is no fault: four ranks on two cores, for instance, wait for one another.
+# The planner assumes nothing of a loopback.
+# On GPUs that its table knows, half of the planner's rate is enough between hosts.
+# Inside, an eighth is: [messages of 64 MiB reach little of NVLink's](https://github.com/NVIDIA/nccl-tests/issues/268).
 #
 # ### What it finds
 #

@@ -15,7 +15,6 @@ The host is the agent on the node that `at` names, always node 0. When it is los
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -34,7 +33,8 @@ import torch.distributed as dist
 from .job import Job, free_port, listen, within
 
 TICK = 0.05  # seconds between two looks at ranks and store
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Runs before a rank's program, in little time: without settings of the user's, and packages.
+_BORN = (sys.executable, "-IS", str(Path(__file__).with_name("born.py")))
 
 # What the host and the agents say to one another.
 
@@ -85,14 +85,6 @@ class Report:
 # The ranks of one node.
 
 
-def _die_with(parent: int) -> None:
-    """In a rank, before its program starts: the kernel kills it when its agent is gone."""
-    if _LIBC:
-        _LIBC.prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the agent has died already
-            os._exit(1)
-
-
 class Ranks:
     """This node's processes of one round, and what went wrong in it."""
 
@@ -104,7 +96,7 @@ class Ranks:
 
     def start(self, order: Order, agent: int) -> None:
         """Start all ranks that `order` has for this node."""
-        self.errors, self.files, me = {}, {}, os.getpid()
+        self.errors, self.files = {}, {}
         for local in range(self.job.ranks):
             environment = order.environment(self.job, agent, local)
             rank, output = int(environment["RANK"]), None
@@ -115,12 +107,11 @@ class Ranks:
                 self.files[rank] = folder / f"rank-{rank}.error.json"
                 environment["TORCHELASTIC_ERROR_FILE"] = str(self.files[rank])
             self.processes[rank] = subprocess.Popen(
-                self.job.command,
+                [*_BORN, str(os.getpid()), *self.job.command],
                 env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
                 stdout=output,
                 stderr=output and subprocess.STDOUT,
                 start_new_session=True,  # a group of its own, with all that it will start
-                preexec_fn=lambda: _die_with(me),
             )
             if output:
                 output.close()

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m shardlab doctor --folder /scratch/me/run
     srun python -m shardlab doctor --folder /scratch/me/run --needs 200e9 --machine h100
 
-All ranks look at their hosts, and at each other: versions, devices, cores, speed, clocks, memory,
-/dev/shm, limits, network, every link, and the folder in which checkpoints will lie. Rank 0 prints
-one table; under each bad row stands what to do.
+All ranks look at their hosts, and at each other: versions, variables of nccl, devices, cores,
+speed, clocks, memory, /dev/shm, limits, network, every link, and the folder of the checkpoints.
+Rank 0 prints one table; under each bad row stands what to do.
 
 A rank that does not answer is named once nothing has moved for --timeout seconds. --machine names
 the GPUs of the planner's table, with whose figures links and speed are compared (by default those

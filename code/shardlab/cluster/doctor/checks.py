@@ -7,6 +7,7 @@ check, `answers`, says which and why.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from statistics import median
@@ -17,10 +18,18 @@ from shardlab.machines import RESERVE
 from .verdicts import BAD, GOOD, NOTE, Findings, Verdict, count, listed, size, span
 
 SHARE = 0.5  # of what the planner assumes, and of what other ranks compute: below it is bad
+# The same of a link inside a host, whose data sheet's rate takes messages of gigabytes. With nccl a
+# pair of healthy GPUs reached, by nccl-tests' sendrecv_perf: 80 GB/s with 32 MiB and 180 with 4 GiB
+# where a copy has 260 (two H100, nccl-tests issue 268 of 2024); 111 GB/s with 128 MiB and 195 with
+# 1 GiB of 300 (eight A100, li-plus/playground, cuda/nccl.md). So 64 MiB make a third of the sheet's
+# at best, and half of the lower figure's share is bad: PCIe, to which nccl falls back, is below it.
+SHARE_INSIDE = 0.125
 SHARE_GPU = 0.85  # equal GPUs differ by some percent, unless one is hot, capped or shared
 SLOW = 3.0  # times as slow as the median of its kind: then a link is bad
 LATENCY = 2e-3, 1e-4  # seconds above that median which count: a busy host adds one; with nccl
 CLOCK = 0.1  # seconds
+# Settings in which ranks may differ: what is printed and where, and what hosts call their cards.
+OWN = re.compile("DEBUG|_FILE|IFNAME|_HCA|_INTERFACE|NUMA|HOSTID|_CPP_LOG")
 HOST = 2**30  # bytes of the host's memory for each of its ranks
 SHARED = 256 * 2**20  # bytes of /dev/shm for each: a loader's four workers, two batches of 32 MiB
 FILES = 128, 16  # open files: of the process itself, and for each other rank
@@ -57,6 +66,29 @@ def versions(job: Findings) -> Verdict:
         return Verdict("versions", BAD, "; ".join(differ), advice)
     one = next(iter(found.values()), {})
     return Verdict("versions", GOOD, ", ".join(f"{name} {one[name]}" for name in names))
+
+
+def environment(job: Findings) -> Verdict:
+    """What is set for nccl and gloo on one rank is set on all of them."""
+    found, bad, notes = job.of("environment"), [], []
+    if not found:
+        return _unknown("environment")
+    for name in sorted({name for mine in found.values() for name in mine}):
+        by: dict[str, list[int]] = {}
+        for rank, mine in found.items():
+            by.setdefault(f"{name}={mine[name]}" if name in mine else "not set", []).append(rank)
+        if len(by) > 1:
+            few = sorted(by.items(), key=lambda item: len(item[1]))
+            words = ", ".join(f"{value} on {listed(ranks)}" for value, ranks in few)
+            (notes if OWN.search(name) else bad).append(words)
+    if bad:
+        advice = "set it on all ranks, or on none: srun --export, a line in the job script"
+        return Verdict("environment", BAD, "; ".join(bad + notes), advice)
+    if notes:
+        return Verdict("environment", NOTE, "; ".join(notes), "right where hosts differ in that")
+    names = ", ".join(next(iter(found.values())))
+    text = f"{names}, the same on all ranks" if names else "no variables of nccl's or gloo's"
+    return Verdict("environment", GOOD, text)
 
 
 def devices(job: Findings) -> Verdict:
@@ -247,16 +279,17 @@ def network(job: Findings) -> Verdict:
     return Verdict("network", GOOD, f"{text} ranks")
 
 
-def _kinds(job: Findings) -> list[tuple[str, list[dict[str, Any]], float | None]]:
-    """Links inside of hosts and between them, with the planner's bytes per second."""
+def _kinds(job: Findings) -> list[tuple[str, list[dict[str, Any]], float | None, float]]:
+    """Links inside of hosts and between them, the planner's bytes per second, and the share of it
+    that such a link has to reach."""
     pairs = [link for facts in job.facts for link in facts.get("pairs") or []]
     host = job.of("host")
     inside = [p for p in pairs if host[p["pair"][0]] == host[p["pair"][1]]]
     between = [p for p in pairs if p not in inside]
     m = job.machine
     kinds = [
-        ("on one host", inside, m and m.inside),
-        ("between hosts", between, m and m.between),
+        ("on one host", inside, m and m.inside, SHARE_INSIDE),
+        ("between hosts", between, m and m.between, SHARE),
     ]
     return [kind for kind in kinds if kind[1]]
 
@@ -271,16 +304,17 @@ def _others(link: dict[str, Any], links: list[dict[str, Any]], what: str) -> flo
 
 
 def bandwidth(job: Findings) -> Verdict:
-    """No pair is much slower than its like, nor than the planner assumes."""
+    """No pair is much slower than its like, nor than one that is well at this size of messages."""
     kinds, texts, slow = _kinds(job), [], []
     if not kinds:
         return _unknown("bandwidth", job.unmeasured)
-    for kind, links, assumed in kinds:
+    for kind, links, assumed, share in kinds:
         rates = [link["bandwidth"] for link in links]
         planner = f"planner {size(assumed)}/s" if assumed else "the planner assumes nothing"
+        planner += f", with large messages; {size(share * assumed)}/s are enough" if assumed else ""
         texts.append(f"{count(links, 'pair')} {kind}: {span(rates, 'B/s')} ({planner})")
         for link in links:
-            least = max(_others(link, links, "bandwidth") / SLOW, SHARE * (assumed or 0))
+            least = max(_others(link, links, "bandwidth") / SLOW, share * (assumed or 0))
             if link["bandwidth"] < least:
                 slow.append(f"{_name(link)} {size(link['bandwidth'])}/s")
     text = "; ".join(texts)
@@ -299,7 +333,7 @@ def latency(job: Findings) -> Verdict:
     if not kinds:
         return _unknown("latency", job.unmeasured)
     least = LATENCY[{gpu["kind"] for gpu in job.of("gpu").values()} == {"cuda"}]
-    for kind, links, _ in kinds:
+    for kind, links, *_ in kinds:
         waits = [link["latency"] for link in links]
         # A message of so many bytes spends half of its time waiting (Hockney's n 1/2).
         half = median(link["latency"] * link["bandwidth"] for link in links)
@@ -387,8 +421,8 @@ def _unknown(check: str, why: str = "") -> Verdict:
 
 
 CHECKS: list[Callable[[Findings], Verdict]] = [
-    answers, versions, devices, cores, speed, clocks, host_memory, device_memory, shared_memory,
-    limits, network, bandwidth, latency, folder, locks, space,
+    answers, versions, environment, devices, cores, speed, clocks, host_memory, device_memory,
+    shared_memory, limits, network, bandwidth, latency, folder, locks, space,
 ]  # fmt: skip
 
 

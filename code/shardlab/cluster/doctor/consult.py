@@ -83,6 +83,7 @@ def _work(meeting: Meeting, settings: Settings, group: Callable[[str], Any]) -> 
     torch.set_num_threads(1)  # of this thread's: a fork has lost its parent's others
     part("gpu", devices)
     part("versions", lambda: examine.versions(device))
+    part("environment", examine.environment)
     part("memory", examine.memory)
     part("shm", examine.shared_memory)
     part("limits", examine.limits)

@@ -23,6 +23,7 @@ from shardlab.count import clock
 
 Facts = dict[str, Any]
 LIMITS = ("nofile", "nproc", "memlock", "core")
+VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_", "TORCH_DISTRIBUTED_")
 
 
 def host() -> str:
@@ -47,6 +48,11 @@ def sources() -> str:
     for path in sorted(package.rglob("*.py")):
         whole.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return whole.hexdigest()[:12]
+
+
+def environment() -> Facts:
+    """What is set in this rank's environment for nccl and gloo, and for torch's groups of them."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
 
 
 def gpu(device: torch.device) -> Facts:

@@ -60,6 +60,11 @@ class Box:
         return self.folder / "slurm.conf"
 
     @property
+    def daemons(self) -> list[str]:
+        """The names of its nodes' daemons."""
+        return [f"slurmd-node{number}" for number in range(1, self.nodes + 1)]
+
+    @property
     def environment(self) -> dict[str, str]:
         """This process's environment with SLURM_CONF, and without the job that it may be in."""
         own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
@@ -107,7 +112,8 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
     """Start a Slurm that keeps everything in `folder`, and return when all its nodes are idle.
 
     It goes on after this process: `stop(folder)` ends it. In a folder where it runs already, with
-    the same numbers, it is returned as it is. Raises ValueError for bad numbers and for a folder
+    the same numbers, it is returned, and what of it has ended is started again: jobs and the queue
+    stay, also where nothing of it runs any more. Raises ValueError for bad numbers and for a folder
     that holds something else, SlurmError where Slurm is missing or does not start.
     """
     check_whole(nodes=nodes, cpus=cpus)
@@ -119,15 +125,20 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
     folder.mkdir(parents=True, exist_ok=True)
     wanted = Box(folder, nodes, cpus, gpus)
     with _locked(folder):
-        if running := find(folder):
-            if running != wanted:
+        if left := _left(folder):
+            if left != wanted:
                 raise ValueError(
-                    f"folder={str(folder)!r}: there a Slurm with nodes={running.nodes}, cpus="
-                    f"{running.cpus}, gpus={running.gpus} runs; allowed are the same numbers, or "
-                    "another folder, or to stop it first"
+                    f"folder={str(folder)!r}: there is a Slurm with nodes={left.nodes}, cpus="
+                    f"{left.cpus}, gpus={left.gpus}; allowed are the same numbers, or another "
+                    "folder, or to stop it first"
                 )
-            return running
-        _end(folder)  # what a machine that lost its power has left
+            try:
+                _launch(left)
+            except SlurmError as error:  # the queue may be worth a look
+                again = "It cannot be started again; `stop`, or `cluster down`, ends what is left"
+                raise SlurmError(f"{error}\n{again}") from None
+            return left
+        _end(folder)
         try:
             configuration.write(folder, nodes, cpus, gpus)
             numbers = {"nodes": nodes, "cpus": cpus, "gpus": gpus}
@@ -140,12 +151,26 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
 
 
 def find(folder: str | Path) -> Box | None:
-    """The Slurm that runs in `folder`, all its daemons alive; None where there is none."""
+    """The Slurm of which something runs in `folder`; None where there is none. See `lost`."""
     folder = Path(folder).expanduser().resolve()
-    if not (folder / "box.json").exists() or daemons.ended(folder):
+    return _left(folder) if daemons.alive(folder) else None
+
+
+def lost(box: Box) -> list[str]:
+    """The daemons that do not run, though they should; an empty list for a Slurm that is well."""
+    alive = daemons.named(box.folder)
+    return [name for name in ("munged", "slurmctld", *box.daemons) if name not in alive]
+
+
+def _left(folder: Path) -> Box | None:
+    """The Slurm that was started in `folder` and not stopped, whether something of it runs."""
+    told, conf = folder / "box.json", folder / "slurm.conf"
+    if not told.exists() or not conf.exists() or not (folder / daemons.NOTED).exists():
         return None
-    box = Box(folder, **json.loads((folder / "box.json").read_text()))
-    return box if len(daemons.alive(folder)) == box.nodes + 2 else None
+    try:
+        return Box(folder, **json.loads(told.read_text()))
+    except (TypeError, ValueError):  # cut short
+        return None
 
 
 def stop(folder: str | Path) -> bool:
@@ -155,7 +180,7 @@ def stop(folder: str | Path) -> bool:
         return False
     with _locked(folder):
         box = find(folder)
-        if box:
+        if box and "slurmctld" in daemons.named(folder):
             with contextlib.suppress(SlurmError):
                 mine = f"--user={configuration.user()}"
                 box.run(["scancel", mine], timeout=10)
@@ -170,7 +195,7 @@ def stop(folder: str | Path) -> bool:
 @contextlib.contextmanager
 def up(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Iterator[Box]:
     """A Slurm for as long as the block lasts, see `start`; ValueError where one runs already."""
-    if find(folder):
+    if _left(Path(folder).expanduser().resolve()):
         raise ValueError(f"folder={str(folder)!r}: a Slurm runs there; allowed is another folder")
     box = start(folder, nodes, cpus, gpus)
     try:
@@ -199,26 +224,36 @@ def _folder(given: str | Path) -> Path:
 
 
 def _launch(box: Box) -> None:
-    """Start the daemons, and wait until every node is idle."""
+    """Start the daemons that do not run, and wait until every node takes jobs."""
     munge = box.folder / "munge"
+    absent = lost(box)
+
+    def start(name: str, command: list[str]) -> None:
+        if name in absent:
+            daemons.start(box.folder, name, command, box.environment)
+
+    if "munged" in absent:
+        (munge / "socket").unlink(missing_ok=True)  # of the one before
     names = ("key-file", "socket", "pid-file", "seed-file")
     files = [f"--{name}={munge / name.split('-')[0]}" for name in names]
-    command = ["munged", "--foreground", "--force", "--num-threads=2", *files]
-    daemons.start(box.folder, "munged", command, box.environment)
+    start("munged", ["munged", "--foreground", "--force", "--num-threads=2", *files])
     _wait(box, (munge / "socket").exists, "munge does not answer")
-    # -c: forgets the jobs of an earlier start
-    daemons.start(box.folder, "slurmctld", ["slurmctld", "-D", "-c"], box.environment)
-    for node in (f"node{number}" for number in range(1, box.nodes + 1)):
-        command = ["slurmd", "-D", "-N", node]
-        daemons.start(box.folder, f"slurmd-{node}", command, box.environment)
-    _wait(box, lambda: _idle(box) == box.nodes, "its nodes do not become idle")
+    start("slurmctld", ["slurmctld", "-D"])
+    for name in box.daemons:
+        start(name, ["slurmd", "-D", "-N", name.removeprefix("slurmd-")])
+    if absent:
+        _wait(box, lambda: _ready(box), "its nodes do not come")
 
 
-def _idle(box: Box) -> int:
-    with contextlib.suppress(SlurmError):
-        command = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
-        return len(box.run(command, timeout=10).stdout.split())
-    return 0
+def _ready(box: Box) -> bool:
+    """Whether all nodes listen, and the controller knows that they are there."""
+    alive = daemons.named(box.folder)
+    with contextlib.suppress(SlurmError, psutil.Error, KeyError):
+        heard = [alive[name].net_connections("tcp") for name in box.daemons]
+        states = box.run(["sinfo", "-h", "-N", "-o", "%T"], timeout=10).stdout.split()
+        up = [s for s in states if not s.endswith("*") and s not in ("unknown", "down")]
+        return all(heard) and len(up) == box.nodes  # a node with a star does not answer
+    return False
 
 
 def _wait(box: Box, ready: Callable[[], bool], what: str, seconds: float = 30) -> None:

@@ -7,7 +7,9 @@
     python -m shardlab cluster down
 
 It runs until `down`, as the user who started it, on the loopback interface alone. Everything that
-it writes lies in --folder (~/.cache/shardlab/slurm); `down` leaves the logs there.
+it writes lies in --folder (~/.cache/shardlab/slurm); `down` leaves the logs there, from which the
+next one goes on with the numbers of jobs. `status` ends with 0 when all of it runs; `up` starts
+again what of it has ended, and the jobs stay.
 """
 
 from __future__ import annotations
@@ -69,8 +71,10 @@ def _up(folder: str, given: dict[str, str]) -> int:
     least = {"gpus": (0, "whole numbers from 0")}
     numbers = {n: options.whole(n, value, *least.get(n, ())) for n, value in given.items()}
     before = slurm.find(folder)
+    ended = slurm.lost(before) if before else []
     box = slurm.start(folder, **numbers)
-    _say(box, "runs already" if before else "has started")
+    again = f"runs again: {', '.join(ended)} had ended" if ended else "runs already"
+    _say(box, again if before else "has started")
     return 0
 
 
@@ -79,10 +83,11 @@ def _status(folder: str, _: dict[str, str]) -> int:
     if box is None:
         print(f"No Slurm runs in {folder}.")
         return 1
-    _say(box, "runs")
-    for command in ("sinfo", "squeue"):
+    ended = slurm.lost(box)
+    _say(box, f"runs without {', '.join(ended)}: `up` starts it again" if ended else "runs")
+    for command in () if {"munged", "slurmctld"} & {*ended} else ("sinfo", "squeue"):
         print(box.run([command]).stdout, end="")
-    return 0
+    return 1 if ended else 0
 
 
 def _down(folder: str, _: dict[str, str]) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import socket
 from pathlib import Path
 
 # A GPU of Slurm's has to be a character device; these are on every machine, and harmless.
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx")
+MOST_JOBS = 67_043_328  # Slurm begins at 1 again behind this number
 MARK = "# Written by `python -m shardlab cluster up`, and removed by `down`\n"
 
 CONF = (
@@ -41,6 +43,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
 SlurmdParameters=config_overrides
+FirstJobId={first_job}
 ReturnToService=2
 KillWait=2
 GresTypes=gpu
@@ -56,7 +59,9 @@ def write(folder: Path, nodes: int, cpus: int, gpus: int) -> None:
         (folder / name).chmod(0o700)
     host = socket.gethostname().split(".")[0]
     ports = _free_ports(1 + nodes)
-    text = CONF.format(host=host, ports=ports, folder=folder, user=user())
+    text = CONF.format(
+        host=host, ports=ports, folder=folder, user=user(), first_job=first_job(folder)
+    )
     gres = f" Gres=gpu:{gpus}" if gpus else ""
     for number, port in enumerate(ports[1:], 1):
         text += _NODE.format(name=f"node{number}", host=host, port=port, cpus=cpus, gres=gres)
@@ -67,6 +72,19 @@ def write(folder: Path, nodes: int, cpus: int, gpus: int) -> None:
     key = folder / "munge/key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
+
+
+def first_job(folder: Path) -> int:
+    """The number after the last one that the controller's log names, which outlives a Slurm.
+
+    So no job gets the number, and with it the files, of one before it.
+    """
+    last, log = 0, folder / "log/slurmctld.log"
+    if log.exists():
+        with log.open(errors="replace") as lines:
+            for number in re.findall(r"JobId=(?:\d+_\d+\()?(\d+)", "".join(lines)):
+                last = max(last, int(number))
+    return 1 + last % MOST_JOBS
 
 
 def user() -> str:

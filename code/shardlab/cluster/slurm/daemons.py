@@ -30,18 +30,27 @@ def start(folder: Path, name: str, command: Sequence[str], environment: dict[str
             stderr=log,
         )
     _OURS.append(process)
-    with open(folder / NOTED, "a") as noted:
-        noted.write(f"{process.pid} {psutil.Process(process.pid).create_time()!r} {name}\n")
+    born = repr(psutil.Process(process.pid).create_time())
+    noted = {line[2]: line for line in _noted(folder)} | {name: [str(process.pid), born, name]}
+    (folder / NOTED).write_text("".join(" ".join(line) + "\n" for line in noted.values()))
 
 
 def alive(folder: Path) -> list[psutil.Process]:
     """Those that run, of all that were started in `folder`."""
-    found = (_process(int(pid), float(born)) for pid, born, _ in _noted(folder))
-    return [process for process in found if process]
+    return list(named(folder).values())
+
+
+def named(folder: Path) -> dict[str, psutil.Process]:
+    """Those that run, by the names under which they were started; the first one first."""
+    found = {name: _process(int(pid), float(born)) for pid, born, name in _noted(folder)}
+    return {name: process for name, process in found.items() if process}
 
 
 def ended(folder: Path) -> list[str]:
-    """The names of those that do not run any more, each with the last that it printed."""
+    """The names of those that do not run any more, each with the last that it printed.
+
+    One that was started again counts as it is now.
+    """
     found = []
     for pid, born, name in _noted(folder):
         if _process(int(pid), float(born)) is None:

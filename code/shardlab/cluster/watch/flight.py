@@ -9,6 +9,10 @@ with gloo as with nccl. nccl's watchdog writes them to files when a collective t
 has none, so here a thread does it: the main thread is stuck, but it stuck without Python's lock.
 Each rank writes `trace_<rank>`, which `torchfrtrace FOLDER -p trace_` reads, and so does `read`.
 
+A call is noted when the *host* queues it. With gloo that is when the rank comes to it; with nccl
+the host runs ahead, and what the GPU does stands in the states, and in the durations that
+TORCH_NCCL_ENABLE_TIMING=1 adds. Without it no call is ever "started".
+
 gloo leaves three things out, as of torch 2.13: the groups (`pg_config`; without them torchfrtrace
 ends in a KeyError, so `record` fills them in), the state of each call (so it is taken from the
 group's counters), and send and recv.
@@ -30,6 +34,8 @@ import torch.distributed as dist
 from shardlab.arguments import check_number
 
 PREFIX = "trace_"
+TORCHS = "comm_lib_trace_rank_"  # of its own files, in ~/.cache/torch, as of torch 2.13
+STATES = ("scheduled", "started", "completed")  # of a call on a GPU, one after the other
 # Frames of libraries, this course's among them, on whichever machine the record was made.
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib/python3|/torch/|/shardlab/(?!cluster/captured/)|^<|^\?\?"
@@ -49,14 +55,16 @@ class Call:
     dtype: str
     line: int  # of the script, wherever a library made the call on its behalf
     where: str  # its function and file
-    created: float  # when it was called: seconds since 1970, by this machine's clock
+    created: float  # when the host queued it: seconds since 1970, by this machine's clock
     limit: float  # seconds after which its group gives up
     waiting: bool  # not finished when the record was taken
+    state: str = "scheduled"  # on the GPU, also "started", "completed"; of gloo's no more is known
+    duration: float | None = None  # seconds on the GPU, from the rank's coming to the end
 
     def __str__(self) -> str:
         shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in self.sizes)
         what = f"{self.op} {shapes} {self.dtype}".strip().lower()
-        state = "waits" if self.waiting else "done"
+        state = "done" if not self.waiting else "in it" if self.state == "started" else "waits"
         return (
             f"rank {self.rank}  {self.group:<12} #{self.number:<3} {what:<28} {state:<6}"
             f"line {self.line} in {self.where}"
@@ -136,18 +144,21 @@ class _Plain(pickle.Unpickler):
 def read(folder: str | Path) -> dict[int, list[Call]]:
     """The calls of every rank whose record lies in `folder`, oldest first.
 
-    Raises ValueError for a folder without records, and for a file that is none.
+    Files are the watchdog's, or torch's own where there are none of those. Raises ValueError for a
+    folder without records, and for a file that is none.
     """
-    found = {}
-    for path in sorted(Path(folder).glob(f"{PREFIX}*")):
-        number = path.name.removeprefix(PREFIX)
+    found, prefix = {}, PREFIX if any(Path(folder).glob(f"{PREFIX}*")) else TORCHS
+    for path in sorted(Path(folder).glob(f"{prefix}*")):
+        number = path.name.removeprefix(prefix)
         try:
+            if not path.is_file():  # a pipe would keep us waiting
+                raise ValueError("no plain file")
             with path.open("rb") as file:
                 found[int(number)] = calls(_Plain(file).load(), int(number))
-        except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # a pickle of anything can raise anything
             raise ValueError(
                 f"{path}: no record of the flight recorder ({error}); allowed are files "
-                f"{PREFIX}<rank> that torch or the watchdog wrote"
+                f"{prefix}<rank> that torch or the watchdog wrote"
             ) from None
     if not found:
         raise ValueError(
@@ -168,6 +179,8 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
         # torch's placeholder for "nobody described it"
         label = f"{described}:{name}" if described not in ("", "undefined") else f"group:{name}"
         status = taken["pg_status"].get(str(entry["pg_id"])) or taken["pg_status"][entry["pg_id"]]
+        if entry["state"] not in STATES:
+            raise ValueError(f"state={entry['state']!r}: allowed are {', '.join(STATES)}")
         file, line, function = _own(entry.get("frames") or [])
         found.append(
             Call(
@@ -184,6 +197,8 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
                 limit=entry["timeout_ms"] / 1e3,
                 waiting=entry["state"] != "completed"
                 and entry["op_id"] > status["last_completed_collective"],
+                state=entry["state"],
+                duration=entry["duration_ms"] / 1e3 if "duration_ms" in entry else None,
             )
         )
     return found

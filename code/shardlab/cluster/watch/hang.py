@@ -3,8 +3,9 @@
     python -m shardlab cluster hang runs/one/flight
 
 Reads the records that all ranks left (see `flight`), and compares them as `torchfrtrace` does:
-within a group, the n-th call of one rank must be the n-th call of all. Beyond that it follows who
-waits for whom to the rank at which the waiting begins, which is seldom the one that complained.
+within a group, the n-th call of one rank must be the n-th call of all. With nccl a host may have
+queued what its GPU never comes to: the states of a call tell. Beyond that it follows who waits for
+whom to the rank at which the waiting begins, which is seldom the one that complained.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardlab import options
 
-from .flight import Call, read
+from .flight import STATES, Call, read
 
 Calls = Mapping[int, Sequence[Call]]
 # Collectives into which every rank puts a tensor of one shape.
@@ -27,8 +29,8 @@ _ALIKE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 class Finding:
     """A collective that does not come about."""
 
-    kind: str  # "missing", "differs" (another call, or another size) or "cycle"
-    ranks: tuple[int, ...]  # that are missing, or that differ from most; in a cycle, all of it
+    kind: str  # "missing", "differs" (another call or size), "behind" (on the GPU) or "cycle"
+    ranks: tuple[int, ...]  # missing, behind, or different from most; in a cycle, all of it
     call: Call  # as those called it who wait
     waiting: tuple[int, ...]  # ranks that are in it
     stands: dict[int, Call | None]  # the last call of each of `ranks`
@@ -41,12 +43,15 @@ class Finding:
             lines = [f"{ranks} wait for one another, each in another collective:"]
         elif self.kind == "differs":
             lines = [f"{name}: called by {present}, while {ranks} called something else:"]
+        elif self.kind == "behind":
+            lines = [f"{name}: {call.state} on {present}, while the GPU of {ranks} is behind:"]
         else:
             waits = "wait" if len(self.waiting) > 1 else "waits"
             lines = [f"{name}: {present} {waits} for {ranks}, whose last call is:"]
         for rank in self.ranks:
             last = self.stands[rank]
-            lines.append(f"  {last}" if last else f"  rank {rank}  no call at all")
+            on_gpu = f", {last.state} on its GPU" if self.kind == "behind" else ""
+            lines.append(f"  {last}{on_gpu}" if last else f"  rank {rank}  no call at all")
         return "\n".join(lines)
 
 
@@ -61,8 +66,14 @@ def explain(calls: Calls) -> list[Finding]:
         first = stuck[cycle[0]]
         stands = {rank: stuck[rank] for rank in cycle}
         return [Finding("cycle", cycle, first, cycle, stands)]
-    # Whoever waits for nobody is where the waiting begins.
-    return sorted(found, key=lambda finding: any(rank in stuck for rank in finding.ranks))
+    # Whoever waits nowhere else is where the waiting begins.
+    return sorted(found, key=lambda finding: _elsewhere(finding, stuck))
+
+
+def _elsewhere(finding: Finding, stuck: Mapping[int, Call]) -> bool:
+    """Whether one of those that others wait for waits itself, in another collective."""
+    own = finding.stands if finding.kind == "behind" else {}
+    return any(rank in stuck and stuck[rank] != own.get(rank) for rank in finding.ranks)
 
 
 def _stuck(mine: Sequence[Call]) -> Call | None:
@@ -97,7 +108,17 @@ def _first(calls: Calls, group: tuple[str, tuple[int, ...]]) -> Finding | None:
         if missing and any(call.waiting for call in here.values()):
             last = {rank: calls[rank][-1] if calls[rank] else None for rank in missing}
             return Finding("missing", missing, call, tuple(here), last)
+        far = {rank: _far(call) for rank, call in here.items()}
+        behind = tuple(rank for rank in here if far[rank] < max(far.values()))
+        if behind and any(call.waiting for call in here.values()):
+            ahead = tuple(rank for rank in here if rank not in behind)
+            return Finding("behind", behind, here[ahead[0]], ahead, {r: here[r] for r in behind})
     return None
+
+
+def _far(call: Call) -> int:
+    """How far a GPU has come in a call; with gloo as little as possible on all ranks."""
+    return STATES.index(call.state)
 
 
 def _shape(call: Call) -> tuple[object, ...]:
@@ -115,6 +136,7 @@ def _cycle(calls: Calls, stuck: Mapping[int, Call]) -> tuple[int, ...]:
             for other in mine.members
             for call in calls.get(other, ())
             if (call.group, call.members, call.number) == (mine.group, mine.members, mine.number)
+            and _far(call) >= _far(mine)
         }
         return [other for other in mine.members if other not in came and other in stuck]
 
@@ -145,5 +167,17 @@ def _main(chosen: argparse.Namespace) -> int:
     if silent := sorted(members - set(calls)):
         print(f"{_named(silent)} left no record: dead, or stuck where Python cannot run")
     found = explain(calls)
-    print(*found or ["no collective is waited for: look with py-spy"], sep="\n")
+    nothing = [f"no collective is waited for: look with py-spy{_last(calls)}"]
+    print(*found or nothing, sep="\n")
     return 0
+
+
+def _last(calls: Calls) -> str:
+    """Whom the others wait for in a job that is only slow, where nccl has timed it."""
+    from .straggler import arrivals  # here: it takes a second, and most hangs need none
+
+    with suppress(ValueError):  # too few calls
+        last = max(arrivals(calls), key=lambda arrival: arrival.late)
+        if last.timed:
+            return f"; rank {last.rank} is last, by {1e3 * last.late:.0f} ms (median)"
+    return ""

@@ -1,13 +1,13 @@
 """Watch a job: what each of its ranks uses of its GPU, its cores, its memory and the network.
 
-    python -m shardlab cluster watch runs/one --pid 4711        # ranks below this launcher
+    python -m shardlab cluster watch runs/one --pid 4711        # ranks below this launcher, or it
     python -m shardlab cluster watch runs/one --job 1234        # ranks of this Slurm job, here
     python -m shardlab cluster watch runs/one --draw            # report.svg from what was sampled
 
 The first two write a line of JSON for each rank and one for the machine, every second, until the
 ranks have ended: into runs/one/samples-<machine>.jsonl, so that each node of a job has a file of
 its own. Nothing is changed: the operating system is asked (psutil), and NVIDIA's driver (NVML,
-package nvidia-ml-py) where a rank has a GPU.
+package nvidia-ml-py, the extra `gpu` of this one) where a rank has a GPU.
 
 "utilisation" is NVML's: per cent of its sample period in which at least one kernel ran. It does not
 say how much of the GPU that kernel filled.
@@ -19,8 +19,10 @@ import argparse
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from shardlab.arguments import check_number, check_whole
 from .report import report
 
 Line = dict[str, Any]
+NO_PACKAGE = "GPUs are left out: that takes the package nvidia-ml-py (pip install nvidia-ml-py)"
 # Why a GPU's clock is lower than it could be: names of NVML's bits, and ours.
 THROTTLES = {
     "nvmlClocksThrottleReasonSwPowerCap": "power cap",
@@ -46,13 +49,15 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
     """The process of each rank on this machine: those below a launcher, or of a Slurm job.
 
     A rank is a process with RANK, or else SLURM_PROCID, in its environment; what it starts inherits
-    that, so of several with one rank the one nearest to the launcher counts.
+    that, so of several with one rank the one nearest to the launcher counts. A launcher without
+    ranks below it is one itself: its own, or rank 0.
     """
     if launcher is not None:
         check_whole(pid=launcher)
         try:
-            processes = psutil.Process(launcher).children(recursive=True)
-        except psutil.NoSuchProcess:
+            top = psutil.Process(launcher)
+            processes = top.children(recursive=True)
+        except (psutil.NoSuchProcess, OverflowError):
             raise ValueError(f"pid={launcher}: allowed are processes that run here") from None
     else:
         processes = list(psutil.process_iter())
@@ -70,6 +75,11 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
             ranked[process.pid] = int(rank)
             if ranked.get(parent) != int(rank):
                 found.setdefault(int(rank), process.pid)
+    if launcher is not None and not found:
+        own = ""
+        with suppress(psutil.Error):
+            own = top.environ().get("RANK", "")
+        return {int(own) if own.isdigit() else 0: launcher}
     return dict(sorted(found.items()))
 
 
@@ -173,17 +183,24 @@ class Sampler:
         }
 
 
-def _nvml() -> Any:
-    """NVML, ready to be asked, or None where there is no driver or no package."""
+def _package() -> Any:
+    """NVML's Python package, or None where it is not installed."""
     try:
         import pynvml
     except ImportError:
         return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
     return pynvml
+
+
+def _nvml() -> Any:
+    """NVML, ready to be asked, or None where there is no driver or no package."""
+    nvml = _package()
+    try:
+        if nvml:
+            nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
 
 
 def watch(
@@ -199,15 +216,22 @@ def watch(
     Raises ValueError before anything is written.
     """
     check_number(every=every)
+    if every > threading.TIMEOUT_MAX:
+        raise ValueError(f"every={every}: allowed are up to {threading.TIMEOUT_MAX:.0f} seconds")
     if seconds is not None:
         check_number(seconds=seconds)
     if not pids:
         raise ValueError("pids={}: allowed is at least one rank's process; is the job running?")
     with Sampler(pids, interface) as sampler:
-        Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / f"samples-{sampler.node}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            allowed = f"allowed are folders that can be written ({error.strerror})"
+            raise ValueError(f"folder={str(folder)!r}: {allowed}") from None
         begin = time.monotonic()
-        with path.open("a", encoding="utf-8") as file:
+        with file:
             while sampler._ranks and (seconds is None or time.monotonic() - begin < seconds):
                 time.sleep(every)
                 for line in sampler.read():
@@ -234,7 +258,8 @@ def _main(chosen: argparse.Namespace) -> int:
     path = Path(chosen.folder) / "report.svg"
     if chosen.draw:
         alt = "What each rank of the job used over time, and the duration of its steps."
-        show.svg(report(chosen.folder), path, alt)
+        figure = report(chosen.folder)
+        options.written("folder", path, lambda path: show.svg(figure, path, alt))
         print(path)
         return 0
     if (chosen.pid is None) == (chosen.job is None):
@@ -244,7 +269,13 @@ def _main(chosen: argparse.Namespace) -> int:
     pids = find(which.get("pid"), which.get("job"))
     if not pids:
         raise ValueError(f"{'pid' if chosen.pid else 'job'}={chosen.pid or chosen.job}: no ranks")
-    print(f"ranks {', '.join(map(str, pids))} on {os.uname().nodename}", flush=True)
+    where = f"on {os.uname().nodename}"
+    if list(pids.values()) == [which.get("pid")]:
+        print(f"process {chosen.pid}, as rank {next(iter(pids))}, {where}", flush=True)
+    else:
+        print(f"ranks {', '.join(map(str, pids))} {where}", flush=True)
+    if _package() is None:
+        print(NO_PACKAGE, flush=True)
     print(watch(chosen.folder, pids, interface=chosen.interface, **times))
     return 0
 

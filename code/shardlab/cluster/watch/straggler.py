@@ -1,13 +1,18 @@
 """The straggler: the rank for which all others wait, in every step.
 
 Step times do not show it: each step ends with a collective, which ends on all ranks at once, so
-the slow rank's step is as long as everyone's. What shows it is when each rank *calls* the first
+the slow rank's step is as long as everyone's. What shows it is when each rank *comes to* the first
 collective of a step: the slow one comes last, and waits for nobody.
 
     rows = arrivals({rank: flight.calls(record) for rank, record in enumerate(records)})
 
-The moments come from the flight recorder, so a job needs no change. They compare clocks: those of
-one machine agree; between machines they differ by what NTP leaves, some milliseconds.
+The moments come from the flight recorder, so a job needs no change. It has two kinds of them:
+
+- When the host queued the call. With gloo that is when the rank came. With nccl the host runs ahead
+  of its GPU, so these tell slow hosts, and a throttled GPU stays hidden. They compare clocks: those
+  of one machine agree; between machines they differ by what NTP leaves, some milliseconds.
+- How long the call took on the GPU, with TORCH_NCCL_ENABLE_TIMING=1. All end together, so the rank
+  whose own collectives are the shortest came last; no clocks are compared.
 """
 
 from __future__ import annotations
@@ -36,29 +41,35 @@ class Arrival:
     late: float  # median seconds after the first rank
     last: float  # share of the collectives at which it came last
     moments: tuple[float, ...]  # seconds after the first rank, for each collective
+    timed: bool = False  # told by durations on the GPU, else by when the hosts queued
 
 
 def arrivals(
     calls: Mapping[int, Sequence[Call]], every: int = 1, skip: int = 0, least: int = LEAST
 ) -> list[Arrival]:
-    """How late each rank calls what all ranks call, in rank order.
+    """How late each rank comes to what all ranks call, in rank order.
 
-    Takes the group with the most calls of which all ranks are members. every: that many of its
-    calls make a step, of which the first is taken; later ones follow a wait, and tell little.
-    skip: calls to leave out first. Raises ValueError with fewer than `least` steps.
+    Takes the group with the most calls of which all ranks are members, and of these the ones that
+    every rank has timed, where there are any. every: that many of its calls make a step, of which
+    the first is taken; later ones follow a wait, and tell little. skip: calls to leave out first.
+    Raises ValueError with fewer than `least` steps.
     """
     check_whole(every=every)
     check_whole(0, skip=skip)
     everyone = tuple(sorted(calls))
-    common: dict[str, list[dict[int, float]]] = {}
+    common: dict[str, list[dict[int, Call]]] = {}
     for group in {call.group for mine in calls.values() for call in mine}:
-        moments = {
-            rank: {c.number: c.created for c in mine if c.group == group and c.members == everyone}
+        numbered = {
+            rank: {c.number: c for c in mine if c.group == group and c.members == everyone}
             for rank, mine in calls.items()
         }
-        numbers = set.intersection(*(set(mine) for mine in moments.values()))
-        common[group] = [{r: moments[r][n] for r in everyone} for n in sorted(numbers)]
-    steps = max(common.values(), key=len, default=[])[skip::every]
+        numbers = set.intersection(*(set(mine) for mine in numbered.values()))
+        common[group] = [{r: numbered[r][n] for r in everyone} for n in sorted(numbers)]
+    taken = max(common.values(), key=len, default=[])[skip::every]
+    timed = [step for step in taken if all(c.duration is not None for c in step.values())]
+    # Timed ones end together: the shorter, the later it began.
+    steps = [{r: -c.duration for r, c in step.items()} for step in timed]
+    steps = steps or [{r: c.created for r, c in step.items()} for step in taken]
     if len(steps) < least:
         raise ValueError(
             f"calls: {len(steps)} steps that all ranks recorded; allowed are {least} or more"
@@ -67,7 +78,7 @@ def arrivals(
     for rank in everyone:
         late = tuple(step[rank] - min(step.values()) for step in steps)
         last = sum(step[rank] == max(step.values()) for step in steps) / len(steps)
-        found.append(Arrival(rank, median(late), last, late))
+        found.append(Arrival(rank, median(late), last, late, bool(timed)))
     return found
 
 

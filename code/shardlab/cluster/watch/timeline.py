@@ -10,9 +10,10 @@ Each trace opens in Perfetto by itself. What a single one does not show is who w
 here all lie on one axis: a trace's times count from a moment that it names (`baseTimeNanoseconds`),
 and the ranks of one machine share its clock.
 
-What counts as what: on a GPU its kernels, of which those of nccl are messages; on the CPU torch's
-operators (aten), and gloo's own spans. `shardlab.overlap` draws the same idea for one lesson, from
-the marks that an emulated wire keeps, without a profiler.
+What counts as what: on a GPU its kernels, of which those of nccl are messages, and its copies: to
+another GPU they are messages, within it (and memsets) they compute, and those from and to the host
+are neither. On the CPU torch's operators (aten), and gloo's own spans. `shardlab.overlap` draws the
+same idea for one lesson, from the marks that an emulated wire keeps, without a profiler.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ from shardlab import show
 
 Span = tuple[float, float]  # begin and end, in seconds
 _PHASES = ("forward", "backward", "optimizer")  # names that a script gives with record_function
+# The profiler's categories of what runs on a GPU, and its names there.
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_MESSAGE = re.compile(r"nccl|Memcpy PtoP")
+_HOST = re.compile(r"Memcpy (HtoD|DtoH|HtoH)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Trace:
     compute: list[Span]  # none of them overlap, nor do those of messages
     messages: list[Span]
     phases: list[tuple[str, Span]]
+    copies: list[Span] = field(default_factory=list)  # between a GPU and its host
 
     @property
     def sending(self) -> float:
@@ -75,22 +81,26 @@ def parse(trace: Mapping[str, Any], name: str = "") -> Trace:
     about = trace.get("distributedInfo", {})
     number = re.search(r"\d+", name)
     rank = about["rank"] if "rank" in about else int(number[0]) if number else 0
-    spans = [
-        (event.get("cat", ""), event["name"], (begin, begin + event["dur"] / 1e6))
-        for event in trace["traceEvents"]
-        if event.get("ph") == "X" and (begin := base + event["ts"] / 1e6)
-    ]
-    kernels = [(name, span) for cat, name, span in spans if cat == "kernel"]
-    if kernels:
-        compute = [span for name, span in kernels if not name.startswith("nccl")]
-        messages = [span for name, span in kernels if name.startswith("nccl")]
+    spans = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X":
+            begin = base + event["ts"] / 1e6
+            span = begin, begin + event["dur"] / 1e6
+            spans.append((event.get("cat", ""), event["name"], span))
+    on_gpu = [(name, span) for cat, name, span in spans if cat in _ON_GPU]
+    copies = [span for name, span in on_gpu if _HOST.match(name)]
+    if on_gpu:
+        messages = [span for name, span in on_gpu if _MESSAGE.match(name)]
+        other = re.compile(f"{_MESSAGE.pattern}|{_HOST.pattern}")
+        compute = [span for name, span in on_gpu if not other.match(name)]
     else:
         compute = [s for cat, name, s in spans if cat == "cpu_op" and name.startswith("aten::")]
         # A barrier carries nothing; it would show the waiting before the first step.
         carries = re.compile(r"gloo:(?!barrier)")
         messages = [span for _, name, span in spans if carries.match(name)]
     phases = [(n, s) for cat, n, s in spans if cat == "user_annotation" and n in _PHASES]
-    return Trace(rank, merged(compute), merged(messages), sorted(phases, key=lambda p: p[1]))
+    phases.sort(key=lambda phase: phase[1])
+    return Trace(rank, merged(compute), merged(messages), phases, merged(copies))
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -123,10 +133,13 @@ def _length(spans: Sequence[Span]) -> float:
 
 
 def picture(traces: Sequence[Trace]) -> Figure:
-    """Two lanes for each rank: what it computes, and its messages; dark where both go on."""
+    """Two lanes for each rank: what it computes, and its messages; dark where both go on.
+
+    Copies between a GPU and its host are grey, in the lane of what it computes.
+    """
     show.style()
     figure, axes = plt.subplots(figsize=(6.4, 0.7 + 1.0 * len(traces)))
-    every = [span for trace in traces for span in (*trace.compute, *trace.messages)]
+    every = [span for t in traces for span in (*t.compute, *t.messages, *t.copies)]
     start, last = min(begin for begin, _ in every), max(end for _, end in every)
     pixel = (last - start) / 500  # gaps below it would not show, and there are thousands
     labels, places = [], []
@@ -139,6 +152,7 @@ def picture(traces: Sequence[Trace]) -> Figure:
 
     for row, trace in enumerate(traces):
         color, y = show.RANK_COLORS[trace.rank % len(show.RANK_COLORS)], 2.6 * row
+        bars(trace.copies, y, color=show.INK, alpha=0.3)
         bars(trace.compute, y, color=color)
         bars(trace.messages, y + 1, color=color, alpha=0.45)
         bars(_both(trace.compute, trace.messages), y + 1, color=color)

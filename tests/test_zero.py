@@ -862,7 +862,7 @@ def complain(what):
         with zero.shard(Toy(), group, 2).no_sync():
             pass
     if what == "norm":
-        model.clip_grad_norm_(0.0)
+        model.clip_grad_norm_(-1.0)
     if what == "moved":
         model.to(torch.float64)
     if what == "state":
@@ -894,7 +894,7 @@ COMPLAINTS = {
     "list": "units: ModuleList in unit 0 is never called",
     "twice": "units: left is in unit 0 and in unit 1",
     "no_sync": "no_sync: Zero2 keeps a shard of the gradients",
-    "norm": "max_norm=0.0: allowed are numbers above 0",
+    "norm": "max_norm=-1.0: allowed are numbers from 0",
     "moved": "move or convert the module before",
     "state": "allowed is full_state_dict()",
     "load": "allowed is load_full_state_dict()",

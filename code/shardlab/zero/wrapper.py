@@ -118,8 +118,9 @@ class Sharded(nn.Module):
 
         Each rank knows its shard's share of the sum of squares: one number to add up over ranks.
         The norm is torch.nn.utils.clip_grad_norm_'s of one process, up to the order of a sum.
+        Every rank calls it. Raises ValueError for a limit below 0.
         """
-        ranks.check_number(max_norm=max_norm)
+        ranks.check_number(0, max_norm=max_norm)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         square = norm.to(self.flats[0].device, torch.float64).square()

@@ -1,6 +1,9 @@
 """What all techniques do alike: gradients clipped, arguments agreed on, models copied."""
 
+import copy
+import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -8,7 +11,8 @@ import torch.distributed as dist
 from devices import here
 from torch import nn
 
-from shardlab import experts, mesh, pipeline, ranks, zero
+from shardlab import context_parallel as cp
+from shardlab import data_parallel, experts, link, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.model import GPT, Config, loss
@@ -124,3 +128,95 @@ def test_limits_are_what_they_are_to_torch_and_without_a_meaning_are_refused(way
         assert like_torch == ["0.1", "0", "0.0", "inf", "1000000000.0"]
         # torch turns gradients round with the first two, and makes nan of them with the third.
         assert refused == ["-0.1", "-inf", "nan"]
+
+
+# Copies and pickles of a model that knows its group.
+
+DROPS = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, dropout=0.3)
+COPIED = {
+    "ring": lambda group: cp.distribute(gpt(), group, "ring"),
+    "ulysses": lambda group: cp.distribute(gpt(), group, "ulysses", "contiguous"),
+    "tensor": lambda group: tp.parallelize(gpt(), group),
+    "tensor, equal dropout": lambda group: tp.parallelize(gpt(DROPS), group, dropout="equal"),
+    "tensor, own dropout": lambda group: tp.parallelize(gpt(DROPS), group, dropout="own"),
+    "sequence": lambda group: tp.parallelize(gpt(), group, sp.ALONG_SEQUENCE),
+    "experts": lambda group: experts.parallelize(gpt(SPARSE), group),
+}
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_file(model):
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def gradients_of(model, way, group):
+    tokens, targets = batch()
+    if way in ("ring", "ulysses"):
+        layout = "zigzag" if way == "ring" else "contiguous"
+        tokens, targets = (cp.share(x, group, layout) for x in (tokens, targets))
+    torch.manual_seed(5)
+    model(tokens).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def copies(way, copied, slow):
+    """A copy computes what the model computes, with weights of its own, and in the same group."""
+    group = dist.new_group([1, 0])
+    if slow:
+        group = link.slow(1e-4, 1e9, group)
+    model = COPIED[way](group)
+    other = copied(model)
+    mine, theirs = list(model.parameters()), list(other.parameters())
+    assert all(p.equal(q) and p is not q for p, q in zip(mine, theirs, strict=True))
+    with torch.no_grad():
+        for p in mine:
+            p.fill_(0.1)  # a copy that looked at these would find other gradients
+    found = gradients_of(other, way, group)
+    assert all(p.grad is None for p in mine)
+    wanted = gradients_of(COPIED[way](group), way, group)
+    assert all(x.equal(y) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["", "slow"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_file])
+@pytest.mark.parametrize("way", COPIED)
+def test_a_copy_of_a_parallel_model_is_one(way, copied, slow):
+    ranks.run(copies, 2, way, copied, slow, timeout=100)
+
+
+HEARD = {
+    "data": lambda group: data_parallel.DataParallel(gpt(), group),
+    **{f"zero {n}": lambda group, n=n: zero.shard(gpt(), group, n) for n in (1, 2, 3)},
+    "pipeline": lambda group: pipeline.distribute(gpt(), pipeline.schedule("1f1b", 2, 2), group),
+    "mesh": lambda group: meshed(1, dp=2)(group, torch.float32)[0],
+}
+
+
+def not_copied():
+    for way, make in HEARD.items():
+        model = make(dist.group.WORLD)
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ValueError, match="allowed is to copy or pickle the plain model"):
+                copied(model)
+            assert way
+
+
+def test_what_hooks_on_parameters_make_is_not_copied_in_silence():
+    ranks.run(not_copied, 2, timeout=100)
+
+
+def test_a_group_is_not_found_where_it_is_not():
+    (pickled, _) = ranks.run(lambda: pickle.dumps(dist.group.WORLD), 2)
+    with pytest.raises(ValueError, match=r"group: .* ranks \[0, 1\]"):
+        pickle.loads(pickled)
+
+    def elsewhere():
+        with pytest.raises(ValueError, match=r"group: .* ranks \[0, 1\]"):
+            pickle.loads(pickled)  # three ranks, whose group has the same name
+
+    ranks.run(elsewhere, 3)

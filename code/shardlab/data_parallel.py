@@ -111,7 +111,7 @@ def average_in_buckets(buckets: Sequence[Bucket]) -> None:
         bucket.wait()
 
 
-class DataParallel(nn.Module):
+class DataParallel(ranks.Single, nn.Module):
     """Step 3: wraps `module` so that gradients are averages over `group` when backward returns.
 
         model = DataParallel(GPT(config), dist.group.WORLD)

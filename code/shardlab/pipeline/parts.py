@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab.model import GPT
-from shardlab.ranks import check_group
+from shardlab.ranks import Single, check_group
 
 from .schedules import Schedule
 from .simulate import balance
@@ -82,7 +82,7 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     ]
 
 
-class Held:
+class Held(Single):
     """The parts that a rank holds: one for each chunk. Rank and stage are the same number.
 
     between: see `Form`; by default what the first of the parts says. check: judge the schedule.

@@ -22,7 +22,7 @@ from shardlab.ranks.agree import check_state
 from .flat import Flat, all_gather
 
 
-class Sharded(nn.Module):
+class Sharded(ranks.Single, nn.Module):
     """Wraps `module` so that this rank trains its own pieces of the parameters, over `group`.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,3 +221,155 @@ def test_a_group_is_not_found_where_it_is_not():
             pickle.loads(pickled)  # three ranks, whose group has the same name
 
     ranks.run(elsewhere, 3)
+
+
+# Arguments that differ between ranks: one error, the same on all, before any step.
+
+
+def staged(**options):
+    def make(group):
+        schedule = options.get("schedule", pipeline.schedule("1f1b", 3, 4))
+        more = {name: value for name, value in options.items() if name not in ("schedule", "model")}
+        if more.pop("replicated", False):
+            more["replicas"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        model = gpt(options.get("model", replace(DENSE, layers=3)))
+        return pipeline.distribute(model, schedule, group, **more)
+
+    return make
+
+
+def cube(stage=0, seed=0, model=DENSE, name="1f1b", sequence=False, **degrees):
+    def make(group):
+        shape = mesh.Mesh(**(degrees or {"dp": 3}))
+        schedule = pipeline.schedule(name, shape.pp, 2)
+        return mesh.Parallel(gpt(model), mesh.join(shape, group), schedule, stage, sequence, seed)
+
+    return make
+
+
+def wrapped(function, *given, model=DENSE, **options):
+    return lambda group: function(gpt(model), group, *given, **options)
+
+
+THREE = replace(DENSE, heads=3, hidden=48, vocab=66, layers=3)  # what three ranks divide
+THREES = replace(SPARSE, experts=3)
+LAYERS = replace(DENSE, layers=3)
+
+# technique: how two ranks make it, and, by the name of the argument, how the third one does.
+DIFFER = {
+    "data parallel": (
+        wrapped(data_parallel.DataParallel),
+        {
+            "bucket_bytes": wrapped(data_parallel.DataParallel, bucket_bytes=999),
+            "first_bytes": wrapped(data_parallel.DataParallel, first_bytes=999),
+            "broadcast_buffers": wrapped(data_parallel.DataParallel, broadcast_buffers=False),
+            "module": wrapped(data_parallel.DataParallel, model=replace(DENSE, layers=1)),
+        },
+    ),
+    "zero 1": (
+        wrapped(zero.shard, 1),
+        {
+            "stage": wrapped(zero.shard, 2),
+            "bucket_bytes": wrapped(zero.shard, 1, bucket_bytes=999),
+            "first_bytes": wrapped(zero.shard, 1, first_bytes=999),
+            "compute_dtype": wrapped(zero.shard, 1, compute_dtype=torch.bfloat16),
+            "reduction": wrapped(zero.shard, 1, reduction="library"),
+            "late": wrapped(zero.shard, 1, late=True),
+        },
+    ),
+    "zero 3": (
+        wrapped(zero.shard, 3),
+        {
+            "stage": wrapped(zero.shard, 1),
+            "units": wrapped(zero.shard, 3, units=[]),
+            "reshard": wrapped(zero.shard, 3, reshard=False),
+            "prefetch": wrapped(zero.shard, 3, prefetch=False),
+            "module": wrapped(zero.shard, 3, model=replace(DENSE, hidden=16)),
+        },
+    ),
+    "pipeline": (
+        staged(),
+        {
+            "schedule": staged(schedule=pipeline.schedule("gpipe", 3, 4)),
+            "layers": staged(layers=[1, 1, 1]),
+            "record": staged(record=True),
+            "replicas": staged(replicated=True),
+            "config": staged(model=replace(LAYERS, tied=not LAYERS.tied)),
+        },
+    ),
+    "tensor parallel": (
+        wrapped(tp.parallelize, model=THREE),
+        {
+            "edges": wrapped(tp.parallelize, sp.ALONG_SEQUENCE, model=THREE),
+            "dropout": wrapped(tp.parallelize, dropout="own", model=THREE),
+            "model": wrapped(tp.parallelize, model=replace(THREE, layers=2)),
+            "config": wrapped(tp.parallelize, model=replace(THREE, rotary_base=500.0)),
+        },
+    ),
+    "sequence parallel": (
+        wrapped(tp.parallelize, sp.ALONG_SEQUENCE, model=THREE),
+        {
+            "edges": wrapped(tp.parallelize, sp.AlongSequence(keep=True), model=THREE),
+        },
+    ),
+    "context parallel": (
+        wrapped(cp.distribute, model=THREE),
+        {
+            "attention": wrapped(cp.distribute, "ulysses", model=THREE),
+            "layout": wrapped(cp.distribute, layout="contiguous", model=THREE),
+            "model": wrapped(cp.distribute, model=replace(THREE, kv_heads=1)),
+            "config": wrapped(cp.distribute, model=replace(THREE, rotary_base=500.0)),
+        },
+    ),
+    "experts": (
+        wrapped(experts.parallelize, model=THREES),
+        {
+            "config": wrapped(experts.parallelize, model=replace(THREES, capacity=1.0)),
+            "model": wrapped(experts.parallelize, model=replace(THREES, expert_ffn=8)),
+        },
+    ),
+    "mesh": (
+        cube(),
+        {
+            "mesh": cube(pp=3),
+            "zero": cube(1),
+            "seed": cube(seed=1),
+            "sequence": cube(sequence=True),
+            "schedule": cube(name="gpipe"),
+            "config": cube(model=replace(DENSE, dropout=0.1)),
+        },
+    ),
+}
+
+
+def disagree(way):
+    """For each argument, what is raised where rank 2 of three gives another one than the rest."""
+    make, others = DIFFER[way]
+    make(dist.group.WORLD)  # where all agree, nothing is raised
+    told = {}
+    for name, other in others.items():
+        with pytest.raises(ValueError) as error:
+            (other if dist.get_rank() == 2 else make)(dist.group.WORLD)
+        told[name] = str(error.value)
+    return told
+
+
+@pytest.mark.parametrize("way", DIFFER)
+def test_ranks_that_were_given_other_arguments_are_named_on_all_ranks(way):
+    one, *rest = ranks.run(disagree, 3, way, timeout=100)
+    assert all(each == one for each in rest)
+    for name, said in one.items():
+        assert said.startswith(f"{name}: ranks 0 and 1 have "), (name, said)
+        assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, said
+
+
+def far_apart():
+    """On a mesh of 2 x 2 x 2 ranks all hear of the one that differs, whatever axis it is on."""
+    with pytest.raises(ValueError) as error:
+        cube(seed=dist.get_rank() // 7, dp=2, pp=2, tp=2)(dist.group.WORLD)
+    return str(error.value)
+
+
+def test_on_a_mesh_every_rank_hears_of_the_one_that_differs():
+    said = "seed: ranks 0, 1, 2, 3, 4, 5 and 6 have 0, rank 7 has 1"
+    assert all(found.startswith(said) for found in ranks.run(far_apart, 8, timeout=100))

@@ -887,9 +887,9 @@ COMPLAINTS = {
     "sparse": "module=Embedding: its gradients are sparse",
     "dtype": "compute_dtype=torch.int8: allowed are None and floating-point types",
     "reduction": "reduction='ring': allowed are 'auto', 'ordered' and 'library'",
-    "differs": "rank 0 of the group has left.weight [12, 12] torch.float32, rank 1 has left.weight "
+    "differs": "module: rank 0 has left.weight [12, 12] torch.float32, rank 1 has left.weight "
     "[13, 12] torch.float32",
-    "more": "rank 0 of the group has no further parameter, rank 1 has more.weight",
+    "more": "rank 0 has no further one, rank 1 has more.weight",
     "foreign": "units: Linear in unit 0 is no part of the module",
     "list": "units: ModuleList in unit 0 is never called",
     "twice": "units: left is in unit 0 and in unit 1",

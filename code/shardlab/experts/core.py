@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from shardlab import buckets
 from shardlab.model import GPT, Experts
-from shardlab.ranks import check_group, check_number
+from shardlab.ranks import check_group, check_number, check_same
 from shardlab.router import Router
 
 Group = dist.ProcessGroup
@@ -153,7 +153,8 @@ def parallelize(model: GPT, group: Group) -> GPT:
     are for `average_gradients`, the optimizer is made afterwards. Feed-forward networks that are
     cut already stay so: `tensor_parallel.parallelize` comes first.
 
-    Raises ValueError for anything but a GPT with experts, and experts that the ranks do not divide.
+    Raises ValueError for anything but a GPT with experts, experts that the ranks do not divide, and
+    on every rank when the models differ.
     """
     _, ranks = check_group(group)
     if not isinstance(model, GPT) or not model.config.experts:
@@ -162,6 +163,7 @@ def parallelize(model: GPT, group: Group) -> GPT:
     if hasattr(model, "expert_group"):
         raise ValueError("model: its experts are dealt out already; allowed is one that has all")
     check_experts(model.config.experts, ranks)
+    check_same(group, model=model, config=model.config)
     for block in model.blocks:
         if isinstance(block.ffn, Experts):
             block.ffn = ExpertParallel(block.ffn, group)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardlab.model import GPT, Attention, FeedForward
-from shardlab.ranks import check_group
+from shardlab.ranks import check_group, check_same
 
 from .dropout import DROPOUTS, drop_by_heads
 from .overlap import Edge, Edges, Entrance, added_up, handed_on
@@ -370,11 +370,10 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: st
     tied head stays tied. A model on meta gets numbers by `initialize` or `load_full_state_dict`.
 
     edges: what stands around each region. dropout, within attention: "equal", as one process draws
-    it, or "own", each rank for itself (see `dropout`); between blocks all ranks draw the same, if
-    their generators are in the same state.
+    it, or "own", each rank for itself (see `dropout`); between blocks equal generators draw alike.
 
-    Raises ValueError for anything but a plain GPT, a group without this rank, and heads, key-value
-    heads, width of the feed-forward network or vocabulary that the ranks do not divide.
+    Raises ValueError for anything but a plain GPT, a group without this rank, sizes that the ranks
+    do not divide, and on every rank when models or arguments differ.
     """
     _, ranks = check_group(group)
     if not isinstance(model, GPT):
@@ -386,6 +385,7 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: st
     check_degree(model.config, ranks)
     if model.config.experts and edges is not REPLICATED:
         raise ValueError(f"edges: with experts={model.config.experts} allowed is REPLICATED")
+    check_same(group, model=model, config=model.config, edges=edges, dropout=dropout)
     for block in model.blocks:
         cut_attention(block.attention, group, edges, dropout)
         for ffn in [m for m in block.ffn.modules() if isinstance(m, FeedForward)]:

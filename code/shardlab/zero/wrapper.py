@@ -40,6 +40,9 @@ class Sharded(ranks.Single, nn.Module):
     compute_dtype: the module's parameters have it, while pieces, gradients and the optimizer keep
     the module's own, which is then that of master weights (Micikevicius et al., arXiv 1710.03740).
     reduction: "ordered", "library", or "auto": ordered on the CPU; see ReduceScatter.
+
+    Raises ValueError on every rank when the ranks' modules, stages or arguments differ. (`own` are
+    a stage's own arguments.)
     """
 
     keep = False  # whether full gradients stay after the reduce-scatter
@@ -50,10 +53,12 @@ class Sharded(ranks.Single, nn.Module):
         group: dist.ProcessGroup,
         compute_dtype: torch.dtype | None = None,
         reduction: str = "auto",
+        **own: Any,
     ):
         super().__init__()
         _check_options(compute_dtype, reduction)
-        ranks.check_model(module, group)
+        options = {"compute_dtype": compute_dtype, "reduction": reduction, **own}
+        ranks.check_model(module, group, stage=type(self), **options)
         if not all(p.is_floating_point() for p in module.parameters()):
             kind = type(module).__name__
             raise ValueError(f"module={kind}: allowed are parameters of floating-point types alone")

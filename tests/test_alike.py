@@ -13,7 +13,7 @@ from devices import here
 from torch import nn
 
 from shardlab import context_parallel as cp
-from shardlab import data_parallel, experts, link, mesh, pipeline, ranks, zero
+from shardlab import count, data_parallel, experts, link, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.model import GPT, Config, loss
@@ -373,3 +373,105 @@ def far_apart():
 def test_on_a_mesh_every_rank_hears_of_the_one_that_differs():
     said = "seed: ranks 0, 1, 2, 3, 4, 5 and 6 have 0, rank 7 has 1"
     assert all(found.startswith(said) for found in ranks.run(far_apart, 8, timeout=100))
+
+
+# What is given at every call is asked for at the first.
+
+
+def attend(function, layout="zigzag", causal=True):
+    x = here(torch.ones(1, 6, 4, 8))
+    return lambda group, x=x: function(x, x, x, group, causal, layout)
+
+
+def clipped(limit, make, act=lambda model, limit: model.clip_grad_norm_(limit)):
+    return lambda group: act(make(group), limit)
+
+
+def summed(reduction):
+    logits, targets = here(torch.ones(1, 3, 4)), here(torch.zeros(1, 3, dtype=torch.int64))
+    return lambda group: tp.loss(logits, targets, group, reduction)
+
+
+def joined(layout="zigzag", dim=1):
+    return lambda group: cp.gather(here(torch.ones(4, 4)), group, layout, dim)
+
+
+def calls():
+    """By technique and argument: the call of the first two ranks, and that of the third."""
+    cut = wrapped(tp.parallelize, model=THREE)
+    dealt = wrapped(experts.parallelize, model=THREES)
+    return {
+        ("ring", "layout"): (attend(cp.ring_attention), attend(cp.ring_attention, "contiguous")),
+        ("ring", "causal"): (
+            attend(cp.ring_attention),
+            attend(cp.ring_attention, causal=False),
+        ),
+        ("ulysses", "layout"): (
+            attend(cp.all_to_all_attention),
+            attend(cp.all_to_all_attention, "contiguous"),
+        ),
+        ("gather", "layout"): (joined(), joined("contiguous")),
+        ("gather", "dim"): (joined(), joined(dim=0)),
+        ("loss", "reduction"): (summed("mean"), summed("sum")),
+        **{
+            (f"zero {n}", "max_norm"): (
+                clipped(1.0, wrapped(zero.shard, n)),
+                clipped(2.0, wrapped(zero.shard, n)),
+            )
+            for n in (1, 2, 3)
+        },
+        ("tensor", "limit"): (
+            clipped(1.0, cut, tp.clip_grad_norm_),
+            clipped(2.0, cut, tp.clip_grad_norm_),
+        ),
+        ("experts", "limit"): (
+            clipped(1.0, dealt, experts.clip_grad_norm_),
+            clipped(2.0, dealt, experts.clip_grad_norm_),
+        ),
+        ("mesh", "limit"): (clipped(1.0, cube()), clipped(2.0, cube())),
+    }
+
+
+def disagree_at_a_call():
+    told = {}
+    for (way, name), pair in calls().items():
+        group = dist.new_group([0, 1, 2])  # which has not been asked yet
+        with pytest.raises(ValueError) as error:
+            pair[dist.get_rank() // 2](group)
+        told[way, name] = str(error.value)
+    return told
+
+
+def test_limits_layouts_dimensions_and_reductions_that_differ_are_named_at_the_first_call():
+    one, *rest = ranks.run(disagree_at_a_call, 3, timeout=100)
+    assert all(each == one for each in rest)
+    for (way, name), said in one.items():
+        assert said.startswith(f"{name}: ranks 0 and 1 have "), (way, name, said)
+        assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, said
+
+
+def asked_once():
+    """Messages of each of two calls of everything above, the same on all ranks."""
+    found = {}
+    for key, (call, _) in calls().items():
+        if "norm" not in key[1] and "limit" not in key[1]:
+            group = dist.new_group([0, 1, 2])
+            steps = []
+            for _ in range(2):
+                with count.sent() as sent:
+                    call(group)
+                steps.append((sent.messages, sent.bytes, sent.collectives))
+            found[key] = steps
+    model = zero.shard(gpt(), dist.group.WORLD, 1)
+    found["zero"] = []
+    for _ in range(2):
+        with count.sent() as sent:
+            model.clip_grad_norm_(1)  # the same as 1.0
+        found["zero"].append(sent.collectives)
+    return found
+
+
+def test_what_is_asked_at_the_first_call_is_in_no_step_s_count():
+    for found in ranks.run(asked_once, 3, timeout=100):
+        assert found["zero"][1] == {"all_reduce": (1, 8)}
+        assert all(first == second for first, second in found.values())

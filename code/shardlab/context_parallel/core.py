@@ -46,7 +46,7 @@ from shardlab.model import GPT, Attention, rotate
 from shardlab.ranks import check_group, check_same, check_trained, exchange
 
 from .kernel import block_attention, block_gradients
-from .layout import check_layout, check_rank, check_shapes, join, key_repeats, positions, split
+from .layout import check_call, check_layout, check_rank, join, key_repeats, positions, split
 
 
 def merge(
@@ -80,8 +80,8 @@ def ring_attention(
 
     Raises ValueError, before anything is sent, for shapes that do not fit and unknown layouts.
     """
-    check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
-    rank, size = check_group(group)
+    tensors = q_BAsD, k_BKsD, v_BKsD
+    rank, size = check_call("ring", group, tensors, causal=causal, layout=layout)
     ring = _Ring(group, rank, size, causal, layout, q_BAsD.shape[2], trace)
     return _RingAttention.apply(q_BAsD, k_BKsD, v_BKsD, ring)
 
@@ -261,8 +261,8 @@ def all_to_all_attention(
     Raises ValueError, before anything is sent, for shapes that do not fit, unknown layouts, and
     heads that cannot be shared out.
     """
-    check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
-    _, ranks = check_group(group)
+    tensors = q_BAsD, k_BKsD, v_BKsD
+    _, ranks = check_call("ulysses", group, tensors, causal=causal, layout=layout)
     repeats = key_repeats(q_BAsD.shape[1], k_BKsD.shape[1], ranks)
     if repeats > 1:
         k_BKsD, v_BKsD = (x.repeat_interleave(repeats, dim=1) for x in (k_BKsD, v_BKsD))

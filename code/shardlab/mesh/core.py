@@ -229,9 +229,10 @@ class Parallel(nn.Module):
 
         It is the norm of one process's gradients: every number that lies on several ranks counts
         once. Squares are added up along tp and pp, and, where ZeRO shards them, along dp. Every
-        rank calls it. Raises ValueError for a limit below 0.
+        rank calls it. Raises ValueError for a limit below 0, and when the first call's differ.
         """
         check_number(0, limit=limit)
+        agree.check_same_once(self, "clip", *self.groups, limit=float(limit))
         trained = dict(self.named_parameters())
         counted = [p.grad for name, p in trained.items() if self._counts(name)]
         norm = torch.nn.utils.get_total_norm([g for g in counted if g is not None])

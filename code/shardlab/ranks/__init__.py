@@ -32,7 +32,15 @@ import torch
 from shardlab import stale
 
 from . import blame, stacks, start, torchrun, worker
-from .agree import check_bytes, check_group, check_model, check_number, check_same, check_trained
+from .agree import (
+    check_bytes,
+    check_group,
+    check_model,
+    check_number,
+    check_same,
+    check_same_once,
+    check_trained,
+)
 from .named import Single
 from .p2p import Message, exchange, irecv, isend
 from .pretended import pretend
@@ -49,6 +57,7 @@ __all__ = [
     "check_model",
     "check_number",
     "check_same",
+    "check_same_once",
     "check_trained",
     "device",
     "exchange",

@@ -7,9 +7,11 @@ from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlab.arguments import check_bytes, check_number, check_whole
 
@@ -21,6 +23,7 @@ __all__ = [
     "check_model",
     "check_number",
     "check_same",
+    "check_same_once",
     "check_state",
     "check_trained",
     "check_whole",
@@ -72,6 +75,22 @@ def check_same(*groups: dist.ProcessGroup, **given: Any) -> None:
             dist.all_gather_object(lists, told, group=group)
             told = [one for each in lists for one in each]
     compare(told)
+
+
+# What has been asked already: owner -> calls.
+_asked: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+def check_same_once(owner: Any, call: str, *groups: dist.ProcessGroup, **given: Any) -> None:
+    """`check_same` for what a function is given at every call: the first `call` for `owner` asks.
+
+    owner: a model or a group. All later calls send nothing; and no step's count holds the first.
+    """
+    calls = _asked.setdefault(owner, set())
+    if call not in calls:
+        calls.add(call)
+        with _disable_current_modes():
+            check_same(*groups, **given)
 
 
 def parts(given: Mapping[str, Any]) -> dict[str, list[str]]:

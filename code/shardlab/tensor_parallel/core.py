@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardlab.model import GPT, Attention, FeedForward
-from shardlab.ranks import check_group, check_same
+from shardlab.ranks import check_group, check_same, check_same_once
 
 from .dropout import DROPOUTS, drop_by_heads
 from .overlap import Edge, Edges, Entrance, added_up, handed_on
@@ -347,11 +347,11 @@ def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = 
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: allowed are 'mean' and 'sum'")
     if logits_BSv.shape[:-1] != targets_BS.shape or targets_BS.is_floating_point():
-        given, wanted = list(logits_BSv.shape), list(logits_BSv.shape[:-1])
-        what = f"allowed are whole numbers of shape {wanted}, as the logits' {given}"
+        what = f"allowed are whole numbers of shape {list(logits_BSv.shape[:-1])}, as logits have"
         raise ValueError(f"targets={targets_BS.dtype} {list(targets_BS.shape)}: {what}")
     vocabulary = logits_BSv.shape[-1] * check_group(group)[1]
     check_entries("targets", targets_BS, vocabulary)
+    check_same_once(group, "tensor_parallel.loss", group, reduction=reduction)
     losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group)
     if not targets_BS.is_cpu:
         outside_BS = (targets_BS < 0) | (targets_BS >= vocabulary)

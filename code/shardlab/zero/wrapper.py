@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlab import ranks
 from shardlab.buckets import Backward, copy_from_rank_0, deal
-from shardlab.ranks.agree import check_state
+from shardlab.ranks.agree import check_same_once, check_state
 
 from .flat import Flat, all_gather
 
@@ -123,9 +123,11 @@ class Sharded(ranks.Single, nn.Module):
 
         Each rank knows its shard's share of the sum of squares: one number to add up over ranks.
         The norm is torch.nn.utils.clip_grad_norm_'s of one process, up to the order of a sum.
-        Every rank calls it. Raises ValueError for a limit below 0.
+        Every rank calls it. Raises ValueError for a limit below 0, and on every rank when the
+        first call's limits differ.
         """
         ranks.check_number(0, max_norm=max_norm)
+        check_same_once(self, "clip", self.group, max_norm=float(max_norm))
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         square = norm.to(self.flats[0].device, torch.float64).square()

@@ -487,9 +487,9 @@ COMPLAINTS = {
     "group": "group=None: allowed is a process group that holds this rank",
     "frozen": "module=Toy: nothing in it can be trained",
     "sparse": "module=Embedding: its gradients are sparse",
-    "differs": "rank 0 of the group has left.weight [12, 12] torch.float32, rank 1 has left.weight "
+    "differs": "module: rank 0 has left.weight [12, 12] torch.float32, rank 1 has left.weight "
     "[13, 12] torch.float32",
-    "more": "rank 0 of the group has no further parameter, rank 1 has more.weight",
+    "more": "rank 0 has no further one, rank 1 has more.weight",
     "count": "count=-1: allowed",
     "empty": "count=0 on every rank",
 }

@@ -1,6 +1,7 @@
 """Experts over ranks equal one process; what they hold, send and leave out; bad input."""
 
 import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -326,6 +327,75 @@ def test_the_bias_evens_loads_and_moves_no_weight():
         fullest.append(experts.loads(routed).max().item())
     assert fullest[0] > 0.35 and sum(fullest[-20:]) / 20 < 0.31  # same tokens go to the same
     assert all(p.equal(q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+CONVERT = {
+    "bfloat16": lambda model: model.bfloat16(),
+    "to": lambda model: model.to(torch.bfloat16),
+    "half": lambda model: model.half(),
+    "from double": lambda model: model.double().to("cpu", torch.bfloat16),
+    "a copy": lambda model: copy.deepcopy(model.bfloat16()),
+    "a copy converted": lambda model: copy.deepcopy(model).bfloat16(),
+    "pickled": lambda model: pickle.loads(pickle.dumps(model.bfloat16())),
+    "from meta": lambda model: filled(GPT(model.config).to("meta", torch.bfloat16), model),
+    "loaded": lambda model: loaded(model, torch.float32),
+    "loaded from 16 bits": lambda model: loaded(model, torch.bfloat16),
+    "assigned from 16 bits": lambda model: loaded(model, torch.bfloat16, assign=True),
+}
+
+
+def filled(empty, model):
+    return loaded(model, torch.float32, into=empty.to_empty(device="cpu"))
+
+
+def loaded(model, dtype, assign=False, into=None):
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    model = GPT(model.config).bfloat16() if into is None else into
+    model.load_state_dict(state, assign=assign)
+    return model
+
+
+@pytest.mark.parametrize("way", CONVERT)
+def test_the_bias_goes_on_in_16_bits_models_in_steps_that_these_would_lose(way):
+    model = gpt(layers=1)
+    model.blocks[0].ffn.router.bias_E.copy_(torch.tensor([0.5, -0.5, 0.0, 0.25]))
+    model = CONVERT[way](model)
+    router = model.blocks[0].ffn.router
+    assert router.score.weight.dtype in (torch.bfloat16, torch.float16)
+    with experts.watch(model) as routed, torch.no_grad():
+        model(batch(0)[0])
+    assert routed[0].scores_BSE.dtype == torch.float32
+    wanted = torch.tensor([0.5, -0.5, 0.0, 0.25]) + (0.25 - experts.loads(routed)[0]).sign()
+    for _ in range(1000):
+        experts.update_bias(routed, 0.001)
+    # Float32: 1,000 sums, each off by 2^-24 of up to 1.5.
+    torch.testing.assert_close(router.bias_E, wanted, rtol=0, atol=1e-4)
+
+
+def in_micro_batches():
+    """Bias, loads and balancing loss of four micro-batches on each rank are those of one batch."""
+    world = dist.group.WORLD
+    serial = gpt(**DEEPSEEK).double()
+    model = experts.parallelize(copy.deepcopy(serial), world)
+    tokens, _ = batch(0, 16)
+    with experts.watch(serial) as one:
+        serial(tokens)
+    with experts.watch(model) as four:
+        for micro in part(tokens, world).tensor_split([1, 2, 5]):  # of unequal sizes
+            model(micro)
+    torch.testing.assert_close(experts.loads(four, world), experts.loads(one))
+    value = experts.balancing_loss(four, world)
+    dist.all_reduce(value := value.detach())
+    torch.testing.assert_close(value / world.size(), experts.balancing_loss(one).detach())
+    experts.update_bias(one, 0.01)
+    experts.update_bias(four, 0.01, world)
+    mine, theirs = model.blocks[1].ffn.router.bias_E, serial.blocks[1].ffn.router.bias_E
+    assert mine.equal(theirs) and mine.abs().max().item() == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_micro_batches_of_a_step_count_as_one_batch(size):
+    run(in_micro_batches, size)
 
 
 def without_tokens(choices):

@@ -525,7 +525,7 @@ WHAT = [
     "layers=2: allowed are 1 to 1 parts of a model with 1 layers",
     "layers=[4, 3]: allowed are whole numbers whose sum is 6",
     "layers=[2, 2, 2]: allowed is one number for each of 2 parts",
-    "schedule: rank 0 of the group has 1f1b, rank 1 another, gpipe",
+    "schedule: rank 0 has '1f1b (",
     "B1",  # is missing on stage 1
     "rank 0 of the group: between=None: Linear does not say what it gives",
     "rank 1 of the group: parts has 2 modules: allowed is 1, one for each chunk",

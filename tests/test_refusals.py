@@ -31,9 +31,9 @@ def refusals():
         "max_norm": [
             lambda model=model, bad=bad: model.clip_grad_norm_(bad)
             for model in sharded
-            for bad in ("1", None, True, math.nan, 0, [])
+            for bad in ("1", None, True, [])
         ],
-        "limit": [lambda bad=bad: tp.clip_grad_norm_(cut, bad) for bad in ("1", None, True, -1)],
+        "limit": [lambda bad=bad: tp.clip_grad_norm_(cut, bad) for bad in ("1", None, True)],
         "state": [
             *(lambda model=model: model.load_full_state_dict(None) for model in sharded),
             *(lambda model=model: model.load_full_state_dict({"weight": 1}) for model in sharded),

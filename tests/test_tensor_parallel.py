@@ -967,6 +967,7 @@ def test_it_goes_together_with_what_cuts_the_batch_or_the_layers():
 def bad_input():
     """Rank 0 alone makes each mistake: an error that had sent something would wait for rank 1."""
     ones = [dist.new_group([r]) for r in range(2)]
+    cut = tp.parallelize(GPT(GPT2), world())
     if dist.get_rank():
         return True
     with count.sent() as sent:
@@ -996,9 +997,8 @@ def bad_input():
             tp.parallelize(nn.Linear(2, 2), world())
         with pytest.raises(ValueError, match="dropout='none': allowed are 'equal', 'own'"):
             tp.parallelize(GPT(GPT2), world(), dropout="none")
-        model = tp.parallelize(GPT(GPT2), world())
         with pytest.raises(ValueError, match="it is parallelized already"):
-            tp.parallelize(model, world())
+            tp.parallelize(cut, world())
         with pytest.raises(ValueError, match="ffn_width=33"):
             tp.cut_ffn(FeedForward(replace(GPT2, ffn=33)), world())
         with pytest.raises(ValueError, match="heads=3"):
@@ -1012,8 +1012,8 @@ def bad_input():
         with pytest.raises(ValueError, match="last dimension of x=5"):
             tp.split_last(torch.ones(2, 5), world())
         with pytest.raises(ValueError, match="tokens: 32 is among them; allowed are 0 to 31"):
-            model(torch.tensor([[1, 32]]))
-        bad_states(model)
+            cut(torch.tensor([[1, 32]]))
+        bad_states(cut)
         bad_losses()
     assert not sent.calls and not sent.messages
     return True

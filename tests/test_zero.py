@@ -862,7 +862,7 @@ def complain(what):
         with zero.shard(Toy(), group, 2).no_sync():
             pass
     if what == "norm":
-        model.clip_grad_norm_(0.0)
+        model.clip_grad_norm_(-1.0)
     if what == "moved":
         model.to(torch.float64)
     if what == "state":
@@ -887,14 +887,14 @@ COMPLAINTS = {
     "sparse": "module=Embedding: its gradients are sparse",
     "dtype": "compute_dtype=torch.int8: allowed are None and floating-point types",
     "reduction": "reduction='ring': allowed are 'auto', 'ordered' and 'library'",
-    "differs": "rank 0 of the group has left.weight [12, 12] torch.float32, rank 1 has left.weight "
+    "differs": "module: rank 0 has left.weight [12, 12] torch.float32, rank 1 has left.weight "
     "[13, 12] torch.float32",
-    "more": "rank 0 of the group has no further parameter, rank 1 has more.weight",
+    "more": "rank 0 has no further one, rank 1 has more.weight",
     "foreign": "units: Linear in unit 0 is no part of the module",
     "list": "units: ModuleList in unit 0 is never called",
     "twice": "units: left is in unit 0 and in unit 1",
     "no_sync": "no_sync: Zero2 keeps a shard of the gradients",
-    "norm": "max_norm=0.0: allowed are numbers above 0",
+    "norm": "max_norm=-1.0: allowed are numbers from 0",
     "moved": "move or convert the module before",
     "state": "allowed is full_state_dict()",
     "load": "allowed is load_full_state_dict()",

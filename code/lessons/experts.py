@@ -485,6 +485,15 @@ show.source(experts.loads, experts.balancing_loss)
 # %%
 show.source(experts.update_bias)
 
+# %% [markdown]
+# A step moves it once, by the tokens of all its micro-batches.
+# And it stays in float32, whatever the model computes in: in bfloat16 it would stop at 0.5, where a step of 0.001 is less than half the way to the next number.
+
+# %% tags=["hide-input"]
+# Holds what 16 bits make of such a step, and of a bias
+assert torch.tensor(0.5, dtype=torch.bfloat16) + 0.001 == 0.5
+assert router.Router(SMALL).bfloat16().bias_E.dtype == torch.float32
+
 
 # %% [markdown]
 # The model's own loss does not tell of a collapse, not so soon: the three in the table are within 2 %. What is lost is what the idle experts would have learnt later, and the time that ranks wait now.

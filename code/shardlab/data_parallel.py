@@ -111,7 +111,7 @@ def average_in_buckets(buckets: Sequence[Bucket]) -> None:
         bucket.wait()
 
 
-class DataParallel(nn.Module):
+class DataParallel(ranks.Single, nn.Module):
     """Step 3: wraps `module` so that gradients are averages over `group` when backward returns.
 
         model = DataParallel(GPT(config), dist.group.WORLD)
@@ -134,7 +134,7 @@ class DataParallel(nn.Module):
     re-entrant checkpointing (use_reentrant=False works). Left out in both: create_graph=True.
 
     Raises ValueError for sizes below 1, a group without this rank, a module with sparse gradients
-    or nothing to train, and on every rank when the ranks' modules differ.
+    or nothing to train, and on every rank when the ranks' modules or arguments differ.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class DataParallel(nn.Module):
     ):
         super().__init__()
         ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
-        ranks.check_model(module, group)
+        sizes = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes}
+        ranks.check_model(module, group, **sizes, broadcast_buffers=broadcast_buffers)
         self.module, self.group, self.broadcast_buffers = module, group, broadcast_buffers
         copy_from_rank_0([*module.parameters(), *module.buffers()], group)
         dealt = assign_buckets(module.parameters(), bucket_bytes, first_bytes)

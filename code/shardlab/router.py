@@ -12,6 +12,7 @@ Shapes in names: B batch, S sequence, H hidden, E experts, C experts that a toke
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from shardlab.shapes import Config
 class Router(nn.Module):
     """Scores the experts for each token, chooses the best, and weighs them.
 
-    `bias_E` moves the choice and not the weights (arXiv 2408.15664); as it stands, it is 0.
+    `bias_E` moves the choice and not the weights (arXiv 2408.15664); as it stands, it is 0. It is
+    float32 in a model of any dtype: steps of 0.001 are lost in 16 bits once it has reached 0.5.
     """
 
     def __init__(self, config: Config):
@@ -47,6 +49,19 @@ class Router(nn.Module):
         if self.config.experts_per_token > 1:
             weights_BSC = weights_BSC / weights_BSC.sum(-1, keepdim=True)
         return scores_BSE, chosen_BSC, weights_BSC.to(x_BSH.dtype)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Router:
+        """Moving and converting, which is for the bias a move alone: its bits stay."""
+        before_E = self.bias_E
+        super()._apply(*args, **kwargs)
+        if self.bias_E.dtype != torch.float32:
+            self.bias_E = before_E.to(self.bias_E.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Take a bias that was saved in 16 bits, too, with `assign=True` as well."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self.bias_E = self.bias_E.float()
 
     def admit(self, chosen_BSC: Tensor) -> Tensor:
         """The choices that find a place: where an expert is full, its number becomes -1."""

@@ -43,10 +43,10 @@ from torch.autograd.function import once_differentiable
 from shardlab import buckets
 from shardlab.count import clock
 from shardlab.model import GPT, Attention, rotate
-from shardlab.ranks import check_group, check_trained, exchange
+from shardlab.ranks import check_group, check_same, check_trained, exchange
 
 from .kernel import block_attention, block_gradients
-from .layout import check_layout, check_rank, check_shapes, join, key_repeats, positions, split
+from .layout import check_call, check_layout, check_rank, join, key_repeats, positions, split
 
 
 def merge(
@@ -80,8 +80,8 @@ def ring_attention(
 
     Raises ValueError, before anything is sent, for shapes that do not fit and unknown layouts.
     """
-    check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
-    rank, size = check_group(group)
+    tensors = q_BAsD, k_BKsD, v_BKsD
+    rank, size = check_call("ring", group, tensors, causal=causal, layout=layout)
     ring = _Ring(group, rank, size, causal, layout, q_BAsD.shape[2], trace)
     return _RingAttention.apply(q_BAsD, k_BKsD, v_BKsD, ring)
 
@@ -261,8 +261,8 @@ def all_to_all_attention(
     Raises ValueError, before anything is sent, for shapes that do not fit, unknown layouts, and
     heads that cannot be shared out.
     """
-    check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
-    _, ranks = check_group(group)
+    tensors = q_BAsD, k_BKsD, v_BKsD
+    _, ranks = check_call("ulysses", group, tensors, causal=causal, layout=layout)
     repeats = key_repeats(q_BAsD.shape[1], k_BKsD.shape[1], ranks)
     if repeats > 1:
         k_BKsD, v_BKsD = (x.repeat_interleave(repeats, dim=1) for x in (k_BKsD, v_BKsD))
@@ -329,7 +329,8 @@ def distribute(
     they are, and whole: states are loaded and saved as ever. attention: "ring" or "ulysses".
 
     Raises ValueError, before anything is sent, for other names, dropout, a model that is
-    distributed already, and heads that all-to-all attention cannot share out.
+    distributed already, and heads that all-to-all attention cannot share out; after one exchange,
+    and on every rank, when models or arguments differ.
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r}: allowed are 'ring' and 'ulysses'")
@@ -348,6 +349,7 @@ def distribute(
             # From the widths, so that it is right for heads that tensor parallelism has cut.
             widths = part.query.weight.shape[0], part.key.weight.shape[0]
             key_repeats(*(width // part.config.head_size for width in widths), ranks)
+    check_same(group, model=model, config=parts[0].config, attention=attention, layout=layout)
     for part in parts:
         part.forward = partial(_attention, part, group, attention, layout)
     return model

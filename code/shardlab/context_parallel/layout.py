@@ -13,11 +13,13 @@ value heads, D size of a head.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.ranks.agree import check_group, check_whole
+from shardlab.ranks.agree import check_group, check_same_once, check_whole
 from shardlab.ranks.renamed import all_gather_single
 
 LAYOUTS = "contiguous", "zigzag"
@@ -61,7 +63,7 @@ def gather(share: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim:
     Each rank sends its share to N - 1 others.
     """
     check_layout(layout)
-    _, ranks = check_group(group)
+    _, ranks = check_call("gather", group, layout=layout, dim=dim)
     parts = share.new_empty((ranks, *share.shape))
     all_gather_single(parts.flatten(0, 1), share.detach().contiguous(), group=group)
     return join(list(parts), layout, dim)
@@ -74,6 +76,17 @@ def check_layout(layout: str) -> None:
     """Raise ValueError for a layout that there is not."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: allowed are 'contiguous' and 'zigzag'")
+
+
+def check_call(
+    name: str, group: dist.ProcessGroup, tensors: tuple[Tensor, ...] = (), **given: Any
+) -> tuple[int, int]:
+    """`check_shapes`, `check_group`; the first call of that name asks if all were given alike."""
+    if tensors:
+        check_shapes(*tensors, given["layout"])
+    found = check_group(group)
+    check_same_once(group, f"context_parallel.{name}", group, **given)
+    return found
 
 
 def check_seq(seq: int, ranks: int, layout: str) -> None:

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from shardlab import buckets
 from shardlab.model import GPT, Experts
-from shardlab.ranks import check_group, check_number
+from shardlab.ranks import check_group, check_number, check_same
 from shardlab.router import Router
 
 Group = dist.ProcessGroup
@@ -153,7 +153,8 @@ def parallelize(model: GPT, group: Group) -> GPT:
     are for `average_gradients`, the optimizer is made afterwards. Feed-forward networks that are
     cut already stay so: `tensor_parallel.parallelize` comes first.
 
-    Raises ValueError for anything but a GPT with experts, and experts that the ranks do not divide.
+    Raises ValueError for anything but a GPT with experts, experts that the ranks do not divide, and
+    on every rank when the models differ.
     """
     _, ranks = check_group(group)
     if not isinstance(model, GPT) or not model.config.experts:
@@ -162,6 +163,7 @@ def parallelize(model: GPT, group: Group) -> GPT:
     if hasattr(model, "expert_group"):
         raise ValueError("model: its experts are dealt out already; allowed is one that has all")
     check_experts(model.config.experts, ranks)
+    check_same(group, model=model, config=model.config)
     for block in model.blocks:
         if isinstance(block.ffn, Experts):
             block.ffn = ExpertParallel(block.ffn, group)
@@ -234,7 +236,11 @@ class Routed(NamedTuple):
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[list[Routed]]:
-    """A list that gets what each router says while the model runs, in order of layers."""
+    """A list that gets what each router says while the model runs, in order of layers.
+
+    Where a step has several micro-batches, all of them belong inside: what is done with the list
+    takes a router's as one batch.
+    """
     routed: list[Routed] = []
 
     def note(router: Router, _: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -249,10 +255,20 @@ def watch(model: nn.Module) -> Iterator[list[Routed]]:
             hook.remove()
 
 
+def by_router(routed: Sequence[Routed]) -> dict[Router, list[Routed]]:
+    """What each router said, once for each micro-batch; routers in order of layers."""
+    found: dict[Router, list[Routed]] = {}
+    for one in routed:
+        found.setdefault(one.router, []).append(one)
+    return found
+
+
 @torch.no_grad()
 def loads(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
     """The share of all choices that each expert gets, [L, E]; of all tokens of `group`."""
-    count_LE = torch.stack([one.count_E for one in routed])
+    count_LE = torch.stack(
+        [sum(one.count_E for one in each) for each in by_router(routed).values()]
+    )
     if group is not None:
         dist.all_reduce(count_LE, group=group)  # L * E whole numbers
     return count_LE / count_LE.sum(-1, keepdim=True)
@@ -267,8 +283,12 @@ def balancing_loss(routed: Sequence[Routed], group: Group | None = None) -> Tens
     each returns is one process's. Scores are taken as shares of a token's sum, as sigmoids need.
     """
     load_LE = loads(routed, group)
-    shares = [one.scores_BSE / one.scores_BSE.sum(-1, keepdim=True) for one in routed]
-    score_LE = torch.stack([share_BSE.flatten(0, 1).mean(0) for share_BSE in shares])
+    scores = [
+        torch.cat([one.scores_BSE.flatten(0, 1) for one in each])
+        for each in by_router(routed).values()
+    ]
+    shares = [scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in scores]
+    score_LE = torch.stack([share_TE.mean(0) for share_TE in shares])
     return load_LE.shape[-1] * (load_LE * score_LE).sum()
 
 
@@ -276,12 +296,13 @@ def balancing_loss(routed: Sequence[Routed], group: Group | None = None) -> Tens
 def update_bias(routed: Sequence[Routed], rate: float, group: Group | None = None) -> None:
     """After a step: raise the bias of experts with less than a fair share, lower the others'.
 
-    By `rate`, however large the difference (Wang et al., Algorithm 1). It moves the choice alone,
-    so no gradient pulls the scores away from what the loss wants.
+    By `rate`, however large the difference (Wang et al., Algorithm 1), and once, by the tokens of
+    all micro-batches in `routed`. It moves the choice alone, so no gradient pulls the scores away
+    from what the loss wants.
     """
     check_number(0, rate=rate)
-    for one, load_E in zip(routed, loads(routed, group), strict=True):
-        one.router.bias_E += rate * (1 / len(load_E) - load_E).sign()
+    for router, load_E in zip(by_router(routed), loads(routed, group), strict=True):
+        router.bias_E += rate * (1 / len(load_E) - load_E).sign()
 
 
 def _group(model: nn.Module) -> Group:

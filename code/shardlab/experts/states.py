@@ -7,6 +7,7 @@ the experts, and the other way round.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 from shardlab.buckets import scale_down
 from shardlab.model import GPT
 from shardlab.ranks import check_group, check_number
-from shardlab.ranks.agree import check_state
+from shardlab.ranks.agree import check_same_once, check_state
 
 from .core import ExpertParallel, _group, own_parameters
 
@@ -60,15 +61,19 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     After `average_gradients`. Squares of experts are added up over the group, all else counts once:
     torch's own would find another norm on every rank. One number is sent.
 
-    Raises ValueError for a limit below 0, and a model that is not parallelized.
+    Raises ValueError for a limit below 0, a model that is not parallelized, and on every rank when
+    the first call's limits differ.
     """
     group = _group(model)
     check_number(0, limit=limit)
+    check_same_once(model, "clip", group, limit=float(limit))
     own = {id(parameter) for parameter in own_parameters(model)}
-    total = next(model.parameters()).new_zeros(2, dtype=torch.float32)
+    # Float32 or wider, and the same on all ranks, also where one has no gradients.
+    wide = reduce(torch.promote_types, (p.dtype for p in model.parameters()), torch.float32)
+    total = next(model.parameters()).new_zeros(2, dtype=wide)
     gradients = [(id(p) in own, p.grad) for p in model.parameters() if p.grad is not None]
     for mine, gradient in gradients:
-        total[int(mine)] += torch.linalg.vector_norm(gradient, dtype=total.dtype).square()
+        total[int(mine)] += torch.linalg.vector_norm(gradient, dtype=wide).square()
     dist.all_reduce(total[1:], group=group)
     norm = total.sum().sqrt()
     scale_down((gradient for _, gradient in gradients), norm, limit)

@@ -18,6 +18,7 @@ in a network namespace): messages of 16 and 64 MiB took the same time within 0.4
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 import math
 import time
@@ -28,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from shardlab.ranks import named
 
 from .wire import Helper, Moment, Wire
 
@@ -282,3 +285,6 @@ class SlowGroup(dist.ProcessGroup):
 def _tag(tensor: torch.Tensor, tag: int) -> int:
     """That of the note: those of a GPU's messages are sent later, and must not pass for others'."""
     return tag + _NOTES if tensor.is_cuda else tag
+
+
+copyreg.pickle(SlowGroup, named.reduced)

@@ -30,7 +30,7 @@ from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
 from shardlab.buckets import add_up, scale_down
 from shardlab.model import GPT
 from shardlab.pipeline import Pipeline, Schedule
-from shardlab.ranks import agree, check_group, check_number
+from shardlab.ranks import agree, check_group, check_number, check_same
 
 from . import states
 from .dropout import PlacedDropout
@@ -53,10 +53,12 @@ def join(mesh: Mesh, world: Group) -> Groups:
 
     Every rank makes its tensor group first, then its pipeline, then its copies: groups of one axis
     share no rank, so nobody waits in a circle. Two ranks are together in one of the groups at most,
-    as nccl wants it. Raises ValueError unless the degrees multiply to the ranks of `world`.
+    as nccl wants it. Raises ValueError unless the degrees multiply to the ranks of `world`, and on
+    every rank when their meshes differ.
     """
     rank, size = check_group(world)
     mesh.check(size)
+    check_same(world, mesh=mesh)
     members = dist.get_process_group_ranks(world)
     made = {}
     for axis in ("tp", "pp", "dp"):
@@ -103,7 +105,7 @@ class Parallel(nn.Module):
     matrix, or with ZeRO a flat piece of that part.
 
     Raises ValueError, before anything is sent, for a shape that the degrees do not divide and for
-    other schedules and stages than those above.
+    other schedules and stages than those above; on every rank when arguments differ.
     """
 
     def __init__(
@@ -120,6 +122,8 @@ class Parallel(nn.Module):
             raise ValueError(f"model={type(model).__name__}: allowed is a GPT of shardlab.model")
         sizes = {axis: check_group(group)[1] for axis, group in zip(AXES, groups, strict=True)}
         check_cuts(model.config, Mesh(**sizes), schedule, zero)
+        options = {"zero": zero, "sequence": sequence, "seed": seed}
+        check_same(*groups, config=model.config, schedule=schedule.name, **options)
         self.config, self.groups, self.zero, self.number = model.config, groups, zero, 0
         self._cut_matrices(model, sequence)
         part = self._cut_layers(model, schedule)
@@ -225,9 +229,10 @@ class Parallel(nn.Module):
 
         It is the norm of one process's gradients: every number that lies on several ranks counts
         once. Squares are added up along tp and pp, and, where ZeRO shards them, along dp. Every
-        rank calls it. Raises ValueError for a limit below 0.
+        rank calls it. Raises ValueError for a limit below 0, and when the first call's differ.
         """
         check_number(0, limit=limit)
+        agree.check_same_once(self, "clip", *self.groups, limit=float(limit))
         trained = dict(self.named_parameters())
         counted = [p.grad for name, p in trained.items() if self._counts(name)]
         norm = torch.nn.utils.get_total_norm([g for g in counted if g is not None])

@@ -298,7 +298,8 @@ class Pipeline(Held):
         back: dist.ProcessGroup | None = None,
         check: bool = True,
     ):
-        super().__init__(parts, schedule, group, between, check)
+        copies = None if replicas is None else dist.get_world_size(replicas)
+        super().__init__(parts, schedule, group, between, check, record=record, replicas=copies)
         self.replicas, self.twin = replicas, twin
         last, chunk = schedule.owner(schedule.parts - 1)
         last_chunk = chunk if last == self.stage else None

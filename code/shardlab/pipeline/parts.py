@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab.model import GPT
-from shardlab.ranks import check_group
+from shardlab.ranks import Single, agree, check_group
 
 from .schedules import Schedule
 from .simulate import balance
@@ -82,10 +82,11 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     ]
 
 
-class Held:
+class Held(Single):
     """The parts that a rank holds: one for each chunk. Rank and stage are the same number.
 
     between: see `Form`; by default what the first of the parts says. check: judge the schedule.
+    given: what else has to be the same on all ranks.
 
     Raises ValueError on all ranks of the group alike, when one of them has not a part for each
     chunk, parts on several devices or without `between`, or another schedule than the rest.
@@ -98,13 +99,14 @@ class Held:
         group: dist.ProcessGroup,
         between: Callable[[Tensor], Form] | None = None,
         check: bool = True,
+        **given: Any,
     ):
         self.parts, self.schedule, self.group = list(parts), schedule, group
         self.stage = stage_of(schedule, group)
         if check:
             validate(schedule)
         self.between = between or getattr(self.parts[0] if self.parts else None, "between", None)
-        self._agree()
+        self._agree(given)
         self.numbers = schedule.placement[self.stage]  # of its parts
         self.device = self._devices()[0]
 
@@ -164,15 +166,14 @@ class Held:
             return f"between=None: {kind} does not say what it gives; allowed is a function"
         return None
 
-    def _agree(self) -> None:
+    def _agree(self, given: dict[str, Any]) -> None:
         actions = zlib.crc32(repr(self.schedule.actions).encode())
-        told = gathered((self._problem(), actions, self.schedule.name), self.group)
-        for rank, (problem, actions, name) in enumerate(told):
+        given = {"schedule": f"{self.schedule.name} ({actions:08x})", **given}
+        told = gathered((self._problem(), dist.get_rank(), agree.parts(given)), self.group)
+        for rank, (problem, *_) in enumerate(told):
             if problem is not None:
                 raise ValueError(f"rank {rank} of the group: {problem}")
-            if actions != told[0][1]:
-                what = f"rank 0 of the group has {told[0][2]}, rank {rank} another, {name}"
-                raise ValueError(f"schedule: {what}; allowed is the same on all ranks")
+        agree.compare([parts for _, *parts in told])
 
     def _devices(self) -> list[torch.device]:
         tensors = [t for part in self.parts for t in (*part.parameters(), *part.buffers())]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.model import GPT, loss
-from shardlab.ranks.agree import check_whole
+from shardlab.ranks.agree import check_same, check_whole
 
 from .core import Loss, Pipeline
 from .deferred import Later
@@ -49,13 +49,15 @@ def distribute(
     arguments see Pipeline.
 
     The model's own modules are used and changed (recompute, split backward): let go of it, so that
-    what this rank does not hold is freed. Raises ValueError as `cut` and Pipeline do.
+    what this rank does not hold is freed. Raises ValueError as `cut` and Pipeline do, and on every
+    rank when models or layers differ.
     """
     stage = stage_of(schedule, group)
     parts = cut(model, schedule.parts if layers is None else list(layers))
     if len(parts) != schedule.parts:
         what = f"allowed is one number for each of {schedule.parts} parts"
         raise ValueError(f"layers={list(layers or ())}: {what}")
+    check_same(group, config=model.config, layers=layers and list(layers))
     mine = [parts[number] for number in schedule.placement[stage]]
     if recompute:
         for part in mine:

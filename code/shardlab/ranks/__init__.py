@@ -32,7 +32,16 @@ import torch
 from shardlab import stale
 
 from . import blame, stacks, start, torchrun, worker
-from .agree import check_bytes, check_group, check_model, check_number, check_trained
+from .agree import (
+    check_bytes,
+    check_group,
+    check_model,
+    check_number,
+    check_same,
+    check_same_once,
+    check_trained,
+)
+from .named import Single
 from .p2p import Message, exchange, irecv, isend
 from .pretended import pretend
 from .torchrun import at_parting
@@ -40,12 +49,15 @@ from .torchrun import at_parting
 __all__ = [
     "Message",
     "RankError",
+    "Single",
     "WorldSizeError",
     "at_parting",
     "check_bytes",
     "check_group",
     "check_model",
     "check_number",
+    "check_same",
+    "check_same_once",
     "check_trained",
     "device",
     "exchange",

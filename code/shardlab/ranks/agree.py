@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardlab.arguments import check_bytes, check_number, check_whole
 
@@ -19,6 +22,8 @@ __all__ = [
     "check_group",
     "check_model",
     "check_number",
+    "check_same",
+    "check_same_once",
     "check_state",
     "check_trained",
     "check_whole",
@@ -54,26 +59,93 @@ def check_trained(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_model(module: nn.Module, group: dist.ProcessGroup) -> None:
+def check_same(*groups: dist.ProcessGroup, **given: Any) -> None:
+    """Raise ValueError, the same on all ranks, unless all were given the same: one exchange.
+
+    For what is made once. It names the argument, and which ranks of the world gave what. Of a
+    module the names, shapes and dtypes of its parameters count, of a dataclass its fields, of all
+    else what `repr` says. groups: the ranks of one; or several groups of each rank, the axes of a
+    mesh: what one rank gave goes along each in turn, and so comes to all.
+    """
+    told: list[Any] = [(dist.get_rank(), parts(given))]
+    for group in groups:
+        _, size = check_group(group)
+        if size > 1 and dist.get_backend(group) != "fake":  # whose other ranks do not exist
+            lists: list[Any] = [None] * size
+            dist.all_gather_object(lists, told, group=group)
+            told = [one for each in lists for one in each]
+    compare(told)
+
+
+# What has been asked already: owner -> calls.
+_asked: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+def check_same_once(owner: Any, call: str, *groups: dist.ProcessGroup, **given: Any) -> None:
+    """`check_same` for what a function is given at every call: the first `call` for `owner` asks.
+
+    owner: a model or a group. All later calls send nothing; and no step's count holds the first.
+    """
+    calls = _asked.setdefault(owner, set())
+    if call not in calls:
+        calls.add(call)
+        with _disable_current_modes():
+            check_same(*groups, **given)
+
+
+def parts(given: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What of each argument has to be the same, as `compare` takes it, in words that travel."""
+    return {name: _parts(value) for name, value in given.items()}
+
+
+def compare(told: Sequence[tuple[int, Mapping[str, list[str]]]]) -> None:
+    """The judgement of `check_same`, from what each rank told: its number, and its `parts`."""
+    for name in told[0][1]:
+        each = (gave.get(name, ()) for _, gave in told)
+        for values in zip_longest(*each, fillvalue="no further one"):
+            if len(set(values)) > 1:
+                who: dict[str, list[int]] = {}
+                for (rank, _), value in zip(told, values, strict=True):
+                    who.setdefault(value, []).append(rank)
+                has = ", ".join(f"{_ranks(sorted(r))} {v}" for v, r in who.items())
+                raise ValueError(f"{name}: {has}; allowed is the same on all ranks")
+
+
+def _ranks(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} has"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} have"
+
+
+def _parts(value: Any) -> list[str]:
+    if isinstance(value, nn.Module):
+        return [
+            f"{name} {list(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+            for name, p in value.named_parameters()
+        ]
+    if is_dataclass(value):
+        return [f"{field.name}={_said(getattr(value, field.name))}" for field in fields(value)]
+    return [_said(value)]
+
+
+def _said(value: Any) -> str:
+    """Without addresses, which each process has of its own."""
+    if callable(value) or type(value).__repr__ is object.__repr__:
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value)
+
+
+def check_model(module: nn.Module, group: dist.ProcessGroup, **given: Any) -> None:
     """Raise ValueError unless all ranks of `group` have the same model, one that can be trained.
 
     Every rank of the group calls it, and all of them raise the same error: a rank that went on
-    alone would wait for the others for ever.
+    alone would wait for the others for ever. given: see `check_same`.
     """
     check_trained(module, group)
     kind = type(module).__name__
     if any(getattr(m, "sparse", False) is True for m in module.modules()):
         raise ValueError(f"module={kind}: its gradients are sparse; allowed are dense ones")
-    mine = [
-        f"{name} {list(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        for name, p in module.named_parameters()
-    ]
-    models: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(models, mine, group=group)
-    for rank, theirs in enumerate(models):
-        for a, b in zip_longest(models[0], theirs, fillvalue="no further parameter"):
-            if a != b:
-                raise ValueError(f"module: rank 0 of the group has {a}, rank {rank} has {b}")
+    check_same(group, **given, module=module)
 
 
 def check_state(state: Any, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardlab.model import GPT, Attention, FeedForward
-from shardlab.ranks import check_group
+from shardlab.ranks import check_group, check_same, check_same_once
 
 from .dropout import DROPOUTS, drop_by_heads
 from .overlap import Edge, Edges, Entrance, added_up, handed_on
@@ -347,11 +347,11 @@ def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = 
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r}: allowed are 'mean' and 'sum'")
     if logits_BSv.shape[:-1] != targets_BS.shape or targets_BS.is_floating_point():
-        given, wanted = list(logits_BSv.shape), list(logits_BSv.shape[:-1])
-        what = f"allowed are whole numbers of shape {wanted}, as the logits' {given}"
+        what = f"allowed are whole numbers of shape {list(logits_BSv.shape[:-1])}, as logits have"
         raise ValueError(f"targets={targets_BS.dtype} {list(targets_BS.shape)}: {what}")
     vocabulary = logits_BSv.shape[-1] * check_group(group)[1]
     check_entries("targets", targets_BS, vocabulary)
+    check_same_once(group, "tensor_parallel.loss", group, reduction=reduction)
     losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group)
     if not targets_BS.is_cpu:
         outside_BS = (targets_BS < 0) | (targets_BS >= vocabulary)
@@ -370,11 +370,10 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: st
     tied head stays tied. A model on meta gets numbers by `initialize` or `load_full_state_dict`.
 
     edges: what stands around each region. dropout, within attention: "equal", as one process draws
-    it, or "own", each rank for itself (see `dropout`); between blocks all ranks draw the same, if
-    their generators are in the same state.
+    it, or "own", each rank for itself (see `dropout`); between blocks equal generators draw alike.
 
-    Raises ValueError for anything but a plain GPT, a group without this rank, and heads, key-value
-    heads, width of the feed-forward network or vocabulary that the ranks do not divide.
+    Raises ValueError for anything but a plain GPT, a group without this rank, sizes that the ranks
+    do not divide, and on every rank when models or arguments differ.
     """
     _, ranks = check_group(group)
     if not isinstance(model, GPT):
@@ -386,6 +385,7 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: st
     check_degree(model.config, ranks)
     if model.config.experts and edges is not REPLICATED:
         raise ValueError(f"edges: with experts={model.config.experts} allowed is REPLICATED")
+    check_same(group, model=model, config=model.config, edges=edges, dropout=dropout)
     for block in model.blocks:
         cut_attention(block.attention, group, edges, dropout)
         for ffn in [m for m in block.ffn.modules() if isinstance(m, FeedForward)]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,14 @@ DROPOUTS = "equal", "own"
 def drop_by_heads(attention: Attention, group: Group, kind: str) -> None:
     """Let `attention`, which has this rank's heads, draw its dropout in one of the two ways."""
     assert kind in DROPOUTS
-    around = _equal if kind == "equal" else _own
-    plain = attention.forward
+    attention.forward = partial(_forward, attention, group, kind)  # which a copy has of its own
 
-    def forward(x_BSH: Tensor) -> Tensor:
-        return around(plain, x_BSH, group) if attention.training else plain(x_BSH)
 
-    attention.forward = forward
+def _forward(attention: Attention, group: Group, kind: str, x_BSH: Tensor) -> Tensor:
+    plain = partial(Attention.forward, attention)
+    if not attention.training:
+        return plain(x_BSH)
+    return (_equal if kind == "equal" else _own)(plain, x_BSH, group)
 
 
 def _equal(plain: Callable[[Tensor], Tensor], x_BSH: Tensor, group: Group) -> Tensor:

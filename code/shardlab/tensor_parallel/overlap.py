@@ -83,6 +83,16 @@ class Entrance:
         for layer in layers:
             layer.entrance = self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy of the model, which has layers of its own."""
+        layers = [reference() for reference in self.layers]
+        return {"layers": layers, "group": self.group, "edges": self.edges}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What is kept between two layers' calls is not copied."""
+        self.layers = [weakref.ref(layer) for layer in state["layers"]]
+        self.group, self.edges, self.x, self.outputs = state["group"], state["edges"], None, {}
+
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
         """That of `layer` for x [..., I]: [..., o]."""
         if x is not self.x or layer not in self.outputs:

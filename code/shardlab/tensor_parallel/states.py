@@ -16,7 +16,7 @@ from shardlab import ranks
 from shardlab.buckets import scale_down
 from shardlab.model import GPT
 from shardlab.ranks import check_group, check_number
-from shardlab.ranks.agree import check_state
+from shardlab.ranks.agree import check_same_once, check_state
 from shardlab.ranks.renamed import all_gather_single
 
 from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, share, take
@@ -165,10 +165,12 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     have, count once. torch's own `nn.utils.clip_grad_norm_` would find another norm on every rank,
     and whole parameters would drift apart. Every rank of the group calls it; one number is sent.
 
-    Raises ValueError for a limit below 0, and a model that is not parallelized.
+    Raises ValueError for a limit below 0, a model that is not parallelized, and on every rank when
+    the first call's limits differ.
     """
     group = _group(model)
     check_number(0, limit=limit)
+    check_same_once(model, "clip", group, limit=float(limit))
     squares = {True: [], False: []}  # of cut ones, and of whole ones
     gradients = []
     for _, parameter, dimension in pieces(model):

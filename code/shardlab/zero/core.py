@@ -28,7 +28,7 @@ from shardlab import ranks
 from shardlab.buckets import MIB, copy_from_rank_0, in_backward
 
 from .flat import Flat, Gradients
-from .units import Choice, modules_of, owners
+from .units import Choice, modules_of, names_of, owners
 from .wrapper import Sharded
 
 
@@ -79,8 +79,7 @@ class Zero1(Stage):
     Bytes on the wire: P(N-1)/N elements of gradients and as many of parameters, 2P together, as
     much as one all-reduce of the gradients (Rajbhandari, section 7.1).
     late: gradients stay where autograd puts them until `reduce` is called, once for a step.
-    See Sharded for the rest. Raises ValueError for sizes below 1, for what cannot be sharded, and
-    on every rank when the ranks' modules differ.
+    See Sharded for the rest. Raises ValueError for sizes below 1, and for what cannot be sharded.
     """
 
     keep = True
@@ -95,8 +94,9 @@ class Zero1(Stage):
         reduction: str = "auto",
         late: bool = False,
     ):
-        ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
-        super().__init__(module, group, compute_dtype, reduction)
+        sizes = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes}
+        ranks.check_bytes(**sizes)
+        super().__init__(module, group, compute_dtype, reduction, late=late, **sizes)
         trained = [p for p in module.parameters() if p.requires_grad]
         self._shard(reversed(trained), True, bucket_bytes, first_bytes)
         for name, parameter in module.named_parameters():
@@ -241,8 +241,7 @@ class Zero3(Stage):
     (Rajbhandari, section 7.2.2), less what the rest does not need in backward.
 
     All ranks have to run the same units in the same order. See Sharded for the rest. Raises
-    ValueError for units outside the module or inside one another, for what cannot be sharded, and
-    on every rank when the ranks' modules differ.
+    ValueError for units outside the module or inside one another, and for what cannot be sharded.
     """
 
     def __init__(
@@ -256,7 +255,8 @@ class Zero3(Stage):
         reduction: str = "auto",
     ):
         chosen = modules_of(module, units) if isinstance(module, nn.Module) else []
-        super().__init__(module, group, compute_dtype, reduction)
+        own = {"units": names_of(module, chosen), "reshard": reshard, "prefetch": prefetch}
+        super().__init__(module, group, compute_dtype, reduction, **own)
         self.reshard, self.prefetch = reshard, prefetch
         self.units: list[Unit] = []
         for parameters in owners(module, chosen):

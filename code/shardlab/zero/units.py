@@ -41,6 +41,12 @@ def modules_of(module: nn.Module, units: Sequence[Choice] | None) -> list[list[n
     return chosen
 
 
+def names_of(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[str]]:
+    """What the modules of each unit are called in `module`."""
+    names = {id(m): name for name, m in module.named_modules()} if units else {}
+    return [[names[id(part)] for part in unit] for unit in units]
+
+
 def owners(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Parameter]]:
     """The parameters of each unit, and at the end those of the rest.
 

@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlab import ranks
 from shardlab.buckets import Backward, copy_from_rank_0, deal
-from shardlab.ranks.agree import check_state
+from shardlab.ranks.agree import check_same_once, check_state
 
 from .flat import Flat, all_gather
 
 
-class Sharded(nn.Module):
+class Sharded(ranks.Single, nn.Module):
     """Wraps `module` so that this rank trains its own pieces of the parameters, over `group`.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -40,6 +40,9 @@ class Sharded(nn.Module):
     compute_dtype: the module's parameters have it, while pieces, gradients and the optimizer keep
     the module's own, which is then that of master weights (Micikevicius et al., arXiv 1710.03740).
     reduction: "ordered", "library", or "auto": ordered on the CPU; see ReduceScatter.
+
+    Raises ValueError on every rank when the ranks' modules, stages or arguments differ. (`own` are
+    a stage's own arguments.)
     """
 
     keep = False  # whether full gradients stay after the reduce-scatter
@@ -50,10 +53,12 @@ class Sharded(nn.Module):
         group: dist.ProcessGroup,
         compute_dtype: torch.dtype | None = None,
         reduction: str = "auto",
+        **own: Any,
     ):
         super().__init__()
         _check_options(compute_dtype, reduction)
-        ranks.check_model(module, group)
+        options = {"compute_dtype": compute_dtype, "reduction": reduction, **own}
+        ranks.check_model(module, group, stage=type(self), **options)
         if not all(p.is_floating_point() for p in module.parameters()):
             kind = type(module).__name__
             raise ValueError(f"module={kind}: allowed are parameters of floating-point types alone")
@@ -118,8 +123,11 @@ class Sharded(nn.Module):
 
         Each rank knows its shard's share of the sum of squares: one number to add up over ranks.
         The norm is torch.nn.utils.clip_grad_norm_'s of one process, up to the order of a sum.
+        Every rank calls it. Raises ValueError for a limit below 0, and on every rank when the
+        first call's limits differ.
         """
-        ranks.check_number(max_norm=max_norm)
+        ranks.check_number(0, max_norm=max_norm)
+        check_same_once(self, "clip", self.group, max_norm=float(max_norm))
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         square = norm.to(self.flats[0].device, torch.float64).square()

@@ -1,0 +1,477 @@
+"""What all techniques do alike: gradients clipped, arguments agreed on, models copied."""
+
+import copy
+import io
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import here
+from torch import nn
+
+from shardlab import context_parallel as cp
+from shardlab import count, data_parallel, experts, link, mesh, pipeline, ranks, zero
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp
+from shardlab.model import GPT, Config, loss
+
+DENSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
+SPARSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, experts=4, expert_ffn=24)
+
+
+def gpt(config=DENSE, dtype=torch.float32):
+    torch.manual_seed(0)
+    return here(GPT(config)).to(dtype)
+
+
+def batch():
+    torch.manual_seed(1)
+    tokens = here(torch.randint(64, (4, 17)))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def own(x):
+    """This rank's sequences."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+# Gradients of the whole batch by each technique, and its way to clip them.
+
+
+def sharded(stage):
+    def gradients(group, dtype):
+        model = zero.shard(gpt(dtype=dtype), group, stage)
+        loss(model(own(batch()[0])), own(batch()[1])).backward()
+        return model, model.clip_grad_norm_
+
+    return gradients
+
+
+def cut(edges, finish):
+    def gradients(group, dtype):
+        model = tp.parallelize(gpt(dtype=dtype), group, edges)
+        tp.loss(model(batch()[0]), batch()[1], group).backward()
+        finish(model, group)
+        return model, lambda limit: tp.clip_grad_norm_(model, limit)
+
+    return gradients
+
+
+def dealt(group, dtype):
+    model = experts.parallelize(gpt(SPARSE, dtype), group)
+    loss(model(own(batch()[0])), own(batch()[1])).backward()
+    experts.average_gradients(model, group)
+    return model, lambda limit: experts.clip_grad_norm_(model, limit)
+
+
+def meshed(stage, **degrees):
+    def gradients(group, dtype):
+        shape = mesh.Mesh(**degrees)
+        groups, schedule = mesh.join(shape, group), pipeline.schedule("1f1b", shape.pp, 2)
+        job = mesh.Parallel(gpt(dtype=dtype), groups, schedule, stage)
+        job.step(*(own(x) if shape.dp > 1 else x for x in batch()))
+        return job, job.clip_grad_norm_
+
+    return gradients
+
+
+CLIPPED = {
+    "zero 1": sharded(1),
+    "zero 2": sharded(2),
+    "zero 3": sharded(3),
+    "tensor": cut(tp.REPLICATED, lambda *_: None),
+    "sequence": cut(sp.ALONG_SEQUENCE, sp.sum_gradients),
+    "experts": dealt,
+    "mesh, tensor": meshed(0, tp=2),
+    "mesh, pipeline": meshed(0, pp=2),
+    "mesh, zero": meshed(1, dp=2),
+}
+
+
+def clips(way, dtype):
+    """Of limits, those for which this clips as torch does, and those that it refuses."""
+    serial = gpt(SPARSE if way == "experts" else DENSE, dtype)
+    loss(serial(batch()[0]), batch()[1]).backward()
+    model, clip = CLIPPED[way](dist.group.WORLD, dtype)
+    mine = [p.grad for p in model.parameters() if p.grad is not None]
+    before = [gradient.clone() for gradient in mine]
+    exact = 3e-2 if dtype == torch.bfloat16 else 1e-5  # as many digits as the dtype has
+    like_torch, refused = [], []
+    for limit in (0.1, 0, 0.0, math.inf, 1e9, -0.1, -math.inf, math.nan):
+        torch._foreach_copy_(mine, before)
+        # What torch makes of gradients that have the norm of one process's.
+        norm = nn.utils.get_total_norm([p.grad for p in serial.parameters()]).to(torch.float64)
+        theirs = nn.Parameter(norm.detach().clone())
+        theirs.grad = norm.clone()
+        nn.utils.clip_grad_norm_(theirs, limit)
+        scale = (theirs.grad / norm).item()
+        try:
+            found = clip(limit)
+        except ValueError as error:
+            assert str(error).split("=")[0] in ("limit", "max_norm") and "allowed" in str(error)
+            assert all(x.equal(y) for x, y in zip(mine, before, strict=True))
+            refused.append(str(limit))
+            continue
+        torch.testing.assert_close(found.double(), norm, rtol=exact, atol=0)
+        for gradient, was in zip(mine, before, strict=True):
+            torch.testing.assert_close(gradient, was * scale, rtol=exact, atol=0)
+        like_torch.append(str(limit))
+    return like_torch, refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", CLIPPED)
+def test_limits_are_what_they_are_to_torch_and_without_a_meaning_are_refused(way, dtype):
+    for like_torch, refused in ranks.run(clips, 2, way, dtype, timeout=100):
+        assert like_torch == ["0.1", "0", "0.0", "inf", "1000000000.0"]
+        # torch turns gradients round with the first two, and makes nan of them with the third.
+        assert refused == ["-0.1", "-inf", "nan"]
+
+
+# Copies and pickles of a model that knows its group.
+
+DROPS = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, dropout=0.3)
+COPIED = {
+    "ring": lambda group: cp.distribute(gpt(), group, "ring"),
+    "ulysses": lambda group: cp.distribute(gpt(), group, "ulysses", "contiguous"),
+    "tensor": lambda group: tp.parallelize(gpt(), group),
+    "tensor, equal dropout": lambda group: tp.parallelize(gpt(DROPS), group, dropout="equal"),
+    "tensor, own dropout": lambda group: tp.parallelize(gpt(DROPS), group, dropout="own"),
+    "sequence": lambda group: tp.parallelize(gpt(), group, sp.ALONG_SEQUENCE),
+    "experts": lambda group: experts.parallelize(gpt(SPARSE), group),
+}
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_file(model):
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def gradients_of(model, way, group):
+    tokens, targets = batch()
+    if way in ("ring", "ulysses"):
+        layout = "zigzag" if way == "ring" else "contiguous"
+        tokens, targets = (cp.share(x, group, layout) for x in (tokens, targets))
+    torch.manual_seed(5)
+    model(tokens).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def copies(way, copied, slow):
+    """A copy computes what the model computes, with weights of its own, and in the same group."""
+    group = dist.new_group([1, 0])
+    if slow:
+        group = link.slow(1e-4, 1e9, group)
+    model = COPIED[way](group)
+    other = copied(model)
+    mine, theirs = list(model.parameters()), list(other.parameters())
+    assert all(p.equal(q) and p is not q for p, q in zip(mine, theirs, strict=True))
+    with torch.no_grad():
+        for p in mine:
+            p.fill_(0.1)  # a copy that looked at these would find other gradients
+    found = gradients_of(other, way, group)
+    assert all(p.grad is None for p in mine)
+    wanted = gradients_of(COPIED[way](group), way, group)
+    assert all(x.equal(y) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["", "slow"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_file])
+@pytest.mark.parametrize("way", COPIED)
+def test_a_copy_of_a_parallel_model_is_one(way, copied, slow):
+    ranks.run(copies, 2, way, copied, slow, timeout=100)
+
+
+HEARD = {
+    "data": lambda group: data_parallel.DataParallel(gpt(), group),
+    **{f"zero {n}": lambda group, n=n: zero.shard(gpt(), group, n) for n in (1, 2, 3)},
+    "pipeline": lambda group: pipeline.distribute(gpt(), pipeline.schedule("1f1b", 2, 2), group),
+    "mesh": lambda group: meshed(1, dp=2)(group, torch.float32)[0],
+}
+
+
+def not_copied():
+    for way, make in HEARD.items():
+        model = make(dist.group.WORLD)
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ValueError, match="allowed is to copy or pickle the plain model"):
+                copied(model)
+            assert way
+
+
+def test_what_hooks_on_parameters_make_is_not_copied_in_silence():
+    ranks.run(not_copied, 2, timeout=100)
+
+
+def test_a_group_is_not_found_where_it_is_not():
+    (pickled, _) = ranks.run(lambda: pickle.dumps(dist.group.WORLD), 2)
+    with pytest.raises(ValueError, match=r"group: .* ranks \[0, 1\]"):
+        pickle.loads(pickled)
+
+    def elsewhere():
+        with pytest.raises(ValueError, match=r"group: .* ranks \[0, 1\]"):
+            pickle.loads(pickled)  # three ranks, whose group has the same name
+
+    ranks.run(elsewhere, 3)
+
+
+# Arguments that differ between ranks: one error, the same on all, before any step.
+
+
+def staged(**options):
+    def make(group):
+        schedule = options.get("schedule", pipeline.schedule("1f1b", 3, 4))
+        more = {name: value for name, value in options.items() if name not in ("schedule", "model")}
+        if more.pop("replicated", False):
+            more["replicas"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        model = gpt(options.get("model", replace(DENSE, layers=3)))
+        return pipeline.distribute(model, schedule, group, **more)
+
+    return make
+
+
+def cube(stage=0, seed=0, model=DENSE, name="1f1b", sequence=False, **degrees):
+    def make(group):
+        shape = mesh.Mesh(**(degrees or {"dp": 3}))
+        schedule = pipeline.schedule(name, shape.pp, 2)
+        return mesh.Parallel(gpt(model), mesh.join(shape, group), schedule, stage, sequence, seed)
+
+    return make
+
+
+def wrapped(function, *given, model=DENSE, **options):
+    return lambda group: function(gpt(model), group, *given, **options)
+
+
+THREE = replace(DENSE, heads=3, hidden=48, vocab=66, layers=3)  # what three ranks divide
+THREES = replace(SPARSE, experts=3)
+LAYERS = replace(DENSE, layers=3)
+
+# technique: how two ranks make it, and, by the name of the argument, how the third one does.
+DIFFER = {
+    "data parallel": (
+        wrapped(data_parallel.DataParallel),
+        {
+            "bucket_bytes": wrapped(data_parallel.DataParallel, bucket_bytes=999),
+            "first_bytes": wrapped(data_parallel.DataParallel, first_bytes=999),
+            "broadcast_buffers": wrapped(data_parallel.DataParallel, broadcast_buffers=False),
+            "module": wrapped(data_parallel.DataParallel, model=replace(DENSE, layers=1)),
+        },
+    ),
+    "zero 1": (
+        wrapped(zero.shard, 1),
+        {
+            "stage": wrapped(zero.shard, 2),
+            "bucket_bytes": wrapped(zero.shard, 1, bucket_bytes=999),
+            "first_bytes": wrapped(zero.shard, 1, first_bytes=999),
+            "compute_dtype": wrapped(zero.shard, 1, compute_dtype=torch.bfloat16),
+            "reduction": wrapped(zero.shard, 1, reduction="library"),
+            "late": wrapped(zero.shard, 1, late=True),
+        },
+    ),
+    "zero 3": (
+        wrapped(zero.shard, 3),
+        {
+            "stage": wrapped(zero.shard, 1),
+            "units": wrapped(zero.shard, 3, units=[]),
+            "reshard": wrapped(zero.shard, 3, reshard=False),
+            "prefetch": wrapped(zero.shard, 3, prefetch=False),
+            "module": wrapped(zero.shard, 3, model=replace(DENSE, hidden=16)),
+        },
+    ),
+    "pipeline": (
+        staged(),
+        {
+            "schedule": staged(schedule=pipeline.schedule("gpipe", 3, 4)),
+            "layers": staged(layers=[1, 1, 1]),
+            "record": staged(record=True),
+            "replicas": staged(replicated=True),
+            "config": staged(model=replace(LAYERS, tied=not LAYERS.tied)),
+        },
+    ),
+    "tensor parallel": (
+        wrapped(tp.parallelize, model=THREE),
+        {
+            "edges": wrapped(tp.parallelize, sp.ALONG_SEQUENCE, model=THREE),
+            "dropout": wrapped(tp.parallelize, dropout="own", model=THREE),
+            "model": wrapped(tp.parallelize, model=replace(THREE, layers=2)),
+            "config": wrapped(tp.parallelize, model=replace(THREE, rotary_base=500.0)),
+        },
+    ),
+    "sequence parallel": (
+        wrapped(tp.parallelize, sp.ALONG_SEQUENCE, model=THREE),
+        {
+            "edges": wrapped(tp.parallelize, sp.AlongSequence(keep=True), model=THREE),
+        },
+    ),
+    "context parallel": (
+        wrapped(cp.distribute, model=THREE),
+        {
+            "attention": wrapped(cp.distribute, "ulysses", model=THREE),
+            "layout": wrapped(cp.distribute, layout="contiguous", model=THREE),
+            "model": wrapped(cp.distribute, model=replace(THREE, kv_heads=1)),
+            "config": wrapped(cp.distribute, model=replace(THREE, rotary_base=500.0)),
+        },
+    ),
+    "experts": (
+        wrapped(experts.parallelize, model=THREES),
+        {
+            "config": wrapped(experts.parallelize, model=replace(THREES, capacity=1.0)),
+            "model": wrapped(experts.parallelize, model=replace(THREES, expert_ffn=8)),
+        },
+    ),
+    "mesh": (
+        cube(),
+        {
+            "mesh": cube(pp=3),
+            "zero": cube(1),
+            "seed": cube(seed=1),
+            "sequence": cube(sequence=True),
+            "schedule": cube(name="gpipe"),
+            "config": cube(model=replace(DENSE, dropout=0.1)),
+        },
+    ),
+}
+
+
+def disagree(way):
+    """For each argument, what is raised where rank 2 of three gives another one than the rest."""
+    make, others = DIFFER[way]
+    make(dist.group.WORLD)  # where all agree, nothing is raised
+    told = {}
+    for name, other in others.items():
+        with pytest.raises(ValueError) as error:
+            (other if dist.get_rank() == 2 else make)(dist.group.WORLD)
+        told[name] = str(error.value)
+    return told
+
+
+@pytest.mark.parametrize("way", DIFFER)
+def test_ranks_that_were_given_other_arguments_are_named_on_all_ranks(way):
+    one, *rest = ranks.run(disagree, 3, way, timeout=100)
+    assert all(each == one for each in rest)
+    for name, said in one.items():
+        assert said.startswith(f"{name}: ranks 0 and 1 have "), (name, said)
+        assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, said
+
+
+def far_apart():
+    """On a mesh of 2 x 2 x 2 ranks all hear of the one that differs, whatever axis it is on."""
+    with pytest.raises(ValueError) as error:
+        cube(seed=dist.get_rank() // 7, dp=2, pp=2, tp=2)(dist.group.WORLD)
+    return str(error.value)
+
+
+def test_on_a_mesh_every_rank_hears_of_the_one_that_differs():
+    said = "seed: ranks 0, 1, 2, 3, 4, 5 and 6 have 0, rank 7 has 1"
+    assert all(found.startswith(said) for found in ranks.run(far_apart, 8, timeout=100))
+
+
+# What is given at every call is asked for at the first.
+
+
+def attend(function, layout="zigzag", causal=True):
+    x = here(torch.ones(1, 6, 4, 8))
+    return lambda group, x=x: function(x, x, x, group, causal, layout)
+
+
+def clipped(limit, make, act=lambda model, limit: model.clip_grad_norm_(limit)):
+    return lambda group: act(make(group), limit)
+
+
+def summed(reduction):
+    logits, targets = here(torch.ones(1, 3, 4)), here(torch.zeros(1, 3, dtype=torch.int64))
+    return lambda group: tp.loss(logits, targets, group, reduction)
+
+
+def joined(layout="zigzag", dim=1):
+    return lambda group: cp.gather(here(torch.ones(4, 4)), group, layout, dim)
+
+
+def calls():
+    """By technique and argument: the call of the first two ranks, and that of the third."""
+    cut = wrapped(tp.parallelize, model=THREE)
+    dealt = wrapped(experts.parallelize, model=THREES)
+    return {
+        ("ring", "layout"): (attend(cp.ring_attention), attend(cp.ring_attention, "contiguous")),
+        ("ring", "causal"): (
+            attend(cp.ring_attention),
+            attend(cp.ring_attention, causal=False),
+        ),
+        ("ulysses", "layout"): (
+            attend(cp.all_to_all_attention),
+            attend(cp.all_to_all_attention, "contiguous"),
+        ),
+        ("gather", "layout"): (joined(), joined("contiguous")),
+        ("gather", "dim"): (joined(), joined(dim=0)),
+        ("loss", "reduction"): (summed("mean"), summed("sum")),
+        **{
+            (f"zero {n}", "max_norm"): (
+                clipped(1.0, wrapped(zero.shard, n)),
+                clipped(2.0, wrapped(zero.shard, n)),
+            )
+            for n in (1, 2, 3)
+        },
+        ("tensor", "limit"): (
+            clipped(1.0, cut, tp.clip_grad_norm_),
+            clipped(2.0, cut, tp.clip_grad_norm_),
+        ),
+        ("experts", "limit"): (
+            clipped(1.0, dealt, experts.clip_grad_norm_),
+            clipped(2.0, dealt, experts.clip_grad_norm_),
+        ),
+        ("mesh", "limit"): (clipped(1.0, cube()), clipped(2.0, cube())),
+    }
+
+
+def disagree_at_a_call():
+    told = {}
+    for (way, name), pair in calls().items():
+        group = dist.new_group([0, 1, 2])  # which has not been asked yet
+        with pytest.raises(ValueError) as error:
+            pair[dist.get_rank() // 2](group)
+        told[way, name] = str(error.value)
+    return told
+
+
+def test_limits_layouts_dimensions_and_reductions_that_differ_are_named_at_the_first_call():
+    one, *rest = ranks.run(disagree_at_a_call, 3, timeout=100)
+    assert all(each == one for each in rest)
+    for (way, name), said in one.items():
+        assert said.startswith(f"{name}: ranks 0 and 1 have "), (way, name, said)
+        assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, said
+
+
+def asked_once():
+    """Messages of each of two calls of everything above, the same on all ranks."""
+    found = {}
+    for key, (call, _) in calls().items():
+        if "norm" not in key[1] and "limit" not in key[1]:
+            group = dist.new_group([0, 1, 2])
+            steps = []
+            for _ in range(2):
+                with count.sent() as sent:
+                    call(group)
+                steps.append((sent.messages, sent.bytes, sent.collectives))
+            found[key] = steps
+    model = zero.shard(gpt(), dist.group.WORLD, 1)
+    found["zero"] = []
+    for _ in range(2):
+        with count.sent() as sent:
+            model.clip_grad_norm_(1)  # the same as 1.0
+        found["zero"].append(sent.collectives)
+    return found
+
+
+def test_what_is_asked_at_the_first_call_is_in_no_step_s_count():
+    for found in ranks.run(asked_once, 3, timeout=100):
+        assert found["zero"][1] == {"all_reduce": (1, 8)}
+        assert all(first == second for first, second in found.values())

@@ -416,9 +416,16 @@ def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
     nodes = int((re.findall(r"--nnodes=(\d+)", "\n".join(launch)) or ["1"])[0])
     each = int(re.findall(r"--nproc-per-node=(\d+)", "\n".join(launch))[0])
     assert nodes * each == layout.ranks
-    # validate_args refuses the one without, and Megatron-FSDP with it.
+    # Before Blackwell validate_args refuses the one without, and Megatron-FSDP with it.
     serial = layout.zero < 2 and (layout.tp > 1 or layout.cp > 1)
     assert launch[0] == f"cuda={1 if serial else ''}"
+
+
+@pytest.mark.parametrize("gpu", ["b200", "gb200"])
+def test_from_blackwell_on_megatron_needs_no_single_connection(gpu, tmp_path):
+    at = Layout(dp=9, **{**ALONG, "tp": 8}) if gpu == "gb200" else Layout(dp=2, cp=2, **ALONG)
+    launch, _ = arguments(emit("megatron", LLAMA, MACHINES[gpu], at), tmp_path)
+    assert launch[0] == "cuda="
 
 
 def test_megatron_s_stages_hold_each_layer_once(tmp_path):

@@ -1,6 +1,7 @@
 """A plan: what is first is fastest, what is there fits, what is missing has a reason."""
 
 import json
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +17,7 @@ from shardlab.shapes import PRESETS, Config
 from shardlab.strategy import MACHINES, PROFILES, Layout, predict
 from shardlab.strategy.hub import read_config, shape
 from shardlab.strategy.plan import layouts, plan
+from shardlab.strategy.profile import COURSE, today
 
 H100 = MACHINES["h100"]
 
@@ -134,6 +136,99 @@ def test_the_fastest_layout_that_an_engine_runs_is_emitted(capsys) -> None:
     assert err.count("\n") == 1 and "the first is refused: sequence_parallel=True" in err
 
 
+def megatron_layout(text: str, gpus: int) -> Layout:
+    """The layout that the arguments of an emitted script say."""
+    found = dict(re.findall(r"^    --([\w-]+) ?([\w.-]*)", text, re.M))
+    tp, pp = (int(found[f"{kind}-model-parallel-size"]) for kind in ("tensor", "pipeline"))
+    chunks = int(found.get("num-virtual-stages-per-pipeline-rank", 1))
+    dp, size = gpus // tp // pp, int(found["micro-batch-size"])
+    shards = {"": 1, "optim_grads": 2, "optim_grads_params": 3}
+    strategy = found.get("data-parallel-sharding-strategy", "")
+    return Layout(
+        dp, tp, pp, shards[strategy] if "use-distributed-optimizer" in found else 0, size,
+        int(found["global-batch-size"]) // dp // size, found.get("recompute-granularity", "none"),
+        "sequence-parallel" in found, chunks=chunks,
+        schedule="interleaved" if chunks > 1 else "1f1b", stages="megatron",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "batch"),
+    [
+        ("gpt-3-175b", "a100", 1024, 1536),
+        ("gpt-3-175b", "h100", 256, 512),
+        ("llama-3-8b", "a100-40", 64, 512),
+        ("llama-3-70b", "h100", 64, 512),
+        ("llama-3-405b", "h200", 512, 1024),
+    ],
+)
+def test_what_megatron_gets_fits_with_megatron_s_bytes(capsys, model, gpu, gpus, batch) -> None:
+    job = "--model", model, "--gpu", gpu, "--gpus", gpus, "--batch", batch
+    status, out, _ = run(capsys, *job, "--emit", "megatron")
+    config, machine, at = PRESETS[model], MACHINES[gpu], megatron_layout(out, gpus)
+    assert status == 0 and at.ranks == gpus and at.batch == batch
+    found = predict(config, machine, at, today(PROFILES["megatron"])).memory
+    assert found.reserved <= 0.96 * machine.memory
+    # By hand: 2 B a weight, 4 a gradient and 12 of the optimizer, less what copies share.
+    weight, gradient, optimizer = (
+        n / at.dp ** (at.zero >= z) for n, z in ((2, 3), (4, 2), (12, 1))
+    )
+    states = config.layers * 12 * config.hidden**2 / at.tp / at.pp * (weight + gradient + optimizer)
+    if model == "gpt-3-175b":
+        assert found.weights + found.gradients + found.optimizer >= 0.999 * states
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "torchtitan", "megatron"])
+@pytest.mark.parametrize(("gpu", "gpus"), [("h100", 16), ("a100-40", 64)])
+def test_an_engine_s_plan_is_that_of_its_profile(capsys, engine: str, gpu: str, gpus: int) -> None:
+    job = "--model", "llama-3-8b", "--gpu", gpu, "--gpus", gpus, "--tp", 1, "--pp", 1
+    status, out, err = run(capsys, *job, "--emit", engine)
+    assert status == 0 and not err
+    said = json.loads(run(capsys, *job, "--profile", engine, "--json")[1])["best"]
+    layouts = [one["layout"] for one in said]
+    first = re.search(r"Layout: (.*?)\.?$", out, re.M)[1]
+    assert first == next(name for name in layouts if "recompute attention" not in name)
+    assert all(one["free_bytes"] >= 0 for one in said)
+    # A profile of another name is refused, be it named or that of the rates.
+    status, out, err = run(capsys, *job, "--emit", engine, "--profile", "course")
+    assert status == 2 and not out and err.count("\n") == 1
+    assert f"profile='course': allowed with --emit {engine} is '{engine}'" in err
+    rates = Path(__file__).parents[1] / "code/shardlab/strategy/published/rates_nanotron.json"
+    status, out, err = run(capsys, *job, "--emit", engine, "--rates", rates)
+    assert status == 2 and not out and err.count("\n") == 1 and "'nanotron'" in err
+
+
+def test_gradients_of_the_engines_take_what_they_take() -> None:
+    """Whole gradients of four micro-batches, in bytes a parameter: float32 but for DeepSpeed."""
+    at = Layout(dp=8, zero=1, microbatches=4)
+    config = PRESETS["llama-3-8b"]
+    taken = {name: predict(config, H100, at, profile).memory for name, profile in PROFILES.items()}
+    each = {name: round(one.gradients / taken["course"].weights * 2) for name, one in taken.items()}
+    assert each == {
+        "course": 2, "megatron": 4, "nanotron": 4, "fsdp2": 4, "torchtitan": 4, "deepspeed": 2,
+    }  # fmt: skip
+
+
+def test_weights_that_come_ahead_hide_behind_a_forward_pass() -> None:
+    config, at = PRESETS["llama-3-8b"], Layout(dp=64, zero=1, microbatches=4)
+    ahead, after = (replace(COURSE, ahead=ahead) for ahead in (True, False))
+    waits = [predict(config, H100, at, profile).seconds.data for profile in (ahead, after)]
+    gather = 2 * 8e9 / (0.6 * 8 * 50e9)  # bytes over all cards of a node
+    assert waits[1] - waits[0] == pytest.approx(0.8 * gather, rel=0.05)
+    # A forward pass too short to hide them: 128 tokens, of which the CPU launches 32 layers.
+    waits = [predict(config, H100, at, profile, seq=128).seconds.data for profile in (ahead, after)]
+    assert waits[1] - waits[0] == pytest.approx(32 * 2e-3 / 3, rel=0.1)
+
+
+def test_a_captured_step_has_no_launches_unless_it_is_a_pipeline() -> None:
+    small = replace(PRESETS["llama-3-8b"], seq=256)
+    titan = PROFILES["torchtitan"]
+    one, two = Layout(dp=8, zero=3), Layout(dp=4, pp=2, zero=1, microbatches=4)
+    assert predict(small, H100, one, titan).seconds.launches == pytest.approx(0, abs=1e-9)
+    assert predict(small, H100, one, PROFILES["fsdp2"]).seconds.launches > 1e-2
+    assert predict(small, H100, two, titan).seconds.launches > 1e-2
+
+
 WRONG = {
     "model": (["--model", "gpt-9", "--gpu", "h100", "--gpus", "8"], "model='gpt-9': allowed are"),
     "gpu": (["--model", "gpt-2", "--gpus", "8"], "gpu='': allowed are"),
@@ -151,7 +246,7 @@ WRONG = {
         "larger ones would",
     ),
     "engine": ([*JOB, "--emit", "nemo"], "emit='nemo': allowed are 'deepspeed'"),
-    "no engine": ([*JOB, "--pp", "2", "--emit", "fsdp2"], "emit='fsdp2': none of the 114 layouts"),
+    "no engine": ([*JOB, "--pp", "2", "--emit", "fsdp2"], "emit='fsdp2': none of the 38 layouts"),
     "both": ([*JOB, "--config", "x.json"], "--model and --config: allowed is exactly one"),
 }
 

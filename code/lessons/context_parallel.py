@@ -792,7 +792,9 @@ assert cp.tokens_that_fit(LLAMA, 80e9, recompute="full", **how) > 5 * fits[1]
 #
 # ## PyTorch's own: context_parallel
 #
-# PyTorch has `context_parallel`, a ring attention with a zig-zag (its *load balancing*) that swaps torch's attention while a `with` block lasts.
+# PyTorch has `context_parallel`, with a zig-zag (its *load balancing*), that swaps torch's attention while a `with` block lasts.
+# Its keys and values go round no ring unless asked (torch 2.13): while a rank computes its own block, one all-gather brings it all $N$ pieces, once in forward and once in backward; the gradients alone go from rank to rank.
+# `set_rotate_method("alltoall")` makes a ring of both, with one piece under way at a time.
 # It needs the fused kernels of a GPU; on a CPU it raises (torch 2.13). With two GPUs the next cell runs it beside ours.
 
 # %%

@@ -586,7 +586,8 @@ show.table(rows, head)
 
 # %% [markdown]
 # Narrow experts are the hard case: a row's bytes grow with $h$, its work with $h F$. The products of both models take as long, and DeepSeek's messages are seven times as large: over a network they take six times as long as the products.
-# That is why DeepSeek sends each token to four nodes at most, dispatches in 8 bits, and computes one half of a batch while the other travels {cite}`deepseek2024v3`.
+# That is why DeepSeek-V3 sends each token to four nodes at most, dispatches in 8 bits, and computes while rows travel {cite}`deepseek2024v3`.
+# In training it pairs one micro-batch's forward with another one's backward, and one computes while the other's rows are under way; in inference, where there is no backward, it takes two micro-batches.
 #
 # ### Who waits
 #

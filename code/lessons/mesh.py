@@ -804,7 +804,7 @@ except ranks.RankError as error:
 # |---|---|
 # | Each cut stays in the range where it is cheap: tensor within a node, stages where activations are few, copies outside | Three kinds of messages, three groups, and the faults above, none of which raises an error |
 # | Divides everything: states by $t \cdot p$, and with ZeRO-1 the optimizer by $d$ as well | Micro-batches are needed for stages, and copies divide the batch: small batches leave nothing for either |
-# | One model file, which knows nothing of it | With stages ZeRO stops at 1: each micro-batch would gather or scatter everything anew |
+# | One model file, which knows nothing of it | With stages this page's ZeRO stops at 1: each micro-batch would gather or scatter everything anew. Llama 3 pays for the gradients: it shards them, too, with 16 stages {cite}`dubey2024llama3` |
 #
 # In a real job these show that it is set up right: the first loss and the first norm are those of one process; norms' weights are equal over a tensor group, to the bit, after a thousand steps; the tied embedding is equal on the first and last stage; nothing of the tensor groups shows up on the network's counters.
 #

@@ -9,8 +9,9 @@ rank reserves, and that stay free; seconds of a step; MFU as PaLM counts it; wit
 and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --cp, --ep, --zero,
 --micro-batch and --recompute keep one value of a layout. --explain shows the first layout part by
 part, --json everything. --emit writes the fastest layout that an engine can run as its
-configuration: deepspeed, fsdp2, torchtitan, megatron, or slurm, a batch file. Rates are the
-course's, or those of a file: --rates.
+configuration: deepspeed, fsdp2, torchtitan, megatron, or slurm, a batch file. It is planned with
+the bytes and seconds of that engine's --profile; with slurm, of any. Rates are the profile's, or
+those of a file: --rates.
 
     python -m shardlab strategy --measure --rates here.json
     python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
@@ -53,8 +54,9 @@ from .footprint import GIB
 from .hub import read_config
 from .plan import Plan, plan, short
 from .predict import check_rates, first_rank, of_job
-from .profile import PROFILES, Profile
+from .profile import PROFILES, Profile, today
 from .rates import Rates, known, read
+from .rates import today as rates_today
 
 ENTRIES = "measure", "fit", "predict", "case"
 # Fields of a layout that an option keeps, and the least of each.
@@ -123,13 +125,14 @@ def _main(chosen: argparse.Namespace) -> int:
 
 def _planned(given: dict[str, Any]) -> str:
     """The plan that the options ask for, as text."""
+    if "emit" in given:
+        given = _for_engine(given)
     if "rates" in given:
         profile, rates = _rates(given)
     else:
         profile = _profile({"profile": "course", **given})
-        rates = known(profile.name)
-    # Whatever is trained today has fused attention; the tables that rates come from had not.
-    profile = replace(profile, attention="flash")
+        rates = rates_today(known(profile.name))
+    profile = today(profile)
     asked = _asked(given, rates)
     fixed: dict[str, object] = {
         name: options.whole(name, given[name], least, f"whole numbers from {least}")
@@ -138,10 +141,6 @@ def _planned(given: dict[str, Any]) -> str:
     }
     if "recompute" in given:
         fixed["recompute"] = one_of("recompute", given["recompute"], ("none", "selective", "full"))
-    if "emit" in given:
-        from .emit import ENGINES
-
-        one_of("emit", given["emit"], ENGINES)
     job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq, profile, rates
     found = plan(*job, fixed)
     if not found.fits:
@@ -156,6 +155,19 @@ def _planned(given: dict[str, Any]) -> str:
     if "explain" in given:
         return report.explained(asked, found.fits[0], found.room, rates)
     return report.text(asked, found, rates, top)
+
+
+def _for_engine(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with the profile of the engine that a plan is for. Slurm starts any program."""
+    from .emit import ENGINES
+
+    engine = str(one_of("emit", given["emit"], ENGINES))
+    if engine not in PROFILES:
+        return given
+    if given.get("profile", engine) != engine:
+        words = f"profile={given['profile']!r}: allowed with --emit {engine} is {engine!r}"
+        raise ValueError(f"{words}, whose bytes and seconds it is planned with")
+    return {**given, "profile": engine}
 
 
 def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:

@@ -96,7 +96,8 @@ def seconds(job: Job, rates: Mapping[str, float], reserved: float = 0.0) -> Seco
         bubble = others * _left(layout, forward.total, backward.total, backward.products / 2) / v
     fullest = max(found, key=lambda stage: parameters(job, stage))
     busy = slowest.total * m
-    data, step = _copies(job, rates, fullest, busy), _optimizer(job, rates, fullest)
+    first = forward.total * fullest.layers  # what hides the weights that come for it
+    data, step = _copies(job, rates, fullest, busy, first), _optimizer(job, rates, fullest)
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step
     # Predicted bytes are not exact: some runs retry from 0.97 of the limit on, all above 1.11.
@@ -162,6 +163,7 @@ def layer(job: Job, rates: Mapping[str, float], dense: bool = False) -> tuple[_W
     crossing = layout.pp > 1 and job.nodes > 1
     launch = rates["launch"] + (rates["crossing"] * (t - 1) if crossing else 0.0)
     gpu, cpu = forward.total + backward.total, launch * (4 / 3 if layout.recompute == "full" else 1)
+    cpu = 0.0 if job.captured else cpu
     longer = (gpu**SOFT + cpu**SOFT) ** (1 / SOFT) - gpu
     beyond = rates["beyond"] * (ceil(t / machine.per_node) - 1)
     ends = _Work(launches=longer, tensor=beyond)
@@ -266,13 +268,14 @@ def _messages(job: Job, rates: Mapping[str, float]) -> float:
     return 2 * layout.chunks * each * (layout.microbatches + layout.pp - 2)
 
 
-def _copies(job: Job, rates: Mapping[str, float], stage: Stage, busy: float) -> float:
+def _copies(job: Job, rates: Mapping[str, float], stage: Stage, busy: float, first: float) -> float:
     """Seconds in which the copies wait for gradients and weights, and tied ends for each other.
 
     Of unsharded gradients backward hides a share, and of scattered ones the same; weights of ZeRO-1
-    and 2 are gathered when the step is over. What is sent for each micro-batch, from ZeRO-2 on, or
-    3 where there are stages, can hide behind the step's work, but for a share, and for what takes
-    longer.
+    and 2 are gathered when the step is over, or ahead of each layer of the next forward pass. That,
+    and what is sent for each micro-batch, from ZeRO-2 on, or 3 where there are stages, can hide
+    behind the work, but for a share, and for what takes longer. busy: the step's; first: seconds of
+    a micro-batch's forward pass.
     """
     layout, machine = job.layout, job.machine
     gradient, weight = job.profile.wire
@@ -284,17 +287,20 @@ def _copies(job: Job, rates: Mapping[str, float], stage: Stage, busy: float) -> 
         if own and group > layout.ep:  # the ranks that have the same experts
             some = group // layout.ep
             once += own * (some - 1) / some / _rate(job, rates, some, layout.ep)
+        after = weight * once
+        if job.profile.ahead:
+            after = max(rates["gathers"] * after, after - first)
         if layout.zero == 0:
             seconds = 2 * gradient * rates["exposed"] * once
         elif layout.zero == 1 or (layout.zero == 2 and layout.pp > 1):  # stages add up first
             reduced = 2 * gradient if job.profile.reduced else gradient * rates["exposed"]
-            seconds = (reduced + weight) * once
+            seconds = reduced * once + after
         else:  # for each micro-batch, and for the weights of ZeRO-2 once
             sent = m * (gradient + (2 * weight if layout.zero == 3 else 0)) * once
             calls = m * (3 if layout.zero == 3 else 1) * job.config.layers / layout.pp
             sent += calls * rates["hop"] * (ceil(group / _near(job)) - 1)
             seconds = max(rates["gathers"] * sent, sent - busy)
-            seconds += weight * once if layout.zero == 2 else 0.0
+            seconds += after if layout.zero == 2 else 0.0
     if replicas > 1:  # groups add up the shards of their gradients, each rank with its like
         share = sharded(job, stage) * (replicas - 1) / replicas
         seconds += 2 * gradient * rates["exposed"] * share / _rate(job, rates, replicas, group)

@@ -53,6 +53,12 @@ class Job:
         return ceil(self.layout.ranks / self.machine.per_node)
 
     @property
+    def captured(self) -> bool:
+        """Whether a step is one CUDA graph, of which no CPU launches the layers."""
+        layout = self.layout
+        return self.profile.captured and layout.pp == 1 and layout.offload != "parameters"
+
+    @property
     def heads(self) -> int:
         """Width of keys (or of values): heads times their size."""
         return self.config.key_value_heads * self.config.head_size

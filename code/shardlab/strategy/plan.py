@@ -60,8 +60,8 @@ def plan(
 
     Tried are all tensor degrees inside of a node (with sequence parallelism), all pipelines, 1F1B
     and interleaved, ranks that share a sequence where it is long, all ways to deal out experts, the
-    profile's stages of ZeRO (2 and 3 without a pipeline: engines have no others), micro-batches in
-    powers of two, and recomputation.
+    profile's stages of ZeRO (2 and 3 without a pipeline: no engine here has others), micro-batches
+    in powers of two, and recomputation.
     fixed: fields of the layouts that have to have these values.
 
     A layout fits if its fullest rank reserves no more than the share of memory beyond which the

@@ -1,12 +1,13 @@
 """What an implementation keeps in memory and does in a step, beyond the arithmetic of the model.
 
-Three of them: the course's own model, Megatron-LM, and nanotron. What is counted from their source
-stands here; what has to be measured stands in `rates`.
+Six of them: the course's own model, Megatron-LM, nanotron, and the other engines that a plan is
+emitted for. What is counted from their source stands here; what has to be measured stands in
+`rates`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Profile:
     loss: int  # for each logit, forward and backward
     waves: bool  # products count whole waves of tiles
     reduced: bool  # ZeRO-1 sums whole gradients up, and does not scatter them
+    ahead: bool  # weights of ZeRO-1 and 2 are gathered behind the next forward pass
+    captured: bool  # without a pipeline a step is a CUDA graph: the CPU launches no layers
     sequence_parallel: bool  # always, where tensors are cut
     # What it offers.
     zeros: tuple[int, ...]  # stages of ZeRO, without a pipeline; with one, 0 and 1
@@ -59,6 +62,8 @@ NANOTRON = Profile(
     loss=32,
     waves=False,
     reduced=True,
+    ahead=False,
+    captured=False,
     sequence_parallel=True,
     zeros=(0, 1),
     interleaves=False,
@@ -84,6 +89,8 @@ MEGATRON = Profile(
     loss=32,
     waves=True,
     reduced=False,
+    ahead=False,  # in the papers; see `today`
+    captured=False,
     sequence_parallel=False,
     zeros=(0, 1),
     interleaves=True,
@@ -108,9 +115,47 @@ COURSE = Profile(
     loss=32,
     waves=False,
     reduced=False,
+    ahead=True,
+    captured=False,
     sequence_parallel=False,
     zeros=(0, 1, 2, 3),
     interleaves=True,
 )
 
-PROFILES = {profile.name: profile for profile in (COURSE, MEGATRON, NANOTRON)}
+# torch 2.13's fully_shard, as `emit` writes it: float32 weights, among the optimizer's states here,
+# and a 16-bit copy of them; sums and sums of micro-batches in float32. Of ZeRO-3's share the 16-bit
+# copy is not there, though 2 B are counted.
+FSDP2 = replace(
+    COURSE,
+    name="fsdp2",
+    gradient=4,
+    bucket=0,
+    wire=(4, 2),
+    update=40,  # Adam 28, its norm and clipping 12
+    accumulate=10,
+    interleaves=False,
+)
+
+# torchtitan 0.3.0, on the same fully_shard: training.disable_cuda_graphs is False, and pipelines
+# cannot be captured (its config/configs.py and trainer.py).
+TORCHTITAN = replace(FSDP2, name="torchtitan", captured=True, interleaves=True)
+
+# DeepSpeed 0.19.8: gradients in the 16-bit type, unless data_types says otherwise, and for the step
+# a copy of its share in float32; ZeRO-1 and 2 gather when the step is over.
+DEEPSPEED = replace(COURSE, name="deepspeed", optimizer=16, ahead=False, interleaves=False)
+
+PROFILES = {
+    profile.name: profile for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED)
+}
+
+
+def today(profile: Profile) -> Profile:
+    """`profile` as one trains with it now, where its rates come from older runs.
+
+    Attention is fused. Megatron Core 0.19.2 gathers ZeRO-1's weights behind the next forward pass
+    (--overlap-param-gather), and has ZeRO-2 and 3 (Megatron-FSDP).
+    """
+    profile = replace(profile, attention="flash")
+    if profile.name == "megatron":
+        profile = replace(profile, ahead=True, zeros=(0, 1, 2, 3))
+    return profile

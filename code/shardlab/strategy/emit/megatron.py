@@ -11,6 +11,8 @@ from itertools import groupby
 from .target import Target, beside
 
 FILE = "train_megatron.sh"
+# GPUs on which sums start in time by themselves: its arguments.py asks for compute capability 10.
+BLACKWELL = "B200", "B300"
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}  # of Megatron-FSDP
 
 
@@ -51,8 +53,10 @@ def _environment(target: Target) -> list[str]:
     at = target.layout
     if at.zero > 1:
         return ["unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP sends beside the products", ""]
-    if at.tp > 1 or at.cp > 1:
-        return ["export CUDA_DEVICE_MAX_CONNECTIONS=1  # sums start before the next products", ""]
+    blackwell = any(name in target.machine.name.upper() for name in BLACKWELL)
+    if (at.tp > 1 or at.cp > 1) and not blackwell:
+        line = "export CUDA_DEVICE_MAX_CONNECTIONS=1"
+        return [f"{line}  # sums start before products; before Blackwell alone", ""]
     return []
 
 

@@ -406,6 +406,167 @@ def test_sizes_that_do_not_match():
     assert error.ranks == [3] and "all_reduce(float32[5])" in str(error)
 
 
+# Ranks that all return, and yet did not agree. gloo gives them garbage, and says nothing.
+
+
+def shape(me: int) -> None:
+    dist.broadcast(torch.ones(4 + me), 0)
+
+
+def shape_of_as_many(me: int) -> None:
+    dist.all_reduce(torch.ones(2 + me, 3 - me))
+
+
+def type_(me: int) -> None:
+    dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][me]))
+
+
+def operation(me: int) -> None:
+    dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.MAX)][me])
+
+
+def number_of_bytes_gathered(me: int) -> None:
+    dist.gather(torch.ones(4 - me), [torch.ones(4) for _ in range(2)] if not me else None)
+
+
+def type_in_parts(me: int) -> None:
+    x = torch.ones(4, dtype=[torch.float32, torch.int32][me])
+    dist.all_to_all_single(x.clone(), x, [2, 2], [2, 2])
+
+
+def sizes_in_a_group(me: int) -> None:
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(3), group=group)
+    if me == 0:
+        dist.broadcast(torch.ones(3), 0, group)
+    else:
+        dist.broadcast(torch.ones(5), group_src=0, group=group)
+
+
+DISAGREE = {
+    shape: ("broadcast(float32[4])", "broadcast(float32[5])"),
+    shape_of_as_many: ("all_reduce(float32[2, 3])", "all_reduce(float32[3, 2])"),
+    type_: ("all_reduce(float32[4])", "all_reduce(int32[4])"),
+    operation: ("SUM", "MAX"),
+    number_of_bytes_gathered: ("gather(float32[4])", "gather(float32[3])"),
+    type_in_parts: ("all_to_all_single(float32[4]", "all_to_all_single(int32[4]"),
+    sizes_in_a_group: ("number 2", "broadcast(float32[3])", "broadcast(float32[5])"),
+}
+
+
+@pytest.mark.parametrize("calls", DISAGREE, ids=lambda calls: calls.__name__)
+def test_ranks_that_return_without_having_agreed(calls):
+    error, seconds = failing(lambda: calls(dist.get_rank()), 2)
+    assert error.ranks == [1] and seconds < 30
+    for word in ("rank 0 called", "rank 1 called", "test_ranks.py, line", *DISAGREE[calls]):
+        assert word in str(error)
+
+
+def test_a_disagreement_among_fresh_ranks():
+    error, _ = failing(
+        lambda: dist.broadcast(torch.ones(4 + dist.get_rank() // 2), 0), 3, 60, "fresh"
+    )
+    assert error.ranks == [2] and "ranks 0 and 1 called broadcast(float32[4])" in str(error)
+
+
+# What differs between ranks by right.
+
+
+def parts(me: int) -> None:
+    mine = torch.ones(2 + me)  # to rank 0: 1 and 2; to rank 1: 1 and 1
+    got = torch.empty(3 - me)
+    dist.all_to_all_single(got, mine, [1, 2 - me], [1 + me, 1])
+    share = torch.empty(4 + me)
+    dist.reduce_scatter(share, [torch.ones(4), torch.ones(5)])
+
+
+def roots(me: int) -> None:
+    x, every = torch.ones(4), [torch.ones(4) for _ in range(2)]
+    dist.gather(x, every if me else None, 1)
+    dist.scatter(x, None if me else every, 0)
+    dist.gather_object(me, [None, None] if me else None, 1)
+    dist.gather(x, every if not me else None, **({} if me else {"dst": 0}))
+
+
+def objects(me: int) -> None:
+    dist.all_gather_object([None, None], "x" * 10**me)
+    dist.broadcast_object_list([7 if me else None], 1)
+
+
+def spelling(me: int) -> None:
+    out, x = torch.empty(4), torch.ones(2)
+    if me:
+        dist.all_gather_into_tensor(out, x)
+        dist.broadcast(x, 1)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    else:
+        dist.all_gather_into_tensor(input_tensor=x, output_tensor=out)
+        dist.broadcast(group_src=1, tensor=x)
+        dist.all_reduce(op=dist.ReduceOp(dist.ReduceOp.MAX), tensor=x, group=dist.group.WORLD)
+
+
+def a_flat_view(me: int) -> None:
+    dist.all_reduce(torch.ones(6) if me else torch.ones(2, 3))
+    dist.all_reduce(torch.ones(2, 3) if me else torch.ones(2, 1, 3))
+
+
+def groups(me: int) -> None:
+    each = [dist.new_group([0]), dist.new_group([1])]
+    dist.all_reduce(torch.ones(3 + me), group=each[me])
+    if me:  # who is not in it is told, and passed by
+        dist.broadcast(torch.ones(3), 1, group=each[1])
+        dist.all_reduce(torch.ones(4), group=each[0])
+
+
+def two_groups_in_another_order(me: int) -> None:
+    long, short = dist.new_group([0, 1]), dist.new_group([0, 1])
+    begun = [(short, 2), (long, 4)] if me else [(long, 4), (short, 2)]
+    for work in [dist.all_reduce(torch.ones(n), group=g, async_op=True) for g, n in begun]:
+        work.wait()
+
+
+def past_the_log(me: int) -> None:
+    broadcast = dist.distributed_c10d.broadcast if me else dist.broadcast
+    broadcast(torch.ones(4), 0)
+    dist.broadcast(torch.ones(5), 0)
+
+
+def a_mistake_that_was_caught(me: int) -> None:
+    if me:
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            dist.all_reduce(torch.ones(3), group=7)
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            dist.broadcast(torch.ones(3), 9)
+    dist.broadcast(torch.ones(5), 0)
+
+
+def worlds_of_their_own(me: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.all_reduce(torch.ones(3 + me))
+
+
+def messages(me: int) -> None:
+    for size in (3, 5):
+        if me:
+            dist.recv(torch.empty(size), 0)
+        else:
+            dist.send(torch.ones(size), 1)
+    ranks.exchange(torch.ones(1 + me), 1 - me, torch.empty(2 - me), 1 - me).wait()
+
+
+BY_RIGHT = [
+    *(parts, roots, objects, spelling, a_flat_view, groups),
+    *(two_groups_in_another_order, past_the_log, a_mistake_that_was_caught),
+    *(worlds_of_their_own, messages),
+]
+
+
+@pytest.mark.parametrize("calls", BY_RIGHT, ids=lambda calls: calls.__name__)
+def test_what_differs_by_right_is_no_disagreement(calls):
+    run(lambda: calls(dist.get_rank()), 2, timeout=20)
+
+
 def test_all_ranks_wait_for_each_other():
     def work() -> None:
         ranks.irecv(torch.empty(1), (dist.get_rank() + 1) % 2).wait()

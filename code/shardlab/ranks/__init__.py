@@ -227,8 +227,9 @@ def _run(
             if show:
                 _show(job)
         if failed:
-            culprits, message = blame.explain(witnesses, time_up)
-            raise RankError(message, culprits)
+            raise RankError(*reversed(blame.explain(witnesses, time_up)))
+        if found := blame.disagreement(job):
+            raise RankError(*reversed(found))
         return [_result(p.rank, p.report) for p in processes]
 
 

@@ -26,16 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import renamed
-
-# Collectives that are logged, call by call, so that a failure can say where the ranks parted ways.
-COLLECTIVES = (
-    *("all_reduce", "broadcast", "reduce", "gather", "scatter", "barrier"),
-    *("all_gather", "all_gather_into_tensor", "all_gather_single"),
-    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
-    *("all_to_all", "all_to_all_single"),
-    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
-)
+from . import calls
 
 # What gloo's transport and nccl say in a rank whose *neighbour* failed, or called something else.
 VICTIM_WORDS = ("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out")
@@ -171,41 +162,7 @@ def _join(rank: int, job: Job) -> None:
         job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
     )
     dist.barrier()
-    _log_collectives(job.file("calls", rank))
-
-
-def _log_collectives(path: Path) -> None:
-    """Append a line to `path` at each collective that this rank enters: name, sizes, place."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def logged(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            while frame.f_code.co_filename == renamed.__file__ and frame.f_back:
-                frame = frame.f_back
-            sizes = next((_sizes(value) for value in args if _sizes(value)), "")
-            group = kwargs.get("group") or next(
-                (value for value in args if isinstance(value, dist.ProcessGroup)), None
-            )
-            whole = group is None or group is dist.group.WORLD
-            ranks = "all" if whole else str(dist.get_process_group_ranks(group))
-            place = f"{frame.f_code.co_filename}\t{frame.f_lineno}\t{frame.f_code.co_name}"
-            os.write(log, f"{ranks}\t{name}\t{sizes}\t{place}\n".encode())
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        if hasattr(dist, name):
-            setattr(dist, name, logged(name, getattr(dist, name)))
-
-
-def _sizes(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-        return f"{len(value)} x {_sizes(value[0])}"
-    return ""
+    calls.log(job.file("calls", rank))
 
 
 def _returned(value: Any) -> Report:

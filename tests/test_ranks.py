@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -211,6 +212,21 @@ def test_two_ranks_raise():
     error, _ = failing(work)
     assert sorted(error.ranks) == [1, 3]
     assert "lost 1" in str(error) and "lost 3" in str(error)
+
+
+def test_an_exception_whose_text_raises():
+    class MineError(Exception):
+        def __str__(self) -> str:
+            return self.args[7]
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise MineError
+        add_ranks()
+
+    error, _ = failing(work, 2)
+    assert error.ranks == [1] and "rank 1 of 2 raised MineError" in str(error)
+    assert "IndexError" in str(error) and "raise MineError" in str(error)
 
 
 @pytest.mark.parametrize(("method", "world_size"), [("fork", 4), ("fresh", 2)])
@@ -665,34 +681,131 @@ def test_an_interrupted_caller_leaves_no_rank(leaves_nothing):
     assert run(add_ranks, 2)[0].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("method", ["fork", "fresh"])
-def test_a_killed_caller_leaves_no_rank(tmp_path: Path, method: str):
-    script = tmp_path / "caller.py"
+def test_a_killed_caller_leaves_nothing(tmp_path: Path, method: str, end: signal.Signals):
+    """No rank, whatever it is at, nothing that a rank has started, and no folder."""
+    script, folder, pids = tmp_path / "caller.py", tmp_path / "temporary", tmp_path / "pids"
+    folder.mkdir()
+    pids.mkdir()
     script.write_text(
         textwrap.dedent(
             f"""
-            import os, time
+            import ctypes, os, subprocess, torch.distributed as dist
             from shardlab.ranks import run
             def work():
-                open({str(tmp_path)!r} + f"/{{os.environ['RANK']}}", "w").write(str(os.getpid()))
+                me = dist.get_rank()
+                helper = subprocess.Popen(["sleep", "1000"])
+                for pid in (os.getpid(), helper.pid):
+                    open({str(pids)!r} + f"/{{pid}}", "w").close()
+                if me == 1:
+                    dist.recv(__import__("torch").ones(1), 0)
                 while True:
                     pass
             run(work, 2, method={method!r})
             """
         )
     )
-    caller = subprocess.Popen([sys.executable, str(script)])
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    caller = subprocess.Popen([sys.executable, str(script)], env=environment)
     deadline = time.monotonic() + 60
-    files = [tmp_path / "0", tmp_path / "1"]
-    while not all(f.exists() and f.read_text() for f in files):
+    while len(list(pids.iterdir())) < 4:
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.05)
+    assert list(folder.iterdir())
+    caller.send_signal(end)
+    caller.wait()
+    while left := [p.name for p in pids.iterdir() if alive(int(p.name))] + list(folder.iterdir()):
+        assert time.monotonic() < deadline, f"outlived their caller: {left}"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether that process is there, and no mere entry that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_caller_leaves_no_rank_that_lets_no_thread_run(tmp_path: Path):
+    script, file = tmp_path / "caller.py", tmp_path / "pid"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import ctypes, os
+            from shardlab.ranks import run
+            def work():
+                open({str(file)!r}, "w").write(str(os.getpid()))
+                ctypes.PyDLL(None).sleep(1000)  # holds Python's lock
+            run(work, 1)
+            """
+        )
+    )
+    caller = subprocess.Popen([sys.executable, str(script)])
+    deadline = time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline, "the rank did not start"
+        time.sleep(0.05)
+    time.sleep(0.5)
     caller.kill()
     caller.wait()
-    pids = [int(f.read_text()) for f in files]
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while alive(int(file.read_text())):
         assert time.monotonic() < deadline, "a rank outlived its caller"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1", "0 1 2"])
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+def test_a_caller_without_standard_streams(closed: str, method: str, tmp_path: Path):
+    if method == "fresh" and closed != "0 1 2":
+        pytest.skip("takes seconds, and the most is tried")
+    script, results = tmp_path / "caller.py", tmp_path / "results"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, sys, torch, torch.distributed as dist
+            from shardlab.ranks import run
+            def work():
+                print("said")
+                os.write(2, b"straight\\n")
+                assert not os.read(0, 1)
+                x = torch.ones(1)
+                dist.all_reduce(x)
+                return x.item()
+            found = [run(work, 2, method={method!r}) for _ in range(2)]
+            if sys.stdout:
+                sys.stdout.close()
+            found.append(run(work, 2, method={method!r}))
+            open({str(results)!r}, "w").write(str(found))
+            """
+        )
+    )
+    shut = " ".join(f"{number}>&-" for number in closed.split())
+    command = f"exec {sys.executable} {script} {shut}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert results.read_text() == str([[2.0, 2.0]] * 3), done.stderr
+    lines = [f"[rank {rank}] {text}" for rank in (0, 1) for text in ("said", "straight")]
+    assert done.stdout.splitlines() == ([] if "1" in closed else lines * 2)
+
+
+def test_interrupts_wrap_the_hook_for_errors_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def interrupt() -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(1000)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hooks = []
+    try:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run(interrupt, 1)
+            hooks.append(sys.excepthook)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert hooks[0] is hooks[1]
 
 
 def test_many_starts_in_a_row():
@@ -732,10 +845,16 @@ def test_arguments_that_do_not_fit():
         run("work", 2)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, "long", True])
+@pytest.mark.parametrize(
+    "timeout", [0, -1, "long", True, math.nan, math.inf, 1e300, 10**400, 366 * 24 * 3600]
+)
 def test_timeout_not_a_time(timeout: object):
-    with pytest.raises(ValueError, match="timeout=.*seconds above 0"):
+    with pytest.raises(ValueError, match="timeout=.*seconds above 0, 31536000 .* at most"):
         run(add_ranks, 2, timeout=timeout)
+
+
+def test_the_longest_timeout():
+    assert run(add_ranks, 2, timeout=365 * 24 * 3600)[0].tolist() == [1, 1, 1]
 
 
 def test_other_bad_arguments():

@@ -881,7 +881,8 @@ def test_without_a_gpu_cuda_is_refused():
 
 
 def test_a_fork_that_would_break_cuda_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    if not torch.cuda.is_initialized():
+    # A build for CUDA leaves its trace where it finds no driver's library to ask.
+    if not torch.cuda.is_initialized() and (torch.cuda.device_count() or not torch.version.cuda):
         assert start.cuda_survives_fork()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # what a child would find
     assert not start.cuda_survives_fork()

@@ -310,3 +310,18 @@ def test_a_mesh_stands_on_a_slow_group() -> None:
         return mesh.get_group() is group
 
     assert ranks.run(found, 2) == [True, True]
+
+
+def test_messages_in_both_directions_go_in_a_batch() -> None:
+    """torch asks the group for its backend there, from 2.15 on."""
+
+    def work() -> tuple[list[float], float]:
+        group = link.slow(0.05, 1e9)
+        me = dist.get_rank(group)
+        got = torch.zeros(3)
+        begin = time.monotonic()
+        ranks.exchange(torch.full((3,), me + 1.0), 1 - me, got, 1 - me, group).wait()
+        return got.tolist(), time.monotonic() - begin
+
+    (first, seconds), (second, _) = ranks.run(work, 2)
+    assert first == [2.0] * 3 and second == [1.0] * 3 and seconds >= 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -213,6 +214,21 @@ def test_two_ranks_raise():
     assert "lost 1" in str(error) and "lost 3" in str(error)
 
 
+def test_an_exception_whose_text_raises():
+    class MineError(Exception):
+        def __str__(self) -> str:
+            return self.args[7]
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise MineError
+        add_ranks()
+
+    error, _ = failing(work, 2)
+    assert error.ranks == [1] and "rank 1 of 2 raised MineError" in str(error)
+    assert "IndexError" in str(error) and "raise MineError" in str(error)
+
+
 @pytest.mark.parametrize(("method", "world_size"), [("fork", 4), ("fresh", 2)])
 def test_a_rank_is_killed(method: str, world_size: int):
     def work() -> None:
@@ -406,6 +422,167 @@ def test_sizes_that_do_not_match():
     assert error.ranks == [3] and "all_reduce(float32[5])" in str(error)
 
 
+# Ranks that all return, and yet did not agree. gloo gives them garbage, and says nothing.
+
+
+def shape(me: int) -> None:
+    dist.broadcast(torch.ones(4 + me), 0)
+
+
+def shape_of_as_many(me: int) -> None:
+    dist.all_reduce(torch.ones(2 + me, 3 - me))
+
+
+def type_(me: int) -> None:
+    dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][me]))
+
+
+def operation(me: int) -> None:
+    dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.MAX)][me])
+
+
+def number_of_bytes_gathered(me: int) -> None:
+    dist.gather(torch.ones(4 - me), [torch.ones(4) for _ in range(2)] if not me else None)
+
+
+def type_in_parts(me: int) -> None:
+    x = torch.ones(4, dtype=[torch.float32, torch.int32][me])
+    dist.all_to_all_single(x.clone(), x, [2, 2], [2, 2])
+
+
+def sizes_in_a_group(me: int) -> None:
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(3), group=group)
+    if me == 0:
+        dist.broadcast(torch.ones(3), 0, group)
+    else:
+        dist.broadcast(torch.ones(5), group_src=0, group=group)
+
+
+DISAGREE = {
+    shape: ("broadcast(float32[4])", "broadcast(float32[5])"),
+    shape_of_as_many: ("all_reduce(float32[2, 3])", "all_reduce(float32[3, 2])"),
+    type_: ("all_reduce(float32[4])", "all_reduce(int32[4])"),
+    operation: ("SUM", "MAX"),
+    number_of_bytes_gathered: ("gather(float32[4])", "gather(float32[3])"),
+    type_in_parts: ("all_to_all_single(float32[4]", "all_to_all_single(int32[4]"),
+    sizes_in_a_group: ("number 2", "broadcast(float32[3])", "broadcast(float32[5])"),
+}
+
+
+@pytest.mark.parametrize("calls", DISAGREE, ids=lambda calls: calls.__name__)
+def test_ranks_that_return_without_having_agreed(calls):
+    error, seconds = failing(lambda: calls(dist.get_rank()), 2)
+    assert error.ranks == [1] and seconds < 30
+    for word in ("rank 0 called", "rank 1 called", "test_ranks.py, line", *DISAGREE[calls]):
+        assert word in str(error)
+
+
+def test_a_disagreement_among_fresh_ranks():
+    error, _ = failing(
+        lambda: dist.broadcast(torch.ones(4 + dist.get_rank() // 2), 0), 3, 60, "fresh"
+    )
+    assert error.ranks == [2] and "ranks 0 and 1 called broadcast(float32[4])" in str(error)
+
+
+# What differs between ranks by right.
+
+
+def parts(me: int) -> None:
+    mine = torch.ones(2 + me)  # to rank 0: 1 and 2; to rank 1: 1 and 1
+    got = torch.empty(3 - me)
+    dist.all_to_all_single(got, mine, [1, 2 - me], [1 + me, 1])
+    share = torch.empty(4 + me)
+    dist.reduce_scatter(share, [torch.ones(4), torch.ones(5)])
+
+
+def roots(me: int) -> None:
+    x, every = torch.ones(4), [torch.ones(4) for _ in range(2)]
+    dist.gather(x, every if me else None, 1)
+    dist.scatter(x, None if me else every, 0)
+    dist.gather_object(me, [None, None] if me else None, 1)
+    dist.gather(x, every if not me else None, **({} if me else {"dst": 0}))
+
+
+def objects(me: int) -> None:
+    dist.all_gather_object([None, None], "x" * 10**me)
+    dist.broadcast_object_list([7 if me else None], 1)
+
+
+def spelling(me: int) -> None:
+    out, x = torch.empty(4), torch.ones(2)
+    if me:
+        dist.all_gather_into_tensor(out, x)
+        dist.broadcast(x, 1)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    else:
+        dist.all_gather_into_tensor(input_tensor=x, output_tensor=out)
+        dist.broadcast(group_src=1, tensor=x)
+        dist.all_reduce(op=dist.ReduceOp(dist.ReduceOp.MAX), tensor=x, group=dist.group.WORLD)
+
+
+def a_flat_view(me: int) -> None:
+    dist.all_reduce(torch.ones(6) if me else torch.ones(2, 3))
+    dist.all_reduce(torch.ones(2, 3) if me else torch.ones(2, 1, 3))
+
+
+def groups(me: int) -> None:
+    each = [dist.new_group([0]), dist.new_group([1])]
+    dist.all_reduce(torch.ones(3 + me), group=each[me])
+    if me:  # who is not in it is told, and passed by
+        dist.broadcast(torch.ones(3), 1, group=each[1])
+        dist.all_reduce(torch.ones(4), group=each[0])
+
+
+def two_groups_in_another_order(me: int) -> None:
+    long, short = dist.new_group([0, 1]), dist.new_group([0, 1])
+    begun = [(short, 2), (long, 4)] if me else [(long, 4), (short, 2)]
+    for work in [dist.all_reduce(torch.ones(n), group=g, async_op=True) for g, n in begun]:
+        work.wait()
+
+
+def past_the_log(me: int) -> None:
+    broadcast = dist.distributed_c10d.broadcast if me else dist.broadcast
+    broadcast(torch.ones(4), 0)
+    dist.broadcast(torch.ones(5), 0)
+
+
+def a_mistake_that_was_caught(me: int) -> None:
+    if me:
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            dist.all_reduce(torch.ones(3), group=7)
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            dist.broadcast(torch.ones(3), 9)
+    dist.broadcast(torch.ones(5), 0)
+
+
+def worlds_of_their_own(me: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.all_reduce(torch.ones(3 + me))
+
+
+def messages(me: int) -> None:
+    for size in (3, 5):
+        if me:
+            dist.recv(torch.empty(size), 0)
+        else:
+            dist.send(torch.ones(size), 1)
+    ranks.exchange(torch.ones(1 + me), 1 - me, torch.empty(2 - me), 1 - me).wait()
+
+
+BY_RIGHT = [
+    *(parts, roots, objects, spelling, a_flat_view, groups),
+    *(two_groups_in_another_order, past_the_log, a_mistake_that_was_caught),
+    *(worlds_of_their_own, messages),
+]
+
+
+@pytest.mark.parametrize("calls", BY_RIGHT, ids=lambda calls: calls.__name__)
+def test_what_differs_by_right_is_no_disagreement(calls):
+    run(lambda: calls(dist.get_rank()), 2, timeout=20)
+
+
 def test_all_ranks_wait_for_each_other():
     def work() -> None:
         ranks.irecv(torch.empty(1), (dist.get_rank() + 1) % 2).wait()
@@ -504,34 +681,131 @@ def test_an_interrupted_caller_leaves_no_rank(leaves_nothing):
     assert run(add_ranks, 2)[0].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("method", ["fork", "fresh"])
-def test_a_killed_caller_leaves_no_rank(tmp_path: Path, method: str):
-    script = tmp_path / "caller.py"
+def test_a_killed_caller_leaves_nothing(tmp_path: Path, method: str, end: signal.Signals):
+    """No rank, whatever it is at, nothing that a rank has started, and no folder."""
+    script, folder, pids = tmp_path / "caller.py", tmp_path / "temporary", tmp_path / "pids"
+    folder.mkdir()
+    pids.mkdir()
     script.write_text(
         textwrap.dedent(
             f"""
-            import os, time
+            import ctypes, os, subprocess, torch.distributed as dist
             from shardlab.ranks import run
             def work():
-                open({str(tmp_path)!r} + f"/{{os.environ['RANK']}}", "w").write(str(os.getpid()))
+                me = dist.get_rank()
+                helper = subprocess.Popen(["sleep", "1000"])
+                for pid in (os.getpid(), helper.pid):
+                    open({str(pids)!r} + f"/{{pid}}", "w").close()
+                if me == 1:
+                    dist.recv(__import__("torch").ones(1), 0)
                 while True:
                     pass
             run(work, 2, method={method!r})
             """
         )
     )
-    caller = subprocess.Popen([sys.executable, str(script)])
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    caller = subprocess.Popen([sys.executable, str(script)], env=environment)
     deadline = time.monotonic() + 60
-    files = [tmp_path / "0", tmp_path / "1"]
-    while not all(f.exists() and f.read_text() for f in files):
+    while len(list(pids.iterdir())) < 4:
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.05)
+    assert list(folder.iterdir())
+    caller.send_signal(end)
+    caller.wait()
+    while left := [p.name for p in pids.iterdir() if alive(int(p.name))] + list(folder.iterdir()):
+        assert time.monotonic() < deadline, f"outlived their caller: {left}"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether that process is there, and no mere entry that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_caller_leaves_no_rank_that_lets_no_thread_run(tmp_path: Path):
+    script, file = tmp_path / "caller.py", tmp_path / "pid"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import ctypes, os
+            from shardlab.ranks import run
+            def work():
+                open({str(file)!r}, "w").write(str(os.getpid()))
+                ctypes.PyDLL(None).sleep(1000)  # holds Python's lock
+            run(work, 1)
+            """
+        )
+    )
+    caller = subprocess.Popen([sys.executable, str(script)])
+    deadline = time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline, "the rank did not start"
+        time.sleep(0.05)
+    time.sleep(0.5)
     caller.kill()
     caller.wait()
-    pids = [int(f.read_text()) for f in files]
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while alive(int(file.read_text())):
         assert time.monotonic() < deadline, "a rank outlived its caller"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1", "0 1 2"])
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+def test_a_caller_without_standard_streams(closed: str, method: str, tmp_path: Path):
+    if method == "fresh" and closed != "0 1 2":
+        pytest.skip("takes seconds, and the most is tried")
+    script, results = tmp_path / "caller.py", tmp_path / "results"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, sys, torch, torch.distributed as dist
+            from shardlab.ranks import run
+            def work():
+                print("said")
+                os.write(2, b"straight\\n")
+                assert not os.read(0, 1)
+                x = torch.ones(1)
+                dist.all_reduce(x)
+                return x.item()
+            found = [run(work, 2, method={method!r}) for _ in range(2)]
+            if sys.stdout:
+                sys.stdout.close()
+            found.append(run(work, 2, method={method!r}))
+            open({str(results)!r}, "w").write(str(found))
+            """
+        )
+    )
+    shut = " ".join(f"{number}>&-" for number in closed.split())
+    command = f"exec {sys.executable} {script} {shut}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert results.read_text() == str([[2.0, 2.0]] * 3), done.stderr
+    lines = [f"[rank {rank}] {text}" for rank in (0, 1) for text in ("said", "straight")]
+    assert done.stdout.splitlines() == ([] if "1" in closed else lines * 2)
+
+
+def test_interrupts_wrap_the_hook_for_errors_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def interrupt() -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(1000)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hooks = []
+    try:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                run(interrupt, 1)
+            hooks.append(sys.excepthook)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert hooks[0] is hooks[1]
 
 
 def test_many_starts_in_a_row():
@@ -571,10 +845,16 @@ def test_arguments_that_do_not_fit():
         run("work", 2)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, "long", True])
+@pytest.mark.parametrize(
+    "timeout", [0, -1, "long", True, math.nan, math.inf, 1e300, 10**400, 366 * 24 * 3600]
+)
 def test_timeout_not_a_time(timeout: object):
-    with pytest.raises(ValueError, match="timeout=.*seconds above 0"):
+    with pytest.raises(ValueError, match="timeout=.*seconds above 0, 31536000 .* at most"):
         run(add_ranks, 2, timeout=timeout)
+
+
+def test_the_longest_timeout():
+    assert run(add_ranks, 2, timeout=365 * 24 * 3600)[0].tolist() == [1, 1, 1]
 
 
 def test_other_bad_arguments():
@@ -601,7 +881,8 @@ def test_without_a_gpu_cuda_is_refused():
 
 
 def test_a_fork_that_would_break_cuda_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    if not torch.cuda.is_initialized():
+    # A build for CUDA leaves its trace where it finds no driver's library to ask.
+    if not torch.cuda.is_initialized() and (torch.cuda.device_count() or not torch.version.cuda):
         assert start.cuda_survives_fork()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # what a child would find
     assert not start.cuda_survives_fork()

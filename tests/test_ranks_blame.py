@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardlab.ranks import blame, stacks, worker
+from shardlab.ranks.calls import Call
 
 OVER = "its function is over"
 READS = ["loss.item()", "loss.cpu()", "values.tolist()", "torch.cuda.synchronize()", "float(loss)"]
@@ -45,8 +46,9 @@ def explained(
         log = ""
         for call in calls:
             members, _, name = call.rpartition(":")
+            place = {"file": str(script), "line": "1", "function": "train"}
             where = f"[{members}]" if members else "all"
-            log += f"{where}\t{name}\tfloat32[1]\t{script}\t1\ttrain\n"
+            log += Call(where, name=name, sizes="float32[1]", **place).written()
         job.file("calls", rank).write_text(log)
     witnesses = [blame.witness(job, rank, None, None) for rank in range(len(stands))]
     return blame.explain(witnesses, 5.0)

@@ -230,6 +230,26 @@ def test_the_model_goes_before_its_group(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["alive: 0"] * 4
 
 
+def test_runs_leave_no_store_behind(tmp_path: Path) -> None:
+    """A group of an ended run calls it no more."""
+    done = under_torchrun(
+        tmp_path,
+        2,
+        """
+        import gc
+
+        def stores():
+            dist.barrier()
+            gc.collect()
+            return sum(type(thing).__name__ == "_Heedful" for thing in gc.get_objects())
+
+        print([run(stores, 2) for _ in range(3)])
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str([[1, 1]] * 3)]
+
+
 def test_set_ups_script_would_end_with_torchs_ddp_too(tmp_path: Path) -> None:
     ours = "DataParallel(GPT(config).to(device), dist.group.WORLD)"
     theirs = "torch.nn.parallel.DistributedDataParallel(GPT(config).to(device))"

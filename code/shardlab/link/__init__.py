@@ -143,6 +143,13 @@ class SlowGroup(dist.ProcessGroup):
         """Its name in torch's messages."""
         return "slow"
 
+    # Messages of a batch go one by one: torch 2.15 asks the backend of each device, which it is
+    # itself, whether it would take them as one.
+    supports_coalescing = False
+
+    def _get_backend(self, _device: torch.device) -> SlowGroup:
+        return self
+
     def complete_later(self, work: _Held, future: torch.futures.Future[Any], result: Any) -> None:
         """Fill `future` when `work` is over; one thread does so for all, in order, as wires do."""
 

@@ -72,6 +72,8 @@ __all__ = [
 # (backend, device, world size) -> how many times this process ran that: recordings tell it.
 history: Counter[tuple[str, str, int]] = Counter()
 
+_LONGEST = 365 * 24 * 3600  # seconds; gloo, which is told twice as many, can count no 300 years
+
 _GRACE = 0.3  # seconds in which a second rank may fail of its own doing, and be named as well
 _VICTIM_GRACE = 1.0  # seconds that a cause may take to show after its first consequence
 
@@ -146,8 +148,8 @@ def run(
     Inside `fn` the default process group exists: `dist.get_rank()`, `dist.group.WORLD`. Every rank
     starts from the caller's random state. Tensors come back on the CPU.
 
-    timeout: seconds that the run may take, from when its ranks have met: a start is slow where
-        interpreters are fresh and CUDA is used for the first time.
+    timeout: seconds that the run may take, a year at most, from when its ranks have met: a start is
+        slow where interpreters are fresh and CUDA is used for the first time.
     device: "auto", "cpu" or "cuda" (see `place`).
     method: "auto", "fork" or "fresh": how processes start (see `start`).
     show: print what the ranks printed, grouped by rank.
@@ -197,7 +199,8 @@ def _interrupted(name: str, world_size: int) -> KeyboardInterrupt:
         "What was computed before the run is still there."
     )
     error._render_traceback_ = lambda: [f"Interrupted: {error}"]  # IPython's, as RankError has it
-    sys.excepthook = partial(_excepthook, sys.excepthook)
+    if getattr(sys.excepthook, "func", None) is not _excepthook:  # once, however many interrupts
+        sys.excepthook = partial(_excepthook, sys.excepthook)
     return error
 
 
@@ -220,8 +223,7 @@ def _run(
     show: bool,
 ) -> list[Any]:
     """Start the ranks here, wait for them, end them; their results in rank order."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    worker.flush()
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
         job = worker.Job(
             world_size, backend, device, timeout, directory, os.getpid(), torch.get_rng_state()
@@ -239,8 +241,9 @@ def _run(
             if show:
                 _show(job)
         if failed:
-            culprits, message = blame.explain(witnesses, time_up)
-            raise RankError(message, culprits)
+            raise RankError(*reversed(blame.explain(witnesses, time_up)))
+        if found := blame.disagreement(job):
+            raise RankError(*reversed(found))
         return [_result(p.rank, p.report) for p in processes]
 
 
@@ -272,8 +275,10 @@ def _checked(
         ) from None
     except ValueError:
         pass  # a built-in without a signature: the call itself will tell
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}: allowed is a number of seconds above 0")
+    real = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not real or not 0 < timeout <= _LONGEST:
+        allowed = f"seconds above 0, {_LONGEST} (a year) at most"
+        raise ValueError(f"timeout={timeout!r}: allowed is a number of {allowed}")
     if method not in ("auto", "fork", "fresh"):
         raise ValueError(f"method={method!r}: allowed are 'auto', 'fork' and 'fresh'")
     if worker._inside is not None:
@@ -333,6 +338,8 @@ def _question(job: worker.Job, processes: list[start.Process]) -> list[blame.Wit
 
 
 def _show(job: worker.Job) -> None:
+    if sys.stdout is None or sys.stdout.closed:  # there is nowhere to show it
+        return
     for rank in range(job.world_size):
         path = job.file("out", rank)
         text = path.read_text("utf-8", "replace") if path.exists() else ""

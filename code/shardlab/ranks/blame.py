@@ -11,18 +11,18 @@ from __future__ import annotations
 import linecache
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import stacks
+from . import calls, stacks
+from .calls import Call
 from .stacks import Frame, Stack
-from .worker import COLLECTIVES, Job, Report
+from .worker import Job, Report
 
-# Collectives whose tensors have one size on all ranks; for the others sizes may well differ.
-_ONE_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 # The functions of torch.distributed in which a rank waits for others. The rest of them only asks.
 _WAITS = {
-    *COLLECTIVES,
+    *calls.COLLECTIVES,
     *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
     *("send_object_list", "recv_object_list", "all_reduce_coalesced", "all_gather_coalesced"),
     *("init_process_group", "new_group", "split_group", "destroy_process_group"),
@@ -44,7 +44,7 @@ class Witness:
     report: Report | None
     exit_code: int | None
     stack: Stack = field(default_factory=list)  # innermost first
-    calls: list[list[str]] = field(default_factory=list)  # ranks, name, sizes, file, line, function
+    calls: list[Call] = field(default_factory=list)  # the collectives that it entered
     output: str = ""
     nccl: bool = False  # what moves its tensors
 
@@ -107,8 +107,7 @@ class Witness:
         """The user's line, in words; that of its last collective where its function is over."""
         frame = self.user_frame()
         if frame is None and self.nccl and self.calls:
-            file, line, function = self.calls[-1][3:]
-            frame = file, int(line), function
+            frame = _frame(self.calls[-1])
         return _place(frame)
 
 
@@ -119,9 +118,21 @@ def witness(job: Job, rank: int, report: Report | None, exit_code: int | None) -
         path = job.file(kind, rank)
         return path.read_text("utf-8", "replace") if path.exists() else ""
 
-    calls = [line.split("\t") for line in text("calls").splitlines()]
-    nccl = job.device == "cuda" and "nccl" in job.backend
-    return Witness(rank, report, exit_code, stacks.read(text("stack")), calls, text("out"), nccl)
+    lines = map(Call.read, text("calls").split("\n"))
+    entered = [call for call in lines if call and call.name]
+    stack = stacks.read(text("stack"))
+    return Witness(rank, report, exit_code, stack, entered, text("out"), _by_nccl(job))
+
+
+def disagreement(job: Job) -> tuple[list[int], str] | None:
+    """The ranks at fault, and what they asked for, where all returned and yet did not agree."""
+    paths = [job.file("calls", rank) for rank in range(job.world_size)]
+    for logs in calls.comparable([path.read_bytes() for path in paths]):
+        if parted := calls.parted(logs, _by_nccl(job)):
+            culprits, text = _told(logs, *parted)
+            end = "All ranks returned, but what this collective gave them may be garbage."
+            return culprits, f"{text}\n{end}"
+    return None
 
 
 def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int], str]:
@@ -174,16 +185,11 @@ def _waits(w: Witness, witnesses: list[Witness]) -> bool:
     # With nccl it goes on after it entered a collective, up to where it needs the result. It waits
     # if it is ahead of others; or stands where one waits, unless the others wait for it.
     leads = []
-    for group in {call[0] for other in witnesses for call in other.calls}:
-        members = _members(group, len(witnesses))
-        entered = {r: sum(call[0] == group for call in witnesses[r].calls) for r in members}
+    for group in {call.ranks for other in witnesses for call in other.calls}:
+        members = calls.members(group, len(witnesses))
+        entered = {r: sum(call.ranks == group for call in witnesses[r].calls) for r in members}
         leads += [entered[w.rank] - entered[r] for r in members if w.rank in members]
     return max(leads, default=0) > 0 or (w.reads() and min(leads, default=0) == 0)
-
-
-def _members(group: str, total: int) -> list[int]:
-    """The ranks of a group, from the name that the log gives it."""
-    return list(range(total)) if group == "all" else [int(n) for n in re.findall(r"\d+", group)]
 
 
 def _own_failure(w: Witness, total: int) -> str:
@@ -216,35 +222,43 @@ def _absence(w: Witness, total: int, limit: str) -> str:
 
 def _parted_ways(witnesses: list[Witness]) -> tuple[list[int], str] | None:
     """The first collective at which the ranks of a group did not call the same thing."""
-    for group in sorted({call[0] for w in witnesses for call in w.calls}):
-        members = _members(group, len(witnesses))
-        logs = {r: [call for call in witnesses[r].calls if call[0] == group] for r in members}
-        for index in range(max(map(len, logs.values()))):
-            calls = {rank: log[index] for rank, log in logs.items() if index < len(log)}
-            camps: dict[tuple[str, str], list[int]] = {}
-            for rank, (_, name, sizes, *_) in sorted(calls.items()):
-                camps.setdefault((name, sizes if name in _ONE_SIZE else ""), []).append(rank)
-            if len(camps) == 1:
-                continue
-            # The smaller camp is named first; of two camps of one size, the one without rank 0.
-            ordered = sorted(camps.values(), key=lambda camp: (len(camp), -camp[0]))
-            texts = []
-            for camp in ordered:
-                _, name, sizes, file, line, function = calls[camp[0]]
-                where = _place((file, int(line), function))
-                texts.append(f"{_ranks(camp)} called {name}({sizes}) at {where}")
-            head = f"the ranks parted ways at their collective number {index + 1}: "
-            rule = "Every rank of a group calls the same collectives, in the same order and sizes."
-            return ordered[0], head + ",\nwhile ".join(texts) + f".\n{rule}"
+    for group in sorted({call.ranks for w in witnesses for call in w.calls}):
+        members = calls.members(group, len(witnesses))
+        logs = {r: [call for call in witnesses[r].calls if call.ranks == group] for r in members}
+        if parted := calls.parted(logs, witnesses[0].nccl):
+            return _told(logs, *parted)
     return None
+
+
+def _told(
+    logs: Mapping[int, list[Call]], index: int, camps: list[list[int]]
+) -> tuple[list[int], str]:
+    """Who parted ways with the others at place `index` of a group's logs, and in what words."""
+    firsts = [logs[camp[0]][index] for camp in camps]
+    more = len({(call.name, call.sizes) for call in firsts}) == 1
+    texts = []
+    for camp, call in zip(camps, firsts, strict=True):
+        given = ", ".join(word for word in (call.sizes, call.told if more else "") if word)
+        texts.append(f"{_ranks(camp)} called {call.name}({given}) at {_place(_frame(call))}")
+    head = f"the ranks parted ways at their collective number {index + 1}: "
+    rule = "Every rank of a group calls the same collectives, in the same order, types and sizes."
+    return camps[0], head + ",\nwhile ".join(texts) + f".\n{rule}"
 
 
 def _grouped(witnesses: list[Witness]) -> list[tuple[str, list[Witness]]]:
     groups: dict[tuple[str, str], list[Witness]] = {}
     for w in witnesses:
-        entered = w.calls[-1][1] if w.nccl and w.calls else "a collective"
+        entered = w.calls[-1].name if w.nccl and w.calls else "a collective"
         groups.setdefault((w.collective() or entered, w.place()), []).append(w)
     return [(name, group) for (name, _), group in groups.items()]
+
+
+def _by_nccl(job: Job) -> bool:
+    return job.device == "cuda" and "nccl" in job.backend
+
+
+def _frame(call: Call) -> Frame:
+    return call.file, int(call.line), call.function
 
 
 def _place(frame: Frame | None) -> str:

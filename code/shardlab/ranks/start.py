@@ -29,9 +29,7 @@ import torch
 from . import worker
 
 _FRESH = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+import sys
 sys.path[:] = {path!r}
 from shardlab.ranks import worker
 worker.fresh({directory!r}, {rank}, {status}, {lifeline})
@@ -163,11 +161,11 @@ def fresh(
 
 
 def _start_all(job: worker.Job, start: Callable[..., int]) -> tuple[list[Process], int]:
-    reading, writing = os.pipe()
+    reading, writing = map(worker.above_streams, os.pipe())
     processes: list[Process] = []
     try:
         for rank in range(job.world_size):
-            ours, theirs = os.pipe()
+            ours, theirs = map(worker.above_streams, os.pipe())
             others = [writing, ours, *(p.status.fileno() for p in processes)]
             pid = start(rank, theirs, reading, others)
             os.close(theirs)
@@ -182,6 +180,8 @@ def _start_all(job: worker.Job, start: Callable[..., int]) -> tuple[list[Process
 
 def end(processes: list[Process], lifeline: int, patience: float = 0.0) -> None:
     """Dismiss the ranks, wait `patience` seconds, kill what is left with all that it started."""
+    with suppress(BrokenPipeError):
+        os.write(lifeline, bytes(2 * len(processes)))  # two threads of each read one
     os.close(lifeline)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and any(p.exit_code() is None for p in processes):

@@ -111,8 +111,7 @@ def _end_all() -> None:
         if time.monotonic() > limit:
             # With the status 0 torchrun would wait for them.
             print(f"{total - left} of torchrun's {total} processes hang.", file=sys.stderr)
-            sys.stdout.flush()
-            sys.stderr.flush()
+            worker.flush()
             os._exit(1)
         time.sleep(0.005)
 
@@ -240,14 +239,14 @@ def _take_part(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
 
 
 def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
-    worker._inside = job
+    worker._inside, heedful = job, values.heedful(store)  # held here until the groups are gone
     try:
         with _as_if_alone(job):
             dist.init_process_group(
                 job.backend,
                 rank=rank,
                 world_size=job.world_size,
-                store=values.heedful(store),
+                store=heedful,
                 timeout=timedelta(seconds=job.timeout),
             )
             report = worker._returned(worker.called(job, *pickle.loads(values.take(store, "call"))))

@@ -18,13 +18,13 @@ _CHUNK = 2**22  # bytes; the launcher's store takes no value of more than 8 MiB
 FAILED = "failed"  # the key that says that a rank of this run has
 
 
-_kept: list[dist.Store] = []  # torch's groups call them, but do not keep their Python side alive
-
-
 def heedful(store: dist.Store) -> dist.Store:
-    """The same store, for groups to be made through: nobody waits there once a rank has failed."""
-    _kept.append(_Heedful(store))
-    return _kept[-1]
+    """The same store, for groups to be made through: nobody waits there once a rank has failed.
+
+    torch's groups call it, but do not keep its Python side alive: who makes groups holds it for as
+    long as there are any.
+    """
+    return _Heedful(store)
 
 
 class _Heedful(dist.Store):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import io
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -26,16 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import renamed
-
-# Collectives that are logged, call by call, so that a failure can say where the ranks parted ways.
-COLLECTIVES = (
-    *("all_reduce", "broadcast", "reduce", "gather", "scatter", "barrier"),
-    *("all_gather", "all_gather_into_tensor", "all_gather_single"),
-    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
-    *("all_to_all", "all_to_all_single"),
-    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
-)
+from . import calls
 
 # What gloo's transport and nccl say in a rank whose *neighbour* failed, or called something else.
 VICTIM_WORDS = ("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out")
@@ -77,8 +70,8 @@ def serve(rank: int, job: Job, load: Any, status: Connection, lifeline: int) -> 
     """Be rank `rank` of `job`: run what `load()` gives, report, wait for dismissal. Never returns.
 
     `load` gives a function and its arguments; what it imports does not count as the run's time.
-    `lifeline` is the reading end of a pipe whose writing end the caller holds: it reads as closed
-    when the caller dismisses its ranks, and also when the caller dies.
+    `lifeline` is the reading end of a pipe whose writing end the caller holds: it has something to
+    read when the caller dismisses its ranks, and reads as closed when the caller dies.
     """
     global _inside
     _settle_in(rank, job, lifeline)
@@ -90,24 +83,29 @@ def serve(rank: int, job: Job, load: Any, status: Connection, lifeline: int) -> 
         report = _returned(called(job, fn, args))
     except BaseException as error:  # whatever it is, the caller has to hear of it
         report = _raised(error)
-    _flush()
-    status.send(report)
-    os.read(lifeline, 1)  # blocks until the caller closes its end
-    os._exit(0)  # not sys.exit: gloo's threads abort a process that ends in the ordinary way
+    flush()
+    with suppress(OSError):  # the caller is no more
+        status.send(report)
+    _leave_with_caller(lifeline, job)
 
 
 def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     """Own session, own output, own signals; die when the caller dies."""
     os.setsid()  # the terminal's Ctrl-C goes to the caller alone, which stops its ranks
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != job.parent:
-        os._exit(1)
-    threading.Thread(target=_leave_with_caller, args=(lifeline,), daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-    output = os.open(job.file("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
+    if sys.platform == "linux":
+        # The kernel tells of the caller's death, and C itself answers with alarm(SIGHUP), where
+        # SIGHUP is 1: a second for the thread below, which Python may be too busy to let run.
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+        libc.signal(signal.SIGHUP, ctypes.cast(libc.alarm, ctypes.c_void_p))
+        libc.prctl(1, signal.SIGHUP, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != job.parent:
+        _leave(job, dismissed=False)
+    threading.Thread(target=_leave_with_caller, args=(lifeline, job), daemon=True).start()
+    output = above_streams(os.open(job.file("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    nothing = above_streams(os.open(os.devnull, os.O_RDONLY))
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     # In a notebook, sys.stdout belongs to the kernel and must not be used from here.
@@ -134,10 +132,29 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     )
 
 
-def _leave_with_caller(lifeline: int) -> None:
-    os.read(lifeline, 1)
-    # Dismissed, or orphaned: either way there is nobody left to work for.
-    os._exit(0)
+def above_streams(descriptor: int) -> int:
+    """The same file under a number that no standard stream has, where the caller has closed one."""
+    if descriptor > 2:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
+
+
+def _leave_with_caller(lifeline: int, job: Job) -> None:
+    """Wait until the caller dismisses its ranks, or dies; then go, with all that was started here.
+
+    Not by sys.exit: gloo's threads abort a process that ends in the ordinary way.
+    """
+    _leave(job, dismissed=bool(os.read(lifeline, 1)))  # a caller that dies has written nothing
+
+
+def _leave(job: Job, dismissed: bool) -> None:
+    for _ in range(0 if dismissed else 100):  # another rank may still be writing there
+        shutil.rmtree(job.directory, ignore_errors=True)
+        if not os.path.exists(job.directory):
+            break
+    os.killpg(0, signal.SIGKILL)  # this process leads its group
 
 
 def use_cuda(local_rank: int) -> None:
@@ -171,41 +188,7 @@ def _join(rank: int, job: Job) -> None:
         job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
     )
     dist.barrier()
-    _log_collectives(job.file("calls", rank))
-
-
-def _log_collectives(path: Path) -> None:
-    """Append a line to `path` at each collective that this rank enters: name, sizes, place."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def logged(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            while frame.f_code.co_filename == renamed.__file__ and frame.f_back:
-                frame = frame.f_back
-            sizes = next((_sizes(value) for value in args if _sizes(value)), "")
-            group = kwargs.get("group") or next(
-                (value for value in args if isinstance(value, dist.ProcessGroup)), None
-            )
-            whole = group is None or group is dist.group.WORLD
-            ranks = "all" if whole else str(dist.get_process_group_ranks(group))
-            place = f"{frame.f_code.co_filename}\t{frame.f_lineno}\t{frame.f_code.co_name}"
-            os.write(log, f"{ranks}\t{name}\t{sizes}\t{place}\n".encode())
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in COLLECTIVES:
-        if hasattr(dist, name):
-            setattr(dist, name, logged(name, getattr(dist, name)))
-
-
-def _sizes(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-        return f"{len(value)} x {_sizes(value[0])}"
-    return ""
+    calls.log(job.file("calls", rank))
 
 
 def _returned(value: Any) -> Report:
@@ -232,12 +215,17 @@ def _raised(error: BaseException) -> Report:
 def _describe(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"sys.exit({'' if error.code is None else repr(error.code)})"
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}".rstrip(": ")
+    except Exception as second:  # of its own __str__
+        return f"{kind}, whose text cannot be had: its __str__ raises {type(second).__name__}"
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Write out what this process has printed, as far as its streams are there and open."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 

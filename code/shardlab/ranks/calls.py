@@ -1,0 +1,227 @@
+"""The log of the collectives that each rank enters, and where the ranks of a run disagree in it.
+
+A backend looks at no neighbour's shapes, types or operations: what does not fit can come back as
+garbage, without an error. What ranks asked for stands in their logs alone, a line for each call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import renamed
+
+# The collectives that are logged, and the argument whose sizes are: one that all ranks are given.
+COLLECTIVES = {
+    **dict.fromkeys(("all_reduce", "broadcast", "reduce", "gather", "scatter"), "tensor"),
+    **{"all_gather": "tensor_list", "reduce_scatter": "input_list"},
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), "output_tensor"),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), "output"),
+    **{"all_to_all": "output_tensor_list", "all_to_all_single": "output"},
+    **dict.fromkeys(("barrier", "all_gather_object", "broadcast_object_list"), ""),
+    **dict.fromkeys(("gather_object", "scatter_object_list"), ""),
+}
+_PARAMETERS = {
+    name: list(inspect.signature(getattr(dist, name)).parameters)
+    for name in COLLECTIVES
+    if hasattr(dist, name)
+}
+_SIZES = re.compile(r"(.*?)\[(.*)\]")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One line of a rank's log: a collective, or what its reader has to know beside them.
+
+    Without a name it says that a collective raised; without ranks, that all groups are new ones.
+    """
+
+    ranks: str  # of its group, in the world's numbers: "all", "[0, 2]"
+    group: str = ""  # torch's name of it, where it is not the world
+    name: str = ""
+    sizes: str = ""  # "float32[2, 3]", "4 x float32[3]"; "" where they are not known
+    told: str = ""  # what else all ranks have to give alike: "src=0", "op=SUM"
+    file: str = ""
+    line: str = "0"
+    function: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> Call | None:
+        """What `written` made the line `text` of; None of one that was cut short."""
+        words = text.split("\t")
+        return cls(*words) if len(words) == len(fields(cls)) else None
+
+    def written(self) -> str:
+        """Its line in the log."""
+        return "\t".join(astuple(self)) + "\n"
+
+    def kind(self) -> str | None:
+        """The type of its tensors, and how many they are where it takes a list."""
+        found = _SIZES.fullmatch(self.sizes)
+        return found[1] if found else None
+
+    def shape(self) -> list[int]:
+        """The sizes of a tensor; those of 1 say nothing, and are left out."""
+        found = _SIZES.fullmatch(self.sizes)
+        return [int(n) for n in re.findall(r"\d+", found[2]) if n != "1"] if found else []
+
+
+def members(ranks: str, world_size: int) -> list[int]:
+    """The ranks of a group, from how the log names them."""
+    return (
+        list(range(world_size)) if ranks == "all" else [int(n) for n in re.findall(r"\d+", ranks)]
+    )
+
+
+def camps(calls: Mapping[int, Call], nccl: bool) -> list[list[int]]:
+    """Ranks by what each asked of one collective of their group: one camp if it fits together.
+
+    What differs by right does not count: parts in an all-to-all, objects, a flat view of the same
+    elements; under nccl, what ranks give to a gather. Nor does what is not known of a call.
+    """
+    name = next(iter(calls.values())).name
+    tells: list[Callable[[Call], Any]] = [lambda call: call.name, Call.kind]
+    parts = any(call.told for call in calls.values()) if name == "all_to_all_single" else False
+    if name != "all_to_all" and not parts and not (nccl and name in ("gather", "scatter")):
+        tells.append(lambda call: math.prod(call.shape()) if call.sizes else None)
+        tells.append(lambda call: str(call.shape()) if len(call.shape()) > 1 else None)
+    if name != "all_to_all_single":
+        tells.append(lambda call: call.told or None)
+    for tell in tells:
+        found: dict[Any, list[int]] = {}
+        for rank, call in sorted(calls.items()):
+            if tell(call) is not None:
+                found.setdefault(tell(call), []).append(rank)
+        if len(found) > 1:
+            # The smaller camp first; of two camps of one size, the one without rank 0.
+            return sorted(found.values(), key=lambda camp: (len(camp), -camp[0]))
+    return [sorted(calls)]
+
+
+def parted(logs: Mapping[int, list[Call]], nccl: bool) -> tuple[int, list[list[int]]] | None:
+    """The first place in the logs of a group at which its ranks disagree, and their camps there."""
+    for index in range(max(map(len, logs.values()), default=0)):
+        calls = {rank: log[index] for rank, log in logs.items() if index < len(log)}
+        if len(found := camps(calls, nccl)) > 1:
+            return index, found
+    return None
+
+
+def comparable(texts: list[bytes]) -> list[dict[int, list[Call]]]:
+    """By group, the logs of ranks that all returned, where they differ and can be told apart.
+
+    Where they do not even name the same collectives, and yet nobody waits, some were called past
+    the log: of that group nothing can be told. Nor can it behind one that raised and was caught, or
+    where ranks made a world of their own, whose numbers are others.
+    """
+    if all(text == texts[0] for text in texts):
+        return []
+    lines: list[dict[str, list[str]]] = [{} for _ in texts]
+    for text, mine in zip(texts, lines, strict=True):
+        for line in text.decode("utf-8", "replace").split("\n")[:-1]:
+            mine.setdefault(line.partition("\t")[0], []).append(line)
+    groups = sorted(set().union(*lines))
+    found = []
+    for group in groups if "" not in groups else []:
+        inside = {rank: lines[rank].get(group, []) for rank in members(group, len(texts))}
+        first = next(iter(inside.values()))
+        if all(mine == first for mine in inside.values()):
+            continue
+        logs = {rank: [Call.read(line) for line in mine] for rank, mine in inside.items()}
+        orders = {tuple(c and (c.group, c.name) for c in mine) for mine in logs.values()}
+        if len(orders) == 1 and all(c and c.name for mine in logs.values() for c in mine):
+            found.append(logs)
+    return found
+
+
+def log(path: Path) -> None:
+    """From here on append a line to `path` at each collective that this process enters."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(line: str) -> None:
+        with suppress(OSError):  # a full disk is no reason for a collective to fail
+            os.write(file, line.encode())
+
+    def logged(name: str, function: Any) -> Any:
+        parameters, sized = _PARAMETERS[name], COLLECTIVES[name]
+        tells = _tells(parameters)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            try:
+                group = _group(given.get("group"))
+            except Exception:  # torch itself will say what is wrong with it
+                return function(*args, **kwargs)
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename == renamed.__file__ and frame.f_back:
+                frame = frame.f_back
+            place = f"{frame.f_code.co_filename}\t{frame.f_lineno}\t{frame.f_code.co_name}"
+            write(f"{group}\t{name}\t{_sizes(given.get(sized))}\t{tells(given)}\t{place}\n")
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                write(Call(*group.split("\t")).written())
+                raise
+
+        return call
+
+    for name in _PARAMETERS:
+        setattr(dist, name, logged(name, getattr(dist, name)))
+    begin = dist.init_process_group
+
+    def another(*args: Any, **kwargs: Any) -> Any:
+        write(Call("").written())
+        return begin(*args, **kwargs)
+
+    dist.init_process_group = another
+
+
+def _group(group: Any) -> str:
+    """How the log names it: its ranks, and torch's name of it."""
+    if group is None or group is dist.group.WORLD:
+        return "all\t"
+    return f"{dist.get_process_group_ranks(group)}\t{getattr(group, 'group_name', '')}"
+
+
+def _tells(parameters: list[str]) -> Callable[[dict[str, Any]], str]:
+    """What says, of arguments by their names, what all ranks have to give alike; "" if unknown."""
+    root = next((name for name in ("src", "dst") if name in parameters), None)
+    reduces, parts = "op" in parameters, "input_split_sizes" in parameters
+
+    def tells(given: dict[str, Any]) -> str:
+        told = []
+        if root:
+            number = given.get(root)
+            if number is None and (own := given.get(f"group_{root}")) is not None:
+                with suppress(Exception):
+                    number = dist.get_global_rank(given.get("group") or dist.group.WORLD, own)
+            if not isinstance(number, int):
+                return ""
+            told.append(f"{root}={number}")
+        if reduces:
+            operation = given.get("op", dist.ReduceOp.SUM)
+            told.append(f"op={getattr(getattr(operation, 'op', operation), 'name', '')}")
+        if parts and (given.get("input_split_sizes") or given.get("output_split_sizes")):
+            told.append("in parts")
+        return ", ".join(told)
+
+    return tells
+
+
+def _sizes(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+        return f"{len(value)} x {_sizes(value[0])}"
+    return ""

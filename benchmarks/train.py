@@ -69,7 +69,7 @@ Contender = tuple[Step, list[Tensor]]  # its step, and the losses of those that 
 def batches_of(config: Config, batch: int) -> Batches:
     """On a rank: its share of the text, loaded as the script does, again and again."""
     windows = Windows(config.seq, parts()[0])
-    order = HOME.Order(windows, dist.get_world_size(), dist.get_rank(), seed=0)
+    order = HOME.Order(windows, dist.get_world_size(), dist.get_rank(), seed=0, drop_last=True)
     loader = DataLoader(windows, batch, sampler=order, generator=torch.Generator(), drop_last=True)
     return itertools.chain.from_iterable(itertools.repeat(loader))
 

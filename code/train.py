@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.text import Windows, parts
-from shardlab.train import job, options
+from shardlab.train import job, options, saved
+from shardlab.train.saved import Complete, checkpoints
 from shardlab.train.spread import Spread
 
 
@@ -70,9 +71,10 @@ def main(
 
     texts = parts(source)
     train, validation, test = (Windows(config.seq, part[:limit]) for part in texts)
-    sampler = Order(train, world, rank, seed=seed)
+    sampler = Order(train, world, rank, seed=seed, drop_last=True)
     own = torch.Generator()  # a new iterator draws a number: not from what dropout draws from
     how = {"num_workers": workers, "persistent_workers": workers > 0, "drop_last": True}
+    how["worker_init_fn"] = job.ignore_signals
     loader = DataLoader(train, batch // world, sampler=sampler, generator=own, **how)
 
     say(generate(model, sample))
@@ -96,9 +98,10 @@ def main(
                     steps = done  # so this one is the last
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation, rank, world)
-                words = f"step {done}: validation {mean:.3f}, perplexity {math.exp(mean):.2f}"
+                perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
+                words = f"step {done}: validation {mean:.3f}, perplexity {perplexity:.2f}"
                 say(words)
-                best = min(best, (mean, done))
+                best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 state.done, state.best = done, best
                 save(state, folder)
                 meter.note(step=done, validation=mean)
@@ -116,7 +119,7 @@ def main(
     mean = evaluate(model, test, rank, world)
     meter.note(step=best[1], test=mean)
     meter.close()
-    say(f"test, of step {best[1]}: perplexity {math.exp(mean):.2f}")
+    say(f"test, of step {best[1]}: perplexity {torch.tensor(mean).exp():.2f}")
     return [value.item() for value in losses]
 
 
@@ -139,10 +142,8 @@ def backward(
     pieces = list(zip(tokens.split(micro), targets.split(micro), strict=True))
     total = torch.zeros((), device=tokens.device)
     for number, (part, its_targets) in enumerate(pieces, 1):
-        last = number == len(pieces)
-        with spread.sync_if(last):
-            with spread.autocast():
-                value = loss(model(part), its_targets) * len(part) / len(tokens)
+        with spread.sync_if(number == len(pieces)):
+            value = loss(model(part), its_targets) * len(part) / len(tokens)
             scaler.scale(value).backward()
         total += value.detach()
     return total
@@ -199,7 +200,7 @@ class State(Stateful):
 
     def __init__(self, model, optimizer, scaler):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.done, self.best = 0, (math.inf, 0)  # steps; lowest validation loss, and its step
+        self.done, self.best = 0, (math.inf, math.inf)  # steps; lowest validation loss, its step
         self.random = f"random state of rank {dist.get_rank()} of {dist.get_world_size()}"
         self.draws = torch.cuda if torch.cuda.is_available() else torch  # where dropout draws
 
@@ -226,21 +227,17 @@ def step_name(step):
     return f"step-{step:06d}"
 
 
-def checkpoints(folder):
-    """The complete checkpoints in `folder`, the newest last."""
-    return sorted(folder.glob("step-*"))
-
-
 def load(state, path):
     """Put the checkpoint `path` into `state`, from whichever ranks have written it."""
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # other ranks: other random states
-    dcp.load({"state": state}, checkpoint_id=path, planner=planner)
+    saved.verify(path)
+    dcp.load({"state": state}, checkpoint_id=path, planner=Complete())
 
 
 def save(state, folder):
     """Write a checkpoint, each rank its part; the rename makes it count, and old ones go."""
     name = step_name(state.done)
     dcp.save({"state": state}, checkpoint_id=folder / f".{name}")
+    saved.seal(folder / f".{name}")
     if dist.get_rank() == 0:
         (folder / f".{name}").rename(folder / name)
         for path in checkpoints(folder):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from shardlab import ranks, show
+from shardlab import count, ranks, show, text
 from shardlab.launcher import Place
-from shardlab.model import GPT, PRESETS
+from shardlab.model import GPT, PRESETS, loss
 from shardlab.ranks.agree import time_limit
-from shardlab.train import job, options, script, spread
+from shardlab.train import job, options, saved, script, spread
 
-# 131 windows of each part: 8 steps an epoch, and no number of ranks divides 131. Two epochs begin.
-SMALL = {"steps": 10, "every": 5, "limit": 64 * 131 + 1, "sample": 0}
+# 143 windows of each part: 8 steps an epoch, and a ninth for a sampler that fills up on 2, 4, 8 or
+# 16 ranks. Two epochs begin.
+SMALL = {"steps": 10, "every": 5, "limit": 64 * 143 + 1, "sample": 0}
 # Sums in another order: a last digit of a loss near 5, and AdamW takes steps of 1e-3 times the sign
 # of gradients near 0, so a weight may differ by a few hundredths of a step.
 LOSS, WEIGHT = 5e-6, 2e-4
@@ -42,7 +44,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     state = {"state": {"model": GPT(PRESETS["nano"]).state_dict()}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this process is alone
-        dcp.load(state, checkpoint_id=sorted(folder.glob("step-*"))[-1])
+        dcp.load(state, checkpoint_id=saved.checkpoints(folder)[-1])
     return state["state"]["model"]
 
 
@@ -91,7 +93,7 @@ def test_four_ranks_without_a_group_train_four_models(one, tmp_path):
 
 
 def test_half_precision_is_near(one, tmp_path):
-    # 8 binary digits: a product is off by 2**-9, a loss of 5 by some thousandths.
+    # 8 binary digits: a product is off by up to 2**-8, a loss of 5 by some thousandths.
     losses = trained("precision", 2, tmp_path / "bf16", precision="bf16", micro=4)
     assert 1e-6 < apart(losses[0], one[0]) < 1e-2
     # fp16 has 11 digits, and its scaler starts at 2**16, where nothing overflows here.
@@ -109,6 +111,78 @@ def test_a_stop_within_an_epoch_changes_no_bit(size, tmp_path):
     assert parts == whole
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("size, then", [(2, 1), (4, 8), (1, 4)])
+def test_a_stop_on_some_ranks_goes_on_with_others(size, then, tmp_path):
+    (whole,) = trained("plain", 1, tmp_path / "plain", steps=20, every=20)
+    first = trained("resume", size, tmp_path / "parts", steps=11)[0]  # within the second epoch
+    rest = trained("resume", then, tmp_path / "parts", steps=20)[0]  # into the third
+    assert apart(first + rest, whole) < 2 * LOSS
+
+
+class Dealt(Exception):
+    """Has the loader that a script made, before it trains."""
+
+
+def dealt(step: str, windows: int, rank: int, world: int, monkeypatch) -> list[list[list[int]]]:
+    """Which windows a rank gets in each step of two epochs, as the step's own `main` deals them."""
+    main = script.load(step).main
+    names = main.__globals__
+
+    def loader(data, *arguments, **options):
+        raise Dealt(torch.utils.data.DataLoader(list(range(len(data))), *arguments, **options))
+
+    class Ranks:
+        get_rank, get_world_size = staticmethod(lambda: rank), staticmethod(lambda: world)
+
+    class Spread:
+        share, shares, model = rank, world, torch.nn.Linear(1, 1)
+
+        def __init__(self, *_):
+            pass
+
+    stands_in = {
+        "dist": Ranks,
+        "GPT": lambda _: torch.nn.Linear(1, 1),
+        "DistributedDataParallel": lambda model: model,
+        "DataLoader": loader,
+        "Windows": lambda _seq, _part: range(windows),
+        "Spread": Spread,
+        "print": lambda *_: None,
+    }
+    for name in stands_in:
+        monkeypatch.setitem(names, name, stands_in[name])
+    with pytest.raises(Dealt) as made:
+        main(folder="/tmp", seed=3)
+    (loader,) = made.value.args
+    epochs = []
+    for epoch in (0, 1):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        else:
+            loader.sampler.generator.manual_seed(3 + epoch)
+        epochs.append([batch.tolist() for batch in loader])
+    return epochs
+
+
+@pytest.mark.parametrize("step", ["sampler", "resume", "take_home"])
+def test_each_step_sees_the_windows_of_one_process_whatever_the_size(step, monkeypatch):
+    for windows in (16, 31, 32, 33, 40, 45, *range(46, 65), 131, 143, 157, 250):
+        one = dealt("plain", windows, 0, 1, monkeypatch)
+        for world in (1, 2, 4, 8, 16):
+            shares = [dealt(step, windows, rank, world, monkeypatch) for rank in range(world)]
+            for epoch in (0, 1):
+                assert {len(share[epoch]) for share in shares} == {windows // 16}
+                for number, batch in enumerate(one[epoch]):
+                    together = [window for share in shares for window in share[epoch][number]]
+                    assert sorted(together) == sorted(batch), (windows, world, epoch, number)
+
+
+@pytest.mark.parametrize("step", ["sampler", "precision", "fsdp2"])
+def test_a_batch_that_the_ranks_do_not_divide_is_named(step, tmp_path):
+    with pytest.raises(ranks.RankError, match="batch=16: allowed are multiples of 3"):
+        trained(step, 3, tmp_path)
 
 
 def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
@@ -153,6 +227,129 @@ def test_of_half_precision_a_strategy_takes_what_it_can(one, tmp_path):
         assert 1e-6 < apart(losses, one[0]) < 1e-2
 
 
+def test_in_bf16_validation_is_bf16_whichever_the_wrapper(tmp_path):
+    """Its loss is off as far as training's is, and by the same products."""
+    found = {}
+    for name, changes in {
+        "float32": {},
+        "resume": {"precision": "bf16"},
+        "ddp": {"precision": "bf16"},
+        "fsdp2": {"precision": "bf16", "strategy": "fsdp2"},
+    }.items():
+        step = name if name == "resume" else "take_home"
+        place = tmp_path / name
+        # No step is large enough to move a weight: all validate one model.
+        trained(step, 2, place, steps=1, every=1, lr=1e-12, **changes)
+        path = saved.checkpoints(place)[-1]
+        state = {"state": {"position": [0, 0.0, 0]}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=path)
+        found[name] = state["state"]["position"][1]
+    assert found["resume"] == found["ddp"]
+    assert abs(found["ddp"] - found["fsdp2"]) < 2e-3  # FSDP2 computes norms in bf16 as well
+    for name in ("ddp", "fsdp2"):
+        assert 1e-6 < abs(found[name] - found["float32"]) < 1e-2
+
+
+def test_fsdp2_keeps_no_whole_gradient_between_micro_batches():
+    def kept():
+        model = spread.Spread(GPT(PRESETS["nano"]), "fsdp2")
+        tokens, targets = text.batch(32, 2)
+        with model.sync_if(True):  # allocates what stays
+            loss(model.model(tokens), targets).backward()
+        model.model.zero_grad()
+        with count.held() as held, model.sync_if(False):
+            loss(model.model(tokens), targets).backward()
+        return held.now, sum(4 * p.numel() for p in model.plain.parameters())
+
+    for grown, whole in ranks.run(kept, 4, show=False, device="cpu"):
+        assert 0 < grown < 0.5 * whole  # its quarter, and the root's weights; else all, and those
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_a_checkpoint_of_another_model_is_not_loaded(strategy, tmp_path, monkeypatch):
+    deeper = replace(PRESETS["nano"], layers=PRESETS["nano"].layers + 2)
+    trained("take_home", 2, tmp_path / "nano", strategy=strategy, steps=5)
+    names = script.load("take_home").__dict__
+    monkeypatch.setitem(names["PRESETS"], "deeper", deeper)
+    with pytest.raises(ranks.RankError, match="another model"):
+        trained("take_home", 2, tmp_path / "nano", strategy=strategy, preset="deeper")
+    trained("take_home", 2, tmp_path / "deep", strategy=strategy, preset="deeper", steps=5)
+    with pytest.raises(ranks.RankError, match="another model"):
+        trained("take_home", 2, tmp_path / "deep", strategy=strategy)
+    if strategy != "zero3":  # names that can be read beforehand
+        for folder, preset in (("nano", "deeper"), ("deep", "nano"), ("nano", "micro")):
+            here = {"strategy": strategy, "preset": preset, "folder": str(tmp_path / folder)}
+            with pytest.raises(ValueError, match="preset: blocks"):
+                options.check(2, **GOOD | here)
+
+
+def test_a_loss_that_is_nan_is_no_best_unless_there_is_no_other(tmp_path, monkeypatch):
+    trained("take_home", 2, tmp_path / "nan", steps=6, every=2, lr=1e30)
+    assert [path.name for path in saved.checkpoints(tmp_path / "nan")] == [
+        "step-000002",
+        "step-000006",
+    ]
+    found = iter([3.0, math.nan, 4.0])  # at steps 2 and 4, and of the test
+    names = script.load("take_home").__dict__
+    monkeypatch.setitem(names, "evaluate", lambda *_: next(found))
+    trained("take_home", 1, tmp_path / "later", steps=4, every=2)
+    lines = (tmp_path / "later/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1]) == {"step": 2, "test": 4.0}
+
+
+def test_a_loss_beyond_floats_has_an_infinite_perplexity(tmp_path):
+    trained("take_home", 1, tmp_path, steps=10, every=10, lr=4.0)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["test"] > 710  # math.exp would raise
+
+
+def test_checkpoints_go_by_number(tmp_path):
+    for step in (1_000_000, 999_900, 5):
+        (tmp_path / script.load("take_home").step_name(step)).mkdir()
+    assert [int(path.name[5:]) for path in saved.checkpoints(tmp_path)] == [5, 999_900, 1_000_000]
+
+
+def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
+    trained("take_home", 2, tmp_path, steps=5)
+    (path,) = saved.checkpoints(tmp_path)
+    whole = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert set(whole) == {".metadata", "__0_0.distcp", "__1_0.distcp", saved.SUMS}
+    chance, variants = random.Random(0), []
+    for name, content in whole.items():
+        flipped = bytearray(content)
+        for _ in range(64):
+            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+        for damaged in (bytes(flipped), content[: len(content) // 2], b"", None):
+            variants.append((name, damaged))
+
+    def refused() -> list[bool]:
+        found = []
+        for name, damaged in [*variants, (saved.SUMS, whole[saved.SUMS])]:
+            if dist.get_rank() == 0:
+                (path / name).unlink()
+                if damaged is not None:
+                    (path / name).write_bytes(damaged)
+            dist.barrier()
+            try:
+                saved.verify(path)
+                found.append(False)
+            except saved.Refused as error:
+                found.append("is no whole checkpoint" in str(error))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                (path / name).write_bytes(whole[name])
+            dist.barrier()
+        return found
+
+    for found in ranks.run(refused, 2, show=False, device="cpu"):
+        assert found == [True] * len(variants) + [False]
+    (path / "__0_0.distcp").write_bytes(variants[-16][1] or b"")
+    with pytest.raises(ranks.RankError, match="is no whole checkpoint"):
+        trained("take_home", 2, tmp_path)
+
+
 def test_workers_change_nothing(one, tmp_path):
     losses = trained("take_home", 2, tmp_path, workers=2)[0]
     assert apart(losses, one[0]) < LOSS
@@ -168,10 +365,10 @@ ENVIRONMENT |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1
 SHORT = ["--limit", str(SMALL["limit"]), "--sample", "0", "--every", "5", "--report", "1"]
 
 
-def begin(folder: Path, size: int, *more: str) -> subprocess.Popen[str]:
+def begin(folder: Path, size: int, *more: str, script=SCRIPT) -> subprocess.Popen[str]:
     head = [*TORCHRUN, f"--nproc-per-node={size}"] if size else [sys.executable]
     return subprocess.Popen(
-        [*head, str(SCRIPT), "--folder", str(folder), *SHORT, *more],
+        [*head, str(script), "--folder", str(folder), *SHORT, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -222,7 +419,7 @@ def test_a_job_is_stopped_by_signals_and_goes_on_with_more_ranks(tmp_path):
     assert "\r" not in output  # a progress bar is for terminals
     assert output.count("step ") == len(re.findall(r"^step \d+: validation", output, re.M))
     made = max(steps_of(folder))
-    assert sorted(folder.glob("step-*"))[-1].name == f"step-{made:06d}"
+    assert saved.checkpoints(folder)[-1].name == f"step-{made:06d}"
 
     second = begin(folder, 4, "--steps", "100000", "--strategy", "fsdp2")
     until(folder, made + 5)
@@ -250,6 +447,110 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
     ended(process, status=1)
     found = steps_of(folder)
     assert apart([found[n] for n in range(1, 21)], whole) < 2e-5
+
+
+def test_a_signal_to_all_processes_leaves_the_loaders_at_work(tmp_path):
+    import psutil
+
+    job = begin(tmp_path, 0, "--steps", "100000", "--every", "100000", "--workers", "2")
+    until(tmp_path, 5)
+    workers = psutil.Process(job.pid).children()
+    assert len(workers) >= 2
+    for process in [*workers, psutil.Process(job.pid)]:  # the workers first
+        process.send_signal(signal.SIGTERM)
+    output = ended(job)
+    assert (tmp_path / "stopped").exists() and "Traceback" not in output
+    assert saved.checkpoints(tmp_path)[-1].name == f"step-{max(steps_of(tmp_path)):06d}"
+    assert not any(worker.is_running() for worker in workers)
+
+
+FAILS = """
+import sys
+sys.path.insert(0, {code!r})
+import train
+from shardlab.train import job, options
+def main(**options):
+    train.averaged = lambda value: 1 / 0
+    return train.main(**options)
+job.run(main, options.parse(train.main))
+"""
+
+
+def test_an_error_does_not_wait_for_the_loaders(tmp_path):
+    (path := tmp_path / "fails.py").write_text(FAILS.format(code=str(SCRIPT.parent)))
+    job = begin(tmp_path / "job", 0, "--workers", "2", script=path)
+    assert "ZeroDivisionError" in ended(job, status=1)
+
+
+def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
+    first = begin(tmp_path, 0, "--steps", "100000")
+    try:
+        until(tmp_path, 3)
+        output = ended(begin(tmp_path, 0, "--steps", "5"), status=2)
+        (line,) = [text for text in output.splitlines() if "train.py: " in text]
+        assert repr(str(tmp_path)) in line and f"process {first.pid} on" in line
+    finally:
+        first.kill()  # nothing is cleared away
+        first.communicate()
+    made = max(steps_of(tmp_path))
+    ended(begin(tmp_path, 0, "--steps", str(made + 2)))
+    assert max(steps_of(tmp_path)) == made + 2
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({0: ("a", "5"), 1: ("b", "5")}, "differ in what .lock in the folder says"),
+        ({0: ("a", "5"), 1: ("a", "6")}, "differ in steps: 5 in"),
+    ],
+)
+def test_ranks_that_disagree_are_told(own, words, tmp_path):
+    """Each rank finds its own options, as with a wrong script around it."""
+
+    def refused():
+        folder, steps = own[dist.get_rank()]
+        with saved.entered(tmp_path / folder, {"steps": int(steps)}):
+            return "entered"
+
+    with pytest.raises(ranks.RankError, match=words):
+        ranks.run(refused, 2, show=False, device="cpu")
+    own[1] = own[0]
+    assert ranks.run(refused, 2, show=False, device="cpu") == ["entered"] * 2
+
+
+def test_ranks_that_see_another_last_checkpoint_are_told(tmp_path, monkeypatch):
+    def refused():
+        if dist.get_rank() == 1:  # its host does not see the newest one yet
+            monkeypatch.setattr(saved, "checkpoints", lambda folder: [folder / "step-000005"])
+        with saved.entered(tmp_path, {}):
+            return "entered"
+
+    (tmp_path / "step-000010").mkdir()
+    with pytest.raises(ranks.RankError, match="last checkpoint: 'step-000010' .*'step-000005'"):
+        ranks.run(refused, 2, show=False, device="cpu")
+
+
+@pytest.mark.parametrize("folder", ["/proc/none", "file/below"])
+def test_a_folder_that_cannot_be_written_is_named(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    words = f"folder={str(tmp_path / folder)!r}: allowed are"
+    output = ended(begin(tmp_path / folder, 0), status=2)
+    assert "Traceback" not in output and words in output.splitlines()[-1]
+
+    def refused():
+        place = tmp_path / folder if dist.get_rank() == 1 else tmp_path / "fine"
+        with pytest.raises(saved.Refused, match=re.escape(words)), saved.entered(place, {}):
+            pass
+
+    ranks.run(refused, 2, show=False, device="cpu")  # all know of what one has
+
+
+def test_a_text_that_is_too_short_is_named(tmp_path):
+    (path := tmp_path / "text").write_bytes(bytes(1000))
+    options.check(1, **GOOD | {"folder": str(tmp_path), "source": str(path), "batch": 12})
+    for batch in (13, 16, 10**30):
+        with pytest.raises(ValueError, match="part for train has 800 bytes; allowed are "):
+            options.check(1, **GOOD | {"folder": "none", "source": str(path), "batch": batch})
 
 
 def test_in_a_terminal_rank_0_draws_a_bar(tmp_path):
@@ -285,11 +586,15 @@ GOOD = {
         ({"preset": "huge"}, "preset='huge': allowed are nano, micro"),
         ({"source": "/no/such"}, "source='/no/such': allowed are"),
         ({"steps": 0}, "steps=0: allowed are whole numbers, 1 or more"),
+        ({"steps": 10**30}, "steps=1000000000000000000000000000000: allowed are numbers up to"),
         ({"batch": 6}, "batch=6: allowed are multiples of 4"),
         ({"micro": 0}, "micro=0: allowed are"),
         ({"lr": -1.0}, "lr=-1.0: allowed are numbers above 0"),
+        ({"lr": math.inf}, "lr=inf: allowed are numbers up to"),
+        ({"micro": 2**63}, "micro=9223372036854775808: allowed are numbers up to"),
         ({"clip": 0.0}, "clip=0.0: allowed are"),
         ({"seed": -1}, "seed=-1: allowed are"),
+        ({"seed": 2**64}, "seed=18446744073709551616: allowed are numbers up to"),
         ({"dropout": 1.0}, "dropout=1.0: allowed are numbers from 0 to below 1"),
         ({"limit": 100}, "limit=100: allowed are"),
         ({"report": 0}, "report=0: allowed are"),
@@ -301,6 +606,10 @@ GOOD = {
         ({"workers": -1}, "workers=-1: allowed are"),
         ({"peak": 0.0}, "peak=0.0: allowed are"),
         ({"timeout": 0.0}, "timeout=0.0: allowed are"),
+        ({"timeout": math.inf}, "timeout=inf: allowed are numbers up to 1e+09"),
+        ({"timeout": 1e300}, "timeout=1e+300: allowed are"),
+        ({"peak": math.inf}, "peak=inf: allowed are"),
+        ({"compiler": "nonsense"}, "compiler='nonsense': allowed are aot_eager"),
         ({"resume": "yes"}, "resume='yes': allowed are auto and never"),
     ],
 )
@@ -328,7 +637,7 @@ def test_a_folder_that_does_not_fit_is_named(tmp_path):
 
 
 def test_a_bad_option_starts_nothing(tmp_path):
-    output = ended(begin(tmp_path / "never", 0, "--steps", "many"), status=1)
+    output = ended(begin(tmp_path / "never", 0, "--steps", "many"), status=2)
     assert output.splitlines()[-1].endswith("steps='many': allowed are whole numbers")
     assert not (tmp_path / "never").exists()
 

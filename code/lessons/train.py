@@ -20,7 +20,7 @@
 #
 # - take a script for one GPU to many, one small change after another, and show after each that it still trains the same model;
 # - name the lines that go wrong in silence on more ranks: data, seeds, losses, checkpoints, the loss scale;
-# - stop in the middle of an epoch and go on bit for bit, on as many ranks as you then have;
+# - stop in the middle of an epoch and go on: bit for bit on as many ranks, to rounding on any number that divides the batch;
 # - start your own jobs from [a script to take home](#the-script-to-take-home).
 #
 # It takes about 45 minutes to read and 40 minutes for the exercises. Running it takes a minute.
@@ -67,9 +67,9 @@ from shardlab.train.spread import STRATEGIES, Spread
 show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="train-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
-# 131 windows of each part: 8 steps of 16 are an epoch, and no number of ranks divides 131.
+# 143 windows of each part: 8 steps of 16 are an epoch. No number of ranks here divides 143.
 LONG = {"steps": 300, "limit": 60_000}
-SMALL = {"steps": 12, "every": 6, "limit": 64 * 131 + 1, "sample": 0}
+SMALL = {"steps": 12, "every": 6, "limit": 64 * 143 + 1, "sample": 0}
 
 
 def on_ranks(step, size, folder, each=False, show=True, **options):
@@ -250,13 +250,14 @@ assert losses[0] == losses[1] == plain
 script.changes("sampler", "main")
 
 # %% [markdown]
-# Three things go with it:
+# Four things go with it:
 #
 # - `set_epoch` makes the order of an epoch from seed and epoch. Without it every epoch has the order of the first.
 # - The loader has a `sampler` and must not have `shuffle=True` as well; PyTorch refuses both. `shuffle` is the sampler's business now.
-# - `batch // world`: a loader's batch is its rank's share. Leave it at 16, and 4 ranks train with batches of 64, at a learning rate that was chosen for 16.
+# - `drop_last=True`. By default the sampler fills up with windows from the front, so that all ranks get equally many. From 143 windows it makes 144 on two ranks: a ninth step, which one process does not have, and from there on all steps of the run are others.
+# - `batch // world`: a loader's batch is its rank's share. Leave it at 16, and 4 ranks train with batches of 64, at a learning rate that was chosen for 16. Three ranks would make 15 of it, so a batch that the ranks do not divide is an error.
 #
-# ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; three ranks deal the rest of the order anew.](../figures/train_order.svg)
+# ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; four ranks deal the rest of the order anew.](../figures/train_order.svg)
 
 # %% tags=["hide-input"]
 # Holds the dealt data against one process
@@ -265,7 +266,7 @@ losses = same("sampler", each=True)
 assert losses[0] != losses[1]
 
 # %% [markdown]
-# Each rank sees other losses now, and their mean is that of one process: two ranks together see the very windows that one process saw, step by step. So the same model comes out, to rounding.
+# Each rank sees other losses now, and their mean is that of one process: two ranks together see the very windows that one process saw, step by step, whatever the size of the data. So the same model comes out, to rounding.
 # Why only to rounding, and when that is close enough: [Data parallelism](data_parallel.md#five-steps-equal-one-process).
 #
 # Loading costs time, too. `DataLoader(…, num_workers=2)` loads in two processes *of each rank*: with four ranks a node, `num_workers=os.cpu_count()` starts four times as many processes as there are cores.
@@ -290,7 +291,7 @@ assert losses[0] == losses[1]
 # %% [markdown]
 # ## Validation: each window once
 #
-# 131 windows do not go into 2, 4 or 8 equal shares. A `DistributedSampler` fills up: it repeats the first windows until all ranks have as many, and counts them twice.
+# 143 windows do not go into 2, 4 or 8 equal shares. A `DistributedSampler` fills up: it repeats the first windows until all ranks have as many, and counts them twice.
 # The validation loss then depends on the number of ranks. Dropping the incomplete rest, `drop_last=True`, makes it depend on them, too.
 #
 # So the sampler may fill up, as all ranks should make equally many forwards: under FSDP2 each forward is a collective. What it repeats is marked with the target −100, which cross-entropy ignores, and two numbers are added up over the ranks: losses and tokens.
@@ -401,6 +402,7 @@ _ = same("accumulate", micro=2)
 # ## bf16: products in 16 bits
 #
 # `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 binary digits.
+# It goes around the model's forward, so that validation computes as training does, with every wrapper.
 
 # %%
 script.changes("precision", "main", "backward")
@@ -418,7 +420,7 @@ assert 1e-5 < gap < 5e-3
 print(f"in bf16 the losses are within {gap:.0e} of those in float32")
 
 # %% [markdown]
-# A product in `bfloat16` is off by up to $2^{-9} = 0.2\,\%$, and a loss of some 5 nats by about $10^{-3}$. That is no error of the ranks: one process in `bfloat16` is as far away.
+# A product in `bfloat16` is off by up to $2^{-8} = 0.4\,\%$, and a loss of some 5 nats by about $10^{-3}$. That is no error of the ranks: one process in `bfloat16` is as far away.
 #
 # ## fp16: a scale that all ranks share
 #
@@ -710,7 +712,8 @@ script.changes("resume", "State", "Order")
 script.changes("resume", "save", "load")
 
 # %% [markdown]
-# A checkpoint is written under a name with a dot, and renamed when all ranks are through, so a killed save leaves the last one as it was. ([Checkpoints](checkpoint.md) has what is left out here: checksums, forced writes, saving in the background.)
+# A checkpoint is written under a name with a dot, and renamed when all ranks are through, so a killed save leaves the last one as it was. ([Checkpoints](checkpoint.md) has what is left out here, saving in the background for instance.)
+# `Complete` lets other ranks' random states be missing, and nothing else: DCP alone would load a checkpoint with more layers than the model, and with `allow_partial_load=True` one with fewer, both in silence (torch 2.13).
 #
 # In `main` this is little:
 
@@ -734,7 +737,7 @@ a, b = weights(FOLDER / "whole"), weights(FOLDER / "parts")
 assert stopped + resumed == whole and all(torch.equal(a[name], b[name]) for name in a)
 
 # %% [markdown]
-# Three ranks could have gone on as well: they deal what is left of the order. Then dropout draws other numbers, and without dropout losses are equal to rounding.
+# Four ranks could have gone on as well, or one: they deal what is left of the order. Then dropout draws other numbers, and without dropout losses are equal to rounding.
 #
 # ## FSDP2: weights, gradients and optimizer sharded
 #
@@ -745,9 +748,9 @@ script.changes("fsdp2", "main", "backward")
 
 # %% [markdown]
 # - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed behind it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
-# - **Precision.** The policy replaces `autocast`: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
+# - **Precision.** The policy replaces `autocast`, in validation as well: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
 # - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: a third fewer bytes on the wire, and all weights in memory ([ZeRO](zero.md) has the figures).
-# - **Accumulation.** `set_requires_gradient_sync(False)` keeps whole gradients until the last micro-batch: memory that you wanted to save.
+# - **Accumulation.** Every micro-batch sends. `set_requires_gradient_sync(False)` would put it off until the last, and keep whole gradients in `float32` till then: 280 GB on every GPU for 70 billion parameters, the memory that you wanted to save.
 # - **Clipping.** `clip_grad_norm_` adds up the shards' squares over the ranks by itself. What it returns is a DTensor: `.full_tensor()` before you print it, on all ranks.
 
 # %% tags=["hide-input"]
@@ -1017,8 +1020,8 @@ show.table(
 # - *Messages*: what of the all-reduce backward did not hide.
 # - What is left is waiting for the slowest rank.
 #
-# A course at Jülich publishes [92 minutes on one GPU, 25 on 4 and 14 on 8](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC): speed-ups of 3.7 and 6.6, efficiencies of 92 and 82 %.
-# Read what was kept constant. There it is the batch of a *rank*: the global one grows from 512 to 2,048 and 4,096, so it is the same number of windows, in a quarter and an eighth of the steps. The larger batch keeps each GPU as busy as one alone, and the loss that comes out is another one.
+# The slides of a course at Jülich have [1 h 32 min on one GPU, 25 minutes on 4 and 14 on 8](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC-Original/blob/0e3c3305509900761d17f9170f6c743f9d51ec96/03-parallelize-training.md): speed-ups of 3.7 and 6.6, efficiencies of 92 and 82 %.
+# Read what was kept constant. In [its script](https://github.com/sab148/Running-and-Scaling-Performent-Deep-Learning-Models-on-HPC/blob/1b90cf6cc86aa43b65ac969f43b94386bdda40f1/train/single_gpu_training.py) it is the batch of a *rank*: the global one grows from 512 to 2,048 and 4,096, so it is the same number of windows, in a quarter and an eighth of the steps. The larger batch keeps each GPU as busy as one alone, and the loss that comes out is another one.
 # The table above keeps the global batch, and with it the training.
 #
 # ## The script to take home
@@ -1039,6 +1042,7 @@ show.source(job.Stop)
 
 # %% [markdown]
 # Then a checkpoint is written as after any last step, and all ranks end with status 0, which keeps `torchrun` from starting them again. A file `stopped` says that there is more to do.
+# Processes that load data ignore the signal: the last step still needs them.
 # Here rank 1 alone gets a signal while it trains; the command is then given once more.
 
 # %%
@@ -1077,9 +1081,11 @@ for strategy in STRATEGIES:
 show.table(rows, ["strategy, 2 ranks", "losses", "norm of the gradient, step 6"])
 
 # %% [markdown]
+# `saved` keeps the folder. A second job in it is refused while the first lives, ranks that see different folders are told, and a checkpoint is loaded only if each file has the checksum that was written beside it. Each of these ends all ranks with one line and status 2, as a bad option does.
+#
 # What it needs from you is a model and a data set: `GPT`, `Windows` and `parts` stand in three lines of `main`.
 # `ddp` and `fsdp2` take any module, `zero1` to `zero3` nearly any; `tensor` knows this course's GPT.
-# Their checkpoints differ: those of `ddp` and `fsdp2` load on any number of ranks, those of the others on as many as have saved.
+# Their checkpoints differ: those of `ddp` and `fsdp2` load on any number of ranks that divides the batch, those of the others on as many as have saved.
 #
 # ## What goes wrong, and how it looks
 #
@@ -1344,10 +1350,13 @@ check(answer, "states_of_a_job")
 # %%
 whole = 16 * 1.3e9 / 1e9
 answer = {"ddp": whole, "fsdp2": whole / 8}
+buckets, casts = 4 * 1.3, 2 * 1.3  # GB: copies of the gradients, of the weights in bfloat16
+print(f"left of 40 GB: ddp {40 - whole - buckets - casts:.0f}, fsdp2 {40 - whole / 8:.0f}")
 check(answer, "states_of_a_job")
 
 # %% [markdown]
-# 21 GB fit into 40, and leave 19 GB for activations. So begin with `ddp`, which sends least, and the largest `--micro` that fits. If that is only 1 or 2, `fsdp2` leaves 37 GB, and larger products may pay for its messages.
+# DDP holds more than that: its buckets are a second copy of the gradients (without `gradient_as_bucket_view=True`), and what `autocast` has cast is kept for backward. So 11 GB are left for activations. FSDP2 has 37, less a block or two that are gathered; as every micro-batch sends, no whole gradients wait.
+# Begin with `ddp`, which sends least, and the largest `--micro` that fits. If that is only 1 or 2, `fsdp2` leaves three times as much, and larger products may pay for its messages.
 # A rank has 64 sequences of a step. A signal is noticed every `--report` steps, so these, and a save, must take less than 60 seconds: measure one of each.
 # `--every` follows from how long a save takes and how often a job dies ([Checkpoints](checkpoint.md#how-often-to-save)).
 # First of all, hold ten losses against one process with the same seed.

@@ -24,8 +24,9 @@ _NO_LOCKS = errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK
 class Held:
     """A folder that is held until `release`, or until this process ends."""
 
-    def __init__(self, handle: int | None, owner: str):
-        self._handle, self.owner = handle, owner
+    def __init__(self, handle: int, owner: str):
+        self._handle: int | None = handle
+        self.owner = owner  # what the file says
         _ALL.add(self)
 
     def release(self) -> None:
@@ -67,19 +68,26 @@ def hold(folder: Path, what: str) -> Held:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     owner = f"{what}, process {os.getpid()} on {socket.gethostname()}"
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(handle, folder)
         os.ftruncate(handle, 0)
         os.pwrite(handle, owner.encode(), 0)
+        os.fsync(handle)  # for those that read it on other hosts
     except BlockingIOError:
         found = os.pread(handle, 1000, 0).decode(errors="replace") or "another process"
         os.close(handle)
         allowed = "allowed is a folder of its own, or to wait for its end"
         raise ValueError(f"folder={str(folder)!r}: {found} writes into it; {allowed}") from None
-    except OSError as error:
+    except OSError:
         os.close(handle)
+        raise
+    return Held(handle, owner)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         text = "this file system has no locks: let nobody else write into it meanwhile"
-        warnings.warn(f"{folder}: {text}", stacklevel=2)
-        return Held(None, owner)
-    return Held(handle, owner)
+        warnings.warn(f"{folder}: {text}", stacklevel=3)

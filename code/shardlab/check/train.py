@@ -98,7 +98,7 @@ def _(answer: Callable[..., Any]) -> str:
 _LACKS = {
     "A": (
         "sampler",
-        {"(train, world, rank, seed=seed)": "(train, 1, 0, seed=seed)", "batch // world": "batch"},
+        {"(train, world, rank, seed=seed": "(train, 1, 0, seed=seed", "batch // world": "batch"},
     ),
     "B": (
         "set_epoch",

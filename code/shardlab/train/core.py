@@ -45,7 +45,8 @@ from torch.utils.data import DataLoader, DistributedSampler  #: sampler
 
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.text import Windows, parts
-from shardlab.train import job, options  #: take_home
+from shardlab.train import job, options, saved  #: take_home
+from shardlab.train.saved import Complete, checkpoints  #: resume
 from shardlab.train.spread import Spread  #: take_home
 #: precision -take_home
 
@@ -88,6 +89,10 @@ def main(
     device, stop = job.device(), job.Stop()
     #: end
     print(f"rank {rank} of {world} on {device}")  #: ranks
+    #: sampler -take_home
+    if batch % world:
+        raise ValueError(f"batch={batch}: allowed are multiples of {world}, one share a rank")
+    #: end
     say = print if rank == 0 else lambda *_: None  #: rank0
 
     torch.manual_seed(seed)
@@ -104,6 +109,10 @@ def main(
         model = GPT(config)
     #: end
     torch.manual_seed(seed + 1 + rank)  #: seeds -take_home
+    #: precision -fsdp2
+    cast = torch.autocast(device.type, DTYPES[precision], precision != "float32")
+    model.forward = cast(model.forward)  # to train, to validate and to generate
+    #: end
     model = DistributedDataParallel(model)  #: ddp -fsdp2
     #: fsdp2 -take_home
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
@@ -119,7 +128,7 @@ def main(
     #: end
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")  #: precision
-    done, best, losses = 0, (math.inf, 0), []  #: -resume
+    done, best, losses = 0, (math.inf, math.inf), []  #: -resume
     #: resume
     state = State(model, optimizer, scaler)  #: -take_home
     state = State(spread, optimizer, scaler)  #: take_home
@@ -134,8 +143,8 @@ def main(
     order = torch.Generator()  #: -sampler
     sampler = RandomSampler(train, generator=order)  #: -sampler
     loader = DataLoader(train, batch, sampler=sampler, drop_last=True)  #: -sampler
-    sampler = DistributedSampler(train, world, rank, seed=seed)  #: sampler -resume
-    sampler = Order(train, world, rank, seed=seed)  #: resume
+    sampler = DistributedSampler(train, world, rank, seed=seed, drop_last=True)  #: sampler -resume
+    sampler = Order(train, world, rank, seed=seed, drop_last=True)  #: resume
     #: sampler -resume
     loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True)
     #: resume
@@ -144,6 +153,7 @@ def main(
     loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True, generator=own)
     #: take_home
     how = {"num_workers": workers, "persistent_workers": workers > 0, "drop_last": True}
+    how["worker_init_fn"] = job.ignore_signals
     loader = DataLoader(train, batch // world, sampler=sampler, generator=own, **how)
     #: end
 
@@ -160,8 +170,7 @@ def main(
             value = loss(model(tokens), targets)  #: -accumulate
             value.backward()  #: -accumulate
             value = backward(model, tokens, targets, micro)  #: accumulate -precision
-            value = backward(model, tokens, targets, micro, precision, scaler)  #: precision -fsdp2
-            value = backward(model, tokens, targets, micro, scaler)  #: fsdp2 -take_home
+            value = backward(model, tokens, targets, micro, scaler)  #: precision -take_home
             value = backward(spread, model, tokens, targets, micro, scaler)  #: take_home
             scaler.unscale_(optimizer)  #: precision
             nn.utils.clip_grad_norm_(model.parameters(), clip)  #: -take_home
@@ -181,10 +190,11 @@ def main(
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation)  #: -validation
                 mean = evaluate(model, validation, rank, world)  #: validation
-                words = f"step {done}: validation {mean:.3f}, perplexity {math.exp(mean):.2f}"
+                perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
+                words = f"step {done}: validation {mean:.3f}, perplexity {perplexity:.2f}"
                 print(words)  #: -rank0
                 say(words)  #: rank0
-                best = min(best, (mean, done))
+                best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 #: -rank0
                 torch.save(model.state_dict(), folder / "last.pt")
                 if best[1] == done:
@@ -220,8 +230,8 @@ def main(
     mean = evaluate(model, test, rank, world)  #: validation
     meter.note(step=best[1], test=mean)  #: take_home
     meter.close()  #: take_home
-    print(f"test, of step {best[1]}: perplexity {math.exp(mean):.2f}")  #: -rank0
-    say(f"test, of step {best[1]}: perplexity {math.exp(mean):.2f}")  #: rank0
+    print(f"test, of step {best[1]}: perplexity {torch.tensor(mean).exp():.2f}")  #: -rank0
+    say(f"test, of step {best[1]}: perplexity {torch.tensor(mean).exp():.2f}")  #: rank0
     return [value.item() for value in losses]
 
 
@@ -240,32 +250,26 @@ def backward(
     tokens,
     targets,
     micro,
-    precision,  #: precision -fsdp2
     scaler,  #: precision
 ):
     """Backward for the mean loss, `micro` sequences at a time; return that loss."""
     pieces = list(zip(tokens.split(micro), targets.split(micro), strict=True))
     total = torch.zeros((), device=tokens.device)
+    #: accumulate -fsdp2
     for number, (part, its_targets) in enumerate(pieces, 1):
         last = number == len(pieces)
-        #: accumulate -precision
         with contextlib.nullcontext() if last else model.no_sync():
             value = loss(model(part), its_targets) * len(part) / len(tokens)
-            value.backward()
-        #: precision -fsdp2
-        cast = torch.autocast(part.device.type, DTYPES[precision], precision != "float32")
-        with contextlib.nullcontext() if last else model.no_sync():
-            with cast:
-                value = loss(model(part), its_targets) * len(part) / len(tokens)
-            scaler.scale(value).backward()
-        #: fsdp2 -take_home
-        model.set_requires_gradient_sync(last)
+            value.backward()  #: -precision
+            scaler.scale(value).backward()  #: precision
+    #: fsdp2 -take_home
+    for part, its_targets in pieces:
         value = loss(model(part), its_targets) * len(part) / len(tokens)
-        scaler.scale(value).backward()
-        #: take_home
-        with spread.sync_if(last):
-            with spread.autocast():
-                value = loss(model(part), its_targets) * len(part) / len(tokens)
+        scaler.scale(value).backward()  # sends: to wait for the last is to keep whole gradients
+    #: take_home
+    for number, (part, its_targets) in enumerate(pieces, 1):
+        with spread.sync_if(number == len(pieces)):
+            value = loss(model(part), its_targets) * len(part) / len(tokens)
             scaler.scale(value).backward()
         #: accumulate
         total += value.detach()
@@ -332,7 +336,7 @@ class State(Stateful):
 
     def __init__(self, model, optimizer, scaler):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.done, self.best = 0, (math.inf, 0)  # steps; lowest validation loss, and its step
+        self.done, self.best = 0, (math.inf, math.inf)  # steps; lowest validation loss, its step
         self.random = f"random state of rank {dist.get_rank()} of {dist.get_world_size()}"
         self.draws = torch.cuda if torch.cuda.is_available() else torch  # where dropout draws
 
@@ -367,21 +371,17 @@ def step_name(step):
     return f"step-{step:06d}"
 
 
-def checkpoints(folder):
-    """The complete checkpoints in `folder`, the newest last."""
-    return sorted(folder.glob("step-*"))
-
-
 def load(state, path):
     """Put the checkpoint `path` into `state`, from whichever ranks have written it."""
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # other ranks: other random states
-    dcp.load({"state": state}, checkpoint_id=path, planner=planner)
+    saved.verify(path)  #: take_home
+    dcp.load({"state": state}, checkpoint_id=path, planner=Complete())
 
 
 def save(state, folder):
     """Write a checkpoint, each rank its part; the rename makes it count, and old ones go."""
     name = step_name(state.done)
     dcp.save({"state": state}, checkpoint_id=folder / f".{name}")
+    saved.seal(folder / f".{name}")  #: take_home
     if dist.get_rank() == 0:
         (folder / f".{name}").rename(folder / name)
         for path in checkpoints(folder):

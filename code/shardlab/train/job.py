@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from shardlab.launcher import Place, place
 from shardlab.model import parameter_count
 from shardlab.shapes import Config
 
+from . import saved
+
+SIGNALS = signal.SIGTERM, signal.SIGUSR1  # stop after the current step, and save
 # Dense products of 16-bit numbers, in FLOP/s: the makers' data sheets.
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
@@ -40,9 +44,10 @@ def device() -> torch.device:
 
 @record  # an error of any rank is written down with its time: see torchrun's --log-dir
 def run(main: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Make the process group, call `main(**options)`, and end cleanly.
+    """Make the process group, call `main(**options)` in its folder, and end cleanly.
 
     options: also `timeout`, the seconds that a rank waits for another one in a collective.
+    What all ranks refuse, a damaged checkpoint for instance, ends them with status 2 and one line.
     """
     at = launched()
     os.environ.update(at.environment())
@@ -56,13 +61,41 @@ def run(main: Callable[..., Any], options: dict[str, Any]) -> None:
         timeout=timeout,
         device_id=gpu if gpu.type == "cuda" else None,
     )
+    rest = {name: value for name, value in options.items() if name != "folder"}
     try:
-        main(**options)
+        with saved.entered(Path(options["folder"]), rest):
+            main(**options)
         dist.barrier()  # nobody closes its connections while another one still needs them
+    except saved.Refused as error:
+        refuse(error, at.rank)
     finally:
+        _end_workers()
         # A model wrapped by DDP went with `main`'s variables: as a group's last owner it can wait
         # for gloo's threads while they wait for it.
         dist.destroy_process_group()
+
+
+def refuse(error: Exception, rank: int) -> NoReturn:
+    """End the process with status 2; rank 0 says why, in one line."""
+    if rank == 0:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def ignore_signals(_worker: int) -> None:
+    """In a process that loads data: a job's signals are for its ranks, which want the last batch.
+
+    Without it, SIGTERM to all processes of a job ends the loader's first, and its rank fails.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """End what `ignore_signals` has made deaf: after an error Python would wait for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises an error for each of them
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 class Stop:
@@ -70,7 +103,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = self.agreed = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in SIGNALS:
             signal.signal(number, self._notice)
 
     def _notice(self, _number: int, _frame: Any) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardlab.arguments import check_number, check_whole
 from shardlab.options import number
 from shardlab.shapes import PRESETS
-from shardlab.text import Windows, parts
+from shardlab.text import parts
 
-from . import job, spread
+from . import job, saved, spread
 
 WORDS = {
     "preset": "shape of the model: " + ", ".join(PRESETS),
@@ -40,6 +42,8 @@ WORDS = {
     "resume": "auto: from the folder's last checkpoint; never: the folder has to have none",
     "timeout": "seconds that a rank waits for another one in a collective",
 }
+# The largest whole number, seconds and number that torch takes; seeds are counted on from theirs.
+WHOLE, LONGEST, FINITE = 2**62, 1e9, sys.float_info.max
 MORE = {"resume": "auto", "timeout": 600.0}  # options that are not `main`'s
 NUMBERS = {"limit": int, "peak": float}  # types of those that have no default
 
@@ -63,8 +67,8 @@ def parse(main: Callable[..., Any], arguments: list[str] | None = None) -> dict[
         rank = place.rank
         chosen = {name: _typed(name, value, defaults[name]) for name, value in given.items()}
         check(place.size, **chosen)
-    except ValueError as error:
-        sys.exit(f"{parser.prog}: {error}" if rank == 0 else 2)
+    except (ValueError, OSError) as error:
+        job.refuse(error, rank)
     del chosen["resume"]  # checked: either there is no checkpoint, or it is to be taken
     return chosen
 
@@ -98,14 +102,20 @@ def check(
     """Raise ValueError for options that `world` ranks cannot train with."""
     if preset not in PRESETS:
         raise ValueError(f"preset={preset!r}: allowed are {', '.join(PRESETS)}")
-    check_whole(batch=batch, tensor=tensor, **{n: others[n] for n in ("steps", "micro", "every")})
-    check_whole(report=others["report"])
-    check_whole(0, **{n: others[n] for n in ("seed", "sample", "workers")})
+    counts = {n: others[n] for n in ("steps", "micro", "every", "report")}
+    counts_or_0 = {n: others[n] for n in ("seed", "sample", "workers")}
+    check_whole(batch=batch, tensor=tensor, **counts)
+    check_whole(0, **counts_or_0)
     check_number(**{n: others[n] for n in ("lr", "clip", "timeout")})
+    most = dict.fromkeys(counts | counts_or_0, WHOLE) | {"timeout": LONGEST, "lr": FINITE}
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout!r}: allowed are numbers from 0 to below 1")
     if peak is not None:
         check_number(peak=peak)
+        most["peak"], others["peak"] = FINITE, peak
+    for name, largest in most.items():
+        if others[name] > largest:
+            raise ValueError(f"{name}={others[name]!r}: allowed are numbers up to {largest:g}")
     config = PRESETS[preset]
     spread.check(world, config.heads, strategy, tensor, precision)
     if batch % (world // tensor):
@@ -113,16 +123,26 @@ def check(
         raise ValueError(f"batch={batch}: allowed are multiples of {copies}, one share a copy")
     if limit is not None:
         check_whole(config.seq * batch + 1, limit=limit)
-    for part in parts(source):
-        Windows(config.seq, part[:limit])  # raises for a text that is too short
+    _check_compiler(others["compiler"])
+    for name, part in zip(("train", "validation", "test"), parts(source), strict=True):
+        own, needed = part[:limit], config.seq * (batch if name == "train" else 1) + 1
+        if len(own) < needed:
+            what = f"its part for {name} has {len(own)} bytes"
+            raise ValueError(f"source={source!r}: {what}; allowed are {needed} or more")
     if resume not in ("auto", "never"):
         raise ValueError(f"resume={resume!r}: allowed are auto and never")
     path = Path(folder)
     if path.exists() and not path.is_dir():
         raise ValueError(f"folder={folder!r}: this is a file; allowed is a folder")
-    saved = sorted(path.glob("step-*"))
-    if resume == "never" and saved:
-        found = f"folder={folder!r} holds checkpoints"
-        raise ValueError(f"resume='never': {found}; allowed are an empty folder, or resume='auto'")
-    if saved:
-        spread.check_saved(saved[-1], strategy, world)
+    found = saved.checkpoints(path)
+    if resume == "never" and found:
+        what = f"folder={folder!r} holds checkpoints"
+        raise ValueError(f"resume='never': {what}; allowed are an empty folder, or resume='auto'")
+    if found:
+        spread.check_saved(found[-1], strategy, world, config)
+
+
+def _check_compiler(name: str | None) -> None:
+    """Raise ValueError for a backend that torch.compile does not have."""
+    if name is not None and name not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise ValueError(f"compiler={name!r}: allowed are {', '.join(known)}")

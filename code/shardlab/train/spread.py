@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardlab import tensor_parallel, zero
 from shardlab.model import GPT
 from shardlab.ranks.agree import time_limit
+from shardlab.shapes import Config
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "tensor")
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +37,8 @@ class Spread:
     model: a plain GPT on its device, the same on all ranks. strategy: one of STRATEGIES.
     tensor: how many neighbouring ranks cut each matrix between them ("tensor" alone); those in the
     same place are copies, and share the data. precision: a key of DTYPES; weights and their
-    optimizer stay in float32. compiler: torch.compile's backend for each block; None: not compiled.
+    optimizer stay in float32, and products in forward are of `precision`, to train and to validate
+    alike. compiler: torch.compile's backend for each block; None: not compiled.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class Spread:
         self.device = next(model.parameters()).device
         self.share, self.shares = dist.get_rank() // tensor, dist.get_world_size() // tensor
         world = dist.group.WORLD
+        if self.dtype and strategy != "fsdp2":  # whose policy sees to that itself
+            model.forward = torch.autocast(self.device.type, self.dtype)(model.forward)
         if compiler is not None:
             for block in model.blocks:
                 block.compile(backend=compiler)
@@ -84,21 +86,13 @@ class Spread:
         """What this rank's optimizer steps: whole tensors, shards or pieces."""
         return self.model.parameters()
 
-    def autocast(self) -> AbstractContextManager:
-        """In which forward runs: products in 16 bits, where FSDP2 does not see to that itself."""
-        own = self.dtype is None or self.strategy == "fsdp2"
-        return torch.autocast(self.device.type, self.dtype or torch.bfloat16, enabled=not own)
-
     @contextlib.contextmanager
     def sync_if(self, last: bool) -> Iterator[None]:
         """In which a micro-batch runs: gradients are sent with the `last` one alone.
 
-        ZeRO-2 and ZeRO-3 keep no whole gradient to add to, so that each backward has to send.
+        FSDP2, ZeRO-2 and ZeRO-3 are to keep no whole gradient to add to: each backward sends.
         """
-        if self.strategy == "fsdp2":
-            self.model.set_requires_gradient_sync(last)
-            yield
-        elif last or self.strategy in ("zero2", "zero3"):
+        if last or self.strategy in ("fsdp2", "zero2", "zero3"):
             yield
         else:
             with self.model.no_sync():
@@ -134,8 +128,11 @@ class Spread:
             set_state_dict(self.model, optimizer, **weights)
             return
         saved = torch.load(io.BytesIO(state[self._own]), self.device, weights_only=True)
+        weights = dict(self.model.named_parameters())
+        if alone := set(weights) ^ set(saved["model"]):
+            raise ValueError(f"another model: {min(alone)} is in the checkpoint or the run alone")
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in weights.items():
                 parameter.copy_(saved["model"][name])
         optimizer.load_state_dict(saved["optimizer"])
         if self.strategy.startswith("zero"):
@@ -166,10 +163,14 @@ def check(world: int, heads: int, strategy: str, tensor: int, precision: str) ->
         raise ValueError(f"tensor={tensor}: allowed are {allowed}")
 
 
-def check_saved(path: Path, strategy: str, world: int) -> None:
-    """Raise ValueError for a checkpoint that `world` ranks of a strategy cannot go on from."""
-    names = {name.removeprefix("state.") for name in names_in(path)}
-    parts = sorted(name for name in names if ", rank " in name)
+def check_saved(path: Path, strategy: str, world: int, config: Config) -> None:
+    """Raise ValueError for a checkpoint that `world` ranks of a strategy cannot go on from.
+
+    config: the model's shape, which that of the checkpoint has to be. What `zero1` to `zero3` and
+    `tensor` have saved has no names to be read here: `Spread.load_state` looks at theirs.
+    """
+    there = {name.removeprefix("state."): what for name, what in contents_of(path).items()}
+    parts = sorted(name for name in there if ", rank " in name)
     if strategy in ("ddp", "fsdp2"):
         fits, allowed = not parts, "ddp or fsdp2, on any number of ranks"
     else:
@@ -178,11 +179,20 @@ def check_saved(path: Path, strategy: str, world: int) -> None:
         wrote = f"{parts[0].split(',')[0]} on {len(parts)} ranks" if parts else "ddp or fsdp2"
         here = f"strategy={strategy!r} on {world} ranks"
         raise ValueError(f"{here}: {path} is of {wrote}; allowed is {allowed}")
+    if not parts:
+        with torch.device("meta"):
+            wanted = {n: list(t.shape) for n, t in GPT(config).state_dict().items()}
+        model = {n: t for n, t in there.items() if n.startswith("model.")}
+        found = {n.removeprefix("model."): list(t.size) for n, t in model.items()}
+        for name in sorted(wanted | found):
+            if wanted.get(name) != found.get(name):
+                shapes = f"{found.get(name, 'missing')} in {path}, {wanted.get(name, 'missing')}"
+                raise ValueError(f"preset: {name} is {shapes} in the model; allowed is the same")
 
 
-def names_in(path: Path) -> list[str]:
-    """The names in a checkpoint of DCP. Raises ValueError for what is none."""
+def contents_of(path: Path) -> dict[str, Any]:
+    """What a checkpoint of DCP says of each name in it. Raises ValueError for what is none."""
     try:
-        return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # a damaged pickle raises whatever it stumbles over
         raise ValueError(f"folder: {path} is no whole checkpoint: {error}") from None

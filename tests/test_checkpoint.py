@@ -10,6 +10,8 @@ import random
 import resource
 import shutil
 import signal
+import stat
+import subprocess
 import sys
 import threading
 import time
@@ -217,6 +219,251 @@ def test_every_kind_of_model_reads_what_every_other_kind_wrote(tmp_path, kind):
     assert run(moves, size, tmp_path, kind) == [True] * size
 
 
+def in_groups(turned=False, schedule=True):
+    """Decay for matrices, none for the rest, at another rate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "lr": 0.1, "weight_decay": 0.5}, {"params": rest, "lr": 0.001}]
+    optimizer = torch.optim.AdamW(groups[::-1] if turned else groups, weight_decay=0.0)
+    made = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if schedule else None
+    return Training(model, optimizer, made)
+
+
+def some_steps(training, count=2):
+    for _ in range(count):
+        training.optimizer.zero_grad()
+        training.model(torch.ones(2, 6)).square().sum().backward()
+        training.optimizer.step()
+        if training.schedule:
+            training.schedule.step()
+        training.step += 1
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_groups_keep_their_rates_and_in_another_order_they_are_refused(tmp_path, schedule):
+    training = in_groups(schedule=schedule)
+    some_steps(training)
+    Checkpoints(tmp_path).save(training)
+    again = in_groups(schedule=schedule)
+    Checkpoints(tmp_path).load(again)
+    some_steps(training)
+    some_steps(again)
+    assert same(everything(training), everything(again))
+    turned = in_groups(turned=True, schedule=schedule)
+    before = everything(turned)
+    with pytest.raises(CheckpointError, match="parameter group 0 of this .* is group 1 of the ch"):
+        Checkpoints(tmp_path).load(turned)
+    assert same(before, everything(turned))
+    part = turned.optimizer.param_groups[0]["params"].pop()
+    turned.optimizer.param_groups[1]["params"].append(part)
+    with pytest.raises(CheckpointError, match="group 0 of this training is no group of the ch"):
+        Checkpoints(tmp_path).load(turned)
+
+
+class Spare(nn.Module):
+    """With a layer that no input reaches, as an expert may be that gets no token."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    "nadam": torch.optim.NAdam,  # these three begin with averages or counters that are not 0
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+}
+
+
+def with_spare(make, named=False):
+    torch.manual_seed(0)
+    model = Spare()
+    parameters = model.named_parameters() if named else model.parameters()
+    return Training(model, make(parameters, lr=0.01))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_had_no_gradient_has_no_state_and_goes_on_without(tmp_path, name, steps):
+    training = with_spare(OPTIMIZERS[name])
+    some_steps(training, steps)
+    with Checkpoints(tmp_path) as store:
+        store.save(training)
+        again = with_spare(OPTIMIZERS[name])
+        if not steps:
+            some_steps(again, 1)  # what has stepped forgets it
+        store.load(again)
+    assert same(everything(training), everything(again))
+    some_steps(training, 3)
+    some_steps(again, 3)
+    assert same(everything(training), everything(again))
+
+
+def test_an_optimizer_that_knows_names_and_one_of_another_model(tmp_path):
+    training = with_spare(torch.optim.AdamW, named=True)
+    some_steps(training)
+    with Checkpoints(tmp_path) as store:
+        store.save(training)
+        store.load(again := with_spare(torch.optim.AdamW, named=True))
+        assert same(everything(training), everything(again))
+        store.load(again := with_spare(torch.optim.AdamW))
+        assert "param_names" not in again.optimizer.param_groups[0]
+        again.model = Spare()
+        for call in (store.save, store.load):
+            with pytest.raises(ValueError, match="optimizer=AdamW: it trains what is no parameter"):
+                call(again)
+
+
+def of_zero(stage, frozen):
+    """A small GPT that ZeRO shards, its biases in a group of their own."""
+    torch.manual_seed(0)
+    model = here(GPT(PRESETS["nano"])).double()
+    if frozen:
+        model.embedding.weight.requires_grad_(False)
+    model = shard(model, dist.group.WORLD, stage) if stage else model
+    groups = [[p for n, p in model.named_parameters() if ("bias" in n) == b] for b in (0, 1)]
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0], "lr": 1e-3}, {"params": groups[1], "lr": 1e-2}], foreach=False
+    )
+    return Training(model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 8]))
+
+
+def whole(training):
+    """Whole weights; all tensors that a checkpoint would have."""
+    model = training.model
+    weights = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
+    return {k: v.clone() for k, v in weights.items()}, everything(training)
+
+
+def zero_saves(root, stage, wait, frozen):
+    training = of_zero(stage, frozen)
+    train(training, 3)
+    with Checkpoints(root, dist.group.WORLD) as store:
+        store.save(training, wait)
+        saved = whole(training)
+        return train(training, 3), saved, whole(training)
+
+
+def zero_goes_on(root, stage, frozen):
+    training = of_zero(stage, frozen)
+    with Checkpoints(root, dist.group.WORLD) as store:
+        store.load(training)
+    loaded = whole(training)
+    return train(training, 3), loaded, whole(training)
+
+
+@pytest.mark.parametrize(
+    ("stage", "wait", "frozen"), [(1, True, True), (2, False, False), (3, True, False)]
+)
+def test_a_model_of_zero_alone_goes_on_in_any_stage_on_any_ranks(tmp_path, stage, wait, frozen):
+    losses, saved, end = run(zero_saves, 4, tmp_path, stage, wait, frozen)[0]
+    assert sum("exp_avg" in name for name in saved[1][0]) > 50
+    for other, size in ((stage, 4), (stage % 3 + 1, 2), (0, 1)):
+        more, loaded, new_end = run(zero_goes_on, size, tmp_path, other, frozen)[0]
+        assert same(loaded[1], saved[1])
+        assert all(torch.equal(loaded[0][name], saved[0][name]) for name in saved[0])
+        if (other, size) == (stage, 4):
+            assert more == losses and same(new_end[1], end[1])
+        # As above: another order of sums in float64.
+        assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 1e-10
+
+
+def few_elements(root):
+    """Three elements on four ranks: the last has nothing, and its optimizer never steps."""
+    torch.manual_seed(0)
+    model = shard(here(nn.Linear(2, 1)), dist.group.WORLD, 3)
+    training = Training(model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
+    with Checkpoints(root, dist.group.WORLD) as store:
+        if store.steps():
+            store.load(training)
+            return everything(training)
+        store.save(training)
+        assert not training.optimizer.state
+        for _ in range(3):
+            training.optimizer.zero_grad()
+            model(here(torch.ones(1, 2))).sum().backward()
+            training.optimizer.step()
+        store.save(training)
+        found = everything(training)
+        store.load(training)
+        assert same(found, everything(training))
+        return found
+
+
+def test_a_rank_of_zero_without_an_element_does_not_hide_the_others_counters(tmp_path):
+    found = run(few_elements, 4, tmp_path)
+    assert found[3][0]["bias.step"].item() == found[0][0]["weight.step"].item() == 3
+    assert all(same(found[0], each) for each in found + run(few_elements, 2, tmp_path))
+
+
+def tuned(kind, turned=False):
+    """A model of transformers in two groups, with dropout, tied weights and a schedule."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    model = here(transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **ends))).train()
+    if kind == "sharded":
+        mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
+        for part in (*model.transformer.h, model):
+            fully_shard(part, mesh=mesh)
+    if kind == "torch's":
+        model = nn.parallel.DistributedDataParallel(model)
+    if kind == "zero":
+        model = shard(model, dist.group.WORLD, 3, units=list(model.transformer.h))
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0, "lr": 1e-3}]
+    for name, parameter in model.named_parameters():
+        groups["bias" in name or "ln_" in name]["params"].append(parameter)
+    optimizer = torch.optim.AdamW(groups[::-1] if turned else groups, lr=1e-2, foreach=False)
+    return Training(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+
+
+def tune(training, steps):
+    losses = []
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(training.step)
+        tokens = here(torch.randint(64, (4, 16), generator=generator))
+        tokens = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        training.optimizer.zero_grad()
+        value = training.model(input_ids=tokens, labels=tokens).loss
+        value.backward()
+        training.optimizer.step()
+        training.schedule.step()
+        training.step += 1
+        losses.append(value.item())
+    return losses
+
+
+def tuned_and_resumed(root, kind):
+    training = tuned(kind)
+    tune(training, 3)
+    with Checkpoints(root, dist.group.WORLD) as store:
+        store.save(training)
+        losses, end = tune(training, 3), everything(training)
+        store.load(again := tuned(kind))
+        assert tune(again, 3) == losses and same(end, everything(again))
+        for other in ("sharded", "torch's", "zero"):
+            store.load(again := tuned(other))
+            assert [g["weight_decay"] for g in again.optimizer.param_groups] == [0.1, 0.0]
+            with pytest.raises(
+                CheckpointError, match="parameter group 0 of this training is group"
+            ):
+                store.load(tuned(other, turned=True))
+    return True
+
+
+@pytest.mark.parametrize("kind", ["sharded", "torch's", "zero"])
+def test_a_model_of_transformers_with_two_groups_goes_on_bit_for_bit(tmp_path, kind):
+    assert run(tuned_and_resumed, 2, tmp_path, kind, device="cpu") == [True, True]
+
+
 def test_saving_before_the_first_step_changes_nothing_and_loads_as_nothing(tmp_path):
     def losses(training, steps=4):
         found = []
@@ -321,23 +568,44 @@ def test_a_plain_process_reads_the_exported_model_with_weights_only(tmp_path, ki
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-def of_zero(path, root):
+def zero_exported(path):
     model = shard(here(GPT(PRESETS["nano"])), dist.group.WORLD, 3)
     export(model, path, dist.group.WORLD)
-    training = Training(model, torch.optim.AdamW(model.parameters()))
-    with Checkpoints(root, dist.group.WORLD) as store:
-        for act in (store.save, store.load):
-            with pytest.raises(ValueError, match="model=Zero3: its shards are no tensors with"):
-                act(training)
     return model.full_state_dict()
 
 
-def test_our_own_zero_is_exported_and_otherwise_refused(tmp_path):
-    whole = run(of_zero, 2, tmp_path / "model.pt", tmp_path / "run")[0]
+def test_our_own_zero_is_exported(tmp_path):
+    whole = run(zero_exported, 2, tmp_path / "model.pt")[0]
     read = torch.load(tmp_path / "model.pt", weights_only=True)
     assert read.keys() == whole.keys() == GPT(PRESETS["nano"]).state_dict().keys()
     assert all(torch.equal(read[name], whole[name]) for name in whole)
     assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def into_a_full_disk(path):
+    model = nn.Linear(500, 500)  # a megabyte
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit))
+    with pytest.raises(CheckpointError, match=r"model\.pt: not written: OSError.*File too large"):
+        export(model, path, dist.group.WORLD)
+    return True
+
+
+def test_an_export_that_fails_says_so_on_every_rank_and_leaves_what_was_there(tmp_path):
+    (tmp_path / "model.pt").write_text("from before")
+    assert run(into_a_full_disk, 2, tmp_path / "model.pt") == [True, True]
+    assert (tmp_path / "model.pt").read_text() == "from before"
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_export_replaces_no_pipe_and_no_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match="path='.*': this is no plain file"):
+            export(nn.Linear(1, 1), path)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
 @pytest.mark.parametrize("name", ["", "no such folder/model.pt"])
@@ -494,6 +762,50 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last_one(t
     assert read(tmp_path) == 3
 
 
+def fills_up(root, wait):
+    """Saves onto a disk that a second checkpoint does not fit on, then makes room."""
+    training = small(1, sharded=True)
+    with Checkpoints(root, dist.group.WORLD, keep=1) as store:
+        store.save(training)
+        room = shutil.disk_usage(root).free
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (root / "full").write_bytes(bytes(room - 30_000))
+        dist.barrier()
+        fill(training, 2)
+        with pytest.raises(CheckpointError) as caught:
+            store.save(training, wait)
+            store.wait()
+        dist.barrier()
+        left = sorted(os.listdir(root))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (root / "full").unlink()
+        dist.barrier()
+        store.save(training)
+    return str(caught.value), left
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted, which root alone may do")
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_is_called_full_with_the_bytes_that_it_takes(tmp_path, wait):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        found = run(fills_up, 2, tmp_path, wait)
+        assert found[0] == found[1]
+        message, left = found[0]
+        # 4,680 weights, with two averages of each, and four counters
+        assert f"{tmp_path}/.saving-000002-step-2: not saved: " in message
+        assert "the disk is full: 56,176 bytes and more" in message and "are free" in message
+        assert "unexpected pos" not in message
+        assert left == [".lock", "000001-step-1", "full"]
+        assert read(tmp_path) == 2
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
 def not_shared(root):
     if dist.get_rank() == 1:  # its files are on a disk of its own: rank 0 does not see them
         describe = folders.describe
@@ -521,9 +833,9 @@ def refusing(code):
 def test_a_file_system_without_locks_can_be_saved_into(tmp_path, monkeypatch, code):
     monkeypatch.setattr(fcntl, "flock", refusing(code))
     with Checkpoints(tmp_path) as store:
-        for step in (1, 2):
-            with pytest.warns(UserWarning, match="no locks"):
-                store.save(small(step))
+        with pytest.warns(UserWarning, match="no locks"):
+            store.save(small(1))
+        store.save(small(2))
     monkeypatch.undo()
     assert read(tmp_path) == 2
 
@@ -535,13 +847,20 @@ def test_who_saves_is_told_why_it_cannot_be_locked(tmp_path, monkeypatch):
             with pytest.raises(CheckpointError, match=os.strerror(code)):
                 store.save(small(1))
         monkeypatch.setattr(fcntl, "flock", refusing(errno.EWOULDBLOCK))
-        with pytest.raises(CheckpointError, match="another process"):
+        with pytest.raises(ValueError, match="folder=.* writes into it"):
             store.save(small(1))
         monkeypatch.undo()
         (tmp_path / ".saving-000001-step-1").write_text("a file where a folder was")
         with pytest.raises(CheckpointError, match="NotADirectoryError"):
             store.save(small(1))
         (tmp_path / ".saving-000001-step-1").unlink()
+        (tmp_path / ".lock").unlink()
+        store.close()
+    os.mkfifo(tmp_path / ".lock")  # to open a pipe is to wait for whoever reads from it
+    with Checkpoints(tmp_path) as store:
+        with pytest.raises(CheckpointError, match="no plain file"):
+            store.save(small(1))
+        (tmp_path / ".lock").unlink()
         store.save(small(1))
     assert read(tmp_path) == 1
 
@@ -615,24 +934,95 @@ def test_the_current_one_is_the_one_saved_last_and_keep_counts_them(tmp_path):
         store.load(training, step=200)
 
 
-def test_two_processes_do_not_save_into_one_folder_at_once(tmp_path):
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Held(dcp.FileSystemWriter):
-        def write_data(self, plan, planner):
-            begun.set()
-            assert go_on.wait(20)
-            return super().write_data(plan, planner)
-
-    first, second = Checkpoints(tmp_path, writer=Held), Checkpoints(tmp_path)
-    first.save(small(1), wait=False)
-    assert begun.wait(20)
-    with pytest.raises(CheckpointError, match="another process is saving into it"):
-        second.save(small(2))
-    go_on.set()
+def test_one_job_at_a_time_saves_into_a_folder_from_its_first_save_to_its_end(tmp_path):
+    """Also between its saves; who only reads is let in, and a job that dies lets go."""
+    first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    assert second.steps() == []
+    first.save(small(1))
+    for wait in (True, False):
+        with pytest.raises(ValueError, match=f"folder='{tmp_path}': .*process {os.getpid()} on"):
+            second.save(small(2), wait)
+    assert read(tmp_path) == 1 and second.steps() == [1]
+    first.save(small(3), wait=False)
     first.close()
-    second.save(small(3))
-    assert second.steps() == [1, 3]
+    second.save(small(4))
+    assert second.steps() == [3, 4]
+    (writes_too := Checkpoints(tmp_path)).close()
+    with pytest.raises(ValueError, match="writes into it"):
+        writes_too.save(small(5))
+    del second  # without a close, as an error may leave it
+    with Checkpoints(tmp_path) as third:
+        third.save(small(5))
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path) as fourth:
+        fourth.save(small(6), wait=False)
+        raise ZeroDivisionError
+    fourth._thread.shutdown()
+    with Checkpoints(tmp_path) as fifth:
+        fifth.save(small(7))
+    assert read(tmp_path) == 7
+
+
+JOB = """
+import sys, torch
+from shardlab.checkpoint import Checkpoints, Training
+model = torch.nn.Linear(1, 1)
+store = Checkpoints(sys.argv[1])
+store.save(Training(model, torch.optim.SGD(model.parameters(), lr=1.0), step=1))
+print("saved", flush=True)
+input()
+"""
+
+
+def test_another_job_that_lives_keeps_this_one_out_until_it_is_killed(tmp_path):
+    line = [sys.executable, "-c", JOB, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = subprocess.Popen(line, **pipes)
+    try:
+        assert other.stdout.readline() == "saved\n"
+        store = Checkpoints(tmp_path)
+        with pytest.raises(ValueError, match=f"process {other.pid} on"):
+            store.save(small(2))
+        assert store.steps() == [1]
+    finally:
+        other.kill()
+        other.wait()
+    store.save(small(2))
+    assert store.steps() == [1, 2]
+
+
+def disagrees(root, what):
+    """What a rank hears that has another folder, step, position or optimizer than the others."""
+    mine, group = dist.get_rank() == 1, dist.group.WORLD
+    try:
+        keep = 3 if mine and what == "keep" else 2
+        store = Checkpoints(root / "other" if mine and what == "folder" else root, group, keep)
+        training = small(1)
+        if mine and what == "groups":
+            parts = [{"params": part.parameters()} for part in training.model]
+            training.optimizer = torch.optim.AdamW(parts)
+        if mine and what in ("step", "samples"):
+            setattr(training, what, 4)
+        if mine and what == "optimizer":
+            training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1.0)
+        if what == "load":
+            store.save(training)
+            store.load(training, step=int(not mine))
+        store.save(training)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("what", ["folder", "keep", "step", "samples", "groups", "optimizer"])
+def test_ranks_that_disagree_are_all_told_before_anything_is_written(tmp_path, what):
+    found = run(disagrees, 2, tmp_path, what)
+    assert found[0] == found[1] and "rank 0 has" in found[0] and "rank 1 has" in found[0]
+    assert found[0].startswith("parameter groups" if what == "groups" else f"{what}: ")
+    assert os.listdir(tmp_path) == []
+
+
+def test_ranks_that_load_different_steps_are_told(tmp_path):
+    found = run(disagrees, 2, tmp_path, "load")
+    assert found == ["step: rank 0 has 1, rank 1 has 0; allowed is the same on every rank"] * 2
 
 
 # Damaged, foreign, or of another model.
@@ -657,6 +1047,19 @@ def into_folder(path):
     path.mkdir()
 
 
+def into_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def swap(path):
+    """Files of two ranks, each in the other's place."""
+    other = path.with_name("__0_0.distcp")
+    path.rename(path.with_name("aside"))
+    other.rename(path)
+    path.with_name("aside").rename(other)
+
+
 def into_link(path):
     path.rename(path.parents[1] / "elsewhere")
     path.symlink_to(path.parents[1] / "elsewhere")
@@ -666,9 +1069,11 @@ def named(name):
     return {name: {"bytes": 1, "crc32": 0}}
 
 
-def forge(path, **changes):
+def forge(path, leave=None, **changes):
     """A manifest that says something else, and whose checksum fits."""
     manifest = json.loads(path.read_text()) | changes
+    if leave:
+        del manifest["files"][leave]
     manifest = {k: v for k, v in manifest.items() if v is not None and k != "crc32"}
     path.write_text(json.dumps(manifest | {"crc32": folders.checksum_of(manifest)}))
 
@@ -690,10 +1095,19 @@ DAMAGE = {
     "not text": (MANIFEST, lambda path: path.write_bytes(b"\xff\xfe\x00"), "not JSON any more"),
     "foreign": (MANIFEST, lambda p: edit(p, format="deepspeed"), "format is 'deepspeed', allowed"),
     "a list": (MANIFEST, lambda path: path.write_text("[1]"), r"format is \[1\], allowed is"),
-    "of the future": (MANIFEST, lambda p: edit(p, version=9), "version is 9, this code reads 1"),
-    "manifest a folder": (MANIFEST, into_folder, "cannot be read: Is a directory"),
-    "shard a folder": ("__1_0.distcp", into_folder, "is no plain file"),
-    "shard elsewhere": ("__1_0.distcp", into_link, "is no plain file"),
+    "of the future": (MANIFEST, lambda p: edit(p, version=9), "version is 9, this code reads 2"),
+    "manifest a folder": (MANIFEST, into_folder, "cannot be read: no plain file"),
+    "manifest a pipe": (MANIFEST, into_pipe, "cannot be read: no plain file"),
+    "manifest elsewhere": (MANIFEST, into_link, "cannot be read: no plain file"),
+    "shard a folder": ("__1_0.distcp", into_folder, "cannot be read: no plain file"),
+    "shard a pipe": ("__1_0.distcp", into_pipe, "cannot be read: no plain file"),
+    "shard elsewhere": ("__1_0.distcp", into_link, "cannot be read: no plain file"),
+    "rest a pipe": ("rest.pt", into_pipe, "cannot be read: no plain file"),
+    "swapped": ("__1_0.distcp", swap, "its CRC-32 is|bytes instead of"),
+    "not listed": (MANIFEST, lambda p: forge(p, leave="rest.pt"), "'rest.pt' is missing, which"),
+    "without end": (MANIFEST, lambda p: forge(p, ranks=10**30), "'random-2.pt' is missing, which"),
+    "another step": (MANIFEST, lambda p: forge(p, step=3), "is of step 3, and not of the step"),
+    "no groups": (MANIFEST, lambda p: forge(p, **{"parameter groups": 1}), "allowed are lists of"),
     "nested": (MANIFEST, lambda p: p.write_text("[" * 100_000), "not JSON any more"),
     "no files": (MANIFEST, lambda p: forge(p, files=None), "files is None, allowed are names"),
     "no tensors": (MANIFEST, lambda p: forge(p, tensors=[]), r"tensors is \[\], allowed are names"),
@@ -843,7 +1257,7 @@ OTHERS = {
         wider,
         r"model\.0\.weight is float32 \[64, 64\] in the checkpoint, float32 \[65, 64\] in this",
     ),
-    "longer": (longer, r"missing in the checkpoint: model\.2\.bias, model\.2\.weight, optimizer"),
+    "longer": (longer, r"missing in the checkpoint: model\.2\.bias, model\.2\.weight$"),
     "shorter": (
         shorter,
         r"in the checkpoint alone: model\.1\.bias, model\.1\.weight, .* and 5 more",
@@ -878,6 +1292,24 @@ def test_another_model_or_optimizer_is_named_before_anything_is_touched(tmp_path
         Checkpoints(tmp_path).load(training)
     assert str(complete(tmp_path)[-1]) in str(caught.value)
     assert same(before, everything(training)) and not training.optimizer.state
+
+
+def test_a_folder_with_another_step_s_name(tmp_path):
+    Checkpoints(tmp_path).save(small(1))
+    complete(tmp_path)[-1].rename(tmp_path / "000001-step-900")
+    with pytest.raises(CheckpointError, match="step-900/manifest.json: is of step 1, and not"):
+        Checkpoints(tmp_path).load(small(), step=900)
+
+
+def test_steps_are_numbers_and_no_texts(tmp_path):
+    store, training = Checkpoints(tmp_path), small()
+    for step in (999_900, 1_000_000):
+        training.step = step
+        path = store.save(training)
+    path.rename(tmp_path / "1000000-step-1000000")  # the millionth save
+    assert store.steps() == [999_900, 1_000_000]
+    store.load(again := small())
+    assert again.step == 1_000_000
 
 
 def test_a_folder_without_a_complete_checkpoint(tmp_path):

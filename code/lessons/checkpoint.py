@@ -433,6 +433,7 @@ show.source(Training)
 #
 # The tensors get names that say nothing of ranks or wrappers: `model.norm.weight`, `optimizer.norm.weight.exp_avg`.
 # So a plain, a replicated and a sharded model have the same checkpoint, and each reads what any other wrote.
+# Those of [ZeRO](zero.md) do, too: their flat pieces have no place in a tensor that DCP could write, so one flat tensor at a time is gathered, and each rank keeps its rows.
 
 # %%
 show.source(core.named_tensors, core.restore)
@@ -604,7 +605,8 @@ for name, value in manifest.items():
     print(f"{name}: {value}")
 
 # %% [markdown]
-# `load` checks files first, then names, shapes and types, and only then touches the model.
+# `load` checks files first, then names, shapes, types and parameter groups, and only then touches the model.
+# torch itself matches groups by their place: two of them in the other order would swap their learning rates.
 # What one rank finds, all ranks raise (`agree`); otherwise the others would wait for it.
 
 # %%
@@ -731,6 +733,7 @@ show.table(rows, ["save", "training held up (s)", "ratio", "the checkpoint holds
 # %%
 def written(path, preset):
     training = sharded(preset)
+    train(training, 1)  # before it, AdamW has no averages
     with Checkpoints(path, dist.group.WORLD) as store:
         return store.save(training)
 
@@ -847,7 +850,7 @@ show.figure(
 #
 # For a plain process, one file with the whole model is handier.
 # `export` gathers it on rank 0, and so needs that one rank's memory to hold it. `torch.load` reads it with `weights_only=True`, which builds tensors and numbers and runs no code.
-# `export` takes the models of [ZeRO](zero.md), too, whose flat shards have no names that DCP could write.
+# `export` takes the models of [ZeRO](zero.md) and [mesh](mesh.md), too.
 
 # %%
 def trained_and_exported(path):
@@ -1019,7 +1022,7 @@ show.figure(
 #
 # Before the first step an optimizer has no state. `get_optimizer_state_dict` makes some by a step with gradients of zero, and leaves the step counters at 1: the table shows it.
 # AdamW then corrects its averages as if they were one step older, so a run that saves at step 0 differs from one that does not.
-# `named_tensors` sets the counters back, and leaves the optimizer as it found it.
+# `named_tensors` asks only where there is a state, and leaves the optimizer as it found it.
 # ````
 
 # %%
@@ -1141,8 +1144,12 @@ except Exception as error:
 # ### A full disk, and a folder that is not shared
 #
 # A save that fails on one rank fails on all, with that rank's reason; what was written is removed, and the last checkpoint stays.
-# The [tests](../tests/test_checkpoint.py) limit one rank's file sizes to try it.
+# On a full disk the reason is the bytes that the save takes, and those that are free; DCP's own is `unexpected pos 704 vs 598` (torch 2.13).
+# The [tests](../tests/test_checkpoint.py) fill a small disk to try it.
 # The room needed is that of `keep` checkpoints *and one more*: the new one has to be complete before an old one goes.
+#
+# Two jobs that save into one folder would each delete the other's checkpoints as too old.
+# From its first save to its end a job holds the folder by a lock of the operating system, so the second one's first save is refused; it may load.
 #
 # A folder on each node's own disk looks right on every node and is complete on none. Rank 0 looks for every file before the rename, and says which ones it does not see.
 #

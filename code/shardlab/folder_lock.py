@@ -65,7 +65,7 @@ def hold(folder: Path, what: str) -> Held:
     locks gets a warning, and no lock: to write is more than to be watched.
     """
     path = folder / NAME
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     owner = f"{what}, process {os.getpid()} on {socket.gethostname()}"
     try:
         _lock(handle, folder)

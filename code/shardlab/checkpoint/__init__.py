@@ -7,6 +7,7 @@ number of ranks can read what another number wrote. This package adds what DCP l
 - `contents`: what is no tensor (random state, schedule), and how two lists of tensors differ;
 - `folder`: a folder on a disk, its manifest, and what tells damage before anything is loaded;
 - `members`: what one rank finds, all raise;
+- `reasons`: why a file could not be written, a full disk for one;
 - `one_file`: `export`, one file for a plain process;
 - `cost`: how often to save.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ import torch
 from torch import nn
 
 from shardlab.ranks.agree import check_whole
-from shardlab.zero import Sharded
 
-from .folder import CheckpointError
+from .folder import CheckpointError, open_plain
 
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 Shapes = dict[str, dict[str, Any]]  # name of a tensor -> {"shape": [...], "dtype": "float32"}
 
 
@@ -30,11 +32,11 @@ def check(training: Any, kind: type, *counts: str) -> None:
     for name, allowed in {"model": nn.Module, "optimizer": torch.optim.Optimizer}.items():
         if not isinstance(value := getattr(training, name), allowed):
             raise ValueError(f"{name}={value!r}: allowed is a {allowed.__name__} of torch")
-    if isinstance(training.model, Sharded):
-        raise ValueError(
-            f"model={type(training.model).__name__}: its shards are no tensors with names; allowed "
-            "are plain modules, DataParallel and fully_shard, and export() for this one"
-        )
+    known = {id(parameter) for parameter in training.model.parameters()}
+    if any(id(p) not in known for of in training.optimizer.param_groups for p in of["params"]):
+        kind = type(training.optimizer).__name__
+        text = "it trains what is no parameter of the model; allowed is one that was made of "
+        raise ValueError(f"optimizer={kind}: {text}model.parameters(), once the model was sharded")
     check_whole(0, **{name: getattr(training, name) for name in counts})
 
 
@@ -55,7 +57,8 @@ def pack(value: Any, name: str) -> bytes:
 def unpack(path: Path) -> Any:
     """Read such a file, without running what a pickle might say."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open_plain(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
@@ -73,31 +76,90 @@ def shapes(state: Mapping[str, Any], prefix: str = "") -> Shapes:
     return found
 
 
-def differences(saved: Shapes, here: Shapes) -> list[str]:
-    """What keeps tensors that were `saved` from being loaded into those that are `here`."""
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch's wrappers add to it, as DCP has it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def size(tensors: Shapes) -> int:
+    """The bytes of such tensors, whole."""
+    return sum(
+        math.prod(of["shape"]) * getattr(torch, of["dtype"]).itemsize for of in tensors.values()
+    )
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's words on a run, from what each of its ranks says: a rank may have a part."""
+    groups = [part["parameter groups"] for part in parts]
+    for rank, own in enumerate(groups):
+        if len(own) != len(groups[0]):
+            found = f"rank 0 has {len(groups[0])}, rank {rank} has {len(own)}"
+            raise ValueError(f"parameter groups: {found}; allowed is the same on every rank")
+    whole = [sorted({n for names in same for n in names}) for same in zip(*groups, strict=True)]
+    twice = [name for name, times in Counter(n for of in whole for n in of).items() if times > 1]
+    if twice:
+        text = f"{min(twice)} is in one on some ranks, in another one on others"
+        raise ValueError(f"parameter groups: {text}; allowed is the same on every rank")
+    tensors = {name: of for part in parts for name, of in part["tensors"].items()}
+    return parts[0] | {"parameter groups": whole, "tensors": tensors}
+
+
+def leave_out(state: dict[str, Any], saved: Shapes) -> None:
+    """Take those states of an optimizer out of `state` whose parameter has none in `saved`.
+
+    When it was saved, that parameter had never had a gradient; it goes on without.
+    """
+    known = set()
+    for name in saved:
+        while "." in name:
+            known.add(name := name.rpartition(".")[0])
+    for name in [name for name in state["optimizer"] if f"optimizer.{name}" not in known]:
+        del state["optimizer"][name]
+
+
+def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """What keeps a checkpoint, whose manifest is `saved`, from being loaded into a run."""
+    problems = [
+        f"{name} is {saved.get(name)} in the checkpoint, {here[name]} in this training"
+        for name in ("optimizer", "schedule")
+        if saved.get(name) != here[name]
+    ]
+    many, few = len(saved["parameter groups"]), len(here["parameter groups"])
+    if many != few:
+        text = f"parameter groups is {many} in the checkpoint, {few} in this training"
+        problems.append(text)
+    problems = problems or _other_tensors(saved["tensors"], here["tensors"])
+    for number in range(0 if problems else few):
+        # By place, as torch and schedules keep what is known of a group: so it has to be the same.
+        groups, mine = saved["parameter groups"], here["parameter groups"][number]
+        if mine != groups[number]:
+            theirs = f"group {groups.index(mine)} of the checkpoint" if mine in groups else ""
+            what = theirs or f"no group of the checkpoint, with {_some(mine)} in it"
+            problems.append(f"parameter group {number} of this training is {what}")
+    more = [f"and {len(problems) - 2} more such differences"] if len(problems) > 2 else []
+    return problems[:2] + more
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3] or ["nothing"]) + more
+
+
+def _other_tensors(saved: Shapes, here: Shapes) -> list[str]:
+    """How names, shapes and types differ."""
     problems = []
     for words, names in (
         ("missing in the checkpoint", here.keys() - saved.keys()),
         ("in the checkpoint alone", saved.keys() - here.keys()),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            problems.append(f"{words}: {', '.join(sorted(names)[:3])}{more}")
+            problems.append(f"{words}: {_some(names)}")
     for name in sorted(here.keys() & saved.keys()):
         if saved[name] != here[name]:
             a, b = (f"{tensor['dtype']} {tensor['shape']}" for tensor in (saved[name], here[name]))
             problems.append(f"{name} is {a} in the checkpoint, {b} in this training")
-    more = [f"and {len(problems) - 2} more such differences"] if len(problems) > 2 else []
-    return problems[:2] + more
-
-
-def other_differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """The same for what is no tensor: the kinds of optimizer and schedule, from two manifests."""
-    return [
-        f"{name} is {saved.get(name)} in the checkpoint, {here[name]} in this training"
-        for name in ("optimizer", "parameter groups", "schedule")
-        if saved.get(name) != here[name]
-    ]
+    return problems
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

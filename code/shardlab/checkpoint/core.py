@@ -36,19 +36,23 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 
+from shardlab import folder_lock
 from shardlab.data_parallel import DataParallel
 from shardlab.ranks.agree import check_whole
 
 from . import contents
 from . import folder as files
 from .folder import MANIFEST, OLD, SAVING, CheckpointError
-from .members import Members, cause
+from .members import Members, check_alike
+from .reasons import cause, is_full, no_room, telling
 
 
 @dataclass
@@ -56,7 +60,8 @@ class Training:
     """All that a training run needs to go on as if it had not stopped.
 
     model: plain, wrapped in DataParallel (ours or torch's), sharded by `fully_shard`, or one that
-    brings `checkpoint_tensors` and `restore`, as `mesh.Parallel`: its checkpoints are the same.
+    brings `checkpoint_tensors`, `checkpoint_name` and `restore`, as those of `zero` and `mesh` do:
+    their checkpoints are the same.
     step: optimizer steps done. samples: position in the data, counted over all ranks, so that any
     number of ranks can share what comes next. The random state needs no field.
     """
@@ -70,7 +75,8 @@ class Training:
     @property
     def module(self) -> nn.Module:
         """The model, out of DataParallel's wrapper, which would add to every name."""
-        return self.model.module if isinstance(self.model, DataParallel) else self.model
+        wrapped = isinstance(self.model, (DataParallel, DistributedDataParallel))
+        return self.model.module if wrapped else self.model
 
     def about(self) -> dict[str, Any]:
         """What the manifest says of this run, for people and for comparison."""
@@ -78,52 +84,58 @@ class Training:
             "step": self.step,
             "samples": self.samples,
             "optimizer": type(self.optimizer).__name__,
-            "parameter groups": len(self.optimizer.param_groups),
+            "parameter groups": self.groups(),
             "schedule": type(self.schedule).__name__ if self.schedule else None,
         }
+
+    def groups(self) -> list[list[str]]:
+        """The names of the parameters in each of the optimizer's groups, on this rank."""
+        plain = getattr(self.module, "checkpoint_name", contents.plain_name)
+        names = {p: plain(name) for name, p in self.module.named_parameters()}
+        return [sorted({names[p] for p in of["params"]}) for of in self.optimizer.param_groups]
 
     def rest(self) -> dict[str, Any]:
         """What is left beside tensors: learning rates and the like, and the schedule's state."""
         groups = [
-            {k: v for k, v in group.items() if k != "params"}
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
             for group in self.optimizer.param_groups
         ]
         return {"groups": groups, "schedule": self.schedule.state_dict() if self.schedule else None}
 
 
 @contextmanager
-def named_tensors(training: Training) -> Iterator[dict[str, Any]]:
+def named_tensors(training: Training, to_load: bool = False) -> Iterator[dict[str, Any]]:
     """The tensors of model and optimizer, by name; they are the run's own, and no copies.
 
-    An optimizer that has made no step has no tensors yet. torch gives it some by a step with
-    gradients of zero, after which its counters say 1: inside they say 0, and afterwards the
-    tensors are gone again, unless something has been loaded into them.
+    An optimizer that has made no step has no tensors, and so has its checkpoint. to_load: have
+    some, for a checkpoint to fill. torch makes them by a step with gradients of zero, after which
+    counters say 1 and some averages are no zeros: when this ends, they are gone again.
     """
     module, optimizer = training.module, training.optimizer
     if hasattr(module, "checkpoint_tensors"):  # pieces of which torch knows no names
-        with module.checkpoint_tensors(optimizer) as tensors:
+        with module.checkpoint_tensors(optimizer, to_load) as tensors:
             yield tensors
         return
-    fresh = not optimizer.state
+    make = to_load and not optimizer.state
     gradients = [parameter.grad for parameter in module.parameters()]
-    if fresh:
+    if make:
         optimizer.zero_grad()  # with gradients there, torch would not make the tensors
     try:
-        state = get_optimizer_state_dict(module, optimizer)["state"]
-        if fresh:
-            for values in state.values():
-                if isinstance(values.get("step"), torch.Tensor):
-                    values["step"].zero_()
-        yield {"model": get_model_state_dict(module), "optimizer": state}
+        has = make or optimizer.state
+        states = get_optimizer_state_dict(module, optimizer)["state"] if has else {}
+        yield {"model": get_model_state_dict(module), "optimizer": states}
     finally:
-        if fresh:
+        if make:
             optimizer.state.clear()
             for parameter, gradient in zip(module.parameters(), gradients, strict=True):
                 parameter.grad = gradient
 
 
 def restore(training: Training, state: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Put tensors and the rest of a checkpoint into a training run; its gradients go."""
+    """Put tensors and the rest of a checkpoint into a training run; its gradients go.
+
+    Parameters of which `state` has nothing but their values have no state in the optimizer then.
+    """
     module, optimizer = training.module, training.optimizer
     optimizer.zero_grad()  # they belong to the weights from before
     own = hasattr(module, "checkpoint_tensors")
@@ -137,7 +149,8 @@ def restore(training: Training, state: dict[str, Any], rest: dict[str, Any]) -> 
         group.update(saved)
     if not own:
         kept = {"state": state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(module, optimizer, kept)
+        partly = StateDictOptions(strict=False)  # not every parameter has had a gradient
+        set_optimizer_state_dict(module, optimizer, kept, options=partly)
     if training.schedule:
         training.schedule.load_state_dict(rest["schedule"])
 
@@ -184,10 +197,11 @@ class Checkpoints:
     keep: complete checkpoints that remain after a save. writer: makes DCP's storage writer for a
     path. timeout: seconds that a rank waits for another in a save or load, by default the run's.
     All methods but `steps` are collective: every rank of `group` calls them, and all of them raise
-    the same error. Without a group, one process does everything.
+    the same error. Without a group, one process does everything. From the first save to `close` or
+    its end, the folder is this job's: another one may load from it, and its saves are refused.
 
-    Raises ValueError for a folder that is a file, keep below 1, a group without this rank, or a
-    timeout that is no number above 0.
+    Raises ValueError for a folder that is a file, keep below 1, a group without this rank, a
+    timeout that is no number above 0, and ranks with other folders or another `keep`.
     """
 
     def __init__(
@@ -206,9 +220,11 @@ class Checkpoints:
         check_whole(keep=keep)
         self.keep, self.writer = keep, writer
         self.members = Members(group, timeout)
+        here = {"folder": os.path.abspath(self.root), "keep": keep}
+        check_alike(self.members.exchange(here), *here)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
-        self._lock: Any = None
+        self._held: Any = None  # on rank 0, from the first save on
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, the current one last."""
@@ -219,7 +235,8 @@ class Checkpoints:
 
         With wait=False the tensors are copied, and a thread writes the copies while training goes
         on. The next save, load, wait or close waits for it and raises what went wrong in it.
-        Raises CheckpointError; the checkpoints from before are then still there.
+        Raises CheckpointError; the checkpoints from before are then still there. ValueError for
+        ranks at other steps, and for a folder that another job saves into.
         """
         self.wait()
         contents.check(training, Training, "step", "samples")
@@ -228,12 +245,12 @@ class Checkpoints:
         rest = contents.pack(training.rest(), "optimizer and schedule")  # refused on every rank
         if self.members.rank == 0:
             small["rest.pt"] = rest
-        saving = self.members.first(lambda: self._begin(training.step))
         with named_tensors(training) as tensors:
-            about = training.about() | {"tensors": contents.shapes(tensors)}
+            about = self._about(training, tensors, "step", "samples")
+            saving = self.members.first(lambda: self._begin(about))
             save = dcp.save if wait else dcp.async_save  # the latter copies, and then returns
             try:
-                storage = self.writer(saving)
+                storage = telling(self.writer(saving))
                 written = save(tensors, storage_writer=storage, process_group=self.members.group)
             except (Exception, CheckpointException) as error:
                 written = error
@@ -247,26 +264,39 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         return pending.result() if pending else None
 
-    def _begin(self, step: int) -> Path:
-        """On rank 0: a fresh folder, after a look whether another process saves here as well."""
-        self._release()  # of a save that an error ended before it had written anything
+    def _about(self, training: Training, tensors: Any, *alike: str) -> dict[str, Any]:
+        """What the manifest says of this run, of all its ranks; ValueError where they disagree."""
+        mine = training.about() | {"tensors": contents.shapes(tensors)}
+        parts = self.members.exchange(mine)
+        check_alike(parts, "optimizer", "schedule", *alike)
+        return contents.joined(parts)
+
+    def _begin(self, about: dict[str, Any]) -> Path:
+        """On rank 0: a fresh folder, in one that no other job saves into from here on."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._lock = files.lock(self.root)
-            return begin(self.root, step)
+            if self._held is None:
+                files.check_plain(self.root / folder_lock.NAME)
+                self._held = folder_lock.hold(self.root, "a job that saves checkpoints")
+            return begin(self.root, about["step"])
         except OSError as error:
-            self._release()
-            raise CheckpointError(f"{self.root}: not saved: {cause(error)}") from None
+            raise self._failed(self.root, cause(error), is_full(error), about) from None
+
+    def _failed(self, path: Path, problem: str, full: bool, about: dict[str, Any]) -> Exception:
+        """What to raise when a save fails; on a full disk with the room that it takes."""
+        if full:
+            problem += no_room(self.root, contents.size(about["tensors"]))
+        return CheckpointError(f"{path}: not saved: {problem}")
 
     def _release(self) -> None:
-        if self._lock:
-            self._lock = files.unlock(self._lock)
+        if self._held is not None:
+            self._held = self._held.release()
 
     def _complete(
         self, saving: Path, written: Any, small: dict[str, bytes], about: dict[str, Any]
     ) -> Path:
         """When all ranks have written all: rank 0 makes the folder the current checkpoint."""
-        problem, mine = None, {}
+        problem, full, mine = None, False, {}
         try:
             if isinstance(written, Future):
                 written = written.result()
@@ -279,30 +309,29 @@ class Checkpoints:
             paths += [saving / ".metadata"] if self.members.rank == 0 else []
             mine = {path.name: files.describe(path) for path in sorted(paths)}
         except (Exception, CheckpointException) as error:
-            problem = f"{saving}: not saved: {cause(error)}"
-        reports = self.members.exchange((problem, mine, about["tensors"]))
+            problem, full = cause(error), is_full(error)
+        reports = self.members.exchange((problem, full, mine))
         return self.members.first(lambda: self._rename(saving, reports, about))
 
     def _rename(self, saving: Path, reports: list[Any], about: dict[str, Any]) -> Path:
         """On rank 0: the rename, if every rank's files are there; then what is older goes."""
-        problems = [problem for problem, _, _ in reports if problem]
+        problem, full = None, any(full for _, full, _ in reports)
         manifest = {"format": files.FORMAT, "version": files.VERSION} | about
         manifest |= {"ranks": self.members.size, "torch": torch.__version__}
-        manifest["files"] = {name: of for _, part, _ in reports for name, of in part.items()}
-        manifest["tensors"] = {name: of for *_, part in reports for name, of in part.items()}
+        manifest["files"] = {name: of for *_, part in reports for name, of in part.items()}
         try:
-            unseen = [name for name in manifest["files"] if not (saving / name).exists()]
-            if unseen and not problems:
-                text = f"{saving}: not saved: rank 0 does not see {', '.join(sorted(unseen))}"
-                problems.append(f"{text}: allowed is a folder that all ranks share")
-            if problems:
-                raise CheckpointError(problems[0])
-            final = commit(saving, manifest)
+            if unseen := [name for name in manifest["files"] if not (saving / name).exists()]:
+                problem = f"rank 0 does not see {', '.join(sorted(unseen))}"
+                problem += ": allowed is a folder that all ranks share"
+            if failed := [of for of in reports if of[0]]:
+                problem = next((of[0] for of in failed if of[1]), failed[0][0])
+            if not problem:
+                final = commit(saving, manifest)
         except OSError as error:
-            raise CheckpointError(f"{saving}: not saved: {cause(error)}") from None
-        finally:
-            shutil.rmtree(saving, ignore_errors=True)  # if it failed: on a full disk, room counts
-            self._release()
+            problem, full = cause(error), is_full(error)
+        if problem:
+            shutil.rmtree(saving, ignore_errors=True)  # on a full disk, room counts
+            raise self._failed(saving, problem, full, about)
         try:
             prune(self.root, self.keep)
         except OSError as error:
@@ -314,23 +343,23 @@ class Checkpoints:
         """Load the current checkpoint, or the newest one of `step`; return its manifest.
 
         Any number of ranks may load, into any of the kinds of model that Training names. All files
-        are checked against sizes and checksums, and all names, shapes and types against
-        `training`, before anything in it changes: CheckpointError says what does not fit. With
-        another number of ranks than saved, random generators are seeded anew.
+        are checked against sizes and checksums, and names, shapes, types and parameter groups
+        against `training`, before anything in it changes: CheckpointError says what does not fit.
+        With another number of ranks than saved, random generators are seeded anew.
         """
         self.wait()
         contents.check(training, Training)
+        check_alike(self.members.exchange({"step": step}), "step")
         folder = self.members.first(lambda: files.choose(self.root, step))
         manifest = self.members.first(lambda: files.read_manifest(folder))
         share = sorted(manifest["files"])[self.members.rank :: self.members.size]
         self.members.agree(files.damage(folder, manifest["files"], share))
-        unfit = f"{folder}: does not fit this training: "
-        self.members.agree(contents.other_differences(manifest, training.about()), unfit)
         rest = contents.unpack(folder / "rest.pt")
-        with named_tensors(training) as tensors:
-            parts = self.members.exchange(contents.shapes(tensors))
-            here = {name: shape for part in parts for name, shape in part.items()}
-            self.members.agree(contents.differences(manifest["tensors"], here), unfit)
+        with named_tensors(training, to_load=True) as tensors:
+            contents.leave_out(tensors, manifest["tensors"])
+            if unfit := contents.differences(manifest, self._about(training, tensors)):
+                text = f"{folder}: does not fit this training: {'; '.join(unfit)}"
+                raise CheckpointError(text)
             try:
                 dcp.load(tensors, checkpoint_id=folder, process_group=self.members.group)
             except CheckpointException as error:  # the disk failed since it was checked
@@ -352,6 +381,7 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self.members.close()
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -362,3 +392,7 @@ class Checkpoints:
         else:  # others may never come to where this rank is: leave their messages alone
             with suppress(Exception):
                 self._thread.shutdown(wait=False)
+            if self._pending is None:
+                self._release()
+            else:  # the thread still writes
+                self._pending.add_done_callback(lambda _: self._release())

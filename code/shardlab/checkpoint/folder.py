@@ -9,26 +9,24 @@ current checkpoint with the new step 600 in it. No torch in here.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import stat
-import warnings
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from shardlab.ranks.agree import check_whole
 
-FORMAT, VERSION = "shardlab checkpoint", 1
+FORMAT, VERSION = "shardlab checkpoint", 2
 MANIFEST = "manifest.json"
 SAVING, OLD = ".saving-", ".old-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _CHUNK = 2**20
-# What a file system without locks says when it is asked for one.
-_NO_LOCKS = errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK
 
 
 class CheckpointError(RuntimeError):
@@ -64,30 +62,20 @@ def choose(root: Path, step: int | None) -> Path:
     return chosen[-1]
 
 
-def lock(root: Path) -> IO[str] | None:
-    """Hold `root`, so that no other process saves into it; CheckpointError if one does already.
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a file to read; OSError for a link to who knows where, a folder, a pipe, a device.
 
-    None where the file system has no locks, with a warning: to save is more than to be watched.
+    To open a pipe, or to read from it, is to wait for whoever writes into it.
     """
-    held = open(root / ".lock", "w")
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return held
-    except OSError as error:
-        held.close()
-        if isinstance(error, BlockingIOError):
-            raise CheckpointError(f"{root}: another process is saving into it") from None
-        if error.errno not in _NO_LOCKS:
-            raise
-        text = "this file system has no locks: let nobody else save into it meanwhile"
-        warnings.warn(f"{root}: {text}", stacklevel=1)
-        return None
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "no plain file", str(path))
+    return open(path, "rb")
 
 
-def unlock(held: IO[str]) -> None:
-    """Let go of what `lock` returned."""
-    fcntl.flock(held, fcntl.LOCK_UN)  # of processes forked meanwhile as well
-    held.close()
+def check_plain(path: Path) -> None:
+    """Raise OSError for what is there and is no plain file."""
+    with suppress(FileNotFoundError):
+        open_plain(path).close()
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -110,7 +98,7 @@ def sync(directory: Path) -> None:
 def describe(path: Path) -> dict[str, int]:
     """The size of a file in bytes and its CRC-32, which finds damage (and stops no forger)."""
     checksum = size = 0
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         while chunk := file.read(_CHUNK):
             checksum = zlib.crc32(chunk, checksum)
             size += len(chunk)
@@ -121,7 +109,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint; CheckpointError if it is none of ours, or damaged."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        with open_plain(path) as file:
+            manifest = json.loads(file.read())
     except FileNotFoundError:
         text = f"{path}: there is no manifest, so this is no checkpoint of ours"
         raise CheckpointError(text) from None
@@ -140,6 +129,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: damaged, its own checksum does not fit")
     if wrong := _wrong(manifest):
         raise CheckpointError(f"{path}: {wrong}")
+    if manifest["step"] != step_of(folder):
+        text = f"is of step {manifest['step']}, and not of the step that its folder's name says"
+        raise CheckpointError(f"{path}: {text}")
     return manifest
 
 
@@ -163,6 +155,14 @@ def _wrong(manifest: dict[str, Any]) -> str | None:
     for name in manifest["files"]:  # of this folder alone, and not of wherever a forger wants
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             return f"files: {name!r} is none in this folder"
+    groups = manifest.get("parameter groups")
+    whole = isinstance(groups, list) and all(isinstance(of, list) for of in groups)
+    if not whole or any(type(name) is not str for of in groups for name in of):
+        return f"parameter groups is {groups!r}, allowed are lists of names"
+    random = (f"random-{rank}.pt" for rank in range(manifest["ranks"]))  # a number without a bound
+    for name in chain((".metadata", "rest.pt"), random):
+        if name not in manifest["files"]:
+            return f"files: {name!r} is missing, which every checkpoint has"
     return None
 
 
@@ -177,11 +177,8 @@ def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str])
     for name in names:
         path, want = folder / name, files[name]
         try:
-            found = path.lstat()
-            size = found.st_size
-            if not stat.S_ISREG(found.st_mode):  # a folder, or a link to who knows where
-                problems.append(f"{path}: is no plain file")
-            elif size != want["bytes"]:
+            check_plain(path)
+            if (size := path.lstat().st_size) != want["bytes"]:
                 problems.append(f"{path}: has {size:,} bytes instead of {want['bytes']:,}")
             elif (read := describe(path)["crc32"]) != want["crc32"]:
                 text = f"{path}: damaged, its CRC-32 is {read:08x} instead of {want['crc32']:08x}"

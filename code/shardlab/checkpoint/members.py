@@ -60,8 +60,11 @@ class Members:
             except Exception as raised:
                 error = raised
         result, error = self.exchange((result, error))[0]
-        if error:
-            raise error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # else this frame and the error would keep each other, and a folder held
         return result
 
     def agree(self, problems: list[str], head: str = "") -> None:
@@ -77,10 +80,10 @@ class Members:
         self.group, self._destroy = None, False
 
 
-def cause(error: BaseException) -> str:
-    """The reason that DCP found, without the traceback that it puts around it."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return f"{type(error).__name__}: {error}"
-    rank, (inner, _) = sorted(failures.items())[0]
-    return f"rank {rank}: {type(inner).__name__}: {inner}"
+def check_alike(parts: list[dict[str, Any]], *names: str) -> None:
+    """Raise ValueError unless `parts`, one of each rank, have the same under these names."""
+    for name in names:
+        for rank, part in enumerate(parts):
+            if part[name] != (first := parts[0][name]):
+                found = f"rank 0 has {first!r}, rank {rank} has {part[name]!r}"
+                raise ValueError(f"{name}: {found}; allowed is the same on every rank")

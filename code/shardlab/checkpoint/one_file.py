@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,21 +14,25 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from shardlab.data_parallel import DataParallel
 from shardlab.ranks import check_group
 
+from .folder import CheckpointError
+from .reasons import cause, is_full, no_room, said
+
 
 def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the whole model into one file, for plain `torch.load(path, weights_only=True)`.
 
     model: as in Training, or one of our own `zero` and `mesh`. All ranks of `group` call it, the
     group's rank 0 gathers on the CPU and writes; its memory has to hold the model. The file appears
-    under its name when it is complete.
+    under its name when it is complete. Raises CheckpointError, on every rank, when it cannot be
+    written; what was there before stays.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={model!r}: allowed is a Module of torch")
     if group is not None:
         check_group(group)
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"path={str(path)!r}: this is a folder; allowed is the name of a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"path={str(path)!r}: this is no plain file; allowed is the name of one")
     if not path.parent.is_dir():
         raise ValueError(f"path={str(path)!r}: there is no folder {path.parent}")
     if hasattr(model, "full_state_dict"):
@@ -37,12 +42,30 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
         sharded = any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
         options = StateDictOptions(full_state_dict=sharded, cpu_offload=sharded)
         whole = get_model_state_dict(module, options=options)
+    problem: list[str | None] = [None]
     if group is None or dist.get_rank(group) == 0:
-        beside = path.with_name(f".{path.name}.saving")
+        problem = [_write(path, {name: tensor.cpu() for name, tensor in whole.items()})]
+    if group is not None:  # which also waits until the file is there
+        dist.broadcast_object_list(problem, group_src=0, group=group)
+    if problem[0]:
+        raise CheckpointError(problem[0])
+
+
+def _write(path: Path, whole: dict[str, torch.Tensor]) -> str | None:
+    """Write the file beside its place, and put it there; what has kept it from being written."""
+    beside = path.with_name(f".{path.name}.saving")
+    try:
+        beside.unlink(missing_ok=True)  # left by a process that was killed
         with open(beside, "wb") as file:
-            torch.save({name: tensor.cpu() for name, tensor in whole.items()}, file)
+            torch.save(whole, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    if group is not None:
-        dist.barrier(group)
+    except Exception as error:
+        reason = said(error)
+        with suppress(OSError):
+            beside.unlink()
+        needed = sum(tensor.nbytes for tensor in whole.values())
+        room = no_room(path.parent, needed) if is_full(reason) else ""
+        return f"{path}: not written: {cause(reason)}{room}"
+    return None

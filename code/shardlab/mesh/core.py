@@ -265,9 +265,13 @@ class Parallel(nn.Module):
         """Refused: a rank's own tensors are no model."""
         raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
 
-    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer) -> Any:
+    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
         """For `shardlab.checkpoint`: weights and moments by the plain model's names."""
-        return states.checkpoint_tensors(self, optimizer)
+        return states.checkpoint_tensors(self, optimizer, to_load)
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name of a parameter in such a checkpoint."""
+        return states.first_name(self, name)
 
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
         """Take over such tensors, saved under any mesh after `step` steps."""

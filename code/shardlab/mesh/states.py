@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardlab.pipeline.parts import gathered
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
-from shardlab.zero import all_gather
+from shardlab.zero import all_gather, warm
 
 if TYPE_CHECKING:
     from .core import Parallel
@@ -86,16 +86,23 @@ def _joined(mine: Tensor, dimension: int | None, group: dist.ProcessGroup) -> Te
 
 
 @contextmanager
-def checkpoint_tensors(job: Parallel, optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
+def checkpoint_tensors(
+    job: Parallel, optimizer: torch.optim.Optimizer, to_load: bool
+) -> Iterator[dict[str, Any]]:
     """Weights and optimizer states; parts of matrices as DTensors along the tensor group.
 
-    They are copies: pieces of ZeRO's are gathered over the copies of the model first.
+    They are copies: pieces of ZeRO's are gathered over the copies of the model first. to_load: with
+    states even if the optimizer has made no step.
     """
-    _warm(job, optimizer)
-    if job.sharded is not None:  # where a piece was warmed, it was a step: for one rank, for all
-        job.sharded.changed()
+    has = torch.tensor(float(to_load or bool(optimizer.state)), device=job.pipeline.device)
+    for group in job.groups:
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=group)  # a scalar
+    if has:
+        warm(job.parameters(), optimizer)
+        if job.sharded is not None:  # where a piece was warmed, it was a step: one rank's, all's
+            job.sharded.changed()
     mesh = DeviceMesh.from_group(job.groups.tp, job.pipeline.device.type)
-    states = {name: optimizer.state[p] for name, p in job.named_parameters()}
+    states = {name: optimizer.state.get(p, {}) for name, p in job.named_parameters()}
     kinds = sorted({(key, v.dim() > 0) for s in states.values() for key, v in s.items()})
     model = _named(job, local(job, lambda piece: piece), mesh)
     moments: dict[str, dict[str, Tensor]] = {}
@@ -105,7 +112,7 @@ def checkpoint_tensors(job: Parallel, optimizer: torch.optim.Optimizer) -> Itera
         else:
             values = {name: state[key].clone() for name, state in states.items()}
         for name, value in values.items():
-            moments.setdefault(_first(job, name), {})[key] = value
+            moments.setdefault(first_name(job, name), {})[key] = value
     if job.config.tied and "embedding.weight" in model:
         model["head.weight"] = model["embedding.weight"]
     yield {"model": model, "optimizer": moments}
@@ -116,16 +123,19 @@ def restore(job: Parallel, optimizer: torch.optim.Optimizer, state: dict[str, An
     """Put such tensors, which a checkpoint has filled, into this rank's pieces."""
     mine = {name: _local(value) for name, value in state["model"].items()}
     _give(job, mine, lambda piece: piece)
-    for key in sorted({key for values in state["optimizer"].values() for key in values}):
-        values = {
-            name: _local(state["optimizer"][_first(job, name)][key])
-            for name, _ in job.named_parameters()
-        }
-        if all(value.dim() == 0 for value in values.values()):
-            for name, p in job.named_parameters():
-                optimizer.state[p][key].copy_(values[name])
+    own = dict(job.named_parameters())
+    states = {name: state["optimizer"].get(first_name(job, name), {}) for name in own}
+    for key in sorted({key for values in states.values() for key in values}):
+        found = {name: _local(of[key]) for name, of in states.items() if key in of}
+        if all(value.dim() == 0 for value in found.values()):
+            for name, value in found.items():
+                optimizer.state[own[name]][key].copy_(value)
         else:
-            _give(job, values, lambda piece, key=key: optimizer.state[piece][key])
+            nothing = {name: torch.zeros_like(mine[name]) for name in own.keys() - found.keys()}
+            _give(job, found | nothing, lambda piece, key=key: optimizer.state[piece][key])
+    for name, of in states.items():
+        if not of:  # of what has had no gradient so far, the optimizer knows nothing
+            optimizer.state.pop(own[name], None)
     if job.sharded is not None:
         job.sharded.changed()
 
@@ -144,29 +154,6 @@ def _give(job: Parallel, values: dict[str, Tensor], target: Callable[[Any], Tens
             target(piece).copy_(part)
 
 
-def _warm(job: Parallel, optimizer: torch.optim.Optimizer) -> None:
-    """Have states for every piece: a step at rate 0 with gradients of 0 makes them, and no more."""
-    pieces = list(job.parameters())
-    if all(p in optimizer.state for p in pieces):
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    before = {p: p.grad for p in pieces}
-    steps = [v for s in optimizer.state.values() for v in s.values() if not v.dim()]
-    made = float(steps[0]) if steps else 0.0
-    for p in pieces:  # those that have states already take no part
-        p.grad = None if p in optimizer.state else torch.zeros_like(p)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for p in pieces:
-        if p.grad is not None:
-            for value in optimizer.state[p].values():
-                value.fill_(0.0 if value.dim() else made)
-        p.grad = before[p]
-
-
 def _named(job: Parallel, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
     found = {}
     for name, tensor in mine.items():
@@ -177,7 +164,7 @@ def _named(job: Parallel, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str
     return found
 
 
-def _first(job: Parallel, name: str) -> str:
+def first_name(job: Parallel, name: str) -> str:
     """A tied head's states go by the embedding's name, as in one process."""
     return "embedding.weight" if job.config.tied and name == "head.weight" else name
 

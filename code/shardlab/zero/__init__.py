@@ -10,7 +10,8 @@ model, and all hold the same. ZeRO's ranks own a shard each, of ever more of it:
 `shard(module, group, stage)` gives one of them. The stages stand in `core`, and in `flat` what they
 gather and send: parameters and gradients side by side in one tensor that falls into N equal shards.
 torch's own optimizers see nothing but the shard. `wrapper` is how all this looks from outside,
-`units` what stage 3 gathers together, `predict` what a rank holds and sends.
+`units` what stage 3 gathers together, `saved` what goes into a checkpoint, `predict` what a rank
+holds and sends.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -25,6 +26,7 @@ from torch import nn
 from .core import Stage, Unit, Zero1, Zero2, Zero3
 from .flat import Flat, Gradients, ReduceScatter, all_gather
 from .predict import predicted_sent, predicted_states
+from .saved import warm
 from .wrapper import Sharded
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "predicted_sent",
     "predicted_states",
     "shard",
+    "warm",
 ]
 
 STAGES = {1: Zero1, 2: Zero2, 3: Zero3}

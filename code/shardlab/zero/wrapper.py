@@ -19,6 +19,7 @@ from shardlab import ranks
 from shardlab.buckets import Backward, copy_from_rank_0, deal
 from shardlab.ranks.agree import check_same_once, check_state
 
+from . import saved
 from .flat import Flat, all_gather
 
 
@@ -169,6 +170,18 @@ class Sharded(ranks.Single, nn.Module):
             if tensor not in shapes:
                 tensor.copy_(state[name])
         self.changed()
+
+    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
+        """For `shardlab.checkpoint`: weights and states by the plain module's names."""
+        return saved.checkpoint_tensors(self, optimizer, to_load)
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name of a parameter in such a checkpoint: its own."""
+        return name
+
+    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
+        """Take over such tensors, saved by any number of ranks after `step` steps."""
+        saved.restore(self, optimizer, state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a rank's own tensors are no model."""

@@ -262,7 +262,7 @@ def all_to_all_attention(
     heads that cannot be shared out.
     """
     tensors = q_BAsD, k_BKsD, v_BKsD
-    _, ranks = check_call("ulysses", group, tensors, causal=causal, layout=layout)
+    _, ranks = check_call("ulysses", group, tensors, True, causal=causal, layout=layout)
     repeats = key_repeats(q_BAsD.shape[1], k_BKsD.shape[1], ranks)
     if repeats > 1:
         k_BKsD, v_BKsD = (x.repeat_interleave(repeats, dim=1) for x in (k_BKsD, v_BKsD))

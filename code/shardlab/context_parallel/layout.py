@@ -79,12 +79,18 @@ def check_layout(layout: str) -> None:
 
 
 def check_call(
-    name: str, group: dist.ProcessGroup, tensors: tuple[Tensor, ...] = (), **given: Any
+    name: str,
+    group: dist.ProcessGroup,
+    tensors: tuple[Tensor, ...] = (),
+    by_heads: bool = False,
+    **given: Any,
 ) -> tuple[int, int]:
     """`check_shapes`, `check_group`; the first call of that name asks if all were given alike."""
     if tensors:
         check_shapes(*tensors, given["layout"])
     found = check_group(group)
+    if by_heads:
+        key_repeats(*(x.shape[1] for x in tensors[:2]), found[1])
     check_same_once(group, f"context_parallel.{name}", group, **given)
     return found
 

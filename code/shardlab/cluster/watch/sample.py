@@ -204,8 +204,7 @@ def watch(
     if not pids:
         raise ValueError("pids={}: allowed is at least one rank's process; is the job running?")
     with Sampler(pids, interface) as sampler:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / f"samples-{sampler.node}.jsonl"
+        path = options.folder("folder", folder) / f"samples-{sampler.node}.jsonl"
         begin = time.monotonic()
         with path.open("a", encoding="utf-8") as file:
             while sampler._ranks and (seconds is None or time.monotonic() - begin < seconds):
@@ -218,8 +217,7 @@ def watch(
 
 def add_watch(commands: argparse._SubParsersAction) -> None:
     """Add `watch` to the command line."""
-    words = "what each rank of a job uses: GPU, cores, memory, network; and a picture of it"
-    parser = options.command(commands, "watch", words, __doc__)
+    parser = options.command(commands, "watch", __doc__)
     parser.add_argument("folder", help="of the job's metrics; samples go there", metavar="FOLDER")
     options.add(parser, "pid", "of torchrun, or whatever started the ranks", "PID")
     options.add(parser, "job", "of Slurm: all its ranks on this machine", "NUMBER")
@@ -231,10 +229,11 @@ def add_watch(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    path = Path(chosen.folder) / "report.svg"
+    chosen.folder = options.place("folder", chosen.folder)
     if chosen.draw:
         alt = "What each rank of the job used over time, and the duration of its steps."
-        show.svg(report(chosen.folder), path, alt)
+        picture, path = report(chosen.folder), chosen.folder / "report.svg"
+        options.written("folder", path, lambda part: show.svg(picture, part, alt))
         print(path)
         return 0
     if (chosen.pid is None) == (chosen.job is None):

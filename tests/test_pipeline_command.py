@@ -113,7 +113,7 @@ BAD = [
     (["1f1b", *SMALL, "--forward", "1,2"], "forward has 2 values: allowed are one for all, or one"),
     (["1f1b", *SMALL, "--svg", "/nowhere/x.svg"], "svg='/nowhere/x.svg': allowed are files in a"),
     (["1f1b", *SMALL, "--svg", "/"], "svg='/': allowed are files in a folder"),
-    (["1f1b", *SMALL, "--svg"], "svg='': allowed are files in a folder"),
+    (["1f1b", *SMALL, "--svg"], "svg='': allowed are names"),
     (["1f1b", "--stages", "9999", "--microbatches", "9999"], "allowed are 1,000,000 at most"),
     (["1f1b", *SMALL, "--svg", "/proc/x.svg"], "svg='/proc/x.svg': allowed are files in a folder"),
     (["1f1b", *SMALL, "--svg", "/dev/full"], "svg='/dev/full': allowed are files in a folder"),

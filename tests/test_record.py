@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
 import pytest
+from commands import ran
 from test_house import BRINGS
 from throwaway import HEADER, Book
 
@@ -447,6 +450,84 @@ def test_what_is_no_archive_is_refused(book):
     book.write("all.zip", "no zip")
     with pytest.raises(ValueError, match="cannot be read as an archive"):
         record.unpack(book.root / "all.zip", book.root)
+
+
+def archive_of(*members):
+    """A zip file with these names and contents, as bytes."""
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name that is there twice
+        for name, content in members:
+            file.writestr(name, content)
+    return held.getvalue()
+
+
+def broken_archives():
+    """What damage, chance and malice make of an archive that is good."""
+    small = json.dumps(nbformat.v4.new_notebook(metadata={"shardlab": {"topic": "small"}}))
+    other = ("other.ipynb", small.replace("small", "other"))
+    good = archive_of(other, ("small.ipynb", small))
+    body, name = good.index(b"small.ipynb") + len("small.ipynb"), good.rindex(b"small.ipynb")
+    assert good[name - 46 : name - 42] == b"PK\1\2"  # the member's entry in the directory
+
+    def changed(place, data, archive=good):
+        return archive[:place] + data + archive[place + len(data) :]
+
+    lying = archive_of(other, ("small.ipynb", b" " * 30_000_000))
+    says = lying.rindex(b"small.ipynb") - 46 + 24  # how long it is, once unpacked
+    return {
+        "cut short": good[:-40],
+        "cut in the middle": good[: len(good) // 2],
+        "nothing": b"",
+        "no archive": b"no zip",
+        "another check sum": changed(name - 46 + 16, b"\0\1\2\3"),
+        "damaged data": changed(body + 5, bytes(range(20))),
+        "encrypted": changed(name - 46 + 8, b"\1"),
+        "an unknown compression": changed(name - 46 + 10, b"\x63"),
+        "a name in no UTF-8": changed(name, b"\xff\xfe", changed(name - 46 + 8, b"\0\x08")),
+        "an absolute name": archive_of(other, ("/tmp/small.ipynb", small)),
+        "a name above": archive_of(other, ("../small.ipynb", small)),
+        "a name of two lines": archive_of(other, ("small\n.ipynb", small)),
+        "a name twice": archive_of(other, ("small.ipynb", small), ("small.ipynb", small)),
+        "too large": archive_of(other, ("small.ipynb", b" " * 64_000_001)),
+        "too many": archive_of(other, *((f"a_{n}.json", b" " * 10**6) for n in range(70))),
+        "larger than it says": changed(says, (1000).to_bytes(4, "little"), lying),
+        "deep": archive_of(other, ("small.ipynb", "[" * 100_000)),
+        "digits": archive_of(other, ("small.ipynb", "1" * 5000)),
+        "no notebook": archive_of(other, ("small.ipynb", '{"metadata": {"shardlab": '
+                                          '{"topic": "small"}}}')),
+        "no list of cells": archive_of(other, ("small.ipynb", small.replace("[]", "3"))),
+    }  # fmt: skip
+
+
+BROKEN = broken_archives()
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_archive_gets_one_line_and_changes_nothing(
+    tmp_path, monkeypatch, capsys, kind
+) -> None:
+    for name in ("lessons", "book"):
+        (tmp_path / name).mkdir()
+    for name in ("_toc.yml", "lessons/small.md"):
+        (tmp_path / name).touch()
+    (tmp_path / "all.zip").write_bytes(BROKEN[kind])
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    status, out, err = ran(capsys, "record", "--unpack", "all.zip")
+    assert status == 2 and out == "" and err.count("\n") == 1 and "all.zip" in err, err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_recording_is_not_put_in_the_place_of_a_folder(tmp_path) -> None:
+    small = json.dumps(nbformat.v4.new_notebook(metadata={"shardlab": {"topic": "small"}}))
+    (tmp_path / "all.zip").write_bytes(
+        archive_of(("other.ipynb", small.replace("small", "other")), ("small.ipynb", small))
+    )
+    (tmp_path / record.RECORDED / "small.ipynb").mkdir(parents=True)
+    with pytest.raises(ValueError, match="a folder"):
+        record.unpack(tmp_path / "all.zip", tmp_path)
+    assert [p.name for p in (tmp_path / record.RECORDED).iterdir()] == ["small.ipynb"]
 
 
 # --- The build --------------------------------------------------------------------------------

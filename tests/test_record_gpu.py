@@ -352,7 +352,7 @@ def test_a_torch_that_is_too_old_counts_as_missing(monkeypatch):
         (["--each", "0"], "--each=0: allowed"),
         (["--only", "films"], "--only='films': allowed are tests, lessons, benchmarks"),
         (["small", "tiny"], "no such lesson: tiny; allowed are small"),
-        (["--out", "_toc.yml"], "--out=_toc.yml: a file"),
+        (["--out", "_toc.yml"], "--out='_toc.yml': allowed are folders"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_begun(

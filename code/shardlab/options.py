@@ -1,7 +1,8 @@
 """Options of the commands. A bad value gets one line: its name, the value, and what is allowed.
 
 argparse's own messages name types, not what is allowed, and stop at the first character of a
-negative number. So values arrive as text here, and their module judges them.
+negative number. So values arrive as text here, and their module judges them. What an option names
+in the file system is judged here as well: `folder`, `written` and `read_json`.
 
 The standard library alone.
 """
@@ -9,19 +10,84 @@ The standard library alone.
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
+import json
+import math
+import os
 import re
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+LARGEST = 64 * 10**6  # bytes of a file that is read whole
+DIGITS = 19  # of a whole number: what counts something here has fewer
+_LIKENESS = {
+    "×": "x", "·": ".", "→": "->", "–": "-", "─": "-", "…": "...", "’": "'", "µ": "u", "±": "+-",
+    "²": "^2", "«": "<<", "»": ">>", "“": '"', "”": '"', "≥": ">=", "≤": "<=",
+}  # fmt: skip
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # ends a line, or is not seen in one
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what it does not know, and which of its options is the nearest."""
+
+    def error(self, message: str) -> Any:
+        """End the process with status 2; argparse would print how all is used first."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def print_help(self, file: Any = None) -> None:
+        """Raises OSError where it cannot be written; argparse would end as if it had been."""
+        (file or sys.stdout).write(self.format_help())
+
+    def parse_known_args(self, *given: Any, **more: Any) -> Any:
+        """As of any parser, but here nothing is left: whoever asked for it hears what is wrong."""
+        found, rest = super().parse_known_args(*given, **more)
+        if rest:
+            near = nearest(rest[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(map(_seen, rest))}{near}")
+        return found, rest
+
+
+def _seen(word: str) -> str:
+    """A word as it was typed, where a line shows it whole."""
+    return word if word.isprintable() else repr(word)
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """ " (did you mean …?)" where one of the names is much like the given one, else ""."""
+    import difflib  # here: only a mistake needs it
+
+    near = difflib.get_close_matches(given, list(known), 1, 0.7)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def any_encoding() -> None:
+    """From here on printing never fails for a character that a terminal or a pipe has not.
+
+    What is written so often that its code would be hard to read gets a likeness.
+    """
+    codecs.register_error("shardlab", _alike)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="shardlab")
+
+
+def _alike(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    likeness = (_LIKENESS.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing)
+    return "".join(likeness), error.end
+
 
 def command(
-    commands: argparse._SubParsersAction, name: str, words: str, description: str | None
+    commands: argparse._SubParsersAction, name: str, description: str | None
 ) -> argparse.ArgumentParser:
-    """A new command: `words` in the list of commands, `description` in its own help."""
+    """A new command. Its words in the list of commands stand in that list."""
     parser = commands.add_parser(
         name,
-        help=words,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -43,7 +109,9 @@ def number(
     try:
         return kind(given or "")
     except ValueError:
-        raise ValueError(f"{name}={given or ''!r}: allowed are {allowed}") from None
+        shown = given or ""
+        shown = shown if len(shown) <= 100 else f"{shown[:100]}…"
+        raise ValueError(f"{name}={shown!r}: allowed are {allowed}") from None
 
 
 def whole(
@@ -53,25 +121,145 @@ def whole(
     value = number(name, given, allowed, int)
     if value < least:
         raise ValueError(f"{name}={value}: allowed are {allowed}")
+    if value >= 10**DIGITS:
+        shown = f"{str(value)[:DIGITS]}…"
+        raise ValueError(f"{name}={shown}: allowed are {allowed}, of {DIGITS} digits at most")
     return value
 
 
-def written(name: str, given: str | Path, write: Callable[[Path], Any] | None = None) -> Any:
+def apart(given: Iterable[str], names: Iterable[str], words: str) -> None:
+    """Raise ValueError where one of these options is given beside what has no use for it.
+
+    words: what that is, and what is allowed with it.
+    """
+    for name in names:
+        if name in given:
+            raise ValueError(f"--{name.replace('_', '-')} {words}")
+
+
+def place(name: str, given: str | Path) -> Path:
+    """The path that an option names, with its ~ replaced. Raises ValueError for what names none."""
+    text = os.fspath(given)
+    if not text or _CONTROL.search(text):
+        raise ValueError(f"{name}={text!r}: allowed are names, without control characters")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        allowed = "allowed after ~ is a user of this machine; a name that begins with it is ./~…"
+        raise ValueError(f"{name}={text!r}: {allowed}") from None
+
+
+def folder(name: str, given: str | Path) -> Path:
+    """The folder that an option names, made where it is new. Raises ValueError if files cannot be.
+
+    It is asked for last, when all other options are known to be good.
+    """
+    path = place(name, given)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        allowed = "allowed are folders that can be written, or made"
+        raise ValueError(f"{name}={str(given)!r}: {allowed} ({error.strerror})") from None
+    return path
+
+
+def written(
+    name: str,
+    given: str | Path,
+    write: Callable[[Path], Any] | None = None,
+    room: bool = False,
+) -> Any:
     """What `write(path)` returns; ValueError where the file that an option names cannot be written.
+
+    It is written beside its place and then put there, so that a reader finds the old file or the
+    new one. Only a new name and a plain file are taken: nothing takes the place of a device. A link
+    stays one, and the file that it leads to is written. room: makes the file's folder, too.
 
     Without `write` it is only tried, before long work begins, and nothing is left or changed.
     """
-    path = Path(given)
+    allowed = "allowed are files in a folder that exists and can be written"
+    path = place(name, given)
     try:
-        return (write or _tried)(path)
+        path = Path(os.path.realpath(path))
+        try:
+            old = path.stat()
+        except FileNotFoundError:
+            old = None
+        if old and (not path.is_file() or any(os.path.samestat(old, end) for end in _ends())):
+            what = "a folder" if path.is_dir() else "no plain file, or where this prints"
+            raise ValueError(f"{name}={str(given)!r}: {allowed} (this is {what})")
+        if old and not os.access(path, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+        if room:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as beside:
+            part = Path(beside, path.name)
+            part.touch()
+            if write is None:
+                return None
+            found = write(part)
+            if old:
+                os.chmod(part, old.st_mode & 0o777)
+            os.replace(part, path)
+            return found
     except OSError as error:
-        allowed = "allowed are files in a folder that exists and can be written"
         raise ValueError(f"{name}={str(given)!r}: {allowed} ({error.strerror})") from None
 
 
-def _tried(path: Path) -> None:
-    new = not path.exists()
-    with open(path, "ab"):
-        pass
-    if new:
-        path.unlink()
+def _ends() -> Iterable[os.stat_result]:
+    """What this process's output and errors go to."""
+    for end in (1, 2):
+        try:
+            yield os.fstat(end)
+        except OSError:  # closed
+            continue
+
+
+def read_text(name: str, given: str | Path, kind: str) -> str:
+    """What the file that an option names holds; kind: of files that are allowed, as "CSV files".
+
+    Raises ValueError for a file that cannot be read, is not in UTF-8, or has more than LARGEST
+    bytes: a device may never end.
+    """
+    try:
+        with open(place(name, given), "rb") as file:
+            text = file.read(LARGEST + 1)
+    except OSError as error:
+        raise ValueError(f"{name}={str(given)!r}: allowed are files ({error.strerror})") from None
+    if len(text) > LARGEST:
+        allowed = f"allowed are files of {LARGEST} bytes at most"
+        raise ValueError(f"{name}={str(given)!r}: {allowed}")
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}={str(given)!r}: allowed are {kind} in UTF-8") from None
+
+
+def read_json(name: str, given: str | Path) -> Any:
+    """What the JSON file that an option names holds.
+
+    Raises ValueError as `read_text` does, for what is no JSON or nests too deep, and for a number
+    of more than DIGITS digits, or that is none.
+    """
+    text = read_text(name, given, "JSON files")
+    try:
+        return json.loads(text, parse_int=_whole, parse_float=_real, parse_constant=_real)
+    except RecursionError:
+        why = "it nests too deep"
+    except ValueError as error:
+        why = str(error)
+    raise ValueError(f"{name}={str(given)!r}: allowed are JSON files in UTF-8 ({why})")
+
+
+def _whole(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:30]}")
+    return value

@@ -28,15 +28,17 @@ PARTS = {
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `cluster` to the command line."""
-    words = "jobs on many nodes: " + ", ".join(PARTS)
-    parser = options.command(commands, "cluster", words, __doc__)
-    parser.add_argument("part", choices=PARTS)
+    parser = options.command(commands, "cluster", __doc__)
+    parser.add_argument("part", nargs="?", default="", help=", ".join(PARTS), metavar="PART")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="what it takes: PART --help")
     parser.set_defaults(command=_main)
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shardlab cluster")
+    if chosen.part not in PARTS:
+        near = options.nearest(chosen.part, PARTS)
+        raise ValueError(f"part={chosen.part!r}: allowed are {', '.join(PARTS)}{near}")
+    parser = options.Parser(prog="python -m shardlab cluster")
     module = import_module(f"shardlab.cluster.{PARTS[chosen.part]}")
     getattr(module, f"add_{chosen.part}")(parser.add_subparsers())
     part = parser.parse_args([chosen.part, *chosen.rest])

@@ -70,7 +70,7 @@ class Job:
         except OSError as error:
             words = f"at={self.at!r}: allowed are hosts that have an address ({error.strerror})"
             raise ValueError(words) from None
-        if self.logs and self.logs.exists() and not self.logs.is_dir():
+        if self.logs and os.path.exists(self.logs) and not os.path.isdir(self.logs):
             raise ValueError(f"logs={str(self.logs)!r}: this is a file; allowed is a folder")
 
     @property
@@ -119,8 +119,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 def add_run(commands: argparse._SubParsersAction) -> None:
     """Add `run` to the subcommands of `python -m shardlab cluster`."""
-    words = "be the agent of this node: start its ranks, watch them, start them again"
-    parser = options.command(commands, "run", words, __doc__)
+    parser = options.command(commands, "run", __doc__)
     add = partial(options.add, parser)
     add("at", "where the agents meet: a host that is one of the nodes, and a port", "HOST:PORT")
     add("ranks", "on this node (1)", "N")
@@ -138,6 +137,8 @@ def add_run(commands: argparse._SubParsersAction) -> None:
 
 def _main(chosen: argparse.Namespace) -> int:
     job = told(chosen)
+    if job.logs:
+        options.folder("logs", job.logs)
     from . import core  # here: it takes seconds, and bad input is refused at once
 
     return core.run(job, partial(print, flush=True))
@@ -169,5 +170,5 @@ def told(chosen: argparse.Namespace) -> Job:
     if chosen.job is not None:
         given["name"] = chosen.job
     if chosen.logs is not None:
-        given["logs"] = Path(chosen.logs)
+        given["logs"] = options.place("logs", chosen.logs)
     return Job(**given)

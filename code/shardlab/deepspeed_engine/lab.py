@@ -11,7 +11,6 @@ Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from shardlab import ranks
 from shardlab.count import clock
+from shardlab.options import Parser, any_encoding
 
 from .breakdown import (
     WAYS,
@@ -210,7 +210,8 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    any_encoding()  # of what it prints
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--price", type=float, help="of a GPU hour: adds what tokens cost")

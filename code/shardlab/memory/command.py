@@ -41,8 +41,7 @@ WHOLE = (
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `memory` to the command line."""
-    words = "what one rank of a training job holds, in bytes"
-    parser = options.command(commands, "memory", words, __doc__)
+    parser = options.command(commands, "memory", __doc__)
     add = partial(options.add, parser)
     add("params", "number of parameters, for example 7.5e9", "P")
     add("model", f"or a model: {', '.join(PRESETS)}", "NAME")

@@ -49,8 +49,7 @@ KNOBS = {  # option: its default, and what it is
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `mesh` to the command line."""
-    words = "train on any mesh of ranks: what each holds and sends, beside one process"
-    parser = options.command(commands, "mesh", words, __doc__)
+    parser = options.command(commands, "mesh", __doc__)
     add = partial(options.add, parser)
     for name, (default, told) in KNOBS.items():
         add(name, told if default is None else f"{told} ({default})", "N")
@@ -70,6 +69,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def _main(chosen: argparse.Namespace) -> int:
     if chosen.node is not None:
+        given = [name for name, value in vars(chosen).items() if value]
+        trains = [name for name in KNOBS if name not in AXES]
+        trains += ["schedule", "budget", "sequence_parallel", "untied"]
+        options.apart(given, trains, "with --node, which trains nothing: allowed are dp, pp, tp")
         print(_groups(chosen))
         return 0
     job = job_of(chosen)

@@ -45,8 +45,7 @@ SEQUENCE = re.compile("\033\\[[0-9;]*m")  # takes no room on a line
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `schedule` to the command line."""
-    words = "who works when in a pipeline; bubble, memory and a picture"
-    parser = options.command(commands, "schedule", words, __doc__)
+    parser = options.command(commands, "schedule", __doc__)
     add = partial(options.add, parser)
     parser.add_argument("name", nargs="?", default="", help=", ".join(NAMES), metavar="NAME")
     add("stages", "of the pipeline, each on a rank", "P")

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlab.options import command, written
+from shardlab.options import add, command, place, written
 
 from . import carry
 from .carry import RECORDED, archive, unpack
@@ -74,26 +74,24 @@ def save(book: nbformat.NotebookNode, path: Path) -> None:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `record` to the command line."""
-    words = "execute lessons on this machine and keep their outputs in book/recorded/"
-    parser = command(commands, "record", words, __doc__)
+    parser = command(commands, "record", __doc__)
     parser.add_argument("lesson", nargs="*", help="topics; all lessons when none is named")
-    parser.add_argument("--archive", type=Path, metavar="FILE", help="then write all into a zip")
-    parser.add_argument("--unpack", type=Path, metavar="FILE", help="only unpack such a zip")
+    add(parser, "archive", "then write all into a zip", "FILE")
+    add(parser, "unpack", "only unpack such a zip", "FILE")
     parser.set_defaults(command=_main)
 
 
 def _main(options: argparse.Namespace) -> int:
     root = course()
-    if options.unpack:
-        if options.lesson or options.archive:
+    if options.unpack is not None:
+        if options.lesson or options.archive is not None:
             raise ValueError("--unpack goes with no lesson and not with --archive")
-        for path in unpack(options.unpack, root):
+        for path in unpack(place("unpack", options.unpack), root):
             print(f"unpacked {path}")
         return 0
     topics = selected(options.lesson, root)
-    if options.archive:  # before hours of work, not after
-        written("archive", options.archive, carry.room)
-        written("archive", options.archive)
+    if options.archive is not None:  # before hours of work, not after
+        written("archive", options.archive, room=True)
     failed = 0
     for topic in topics:  # one after another: lessons never share a GPU
         try:
@@ -106,7 +104,7 @@ def _main(options: argparse.Namespace) -> int:
         stated = about(book)
         device = stated["device"]
         print(f"recorded {topic}: {stated['seconds']} s on {device['count']} × {device['name']}")
-    if options.archive:
-        names = written("archive", options.archive, lambda path: archive(path, root))
+    if options.archive is not None:
+        names = archive(place("archive", options.archive), root)
         print(f"wrote {len(names)} recordings into {options.archive}")
     return 1 if failed else 0

@@ -7,12 +7,13 @@ A recording is <topic>.ipynb in it, a benchmark's figures are <topic>_<ranks>.js
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+
+from shardlab.options import LARGEST, written
 
 RECORDED = Path("book/recorded")
 FIGURES = Path("benchmarks/recorded")
@@ -22,7 +23,6 @@ _MEMBERS = {  # a member's name -> the folder that it belongs in
     r"[a-z][a-z0-9_]*_[0-9]+\.json": FIGURES,
     r"(summary|tests)\.json|logs/[a-z0-9_]+\.log": WORK,
 }
-_LARGEST = 64 * 10**6  # bytes: a recording takes some 10 kB
 
 
 def archive(path: Path, root: Path, files: Iterable[Path] | None = None) -> list[str]:
@@ -30,12 +30,13 @@ def archive(path: Path, root: Path, files: Iterable[Path] | None = None) -> list
     if files is None:
         files = sorted((root / RECORDED).glob("*.ipynb"))
     names = {f"logs/{f.name}" if f.suffix == ".log" else f.name: f for f in files}
-    room(path)
-    part = path.with_name(f".{path.name}.part")
-    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as zipped:
-        for name, file in names.items():
-            zipped.write(file, name)
-    os.replace(part, path)
+
+    def write(part: Path) -> None:
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as zipped:
+            for name, file in names.items():
+                zipped.write(file, name)
+
+    written("archive", path, write, room=True)
     return list(names)
 
 
@@ -49,6 +50,8 @@ def unpack(path: Path, root: Path) -> list[Path]:
     for name, data in contents.items():
         _check(path, name, data)
     found = {folder(name) / name: data for name, data in contents.items()}
+    for place in found:
+        written("unpack", root / place, room=True)
     for place, data in found.items():
         replace(root / place, data)
     return list(found)
@@ -58,20 +61,45 @@ def read(path: Path) -> dict[str, bytes]:
     """The members of the zip file `path`. Raises ValueError when one has no place here."""
     contents: dict[str, bytes] = {}
     try:
+        if not path.is_file():  # what is none can keep a reader waiting
+            raise ValueError("it is no plain file")
         with zipfile.ZipFile(path) as file:
-            for member in file.infolist():
-                name = member.filename
-                if not folder(name):
-                    raise ValueError(
-                        f"{path} holds {name!r}: allowed are <topic>.ipynb, <topic>_<ranks>.json, "
-                        "summary.json, tests.json and logs/<step>.log"
-                    )
-                if member.file_size > _LARGEST:
-                    raise ValueError(f"{path} holds {name!r} of {member.file_size} bytes: too many")
-                contents[name] = file.read(member)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} cannot be read as an archive of recordings: {error}") from None
+            members = file.infolist()
+            if not (wrong := _wrong(members)):
+                contents = {member.filename: _data(file, member) for member in members}
+    except Exception as error:  # whatever a damaged file makes zipfile and what it uses raise
+        wrong = f"cannot be read as an archive of recordings: {error}"
+    if wrong:
+        raise ValueError(f"{path} {wrong}")
     return contents
+
+
+def _wrong(members: Iterable[zipfile.ZipInfo]) -> str:
+    """What keeps members from being taken, by their names and sizes; "": nothing."""
+    names, size = Counter(member.filename for member in members), 0
+    for member in members:
+        name = member.filename
+        if not folder(name):
+            allowed = "<topic>.ipynb, <topic>_<ranks>.json, summary.json, tests.json"
+            return f"holds {name[:100]!r}: allowed are {allowed} and logs/<step>.log"
+        if names[name] > 1:
+            return f"holds {name!r} {names[name]} times: allowed is once"
+        size += member.file_size
+        if size > LARGEST:  # a recording takes some 10 kB
+            return f"holds {name!r} and more: allowed are {LARGEST} bytes of all members together"
+    return ""
+
+
+def _data(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """What a member holds, never more than it says; raises whatever zipfile has for a damaged one.
+
+    (`ZipFile.read` unpacks all there is, and looks afterwards how much it should have been.)
+    """
+    with file.open(member) as opened:
+        data = opened.read(member.file_size + 1)
+    if len(data) != member.file_size:
+        raise ValueError(f"{member.filename!r} is not as long as it says")
+    return data
 
 
 def folder(name: str) -> Path | None:
@@ -80,22 +108,8 @@ def folder(name: str) -> Path | None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file so that a reader finds the old one or the new one, never a part."""
-    room(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def room(path: Path) -> None:
-    """Make the folder in which the file `path` is to stand."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file, and make its folder, as `options.written` does."""
+    written("file", path, lambda part: part.write_bytes(data), room=True)
 
 
 def _check(path: Path, name: str, data: bytes) -> None:
@@ -106,9 +120,9 @@ def _check(path: Path, name: str, data: bytes) -> None:
     try:
         stated = json.loads(data)
         if place == RECORDED:
-            stated = stated["metadata"]["shardlab"]
+            stated = stated["metadata"]["shardlab"] if isinstance(stated["cells"], list) else {}
         topic = stated["topic"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         topic = None
     if topic != (name.removesuffix(".ipynb") if place == RECORDED else name.rpartition("_")[0]):
         what = "recording" if place == RECORDED else "benchmark"

@@ -105,7 +105,7 @@ def _free(path: Path) -> Path:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `lab` to the command line."""
-    parser = options.command(commands, "lab", "write the lessons as notebooks into lab/", __doc__)
+    parser = options.command(commands, "lab", __doc__)
     parser.set_defaults(command=_main)
 
 

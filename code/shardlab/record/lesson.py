@@ -58,8 +58,7 @@ def write(topic: str, root: Path) -> list[str]:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `lesson` to the command line."""
-    words = "write the skeleton of a planned lesson into all its rooms"
-    parser = options.command(commands, "lesson", words, __doc__)
+    parser = options.command(commands, "lesson", __doc__)
     parser.add_argument("topic", nargs="?", default="", help="its name in book/topics.yml")
     parser.set_defaults(command=_main)
 

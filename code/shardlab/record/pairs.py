@@ -63,8 +63,7 @@ def write(root: Path) -> list[str]:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `pairs` to the command line."""
-    words = "write code/lessons/*.py from lessons/*.md, and the rest from book/topics.yml"
-    parser = options.command(commands, "pairs", words, __doc__)
+    parser = options.command(commands, "pairs", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, only compare")
     parser.set_defaults(command=_main)
 

@@ -68,8 +68,7 @@ ADDED = "predicted_seconds", "predicted_memory_gib", "note"
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `strategy` to the command line."""
-    words = "which layout: seconds and bytes of a step, predicted"
-    parser = options.command(commands, "strategy", words, __doc__)
+    parser = options.command(commands, "strategy", __doc__)
     add = partial(options.add, parser)
     add("fit", "measured steps (CSV) or layer times (JSON), to find rates from", "FILE")
     add("predict", "rows to predict (CSV)", "FILE")
@@ -105,12 +104,14 @@ def _main(chosen: argparse.Namespace) -> int:
         said = " and ".join(f"--{name}" for name in entries + asks) or "neither"
         allowed = "exactly one of --model, --config, --measure, --fit, --predict and --case"
         raise ValueError(f"{said}: allowed is {allowed}")
+    _check_apart(given, (entries + asks)[0])
     if asks:
         print(_planned(given))
         return 0
     if not given.get("rates"):
         raise ValueError(f"rates='': allowed with --{entries[0]} is a file")
     if entries[0] in ("measure", "fit"):
+        options.written("rates", given["rates"])  # before anything is measured or fitted
         rates = _measured(given) if entries == ["measure"] else _fitted(given)
         options.written("rates", given["rates"], rates.write)
         print(table(rates))
@@ -121,6 +122,20 @@ def _main(chosen: argparse.Namespace) -> int:
     else:
         print(json.dumps(predicted_cases(Path(given["case"]), profile, rates), indent=1))
     return 0
+
+
+def _check_apart(given: dict[str, Any], what: str) -> None:
+    """Raise ValueError for options of which one would go unheard beside another."""
+    if what in ENTRIES:
+        more = [name for name in given if name not in ("command", what, "rates", "profile")]
+        options.apart(given, more, f"with --{what}: allowed are --rates and --profile")
+    forms = [name for name in ("json", "explain", "emit") if name in given]
+    if forms:
+        options.apart(given, forms[1:], f"with --{forms[0]}: allowed is one of them")
+    if forms in (["explain"], ["emit"]):
+        options.apart(given, ["top"], f"with --{forms[0]}, which has one layout and no table")
+    if "tokens" not in given:
+        options.apart(given, ["price"], "alone: allowed with --tokens, of which it is the price")
 
 
 def _planned(given: dict[str, Any]) -> str:
@@ -239,7 +254,6 @@ def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
 def _measured(given: dict[str, Any]) -> Rates:
     from .measure import measure  # which no page's calculator loads, as it does not emit
 
-    options.written("rates", given["rates"])
     return measure(_profile({"profile": "course", **given}).name)
 
 

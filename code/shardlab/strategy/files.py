@@ -8,7 +8,8 @@ row: whoever reads a whole file writes it beside the row.
 from __future__ import annotations
 
 import csv
-import json
+import io
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from shardlab.machines import MACHINES, Machine
 from shardlab.memory import SCHEDULES
+from shardlab.options import read_json, read_text
 from shardlab.shapes import Config
 
 from .job import Job
@@ -27,6 +29,7 @@ DEGREES = "mbs", "ga", "dp", "pp", "tp", "zero"
 COLUMNS = (*SHAPE, *DEGREES)
 SWEEP_VOCABULARY = 131_072  # the sweep's: its column is not in the file
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257, padded
+MOST = {"layers": 10_000}  # more are no model, and take memory to count; of all else, 10^9
 _RECOMPUTE = {
     "none": "none", "baseline": "none", "sp": "none", "selective": "selective",
     "selective+sp": "selective", "full": "full", "full recompute": "full",
@@ -35,14 +38,12 @@ _RECOMPUTE = {
 
 def read_rows(name: str, path: Path) -> list[dict[str, str]]:
     """The lines of a CSV file as dictionaries. Raises ValueError; `name`: the option's."""
+    text = read_text(name, path, "CSV files")
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-            columns = reader.fieldnames or []
-    except OSError as error:
-        raise ValueError(f"{name}={str(path)!r}: allowed are files ({error.strerror})") from None
-    except (UnicodeDecodeError, csv.Error):
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        rows = list(reader)
+        columns = reader.fieldnames or []
+    except csv.Error:
         raise ValueError(f"{name}={str(path)!r}: allowed are CSV files in UTF-8") from None
     for column in COLUMNS:
         if column not in columns:
@@ -53,12 +54,7 @@ def read_rows(name: str, path: Path) -> list[dict[str, str]]:
 
 def read_cases(name: str, path: Path) -> list[dict[str, Any]]:
     """A JSON list of objects with an "id" and a "config". Raises ValueError."""
-    try:
-        cases = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"{name}={str(path)!r}: allowed are files ({error.strerror})") from None
-    except ValueError:
-        raise ValueError(f"{name}={str(path)!r}: allowed are JSON files in UTF-8") from None
+    cases = read_json(name, path)
     good = isinstance(cases, list) and all(
         isinstance(x, dict) and "id" in x and isinstance(x.get("config"), dict) for x in cases
     )
@@ -100,6 +96,15 @@ def row_measured(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
     return seconds, size
 
 
+def case_measured(case: Mapping[str, Any]) -> dict[str, float]:
+    """The times that a case's table prints, by their keys: fwd_ms and bwd_ms, iter_s, iter_ms."""
+    printed = case.get("published") or {}
+    if not isinstance(printed, Mapping):
+        raise ValueError(f"published={_said(printed)}: allowed are objects")
+    keys = "fwd_ms", "bwd_ms", "iter_s", "iter_ms"
+    return {key: _number(printed, key) for key in keys if printed.get(key) is not None}
+
+
 def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
     """The job of a published configuration.
 
@@ -131,15 +136,15 @@ def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
     said = str(c.get("recompute", "none")).lower()
     said = {"false": "none", "true": "full"}.get(said, said)
     if said not in _RECOMPUTE:
-        raise ValueError(f"recompute={c['recompute']!r}: allowed are none, selective and full")
+        raise ValueError(f"recompute={_said(c['recompute'])}: allowed are none, selective and full")
     along = bool(c.get("sequence_parallel", said == "sp" or said.endswith("+sp")))
-    zero = c.get("zero", 0)
+    zero = _whole(c, "zero", 0)
     stages = c.get("stages", profile.stages)
     named = str(c.get("schedule", "interleaved" if v > 1 else "1f1b")).lower()
     if named not in SCHEDULES:
-        raise ValueError(f"schedule={c['schedule']!r}: allowed are {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={_said(c['schedule'])}: allowed are {', '.join(SCHEDULES)}")
     layout = Layout(
-        d, need["tp"], p, int(zero), b, batch // d // b, _RECOMPUTE[said], along, cp,
+        d, need["tp"], p, zero, b, batch // d // b, _RECOMPUTE[said], along, cp,
         chunks=v if p > 1 else 1, schedule=named if p > 1 else "1f1b",
         stages=tuple(stages) if isinstance(stages, list) else stages,
     )  # fmt: skip
@@ -154,14 +159,14 @@ def _machine(c: Mapping[str, Any]) -> Machine:
     name = str(c["gpu"]).lower().replace("nvidia", "").replace(" ", "-").strip("-")
     match = [key for key in MACHINES if name.startswith(key)]
     if not match:
-        raise ValueError(f"gpu={c['gpu']!r}: allowed are {', '.join(MACHINES)}")
+        raise ValueError(f"gpu={_said(c['gpu'])}: allowed are {', '.join(MACHINES)}")
     key = max(match, key=len)
     if key == "a100" and ("40" in name or c.get("gpu_mem_gb") == 40):
         key = "a100-40"
     machine = MACHINES[key]
-    if c.get("gpu_mem_gb"):
+    if c.get("gpu_mem_gb") is not None:
         machine = replace(machine, memory=1e9 * _number(c, "gpu_mem_gb"))
-    if c.get("per_node"):
+    if c.get("per_node") is not None:
         machine = replace(machine, per_node=_whole(c, "per_node"))
     return machine
 
@@ -170,27 +175,36 @@ def _whole(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = c.get(key, default)
     if value is None or value == "":
         raise ValueError(f"{key} is missing")
+    least, most = 0 if key == "zero" else 1, MOST.get(key, 10**9)
     try:
         number = float(value)
-        if number != int(number) or (number < 1 and key != "zero"):
+        if number != int(number) or number < least:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{key}={value!r}: allowed are whole numbers above 0") from None
+        allowed = "allowed are whole numbers above 0"
+        raise ValueError(f"{key}={_said(value)}: {allowed}") from None
+    if number > most:
+        raise ValueError(f"{key}={number:g}: allowed are {most:,} at most")
     return int(number)
 
 
 def _number(c: Mapping[str, Any], key: str) -> float:
     try:
         value = float(c[key])
-        if not 0 < value < float("inf"):
+        if not 0 < value <= 1e18:
             raise ValueError
-    except (TypeError, ValueError):
-        raise ValueError(f"{key}={c[key]!r}: allowed are numbers above 0") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{key}={_said(c[key])}: allowed are numbers above 0, to 1e18") from None
     return value
+
+
+def _said(value: Any) -> str:
+    """A value as a message shows it: whatever is in a file, it is a part of a line."""
+    return reprlib.repr(value)
 
 
 def _one_of(c: Mapping[str, Any], key: str, allowed: tuple[str, ...], default: str) -> str:
     value = c.get(key, default)
     if value not in allowed:
-        raise ValueError(f"{key}={value!r}: allowed are {' and '.join(allowed)}")
+        raise ValueError(f"{key}={_said(value)}: allowed are {' and '.join(allowed)}")
     return str(value)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .core import layer, seconds
-from .files import case_job, row_job, row_measured
+from .files import case_job, case_measured, row_job, row_measured
 from .fit import Predict, fit
 from .footprint import footprint
 from .job import Job
@@ -58,17 +58,17 @@ def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str
     guessed = guesses(profile.name)
     known = guessed.values_of()
     for case in cases:
-        printed = case.get("published") or {}
         try:
+            printed = case_measured(case)
             job = case_job(case["config"], profile)
             check_job(job)
         except ValueError:
             continue
         if "fwd_ms" in printed and "bwd_ms" in printed:
             for k, name in enumerate(("fwd_ms", "bwd_ms")):
-                layers.append((_layer(job, k), float(printed[name]) / 1e3))
+                layers.append((_layer(job, k), printed[name] / 1e3))
         elif time := printed.get("iter_s") or printed.get("iter_ms", 0) / 1e3:
-            steps.append((_takes(job, known), float(time)))
+            steps.append((_takes(job, known), time))
     measured, free, what = (layers, LAYER, "layer") if layers else (steps, STEP, "step")
     return fit(guessed, measured, free, f"fitted on {len(measured)} {what} times: {origin}")
 

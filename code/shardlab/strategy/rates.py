@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from shardlab.machines import Machine
+from shardlab.options import read_json
 
 
 @dataclass(frozen=True)
@@ -207,18 +208,26 @@ def today(rates: Rates) -> Rates:
 
 def read(path: Path) -> Rates:
     """Rates that `Rates.write` wrote. Raises ValueError, which names what is wrong in the file."""
+    given = read_json("rates", path)
     try:
-        given = json.loads(path.read_text("utf-8"))
         profile, listed = given["profile"], given["rates"]
-        rates = {n: Rate(float(r["value"]), r["unit"], float(r["spread"]), r["origin"])
+        rates = {n: Rate(float(r["value"]), str(r["unit"]), float(r["spread"]), str(r["origin"]))
                  for n, r in listed.items()}  # fmt: skip
         missing = [name for name in guesses(profile) if name not in rates]
         machine = Machine(**given["machine"]) if "machine" in given else None
-    except OSError as error:
-        raise ValueError(f"rates={str(path)!r}: allowed are files ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"rates={str(path)!r}: allowed are files that --fit wrote") from None
-    bad = [n for n, r in rates.items() if not (isfinite(r.value) and r.value > 0)]
+    bad = [n for n, r in rates.items() if not 1e-9 <= r.value <= 1e9 or not 0 <= r.spread <= 1e9]
     for name in missing + bad:
-        raise ValueError(f"rates={str(path)!r}: allowed are files with a {name!r} above 0")
+        allowed = f"files with a {name!r} from 1e-9 to 1e9, and its spread from 0"
+        raise ValueError(f"rates={str(path)!r}: allowed are {allowed}")
+    if machine and not all(_likely(field, value) for field, value in vars(machine).items()):
+        raise ValueError(f"rates={str(path)!r}: allowed are machines as --measure finds them")
     return Rates(profile, rates, machine)
+
+
+def _likely(field: str, value: object) -> bool:
+    """Whether a machine may have it: a name, or a number that is near none of a float's ends."""
+    if field == "name":
+        return isinstance(value, str)
+    return value is None or (isinstance(value, Real) and 1e-3 <= value <= 1e18)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardlab.arguments import check_number, check_whole
-from shardlab.options import number
+from shardlab.options import Parser, any_encoding, number
 from shardlab.shapes import PRESETS
 from shardlab.text import parts
 
@@ -53,10 +53,11 @@ def parse(main: Callable[..., Any], arguments: list[str] | None = None) -> dict[
 
     Ends the process with status 2 and one line where a value is not allowed.
     """
+    any_encoding()  # of what it prints
     defaults = {p.name: p.default for p in inspect.signature(main).parameters.values()} | MORE
     about = sys.modules[main.__module__].__doc__
     how = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=how, allow_abbrev=False)
+    parser = Parser(description=about, formatter_class=how, allow_abbrev=False)
     for name, default in defaults.items():
         words = WORDS[name] + ("" if default is None else f" [{default}]")
         parser.add_argument(f"--{name}", default=default, help=words, metavar="…")

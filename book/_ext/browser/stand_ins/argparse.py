@@ -1,3 +1,7 @@
 """A page has no command line: `calculators.Options` takes in what commands declare."""
 
 RawDescriptionHelpFormatter = None
+
+
+class ArgumentParser:
+    """What `shardlab.options.Parser` is made from; no page has one."""

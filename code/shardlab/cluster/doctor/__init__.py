@@ -120,8 +120,7 @@ def _say(text: str) -> None:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `doctor` to the command line."""
-    words = "whether this machine, or this job's hosts, are fit to train on"
-    parser = options.command(commands, "doctor", words, __doc__)
+    parser = options.command(commands, "doctor", __doc__)
     add = partial(options.add, parser)
     add("ranks", "ranks to start here (one for each GPU; 2 without); not under a launcher", "N")
     add("folder", "where checkpoints will go (.)", "DIR")
@@ -136,7 +135,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def main(arguments: list[str]) -> int:
     """The command with these arguments; returns its exit status. ValueError for bad ones."""
-    parser = argparse.ArgumentParser(prog="python -m shardlab")
+    parser = options.Parser(prog="python -m shardlab")
     add_command(parser.add_subparsers())
     chosen = parser.parse_args(["doctor", *arguments])
     return chosen.command(chosen)
@@ -145,7 +144,7 @@ def main(arguments: list[str]) -> int:
 def _main(chosen: argparse.Namespace) -> int:
     number = None if chosen.ranks is None else options.whole("ranks", chosen.ranks)
     settings = Settings(
-        "." if chosen.folder is None else chosen.folder,
+        "." if chosen.folder is None else str(options.place("folder", chosen.folder)),
         _number("needs", chosen.needs, 1e9),
         _number("timeout", chosen.timeout, 60.0),
         chosen.machine or "",

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import psutil
 
+from shardlab import options
 from shardlab.arguments import check_whole
 
 from . import configuration, daemons
@@ -122,7 +123,7 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
         raise ValueError(f"gpus={gpus}: allowed are 0 to {len(configuration.DEVICES)} on each node")
     folder = _folder(folder)
     _demand()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder("folder", folder)
     wanted = Box(folder, nodes, cpus, gpus)
     with _locked(folder):
         if left := _left(folder):

@@ -29,7 +29,7 @@ Act = Callable[[str, dict[str, str]], int]  # the folder, numbers that were give
 
 def add_up(commands: argparse._SubParsersAction) -> None:
     """Add `up` to the command line."""
-    add = _command(commands, "up", "start a small Slurm on this machine", _up)
+    add = _command(commands, "up", _up)
     add("nodes", "how many (2)", "N")
     add("cpus", "that each node says it has (4)", "N")
     add("gpus", "that each node pretends to have (2)", "N")
@@ -37,27 +37,25 @@ def add_up(commands: argparse._SubParsersAction) -> None:
 
 def add_status(commands: argparse._SubParsersAction) -> None:
     """Add `status` to the command line."""
-    _command(commands, "status", "what the small Slurm does", _status)
+    _command(commands, "status", _status)
 
 
 def add_down(commands: argparse._SubParsersAction) -> None:
     """Add `down` to the command line."""
-    _command(commands, "down", "end the small Slurm and its jobs", _down)
+    _command(commands, "down", _down)
 
 
 def _command(
-    commands: argparse._SubParsersAction, name: str, words: str, act: Act
+    commands: argparse._SubParsersAction, name: str, act: Act
 ) -> Callable[[str, str, str], None]:
-    parser = options.command(commands, name, words, __doc__)
+    parser = options.command(commands, name, __doc__)
     options.add(parser, "folder", f"where everything of it lies ({FOLDER})", "DIR")
     parser.set_defaults(command=partial(_main, act))
     return partial(options.add, parser)
 
 
 def _main(act: Act, chosen: argparse.Namespace) -> int:
-    folder = FOLDER if chosen.folder is None else chosen.folder
-    if not folder:
-        raise ValueError("folder='': allowed is the name of a folder")
+    folder = str(options.place("folder", FOLDER if chosen.folder is None else chosen.folder))
     known = ("nodes", "cpus", "gpus")
     given = {n: value for n in known if (value := getattr(chosen, n, None)) is not None}
     try:

@@ -155,8 +155,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 def add_hang(commands: argparse._SubParsersAction) -> None:
     """Add `hang` to the command line."""
-    words = "which rank is missing in which collective, from the records of all ranks"
-    parser = options.command(commands, "hang", words, __doc__)
+    parser = options.command(commands, "hang", __doc__)
     parser.add_argument("folder", help="with a file trace_<rank> of each rank", metavar="FOLDER")
     parser.set_defaults(command=_main)
 

@@ -223,9 +223,8 @@ def watch(
     if not pids:
         raise ValueError("pids={}: allowed is at least one rank's process; is the job running?")
     with Sampler(pids, interface) as sampler:
-        path = Path(folder) / f"samples-{sampler.node}.jsonl"
+        path = options.folder("folder", folder) / f"samples-{sampler.node}.jsonl"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a", encoding="utf-8")
         except OSError as error:
             allowed = f"allowed are folders that can be written ({error.strerror})"
@@ -242,8 +241,7 @@ def watch(
 
 def add_watch(commands: argparse._SubParsersAction) -> None:
     """Add `watch` to the command line."""
-    words = "what each rank of a job uses: GPU, cores, memory, network; and a picture of it"
-    parser = options.command(commands, "watch", words, __doc__)
+    parser = options.command(commands, "watch", __doc__)
     parser.add_argument("folder", help="of the job's metrics; samples go there", metavar="FOLDER")
     options.add(parser, "pid", "of torchrun, or whatever started the ranks", "PID")
     options.add(parser, "job", "of Slurm: all its ranks on this machine", "NUMBER")
@@ -255,11 +253,11 @@ def add_watch(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    path = Path(chosen.folder) / "report.svg"
+    chosen.folder = options.place("folder", chosen.folder)
     if chosen.draw:
         alt = "What each rank of the job used over time, and the duration of its steps."
-        figure = report(chosen.folder)
-        options.written("folder", path, lambda path: show.svg(figure, path, alt))
+        picture, path = report(chosen.folder), chosen.folder / "report.svg"
+        options.written("folder", path, lambda part: show.svg(picture, part, alt))
         print(path)
         return 0
     if (chosen.pid is None) == (chosen.job is None):

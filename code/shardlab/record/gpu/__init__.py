@@ -50,17 +50,14 @@ class Outcome:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `gpu` to the command line."""
-    words = "on a machine with a GPU: test, record and measure everything that needs one"
-    parser = options.command(commands, "gpu", words, __doc__)
+    parser = options.command(commands, "gpu", __doc__)
     parser.add_argument("lesson", nargs="*", help="only these lessons, and their benchmarks")
     parser.add_argument(
         "--only", action="append", metavar="PART", help=f"{', '.join(PARTS)}; may be repeated"
     )
     options.add(parser, "limit", "how long all of it may take", "SECONDS")
     options.add(parser, "each", "how long one step may take", "SECONDS")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help=f"of summary.json and gpu.zip ({WORK})"
-    )
+    options.add(parser, "out", f"of summary.json and gpu.zip ({WORK})", "FOLDER")
     parser.add_argument("--again", action="store_true", help="do what holds once more")
     parser.set_defaults(command=_main)
 
@@ -72,14 +69,14 @@ def _main(chosen: argparse.Namespace) -> int:
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"--only={part!r}: allowed are {', '.join(PARTS)}")
+    if chosen.lesson and set(parts) == {"tests"}:
+        raise ValueError(f"--only=tests with {chosen.lesson[0]}: allowed is no lesson with it")
     limit, each = (
         None if given is None else options.whole(name, given)
         for name, given in (("--limit", chosen.limit), ("--each", chosen.each))
     )
     topics = selected(chosen.lesson, root)
-    out = (chosen.out or root / WORK).resolve()
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out={chosen.out}: a file; allowed is a folder, there or not yet")
+    out = root / WORK if chosen.out is None else options.folder("--out", chosen.out).resolve()
     if lacking := machine.missing(dict.fromkeys(n for part in parts for n in NEEDS[part])):
         needed = f"{sys.executable} -m pip install {' '.join(repr(n) for n in lacking)}"
         raise ValueError(f"this Python lacks {', '.join(lacking)}: {needed}")
@@ -170,7 +167,7 @@ class Work:
 
     def _tried(self) -> dict[str, str]:
         """The steps that were tried in vain, and their logs, as the last call left it."""
-        with suppress(OSError, ValueError, LookupError, TypeError):
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             last = json.loads((self.root / WORK / "summary.json").read_text("utf-8"))["steps"]
             vain = (FAILED, LEFT)
             return {

@@ -69,7 +69,7 @@ class Step:
         try:
             said = json.loads(path.read_bytes())
             return said if said["key"] == self.stamp else None
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
 
     def keep(self, root: Path, output: str, facts: Mapping[str, Any], seconds: float) -> str:

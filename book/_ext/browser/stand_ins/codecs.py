@@ -1,0 +1,1 @@
+"""A page shows every character."""

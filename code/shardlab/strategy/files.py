@@ -51,14 +51,19 @@ def read_rows(name: str, path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def read_cases(name: str, path: Path) -> list[dict[str, Any]]:
-    """A JSON list of objects with an "id" and a "config". Raises ValueError."""
+def read_json(name: str, path: Path) -> Any:
+    """What a JSON file holds. Raises ValueError; `name`: the option's."""
     try:
-        cases = json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"{name}={str(path)!r}: allowed are files ({error.strerror})") from None
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, too many digits; brackets beyond all depth
         raise ValueError(f"{name}={str(path)!r}: allowed are JSON files in UTF-8") from None
+
+
+def read_cases(name: str, path: Path) -> list[dict[str, Any]]:
+    """A JSON list of objects with an "id" and a "config". Raises ValueError."""
+    cases = read_json(name, path)
     good = isinstance(cases, list) and all(
         isinstance(x, dict) and "id" in x and isinstance(x.get("config"), dict) for x in cases
     )

@@ -16,6 +16,8 @@ from typing import Any
 
 from shardlab.machines import Machine
 
+from .files import read_json
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -207,16 +209,14 @@ def today(rates: Rates) -> Rates:
 
 def read(path: Path) -> Rates:
     """Rates that `Rates.write` wrote. Raises ValueError, which names what is wrong in the file."""
+    given = read_json("rates", path)
     try:
-        given = json.loads(path.read_text("utf-8"))
         profile, listed = given["profile"], given["rates"]
         rates = {n: Rate(float(r["value"]), r["unit"], float(r["spread"]), r["origin"])
                  for n, r in listed.items()}  # fmt: skip
         missing = [name for name in guesses(profile) if name not in rates]
         machine = Machine(**given["machine"]) if "machine" in given else None
-    except OSError as error:
-        raise ValueError(f"rates={str(path)!r}: allowed are files ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError(f"rates={str(path)!r}: allowed are files that --fit wrote") from None
     bad = [n for n, r in rates.items() if not (isfinite(r.value) and r.value > 0)]
     for name in missing + bad:

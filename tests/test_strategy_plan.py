@@ -233,6 +233,9 @@ WRONG = {
     "model": (["--model", "gpt-9", "--gpu", "h100", "--gpus", "8"], "model='gpt-9': allowed are"),
     "gpu": (["--model", "gpt-2", "--gpus", "8"], "gpu='': allowed are"),
     "gpus": (["--model", "gpt-2", "--gpu", "h100"], "gpus='': allowed are whole numbers"),
+    "no end": ([*JOB[:4], "--gpus", str(10**30)], "allowed are whole numbers, 1 to 1,000,000"),
+    "no batch": ([*JOB, "--batch", str(10**30)], "allowed are whole numbers, 1 to 1,000,000,000"),
+    "no seq": ([*JOB, "--seq", str(10**30), "--batch", "16"], "allowed are whole numbers, 1 to"),
     "nodes": (["--model", "gpt-2", "--gpu", "h100", "--gpus", "12"], "gpus=12: allowed are 1 to"),
     "tokens": ([*JOB, "--tokens", "0"], "tokens=0: allowed are numbers above 0"),
     "zero": ([*JOB, "--zero", "-1"], "zero=-1: allowed are whole numbers from 0"),
@@ -297,6 +300,11 @@ def test_shapes_from_the_hub(capsys, tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "wide"}, "hidden='wide': allowed are whole numbers"),
         ({"head_dim": 100}, "head_dim=100: allowed is hidden_size / num_attention_heads"),
+        ({"num_hidden_layers": 10**30}, "layers=1000"),
+        ({"vocab_size": 10**4000}, "allowed are whole numbers, 1 to 1,000,000,000"),
+        ({"num_experts": []}, "experts=[]: allowed are whole numbers, 0 to"),
+        ({"kv_lora_rank": {}}, "kv_lora_rank={}: allowed are whole numbers"),
+        ({"head_dim": "x"}, "head_dim='x': allowed are whole numbers"),
         ({"num_attention_heads": 31}, "hidden=4096: allowed are multiples of 62"),
     ],
 )
@@ -306,7 +314,9 @@ def test_configurations_that_cannot_be_read(tmp_path: Path, change: dict, words:
     with pytest.raises(ValueError) as error:
         read_config(path)
     assert words in str(error.value) and str(path) in str(error.value)
-    for text, said in (("{", "JSON files in UTF-8"), ("[]", "a JSON object")):
+    assert len(str(error.value)) < 400
+    deep = '{"a":' * 100_000, "JSON files in UTF-8"
+    for text, said in (("{", "JSON files in UTF-8"), ("[]", "a JSON object"), deep):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
             read_config(path)

@@ -266,7 +266,9 @@ def test_rates_are_written_and_read(tmp_path: Path) -> None:
     assert read(path) == known("megatron")
     given = json.loads(path.read_text())
     for broken, words in (
-        ("", "allowed are files that --fit wrote"),
+        ("", "allowed are JSON files in UTF-8"),
+        ("[" * 100_000, "allowed are JSON files in UTF-8"),
+        (json.dumps(given).replace("0.45", "1" + "0" * 400), "allowed are files that --fit wrote"),
         ("[]", "allowed are files that --fit wrote"),
         (json.dumps(given | {"profile": "other"}), "allowed are files that --fit wrote"),
         (json.dumps(given | {"rates": {}}), "allowed are files with a 'products' above 0"),

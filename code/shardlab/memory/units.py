@@ -41,11 +41,15 @@ def one_of(argument: str, value: object, allowed: Iterable[object]) -> object:
     return value
 
 
-def whole(argument: str, value: float, least: int = 1, floats: bool = False) -> int:
+def whole(
+    argument: str, value: float, least: int = 1, floats: bool = False, most: int | None = None
+) -> int:
     """`value` as an int, or ValueError. floats: 7.5e9 is a whole number too."""
     if floats and isinstance(value, float) and value.is_integer():
         value = int(value)
     check_whole(least, **{argument: value})
+    if most is not None and value > most:
+        raise ValueError(f"{argument}={value}: allowed are whole numbers, {least} to {most:,}")
     return value
 
 

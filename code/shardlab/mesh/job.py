@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import count, ranks, text
+from shardlab import count, memory, ranks, text
 from shardlab.arguments import check_whole
 from shardlab.count import clock
 from shardlab.model import GPT, loss
@@ -26,6 +26,8 @@ from .predict import check_cuts, counted, held, predicted_sent, predicted_states
 from .states import whole
 
 RATE = 1e-3
+# What a machine without a GPU trains in minutes; beyond it a run would not end.
+MOST_LAYERS, MOST_PARAMETERS, MOST_TOKENS = 1_000, 10**8, 10**7
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Job:
     def __post_init__(self) -> None:
         check_whole(microbatches=self.microbatches, batch=self.batch)
         check_whole(3, steps=self.steps)
+        self._check_size()
         seq = self.config.seq if self.sequence else None
         check_cuts(self.config, self.mesh, self.schedule, self.zero, seq)
         least = self.mesh.dp * self.microbatches
@@ -55,6 +58,16 @@ class Job:
             raise ValueError(f"batch={self.batch}: allowed are {what} micro-batches of each copy")
         if self.mesh.ranks > (most := ranks.max_ranks()):
             raise ValueError(f"ranks={self.mesh.ranks}: allowed on this machine are 1 to {most}")
+
+    def _check_size(self) -> None:
+        config, tokens = self.config, self.batch * self.config.seq * self.steps
+        for name, count_of, most in (
+            ("layers", lambda: config.layers, MOST_LAYERS),  # the next one counts layer by layer
+            ("parameters", lambda: memory.parameter_count(config), MOST_PARAMETERS),
+            ("batch · seq · steps", lambda: tokens, MOST_TOKENS),
+        ):
+            if (value := count_of()) > most:
+                raise ValueError(f"{name}={value}: allowed here are {most:,} at most")
 
     @property
     def share(self) -> int:

@@ -31,7 +31,8 @@ from .schedules import NAMES, schedule
 from .simulate import Span, Timeline, simulate
 
 WHOLE = ("stages", "microbatches", "chunks")
-MOST = 1_000_000  # forwards; a picture or a table of more is none
+MOST = 100_000  # forwards: up to a minute of a core; a picture or a table of more is none
+MOST_STAGES = 1_000
 TIMES = ("forward", "backward_input", "backward_weight", "hop")
 
 # How `text` draws a timeline in characters.
@@ -69,7 +70,9 @@ def _main(chosen: argparse.Namespace) -> int:
         for name in WHOLE
         if given[name] is not None or name != "chunks"
     }
-    passes = math.prod(whole.values())
+    if whole["stages"] > MOST_STAGES:
+        raise ValueError(f"stages={whole['stages']}: allowed are 1 to {MOST_STAGES:,}")
+    passes = math.prod(whole.values()) * (2 if chosen.name == "zb-v" else 1)
     if passes > MOST:
         what = ", ".join(f"{name}={value}" for name, value in whole.items())
         raise ValueError(f"{what}: {passes:,} forwards; allowed are {MOST:,} at most")

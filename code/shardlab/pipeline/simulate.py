@@ -105,9 +105,11 @@ def simulate(
     spans: list[list[Span]] = [[] for _ in schedule.orders]
     # Every round, each stage goes on as far as what it needs has an end. Rounds that get nowhere
     # cannot be: a valid schedule has no deadlock.
-    while any(len(spans[s]) < len(order) for s, order in enumerate(schedule.orders)):
+    # From first to last, and back: so a round takes a pass through all stages.
+    turn = list(enumerate(schedule.orders))
+    while any(len(spans[s]) < len(order) for s, order in turn):
         known = len(ends)
-        for stage, order in enumerate(schedule.orders):
+        for stage, order in turn:
             done = spans[stage]
             while len(done) < len(order):
                 action = order[len(done)]
@@ -120,6 +122,7 @@ def simulate(
                 ends[stage, result(action)] = end
                 done.append(Span(*action, begin, end))
         assert len(ends) > known
+        turn.reverse()
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 

@@ -190,10 +190,10 @@ def _walk(schedule: Schedule, blocking: bool) -> None:
     """Let all stages go as far as they can; raise if they do not get to the end."""
     at = [0] * schedule.stages
     done: set[Where] = set()
-    moved = True
+    moved, turn = True, list(enumerate(schedule.actions))
     while moved:
         moved = False
-        for stage, actions in enumerate(schedule.actions):
+        for stage, actions in turn:
             while at[stage] < len(actions) and not _waits(schedule, stage, at, done, blocking):
                 action = actions[at[stage]]
                 if blocking and action.kind in MESSAGES:
@@ -204,6 +204,7 @@ def _walk(schedule: Schedule, blocking: bool) -> None:
                 done.add((stage, result(action)))
                 at[stage] += 1
                 moved = True
+        turn.reverse()  # and back: a round takes a pass through all stages
     stuck = [s for s, actions in enumerate(schedule.actions) if at[s] < len(actions)]
     if stuck:
         raise _wrong(schedule, _deadlock(schedule, stuck[0], at, done, blocking))

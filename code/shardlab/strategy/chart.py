@@ -22,6 +22,8 @@ from shardlab.shapes import Config
 from .cost import seconds
 from .layout import Layout, peak
 
+MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
+MOST = 10**9  # sequences of a step, and tokens of a sequence
 RUNGS = (
     "data parallel",
     "ZeRO-1",
@@ -116,9 +118,9 @@ def choose(
 
 
 def check_job(machine: Machine, gpus: int, batch: int) -> None:
-    """Raise ValueError for GPUs and batches that cannot be."""
-    whole("gpus", gpus)
-    whole("batch", batch)
+    """Raise ValueError for GPUs and batches that cannot be, or would be tried for ever."""
+    whole("gpus", gpus, most=MOST_GPUS)
+    whole("batch", batch, most=MOST)
     n = machine.per_node
     if gpus > n and gpus % n:
         raise ValueError(f"gpus={gpus}: allowed are 1 to {n}, and whole nodes of {n}")
@@ -210,7 +212,7 @@ def _more(
     """What more GPUs would change: the first of 2, 4, … 64 times as many that is enough."""
     for times in (2, 4, 8, 16, 32, 64):
         more = gpus * times
-        if more > machine.per_node and more % machine.per_node:
+        if more > MOST_GPUS or (more > machine.per_node and more % machine.per_node):
             continue
         if any(rung.fits for rung in rungs(config, machine, more, batch, seq, reserve)):
             return f"{more} of these GPUs would be enough"

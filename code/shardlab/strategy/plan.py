@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd
+from math import gcd, isqrt
 
 from shardlab.machines import Machine
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
-from .chart import check_job
+from .chart import MOST, MOST_GPUS, check_job
 from .cost import flops
 from .job import Job
 from .layout import Layout
@@ -66,10 +66,10 @@ def plan(
 
     A layout fits if its fullest rank reserves no more than the share of memory beyond which the
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
-    below 1, and for rates of another profile.
+    below 1 or beyond `MOST` and `MOST_GPUS`, and for rates of another profile.
     """
     check_job(machine, gpus, batch)
-    seq = config.seq if seq is None else whole("seq", seq)
+    seq = config.seq if seq is None else whole("seq", seq, most=MOST)
     values = check_rates(profile, rates)
     found = Plan(room=values["limit"] * machine.memory)
     work = flops(config, batch * seq, seq, causal=False)
@@ -148,7 +148,8 @@ def _variants(config: Config, base: Layout, each: int, profile: Profile) -> Iter
 
 def divisors(n: int) -> list[int]:
     """All divisors of `n`, from 1."""
-    return [k for k in range(1, n + 1) if n % k == 0]
+    small = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
+    return small + [n // k for k in reversed(small) if k * k != n]
 
 
 def short(
@@ -174,7 +175,7 @@ def short(
     )
     for times in MORE:
         more = gpus * times
-        if more > machine.per_node and more % machine.per_node:
+        if more > MOST_GPUS or (more > machine.per_node and more % machine.per_node):
             continue
         if plan(config, machine, more, batch * times, seq, profile, rates).fits:
             return f"{words}; {more} of these GPUs would be enough, with {batch * times} sequences"

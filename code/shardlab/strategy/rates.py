@@ -215,7 +215,7 @@ def read(path: Path) -> Rates:
                  for n, r in listed.items()}  # fmt: skip
         missing = [name for name in guesses(profile) if name not in rates]
         machine = Machine(**given["machine"]) if "machine" in given else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError(f"rates={str(path)!r}: allowed are files that --fit wrote") from None
     bad = [n for n, r in rates.items() if not 1e-9 <= r.value <= 1e9 or not 0 <= r.spread <= 1e9]
     for name in missing + bad:

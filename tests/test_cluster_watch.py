@@ -261,7 +261,7 @@ def test_bad_input_is_named_before_anything_is_written(tmp_path, job):
         (["--pid", job, "--every", "often"], "every='often'"),
         (["--pid", job, "--every", "0"], "every=0"),
         (["--pid", job, "--every", "inf"], "every=inf"),
-        (["--pid", 10**30], "processes that run here"),
+        (["--pid", 10**18], "processes that run here"),
         (["--pid", job, "--interface", "ib99"], "interface='ib99'"),
         (["--draw"], "samples"),
     ):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from shardlab.arguments import check_kind
 from shardlab.data_parallel import DataParallel
 from shardlab.ranks import check_group
 
@@ -21,10 +22,10 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
     group's rank 0 gathers on the CPU and writes; its memory has to hold the model. The file appears
     under its name when it is complete.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model={model!r}: allowed is a Module of torch")
+    check_kind(nn.Module, model=model)
     if group is not None:
         check_group(group)
+    check_kind((str, os.PathLike), path=path)
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"path={str(path)!r}: this is a folder; allowed is the name of a file")

@@ -6,6 +6,7 @@ the experts, and the other way round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -47,6 +48,7 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     Raises ValueError for a model that is not parallelized, names that are missing or too many, and
     other shapes than the plain GPT's.
     """
+    _group(model)
     mine = model.state_dict()
     check_state(state, {name: mine[twin].shape for name, (_, twin) in _names(model).items()})
     for name, tensor in mine.items():
@@ -63,7 +65,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     Raises ValueError for a limit below 0, and a model that is not parallelized.
     """
     group = _group(model)
-    check_number(0, limit=limit)
+    check_number(0, math.inf, limit=limit)
     own = {id(parameter) for parameter in own_parameters(model)}
     total = next(model.parameters()).new_zeros(2, dtype=torch.float32)
     gradients = [(id(p) in own, p.grad) for p in model.parameters() if p.grad is not None]

@@ -18,6 +18,7 @@ Shapes in names: B batch of this copy, S sequence, s = S/t, H hidden, V vocabula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
+from shardlab.arguments import check_flag, check_kind, check_whole
 from shardlab.buckets import add_up, scale_down
 from shardlab.model import GPT
 from shardlab.pipeline import Pipeline, Schedule
@@ -55,7 +57,8 @@ def join(mesh: Mesh, world: Group) -> Groups:
     share no rank, so nobody waits in a circle. Two ranks are together in one of the groups at most,
     as nccl wants it. Raises ValueError unless the degrees multiply to the ranks of `world`.
     """
-    rank, size = check_group(world)
+    check_kind(Mesh, mesh=mesh)
+    rank, size = check_group(world, "world")
     mesh.check(size)
     members = dist.get_process_group_ranks(world)
     made = {}
@@ -74,6 +77,7 @@ def groups_of(device_mesh: DeviceMesh) -> Groups:
 
     Raises ValueError for other names, and on a rank that the mesh misses.
     """
+    check_kind(DeviceMesh, device_mesh=device_mesh)
     names = device_mesh.mesh_dim_names or ()
     if sorted(names) != sorted(AXES):
         raise ValueError(f"mesh_dim_names={names!r}: allowed are dp, pp and tp, each once")
@@ -116,8 +120,10 @@ class Parallel(nn.Module):
         seed: int = 0,
     ):
         super().__init__()
-        if not isinstance(model, GPT):
-            raise ValueError(f"model={type(model).__name__}: allowed is a GPT of shardlab.model")
+        check_kind(GPT, model=model)
+        check_kind(Groups, groups=groups)
+        check_flag(sequence=sequence)
+        check_whole(0, seed=seed)
         sizes = {axis: check_group(group)[1] for axis, group in zip(AXES, groups, strict=True)}
         check_cuts(model.config, Mesh(**sizes), schedule, zero)
         self.config, self.groups, self.zero, self.number = model.config, groups, zero, 0
@@ -227,7 +233,7 @@ class Parallel(nn.Module):
         once. Squares are added up along tp and pp, and, where ZeRO shards them, along dp. Every
         rank calls it. Raises ValueError for a limit below 0.
         """
-        check_number(0, limit=limit)
+        check_number(0, math.inf, limit=limit)
         trained = dict(self.named_parameters())
         counted = [p.grad for name, p in trained.items() if self._counts(name)]
         norm = torch.nn.utils.get_total_norm([g for g in counted if g is not None])

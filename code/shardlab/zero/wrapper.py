@@ -5,6 +5,7 @@ It knows nothing of stages: which part of a flat tensor is where, and when, is i
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -119,7 +120,7 @@ class Sharded(nn.Module):
         Each rank knows its shard's share of the sum of squares: one number to add up over ranks.
         The norm is torch.nn.utils.clip_grad_norm_'s of one process, up to the order of a sum.
         """
-        ranks.check_number(max_norm=max_norm)
+        ranks.check_number(most=math.inf, max_norm=max_norm)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         square = norm.to(self.flats[0].device, torch.float64).square()

@@ -435,7 +435,7 @@ def test_bad_input_is_refused_with_a_reason() -> None:
             "3 tensors": lambda: collectives.all_to_all(pieces, pieces[:1] * 2, group),
         }
         if rank == 2:
-            cases["not in that group"] = lambda: collectives.barrier(two)
+            cases["group that holds this rank"] = lambda: collectives.barrier(two)
         found = []
         for expected, call in cases.items():
             try:
@@ -458,14 +458,14 @@ def test_bad_input_is_refused_with_a_reason() -> None:
     [
         (lambda: bytes_sent("all_reduce", 8, 4, 2, 0), "all_reduce ring"),
         (lambda: critical_path("gather", 2), "name='gather'"),
-        (lambda: CostModel(-1e-6, 1e9), "latency is at least 0"),
-        (lambda: CostModel(1e-6, 0), "bandwidth above 0"),
-        (lambda: CostModel(math.nan, 1e9), "latency is at least 0"),
-        (lambda: CostModel.fit([8], [1.0]), "two sizes"),
-        (lambda: CostModel.fit([8, 8], [1.0, 2.0]), "two sizes"),
+        (lambda: CostModel(-1e-6, 1e9), "latency=-1e-06: allowed are numbers from 0"),
+        (lambda: CostModel(1e-6, 0), "bandwidth=.*: allowed are numbers above 0"),
+        (lambda: CostModel(math.nan, 1e9), "latency=nan: allowed are numbers from 0"),
+        (lambda: CostModel.fit([8], [1.0]), "two sizes or more"),
+        (lambda: CostModel.fit([8, 8], [1.0, 2.0]), "two sizes or more"),
         (lambda: CostModel.fit([8, 16], [1.0]), "a time for each"),
-        (lambda: CostModel.fit([8, 16], [1.0, 0.0]), "a time for each"),
-        (lambda: CostModel.fit([8, 8000], [2.0, 1.0]), "bandwidth above 0"),
+        (lambda: CostModel.fit([8, 16], [1.0, 0.0]), r"seconds\[1\]=0.0: allowed"),
+        (lambda: CostModel.fit([8, 8000], [2.0, 1.0]), "bandwidth=.*: allowed are numbers above 0"),
     ],
 )
 def test_bad_input_of_the_cost_model(call, says: str) -> None:

@@ -384,7 +384,7 @@ MISTAKES = {
     "seq": "seq=10: 2 ranks in layout 'zigzag' need a multiple of 4; the nearest are 8 and 12",
     "short": "seq=1: 2 ranks in layout 'contiguous' need a multiple of 2; the nearest is 2",
     "layout": "layout='striped': allowed are 'contiguous' and 'zigzag'",
-    "rank": "rank=2: allowed in a group of 2 are 0 to 1",
+    "rank": "rank=2: allowed are whole numbers, 0 to 1",
     "odd": "3 tokens: layout 'zigzag' needs an even number on each rank; the nearest are 2 and 4",
     "odd in all-to-all": "q_BAsD has 3 tokens: layout 'zigzag' needs an even number on each rank",
     "dims": "q [4, 6, 8], k [1, 4, 6, 8], v [1, 4, 6, 8]: allowed are q [B, A, s, D] and k, v [B,",

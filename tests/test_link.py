@@ -286,9 +286,9 @@ def test_on_a_gpu_a_message_sets_off_when_both_streams_are_so_far(late: int):
 @pytest.mark.parametrize(
     ("latency", "bandwidth", "message"),
     [
-        (-1.0, 1e9, "latency=-1.0: allowed are seconds, 0 or more"),
+        (-1.0, 1e9, "latency=-1.0: allowed are numbers from 0"),
         (float("nan"), 1e9, "latency=nan"),
-        (0.0, 0.0, "bandwidth=0.0: allowed are bytes per second above 0"),
+        (0.0, 0.0, "bandwidth=0.0: allowed are numbers above 0"),
     ],
 )
 def test_bad_input(latency: float, bandwidth: float, message: str):

@@ -423,8 +423,8 @@ BAD = {
     "tp=3: allowed are divisors of heads=2": lambda: memory.parameters(NANO, tp=3),
     "tp=16: allowed are divisors of key_value_heads=8": lambda: memory.parameters(LLAMA, tp=16),
     "pp=3: allowed are divisors of layers=2": lambda: memory.parameters(NANO, pp=3),
-    "stage=2: allowed are 0 to 1": lambda: memory.parameters(NANO, pp=2, stage=2),
-    "stage=-1: allowed are 0 to 0": lambda: memory.activations(NANO, stage=-1),
+    "stage=2: allowed are whole numbers, 0 to 1": lambda: memory.parameters(NANO, pp=2, stage=2),
+    "stage=-1: allowed are whole numbers, 0 to 0": lambda: memory.activations(NANO, stage=-1),
     "batch=0: allowed": lambda: memory.activations(NANO, batch=0),
     "seq=-5: allowed": lambda: memory.estimate(NANO, seq=-5),
     "recompute='some': allowed are 'none', 'selective' and 'full'": lambda: memory.activations(

@@ -122,7 +122,10 @@ BAD = [
     (["--params", "1e9", "--dp", "4", "--ranks", "6"], "ranks=6: allowed is 4, the product of"),
     (["--model", "gpt-2", "--stages", "half"], "stages='half': allowed are equal, .* as 9,9,8,6"),
     (["--model", "gpt-2", "--pp", "2", "--stages", "6,5"], "allowed are those with 12 layers"),
-    (["--model", "gpt-2", "--pp", "2", "--stage", "2"], "stage=2: allowed are 0 to 1"),
+    (
+        ["--model", "gpt-2", "--pp", "2", "--stage", "2"],
+        "stage=2: allowed are whole numbers, 0 to 1",
+    ),
     (["--model", "gpt-2", "--cp", "3"], "cp=3: allowed are divisors of seq=1024"),
     (["--params", "1e9", "--cp", "2"], "--cp with --params: allowed with --model"),
     (["--params", "1e9", "--phase", "2"], "unrecognized arguments: --phase"),

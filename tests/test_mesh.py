@@ -338,7 +338,7 @@ def test_a_step_without_gradients_has_no_norm():
         (lambda: Mesh(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
         (lambda: Mesh(order=("dp", "tp")), r"order=\('dp', 'tp'\): allowed are dp, pp and tp"),
         (lambda: EIGHT.check(4), "ranks=4: allowed is 8, the product of dp=2, pp=2 and tp=2"),
-        (lambda: EIGHT.place(8), "rank=8: allowed are 0 to 7"),
+        (lambda: EIGHT.place(8), "rank=8: allowed are whole numbers, 0 to 7"),
         (lambda: EIGHT.leaving(3, lambda rank: {}), "node=3: allowed are divisors of 8 ranks"),
         (lambda: mesh.check_cuts(GPT2, Mesh(tp=4), "1f1b"), "heads=2: allowed on 4 ranks are mul"),
         (lambda: mesh.check_cuts(GPT2, Mesh(pp=3), "1f1b"), "pp=3: allowed are divisors of layers"),

@@ -534,15 +534,15 @@ WHAT = [
     "tokens has 2 sequences, targets 1",
     "torch.no_grad()",
     "record=False",
-    "forward=-1: allowed are seconds, 0 or more",
+    "forward[0]=-1: allowed are numbers from 0",
     "backward_weight=[1, 2, 3]: allowed are seconds",
     "size=0: allowed are whole numbers, 1 or more",
     "backward_input=-0.1: allowed are seconds, 0 or more",
     "schedule='1f1b': allowed is what pipeline.schedule(...) returns",
     "layers=[3, 0, 3]: allowed are whole numbers whose sum is 6, 0 at the ends alone",
     "layers=9: allowed are 1 to 6 parts of a model with 6 layers",
-    "parts=3: allowed are 1 to 2 for 2 layers",
-    "costs=[1, nan]: allowed are finite numbers, 0 or more",
+    "parts=3: allowed are whole numbers, 1 to 2",
+    "costs[1]=nan: allowed are numbers from 0",
 ]
 
 

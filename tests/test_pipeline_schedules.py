@@ -521,7 +521,7 @@ BAD = [
         lambda: text(simulate(one_f_one_b(2, 2)), 39),
         "width=39: allowed are whole numbers, 40 or more",
     ),
-    (lambda: draw([]), "timelines=.*: allowed are one timeline or more"),
+    (lambda: draw([]), "timelines=.*: allowed is a list of Timeline"),
     (lambda: draw(simulate(one_f_one_b(2, 2)), titles=[]), "titles=.*: allowed is one for each"),
 ]
 

@@ -1,15 +1,20 @@
 """What people give by mistake is refused by its name, in one sentence, by every technique alike."""
 
+import contextlib
 import copy
 import importlib
+import inspect
+import io
 import json
 import math
 import os
+import re
 import socket
 import stat
 import subprocess
 import sys
 
+import doors
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,6 +90,105 @@ def refusals():
 
 def test_mistakes_are_named_and_what_is_allowed_is_said():
     ranks.run(refusals, 1, device="cpu")
+
+
+class Strange:
+    """An object of no kind that anybody knows."""
+
+    def __repr__(self):
+        return "Strange()"
+
+
+def wrong(right):
+    """What people give by mistake where `right` would be: of another kind, or no such number."""
+    objects = [None, "x", [], Strange()]
+    if isinstance(right, bool):
+        return [*objects, 3]
+    if isinstance(right, int):
+        return [*objects, "1", True, 1.5, math.nan, math.inf, -1, 10**30]
+    if isinstance(right, float):
+        return [*objects, "1", True, math.nan, -1.0, 1e300, 10**400]
+    if isinstance(right, str):
+        return [None, 3, "x", [], Strange()]
+    if isinstance(right, torch.nn.Module):
+        return [*objects, 3, torch.nn.ReLU()]
+    return [*objects, 3]
+
+
+def is_fine(function, argument, value):
+    """Whether it is no mistake: None by default, or as the table says."""
+    signature = inspect.signature(getattr(function, "stands_for", function)).parameters
+    if value is None and argument in signature and signature[argument].default is None:
+        return True
+    fine = doors.FINE.get((doors.called(function), argument), ())
+    return any(type(value) is one or type(value) is type(one) and value == one for one in fine)
+
+
+def complaints(rows):
+    """Of every function, argument and mistake: what does not come as it is promised."""
+    found, tried = [], 0
+    for function, make in rows:
+        name = doors.called(function)
+        with contextlib.redirect_stdout(io.StringIO()):
+            function(**make())  # a right call has to be one
+        inner = doors.INNER.get(name)
+        for argument in make():
+            if inner is not None and (not inner or argument in inner):
+                continue
+            names = "|".join(re.escape(n) for n in (argument, doors.SAID.get(argument)) if n)
+            for value in wrong(make()[argument]):
+                if is_fine(function, argument, value):
+                    continue
+                tried += 1
+                told = f"{name}({argument}={str(type(value)) if value == 10**400 else value!r})"
+                try:
+                    function(**{**make(), argument: value})
+                except ValueError as error:
+                    said = str(error)
+                    named = re.search(rf"(?<!\w)({names}|both factors)(?!\w)", said)
+                    if not named or not re.search(r"allowed|needs?\b|needed|have to|has ", said):
+                        found.append(f"{told}: {said}")
+                except Exception as error:
+                    found.append(f"{told}: {type(error).__name__}: {error}")
+                else:
+                    found.append(f"{told}: nothing was raised")
+    return found, tried
+
+
+def test_every_door_refuses_wrong_numbers_by_name():
+    found, tried = complaints(doors.numbers())
+    assert not found, f"{len(found)} of {tried}:\n" + "\n".join(found)
+
+
+def test_every_door_refuses_wrong_objects_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where "x" is written
+
+    def tries(folder):
+        return complaints(doors.objects(folder))
+
+    ((found, tried),) = ranks.run(tries, 1, str(tmp_path), device="cpu")
+    assert not found, f"{len(found)} of {tried}:\n" + "\n".join(found)
+
+
+def test_every_public_function_has_its_row():
+    group = doors.called
+    rows = {group(function) for function, _ in doors.numbers()}
+    ((objects,),) = [ranks.run(lambda: [group(f) for f, _ in doors.objects("")], 1, device="cpu")]
+    rows |= set(objects)
+    ours = {group(one) for one in doors.OURS}
+    public = {
+        group(thing)
+        for package in doors.PACKAGES
+        for name, thing in vars(package).items()
+        if not name.startswith("_")
+        and callable(thing)
+        and getattr(thing, "__module__", "").startswith(package.__name__)
+        and name in getattr(package, "__all__", vars(package))
+        and "TypeVar" not in type(thing).__name__
+    }
+    assert public - rows - ours == set()
+    assert not rows & ours
+    assert {*doors.INNER, *(name for name, _ in doors.FINE)} <= rows
 
 
 # --- Commands ---------------------------------------------------------------------------------

@@ -995,7 +995,7 @@ def bad_input():
                 tp.cut_ffn(FeedForward(GPT2), group)
         with pytest.raises(ValueError, match="model=Linear: allowed is a GPT"):
             tp.parallelize(nn.Linear(2, 2), world())
-        with pytest.raises(ValueError, match="dropout='none': allowed are 'equal', 'own'"):
+        with pytest.raises(ValueError, match="dropout='none': allowed are 'equal' and 'own'"):
             tp.parallelize(GPT(GPT2), world(), dropout="none")
         with pytest.raises(ValueError, match="it is parallelized already"):
             tp.parallelize(cut, world())

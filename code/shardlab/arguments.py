@@ -1,28 +1,125 @@
-"""What every part of the course asks of a number that it is given. The standard library alone."""
+"""What every part of the course asks of what it is given. The standard library alone.
+
+One check stands at each door: in a public function, or where an object is made. Each raises
+ValueError with the argument's name, the value and what is allowed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
+from typing import Any
+
+# More than any machine has: a larger number is a mistake, and often one that would run for ever.
+MOST = 10**18  # of bytes, tokens, elements, seconds, operations a second
+RANKS = 10**6  # of ranks, nodes, stages, micro-batches: gone through one by one
+LAYERS = 10**4  # of a model's layers, heads, experts
 
 
-def check_whole(least: int = 1, **values: int) -> None:
+def check_whole(least: int = 1, most: int = MOST, **values: int) -> None:
     """Raise ValueError for a value, given by its argument's name, that is no whole number."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: allowed are whole numbers, {least} or more")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not least <= value <= most:
+            ends = most < LAYERS or (whole and value > most)
+            allowed = f"{least} to {most:,}" if ends else f"{least} or more"
+            raise ValueError(f"{name}={told(value)}: allowed are whole numbers, {allowed}")
 
 
-def check_number(least: float | None = None, **values: float) -> None:
-    """Raise ValueError for a value that is no number from `least`, or, without it, above 0."""
+def check_count(least: int = 1, **values: int) -> None:
+    """The same for what is gone through one by one, and so is RANKS at most."""
+    check_whole(least, RANKS, **values)
+
+
+def check_number(least: float | None = None, most: float = MOST, **values: float) -> None:
+    """Raise ValueError for a value that is no number from `least`, or, without it, above 0.
+
+    most: math.inf lets infinity pass, and no other number above MOST.
+    """
     for name, value in values.items():
         real = isinstance(value, Real) and not isinstance(value, bool)
-        if not real or not (value > 0 if least is None else value >= least):
+        low = not real or not (value > 0 if least is None else value >= least)
+        if low or (value != most and value > min(most, MOST)):
             allowed = "above 0" if least is None else f"from {least:g}"
-            raise ValueError(f"{name}={value!r}: allowed are numbers {allowed}")
+            if most < LAYERS or not low:
+                allowed += f" to {min(most, MOST):g}"
+            raise ValueError(f"{name}={told(value)}: allowed are numbers {allowed}")
+
+
+def check_numbers(least: float | None = None, **values: Sequence[float]) -> None:
+    """The same for each number of a list, of which there has to be one at least."""
+    for name, each in values.items():
+        if not isinstance(each, Sequence) or isinstance(each, str) or not each:
+            raise ValueError(f"{name}={told(each)}: allowed is a list of numbers")
+        for number, value in enumerate(each):
+            check_number(least, **{f"{name}[{number}]": value})
 
 
 def check_bytes(**sizes: int) -> None:
     """Raise ValueError for a size, given by its argument's name, that is no number of bytes."""
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: allowed is a whole number of bytes, 1 or more")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not 1 <= value <= MOST:
+            allowed = f"a whole number of bytes, 1 or more, up to {MOST:,}"
+            raise ValueError(f"{name}={told(value)}: allowed is {allowed}")
+
+
+def check_flag(**values: bool) -> None:
+    """Raise ValueError for what is neither True nor False."""
+    check_one_of((False, True), **values)
+
+
+def check_one_of(allowed: Iterable[object], **values: object) -> None:
+    """Raise ValueError for a value that is none of those `allowed`; True is not 1."""
+    allowed = list(allowed)
+    for name, value in values.items():
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            raise ValueError(f"{name}={told(value)}: allowed are {listed(allowed)}")
+
+
+def check_kind(kind: type | tuple[type, ...], **values: object) -> None:
+    """Raise ValueError for an object of another kind, or of none of several."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
+            allowed = " or ".join(f"a{'n' if n[0] in 'AEIO' else ''} {n}" for n in names)
+            plain = value is None or isinstance(value, str | int | float | list | tuple)
+            given = told(value) if plain else type(value).__name__
+            raise ValueError(f"{name}={given}: allowed is {allowed}")
+
+
+def check_all(kind: type, **values: Sequence[object]) -> None:
+    """Raise ValueError for what is no list, or one with nothing or with another kind in it."""
+    for name, each in values.items():
+        listed = isinstance(each, Sequence) and each
+        if not listed or not all(isinstance(value, kind) for value in each):
+            raise ValueError(f"{name}={told(each)}: allowed is a list of {kind.__name__} objects")
+
+
+def check_callable(**values: Callable[..., Any]) -> None:
+    """Raise ValueError for what cannot be called."""
+    for name, value in values.items():
+        if not callable(value):
+            raise ValueError(f"{name}={told(value)}: allowed is a function")
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Those that are not None: for arguments that may be left out."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def listed(names: Iterable[object]) -> str:
+    """'a', 'b' and 'c', for a message."""
+    *most, last = (repr(name) for name in names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def told(value: object) -> str:
+    """`value` as Python writes it, shortened, or its type where that takes lines; for a message."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of 4,301 digits, or an object that cannot be shown
+        text = "\n"
+    if "\n" in text:
+        return f"{type(value).__name__}(…)"
+    return text if len(text) <= 80 else f"{text[:79]}…"

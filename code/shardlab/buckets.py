@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardlab.ranks import check_group
+
 MIB = 2**20
 Like = TypeVar("Like", bound=torch.Tensor)
 
@@ -45,6 +47,7 @@ def deal(
 @torch.no_grad()
 def copy_from_rank_0(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite `tensors` with those of the group's rank 0, which is another one in the world."""
+    check_group(group)
     root = dist.get_global_rank(group, 0)
     works = [dist.broadcast(t.detach(), root, group=group, async_op=True) for t in tensors]
     for work in works:
@@ -60,11 +63,12 @@ def average_gradients(
     joined: see `add_up`. A rank without a gradient takes part with zeros: the others wait. Each is
     scaled by 1/N first and added up then.
     """
+    _, size = check_group(group)
     trained = [p for p in parameters if p.requires_grad]
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    add_up([p.grad for p in trained], group, joined, scale=1 / dist.get_world_size(group))
+    add_up([p.grad for p in trained], group, joined, scale=1 / size)
 
 
 @torch.no_grad()
@@ -79,6 +83,7 @@ def add_up(
     One message for each, all under way at once. joined: one for each dtype instead, in which the
     gradients stand side by side, as a copy, and are scaled by one kernel.
     """
+    check_group(group)
     sums = []
     for bucket in deal(gradients) if joined else [[g] for g in gradients]:
         flat = torch.cat([g.flatten() for g in bucket]) if joined else bucket[0]

@@ -14,6 +14,7 @@ JPDC 69 (2009): the ring, none sends less; Hockney, Parallel Computing 20 (1994)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
 from . import ranks
+from .arguments import (
+    check_all,
+    check_count,
+    check_kind,
+    check_number,
+    check_numbers,
+    check_one_of,
+    check_whole,
+)
 
 
 @torch.no_grad()
@@ -32,7 +42,7 @@ def broadcast(tensor: Tensor, root: int, group: Group) -> None:
 
     In round k the 2^k ranks that have it send it on: log2 N rounds (Thakur et al., section 4.3).
     """
-    rank, size = _enter(group, [tensor], root)
+    rank, size = _enter(group, root, tensor=[tensor])
     place = (rank - root) % size  # as seen from the root, which is place 0
     for reach in _powers(size):
         if place < reach and place + reach < size:
@@ -47,7 +57,7 @@ def reduce(tensor: Tensor, root: int, group: Group) -> None:
 
     The other ranks' `tensor` ends with partial sums, which torch.distributed leaves undefined too.
     """
-    rank, size = _enter(group, [tensor], root)
+    rank, size = _enter(group, root, tensor=[tensor])
     place = (rank - root) % size
     incoming = torch.empty_like(tensor)
     for reach in reversed(_powers(size)):
@@ -60,6 +70,8 @@ def reduce(tensor: Tensor, root: int, group: Group) -> None:
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
     """Cut `tensor` into `parts` flat views; the first `numel % parts` have one element more."""
+    check_kind(Tensor, tensor=tensor)
+    check_count(parts=parts)
     return list(tensor.view(-1).tensor_split(parts))
 
 
@@ -70,7 +82,7 @@ def reduce_scatter(output: Tensor, inputs: Sequence[Tensor], group: Group) -> No
     The sum of piece j sets out from rank j + 1 and goes around the ring; each rank adds its share
     and sends it on, until it comes home to rank j: N - 1 steps (Patarasuk and Yuan, section 4).
     """
-    rank, size = _enter(group, [output, *inputs])
+    rank, size = _enter(group, output=[output], inputs=inputs)
     _fit_together(inputs, output, rank, size)
     mine = [piece.view(-1) for piece in inputs]
     buffers = output.new_empty(2, max(map(Tensor.numel, mine)))  # one fills, the other leaves
@@ -89,7 +101,7 @@ def all_gather(outputs: Sequence[Tensor], input: Tensor, group: Group) -> None:
 
     Each rank passes on what it got last: N - 1 steps around the ring (Thakur et al., section 4.1).
     """
-    rank, size = _enter(group, [input, *outputs])
+    rank, size = _enter(group, input=[input], outputs=outputs)
     _fit_together(outputs, input, rank, size)
     outputs[rank].view(-1).copy_(input.view(-1))
     for step in range(size - 1):
@@ -104,7 +116,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
     In step k each rank sends k places ahead and receives from k behind, so that no rank is sent two
     messages at a time: N - 1 steps (Thakur et al., section 4, pairwise exchange).
     """
-    rank, size = _enter(group, [*outputs, *inputs])
+    rank, size = _enter(group, outputs=outputs, inputs=inputs)
     _fit_together(inputs, outputs[rank], rank, size)
     _fit_together(outputs, inputs[rank], rank, size)
     outputs[rank].view(-1).copy_(inputs[rank].view(-1))
@@ -116,7 +128,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
 @torch.no_grad()
 def all_reduce_naive(tensor: Tensor, group: Group) -> None:
     """Sum on rank 0, one rank after the other, and hand the sum back one by one."""
-    rank, size = _enter(group, [tensor])
+    rank, size = _enter(group, tensor=[tensor])
     incoming = torch.empty_like(tensor)
     if rank > 0:
         ranks.isend(tensor, 0, group).wait()
@@ -139,7 +151,7 @@ def all_reduce_ring(tensor: Tensor, group: Group) -> None:
 
     Each piece is summed once and then copied, so all ranks end with the same bits.
     """
-    rank, size = _enter(group, [tensor])
+    rank, size = _enter(group, tensor=[tensor])
     pieces = split(tensor, size)
     reduce_scatter(pieces[rank], pieces, group)
     all_gather(pieces, pieces[rank], group)
@@ -150,8 +162,7 @@ ALL_REDUCE = {"naive": all_reduce_naive, "tree": all_reduce_tree, "ring": all_re
 
 def all_reduce(tensor: Tensor, group: Group, algorithm: str = "ring") -> None:
     """Give every rank the sum of all ranks' `tensor`, in place: "naive", "tree" or "ring"."""
-    if algorithm not in ALL_REDUCE:
-        raise ValueError(f"algorithm={algorithm!r}: allowed are {', '.join(ALL_REDUCE)}")
+    check_one_of(ALL_REDUCE, algorithm=algorithm)
     ALL_REDUCE[algorithm](tensor, group)
 
 
@@ -161,7 +172,7 @@ def barrier(group: Group) -> None:
     In round k each rank tells the one 2^k ahead that it, and all it has heard of, are here: log2 N
     rounds later it has heard of everyone (Hensgen, Finkel, Manber, IJPP 17 (1988)).
     """
-    rank, size = _enter(group, [])
+    rank, size = _enter(group)
     device = ranks.device() if dist.get_backend(group) == "nccl" else "cpu"
     here, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     for reach in _powers(size):
@@ -175,6 +186,10 @@ def bytes_sent(name: str, nbytes: int, itemsize: int, size: int, rank: int, root
     nbytes: S, all pieces together where there are pieces, cut as `split` cuts items of `itemsize`.
     root: of a broadcast or a reduce.
     """
+    check_whole(itemsize=itemsize)
+    check_whole(0, nbytes=nbytes)
+    check_count(size=size)
+    check_whole(0, size - 1, rank=rank, root=root)
     count, longer = divmod(nbytes // itemsize, size)
     piece = [(count + (j < longer)) * itemsize for j in range(size)]
     place = (rank - root) % size
@@ -199,6 +214,7 @@ def critical_path(name: str, size: int) -> tuple[int, float]:
     Thakur et al., section 4. Pieces are taken as equal. The naive all-reduce's messages queue at
     rank 0's wire without waiting for one another's latency.
     """
+    check_count(size=size)
     rounds, steps, share = len(_powers(size)), size - 1, (size - 1) / size
     paths = dict.fromkeys(["broadcast", "reduce"], (rounds, float(rounds)))
     paths |= dict.fromkeys(["reduce_scatter", "all_gather", "all_to_all"], (steps, share))
@@ -220,14 +236,18 @@ class CostModel:
     bandwidth: float  # 1 / beta, bytes per second
 
     def __post_init__(self) -> None:
-        if not (self.latency >= 0 and self.bandwidth > 0):
-            raise ValueError(f"{self}: latency is at least 0, bandwidth above 0")
+        check_number(0, latency=self.latency)
+        check_number(most=math.inf, bandwidth=self.bandwidth)
 
     @classmethod
     def fit(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CostModel:
         """Least squares of the relative errors of `seconds`, measured for messages of `sizes` B."""
-        if len(sizes) != len(seconds) or len(set(sizes)) < 2 or min(seconds) <= 0:
-            raise ValueError(f"{sizes=}, {seconds=}: two sizes are needed, and a time for each")
+        check_numbers(0, sizes=sizes)
+        check_numbers(seconds=seconds)
+        if len(sizes) != len(seconds) or len(set(sizes)) < 2:
+            raise ValueError(
+                f"{sizes=}, {seconds=}: allowed are two sizes or more, and a time for each"
+            )
         t, n = (torch.tensor(values, dtype=torch.float64) for values in (seconds, sizes))
         a = torch.stack([1 / t, n / t], dim=1)  # (measurements, 2): a @ (alpha, beta) should be 1
         alpha, beta = torch.linalg.lstsq(a, torch.ones_like(t)[:, None]).solution.view(-1).tolist()
@@ -237,11 +257,13 @@ class CostModel:
 
     def seconds(self, name: str, nbytes: float, size: int = 2) -> float:
         """Predicted seconds of the collective `name` on `nbytes` and `size` ranks."""
+        check_number(0, nbytes=nbytes)
         messages, volume = critical_path(name, size)
         return messages * self.latency + volume * nbytes / self.bandwidth
 
     def crossover(self, size: int) -> float:
         """Bytes from which the ring's all-reduce beats the tree's, on `size` > 1 ranks."""
+        check_count(2, size=size)
         ring, less = critical_path("all_reduce ring", size)
         tree, more = critical_path("all_reduce tree", size)
         return max(0.0, (ring - tree) / (more - less)) * self.latency * self.bandwidth
@@ -253,22 +275,21 @@ def _powers(size: int) -> list[int]:
 
 
 def _pick(table: dict[str, Any], name: str) -> Any:
+    check_kind(str, name=name)
     if name not in table:
         raise ValueError(f"name={name!r}: allowed are {', '.join(sorted(table))}")
     return table[name]
 
 
-def _enter(group: Group, tensors: Sequence[Tensor], root: int = 0) -> tuple[int, int]:
+def _enter(group: Group, root: int = 0, **given: Sequence[Tensor]) -> tuple[int, int]:
     """This rank's number in `group` and the group's size; ValueError for what cannot be right.
 
     What only another rank can know (its shape, its type) is not looked for: asking costs a message.
     """
-    rank = -1 if group is None else dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(f"group={group!r}: this rank is not in that group and must skip the call")
-    size = dist.get_world_size(group)
-    if not 0 <= root < size:
-        raise ValueError(f"root={root}: a rank of the group is meant, 0 to {size - 1}")
+    rank, size = ranks.check_group(group)
+    check_whole(0, size - 1, root=root)
+    check_all(Tensor, **given)
+    tensors = [tensor for each in given.values() for tensor in each]
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(f"a tensor of strides {tensor.stride()}: contiguous ones are needed")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardlab.arguments import check_count, check_kind, check_number, given
+
 RESERVE = 0.1  # of a GPU's memory, that no plan should count on
 
 
@@ -23,15 +25,10 @@ class Machine:
     best: float | None = None  # share of `flops` that its best product reaches; None: not known
 
     def __post_init__(self) -> None:
-        for field in ("memory", "per_node", "inside", "between", "flops"):
-            if not (value := getattr(self, field)) > 0:
-                raise ValueError(f"{field}={value!r}: allowed are numbers above 0")
-        for field in ("bandwidth", "processors", "fp8", "best"):
-            value = getattr(self, field)
-            if value is not None and not value > 0:
-                raise ValueError(f"{field}={value!r}: allowed are numbers above 0, and None")
-        if self.per_node != int(self.per_node):
-            raise ValueError(f"per_node={self.per_node!r}: allowed are whole numbers above 0")
+        for field in ("memory", "inside", "between", "flops"):
+            check_number(**{field: getattr(self, field)})
+        check_number(**given(bandwidth=self.bandwidth, fp8=self.fp8, best=self.best))
+        check_count(per_node=self.per_node, **given(processors=self.processors))
 
     @property
     def stream(self) -> float:
@@ -79,6 +76,8 @@ def room(machine: Machine, reserve: float = RESERVE) -> float:
     reserve: the share left for what no formula here counts: CUDA's context, buffers of nccl, and
     what an allocator loses to fragments.
     """
-    if not 0 <= reserve < 1:
+    check_kind(Machine, machine=machine)
+    check_number(0, reserve=reserve)
+    if reserve >= 1:
         raise ValueError(f"reserve={reserve!r}: allowed are numbers from 0 to below 1")
     return machine.memory * (1 - reserve)

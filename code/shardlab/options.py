@@ -143,10 +143,15 @@ def place(name: str, given: str | Path) -> Path:
     if not text or _CONTROL.search(text):
         raise ValueError(f"{name}={text!r}: allowed are names, without control characters")
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
+        path.exists()
     except RuntimeError:
         allowed = "allowed after ~ is a user of this machine; a name that begins with it is ./~…"
         raise ValueError(f"{name}={text!r}: {allowed}") from None
+    except OSError as error:  # too long; Python 3.12 and later say that it is not there
+        allowed = "allowed are names of files and folders"
+        raise ValueError(f"{name}={text!r}: {allowed} ({error.strerror})") from None
+    return path
 
 
 def folder(name: str, given: str | Path) -> Path:

@@ -8,6 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+from shardlab.arguments import (
+    LAYERS,
+    RANKS,
+    check_flag,
+    check_number,
+    check_one_of,
+    check_whole,
+    given,
+)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -35,35 +45,30 @@ class Config:
     capacity: float | None = None  # times a fair share: what an expert takes; None: all that come
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "seq", "layers", "heads", "hidden", "key_value_heads", "ffn_width"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value}: allowed are whole numbers above 0")
+        check_whole(vocab=self.vocab, seq=self.seq, hidden=self.hidden, **given(ffn=self.ffn))
+        check_whole(1, LAYERS, layers=self.layers, heads=self.heads)
+        check_whole(1, self.heads, **given(kv_heads=self.kv_heads))
+        check_flag(bias=self.bias, tied=self.tied)
+        check_number(0, 1, dropout=self.dropout)
+        check_number(rotary_base=self.rotary_base)
+        check_one_of(("gelu", "swiglu"), mlp=self.mlp)
+        check_one_of(("layer", "rms"), norm=self.norm)
+        check_whole(0, LAYERS, experts=self.experts)
         if self.hidden % (2 * self.heads):
             raise ValueError(f"hidden={self.hidden}: allowed are multiples of {2 * self.heads}")
         if self.heads % self.key_value_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of {self.heads}")
-        if self.mlp not in ("gelu", "swiglu") or self.norm not in ("layer", "rms"):
-            given = f"mlp={self.mlp!r}, norm={self.norm!r}"
-            raise ValueError(f"{given}: allowed are 'gelu', 'swiglu'; 'layer', 'rms'")
         if self.experts:
             self._check_experts()
 
     def _check_experts(self) -> None:
-        for name, least, most in (
-            ("experts", 1, None),
-            ("experts_per_token", 1, self.experts),
-            ("expert_width", 1, None),
-            ("shared_experts", 0, None),
-            ("dense_layers", 0, self.layers - 1),
-        ):
-            value = getattr(self, name)
-            if value < least or (most is not None and value > most):
-                allowed = f"{least} to {most}" if most is not None else f"{least} and more"
-                raise ValueError(f"{name}={value}: allowed are whole numbers, {allowed}")
-        if self.router not in ("softmax", "sigmoid"):
-            raise ValueError(f"router={self.router!r}: allowed are 'softmax', 'sigmoid'")
-        if self.capacity is not None and not self.capacity > 0:
-            raise ValueError(f"capacity={self.capacity}: allowed are numbers above 0, and None")
+        check_whole(1, RANKS // self.layers, experts=self.experts)  # layers times experts
+        check_whole(1, self.experts, experts_per_token=self.experts_per_token)
+        check_whole(**given(expert_ffn=self.expert_ffn))
+        check_whole(0, LAYERS, shared_experts=self.shared_experts)
+        check_whole(0, self.layers - 1, dense_layers=self.dense_layers)
+        check_one_of(("softmax", "sigmoid"), router=self.router)
+        check_number(**given(capacity=self.capacity))
 
     @property
     def head_size(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 
-from shardlab.ranks.agree import check_number, check_whole
+from shardlab.arguments import check_count, check_number, check_whole
 
 
 def best_interval(save: float, mtbf: float) -> float:
@@ -46,7 +46,9 @@ def simulated_lost_share(
 ) -> float:
     """The same share, of a job that is played through until it has failed `failures` times."""
     check_number(interval=interval, save=save, mtbf=mtbf)
-    check_whole(failures=failures)
+    check_number(0, restart=restart)
+    check_count(failures=failures)
+    check_whole(0, seed=seed)
     dice = random.Random(seed)
     spent = work = 0.0
     for _ in range(failures):

@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from shardlab.arguments import check_kind
 from shardlab.ranks.agree import check_whole
 
 FORMAT, VERSION = "shardlab checkpoint", 2
@@ -35,6 +36,7 @@ class CheckpointError(RuntimeError):
 
 def complete(root: Path) -> list[Path]:
     """The folders of complete checkpoints in `root`, the current one last."""
+    check_kind(Path, root=root)
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardlab import buckets
+from shardlab.arguments import check_kind, check_one_of, check_whole
 from shardlab.count import clock
 from shardlab.model import GPT, Attention, rotate
 from shardlab.ranks import check_group, check_same, check_trained, exchange
@@ -190,8 +191,8 @@ def blocks(
       stand between this rank's early queries, which see neither, and its late ones, which see both.
     """
     check_layout(layout)
-    check_rank(ranks, rank)
-    check_rank(ranks, source)
+    check_rank(ranks, rank=rank, source=source)
+    check_whole(share=share)
     whole, half = slice(0, share), share // 2
     if not causal or source == rank:
         return [Block(whole, whole, causal)]
@@ -332,8 +333,8 @@ def distribute(
     distributed already, and heads that all-to-all attention cannot share out; after one exchange,
     and on every rank, when models or arguments differ.
     """
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention={attention!r}: allowed are 'ring' and 'ulysses'")
+    check_one_of(ATTENTIONS, attention=attention)
+    check_kind(nn.Module, model=model)
     check_layout(layout)
     _, ranks = check_group(group)
     parts = [part for part in model.modules() if isinstance(part, Attention)]
@@ -391,10 +392,9 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def average(value: Tensor, group: dist.ProcessGroup) -> float:
-    """The mean over the ranks of a number, for instance of the loss; without gradient.
-
-    To return it, a GPU's work has to be waited for.
-    """
+    """The mean of a number over the ranks, without gradient; a GPU's work has to be waited for."""
+    check_kind(Tensor, value=value)
+    _, ranks = check_group(group)
     total = value.detach().clone()
     dist.all_reduce(total, group=group)
-    return total.item() / dist.get_world_size(group)
+    return total.item() / ranks

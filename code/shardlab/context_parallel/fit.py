@@ -15,8 +15,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardlab.arguments import (
+    check_all,
+    check_count,
+    check_flag,
+    check_kind,
+    check_number,
+    check_one_of,
+    check_whole,
+)
 from shardlab.memory import PRECISIONS, estimate
-from shardlab.ranks.agree import check_number, check_whole
 from shardlab.shapes import Config
 
 from .predict import attention_memory
@@ -47,9 +55,11 @@ def context_moments(
     Raises ValueError as `memory.estimate` does, and for what cannot be cut: a `seq` that cp ranks
     cannot share, dropout or plain scores (attention="plain") with cp above 1.
     """
-    _check(config, cp, way, tp, choices)
     unit = grain(cp, tp, choices.get("sequence_parallel", False))
-    check_whole(seq=seq)
+    check_kind(Config, config=config)
+    _check(config, cp, way, tp, choices)
+    check_whole(seq=seq, batch=batch)
+    check_count(dp=dp)
     if seq % unit:
         near = [n for n in (seq // unit * unit, seq // unit * unit + unit) if n > 0]
         nearest = " and ".join(map(str, near))
@@ -93,6 +103,8 @@ def grain(cp: int, tp: int = 1, sequence_parallel: bool = False) -> int:
 
     Of both layouts the stricter, the zig-zag.
     """
+    check_count(cp=cp, tp=tp)
+    check_flag(sequence_parallel=sequence_parallel)
     return cp * math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
 
 
@@ -113,7 +125,7 @@ def tokens_that_fit(
     nccl. Leave a tenth for them.
     """
     check_number(budget=budget)
-    unit = grain(cp, tp, sequence_parallel) if min(cp, tp) > 0 else 1
+    unit = grain(cp, tp, sequence_parallel)
 
     def fits(units: int) -> bool:
         moments = context_moments(
@@ -138,6 +150,8 @@ def tokens_table(
 
     cases: name of a column -> arguments of `tokens_that_fit`. For a table, and for a picture.
     """
+    check_all(int, cps=cps)
+    check_kind(Mapping, cases=cases)
     return [
         {"cp": cp}
         | {name: tokens_that_fit(config, budget, cp=cp, **c) for name, c in cases.items()}
@@ -160,9 +174,7 @@ def _layers_in_flight(config: Config, choices: Mapping[str, Any]) -> int:
 
 
 def _check(config: Config, cp: int, way: str, tp: int, choices: Mapping[str, Any]) -> None:
-    check_whole(cp=cp, tp=tp)
-    if way not in WAYS:
-        raise ValueError(f"way={way!r}: allowed are 'ring' and 'ulysses'")
+    check_one_of(WAYS, way=way)
     for name in ("heads", "key_value_heads"):
         if (value := getattr(config, name)) % tp:
             raise ValueError(f"tp={tp}: allowed are divisors of {name}={value}")

@@ -8,10 +8,13 @@ size of a head, e bytes an element.
 
 from __future__ import annotations
 
+from shardlab.arguments import check_count, check_flag, check_one_of, check_whole
+
 from .core import blocks
-from .layout import check_seq, key_repeats
+from .layout import check_rank, check_seq, key_repeats
 
 WAYS = "one", "ring", "ulysses"
+TURNS = 1024  # ranks in a table of all turns, which has a row and a column for each
 
 
 def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[list[int]]:
@@ -21,19 +24,25 @@ def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[
     long as its slowest rank: contiguous, that is a whole block in all turns; zig-zag, half of one.
     """
     check_seq(seq, ranks, layout)
+    check_whole(1, TURNS, ranks=ranks)
+    check_flag(causal=causal)
+    return [_turns(layout, seq, ranks, rank, causal) for rank in range(ranks)]
+
+
+def _turns(layout: str, seq: int, ranks: int, rank: int, causal: bool) -> list[int]:
     share = seq // ranks
     return [
-        [
-            sum(b.pairs for b in blocks(layout, ranks, rank, (rank - turn) % ranks, causal, share))
-            for turn in range(ranks)
-        ]
-        for rank in range(ranks)
+        sum(b.pairs for b in blocks(layout, ranks, rank, (rank - turn) % ranks, causal, share))
+        for turn in range(ranks)
     ]
 
 
 def score_pairs(layout: str, seq: int, ranks: int, rank: int, causal: bool = True) -> int:
     """The same in all turns, for one rank."""
-    return sum(score_turns(layout, seq, ranks, causal)[rank])
+    check_seq(seq, ranks, layout)
+    check_rank(ranks, rank=rank)
+    check_flag(causal=causal)
+    return sum(_turns(layout, seq, ranks, rank, causal))
 
 
 def ring_sent(
@@ -45,6 +54,7 @@ def ring_sent(
     their gradients, of 4 bytes at least, go N hops, the last one home.
     """
     check_seq(seq, ranks, "contiguous")
+    check_whole(batch=batch, kv_heads=kv_heads, head_size=head_size, itemsize=itemsize)
     elements = 2 * batch * (seq // ranks) * kv_heads * head_size
     home = ranks if ranks > 1 else 0
     return {
@@ -70,6 +80,8 @@ def ulysses_sent(
     are as many as ranks at least.
     """
     check_seq(seq, ranks, "contiguous")
+    check_whole(batch=batch, heads=heads, kv_heads=kv_heads)
+    check_whole(head_size=head_size, itemsize=itemsize)
     sent_heads = kv_heads * key_repeats(heads, kv_heads, ranks)
     handed = 2 * batch * (seq // ranks) * (heads + sent_heads) * head_size * itemsize
     if ranks == 1:
@@ -101,8 +113,10 @@ def attention_memory(
     attention has everything twice while it is on the way; for a moment, gloo's threads may hold
     a message that is over. What the kernel needs for itself is not counted.
     """
-    if way not in WAYS:
-        raise ValueError(f"way={way!r}: allowed are 'one', 'ring' and 'ulysses'")
+    check_one_of(WAYS, way=way)
+    check_count(ranks=ranks)
+    check_whole(batch=batch, heads=heads, kv_heads=kv_heads)
+    check_whole(head_size=head_size, itemsize=itemsize)
     ranks = 1 if way == "one" else ranks
     check_seq(seq, ranks, "contiguous")
     wide = max(4, itemsize)

@@ -21,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import model as plain
 from shardlab import ranks
-from shardlab.arguments import check_whole
+from shardlab.arguments import (
+    check_count,
+    check_flag,
+    check_kind,
+    check_number,
+    check_one_of,
+    check_whole,
+)
 from shardlab.shapes import Config
 
 from .storage import held, states
@@ -48,10 +55,13 @@ def pretended_step(
 
     Raises ValueError for sizes below 1 and an unknown `recompute`.
     """
+    check_kind(Config, config=config)
     seq = config.seq if seq is None else seq
-    check_whole(1, world_size=world_size, batch=batch, seq=seq)
-    if recompute not in ("full", "none"):
-        raise ValueError(f"recompute={recompute!r}: allowed are 'full' and 'none'")
+    check_whole(batch=batch, seq=seq)
+    check_count(world_size=world_size)
+    check_one_of(("full", "none"), recompute=recompute)
+    check_flag(reshard=reshard)
+    check_number(timeout=timeout)
     arguments = config, batch, seq, recompute == "full", reshard
     return ranks.pretend(_step, world_size, *arguments, timeout=timeout)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from shardlab.arguments import check_kind, check_number
+
 
 def machine() -> list[tuple[str, str]]:
     """What this process computes on, as (what, value): each GPU, or the processor without one."""
@@ -49,6 +51,9 @@ class Rates:
     flops: float
     bytes: float
 
+    def __post_init__(self) -> None:
+        check_number(flops=self.flops, bytes=self.bytes)
+
     @property
     def ridge(self) -> float:
         """FLOP per byte above which compute is the limit, and below which memory is."""
@@ -59,6 +64,7 @@ class Rates:
 
         Williams et al., "Roofline", CACM 52(4), 2009.
         """
+        check_number(0, intensity=intensity)
         return min(self.flops, intensity * self.bytes)
 
 
@@ -67,6 +73,7 @@ def clock(device: torch.device) -> float:
 
     A GPU takes orders and works them off later: without the wait, only the orders are timed.
     """
+    check_kind(torch.device, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardlab.arguments import check_flag, check_kind, given
+
 Holder = Tensor | nn.Module | torch.optim.Optimizer
 
 
@@ -57,6 +59,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of the model states: parameters, gradients, optimizer, and its step counters apart."""
+    check_kind(nn.Module, module=module)
+    check_kind(torch.optim.Optimizer, optimizer=optimizer)
     parameters = list(module.parameters())
     kept = tensors_of(optimizer)
     return {
@@ -169,6 +173,8 @@ def held(
     device: where; by default where the first of `existing` is, else the CPU. trace: see Held; on
     the CPU alone. Raises ValueError for trace on a GPU, and for anything else in `existing`.
     """
+    check_kind(torch.device, **given(device=device))
+    check_flag(trace=trace)
     before = tensors_of(*existing)
     if device is None:
         device = before[0].device if before else torch.device("cpu")

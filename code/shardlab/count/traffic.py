@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardlab.arguments import check_count, check_kind
+
 # How an operator of torch.distributed is called by the people who use it.
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -49,6 +51,7 @@ class Sent:
 
     def within(self, group: dist.ProcessGroup) -> Sent:
         """What of it was sent in `group`."""
+        check_kind(dist.ProcessGroup, group=group)
         return self.groups.get(group.group_name, Sent())
 
     def leaving(self, ranks: int) -> float:
@@ -58,6 +61,7 @@ class Sent:
         reduce-scatter and an all-to-all (n-1)/n S, an all-gather, whose S is the share, (n-1) S
         (Thakur et al. 2005, section 4). Raises ValueError for other collectives.
         """
+        check_count(ranks=ranks)
         shares = {"all_reduce": 2 / ranks, "all_gather": 1, "reduce_scatter": 1 / ranks}
         shares["all_to_all"] = 1 / ranks
         found = float(self.bytes)
@@ -133,6 +137,7 @@ def wire_bytes(interface: str = "lo") -> int | None:
 
     None where the operating system keeps no such file (it is Linux's). Source: proc(5), net/dev.
     """
+    check_kind(str, interface=interface)
     table = Path("/proc/net/dev")
     if not table.exists():
         return None

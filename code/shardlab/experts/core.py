@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardlab import buckets
+from shardlab.arguments import check_all, check_kind
 from shardlab.model import GPT, Experts
 from shardlab.ranks import check_group, check_number, check_same
 from shardlab.router import Router
@@ -105,6 +106,7 @@ class ExpertParallel(nn.Module):
     def __init__(self, plain: Experts, group: Group):
         super().__init__()
         rank, ranks = check_group(group)
+        check_kind(Experts, plain=plain)
         self.group, self.total = group, len(plain.experts)
         check_experts(self.total, ranks)
         share = self.total // ranks
@@ -180,6 +182,7 @@ def check_experts(experts: int, ranks: int) -> None:
 
 def own_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those of this rank's experts, which the group's other ranks do not have."""
+    check_kind(nn.Module, model=model)
     layers = [module for module in model.modules() if isinstance(module, ExpertParallel)]
     return [parameter for layer in layers for parameter in layer.experts.parameters()]
 
@@ -195,8 +198,8 @@ def average_gradients(model: GPT, data: Group, copies: Group | None = None) -> N
 
     Raises ValueError unless data is as large as the group of experts times copies.
     """
-    (_, ranks), (_, dealt) = check_group(data), check_group(_group(model))
-    several = 1 if copies is None else check_group(copies)[1]
+    (_, ranks), (_, dealt) = check_group(data, "data"), check_group(_group(model))
+    several = 1 if copies is None else check_group(copies, "copies")[1]
     if ranks != dealt * several:
         given = f"data has {ranks} ranks, the group of experts {dealt}, copies {several}"
         raise ValueError(f"{given}: allowed are {dealt} * {several} ranks in data")
@@ -241,6 +244,7 @@ def watch(model: nn.Module) -> Iterator[list[Routed]]:
     Where a step has several micro-batches, all of them belong inside: what is done with the list
     takes a router's as one batch.
     """
+    check_kind(nn.Module, model=model)
     routed: list[Routed] = []
 
     def note(router: Router, _: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -266,10 +270,12 @@ def by_router(routed: Sequence[Routed]) -> dict[Router, list[Routed]]:
 @torch.no_grad()
 def loads(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
     """The share of all choices that each expert gets, [L, E]; of all tokens of `group`."""
+    check_all(Routed, routed=routed)
     count_LE = torch.stack(
         [sum(one.count_E for one in each) for each in by_router(routed).values()]
     )
     if group is not None:
+        check_group(group)
         dist.all_reduce(count_LE, group=group)  # L * E whole numbers
     return count_LE / count_LE.sum(-1, keepdim=True)
 
@@ -301,7 +307,8 @@ def update_bias(routed: Sequence[Routed], rate: float, group: Group | None = Non
     from what the loss wants.
     """
     check_number(0, rate=rate)
-    for router, load_E in zip(by_router(routed), loads(routed, group), strict=True):
+    load_LE = loads(routed, group)
+    for router, load_E in zip(by_router(routed), load_LE, strict=True):
         router.bias_E += rate * (1 / len(load_E) - load_E).sign()
 
 

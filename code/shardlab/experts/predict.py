@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardlab import memory
-from shardlab.ranks.agree import check_whole
+from shardlab.arguments import check_count, check_kind, check_number, check_numbers, check_whole
 from shardlab.shapes import Config
 
 from .core import check_experts
@@ -30,11 +30,19 @@ class Parameters(NamedTuple):
 
 def sparse_layers(config: Config) -> int:
     """How many layers have experts."""
+    check_kind(Config, config=config)
     return config.layers - config.dense_layers if config.experts else 0
+
+
+def check_sparse(config: Config) -> None:
+    """Raise ValueError for what is no shape of a model with experts."""
+    if not sparse_layers(config):
+        raise ValueError("config.experts=0: allowed is a model with experts")
 
 
 def parameters(config: Config) -> Parameters:
     """All parameters of a model with experts, and those that a token goes through."""
+    check_sparse(config)
     total = memory.parameter_count(config)
     (alone,) = memory.stages(config)
     one = memory.in_experts(config, stage=alone, ep=config.experts)  # of each layer
@@ -46,7 +54,8 @@ def held(config: Config, ranks: int) -> int:
 
     Raises ValueError for ranks that do not divide the experts.
     """
-    check_whole(ranks=ranks)
+    check_sparse(config)
+    check_count(ranks=ranks)
     check_experts(config.experts, ranks)
     return sum(memory.parameters(config, ep=ranks).values())
 
@@ -79,12 +88,17 @@ def padded(config: Config, tokens: int, fullest: int) -> float:
 
     tokens: those of all ranks, of one layer.
     """
+    check_sparse(config)
+    check_whole(tokens=tokens, fullest=fullest)
     return config.experts * fullest / (tokens * config.experts_per_token)
 
 
 def wait(load_E: Sequence[float], ranks: int) -> float:
     """Rows of the fullest of `ranks` over those of the mean: so much longer the experts take."""
+    check_numbers(0, load_E=load_E)
+    check_count(ranks=ranks)
     check_experts(len(load_E), ranks)
+    check_number(sum_of_load_E=sum(load_E))
     share = len(load_E) // ranks
     each = [sum(load_E[rank * share :][:share]) for rank in range(ranks)]
     return max(each) * ranks / sum(each)
@@ -116,6 +130,10 @@ def latent_parameters(shape: Mapping[str, int]) -> Parameters:
     Queries, and keys with values, go through a narrow middle with a norm (DeepSeek-V2, arXiv
     2405.04434, section 2.1). Without the module that predicts a second token.
     """
+    check_kind(Mapping, shape=shape)
+    if missing := DEEPSEEK_V3.keys() - shape.keys():
+        raise ValueError(f"shape: {min(missing)} is missing; allowed are the names in DEEPSEEK_V3")
+    check_whole(0, **{name: shape[name] for name in DEEPSEEK_V3})
     h, heads, q, kv = (shape[n] for n in ("hidden", "heads", "query_rank", "key_value_rank"))
     plain, rotary, value = (shape[f"head_{n}"] for n in ("plain", "rotary", "value"))
     attention = h * q + q + q * heads * (plain + rotary)

@@ -6,6 +6,7 @@ the experts, and the other way round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import reduce
 
@@ -48,6 +49,7 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     Raises ValueError for a model that is not parallelized, names that are missing or too many, and
     other shapes than the plain GPT's.
     """
+    _group(model)
     mine = model.state_dict()
     check_state(state, {name: mine[twin].shape for name, (_, twin) in _names(model).items()})
     for name, tensor in mine.items():
@@ -65,7 +67,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     the first call's limits differ.
     """
     group = _group(model)
-    check_number(0, limit=limit)
+    check_number(0, math.inf, limit=limit)
     check_same_once(model, "clip", group, limit=float(limit))
     own = {id(parameter) for parameter in own_parameters(model)}
     # Float32 or wider, and the same on all ranks, also where one has no gradients.

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardlab.ranks.agree import check_whole
+from shardlab.arguments import check_kind as check_kinds
+from shardlab.arguments import check_whole, told
 
 
 def check_way(way: str, allowed: Sequence[str]) -> None:
     """Raise ValueError unless `way` is one of those `allowed`."""
     if way not in allowed:
-        raise ValueError(f"way={way!r}: allowed are {', '.join(map(repr, allowed))}")
+        raise ValueError(f"way={told(way)}: allowed are {', '.join(map(repr, allowed))}")
 
 
 def check_product(a: Tensor, b: Tensor) -> None:
@@ -48,6 +49,7 @@ def check_share(name: str, x: Tensor, dim: int, counts: Sequence[int], rank: int
 def check_blocks(a_mk: Tensor, b_kn: Tensor, columns: slice, rows: slice, inner: int) -> None:
     """Raise ValueError unless the blocks have these columns of A and these rows of B."""
     needed = columns.stop - columns.start, rows.stop - rows.start
+    check_kinds(Tensor, a_mk=a_mk, b_kn=b_kn)
     if not (a_mk.dim() == b_kn.dim() == 2) or (a_mk.shape[1], b_kn.shape[0]) != needed:
         raise ValueError(
             f"a_mk of {list(a_mk.shape)}, b_kn of {list(b_kn.shape)}: of inner={inner}, this rank "

@@ -26,8 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
+from shardlab.arguments import (
+    LAYERS,
+    check_callable,
+    check_count,
+    check_flag,
+    check_kind,
+    check_whole,
+    given,
+)
 from shardlab.ranks import check_group
-from shardlab.ranks.agree import check_whole, time_limit
+from shardlab.ranks.agree import time_limit
 from shardlab.ranks.p2p import carrier
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
@@ -41,10 +50,9 @@ def share(size: int, ranks: int, rank: int) -> slice:
 
     Of 10 on 4 ranks: 0 to 3, 3 to 6, 6 to 8, 8 to 10. With fewer things than ranks some are empty.
     """
-    check_whole(0, size=size, rank=rank)
-    check_whole(1, ranks=ranks)
-    if rank >= ranks:
-        raise ValueError(f"rank={rank}: allowed are 0 to {ranks - 1}")
+    check_whole(0, size=size)
+    check_count(ranks=ranks)
+    check_whole(0, ranks - 1, rank=rank)
     each, longer = divmod(size, ranks)
     begin = rank * each + min(rank, longer)
     return slice(begin, begin + each + (rank < longer))
@@ -52,6 +60,7 @@ def share(size: int, ranks: int, rank: int) -> slice:
 
 def shares(size: int, ranks: int) -> list[int]:
     """How many of `size` things each rank gets."""
+    check_count(ranks=ranks)
     return [part.stop - part.start for part in (share(size, ranks, r) for r in range(ranks))]
 
 
@@ -83,14 +92,15 @@ def by_columns(a_MK: Tensor, b_Kn: Tensor) -> Tensor:
 def gather_rows(c_mN: Tensor, rows: int, group: Group) -> Tensor:
     """All of C, c_MN, on every rank, from each rank's rows. rows: M."""
     rank, size = check_group(group)
-    counts, columns = shares(rows, size), c_mN.shape[1]
+    check_whole(0, rows=rows)
+    counts = shares(rows, size)
     check_share("c_mN", c_mN, 0, counts, rank)
     if size == 1:
         return c_mN
     piece = _padded(c_mN, 0, counts[0])  # [m, N], m as on the rank with the most
     gathered = _gathered(piece, group)  # [t, m, N]
     if rows % size == 0:
-        return gathered.view(rows, columns)
+        return gathered.view(rows, c_mN.shape[1])
     return torch.cat([part[:m] for part, m in zip(gathered, counts, strict=True)])
 
 
@@ -102,6 +112,7 @@ def gather_columns(c_Mn: Tensor, columns: int, group: Group) -> Tensor:
     have to be copied there: all of C a second time, for a moment.
     """
     rank, size = check_group(group)
+    check_whole(0, columns=columns)
     counts = shares(columns, size)
     check_share("c_Mn", c_Mn, 1, counts, rank)
     if size == 1:
@@ -138,6 +149,7 @@ def by_inner(a_Mk: Tensor, b_kN: Tensor, group: Group, whole: bool = True) -> Te
     differ. Sums are made in the tensors' own type.
     """
     check_product(a_Mk, b_kN)
+    check_flag(whole=whole)
     _, size = check_group(group)
     summand_MN = a_Mk @ b_kN  # [M, k] @ [k, N]
     if size == 1:
@@ -178,6 +190,7 @@ def multiply(way: str, a_MK: Tensor, b_KN: Tensor, group: Group, whole: bool = T
     two its rows.
     """
     rank, size = check_group(group)
+    check_flag(whole=whole)
     a, b = cut(way, a_MK, b_KN, size, rank)
     if way == "inner":
         return by_inner(a, b, group, whole)
@@ -220,6 +233,7 @@ def grid(
     """
     rank, size = check_group(group)
     check_grid(rows, columns, size)
+    check_callable(**given(wrap=wrap))
     row, column = divmod(rank, columns)
     members = dist.get_process_group_ranks(group)
     along = members[row * columns : (row + 1) * columns], members[column::columns]
@@ -248,8 +262,12 @@ def panels(inner: int, rows: int, columns: int, width: int | None = None) -> lis
     A's blocks are cut by the grid's columns and B's by its rows, so panels end wherever one of
     these does. width: the most that a panel may have; None: as wide as they come.
     """
+    check_whole(0, inner=inner)
+    check_whole(1, LAYERS, rows=rows, columns=columns)
+    check_count(ranks=rows * columns)
     if width is not None:
         check_whole(1, width=width)
+        check_count(0, **{"inner / width": inner // width})
     found = []
     for column in range(columns):
         for row in range(rows):
@@ -267,6 +285,8 @@ def summa(a_mk: Tensor, b_kn: Tensor, inner: int, grid: Grid, width: int | None 
     The next panel travels while this one is multiplied: two panels of each are held beside the
     blocks. A narrow `width` holds less, sends more often and multiplies thinner.
     """
+    check_kind(Grid, grid=grid)
+    check_whole(0, inner=inner)
     row, column = share(inner, grid.rows, grid.row), share(inner, grid.columns, grid.column)
     check_blocks(a_mk, b_kn, column, row, inner)
     steps = panels(inner, grid.rows, grid.columns, width)

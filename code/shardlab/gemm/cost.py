@@ -16,8 +16,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from shardlab.arguments import (
+    check_count,
+    check_flag,
+    check_kind,
+    check_number,
+    check_whole,
+    told,
+)
 from shardlab.link import ring_seconds
-from shardlab.ranks.agree import check_whole
 
 from .checks import check_way
 from .core import CUTS, panels, share, shares
@@ -41,6 +48,7 @@ class Cost:
 
 def near_square(ranks: int) -> tuple[int, int]:
     """Rows and columns of the grid of `ranks` that is nearest to a square: 6 is 2 x 3."""
+    check_count(ranks=ranks)
     rows = max(p for p in range(1, math.isqrt(ranks) + 1) if ranks % p == 0)
     return rows, ranks // rows
 
@@ -114,9 +122,7 @@ class OverBudget(MemoryError):
 
 def check_budget(needed: int, budget: int, what: str = "the product") -> None:
     """Raise OverBudget if `what` needs more than `budget` bytes: before anything is allocated."""
-    for name, value in (("needed", needed), ("budget", budget)):
-        if not value >= 0:
-            raise ValueError(f"{name}={value!r}: allowed are bytes, 0 or more")
+    check_number(0, needed=needed, budget=budget)
     if needed > budget:
         raise OverBudget(
             f"{what} needs {needed / 1e6:,.1f} MB, which is {(needed - budget) / 1e6:,.1f} MB more "
@@ -133,8 +139,9 @@ class Machine:
     bandwidth: float  # 1 / beta: bytes per second and direction
 
     def __post_init__(self) -> None:
-        if not (self.flops > 0 and self.latency >= 0 and self.bandwidth > 0):
-            raise ValueError(f"{self}: flops and bandwidth are above 0, latency is at least 0")
+        check_number(0, latency=self.latency)
+        check_number(flops=self.flops)
+        check_number(most=math.inf, bandwidth=self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,7 @@ def seconds(
     Compute at the machine's rate, whatever the shape of a share; collectives as
     `link.ring_seconds` has them. SUMMA's row and column of the grid have a link of their own each.
     """
+    check_kind(Machine, machine=machine)
     _check(way, M, N, K, ranks, itemsize, whole, shape)
     cost = predict(way, M, N, K, ranks, itemsize, whole, 0, shape, width)
     compute = cost.flops / machine.flops
@@ -230,6 +238,8 @@ def pays_from(
         return split.total < one.total
 
     _check(way, 1, 1, 1, ranks, itemsize, whole, None)
+    check_kind(Machine, machine=machine)
+    check_whole(limit=limit)
     if ranks == 1:
         raise ValueError("ranks=1: allowed are 2 or more, for there is nothing to split on one")
     high = 1
@@ -255,8 +265,13 @@ def _check(
     shape: tuple[int, int] | None,
 ) -> None:
     check_way(way, WAYS)
-    check_whole(1, M=M, N=N, K=K, ranks=ranks, itemsize=itemsize)
+    check_whole(1, M=M, N=N, K=K, itemsize=itemsize)
+    check_count(ranks=ranks)
+    check_flag(whole=whole)
     if way == "summa" and whole:
         raise ValueError("whole=True: allowed with way='summa' is False, for it leaves C in blocks")
-    if shape is not None and (way != "summa" or shape[0] * shape[1] != ranks):
-        raise ValueError(f"shape={shape}: allowed is a grid of {ranks} ranks, for way='summa'")
+    pair = isinstance(shape, tuple) and len(shape) == 2 and all(type(n) is int for n in shape)
+    if shape is not None and (way != "summa" or not pair or shape[0] * shape[1] != ranks):
+        raise ValueError(
+            f"shape={told(shape)}: allowed is a grid of {ranks} ranks, for way='summa'"
+        )

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardlab.ranks import named
+from shardlab.arguments import check_count, check_kind, check_number
+from shardlab.ranks import check_group, named
 
 from .wire import Helper, Moment, Wire
 
@@ -47,12 +48,10 @@ def slow(
     Every rank of `group` has to call this, in the same order as other collectives. The result works
     wherever a process group does: functions of torch.distributed, torch's DDP, this course's code.
     """
-    if not latency >= 0:
-        raise ValueError(f"latency={latency}: allowed are seconds, 0 or more")
-    if not bandwidth > 0:
-        raise ValueError(f"bandwidth={bandwidth}: allowed are bytes per second above 0")
-    carrier = group or dist.group.WORLD
-    assert carrier is not None
+    check_number(0, latency=latency)
+    check_number(most=math.inf, bandwidth=bandwidth)
+    carrier = dist.group.WORLD if group is None else group
+    check_group(carrier)
 
     def create(_store: Any, rank: int, size: int, _timeout: Any) -> dist.ProcessGroup:
         return SlowGroup(rank, size, carrier, latency, bandwidth)
@@ -68,6 +67,10 @@ def ring_seconds(operation: str, size: int, ranks: int, latency: float, bandwidt
     size: bytes of the whole tensor: what all_reduce and broadcast are given, what all_gather ends
     with, what reduce_scatter and all_to_all start from.
     """
+    check_kind(str, operation=operation)
+    check_number(0, size=size, latency=latency)
+    check_number(most=math.inf, bandwidth=bandwidth)
+    check_count(ranks=ranks)
     hops = {
         "all_reduce": 2 * (ranks - 1),
         "all_gather": ranks - 1,

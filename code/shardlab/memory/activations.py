@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardlab.arguments import check_count
 from shardlab.shapes import Config
 
 from .core import (
@@ -21,7 +22,7 @@ from .core import (
 )
 from .counting import placed
 from .experts import backward_of_experts, kept_by_experts
-from .stages import check_schedule, in_flight
+from .stages import in_flight
 from .units import one_of, whole
 
 ATTENTION = "fused", "plain", "plain-16"
@@ -161,7 +162,6 @@ def activations(
     tokens that sequence or context parallelism cannot share out.
     """
     here = placed(config, tp, pp, stage, stages, schedule)
-    check_schedule(pp, schedule, chunks)
     seq = config.seq if seq is None else whole("seq", seq)
     batch = whole("batch", batch)
     again = computed_again(recompute)
@@ -169,7 +169,8 @@ def activations(
     one_of("device", device, DEVICES)
     one_of("precision", precision, PRECISIONS)
     one_of("sequence_parallel", sequence_parallel, (False, True))
-    seq = _shared(config, seq, whole("cp", cp), tp if sequence_parallel else 1, attention)
+    check_count(cp=cp)
+    seq = _shared(config, seq, cp, tp if sequence_parallel else 1, attention)
     flying = in_flight(pp, pp - 1 if stage is None else stage, microbatches, schedule, chunks)
     z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, sequence_parallel)
     # Full recomputation keeps a layer's input; backward computes the rest again, all of it.

@@ -41,9 +41,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardlab.arguments import check_count, listed
 from shardlab.shapes import Config
 
-from .units import ceil_div, listed, one_of, whole
+from .units import ceil_div, one_of, whole
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def check_recipe(precision: str, optimizer: str, zero: int, dp: int, offload: st
     one_of("optimizer", optimizer, OPTIMIZERS)
     one_of("zero", zero, STAGES)
     one_of("offload", offload, OFFLOADS)
-    whole("dp", dp)
+    check_count(dp=dp)
     if offload == "parameters" and zero != 3:
         raise ValueError(f"zero={zero}: allowed with offload='parameters' is 3")
     return PRECISIONS[precision]
@@ -127,7 +128,8 @@ def states(
     Raises ValueError for unknown names, degrees below 1, and parameters offloaded below stage 3.
     """
     recipe = check_recipe(precision, optimizer, zero, dp, offload)
-    held = ceil_div(whole("params", params, floats=True), whole("tp", tp) * whole("pp", pp))
+    check_count(tp=tp, pp=pp)
+    held = ceil_div(whole("params", params, floats=True), tp * pp)
     share = ceil_div(held, dp)
 
     def of(stage: int) -> int:

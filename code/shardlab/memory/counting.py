@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from math import prod
 
+from shardlab.arguments import check_count, check_flag, check_kind, check_whole, given
 from shardlab.shapes import Config
 
 from .experts import check_dealt
 from .stages import Stage, stages
-from .units import ceil_div, whole
+from .units import ceil_div
 
 PARTS = "embedding", "attention", "ffn", "norms", "head"
 Shapes = dict[str, tuple[int, ...]]  # name of a parameter, as the model calls it -> its shape
@@ -35,17 +36,23 @@ def placed(
 
     Raises ValueError unless the shape can be cut `tp` ways across and `pp` ways along.
     """
-    tp = whole("tp", tp)
+    check_width(config, tp)
+    check_count(pp=pp)
+    if isinstance(stage, Stage):
+        return stage
+    found = stages(config, pp, rule, schedule)
+    check_whole(0, pp - 1, **given(stage=stage))
+    return found[-1 if stage is None else stage]
+
+
+def check_width(config: Config, tp: int) -> None:
+    """Raise ValueError unless `tp` ranks can cut each layer of `config`."""
+    check_kind(Config, config=config)
+    check_count(tp=tp)
     widths = ("ffn_width", "expert_width") if config.experts else ("ffn_width",)
     for name in ("heads", "key_value_heads", *widths):
         if (value := getattr(config, name)) % tp:
             raise ValueError(f"tp={tp}: allowed are divisors of {name}={value}")
-    if isinstance(stage, Stage):
-        return stage
-    found = stages(config, pp, rule, schedule)
-    if stage is not None and (isinstance(stage, bool) or stage not in range(pp)):
-        raise ValueError(f"stage={stage!r}: allowed are 0 to {pp - 1}")
-    return found[-1 if stage is None else stage]
 
 
 def _norm(config: Config, name: str) -> Shapes:
@@ -77,6 +84,13 @@ def layer_shapes(config: Config, tp: int = 1, ep: int = 1, dense: bool = False) 
 
     ep: ranks that deal out its experts, of which this is the first. dense: a layer without any.
     """
+    check_width(config, tp)
+    check_dealt(config, ep)
+    check_flag(dense=dense)
+    return _layer_shapes(config, tp, ep, dense)
+
+
+def _layer_shapes(config: Config, tp: int, ep: int, dense: bool) -> Shapes:
     h, wide = config.hidden, config.hidden // tp
     narrow = config.key_value_heads * config.head_size // tp
     bias = config.bias
@@ -112,7 +126,7 @@ def shapes(
     if here.embedding:
         found["embedding.weight"] = vocabulary
     for layer in range(here.layers):
-        of_layer = layer_shapes(config, tp, ep, layer < here.dense)
+        of_layer = _layer_shapes(config, tp, ep, layer < here.dense)
         found |= {f"blocks.{before + layer}.{name}": s for name, s in of_layer.items()}
     if here.head:
         found |= _norm(config, "norm")
@@ -150,6 +164,7 @@ def parameter_count(config: Config) -> int:
 
 def in_experts(config: Config, tp: int = 1, *, stage: Stage, ep: int = 1) -> int:
     """Of the parameters of a rank of `stage`, those of its experts, which other ranks lack."""
+    check_kind(Stage, stage=stage)
     named = layer_shapes(config, tp, ep).items()
     one = sum(prod(shape) for name, shape in named if name.startswith("ffn.experts."))
     return (stage.layers - stage.dense) * one
@@ -169,6 +184,6 @@ def fsdp2_shard(
 
     The rows are rounded up (torch.chunk), so this is a little above a `dp`-th of them.
     """
-    dp = whole("dp", dp)
+    check_count(dp=dp)
     held = shapes(config, tp, pp, stage).values()
     return sum(ceil_div(shape[0], dp) * prod(shape[1:]) for shape in held)

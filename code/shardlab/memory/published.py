@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from fractions import Fraction
 
+from shardlab.arguments import check_count, check_flag
+
 from .core import OPTIMIZERS, check_recipe, states
 from .units import ceil_div, one_of, whole
 
@@ -39,6 +41,7 @@ def korthikanti_layer(
     Raises ValueError for sizes below 1 and an unknown `recompute`.
     """
     one_of("recompute", recompute, RECOMPUTE)
+    check_flag(sequence_parallel=sequence_parallel)
     s, b, h, a, t = (whole(n, v) for n, v in zip("sbhat", (s, b, h, a, t), strict=True))
     if recompute == "full":
         return 2 * s * b * h
@@ -104,8 +107,8 @@ def largest(
     Rajbhandari et al. 2020 (arXiv 1910.02054), Table 2, prints it as the theoretical maximum.
     """
     memory = whole("memory", memory, floats=True)
-    ranks = whole("tp", tp) * whole("pp", pp)
-    about = int(memory * ranks / bytes_per_parameter(precision, optimizer, zero, dp))
+    check_count(tp=tp, pp=pp)
+    about = int(memory * tp * pp / bytes_per_parameter(precision, optimizer, zero, dp))
 
     def needs(params: int) -> int:
         return states(params, precision, optimizer, zero, dp, tp, pp).total
@@ -121,6 +124,8 @@ def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Frac
     gradients 18 becomes 6 + 12/d; for fp32 16 becomes 8 + 8/d.
     """
     one_of("precision", precision, ("fp16", "bf16-fp32-gradients", "fp32"))
+    check_count(d=d)
+    check_flag(distributed=distributed)
     zero = 1 if distributed else 0
     extra = Fraction(4, d if distributed else 1) if precision == "fp16" else Fraction()
     return bytes_per_parameter(precision, "adam", zero, d) + extra
@@ -140,7 +145,9 @@ def deepspeed_zero2(
     the host is its own reserve. What both call "GB" is 2^30.
     """
     one_of("version", version, ("documented", "0.19"))
-    n = whole("gpus_per_node", gpus_per_node) * whole("nodes", nodes)
+    check_count(gpus_per_node=gpus_per_node, nodes=nodes)
+    check_flag(offload=offload)
+    n = gpus_per_node * nodes
     params = whole("params", params, floats=True)
     if offload:
         return int(params * max(4 * n, 16) * 1.5), 2 * params
@@ -167,7 +174,10 @@ def deepspeed_zero3(
     """
     params = whole("params", params, floats=True)
     layer = 4 * whole("largest_layer", largest_layer, floats=True)
-    n = whole("gpus_per_node", gpus_per_node) * whole("nodes", nodes)
+    check_count(gpus_per_node=gpus_per_node, nodes=nodes)
+    check_flag(offload_optimizer=offload_optimizer, offload_parameters=offload_parameters)
+    check_flag(zero_init=zero_init)
+    n = gpus_per_node * nodes
     if offload_parameters and not offload_optimizer:
         raise ValueError("offload_parameters=True: allowed with offload_optimizer=True")
     whole_copies = 4 * gpus_per_node

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from shardlab.arguments import check_count, check_kind, check_whole, given, told
 from shardlab.shapes import Config
 
-from .units import ceil_div, one_of, whole
+from .units import ceil_div, one_of
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
 STAGE_RULES = "equal", "megatron", "nanotron"
@@ -45,7 +46,9 @@ def stages(
 
     Raises ValueError where the layers cannot be divided so, and where those given do not add up.
     """
+    check_kind(Config, config=config)
     check_rule(pp, rule)
+    one_of("schedule", schedule, SCHEDULES)
     if rule == "nanotron":
         return _without_experts(config, _by_cost(config, pp))
     if rule == "megatron":
@@ -74,19 +77,20 @@ def _without_experts(config: Config, found: list[Stage]) -> list[Stage]:
 
 def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
     """Raise ValueError unless `rule` is one of STAGE_RULES or the layers of `pp` stages."""
-    whole("pp", pp)
+    check_count(pp=pp)
     if isinstance(rule, str):
         one_of("stages", rule, STAGE_RULES)
         return
     counts = isinstance(rule, tuple) and len(rule) == pp
     if not counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in rule):
         allowed = f"{', '.join(STAGE_RULES)}, and a tuple of pp={pp} whole numbers"
-        raise ValueError(f"stages={rule!r}: allowed are {allowed}")
+        raise ValueError(f"stages={told(rule)}: allowed are {allowed}")
 
 
 def check_schedule(pp: int, schedule: str, chunks: int) -> None:
     """Raise ValueError unless `schedule` is there and takes so many chunks of a stage."""
     one_of("schedule", schedule, SCHEDULES)
+    check_count(pp=pp, chunks=chunks)
     if schedule == "interleaved" and pp > 1:
         if chunks < 2:
             raise ValueError("chunks=1: allowed with schedule='interleaved' are 2 or more")
@@ -110,7 +114,10 @@ def in_flight(
     (Qi et al. 2023, arXiv 2401.10241): what the weights' passes need stays until they come; for
     "zb-v" it is a bound, which few micro-batches do not reach.
     """
-    m = pp if microbatches is None else whole("microbatches", microbatches)
+    check_schedule(pp, schedule, chunks)
+    check_whole(0, pp - 1, stage=stage)
+    check_count(**given(microbatches=microbatches))
+    m = pp if microbatches is None else microbatches
     if pp == 1 or schedule == "naive":
         return 1
     if schedule == "interleaved":  # in groups of p micro-batches, or of a few more

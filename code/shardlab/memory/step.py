@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from shardlab.arguments import check_count, check_flag
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
@@ -98,7 +99,8 @@ def estimate(
     recipe = check_recipe(precision, optimizer, zero, dp, offload)
     here = placed(config, tp, pp, stage, stages, schedule)
     whole("bucket", bucket, least=0)
-    whole("prefetch", prefetch, least=0)
+    check_count(0, prefetch=prefetch)
+    check_flag(accumulate=accumulate)
     if stage is None and pp > 1:  # of equal stages one at an end is the fullest
         some = (0, pp - 1) if stages == "equal" else range(pp)
         found = [
@@ -116,7 +118,8 @@ def estimate(
         microbatches, device, cp=cp, stages=stages, schedule=schedule, chunks=chunks,
     )  # fmt: skip
     copies, shards = dp * cp, _shards(zero, dp, cp, replicas)
-    if shards % whole("ep", ep):
+    check_count(ep=ep)
+    if shards % ep:
         raise ValueError(f"ep={ep}: allowed are divisors of {shards}, the ranks of a group")
     held = sum(parameters(config, tp, pp, here, ep).values())
     own = in_experts(config, tp, stage=here, ep=ep) if config.experts else 0
@@ -154,7 +157,8 @@ def estimate(
 
 def _shards(zero: int, dp: int, cp: int, replicas: int) -> int:
     """Ranks among which ZeRO divides."""
-    if dp % whole("replicas", replicas):
+    check_count(replicas=replicas)
+    if dp % replicas:
         raise ValueError(f"replicas={replicas}: allowed are divisors of dp={dp}")
     if replicas > 1 and not zero:
         raise ValueError(f"replicas={replicas}: allowed with zero=0 is 1")

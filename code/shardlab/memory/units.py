@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardlab.arguments import check_whole
+from shardlab.arguments import MOST, check_number, check_one_of, check_whole
 
 # A disk maker's GB is 10^9 bytes, and so is the GB of papers; an operating system's GiB is 2^30,
 # 7 % more. torch and DeepSpeed print GiB, the latter under the name "GB".
@@ -23,21 +23,15 @@ UNITS: dict[str, int] = {
 
 def format_bytes(size: float, unit: str = "GB", digits: int = 2) -> str:
     """`size` bytes in a unit of `UNITS`: format_bytes(31_406_250_000) is "31.41 GB"."""
+    check_number(-MOST, size=size)
+    check_whole(0, 20, digits=digits)
     scale = UNITS[one_of("unit", unit, UNITS)]
     return f"{size:,.0f} B" if scale == 1 else f"{size / scale:,.{digits}f} {unit}"
 
 
-def listed(names: Iterable[object]) -> str:
-    """'a', 'b' and 'c', for a message."""
-    *most, last = (repr(name) for name in names)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 def one_of(argument: str, value: object, allowed: Iterable[object]) -> object:
     """`value`, or ValueError that names the argument and what is allowed."""
-    allowed = list(allowed)
-    if not any(type(value) is type(a) and value == a for a in allowed):  # True is not stage 1
-        raise ValueError(f"{argument}={value!r}: allowed are {listed(allowed)}")
+    check_one_of(allowed, **{argument: value})
     return value
 
 

@@ -18,6 +18,7 @@ Shapes in names: B batch of this copy, S sequence, s = S/t, H hidden, V vocabula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
+from shardlab.arguments import check_flag, check_kind, check_whole
 from shardlab.buckets import add_up, scale_down
 from shardlab.model import GPT
 from shardlab.pipeline import Pipeline, Schedule
@@ -56,7 +58,8 @@ def join(mesh: Mesh, world: Group) -> Groups:
     as nccl wants it. Raises ValueError unless the degrees multiply to the ranks of `world`, and on
     every rank when their meshes differ.
     """
-    rank, size = check_group(world)
+    check_kind(Mesh, mesh=mesh)
+    rank, size = check_group(world, "world")
     mesh.check(size)
     check_same(world, mesh=mesh)
     members = dist.get_process_group_ranks(world)
@@ -76,6 +79,7 @@ def groups_of(device_mesh: DeviceMesh) -> Groups:
 
     Raises ValueError for other names, and on a rank that the mesh misses.
     """
+    check_kind(DeviceMesh, device_mesh=device_mesh)
     names = device_mesh.mesh_dim_names or ()
     if sorted(names) != sorted(AXES):
         raise ValueError(f"mesh_dim_names={names!r}: allowed are dp, pp and tp, each once")
@@ -118,8 +122,10 @@ class Parallel(nn.Module):
         seed: int = 0,
     ):
         super().__init__()
-        if not isinstance(model, GPT):
-            raise ValueError(f"model={type(model).__name__}: allowed is a GPT of shardlab.model")
+        check_kind(GPT, model=model)
+        check_kind(Groups, groups=groups)
+        check_flag(sequence=sequence)
+        check_whole(0, seed=seed)
         sizes = {axis: check_group(group)[1] for axis, group in zip(AXES, groups, strict=True)}
         check_cuts(model.config, Mesh(**sizes), schedule, zero)
         options = {"zero": zero, "sequence": sequence, "seed": seed}
@@ -231,7 +237,7 @@ class Parallel(nn.Module):
         once. Squares are added up along tp and pp, and, where ZeRO shards them, along dp. Every
         rank calls it. Raises ValueError for a limit below 0, and when the first call's differ.
         """
-        check_number(0, limit=limit)
+        check_number(0, math.inf, limit=limit)
         agree.check_same_once(self, "clip", *self.groups, limit=float(limit))
         trained = dict(self.named_parameters())
         counted = [p.grad for name, p in trained.items() if self._counts(name)]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardlab.arguments import check_kind, check_whole
 from shardlab.buckets import in_backward
 
 
@@ -31,6 +32,8 @@ class PlacedDropout:
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], seed: int = 0):
+        check_kind((Mapping, nn.ModuleDict), blocks=blocks)
+        check_whole(0, seed=seed)
         self.seed, self.calls = seed, dict.fromkeys(blocks, 0)
         for number, block in blocks.items():
             block.register_forward_pre_hook(partial(self._before, number))

@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-from shardlab.arguments import check_whole
+from shardlab.arguments import (
+    check_callable,
+    check_count,
+    check_kind,
+    check_one_of,
+    check_whole,
+    told,
+)
 
 AXES = "dp", "pp", "tp"
 WORDS = {"dp": "data", "pp": "pipeline", "tp": "tensor"}
@@ -34,9 +41,11 @@ class Mesh:
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        check_whole(dp=self.dp, pp=self.pp, tp=self.tp)
-        if sorted(self.order) != sorted(AXES):
-            raise ValueError(f"order={self.order!r}: allowed are dp, pp and tp, each once")
+        check_count(dp=self.dp, pp=self.pp, tp=self.tp)
+        check_count(ranks=self.ranks)
+        named = isinstance(self.order, tuple | list) and tuple(self.order) in permutations(AXES)
+        if not named:
+            raise ValueError(f"order={told(self.order)}: allowed are dp, pp and tp, each once")
 
     @property
     def ranks(self) -> int:
@@ -47,12 +56,13 @@ class Mesh:
         """Raise ValueError unless there are as many ranks as the degrees multiply to."""
         if ranks != self.ranks:
             degrees = f"dp={self.dp}, pp={self.pp} and tp={self.tp}"
-            raise ValueError(f"ranks={ranks}: allowed is {self.ranks}, the product of {degrees}")
+            raise ValueError(
+                f"ranks={told(ranks)}: allowed is {self.ranks}, the product of {degrees}"
+            )
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank stands along each axis: its number's digits."""
-        if type(rank) is not int or rank not in range(self.ranks):
-            raise ValueError(f"rank={rank!r}: allowed are 0 to {self.ranks - 1}")
+        check_whole(0, self.ranks - 1, rank=rank)
         found = {}
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, getattr(self, axis))
@@ -60,6 +70,11 @@ class Mesh:
 
     def rank(self, **place: int) -> int:
         """Who stands there: rank(dp=0, pp=1, tp=0)."""
+        for axis in AXES:
+            check_whole(0, getattr(self, axis) - 1, **{axis: place.get(axis)})
+        return self._number(place)
+
+    def _number(self, place: Mapping[str, int]) -> int:
         number = 0
         for axis in self.order:
             number = number * getattr(self, axis) + place[axis]
@@ -67,11 +82,12 @@ class Mesh:
 
     def groups(self, axis: str) -> list[list[int]]:
         """The groups of an axis: ranks whose places differ along it, and along no other."""
+        check_one_of(AXES, axis=axis)
         others = [other for other in self.order if other != axis]
         found = []
         for rest in product(*(range(getattr(self, other)) for other in others)):
             place = dict(zip(others, rest, strict=True))
-            found.append([self.rank(**place, **{axis: i}) for i in range(getattr(self, axis))])
+            found.append([self._number(place | {axis: i}) for i in range(getattr(self, axis))])
         return found
 
     def edges(self, axis: str) -> Iterator[tuple[int, int]]:
@@ -97,6 +113,7 @@ class Mesh:
         Raises ValueError for nodes that the ranks do not fill.
         """
         check_whole(node=node)
+        check_callable(sent=sent)
         if self.ranks % node:
             raise ValueError(f"node={node}: allowed are divisors of {self.ranks} ranks")
         found = {}
@@ -112,6 +129,7 @@ class Mesh:
 
 def orders(mesh: Mesh) -> list[Mesh]:
     """The same degrees in every order that makes a difference: axes of one rank make none."""
+    check_kind(Mesh, mesh=mesh)
     narrow = [axis for axis in AXES if getattr(mesh, axis) == 1]
     wide = permutations(axis for axis in AXES if axis not in narrow)
     return [replace(mesh, order=(*narrow, *order)) for order in wide]

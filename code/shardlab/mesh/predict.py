@@ -26,9 +26,17 @@ import torch
 from torch import nn
 
 from shardlab import count, tensor_parallel
+from shardlab.arguments import (
+    check_count,
+    check_flag,
+    check_kind,
+    check_one_of,
+    check_whole,
+    given,
+    told,
+)
 from shardlab.buckets import MIB, deal
 from shardlab.memory import counting
-from shardlab.ranks.agree import check_whole
 from shardlab.shapes import Config
 
 from .layout import Mesh
@@ -47,22 +55,23 @@ def check_cuts(
 
     schedule: a Schedule, or the name of one.
     """
+    check_kind(Mesh, mesh=mesh)
     tensor_parallel.predict.check_degree(config, mesh.tp)
     if config.layers % mesh.pp:
         raise ValueError(f"pp={mesh.pp}: allowed are divisors of layers={config.layers}")
     name = getattr(schedule, "name", schedule)
     if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r}: allowed are {' and '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={told(name)}: allowed are {' and '.join(SCHEDULES)}")
     stages = getattr(schedule, "stages", mesh.pp)
     if stages != mesh.pp:
         raise ValueError(f"schedule has {stages} stages: allowed are {mesh.pp}, one for each rank")
-    if type(zero) is not int or zero not in range(4):
-        raise ValueError(f"zero={zero!r}: allowed are 0, 1, 2 and 3")
+    check_one_of(range(4), zero=zero)
     if zero > 1 and mesh.pp > 1:
         raise ValueError(
             f"zero={zero} with pp={mesh.pp}: allowed are 0 and 1, since each micro-batch would "
             "send all gradients anew; 2 and 3 with pp=1"
         )
+    check_whole(**given(seq=seq))
     if seq is not None and seq % mesh.tp:
         raise ValueError(f"seq={seq}: allowed with sequence parallelism are multiples of {mesh.tp}")
 
@@ -112,8 +121,15 @@ def shared(config: Config, mesh: Mesh, stage: int, zero: int) -> list[Shared]:
     return [Shared({names[id(t)]: t.numel() for t in bucket}, mesh.dp) for bucket in buckets]
 
 
+def _check(config: Config, mesh: Mesh, zero: int) -> None:
+    check_kind(Config, config=config)
+    check_kind(Mesh, mesh=mesh)
+    check_one_of(range(4), zero=zero)
+
+
 def predicted_states(config: Config, mesh: Mesh, rank: int, zero: int = 0) -> dict[str, int]:
     """Bytes of model states on `rank` after a step with AdamW: parameters, gradients, optimizer."""
+    _check(config, mesh, zero)
     place = mesh.place(rank)
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     for flat in shared(config, mesh, place["pp"], zero):
@@ -140,7 +156,10 @@ def predicted_sent(
     S bytes 2(n-1)/n S, its halves (n-1)/n S. Of numbers there are some: the batch's size (8 bytes)
     and the loss (4) along dp, the loss along pp; with ZeRO a byte for each parameter.
     """
-    check_whole(batch=batch, seq=seq, microbatches=microbatches)
+    _check(config, mesh, zero)
+    check_whole(batch=batch, seq=seq)
+    check_count(microbatches=microbatches)
+    check_flag(sequence=sequence)
     place, (d, p, t) = mesh.place(rank), (mesh.dp, mesh.pp, mesh.tp)
     first, last = place["pp"] == 0, place["pp"] == p - 1
     flats = shared(config, mesh, place["pp"], zero)
@@ -182,8 +201,17 @@ def predicted_sent(
     return along
 
 
+def check_job(job: Parallel) -> None:
+    """Raise ValueError for what is no `Parallel`."""
+    from .core import Parallel
+
+    check_kind(Parallel, job=job)
+
+
 def held(job: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of model states that are there, counted by storage, as `predicted_states` has them."""
+    check_job(job)
+    check_kind(torch.optim.Optimizer, optimizer=optimizer)
     trained = list(job.parameters())
     plain = job.sharded.module if job.sharded else nn.ModuleList(job.pipeline.parts)
     there = [*plain.parameters(), *trained]  # of a model in shards: what it computes with, pieces
@@ -197,6 +225,8 @@ def held(job: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 def counted(sent: count.Sent, job: Parallel) -> dict[str, float]:
     """Bytes that left this rank along "tp", "pp" (twins among them) and "dp", of what was sent."""
+    check_kind(count.Sent, sent=sent)
+    check_job(job)
     groups = {axis: {group} for axis, group in job.groups._asdict().items()}
     groups["pp"].add(job.pipeline.mail.back)  # with nccl, messages to lower stages have their own
     return {

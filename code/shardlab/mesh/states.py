@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardlab.arguments import check_callable
 from shardlab.pipeline.parts import gathered
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
 from shardlab.zero import all_gather, warm
+
+from .predict import check_job
 
 if TYPE_CHECKING:
     from .core import Parallel
@@ -34,6 +37,8 @@ def local(job: Parallel, of: Of) -> dict[str, Tensor]:
 
     of(piece) is a tensor of the piece's shape, such as its gradient; None stands for zeros.
     """
+    check_job(job)
+    check_callable(of=of)
     if job.sharded is None:
         pairs = ((name, p, of(p)) for name, p in job.named_parameters())
         return {n: torch.zeros_like(p) if v is None else v.detach() for n, p, v in pairs}

@@ -25,7 +25,7 @@ from bisect import bisect_right
 from functools import partial
 
 from shardlab import options
-from shardlab.arguments import check_whole
+from shardlab.arguments import check_flag, check_kind, check_whole
 
 from .schedules import NAMES, schedule
 from .simulate import Span, Timeline, simulate
@@ -164,7 +164,9 @@ def text(timeline: Timeline, width: int = 80, color: bool = False) -> str:
 
     Raises ValueError for a width below 40.
     """
-    check_whole(40, width=width)
+    check_kind(Timeline, timeline=timeline)
+    check_whole(40, 10_000, width=width)
+    check_flag(color=color)
     of = timeline.schedule
     first = min(spans[0].begin for spans in timeline.spans)
     long = max(spans[-1].end for spans in timeline.spans) - first

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardlab import ranks
+from shardlab.arguments import check_callable, check_flag, check_kind, given
 from shardlab.buckets import average_gradients, copy_from_rank_0
 from shardlab.ranks import agree, p2p
 
@@ -298,6 +299,11 @@ class Pipeline(Held):
         back: dist.ProcessGroup | None = None,
         check: bool = True,
     ):
+        check_callable(loss=loss)
+        check_flag(record=record)
+        check_kind(tuple, **given(twin=twin))
+        for name, other in given(replicas=replicas, back=back).items():
+            ranks.check_group(other, name)
         copies = None if replicas is None else dist.get_world_size(replicas)
         super().__init__(parts, schedule, group, between, check, record=record, replicas=copies)
         self.replicas, self.twin = replicas, twin

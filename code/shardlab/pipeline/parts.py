@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlab.arguments import check_callable, check_flag, check_kind, told
 from shardlab.model import GPT
 from shardlab.ranks import Single, agree, check_group
 
@@ -64,6 +65,8 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
 
     Raises ValueError for more parts than blocks, and for blocks that are not those of the model.
     """
+    check_kind(GPT, model=model)
+    check_kind((int, Sequence), layers=layers)
     total = len(model.blocks)
     if isinstance(layers, int):
         if isinstance(layers, bool) or not 1 <= layers <= total:
@@ -101,8 +104,12 @@ class Held(Single):
         check: bool = True,
         **given: Any,
     ):
+        check_kind(Sequence, parts=parts)
         self.parts, self.schedule, self.group = list(parts), schedule, group
         self.stage = stage_of(schedule, group)
+        check_flag(check=check)
+        if between is not None:
+            check_callable(between=between)
         if check:
             validate(schedule)
         self.between = between or getattr(self.parts[0] if self.parts else None, "between", None)
@@ -156,6 +163,8 @@ class Held(Single):
 
     def _problem(self) -> str | None:
         """What is wrong on this rank."""
+        if not all(isinstance(part, nn.Module) for part in self.parts):
+            return f"parts={told(self.parts)}: allowed are modules, one for each chunk"
         if len(self.parts) != (chunks := self.schedule.chunks):
             return f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
         if len(devices := self._devices()) > 1:
@@ -183,7 +192,9 @@ class Held(Single):
 def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:
     """This rank's stage. Raises ValueError for a group that does not have a rank for each stage."""
     if not isinstance(schedule, Schedule):
-        raise ValueError(f"schedule={schedule!r}: allowed is what pipeline.schedule(...) returns")
+        raise ValueError(
+            f"schedule={told(schedule)}: allowed is what pipeline.schedule(...) returns"
+        )
     rank, size = check_group(group)
     if size != schedule.stages:
         what = f"allowed are {schedule.stages}, one for each stage of {schedule.name}"

@@ -19,6 +19,7 @@ from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
+from shardlab.arguments import check_all, check_flag, check_number
 from shardlab.show import INK, RANK_COLORS
 from shardlab.show.drawing import canvas, on, title
 
@@ -60,11 +61,13 @@ def draw(
 
     Raises ValueError when titles, notes or heads are not one for each.
     """
-    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    if not shown:
-        raise ValueError("timelines=[]: allowed are one timeline or more")
+    shown = timelines if isinstance(timelines, Sequence) else [timelines]
+    check_all(Timeline, timelines=shown)
+    check_number(width=width, end=1.0 if end is None else end)
+    check_flag(legend=legend)
     for name, given in (("titles", titles), ("notes", notes), ("heads", heads)):
-        if given is not None and (isinstance(given, str) or len(given) != len(shown)):
+        listed = isinstance(given, Sequence) and not isinstance(given, str)
+        if given is not None and (not listed or len(given) != len(shown)):
             raise ValueError(f"{name}={given!r}: allowed is one for each of {len(shown)} timelines")
     titles = [summary(timeline) for timeline in shown] if titles is None else titles
     long = end or max(_ends(timeline)[1] - _ends(timeline)[0] for timeline in shown) or 1.0

@@ -6,7 +6,6 @@ other. Sleeping takes none. What is real then are the ranks, the messages and th
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardlab.arguments import check_flag, check_kind, check_number, check_numbers, given
 from shardlab.model import GPT, loss
 from shardlab.ranks.agree import check_same, check_whole
 
@@ -53,6 +53,8 @@ def distribute(
     rank when models or layers differ.
     """
     stage = stage_of(schedule, group)
+    check_flag(recompute=recompute)
+    check_kind(Sequence, **given(layers=layers))
     parts = cut(model, schedule.parts if layers is None else list(layers))
     if len(parts) != schedule.parts:
         what = f"allowed is one number for each of {schedule.parts} parts"
@@ -94,12 +96,9 @@ class Sleeping(nn.Module):
     ):
         super().__init__()
         check_whole(size=size)
-        names = "forward", "backward_input", "backward_weight"
-        times = forward, backward_input, backward_weight
-        for name, seconds in zip(names, times, strict=True):
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"{name}={seconds}: allowed are seconds, 0 or more")
-        self.seconds, self.size = times, size
+        check_number(0, forward=forward, backward_input=backward_input)
+        check_number(0, backward_weight=backward_weight)
+        self.seconds, self.size = (forward, backward_input, backward_weight), size
         self.weight = nn.Parameter(torch.zeros(()))
         self.later: Later | None = None  # where `defer` wants the weights' share
 
@@ -173,11 +172,12 @@ def asleep(
     stage = stage_of(schedule, group)
     names = "forward", "backward_input", "backward_weight"
     mine = []
-    for name, given in zip(names, (forward, backward_input, backward_weight), strict=True):
-        each = [given] * schedule.stages if isinstance(given, (int, float)) else list(given)
-        if len(each) != schedule.stages or not all(math.isfinite(s) and s >= 0 for s in each):
-            what = f"seconds, 0 or more, one number or one for each of {schedule.stages} stages"
-            raise ValueError(f"{name}={given}: allowed are {what}")
+    for name, times in zip(names, (forward, backward_input, backward_weight), strict=True):
+        each = times if isinstance(times, Sequence) else [times] * schedule.stages
+        check_numbers(0, **{name: each})
+        if len(each) != schedule.stages:
+            what = f"seconds, one number or one for each of {schedule.stages} stages"
+            raise ValueError(f"{name}={times}: allowed are {what}")
         mine.append(each[stage] / schedule.chunks)
     parts = [Sleeping(*mine, size) for _ in range(schedule.chunks)]
     return Pipeline(parts, schedule, group, _mean, **options)

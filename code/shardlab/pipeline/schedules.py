@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardlab.arguments import check_whole
+from shardlab.arguments import RANKS, check_count, check_flag, check_kind, check_whole, told
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("RF", "SF", "RB", "SB")
@@ -95,12 +95,20 @@ class Schedule:
 
 def loop(stages: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Placement round and round: chunk c of stage s is part c · p + s."""
+    check_count(stages=stages, chunks=chunks)
     return tuple(tuple(c * stages + s for c in range(chunks)) for s in range(stages))
 
 
 def vee(stages: int) -> tuple[tuple[int, ...], ...]:
     """Placement down and up again: the first stage holds the first part and the last."""
+    check_count(stages=stages)
     return tuple((s, 2 * stages - 1 - s) for s in range(stages))
+
+
+def check_size(stages: int, microbatches: int, chunks: int = 1) -> None:
+    """Raise ValueError for numbers below 1, and for so many passes that nobody has them."""
+    check_count(stages=stages, microbatches=microbatches, chunks=chunks)
+    check_whole(1, RANKS // (stages * chunks), microbatches=microbatches)
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
@@ -113,13 +121,12 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
     have.
     """
     if name not in NAMES:
-        raise ValueError(f"schedule={name!r}: allowed are {', '.join(NAMES)}")
-    check_whole(stages=stages, microbatches=microbatches)
+        raise ValueError(f"schedule={told(name)}: allowed are {', '.join(NAMES)}")
     if name == "interleaved":
         return interleaved(stages, microbatches, 2 if chunks is None else chunks)
     fixed = 2 if name == "zb-v" else 1
     if chunks is not None and chunks != fixed:
-        raise ValueError(f"chunks={chunks!r}: allowed for {name} is {fixed}")
+        raise ValueError(f"chunks={told(chunks)}: allowed for {name} is {fixed}")
     of_one_chunk = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
     split = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v}
     return (of_one_chunk | split)[name](stages, microbatches)
@@ -186,7 +193,7 @@ def _by_stage(
     chunks: int = 1,
 ) -> Schedule:
     """The schedule in which each stage has its `order`, parts placed round and round."""
-    check_whole(stages=stages, microbatches=microbatches)
+    check_size(stages, microbatches)
     orders = tuple(tuple(order(stage)) for stage in range(stages))
     return Schedule(name, stages, microbatches, chunks, loop(stages, chunks), orders)
 
@@ -243,6 +250,8 @@ def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action,
     3. A receive stands one pass before the one that needs it, so that the message travels while the
        stage computes; earlier where rule 2 wants it. Without `early`, right before that pass.
     """
+    check_kind(Schedule, schedule=schedule)
+    check_flag(early=early)
     # What each stage receives from each other, in the order of the sends (rule 2).
     incoming: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.orders]
     for stage, order in enumerate(schedule.orders):
@@ -308,7 +317,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     m from p on. Where torch's ScheduleInterleaved1F1B takes m, this is its order. With one chunk it
     fills the pipeline further than `one_f_one_b`, for nothing.
     """
-    check_whole(stages=stages, microbatches=microbatches, chunks=chunks)
+    check_size(stages, microbatches, chunks)
     rounds = max(1, microbatches // stages)
     size, larger = divmod(microbatches, rounds)
     forwards, first = [], 0
@@ -364,7 +373,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     2p-1 micro-batches or more; for fewer, those that do not exist are left out. It is the order of
     torch's ScheduleZBVZeroBubble.
     """
-    check_whole(stages=stages, microbatches=microbatches)
+    check_size(stages, microbatches)
     p, n = stages, max(microbatches, 2 * stages - 1)
     orders = []
     for s in range(stages):

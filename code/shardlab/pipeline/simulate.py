@@ -21,6 +21,8 @@ from itertools import accumulate
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardlab.arguments import check_kind, check_numbers, check_whole
+
 from .schedules import Action, Schedule
 from .validate import before, live, result, validate
 
@@ -93,6 +95,7 @@ def simulate(
     Raises ValueError for times below 0 or beyond all measure, for lists that are not one for each
     stage, for a schedule that does not pass `validate`.
     """
+    check_kind(Schedule, schedule=schedule)
     times = {
         "F": _each("forward", forward, schedule),
         "I": _each("backward_input", backward_input, schedule),
@@ -157,11 +160,8 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
 
     Raises ValueError for costs below 0 or not finite, and for fewer layers than parts.
     """
-    costs = list(costs)
-    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
-        raise ValueError(f"costs={costs}: allowed are finite numbers, 0 or more")
-    if isinstance(parts, bool) or not isinstance(parts, int) or not 1 <= parts <= len(costs):
-        raise ValueError(f"parts={parts!r}: allowed are 1 to {len(costs)} for {len(costs)} layers")
+    check_numbers(0, costs=costs)
+    check_whole(1, len(costs), parts=parts)
     # Whole numbers, in a unit that fits all: rounded sums would tell equal ways apart, and so would
     # the rounding of 4/7 to a float. So costs are the nearest simple shares of the largest one.
     largest = max(costs) or 1

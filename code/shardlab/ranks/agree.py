@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 
-def check_group(group: dist.ProcessGroup) -> tuple[int, int]:
+def check_group(group: dist.ProcessGroup, name: str = "group") -> tuple[int, int]:
     """This rank's number in `group` and the group's size; ValueError if it is not in there."""
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(f"group={group!r}: allowed is a process group that holds this rank")
+        raise ValueError(f"{name}={group!r}: allowed is a process group that holds this rank")
     return dist.get_rank(group), dist.get_world_size(group)
 
 

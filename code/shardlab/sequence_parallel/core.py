@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardlab.arguments import check_flag, check_kind
 from shardlab.buckets import add_up
 from shardlab.ranks import check_group
 from shardlab.ranks.p2p import carrier
@@ -119,6 +120,7 @@ class AlongSequence:
     whole = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
 
     def __init__(self, keep: bool = False):
+        check_flag(keep=keep)
         self.keep = keep
 
     def enter(self, x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -165,8 +167,7 @@ def seen_partly(model: nn.Module) -> list[nn.Parameter]:
     Norms, and the biases that are added after `leave`. Modules that tensor parallelism has cut say
     in `cut` which of their parameters are; raises ValueError for a model that has none of them.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model={model!r}: allowed is a module")
+    check_kind(nn.Module, model=model)
     modules = list(model.modules())
     if not any(hasattr(module, "cut") for module in modules):
         raise ValueError(

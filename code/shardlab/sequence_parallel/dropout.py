@@ -5,7 +5,6 @@ Shapes: B batch, S tokens in all, s = S/t of one rank, H hidden.
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardlab.arguments import check_kind, check_number
 from shardlab.ranks import check_group
 
 
@@ -28,8 +28,7 @@ class TokenDropout(nn.Module):
 
     def __init__(self, p: float, group: dist.ProcessGroup):
         super().__init__()
-        if isinstance(p, bool) or not isinstance(p, Real) or not 0 <= p <= 1:
-            raise ValueError(f"p={p!r}: allowed are numbers from 0 to 1")
+        check_number(0, 1, p=p)
         check_group(group)
         self.p, self.group = p, group
 
@@ -78,6 +77,8 @@ class _Fused(torch.autograd.Function):
 
 def slice_dropouts(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Put a `TokenDropout` in the place of every nn.Dropout, where it drops tokens of this rank."""
+    check_kind(nn.Module, model=model)
+    check_group(group)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Dropout):

@@ -8,7 +8,7 @@ In formulas: B batch, S tokens in all, H hidden, L layers, t ranks, e bytes an e
 
 from __future__ import annotations
 
-from shardlab.ranks.agree import check_whole
+from shardlab.arguments import check_count, check_flag, check_kind, check_whole
 from shardlab.shapes import Config
 
 from .core import check_seq
@@ -36,7 +36,10 @@ def edges_sent(
     "calls": of all collectives; "all_gather", "reduce_scatter", "all_reduce": bytes handed to them
     (of an all-gather: the share). Without what the loss sends, which is the same either way.
     """
-    check_whole(batch=batch, seq=seq, ranks=ranks)
+    check_kind(Config, config=config)
+    check_whole(batch=batch, seq=seq, itemsize=itemsize)
+    check_count(ranks=ranks)
+    check_flag(along_sequence=along_sequence, keep=keep)
     if along_sequence:
         check_seq(seq, ranks)
     edges, whole = 2 * config.layers + 1, batch * seq * config.hidden * itemsize

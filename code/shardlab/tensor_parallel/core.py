@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardlab.arguments import check_kind, check_one_of
 from shardlab.model import GPT, Attention, FeedForward
 from shardlab.ranks import check_group, check_same, check_same_once
 
 from .dropout import DROPOUTS, drop_by_heads
-from .overlap import Edge, Edges, Entrance, added_up, handed_on
+from .overlap import Edge, Edges, Entrance, added_up, check_edges, handed_on
 from .predict import check_degree, multiples
 
 Group = dist.ProcessGroup
@@ -344,8 +345,8 @@ def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = 
     Raises ValueError for other shapes, reductions, and (on the CPU; a GPU would have to be waited
     for, and gives nan) for targets that are not in the vocabulary.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}: allowed are 'mean' and 'sum'")
+    check_one_of(("mean", "sum"), reduction=reduction)
+    check_kind(Tensor, logits_BSv=logits_BSv, targets_BS=targets_BS)
     if logits_BSv.shape[:-1] != targets_BS.shape or targets_BS.is_floating_point():
         what = f"allowed are whole numbers of shape {list(logits_BSv.shape[:-1])}, as logits have"
         raise ValueError(f"targets={targets_BS.dtype} {list(targets_BS.shape)}: {what}")
@@ -376,12 +377,11 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: st
     do not divide, and on every rank when models or arguments differ.
     """
     _, ranks = check_group(group)
-    if not isinstance(model, GPT):
-        raise ValueError(f"model={type(model).__name__}: allowed is a GPT of shardlab.model")
+    check_kind(GPT, model=model)
+    check_edges(edges)
     if hasattr(model, "tensor_group"):
         raise ValueError("model: it is parallelized already; allowed is a plain GPT")
-    if dropout not in DROPOUTS:
-        raise ValueError(f"dropout={dropout!r}: allowed are {', '.join(map(repr, DROPOUTS))}")
+    check_one_of(DROPOUTS, dropout=dropout)
     check_degree(model.config, ranks)
     if model.config.experts and edges is not REPLICATED:
         raise ValueError(f"edges: with experts={model.config.experts} allowed is REPLICATED")

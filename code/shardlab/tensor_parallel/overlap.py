@@ -22,6 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardlab.arguments import check_all, check_callable, check_flag, check_one_of, given, told
+from shardlab.ranks import check_group
+
 Group = dist.ProcessGroup
 Edge = Callable[[Tensor, Group], Tensor]
 Finish = Callable[[], Tensor]
@@ -47,6 +50,18 @@ class Edges:
     back: Callable[[Tensor, Group], Finish] | None = None
     keep: bool = True
     whole: str = "I"
+
+    def __post_init__(self) -> None:
+        check_callable(enter=self.enter, leave=self.leave)
+        check_callable(**given(begin=self.begin, back=self.back))
+        check_flag(keep=self.keep)
+        check_one_of(("I", "R"), whole=self.whole)
+
+
+def check_edges(edges: Edges) -> None:
+    """Raise ValueError for what has no `enter` and no `leave`, as Edges and AlongSequence have."""
+    if not all(callable(getattr(edges, name, None)) for name in ("enter", "leave")):
+        raise ValueError(f"edges={told(edges)}: allowed are Edges, and what has their operators")
 
 
 def handed_on(x: Tensor, _: Group) -> Finish:
@@ -76,6 +91,9 @@ class Entrance:
 
     def __init__(self, layers: Sequence[nn.Module], group: Group, edges: Edges):
         """From now on the `layers`, which have a weight and a bias or None, ask this."""
+        check_edges(edges)
+        check_all(nn.Module, layers=layers)
+        check_group(group)
         self.layers = [weakref.ref(layer) for layer in layers]  # they have this, and no circle
         self.group, self.edges = group, edges
         self.x: Tensor | None = None  # what the outputs below are of

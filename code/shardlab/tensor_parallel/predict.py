@@ -18,7 +18,7 @@ from __future__ import annotations
 from math import gcd
 
 from shardlab import memory
-from shardlab.ranks.agree import check_whole
+from shardlab.arguments import check_count, check_kind, check_whole
 from shardlab.shapes import Config
 
 WIDTHS = "heads", "key_value_heads", "ffn_width", "vocab"  # what is cut, besides what follows
@@ -35,6 +35,8 @@ def predicted_states(
     Raises ValueError for a t that does not divide heads, key-value heads, width and vocabulary.
     """
     check_degree(config, t)
+    check_whole(itemsize=itemsize)
+    check_whole(0, bytes_per_state=bytes_per_state)
     held = sum(memory.parameters(config, tp=t).values())
     return {
         "parameters": held * itemsize,
@@ -63,6 +65,7 @@ def predicted_sent(
     batch: sequences of `seq` tokens. itemsize: of activations; the loss's numbers have 4 bytes.
     """
     calls = predicted_calls(config, t)
+    check_whole(batch=batch, seq=seq, itemsize=itemsize)
     stream = batch * seq * config.hidden * itemsize  # [B, S, H]
     return {
         "forward": calls["forward"] * stream,
@@ -73,6 +76,8 @@ def predicted_sent(
 
 def on_wire(payload: int, t: int) -> float:
     """Bytes that each of t ranks sends when it hands `payload` bytes to all-reduce."""
+    check_whole(0, payload=payload)
+    check_count(t=t)
     return 2 * (t - 1) / t * payload
 
 
@@ -83,13 +88,15 @@ def widths(config: Config) -> tuple[str, ...]:
 
 def degrees(config: Config) -> list[int]:
     """The numbers of ranks that divide heads, key-value heads, width and vocabulary."""
+    check_kind(Config, config=config)
     common = gcd(*(getattr(config, name) for name in widths(config)))
     return [t for t in range(1, common + 1) if common % t == 0]
 
 
 def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
-    check_whole(t=t)
+    check_kind(Config, config=config)
+    check_count(t=t)
     for name in widths(config):
         if (value := getattr(config, name)) % t:
             *some, last = map(str, degrees(config))

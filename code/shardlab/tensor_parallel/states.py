@@ -6,6 +6,7 @@ that a state dict of one process fits any number of ranks, and the other way rou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
+from shardlab.arguments import check_kind, given
 from shardlab.buckets import scale_down
 from shardlab.model import GPT
 from shardlab.ranks import check_group, check_number
@@ -27,6 +29,7 @@ def cuts(model: nn.Module) -> dict[str, int | None]:
 
     A tied parameter stands here once, under its first name.
     """
+    check_kind(nn.Module, model=model)
     found = {}
     for prefix, module in model.named_modules():
         for name, _ in module.named_parameters(prefix, recurse=False):
@@ -133,6 +136,8 @@ def initialize(
 
     Raises ValueError for a model that is not parallelized.
     """
+    check_kind((torch.device, str), **given(device=device))
+    check_kind(torch.dtype, **given(dtype=dtype))
     group, shapes = _group(model), whole_shapes(model)
     device = ranks.device() if device is None else torch.device(device)
     _, size = check_group(group)
@@ -169,7 +174,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     the first call's limits differ.
     """
     group = _group(model)
-    check_number(0, limit=limit)
+    check_number(0, math.inf, limit=limit)
     check_same_once(model, "clip", group, limit=float(limit))
     squares = {True: [], False: []}  # of cut ones, and of whole ones
     gradients = []

@@ -23,6 +23,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shardlab.arguments import check_flag, told
+
 from .core import Stage, Unit, Zero1, Zero2, Zero3
 from .flat import Flat, Gradients, ReduceScatter, all_gather
 from .predict import predicted_sent, predicted_states
@@ -54,5 +56,7 @@ def shard(
 ) -> Zero1 | Zero2 | Zero3:
     """`module`, sharded over `group` in one of ZeRO's stages; options are those of its class."""
     if type(stage) is not int or stage not in STAGES:
-        raise ValueError(f"stage={stage!r}: allowed are 1, 2 and 3")
+        raise ValueError(f"stage={told(stage)}: allowed are 1, 2 and 3")
+    flags = "late", "reshard", "prefetch"
+    check_flag(**{name: options[name] for name in flags if name in options})
     return STAGES[stage](module, group, **options)

@@ -32,7 +32,8 @@ def modules_of(module: nn.Module, units: Sequence[Choice] | None) -> list[list[n
                     f"units: {kind} in unit {number} is never called; allowed are {what}"
                 )
             if id(part) not in inside:
-                raise ValueError(f"units: {kind} in unit {number} is no part of the module")
+                what = f"{kind} in unit {number} is no part of the module"
+                raise ValueError(f"units: {what}; allowed are those inside it")
             for below in part.modules():
                 if id(below) in seen:
                     where = f"{inside[id(below)]} is in unit {seen[id(below)]}"

@@ -5,6 +5,7 @@ It knows nothing of stages: which part of a flat tensor is where, and when, is i
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ class Sharded(ranks.Single, nn.Module):
         Every rank calls it. Raises ValueError for a limit below 0, and on every rank when the
         first call's limits differ.
         """
-        ranks.check_number(0, max_norm=max_norm)
+        ranks.check_number(0, math.inf, max_norm=max_norm)
         check_same_once(self, "clip", self.group, max_norm=float(max_norm))
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)

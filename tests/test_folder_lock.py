@@ -19,9 +19,10 @@ import os, sys, time
 from pathlib import Path
 from shardlab import folder_lock
 held = folder_lock.hold(Path(sys.argv[1]), "a training job")
+parent = os.getpid()
 if os.fork() == 0:
+    print(parent, flush=True)  # it runs, and has let go
     time.sleep(100)  # as a loader's worker that outlives its parent
-print(os.getpid(), flush=True)
 time.sleep(100)
 """
 

@@ -548,7 +548,7 @@ def test_a_folder_that_cannot_be_written_is_named(folder, tmp_path):
 def test_a_text_that_is_too_short_is_named(tmp_path):
     (path := tmp_path / "text").write_bytes(bytes(1000))
     options.check(1, **GOOD | {"folder": str(tmp_path), "source": str(path), "batch": 12})
-    for batch in (13, 16, 10**30):
+    for batch in (13, 16, 10**18):
         with pytest.raises(ValueError, match="part for train has 800 bytes; allowed are "):
             options.check(1, **GOOD | {"folder": "none", "source": str(path), "batch": batch})
 
@@ -586,15 +586,15 @@ GOOD = {
         ({"preset": "huge"}, "preset='huge': allowed are nano, micro"),
         ({"source": "/no/such"}, "source='/no/such': allowed are"),
         ({"steps": 0}, "steps=0: allowed are whole numbers, 1 or more"),
-        ({"steps": 10**30}, "steps=1000000000000000000000000000000: allowed are numbers up to"),
+        ({"steps": 10**30}, "steps=1000000000000000000000000000000: allowed are whole"),
         ({"batch": 6}, "batch=6: allowed are multiples of 4"),
         ({"micro": 0}, "micro=0: allowed are"),
         ({"lr": -1.0}, "lr=-1.0: allowed are numbers above 0"),
-        ({"lr": math.inf}, "lr=inf: allowed are numbers up to"),
-        ({"micro": 2**63}, "micro=9223372036854775808: allowed are numbers up to"),
+        ({"lr": math.inf}, "lr=inf: allowed are numbers above 0 to"),
+        ({"micro": 2**63}, "micro=9223372036854775808: allowed are whole numbers, 1 to"),
         ({"clip": 0.0}, "clip=0.0: allowed are"),
         ({"seed": -1}, "seed=-1: allowed are"),
-        ({"seed": 2**64}, "seed=18446744073709551616: allowed are numbers up to"),
+        ({"seed": 2**64}, "seed=18446744073709551616: allowed are whole numbers, 0 to"),
         ({"dropout": 1.0}, "dropout=1.0: allowed are numbers from 0 to below 1"),
         ({"limit": 100}, "limit=100: allowed are"),
         ({"report": 0}, "report=0: allowed are"),
@@ -606,7 +606,7 @@ GOOD = {
         ({"workers": -1}, "workers=-1: allowed are"),
         ({"peak": 0.0}, "peak=0.0: allowed are"),
         ({"timeout": 0.0}, "timeout=0.0: allowed are"),
-        ({"timeout": math.inf}, "timeout=inf: allowed are numbers up to 1e+09"),
+        ({"timeout": math.inf}, "timeout=inf: allowed are numbers above 0 to 1e+09"),
         ({"timeout": 1e300}, "timeout=1e+300: allowed are"),
         ({"peak": math.inf}, "peak=inf: allowed are"),
         ({"compiler": "nonsense"}, "compiler='nonsense': allowed are aot_eager"),

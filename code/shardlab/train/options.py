@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +43,7 @@ WORDS = {
     "resume": "auto: from the folder's last checkpoint; never: the folder has to have none",
     "timeout": "seconds that a rank waits for another one in a collective",
 }
-# The largest whole number, seconds and number that torch takes; seeds are counted on from theirs.
-WHOLE, LONGEST, FINITE = 2**62, 1e9, sys.float_info.max
+LONGEST = 1e9  # seconds that torch takes as a time limit
 MORE = {"resume": "auto", "timeout": 600.0}  # options that are not `main`'s
 NUMBERS = {"limit": int, "peak": float}  # types of those that have no default
 
@@ -107,16 +107,13 @@ def check(
     counts_or_0 = {n: others[n] for n in ("seed", "sample", "workers")}
     check_whole(batch=batch, tensor=tensor, **counts)
     check_whole(0, **counts_or_0)
-    check_number(**{n: others[n] for n in ("lr", "clip", "timeout")})
-    most = dict.fromkeys(counts | counts_or_0, WHOLE) | {"timeout": LONGEST, "lr": FINITE}
+    check_number(lr=others["lr"])
+    check_number(most=math.inf, clip=others["clip"])
+    check_number(most=LONGEST, timeout=others["timeout"])
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout!r}: allowed are numbers from 0 to below 1")
     if peak is not None:
         check_number(peak=peak)
-        most["peak"], others["peak"] = FINITE, peak
-    for name, largest in most.items():
-        if others[name] > largest:
-            raise ValueError(f"{name}={others[name]!r}: allowed are numbers up to {largest:g}")
     config = PRESETS[preset]
     spread.check(world, config.heads, strategy, tensor, precision)
     if batch % (world // tensor):

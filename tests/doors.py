@@ -106,6 +106,7 @@ FINE = {
     (gemm.check_budget, "needed"): (1.5,),
     (gemm.check_budget, "budget"): (1.5,),
     (link.ring_seconds, "size"): (1.5,),
+    (tp.on_wire, "payload"): (1.5,),
     (count.wire_bytes, "interface"): ("x",),
     (tp.cuts, "model"): (RELU,),
     (tp.initialize, "device"): ("x",),  # torch says what devices there are

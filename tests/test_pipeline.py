@@ -534,7 +534,7 @@ WHAT = [
     "tokens has 2 sequences, targets 1",
     "torch.no_grad()",
     "record=False",
-    "forward[0]=-1: allowed are numbers from 0",
+    "forward=-1: allowed are numbers from 0",
     "backward_weight=[1, 2, 3]: allowed are seconds",
     "size=0: allowed are whole numbers, 1 or more",
     "backward_input=-0.1: allowed are numbers from 0",

@@ -173,8 +173,9 @@ def asleep(
     names = "forward", "backward_input", "backward_weight"
     mine = []
     for name, times in zip(names, (forward, backward_input, backward_weight), strict=True):
-        each = times if isinstance(times, Sequence) else [times] * schedule.stages
-        check_numbers(0, **{name: each})
+        several = isinstance(times, Sequence)
+        (check_numbers if several else check_number)(0, **{name: times})
+        each = times if several else [times] * schedule.stages
         if len(each) != schedule.stages:
             what = f"seconds, one number or one for each of {schedule.stages} stages"
             raise ValueError(f"{name}={times}: allowed are {what}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 from math import gcd
 
 from shardlab import memory
-from shardlab.arguments import check_count, check_kind, check_whole
+from shardlab.arguments import check_count, check_kind, check_number, check_whole
 from shardlab.shapes import Config
 
 WIDTHS = "heads", "key_value_heads", "ffn_width", "vocab"  # what is cut, besides what follows
@@ -76,7 +76,7 @@ def predicted_sent(
 
 def on_wire(payload: int, t: int) -> float:
     """Bytes that each of t ranks sends when it hands `payload` bytes to all-reduce."""
-    check_whole(0, payload=payload)
+    check_number(0, payload=payload)
     check_count(t=t)
     return 2 * (t - 1) / t * payload
 

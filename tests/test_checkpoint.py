@@ -1105,7 +1105,7 @@ DAMAGE = {
     "rest a pipe": ("rest.pt", into_pipe, "cannot be read: no plain file"),
     "swapped": ("__1_0.distcp", swap, "its CRC-32 is|bytes instead of"),
     "not listed": (MANIFEST, lambda p: forge(p, leave="rest.pt"), "'rest.pt' is missing, which"),
-    "without end": (MANIFEST, lambda p: forge(p, ranks=10**30), "'random-2.pt' is missing, which"),
+    "without end": (MANIFEST, lambda p: forge(p, ranks=10**12), "'random-2.pt' is missing, which"),
     "another step": (MANIFEST, lambda p: forge(p, step=3), "is of step 3, and not of the step"),
     "no groups": (MANIFEST, lambda p: forge(p, **{"parameter groups": 1}), "allowed are lists of"),
     "nested": (MANIFEST, lambda p: p.write_text("[" * 100_000), "not JSON any more"),

@@ -389,7 +389,7 @@ def test_a_budget_is_met_before_anything_starts(capsys):
         ("--tp 3", "heads=2: allowed on 3 ranks are multiples of 3"),
         ("--zero -1", "zero=-1: allowed are 0, 1, 2 and 3"),
         ("--steps 2", "steps=2: allowed are whole numbers, 3 or more"),
-        (f"--layers {10**18}", "allowed here are 1,000 at most"),
+        ("--layers 5000", "allowed here are 1,000 at most"),
         ("--hidden 65536", "allowed here are 100,000,000 at most"),
         (f"--steps {10**18}", "allowed here are 10,000,000 at most"),
         ("--dp 3", "batch=8: allowed are multiples of dp=3, 3 or more"),

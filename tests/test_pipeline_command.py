@@ -119,7 +119,7 @@ BAD = [
     (["zb-v", "--stages", "1000", "--microbatches", "51"], "allowed are 100,000 at most"),
     (["1f1b", *SMALL, "--svg", "/proc/x.svg"], "svg='/proc/x.svg': allowed are files in a folder"),
     (["1f1b", *SMALL, "--svg", "/dev/full"], "svg='/dev/full': allowed are files in a folder"),
-    (["1f1b", *SMALL, "--svg", "a" * 300], "aaa': allowed are files in a folder"),
+    (["1f1b", *SMALL, "--svg", "a" * 300], "aaa': allowed are names of files"),
     (["1f1b", *SMALL, "--forward", "5e-324"], "forward=5e-324: allowed are numbers from 0, above"),
     (["1f1b", *SMALL, "--forward", "1,1,1,1e308"], "forward=1e+308: allowed are numbers from 0"),
     (["1f1b", *SMALL, "--stage", "2"], "unrecognized arguments: --stage"),

@@ -350,9 +350,9 @@ def test_a_lesson_is_stale_when_a_file_that_it_opened_changes(path, lesson, root
     made = record.load(site.parent / f"executed/{lesson}.ipynb")
     if made is None:  # the page shows a recording
         made = record.load(root / record.RECORDED / f"{lesson}.ipynb")
-    for name in ("code", "lessons"):
-        copied = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(root / name, tmp_path / name, ignore=copied)
+    for name in (*record.about(made)["files"], f"lessons/{lesson}.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, tmp_path / name)
     assert record.changed(made, lesson, tmp_path) == []
     (tmp_path / path).write_text((tmp_path / path).read_text() + "\n")
     assert record.changed(made, lesson, tmp_path) == [f"{path} changed"]

@@ -489,7 +489,7 @@ show.table(rows, head, caption="Resumed, beside the run without a stop")
 
 # %% [markdown]
 # On as many ranks, training goes on bit for bit.
-# On fewer, what is *read* is still what was written, bit for bit; [a test](../tests/test_checkpoint.py) compares every tensor.
+# On fewer GPUs, or ranks, what is *read* is still what was written, bit for bit; [a test](../tests/test_checkpoint.py) compares every tensor.
 # But here, unlike in the plain version, each rank computes its share of the batch alone. On fewer ranks the shares are larger, and gradients are added up in another order.
 # float64 shrinks that difference by the digits that it has more, so it is rounding and nothing else.
 #

@@ -209,9 +209,10 @@ def reach(
     cells = code_cells(book or notebook(name, reader.root))
     home = source(name, reader.root).parent  # where the cells run: their paths start there
     first = [path for cell in cells for path in reader.reached_from(cell.source, home)]
-    first += [path for path in map(reader.root.joinpath, opened) if path.is_file()]
+    seen = [path for path in map(reader.root.joinpath, opened) if path.is_file()]
     exercises = reader.root / "code/shardlab/check" / f"{name}.py"
-    return Key(tuple(cell_hash(cell) for cell in cells), _files(first, reader, home, exercises))
+    files = _files(first, reader, home, exercises, seen)
+    return Key(tuple(cell_hash(cell) for cell in cells), files)
 
 
 def reach_of_program(path: Path, root: Path) -> Key:
@@ -221,9 +222,16 @@ def reach_of_program(path: Path, root: Path) -> Key:
 
 
 def _files(
-    first: list[Path], reader: Reader, home: Path, exercises: Path | None = None
+    first: list[Path],
+    reader: Reader,
+    home: Path,
+    exercises: Path | None = None,
+    seen: Iterable[Path] = (),
 ) -> dict[str, str]:
-    """The files that those in `first` reach, with the hashes of their bytes."""
+    """The files that those in `first` reach, and `seen`, with the hashes of their bytes.
+
+    What was seen to be opened was read, and not run: what it names is not followed.
+    """
     found: dict[Path, None] = {}
     todo = list(first)
     while todo:
@@ -235,6 +243,7 @@ def _files(
         # check() finds a lesson's exercises by the topic's name: no import names them.
         if exercises and path.parent == exercises.parent and exercises.is_file():
             todo.append(exercises)
+    found.update(dict.fromkeys(seen))
     hashes = {p: _file_hash(p, p.stat().st_mtime_ns) for p in found}
     return dict(sorted((p.relative_to(reader.root).as_posix(), h) for p, h in hashes.items()))
 

@@ -750,7 +750,7 @@ script.changes("fsdp2", "main", "backward")
 # - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed behind it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
 # - **Precision.** The policy replaces `autocast`, in validation as well: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
 # - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: a third fewer bytes on the wire, and all weights in memory ([ZeRO](zero.md) has the figures).
-# - **Accumulation.** Every micro-batch sends. `set_requires_gradient_sync(False)` would put it off until the last, and keep whole gradients in `float32` till then: 280 GB on every GPU for 70 billion parameters, the memory that you wanted to save.
+# - **Accumulation.** Every micro-batch sends. `set_requires_gradient_sync(False)` would put it off until the last, and keep whole gradients in `float32` till then: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
 # - **Clipping.** `clip_grad_norm_` adds up the shards' squares over the ranks by itself. What it returns is a DTensor: `.full_tensor()` before you print it, on all ranks.
 
 # %% tags=["hide-input"]

@@ -88,7 +88,7 @@ class Agent:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def wait_for(done, limit: float = 20.0) -> None:
+def wait_for(done, limit: float = 100.0) -> None:
     end = time.monotonic() + limit
     while not done():
         assert time.monotonic() < end, "it did not happen in time"

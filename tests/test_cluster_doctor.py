@@ -267,7 +267,7 @@ def test_a_rank_that_fails_says_why_and_keeps_nobody_waiting(capsys, tmp_path, m
     monkeypatch.setattr(pairs, "clocks", fails)
     begin = time.monotonic()
     found, status = consult(capsys, tmp_path)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 45  # of a minute of silence
     assert status == 1 and found["bad"].keys() == {"answers"}
     told = found["bad"]["answers"]["found"]
     assert "rank 1" in told and "RuntimeError: out of luck" in told and "and more" not in told

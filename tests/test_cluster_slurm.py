@@ -52,8 +52,11 @@ def submit(box: slurm.Box, *words: str) -> str:
     return box.run(["sbatch", "--parsable", *words], **how).stdout.strip()
 
 
-def until(true: Callable[[], Any], seconds: float = 60) -> Any:
-    """What `true()` returns as soon as that is something."""
+def until(true: Callable[[], Any], seconds: float = 240) -> Any:
+    """What `true()` returns as soon as that is something; long after it should have happened, fail.
+
+    Other tests run beside these: a job's four interpreters may take a minute to import torch.
+    """
     end = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < end, "it did not happen"
@@ -176,6 +179,7 @@ def test_the_signal_kills_a_torchrun_that_nobody_protects(box) -> None:
 @NEEDS
 def test_an_array_runs_its_tasks_with_a_number_each(box) -> None:
     job = submit(box, "array.sbatch", "steps.py", "--steps", "5")
+    assert "ArrayTaskThrottle=2" in box.run(["scontrol", "show", "job", job]).stdout  # %2
     most = 0
     while tasks := box.run(["squeue", "-h", "-r", "-j", job, "-o", "%T"]).stdout.split():
         most = max(most, tasks.count("RUNNING"))
@@ -188,7 +192,7 @@ def test_an_array_runs_its_tasks_with_a_number_each(box) -> None:
         "0.001",
         "0.003",
     ]
-    assert most == 2  # %2
+    assert most <= 2
     assert len(list((folder / f"runs/{job}").glob("lr-*/step"))) == 4
 
 

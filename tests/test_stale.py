@@ -78,7 +78,7 @@ def test_a_module_that_is_loaded_again_is_as_new(tmp_path, monkeypatch):
 
 def test_it_costs_next_to_nothing():
     stale.changed()
-    begin = time.perf_counter()
+    begin = time.process_time()  # this process's: tests beside it take none of that
     for _ in range(10):
         stale.changed()
-    assert time.perf_counter() - begin < 0.5  # 0.5 ms each on a quiet machine
+    assert time.process_time() - begin < 0.5  # 0.5 ms each on a quiet machine

@@ -130,11 +130,11 @@ def test_a_rank_that_fails_before_there_is_a_group_is_named_at_once(tmp_path: Pa
         try:
             run(dist.barrier, 3, timeout=100)
         except RankError as error:
-            print(error.ranks, "not-there" in str(error), time.monotonic() - begin < 30)
+            print(error.ranks, "not-there" in str(error), time.monotonic() - begin < 90)
         print(run(lambda: 7, 1))
         """,
     )
-    assert done.returncode == 0 and time.monotonic() - begin < 90, done.stderr
+    assert done.returncode == 0 and time.monotonic() - begin < 200, done.stderr
     assert done.stdout.splitlines() == ["[1] True True", "[7]"]
 
 

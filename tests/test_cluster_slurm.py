@@ -269,7 +269,8 @@ def test_what_of_it_has_ended_is_named_and_started_again_and_jobs_stay(tmp_path,
                 assert status == 1 and names[0] in out and "`up`" in out
             if names == ("slurmd-node2",):
                 assert re.search(rf"^ *{first} .* R ", out, re.MULTILINE), "its jobs are shown"
-            assert ran(capsys, "cluster", "up", *where)[0] == 0
+            status, _, error = ran(capsys, "cluster", "up", *where)
+            assert status == 0, error
             assert slurm.lost(box) == [] and ran(capsys, "cluster", "status", *where)[0] == 0
             assert (state(box, first), state(box, queued)) == ("RUNNING", "PENDING")
         (tmp_path / "go").touch()

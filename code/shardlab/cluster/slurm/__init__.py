@@ -61,7 +61,7 @@ class Box:
         return self.folder / "slurm.conf"
 
     @property
-    def daemons(self) -> list[str]:
+    def slurmds(self) -> list[str]:
         """The names of its nodes' daemons."""
         return [f"slurmd-node{number}" for number in range(1, self.nodes + 1)]
 
@@ -160,7 +160,12 @@ def find(folder: str | Path) -> Box | None:
 def lost(box: Box) -> list[str]:
     """The daemons that do not run, though they should; an empty list for a Slurm that is well."""
     alive = daemons.named(box.folder)
-    return [name for name in ("munged", "slurmctld", *box.daemons) if name not in alive]
+    return [name for name in _daemons(box) if name not in alive]
+
+
+def _daemons(box: Box) -> list[str]:
+    """The names of all of its daemons, in the order in which they are started."""
+    return ["munged", "slurmctld", *box.slurmds]
 
 
 def _left(folder: Path) -> Box | None:
@@ -238,30 +243,35 @@ def _launch(box: Box) -> None:
     names = ("key-file", "socket", "pid-file", "seed-file")
     files = [f"--{name}={munge / name.split('-')[0]}" for name in names]
     start("munged", ["munged", "--foreground", "--force", "--num-threads=2", *files])
-    _wait(box, (munge / "socket").exists, "munge does not answer")
+    _wait(box, (munge / "socket").exists, "munge does not answer", ["munged"])
     start("slurmctld", ["slurmctld", "-D"])
-    for name in box.daemons:
+    for name in box.slurmds:
         start(name, ["slurmd", "-D", "-N", name.removeprefix("slurmd-")])
     if absent:
-        _wait(box, lambda: _ready(box), "its nodes do not come")
+        _wait(box, lambda: _ready(box), "its nodes do not come", _daemons(box))
 
 
 def _ready(box: Box) -> bool:
     """Whether all nodes listen, and the controller knows that they are there."""
     alive = daemons.named(box.folder)
     with contextlib.suppress(SlurmError, psutil.Error, KeyError):
-        heard = [alive[name].net_connections("tcp") for name in box.daemons]
+        heard = [alive[name].net_connections("tcp") for name in box.slurmds]
         states = box.run(["sinfo", "-h", "-N", "-o", "%T"], timeout=10).stdout.split()
         up = [s for s in states if not s.endswith("*") and s not in ("unknown", "down")]
         return all(heard) and len(up) == box.nodes  # a node with a star does not answer
     return False
 
 
-def _wait(box: Box, ready: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    """Until `ready()`; SlurmError as soon as a daemon ends, or after so many seconds."""
+def _wait(
+    box: Box, ready: Callable[[], bool], what: str, names: list[str], seconds: float = 60
+) -> None:
+    """Until `ready()`; SlurmError as soon as a daemon of `names` ends, or after so many seconds.
+
+    Others may have ended before, and are started next.
+    """
     end = time.monotonic() + seconds
     while not ready():
-        if gone := daemons.ended(box.folder):
+        if gone := daemons.ended(box.folder, names):
             raise SlurmError(f"Slurm did not start. {gone[0]}")
         if time.monotonic() > end:
             raise SlurmError(f"Slurm did not start in {seconds:g} s: {what}. See {box.folder}/log")

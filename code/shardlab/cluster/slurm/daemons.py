@@ -46,14 +46,14 @@ def named(folder: Path) -> dict[str, psutil.Process]:
     return {name: process for name, process in found.items() if process}
 
 
-def ended(folder: Path) -> list[str]:
-    """The names of those that do not run any more, each with the last that it printed.
+def ended(folder: Path, names: Iterable[str]) -> list[str]:
+    """Those of `names` that were started and run no more, each with the last that it printed.
 
     One that was started again counts as it is now.
     """
-    found = []
+    found, among = [], set(names)
     for pid, born, name in _noted(folder):
-        if _process(int(pid), float(born)) is None:
+        if name in among and _process(int(pid), float(born)) is None:
             said = (folder / f"log/{name}.out").read_text(errors="replace").split("\n")
             found.append(f"{name} has ended: {' / '.join(line for line in said if line)[-300:]}")
     return found

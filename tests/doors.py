@@ -28,6 +28,7 @@ from shardlab import (
     data_parallel,
     experts,
     gemm,
+    layout,
     link,
     machines,
     memory,
@@ -45,7 +46,8 @@ from shardlab.shapes import Config
 PLAIN = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
 SPARSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, experts=4)
 PACKAGES = (
-    buckets, checkpoint, collectives, count, cp, data_parallel, experts, gemm, link, memory, mesh,
+    buckets, checkpoint, collectives, count, cp, data_parallel, experts, gemm, layout, link,
+    memory, mesh,
     pipeline, sp, tp, tt, zero,
 )  # fmt: skip
 Row = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
@@ -59,7 +61,7 @@ def called(function: Callable[..., Any]) -> str:
 
 OURS = {
     cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut, memory.Activations, memory.Estimate,
-    memory.Recipe, memory.Stage, memory.States, experts.Parameters, experts.Route, experts.Routed,
+    memory.Recipe, memory.States, experts.Parameters, experts.Route, experts.Routed,
     zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Sharded, zero.Stage, zero.Unit,
     zero.all_gather, pipeline.Action, pipeline.Part, pipeline.Schedule, pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,
@@ -131,7 +133,7 @@ def numbers() -> Iterator[Row]:
     attention = {"batch": 2, "seq": 16, "heads": 4, "kv_heads": 2, "head_size": 8, "ranks": 2}
     grouped = {name: attention[name] for name in ("batch", "seq", "kv_heads", "head_size", "ranks")}
     cut = mesh.Mesh(2, 1, 2)
-    stage = memory.stages(PLAIN)[0]
+    stage = layout.stages(PLAIN)[0]
     one = pipeline.schedule("1f1b", 2, 4)
     product = {"way": "rows", "M": 8, "N": 8, "K": 8, "ranks": 2, "itemsize": 4}
     machine = gemm.Machine(1e12, 1e-6, 1e9)
@@ -196,6 +198,11 @@ def numbers() -> Iterator[Row]:
         (experts.predicted_calls, {"config": SPARSE}),
         (experts.predicted_sent, {"config": SPARSE, "tokens": 16, "itemsize": 4, "dropped": 2}),
         (experts.wait, {"load_E": [0.1, 0.2, 0.3, 0.4], "ranks": 2}),
+        (layout.Entry, {"name": "norm.weight", "shape": (32,), "kind": "norms"}),
+        (layout.Stage, {"chunks": (range(2),), "embedding": True, "head": False}),
+        (layout.ledger, {"config": PLAIN}),
+        (layout.stages, {"config": PLAIN, "pp": 2, "rule": "equal", "schedule": "interleaved",
+                         "chunks": 2}),
         (memory.activations, {"config": PLAIN, **step}),
         (memory.estimate, {"config": PLAIN, **whole}),
         (memory.attention_term, {"a": 4, "s": 16, "h": 32}),
@@ -217,13 +224,11 @@ def numbers() -> Iterator[Row]:
         (memory.korthikanti_layer, {**korthikanti, "sequence_parallel": True,
                                     "recompute": "none"}),
         (memory.largest_parameter, shape),
-        (memory.layer_shapes, {"config": SPARSE, "tp": 2, "ep": 2, "dense": False}),
         (memory.megatron_bytes, {"precision": "fp16", "d": 2, "distributed": True}),
         (memory.parameter_count, {"config": PLAIN}),
         (memory.parameters, {**shape, "ep": 1}),
         (memory.shapes, {**shape, "ep": 1}),
         (memory.stage_output_saved, {"s": 16, "b": 2, "h": 32, "p": 2}),
-        (memory.stages, {"config": PLAIN, "pp": 2, "rule": "equal", "schedule": "1f1b"}),
         (pipeline.schedule, {"name": "interleaved", "stages": 2, "microbatches": 4, "chunks": 2}),
         (pipeline.interleaved, {"stages": 2, "microbatches": 4, "chunks": 2}),
         *((f, {"stages": 2, "microbatches": 4})

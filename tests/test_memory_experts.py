@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab import memory
+from shardlab.layout import stages
 from shardlab.memory.counting import in_experts
 from shardlab.model import GPT
 from shardlab.shapes import PRESETS, Config
@@ -46,7 +47,7 @@ def test_ranks_and_stages_add_up_to_the_model(
         MIXED, experts=each * ep, experts_per_token=1, dense_layers=dense, shared_experts=shared
     )
     held = own = 0
-    for stage in memory.stages(config, pp):
+    for stage in stages(config, pp):
         held += sum(memory.parameters(config, stage=stage, ep=ep).values())
         own += in_experts(config, stage=stage, ep=ep)
     assert held + (ep - 1) * own == memory.parameter_count(config)

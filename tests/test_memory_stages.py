@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab import memory, pipeline
-from shardlab.memory import Stage, in_flight, stages
+from shardlab.layout import SCHEDULES, Stage, stages
+from shardlab.memory import in_flight
 from shardlab.shapes import PRESETS, Config
 
 
@@ -70,7 +71,7 @@ def test_every_layer_stands_once(layers: int, pp: int, rule: str) -> None:
 
 def test_given_layers() -> None:
     found = stages(shape(5), 2, (2, 3))
-    assert found == [Stage(2, True, False), Stage(3, False, True)]
+    assert found == [Stage((range(2),), True, False), Stage((range(2, 5),), False, True)]
     with pytest.raises(ValueError, match=r"stages=\(2, 2\): allowed are those with 5 layers"):
         stages(shape(5), 2, (2, 2))
     with pytest.raises(ValueError, match="pp=2: allowed are divisors of layers=5"):
@@ -78,10 +79,10 @@ def test_given_layers() -> None:
 
 
 def test_schedules_are_those_of_the_pipeline() -> None:
-    assert memory.SCHEDULES == pipeline.NAMES
+    assert SCHEDULES == pipeline.NAMES
 
 
-@pytest.mark.parametrize("name", memory.SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @given(st.integers(2, 8), st.integers(1, 40), st.integers(2, 4))
 def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m: int, v: int):
     chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
@@ -114,7 +115,7 @@ def test_a_stage_may_be_empty_or_have_both_ends() -> None:
     first, second = (
         memory.estimate(config, pp=2, schedule="zb-v", chunks=2, stage=k) for k in range(2)
     )
-    alone = sum(memory.parameters(config, pp=2, stage=Stage(2, False, False)).values())
+    alone = sum(memory.parameters(config, pp=2, stage=Stage((range(2),), False, False)).values())
     assert second.parameters == 2 * alone
     assert first.parameters + second.parameters == 2 * memory.parameter_count(config)  # tied, once
 

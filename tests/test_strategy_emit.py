@@ -26,7 +26,7 @@ from shardlab.machines import MACHINES
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS
 from shardlab.strategy.emit import ENGINES, FILES, deepspeed, emit
-from shardlab.strategy.layout import Layout
+from shardlab.layout import Layout
 
 HERE = Path(__file__).parent
 MEGATRON = json.loads((HERE / "strategy_emit_megatron.json").read_text())

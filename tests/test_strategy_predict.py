@@ -170,7 +170,7 @@ def test_a_layer_keeps_what_korthikanti_count() -> None:
         for recompute in ("none", "selective", "full"):
             layout = Layout(tp=8, recompute=recompute, sequence_parallel=sequence)
             job = Job(config, A100, layout, MEGATRON, 2048)
-            stage = strategy.stages(config, layout)[0]
+            stage = layout.parts(config)[0]
             want = memory.korthikanti_layer(2048, 1, 12_288, 96, 8, sequence, recompute)
             if recompute == "full" and sequence:  # the table does not cut what is kept then
                 want /= 8
@@ -182,7 +182,7 @@ def test_parameters_are_those_that_memory_counts() -> None:
         config = PRESETS[name]
         for layout in (Layout(), Layout(pp=2), Layout(tp=4, pp=2)):
             job = Job(config, H100, layout, COURSE, config.seq)
-            for k, stage in enumerate(strategy.stages(config, layout)):
+            for k, stage in enumerate(layout.parts(config)):
                 want = sum(memory.parameters(config, layout.tp, layout.pp, k).values())
                 assert parameters(job, stage) == pytest.approx(want, rel=2e-3)  # norms, biases
 
@@ -311,7 +311,7 @@ def test_parameters_of_experts_are_those_that_memory_counts() -> None:
     for config in (MIXTRAL, mixed):
         for layout in (Layout(), DEALT, Layout(8, 4, 2, ep=4)):
             job = Job(config, H100, layout, COURSE, 4096)
-            for k, stage in enumerate(strategy.stages(config, layout)):
+            for k, stage in enumerate(layout.parts(config)):
                 want = memory.parameters(config, layout.tp, layout.pp, stage, layout.ep)
                 assert parameters(job, stage) == pytest.approx(sum(want.values()), rel=2e-3), k
 

@@ -249,7 +249,7 @@ def plain(job, r):
     launch = r["launch"] + (r["crossing"] * (t - 1) if p > 1 and job.nodes > 1 else 0)
     wire = 8 * (t - 1) / t * job.stream / r["node"] + r["beyond"] * (ceil(t / 8) - 1)
     layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
-    stages = strategy.stages(config, at)  # unequal: the embedding and the head count, too
+    stages = at.parts(config)  # unequal: the embedding and the head count, too
     busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
     held = max(core.parameters(job, s) for s in stages)
     gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # float32, all-reduced

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from shardlab import memory
 from shardlab.arguments import check_count, check_kind, check_number, check_numbers, check_whole
+from shardlab.layout import stages
 from shardlab.shapes import Config
 
 from .core import check_experts
@@ -44,7 +45,7 @@ def parameters(config: Config) -> Parameters:
     """All parameters of a model with experts, and those that a token goes through."""
     check_sparse(config)
     total = memory.parameter_count(config)
-    (alone,) = memory.stages(config)
+    (alone,) = stages(config)
     one = memory.in_experts(config, stage=alone, ep=config.experts)  # of each layer
     return Parameters(total, total - (config.experts - config.experts_per_token) * one)
 

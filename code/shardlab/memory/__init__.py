@@ -2,7 +2,7 @@
 
 - `states` and what a layer keeps (core): model states by precision, optimizer, ZeRO stage;
 - `parameters`, `parameter_count`, `fsdp2_shard` (counting): parameters of a shape, of one rank;
-- `stages`, `in_flight`: which layers stand on a stage, and how many micro-batches it keeps;
+- `in_flight`: how many micro-batches a stage of a pipeline keeps;
 - `activations`: what autograd keeps of the course's own model, on one rank;
 - `estimate` (step): all of it, and the moment of a step that needs the most;
 - the formulas that papers and libraries print (published), `bytes_per_parameter` and `largest`;
@@ -14,15 +14,14 @@ Everything is in bytes, on one rank. `shardlab.count` measures the same.
 from .activations import Activations, activations
 from .core import OPTIMIZERS, PRECISIONS, Recipe, States, states
 from .counting import (
-    PARTS,
     fsdp2_shard,
     in_experts,
     largest_parameter,
-    layer_shapes,
     parameter_count,
     parameters,
     shapes,
 )
+from .in_flight import in_flight
 from .published import (
     attention_term,
     bytes_per_parameter,
@@ -35,21 +34,16 @@ from .published import (
     selective_saving,
     stage_output_saved,
 )
-from .stages import SCHEDULES, STAGE_RULES, Stage, in_flight, stages
 from .step import Estimate, estimate
 from .units import UNITS, format_bytes
 
 __all__ = [
     "OPTIMIZERS",
-    "PARTS",
     "PRECISIONS",
-    "SCHEDULES",
-    "STAGE_RULES",
     "UNITS",
     "Activations",
     "Estimate",
     "Recipe",
-    "Stage",
     "States",
     "activations",
     "attention_term",
@@ -65,13 +59,11 @@ __all__ = [
     "korthikanti_layer",
     "largest",
     "largest_parameter",
-    "layer_shapes",
     "megatron_bytes",
     "parameter_count",
     "parameters",
     "selective_saving",
     "shapes",
     "stage_output_saved",
-    "stages",
     "states",
 ]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab.arguments import check_count
+from shardlab.layout.core import computed_again
 from shardlab.shapes import Config
 
 from .core import (
     PRECISIONS,
     Sizes,
-    computed_again,
     kept_by_attention,
     kept_by_norm,
     kernel,
@@ -22,7 +22,7 @@ from .core import (
 )
 from .counting import placed
 from .experts import backward_of_experts, kept_by_experts
-from .stages import in_flight
+from .in_flight import in_flight
 from .units import one_of, whole
 
 ATTENTION = "fused", "plain", "plain-16"
@@ -148,7 +148,7 @@ def activations(
     """Activations on one rank, for `batch` sequences of `seq` tokens in each micro-batch.
 
     seq: by default the model's longest. stage: of `pp`, from 0; None: the last, which has the loss.
-    stages: their layers, by a rule or one by one, as in `memory.stages`. Under 1F1B stage i keeps
+    stages: their layers, by a rule or one by one, as in `layout.stages`. Under 1F1B stage i keeps
     min(pp - i, microbatches) micro-batches; microbatches None: many; other schedules, and their
     chunks: `in_flight`. recompute: "selective" computes attention's core again in backward (what
     lies between queries, keys, values and the output projection), "full" each whole layer; or by
@@ -161,7 +161,7 @@ def activations(
     Raises ValueError for sizes below 1, unknown names, degrees that do not divide the shape, and
     tokens that sequence or context parallelism cannot share out.
     """
-    here = placed(config, tp, pp, stage, stages, schedule)
+    here = placed(config, tp, pp, stage, stages, schedule, chunks)
     seq = config.seq if seq is None else whole("seq", seq)
     batch = whole("batch", batch)
     again = computed_again(recompute)

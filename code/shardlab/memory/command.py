@@ -25,6 +25,7 @@ from math import prod
 from typing import Any
 
 from shardlab import memory, options
+from shardlab.layout import SCHEDULES, STAGE_RULES
 from shardlab.shapes import PRESETS, Config
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -59,7 +60,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("recompute", words, "HOW")
     add("attention", "fused, plain or plain-16 (fused); with --model", "HOW")
     add("microbatches", "in a step of a pipeline (pp or more); with --model", "M")
-    add("schedule", f"of a pipeline: {', '.join(memory.SCHEDULES)} (1f1b); with --model", "NAME")
+    add("schedule", f"of a pipeline: {', '.join(SCHEDULES)} (1f1b); with --model", "NAME")
     add("chunks", "of the model on each stage, where it is interleaved; with --model", "V")
     add("stages", "their layers: a rule or numbers (equal); with --model", "LAYERS")
     add("stage", "the one to count, from 0 (the fullest); with --model", "K")
@@ -178,12 +179,12 @@ def _whole(name: str, given: str) -> int:
 
 def _stages(given: str) -> str | tuple[int, ...]:
     """A rule's name, or the layers of each stage, written as 9,9,8,6."""
-    if given in memory.STAGE_RULES:
+    if given in STAGE_RULES:
         return given
     try:
         return tuple(int(n) for n in given.split(","))
     except ValueError:
-        rules = ", ".join(memory.STAGE_RULES)
+        rules = ", ".join(STAGE_RULES)
         raise ValueError(f"stages={given!r}: allowed are {rules}, or as 9,9,8,6") from None
 
 

@@ -41,7 +41,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_count, listed
+from shardlab.arguments import check_count
+from shardlab.layout.core import OFFLOADS
 from shardlab.shapes import Config
 
 from .units import ceil_div, one_of, whole
@@ -71,8 +72,6 @@ PRECISIONS: dict[str, Recipe] = {
 }
 OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states a parameter
 STAGES = 0, 1, 2, 3
-OFFLOADS = "none", "optimizer", "parameters"
-OPERATORS = "attention", "norms", "ffn"  # that can be computed again, one by one
 
 
 @dataclass(frozen=True)
@@ -149,22 +148,6 @@ def states(
     if offload == "parameters":
         host, weights = host + weights, 0
     return States(weights, gradients, kept, host)
-
-
-def computed_again(recompute: str) -> frozenset[str]:
-    """The OPERATORS whose results a layer does not keep. Raises ValueError for unknown names.
-
-    recompute: "none"; "selective", which is attention's core; names joined by "+"; or "full", which
-    keeps a layer's input alone, and while its backward runs all of the rest.
-    """
-    if recompute in ("none", "full"):
-        return frozenset()
-    named = ["attention"] if recompute == "selective" else str(recompute).split("+")
-    if len(set(named) & set(OPERATORS)) < len(named):
-        some = f"some of {listed(OPERATORS)} joined by '+'"
-        allowed = f"'none', 'selective' and 'full', and {some}"
-        raise ValueError(f"recompute={recompute!r}: allowed are {allowed}")
-    return frozenset(named)
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,9 @@ many as those that come.
 
 from __future__ import annotations
 
-from shardlab.arguments import check_count
 from shardlab.shapes import Config
 
 INTEGER, FLOAT = 8, 4  # bytes
-
-
-def check_dealt(config: Config, ep: int) -> None:
-    """Raise ValueError unless `ep` ranks can deal out the experts of `config`."""
-    check_count(ep=ep)
-    if ep > 1 and not config.experts:
-        raise ValueError(f"ep={ep}: allowed is 1, for a model without experts")
-    if ep > 1 and config.experts % ep:
-        raise ValueError(f"ep={ep}: allowed are divisors of experts={config.experts}")
 
 
 def kept_by_experts(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from shardlab.arguments import check_count, check_flag
+from shardlab.layout import Stage
+from shardlab.layout.ledger import of_kind, of_layer, outside
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states
-from .counting import in_experts, layer_shapes, parameters, placed, shapes
-from .stages import Stage
+from .counting import in_experts, in_layer, of_both_kinds, parameters, placed
 from .units import ceil_div, whole
 
 MIB = 2**20
@@ -97,7 +97,7 @@ def estimate(
     Raises ValueError as `states` and `activations` do.
     """
     recipe = check_recipe(precision, optimizer, zero, dp, offload)
-    here = placed(config, tp, pp, stage, stages, schedule)
+    here = placed(config, tp, pp, stage, stages, schedule, chunks)
     whole("bucket", bucket, least=0)
     check_count(0, prefetch=prefetch)
     check_flag(accumulate=accumulate)
@@ -142,7 +142,7 @@ def estimate(
     sharded = zero if shards > 1 else 0
     moments = _moments(kept, state, recipe, unit, earlier, sharded, shards, prefetch)
     if held and offload == "none":  # else the optimizer computes in host memory
-        tensors = [prod(shape) for shape in shapes(config, tp, pp, here, ep).values()]
+        tensors = _in_order(config, here, tp, ep)
         moments["step"] += step_temporaries(tensors, recipe, optimizer, shards if zero else 1)
     return Estimate(
         state.parameters,
@@ -163,6 +163,17 @@ def _shards(zero: int, dp: int, cp: int, replicas: int) -> int:
     if replicas > 1 and not zero:
         raise ValueError(f"replicas={replicas}: allowed with zero=0 is 1")
     return dp // replicas * cp
+
+
+def _in_order(config: Config, here: Stage, tp: int, ep: int) -> list[int]:
+    """Elements of the parameters of a stage, in the model's order; twice of what repeats itself."""
+    first, *last = outside(config)
+    found = [first] if here.embedding else []
+    for sparse, layers in of_both_kinds(config, here):
+        found += min(2, layers) * [*of_layer(config, sparse, range(min(2, config.experts // ep)))]
+    if here.head:
+        found += last[:-1] if config.tied and here.embedding else last
+    return [entry.elements(tp) for entry in found]
 
 
 def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards: int = 1) -> int:
@@ -268,16 +279,18 @@ class _Unit:
 
     @staticmethod
     def of(config: Config, tp: int, stage: Stage, ep: int) -> _Unit:
-        by_name = {name: prod(shape) for name, shape in layer_shapes(config, tp, ep).items()}
         held = parameters(config, tp, stage=stage, ep=ep)
-        layer = sum(by_name.values())
-        plain = sum(prod(shape) for shape in layer_shapes(config, tp, dense=True).values())
+        inside = sum(
+            n * sum(in_layer(config, tp, ep, s).values()) for s, n in of_both_kinds(config, stage)
+        )
+        one = in_layer(config, tp, ep, config.experts > 0)
+        downs = (e for e in of_kind(config, config.experts > 0) if e.name.endswith("down.weight"))
         return _Unit(
-            layer,
-            sum(n for name, n in by_name.items() if name.startswith("ffn.")),
+            sum(one.values()),
+            one["ffn"] + one["experts"],
             # Of experts one comes first, and the shared ones are small.
-            max(n for name, n in by_name.items() if name.endswith("down.weight")),
-            sum(held.values()) - layer * (stage.layers - stage.dense) - plain * stage.dense,
+            max(entry.elements(tp) for entry in downs),
+            sum(held.values()) - inside,
             ceil_div(config.vocab, tp) * config.hidden,
             config.tied and stage.embedding and stage.head,
             stage.embedding,

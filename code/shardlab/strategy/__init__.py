@@ -1,7 +1,7 @@
 """Which ways of dividing a model go together, for which model on which machines, and why.
 
 - `Machine`, `MACHINES`, `room`: GPUs and their links; memory that a job may plan with;
-- `Layout`, `peak`, `stages`: who holds which part, and the most that a rank then holds;
+- `Layout`, `peak`: who holds which part, and the most that a rank then holds;
 - `flops`, `zero_bytes`, `seconds`, `training_days`: work, traffic, and a step's floor;
 - `predict`: what a step takes, in seconds and bytes, by a `Profile` (what an implementation keeps
   and does) and `Rates` (what has to be measured); `learn` finds these in files, `measure` here;
@@ -13,16 +13,17 @@
 The standard library alone: whoever only plans does not have to load torch. Bytes, and seconds.
 """
 
+from shardlab.layout import Layout
 from shardlab.machines import MACHINES, Machine, room
 
 from .advice import fullness, slowness
 from .chart import RUNGS, Rung, choose, rungs
 from .cost import Seconds, flops, seconds, training_days, zero_bytes
-from .layout import Layout, Stage, peak, stages
 from .plan import Plan, Planned, plan
 from .predict import Prediction, predict
 from .profile import PROFILES, Profile
 from .rates import Rate, Rates, known
+from .room import peak
 from .search import Choice, fastest
 
 __all__ = [
@@ -40,7 +41,6 @@ __all__ = [
     "Rates",
     "Rung",
     "Seconds",
-    "Stage",
     "choose",
     "fastest",
     "flops",
@@ -53,7 +53,6 @@ __all__ = [
     "rungs",
     "seconds",
     "slowness",
-    "stages",
     "training_days",
     "zero_bytes",
 ]

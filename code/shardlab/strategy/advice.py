@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab import memory
+from shardlab.layout import Layout
 from shardlab.machines import RESERVE, Machine, room
 from shardlab.shapes import Config
 
 from .core import Seconds
-from .layout import Layout, peak
 from .predict import predict
+from .room import peak
 
 
 def fullness(

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shardlab.layout import Layout
 from shardlab.machines import RESERVE, Machine, room
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
 from .cost import seconds
-from .layout import Layout, peak
+from .room import peak
 
 MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
 MOST = 10**9  # sequences of a step, and tokens of a sequence

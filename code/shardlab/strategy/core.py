@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from shardlab.layout import Layout, Stage
+from shardlab.layout.core import computed_again
 from shardlab.machines import MACHINES
-from shardlab.memory.core import computed_again
 
 from .job import Job, dealt, parameters, sharded
-from .layout import Layout, Stage, stages
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
 TILE = 128, 256  # of a product's output, which one multiprocessor computes
@@ -82,7 +82,7 @@ def seconds(job: Job, rates: Mapping[str, float], reserved: float = 0.0) -> Seco
     forward, backward = layer(job, rates)
     each, head = forward.plus(backward), _head(job, rates)
     plain = _Work().plus(*layer(job, rates, dense=True)) if job.config.dense_layers else each
-    found = stages(job.config, layout)
+    found = layout.parts(job.config)
     work = [
         _Work().plus(each, stage.layers - stage.dense).plus(plain, stage.dense)
         .plus(head, stage.head)

@@ -18,17 +18,15 @@ al. 2019 (arXiv 1909.08053), section 3; Rajbhandari et al. 2020 (arXiv 1910.0205
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 
 from shardlab import memory
+from shardlab.layout import Layout, Stage
+from shardlab.layout.core import computed_again
+from shardlab.layout.ledger import check_expert_degree, check_tensor_degree, of_kind
 from shardlab.machines import Machine
-from shardlab.memory.core import computed_again
-from shardlab.memory.experts import check_dealt
 from shardlab.memory.units import ceil_div, whole
 from shardlab.shapes import Config
-
-from .layout import Layout, Stage, stages
 
 ELEMENT = 2  # bytes: activations, weights and gradients travel in 16 bits
 DAY = 86_400.0
@@ -60,10 +58,9 @@ def flops(
 
 def _matrices(config: Config, dense: bool) -> int:
     """Elements of a layer's matrices that one token meets: of all experts k alone."""
-    if not dense:
-        config = replace(config, experts=config.experts_per_token)
-    named = memory.layer_shapes(config, dense=dense)
-    return sum(prod(shape) for shape in named.values() if len(shape) == 2)
+    some = [entry for entry in of_kind(config, not dense) if len(entry.shape) == 2]
+    chosen = config.experts_per_token
+    return sum(e.elements() * (1 if e.expert is None else chosen) for e in some)
 
 
 def zero_bytes(
@@ -143,9 +140,9 @@ def seconds(
     """
     seq = config.seq if seq is None else whole("seq", seq)
     v = layout.chunks if chunks is None else whole("chunks", chunks)
-    found = stages(config, layout)
-    memory.counting.placed(config, layout.tp)  # refuses what cannot be cut so
-    check_dealt(config, layout.ep)
+    found = layout.parts(config)
+    check_tensor_degree(config, layout.tp)
+    check_expert_degree(config, layout.ep)
     work = flops(config, layout.batch * seq, seq, layout.recompute, causal)
     arithmetic = work / (layout.ranks * machine.flops)
 
@@ -177,7 +174,10 @@ def _bubble(layout: Layout, chunks: int) -> float:
 
 
 def _data_seconds(config: Config, machine: Machine, layout: Layout, found: list[Stage]) -> float:
-    held = [_held(config, layout, stage) for stage in found]
+    held = [
+        sum(memory.parameters(config, layout.tp, stage=stage, ep=layout.ep).values())
+        for stage in found
+    ]
     group, replicas = layout.shards, layout.replicas
     sent = sum(zero_bytes(max(held), layout.zero, group, layout.microbatches).values())
     seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)
@@ -193,19 +193,6 @@ def _ring_seconds(machine: Machine, volume: float, ranks: int, apart: int) -> fl
     nodes = ceil_div(ranks, here)
     inside = (here - 1) / here * volume / machine.inside
     return max(inside, (nodes - 1) / nodes * volume / here / machine.between)
-
-
-def _held(config: Config, layout: Layout, stage: Stage) -> int:
-    """Parameters of one rank of a stage."""
-    layer, plain = (
-        sum(prod(shape) for shape in memory.layer_shapes(config, layout.tp, layout.ep, d).values())
-        for d in (False, True)
-    )
-    vocabulary = ceil_div(config.vocab, layout.tp) * config.hidden
-    norm = config.hidden * (2 if config.norm == "layer" and config.bias else 1)
-    tied = config.tied and stage.embedding and stage.head
-    ends = (stage.embedding + stage.head - tied) * vocabulary + stage.head * norm
-    return (stage.layers - stage.dense) * layer + stage.dense * plain + ends
 
 
 def training_days(params: float, tokens: float, gpus: int, flops: float) -> float:

@@ -15,13 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardlab.layout import SCHEDULES, Layout
 from shardlab.machines import MACHINES, Machine
-from shardlab.memory import SCHEDULES
 from shardlab.options import read_json, read_text
 from shardlab.shapes import Config
 
 from .job import Job
-from .layout import Layout
 from .profile import Profile
 
 SHAPE = "layers", "hidden", "heads", "ffn", "seq"

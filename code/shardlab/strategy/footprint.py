@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import exp
 
-from shardlab.memory import Stage, in_flight
-from shardlab.memory.core import computed_again
-from shardlab.memory.stages import deferred
+from shardlab.layout import Stage
+from shardlab.layout.core import computed_again
+from shardlab.memory import in_flight
+from shardlab.memory.in_flight import deferred
 
 from .job import Job, parameters, sharded
-from .layout import stages
 
 GIB = 2**30
 
@@ -53,7 +53,7 @@ def footprint(job: Job, rates: Mapping[str, float], stage: int = 0) -> Bytes:
     layout, profile, config = job.layout, job.profile, job.config
     if isinstance(stage, bool) or stage not in range(layout.pp):
         raise ValueError(f"stage={stage!r}: allowed are 0 to {layout.pp - 1}")
-    here = stages(config, layout)[stage]
+    here = layout.parts(config)[stage]
     held, share, zero = parameters(job, here), sharded(job, here), layout.zero
     weights = profile.weight * (share if zero == 3 else held)
     gradients = profile.gradient * (share if zero >= 2 else held)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from shardlab.layout import Layout, Stage
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
-from .layout import Layout, Stage
 from .profile import Profile
 
 

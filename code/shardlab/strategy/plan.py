@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, isqrt
 
+from shardlab.layout import Layout
 from shardlab.machines import Machine
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
@@ -14,7 +15,6 @@ from shardlab.shapes import Config
 from .chart import MOST, MOST_GPUS, check_job
 from .cost import flops
 from .job import Job
-from .layout import Layout
 from .predict import Prediction, check_rates, of_job
 from .profile import COURSE, Profile
 from .rates import Rates

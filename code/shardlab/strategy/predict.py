@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardlab.layout import Layout
+from shardlab.layout.ledger import check_expert_degree
 from shardlab.machines import Machine
-from shardlab.memory.experts import check_dealt
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
 from .core import Seconds, seconds
 from .footprint import Bytes, footprint, fullest
 from .job import Job
-from .layout import Layout
 from .profile import COURSE, PROFILES, Profile
 from .rates import Rates, known
 
@@ -76,7 +76,7 @@ def check_job(job: Job) -> None:
             raise ValueError(f"tp={layout.tp}: allowed are divisors of {name}={value}")
     if job.seq % layout.cp:
         raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={job.seq}")
-    check_dealt(config, layout.ep)
+    check_expert_degree(config, layout.ep)
 
 
 __all__ = ["PROFILES", "Prediction", "check_job", "check_rates", "first_rank", "of_job", "predict"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardlab.layout import Layout
 from shardlab.machines import RESERVE, Machine, room
 from shardlab.shapes import Config
 
 from .chart import check_job, pipeline_degrees, tensor_degrees
 from .cost import Seconds, seconds
-from .layout import Layout, peak
 from .predict import predict
+from .room import peak
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardlab.layout import Layout
 from shardlab.machines import Machine
 from shardlab.memory.units import one_of
 from shardlab.shapes import Config
-from shardlab.strategy.layout import Layout
 
 from . import deepspeed, fsdp2, megatron, slurm, torchtitan
 from .target import Target

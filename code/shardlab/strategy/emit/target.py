@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab import memory
+from shardlab.layout import Layout
+from shardlab.layout.ledger import check_expert_degree, check_tensor_degree
 from shardlab.machines import Machine
-from shardlab.memory.experts import check_dealt
 from shardlab.memory.units import whole
 from shardlab.shapes import Config
-from shardlab.strategy.layout import Layout, stages
 
 WIDTH = 100  # columns of what is written
 
@@ -27,13 +26,13 @@ class Target:
     def __post_init__(self) -> None:
         whole("seq", self.seq)
         at, n = self.layout, self.machine.per_node
-        memory.shapes(self.config, at.tp)  # refuses what cannot be cut so
+        check_tensor_degree(self.config, at.tp)
         if at.ranks > n and at.ranks % n:
             raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
         if at.recompute not in ("none", "selective", "full"):
             allowed = "are 'none', 'selective' and 'full'"
             raise self.refusal(f"recompute={at.recompute!r}", allowed)
-        check_dealt(self.config, at.ep)
+        check_expert_degree(self.config, at.ep)
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
             raise self.refusal(f"experts={self.config.experts}", "is 0", words)
@@ -93,7 +92,7 @@ class Target:
         Under "interleaved" rank i has parts i, i + p, i + 2p; under "zb-v" i and 2p - 1 - i.
         """
         at = self.layout
-        placed = stages(self.config, at)
+        placed = at.parts(self.config)
         held = tuple(stage.layers for stage in placed)
         if not placed[0 if at.schedule == "zb-v" else -1].head:
             raise self.refusal(f"stages={at.stages!r}", "are those with the head on the last one")

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage of a pipeline, and how many micro-batches a stage keeps.
+"""Which layers stand on which stage of a pipeline.
 
 Blocks stand in the order embedding, layers, last norm and head. Rules:
 
@@ -10,48 +10,68 @@ Blocks stand in the order embedding, layers, last norm and head. Rules:
     nanotron  a layer costs its weights, 4h² + 3hF as that library counts them, the head Vh, all
               else nothing; a stage ends with the block at which the running cost passes its share
 
-Or the layers of each stage, as they are.
+Or the layers of each stage, as they are. Where a stage has several chunks of the model, its layers
+are dealt out over them, as evenly as it goes, and the model passes through all first chunks, then
+all second ones, and so on ("zb-v": there and back).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from shardlab.arguments import check_count, check_kind, check_whole, given, told
+from shardlab.arguments import check_count, check_kind, check_one_of, told
 from shardlab.shapes import Config
-
-from .units import ceil_div, one_of
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
 STAGE_RULES = "equal", "megatron", "nanotron"
+FEWEST = {"interleaved": 2, "zb-v": 2}  # chunks of a stage; of others 1
 
 
 @dataclass(frozen=True)
 class Stage:
     """What stands on one stage."""
 
-    layers: int
+    chunks: tuple[range, ...]  # the layers of each, by their numbers in the model
     embedding: bool
     head: bool
     dense: int = 0  # of the layers, those without experts in a model that has some
 
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return sum(len(chunk) for chunk in self.chunks)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The layers' numbers in the model, in its order."""
+        return sorted(layer for chunk in self.chunks for layer in chunk)
+
 
 def stages(
-    config: Config, pp: int = 1, rule: str | tuple[int, ...] = "equal", schedule: str = "1f1b"
+    config: Config,
+    pp: int = 1,
+    rule: str | tuple[int, ...] = "equal",
+    schedule: str = "1f1b",
+    chunks: int | None = None,
 ) -> list[Stage]:
     """The `pp` stages of `config`, first to last.
 
     rule: one of STAGE_RULES, or the layers of each stage. schedule: under "zb-v" the model goes
-    there and back, and its end stands on the first stage.
+    there and back, and its end stands on the first stage. chunks: of each stage; None: the fewest
+    that the schedule takes.
 
     Raises ValueError where the layers cannot be divided so, and where those given do not add up.
     """
     check_kind(Config, config=config)
     check_rule(pp, rule)
-    one_of("schedule", schedule, SCHEDULES)
+    check_one_of(SCHEDULES, schedule=schedule)
+    few = FEWEST.get(schedule, 1) if pp > 1 else 1
+    v = few if chunks is None else chunks
+    check_schedule(pp, schedule, v)
+    last = pp - 1
     if rule == "nanotron":
-        return _without_experts(config, _by_cost(config, pp))
-    if rule == "megatron":
+        layers, last = _by_cost(config, pp)
+    elif rule == "megatron":
         layers = _with_ends(config.layers, pp)
     elif rule == "equal":
         if config.layers % pp:
@@ -61,25 +81,39 @@ def stages(
         layers = list(rule)
         if sum(layers) != config.layers:
             raise ValueError(f"stages={rule}: allowed are those with {config.layers} layers in all")
-    last = 0 if schedule == "zb-v" else pp - 1
-    found = [Stage(n, k == 0, k == last) for k, n in enumerate(layers)]
-    return _without_experts(config, found)
+    back = schedule == "zb-v" and pp > 1
+    dealt = _dealt(layers, v, back)
+    return [
+        Stage(mine, k == 0, k == (0 if back else last), _dense(config, mine))
+        for k, mine in enumerate(dealt)
+    ]
 
 
-def _without_experts(config: Config, found: list[Stage]) -> list[Stage]:
-    """The same stages, and how many of their layers are the model's first, which have none."""
-    left, counted = config.dense_layers if config.experts else 0, []
-    for stage in found:
-        counted.append(replace(stage, dense=min(left, stage.layers)))
-        left -= counted[-1].dense
-    return counted
+def _dealt(layers: list[int], chunks: int, back: bool) -> list[tuple[range, ...]]:
+    """The layers of each chunk of each stage; `back`: every second pass begins at the end."""
+    found: list[tuple[range, ...]] = [()] * len(layers)
+    begin = 0
+    for chunk in range(chunks):
+        order = range(len(layers))
+        for k in reversed(order) if back and chunk % 2 else order:
+            each, more = divmod(layers[k], chunks)
+            end = begin + each + (chunk < more)
+            found[k] = (*found[k], range(begin, end))
+            begin = end
+    return found
+
+
+def _dense(config: Config, chunks: tuple[range, ...]) -> int:
+    """How many of these layers are among the model's first, which have no experts."""
+    first = config.dense_layers if config.experts else 0
+    return sum(max(0, min(chunk.stop, first) - chunk.start) for chunk in chunks)
 
 
 def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
     """Raise ValueError unless `rule` is one of STAGE_RULES or the layers of `pp` stages."""
     check_count(pp=pp)
     if isinstance(rule, str):
-        one_of("stages", rule, STAGE_RULES)
+        check_one_of(STAGE_RULES, stages=rule)
         return
     counts = isinstance(rule, tuple) and len(rule) == pp
     if not counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in rule):
@@ -89,7 +123,7 @@ def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
 
 def check_schedule(pp: int, schedule: str, chunks: int) -> None:
     """Raise ValueError unless `schedule` is there and takes so many chunks of a stage."""
-    one_of("schedule", schedule, SCHEDULES)
+    check_one_of(SCHEDULES, schedule=schedule)
     check_count(pp=pp, chunks=chunks)
     if schedule == "interleaved" and pp > 1:
         if chunks < 2:
@@ -98,45 +132,6 @@ def check_schedule(pp: int, schedule: str, chunks: int) -> None:
         allowed = "is 2" if schedule == "zb-v" and pp > 1 else "is 1"
         given = f"schedule={schedule!r} and pp={pp}"
         raise ValueError(f"chunks={chunks}: allowed with {given} {allowed}")
-
-
-def in_flight(
-    pp: int,
-    stage: int = 0,
-    microbatches: int | None = None,
-    schedule: str = "1f1b",
-    chunks: int = 1,
-) -> float:
-    """Micro-batches, each of all layers of `stage`, that are kept at once; None: many, as p.
-
-    1F1B: p - k on stage k. Interleaved, counted in chunks, of which a stage has v: Narayanan et al.
-    2021 (arXiv 2104.04473), section 2.2, and Korthikanti et al. 2022, section 4.2.3. Zero-bubble
-    (Qi et al. 2023, arXiv 2401.10241): what the weights' passes need stays until they come; for
-    "zb-v" it is a bound, which few micro-batches do not reach.
-    """
-    check_schedule(pp, schedule, chunks)
-    check_whole(0, pp - 1, stage=stage)
-    check_count(**given(microbatches=microbatches))
-    m = pp if microbatches is None else microbatches
-    if pp == 1 or schedule == "naive":
-        return 1
-    if schedule == "interleaved":  # in groups of p micro-batches, or of a few more
-        group = ceil_div(m, max(1, m // pp))
-        ahead = 2 * (pp - 1 - stage) + (chunks - 1) * group
-        return (min(ahead + 1, chunks * m) if microbatches else ahead + 1) / chunks
-    most = {"gpipe": m, "zb-h1": pp, "zb-h2": 2 * pp - 1, "zb-v": pp}.get(schedule, pp - stage)
-    return most if microbatches is None else min(most, m)
-
-
-def deferred(pp: int, stage: int, microbatches: int, schedule: str) -> int:
-    """Of those `in_flight`, micro-batches whose weights' passes alone are left.
-
-    They no longer need attention's scores: Qi et al. 2023, section 2.3.
-    """
-    ahead = {"zb-h1": pp - stage, "zb-h2": 2 * (pp - stage) - 1}.get(schedule)
-    if pp == 1 or ahead is None:
-        return 0
-    return int(in_flight(pp, stage, microbatches, schedule)) - min(ahead, microbatches)
 
 
 def _with_ends(layers: int, p: int) -> list[int]:
@@ -154,7 +149,8 @@ def _with_ends(layers: int, p: int) -> list[int]:
     return counts
 
 
-def _by_cost(config: Config, p: int) -> list[Stage]:
+def _by_cost(config: Config, p: int) -> tuple[list[int], int]:
+    """The layers of each stage, and which one has the head."""
     h, f = config.hidden, config.ffn_width
     layer, head = 4 * h * h + 3 * h * f, config.vocab * h
     total = config.layers * layer + head
@@ -168,4 +164,4 @@ def _by_cost(config: Config, p: int) -> list[Stage]:
     counts = [len(blocks) for blocks in found]
     last = stage if found[stage] else stage - 1  # a head that ends a stage is followed by the loss
     counts[last] -= 1
-    return [Stage(n, k == 0, k == last) for k, n in enumerate(counts)]
+    return counts, last

@@ -1,17 +1,19 @@
-"""A layout: how many copies, how many cuts, and what each rank then holds."""
+"""A layout: how many copies, how many cuts, and what each rank then holds.
+
+Said once, checked once, and read by whatever asks who holds what: memory, mesh, planner, engines.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab import memory
-from shardlab.arguments import check_whole
-from shardlab.memory import Stage
-from shardlab.memory.core import computed_again
-from shardlab.memory.stages import check_rule, check_schedule
-from shardlab.memory.units import one_of
+from shardlab.arguments import check_flag, check_one_of, check_whole, listed
 from shardlab.shapes import Config
 
+from .stages import Stage, check_rule, check_schedule, stages
+
+OFFLOADS = "none", "optimizer", "parameters"
+OPERATORS = "attention", "norms", "ffn"  # that can be computed again, one by one
 _DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
 
 
@@ -30,20 +32,18 @@ class Layout:
     cp: int = 1  # [c] ranks that share each sequence
     ep: int = 1  # ranks, of the copies, that share the experts
     chunks: int = 1  # [v] parts of the model on each stage, under "interleaved" and "zb-v"
-    schedule: str = "1f1b"  # of a pipeline: one of memory.SCHEDULES
+    schedule: str = "1f1b"  # of a pipeline: one of SCHEDULES
     replicas: int = 1  # groups of dp / replicas copies that ZeRO shards over; groups repeat (HSDP)
     offload: str = "none"  # to the host's memory: or "optimizer", "parameters" (ZeRO-3)
-    stages: str | tuple[int, ...] = (
-        "equal"  # one of memory.STAGE_RULES, or the layers of each stage
-    )
+    stages: str | tuple[int, ...] = "equal"  # one of STAGE_RULES, or the layers of each stage
 
     def __post_init__(self) -> None:
         check_whole(1, **{name: getattr(self, name) for name in _DEGREES})
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r}: allowed are 0, 1, 2 and 3")
-        one_of("offload", self.offload, ("none", "optimizer", "parameters"))
+        check_one_of(OFFLOADS, offload=self.offload)
         computed_again(self.recompute)
-        one_of("sequence_parallel", self.sequence_parallel, (False, True))
+        check_flag(sequence_parallel=self.sequence_parallel)
         self._check_copies()
         check_schedule(self.pp, self.schedule, self.chunks)
         check_rule(self.pp, self.stages)
@@ -73,6 +73,10 @@ class Layout:
     def shards(self) -> int:
         """Ranks among which ZeRO divides: copies of a group, and those that share a sequence."""
         return self.dp // self.replicas * self.cp
+
+    def parts(self, config: Config) -> list[Stage]:
+        """What stands on each stage, first to last; errors as those of `stages`."""
+        return stages(config, self.pp, self.stages, self.schedule, self.chunks)
 
     def __str__(self) -> str:
         degrees = ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep)
@@ -105,44 +109,17 @@ def _runs(layers: tuple[int, ...]) -> str:
     return "+".join(str(n) if times == 1 else f"{times}×{n}" for times, n in runs)
 
 
-def stages(config: Config, layout: Layout) -> list[Stage]:
-    """The stages of `config` in that layout, first to last; errors as those of `memory.stages`."""
-    return memory.stages(config, layout.pp, layout.stages, layout.schedule)
+def computed_again(recompute: str) -> frozenset[str]:
+    """The OPERATORS whose results a layer does not keep. Raises ValueError for unknown names.
 
-
-def peak(
-    config: Config,
-    layout: Layout,
-    seq: int | None = None,
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-) -> int:
-    """Bytes of the fullest rank at the fullest moment of a step, on a GPU: `memory.estimate`.
-
-    seq: tokens of a sequence, by default the model's longest. Raises ValueError as that does, where
-    the shape cannot be cut so.
+    recompute: "none"; "selective", which is attention's core; names joined by "+"; or "full", which
+    keeps a layer's input alone, and while its backward runs all of the rest.
     """
-    return memory.estimate(
-        config,
-        layout.micro_batch,
-        seq,
-        precision,
-        optimizer,
-        layout.zero,
-        layout.dp,
-        layout.tp,
-        layout.pp,
-        layout.offload,
-        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
-        recompute=layout.recompute,
-        microbatches=layout.microbatches,
-        device="gpu",
-        # From the second micro-batch on, the gradients of earlier ones are there.
-        accumulate=layout.microbatches > 1,
-        cp=layout.cp,
-        ep=layout.ep,
-        replicas=layout.replicas,
-        stages=layout.stages,
-        schedule=layout.schedule,
-        chunks=layout.chunks,
-    ).peak
+    if recompute in ("none", "full"):
+        return frozenset()
+    named = ["attention"] if recompute == "selective" else str(recompute).split("+")
+    if len(set(named) & set(OPERATORS)) < len(named):
+        some = f"some of {listed(OPERATORS)} joined by '+'"
+        allowed = f"'none', 'selective' and 'full', and {some}"
+        raise ValueError(f"recompute={recompute!r}: allowed are {allowed}")
+    return frozenset(named)

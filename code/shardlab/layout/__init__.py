@@ -1,0 +1,24 @@
+"""How a model is split, in one value, and every tensor of it with the axes that may cut it.
+
+- `Layout`: how many copies and cuts, and what each rank does, in one value (core);
+- `stages`: which layers stand on which stage of a pipeline (stages);
+- `ledger`: every parameter of a model once, and how each axis may cut it (ledger).
+
+The standard library alone. What is held, sent and saved is read from these.
+"""
+
+from .core import Layout, computed_again
+from .ledger import KINDS, Entry, ledger
+from .stages import SCHEDULES, STAGE_RULES, Stage, stages
+
+__all__ = [
+    "KINDS",
+    "SCHEDULES",
+    "STAGE_RULES",
+    "Entry",
+    "Layout",
+    "Stage",
+    "computed_again",
+    "ledger",
+    "stages",
+]

@@ -1,0 +1,183 @@
+"""Every tensor of a model, once: its name, its shape, and how each axis of a layout may cut it.
+
+Who holds what, who counts it in a norm, what stands in a checkpoint: all of it is read from here.
+Names and order are the plain GPT's. Of an entry, tensor parallelism cuts a dimension as Megatron
+does (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, up and gate by their
+outputs, out and down by their inputs, embedding and head by vocabulary; norms, the biases of out
+and down, and the router are whole on every rank. A pipeline deals out layers, expert parallelism
+experts. ZeRO cuts dimension 0, or what lies flat side by side in this order.
+
+The standard library alone: a calculator needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from shardlab.arguments import check_count, check_kind
+from shardlab.shapes import Config
+
+from .stages import Stage
+
+KINDS = "embedding", "attention", "ffn", "norms", "head"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of the plain model."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # one of KINDS; a router is its network's
+    layer: int | None = None  # None: outside of the layers
+    tp: int | None = None  # the dimension that tensor parallelism cuts; None: whole on every rank
+    along: str | None = None  # what Config calls that size, which the degree has to divide
+    partly: bool = False  # under sequence parallelism a rank's gradient knows of its tokens alone
+    expert: int | None = None  # its number, among those that are dealt out
+    tied: str | None = None  # the entry with the same numbers, where that one stands on the rank
+
+    def local(self, tp: int = 1) -> tuple[int, ...]:
+        """Its shape on one of `tp` ranks; what they do not divide is padded, as Megatron does."""
+        return tuple(-(-n // tp) if d == self.tp else n for d, n in enumerate(self.shape))
+
+    def elements(self, tp: int = 1) -> int:
+        """Of that shape."""
+        return prod(self.local(tp))
+
+
+def ledger(config: Config) -> tuple[Entry, ...]:
+    """Every parameter of GPT(config), in the model's order; a tied head stands there as such."""
+    check_kind(Config, config=config)
+    first, *last = outside(config)
+    blocks = (e for layer in range(config.layers) for e in in_layer(config, layer))
+    return (first, *blocks, *last)
+
+
+def in_layer(config: Config, layer: int, experts: range | None = None) -> Iterator[Entry]:
+    """The entries of one layer, with all experts or with those of these numbers."""
+    sparse = config.experts > 0 and layer >= config.dense_layers
+    numbers = range(config.experts) if experts is None else experts
+    for entry in of_layer(config, sparse, numbers):
+        yield replace(entry, name=f"blocks.{layer}.{entry.name}", layer=layer)
+
+
+def of_layer(config: Config, sparse: bool, experts: range) -> Iterator[Entry]:
+    """A layer of that kind, with those experts; names begin inside, as "ffn_norm.weight"."""
+    alike = of_kind(config, sparse)
+    own = [entry for entry in alike if entry.expert is not None]
+    for entry in alike:
+        if entry.expert is None:
+            yield entry
+        elif entry is own[0]:
+            for number in experts:
+                for one in own:
+                    name = one.name.replace(".experts.0.", f".experts.{number}.")
+                    yield replace(one, name=name, expert=number)
+
+
+def held(config: Config, stage: Stage, ep: int = 1, place: int = 0) -> list[Entry]:
+    """What a rank of `stage` has entries of, in the model's order.
+
+    place: of the `ep` ranks that deal out the experts. A tied head is among them where it is a
+    copy: on another stage than the embedding.
+    """
+    each = config.experts // ep
+    first, *last = outside(config)
+    found = [first] if stage.embedding else []
+    for layer in stage.numbers:
+        found += in_layer(config, layer, range(place * each, (place + 1) * each))
+    if stage.head:
+        found += last[:-1] if config.tied and stage.embedding else last
+    return found
+
+
+@lru_cache(maxsize=256)
+def of_kind(config: Config, sparse: bool) -> tuple[Entry, ...]:
+    """A layer of that kind, with one expert that stands for all: for those who only count.
+
+    256 experts in each of 58 layers are 45,000 entries, but two kinds of layer. Names as those of
+    `of_layer`.
+    """
+    return tuple(_layer(config, sparse))
+
+
+@lru_cache(maxsize=256)
+def outside(config: Config) -> tuple[Entry, ...]:
+    """What stands outside of the layers: embedding, last norm, head."""
+    vocabulary, tied = (config.vocab, config.hidden), "embedding.weight" if config.tied else None
+    first = Entry("embedding.weight", vocabulary, "embedding", tp=0, along="vocab")
+    last = Entry("head.weight", vocabulary, "head", tp=0, along="vocab", tied=tied)
+    return first, *_norm(config, "norm"), last
+
+
+def _layer(c: Config, sparse: bool) -> Iterator[Entry]:
+    narrow = c.key_value_heads * c.head_size
+    yield from _norm(c, "attention_norm")
+    yield from _columns(c, "attention.query", "attention", c.hidden, "heads")
+    for name in ("key", "value"):
+        yield from _columns(c, f"attention.{name}", "attention", narrow, "key_value_heads")
+    yield from _rows(c, "attention.out", "attention", c.hidden, "heads")
+    yield from _norm(c, "ffn_norm")
+    if not sparse:
+        yield from _network(c, "ffn", c.ffn_width, "ffn_width")
+        return
+    yield Entry("ffn.router.score.weight", (c.experts, c.hidden), "ffn")
+    for entry in _network(c, "ffn.experts.0", c.expert_width, "expert_width"):
+        yield replace(entry, expert=0)
+    if c.shared_experts:
+        yield from _network(c, "ffn.shared", c.shared_experts * c.expert_width, "expert_width")
+
+
+def _norm(c: Config, name: str) -> Iterator[Entry]:
+    for what in ("weight", "bias") if c.norm == "layer" and c.bias else ("weight",):
+        yield Entry(f"{name}.{what}", (c.hidden,), "norms", partly=True)
+
+
+def _network(c: Config, name: str, width: int, along: str) -> Iterator[Entry]:
+    for first in ("up", "gate") if c.mlp == "swiglu" else ("up",):
+        yield from _columns(c, f"{name}.{first}", "ffn", width, along)
+    yield from _rows(c, f"{name}.down", "ffn", width, along)
+
+
+def _columns(c: Config, name: str, kind: str, outputs: int, along: str) -> Iterator[Entry]:
+    yield Entry(f"{name}.weight", (outputs, c.hidden), kind, tp=0, along=along)
+    if c.bias:
+        yield Entry(f"{name}.bias", (outputs,), kind, tp=0, along=along)
+
+
+def _rows(c: Config, name: str, kind: str, inputs: int, along: str) -> Iterator[Entry]:
+    yield Entry(f"{name}.weight", (c.hidden, inputs), kind, tp=1, along=along)
+    if c.bias:  # behind the sum
+        yield Entry(f"{name}.bias", (c.hidden,), kind, partly=True)
+
+
+# Which degrees a model takes.
+
+
+def cut_sizes(config: Config, vocabulary: bool = False) -> dict[str, int]:
+    """What tensor parallelism cuts, by the names of Config; its vocabulary may be padded."""
+    check_kind(Config, config=config)
+    kinds = of_kind(config, False) if config.dense_layers or not config.experts else ()
+    sparse = of_kind(config, True) if config.experts else ()
+    entries = (*kinds, *sparse, *(outside(config) if vocabulary else ()))
+    return {e.along: getattr(config, e.along) for e in entries if e.along}
+
+
+def check_tensor_degree(config: Config, tp: int) -> None:
+    """Raise ValueError unless `tp` ranks can cut each layer of `config`."""
+    check_count(tp=tp)
+    for name, size in cut_sizes(config).items():
+        if size % tp:
+            raise ValueError(f"tp={tp}: allowed are divisors of {name}={size}")
+
+
+def check_expert_degree(config: Config, ep: int) -> None:
+    """Raise ValueError unless `ep` ranks can deal out the experts of `config`."""
+    check_count(ep=ep)
+    if ep > 1 and not config.experts:
+        raise ValueError(f"ep={ep}: allowed is 1, for a model without experts")
+    if ep > 1 and config.experts % ep:
+        raise ValueError(f"ep={ep}: allowed are divisors of experts={config.experts}")

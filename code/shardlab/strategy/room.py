@@ -1,0 +1,45 @@
+"""How much memory the fullest rank of a layout needs, by the course's own model."""
+
+from __future__ import annotations
+
+from shardlab import memory
+from shardlab.layout import Layout
+from shardlab.shapes import Config
+
+
+def peak(
+    config: Config,
+    layout: Layout,
+    seq: int | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+) -> int:
+    """Bytes of the fullest rank at the fullest moment of a step, on a GPU: `memory.estimate`.
+
+    seq: tokens of a sequence, by default the model's longest. Raises ValueError as that does, where
+    the shape cannot be cut so.
+    """
+    return memory.estimate(
+        config,
+        layout.micro_batch,
+        seq,
+        precision,
+        optimizer,
+        layout.zero,
+        layout.dp,
+        layout.tp,
+        layout.pp,
+        layout.offload,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        recompute=layout.recompute,
+        microbatches=layout.microbatches,
+        device="gpu",
+        # From the second micro-batch on, the gradients of earlier ones are there.
+        accumulate=layout.microbatches > 1,
+        cp=layout.cp,
+        ep=layout.ep,
+        replicas=layout.replicas,
+        stages=layout.stages,
+        schedule=layout.schedule,
+        chunks=layout.chunks,
+    ).peak

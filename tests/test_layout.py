@@ -1,0 +1,161 @@
+"""The ledger of tensors against models that are really built and really cut; stages and chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab import experts, layout, memory, pipeline, ranks, tensor_parallel
+from shardlab.layout import Layout, Stage, ledger, stages
+from shardlab.layout.ledger import held
+from shardlab.model import GPT
+from shardlab.shapes import PRESETS, Config
+
+GATED = Config(
+    96, 16, 3, 4, 32, 2, 48, "swiglu", "rms", False, False,
+    experts=4, expert_ffn=24, shared_experts=1, dense_layers=1,
+)  # fmt: skip
+SHAPES = {
+    "plain": Config(96, 16, 2, 4, 32),
+    "untied": Config(96, 16, 2, 4, 32, 2, 64, tied=False),
+    "rms": Config(96, 16, 2, 4, 32, mlp="swiglu", norm="rms", bias=False),
+    "experts": replace(GATED, shared_experts=0, dense_layers=0, bias=True, norm="layer"),
+    "mixed": GATED,
+}
+
+
+def on_meta(config: Config) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+@pytest.mark.parametrize("config", [*SHAPES.values(), *PRESETS.values()], ids=[*SHAPES, *PRESETS])
+def test_names_shapes_order_and_ties_are_the_model_s(config: Config) -> None:
+    if config.layers > 12:
+        config = replace(config, layers=2)
+    model = on_meta(config)
+    found = {entry.name: entry for entry in ledger(config)}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    assert {name: entry.shape for name, entry in found.items()} == {
+        name: tuple(p.shape) for name, p in named.items()
+    }
+    once = [name for name, entry in found.items() if not entry.tied]
+    assert once == [name for name, _ in model.named_parameters()]  # in this order lie ZeRO's flats
+    for name, entry in found.items():
+        assert entry.layer == (int(name.split(".")[1]) if name.startswith("blocks") else None)
+        if entry.tied:
+            assert named[name] is named[entry.tied]
+        if entry.along:  # the size that a degree has to divide
+            assert entry.shape[entry.tp] % getattr(config, entry.along) == 0
+
+
+def cut(config: Config) -> dict[str, tuple]:
+    """What a rank has of a model that is really cut: shape, dimension, its word."""
+    model = tensor_parallel.parallelize(GPT(config), dist.group.WORLD)
+    found, words = tensor_parallel.cuts(model), tensor_parallel.states.words(model)
+    return {n: (tuple(p.shape), found[n], words[n]) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", [*SHAPES])
+def test_a_tensor_group_cuts_what_the_ledger_says(name: str) -> None:
+    config = SHAPES[name]
+    for mine in ranks.run(cut, 2, config, device="cpu"):
+        entries = [entry for entry in ledger(config) if not entry.tied]
+        assert list(mine) == [entry.name for entry in entries]
+        for entry in entries:
+            word = "I" if entry.tp is None else "V"
+            assert mine[entry.name] == (entry.local(2), entry.tp, word)
+
+
+def dealt(config: Config) -> dict[str, tuple[int, ...]]:
+    model = experts.parallelize(GPT(config), dist.group.WORLD)
+    own = {id(parameter) for parameter in experts.own_parameters(model)}
+    return {n: (tuple(p.shape), id(p) in own) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["experts", "mixed"])
+def test_experts_are_dealt_out_as_the_ledger_says(name: str) -> None:
+    config = SHAPES[name]
+    (alone,) = stages(config)
+    for rank, mine in enumerate(ranks.run(dealt, 2, config, device="cpu")):
+        entries = held(config, alone, 2, rank)
+        want = sorted((entry.shape, entry.expert is not None) for entry in entries)
+        assert sorted(mine.values()) == want
+        assert sum(own for _, own in mine.values()) * 2 == sum(
+            entry.expert is not None for entry in ledger(config)
+        )
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 12), st.integers(0, 12),
+    st.sampled_from(["1f1b", "interleaved", "zb-v"]), st.integers(2, 4),
+)  # fmt: skip
+def test_every_layer_stands_on_one_stage_where_the_pipeline_has_it(pp, each, dense, name, v):
+    v = {"interleaved": v, "zb-v": 2}.get(name, 1) if pp > 1 else 1
+    name = name if pp > 1 else "1f1b"
+    config = Config(layers=pp * v * each, experts=2, dense_layers=min(dense, pp * v * each - 1))
+    found = stages(config, pp, "equal", name, v)
+    numbers = sorted(layer for stage in found for chunk in stage.chunks for layer in chunk)
+    assert numbers == list(range(config.layers))
+    first = range(config.dense_layers)
+    assert [s.dense for s in found] == [sum(n in first for n in s.numbers) for s in found]
+    if pp > 1:  # parts of the model in the order of the pipeline's own placement
+        placement = pipeline.schedule(name, pp, pp, v if name == "interleaved" else None).placement
+        for stage, parts in zip(found, placement, strict=True):
+            assert [chunk.start // each for chunk in stage.chunks] == list(parts)
+
+
+def test_dense_layers_are_dealt_out_chunk_by_chunk() -> None:
+    """The first three of 64 layers are on three stages, where each of 16 has two chunks of two."""
+    config = replace(GATED, layers=64, dense_layers=3)
+    assert [s.dense for s in stages(config, 16, "equal", "1f1b")] == [3, *[0] * 15]
+    found = stages(config, 16, "equal", "interleaved", 2)
+    assert [s.dense for s in found] == [2, 1, *[0] * 14]
+    assert found[1].chunks == (range(2, 4), range(34, 36))
+
+
+def test_uneven_stages_have_uneven_chunks() -> None:
+    found = stages(replace(GATED, layers=7, dense_layers=0), 2, (4, 3), "interleaved", 2)
+    assert [s.chunks for s in found] == [
+        (range(2), range(4, 6)),
+        (range(2, 4), range(6, 7)),
+    ]
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([*SHAPES.values()]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+)  # fmt: skip
+def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> None:
+    """Counting by kinds of layer gives what adding up every entry gives."""
+    config = replace(config, layers=6)
+    if not config.experts:
+        ep = 1
+    if config.kv_heads == 2 and tp == 4:
+        tp = 2
+    for stage in stages(config, pp):
+        entries = held(config, stage, ep)
+        counts = memory.parameters(config, tp, stage=stage, ep=ep)
+        assert sum(counts.values()) == sum(prod(entry.local(tp)) for entry in entries)
+        own = sum(entry.elements(tp) for entry in entries if entry.expert is not None)
+        assert memory.in_experts(config, tp, stage=stage, ep=ep) == own
+
+
+def test_a_stage_says_what_stands_on_it() -> None:
+    (first, last) = Layout(pp=2).parts(SHAPES["untied"])
+    assert first == Stage((range(1),), True, False) and last == Stage((range(1, 2),), False, True)
+    assert [e.name for e in held(SHAPES["untied"], last)][-3:] == [
+        "norm.weight",
+        "norm.bias",
+        "head.weight",
+    ]
+    tied = held(SHAPES["plain"], layout.stages(SHAPES["plain"])[0])
+    assert "head.weight" not in {entry.name for entry in tied}  # it is the embedding
+    assert "head.weight" in {e.name for e in held(SHAPES["plain"], last)}  # a copy of it

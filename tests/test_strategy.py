@@ -336,5 +336,16 @@ def test_advice() -> None:
     assert "copies can share one" in strategy.fullness(GPT3, A100, replace(good, zero=0))
     assert "are sums inside of the layers" in strategy.slowness(GPT3, A100, good)
     assert "waits for the CPU" in strategy.slowness(PRESETS["gpt-2"], A100, Layout())
+    # Experts are dealt out, and their states are shared by fewer ranks: as `memory` counts them.
+    mixed = Layout(8, zero=1, ep=8, micro_batch=64)
+    said = strategy.fullness(PRESETS["mixtral-8x7b"], A100, mixed)
+    found = memory.estimate(
+        PRESETS["mixtral-8x7b"], 64, zero=1, dp=8, ep=8, device="gpu", recompute="none"
+    )
+    states = found.parameters + found.gradients + found.optimizer
+    assert f"{states / 1e9:.1f} GB of it are model states" in said and 80e9 < states < 110e9
+    # Stages by a rule, which are not equal.
+    uneven = Layout(1, 8, 16, stages="megatron", microbatches=16)
+    assert "GB" in strategy.fullness(PRESETS["llama-3-405b"], A100, uneven)
     alone = strategy.slowness(PRESETS["gpt-2"], A100, Layout(micro_batch=64))
     assert alone.startswith("A step takes some") and "of it" not in alone

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardlab import memory
 from shardlab.layout import Layout
 from shardlab.machines import RESERVE, Machine, room
 from shardlab.shapes import Config
 
 from .core import Seconds
 from .predict import predict
-from .room import peak
+from .room import held, peak
 
 
 def fullness(
@@ -26,7 +25,8 @@ def fullness(
 
     Raises ValueError for a shape that cannot be cut so.
     """
-    there, needs = room(machine, reserve), peak(config, layout, seq)
+    there, found = room(machine, reserve), held(config, layout, seq)
+    needs = found.peak
     if needs <= there:
         return ""
 
@@ -44,9 +44,7 @@ def fullness(
     each = layout.batch // layout.dp
     if layout.micro_batch > 1 and fits(micro_batch=1, microbatches=each):
         return f"{words} Micro-batches of fewer sequences would keep less."
-    held = memory.parameters
-    most = max(sum(held(config, layout.tp, layout.pp, s).values()) for s in (0, layout.pp - 1))
-    states = memory.states(most, zero=layout.zero, dp=layout.dp).total
+    states = found.parameters + found.gradients + found.optimizer
     words += f" {states / 1e9:.1f} GB of it are model states"
     if states > there:
         return f"{words}: cut the model into more parts, or let its copies share more."

@@ -14,7 +14,18 @@ def peak(
     precision: str = "bf16",
     optimizer: str = "adamw",
 ) -> int:
-    """Bytes of the fullest rank at the fullest moment of a step, on a GPU: `memory.estimate`.
+    """Bytes of the fullest rank at the fullest moment of a step, on a GPU: see `held`."""
+    return held(config, layout, seq, precision, optimizer).peak
+
+
+def held(
+    config: Config,
+    layout: Layout,
+    seq: int | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+) -> memory.Estimate:
+    """What the fullest rank holds in a step, on a GPU: `memory.estimate` of that layout.
 
     seq: tokens of a sequence, by default the model's longest. Raises ValueError as that does, where
     the shape cannot be cut so.
@@ -42,4 +53,4 @@ def peak(
         stages=layout.stages,
         schedule=layout.schedule,
         chunks=layout.chunks,
-    ).peak
+    )

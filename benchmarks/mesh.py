@@ -43,7 +43,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardlab import mesh, pipeline, ranks, show
+from shardlab import mesh, ranks, show
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 
 OURS, THEIRS = "ours", "fully_shard × parallelize_module"
@@ -61,7 +62,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 def ours(config: Config, batch: int) -> tuple[Step, mesh.Parallel]:
     """Two copies in ZeRO-3 of tensor groups: a step, and what it trains."""
     groups = mesh.join(shape_of(), dist.group.WORLD)
-    job = mesh.Parallel(built(config), groups, pipeline.schedule("1f1b", 1, 1), zero=3)
+    job = mesh.Parallel(built(config), groups, shape_of())
     optimizer = adamw(job)
     tokens_BS, targets_BS = batch_of(config, batch, dist.get_rank(groups.dp))
 
@@ -95,9 +96,9 @@ def theirs(config: Config, batch: int) -> tuple[Step, GPT]:
     return step, model
 
 
-def shape_of() -> mesh.Mesh:
+def shape_of() -> Layout:
     """Two copies of the largest tensor groups that fit."""
-    return mesh.Mesh(dp=2, tp=dist.get_world_size() // 2)
+    return Layout(dp=2, tp=dist.get_world_size() // 2, zero=3)
 
 
 def batch_of(config: Config, batch: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +133,7 @@ def messages(config: Config, batch: int) -> Step:
     groups = mesh.join(shape, dist.group.WORLD)
     x_BSH = torch.zeros(batch, config.seq, config.hidden, device=device)
     rows = [torch.zeros(n, batch, config.seq, device=device) for n in (1, 2)]
-    shards = mesh.predict.shared(config, shape, 0, 3)
+    shards = mesh.predict.shared(config, shape, 0)
     other = 1 - dist.get_rank(groups.dp)
     coming = torch.zeros(max(flat.shard for flat in shards), device=device)
     wholes = [(torch.zeros(flat.padded, device=device), flat.rest) for flat in shards]

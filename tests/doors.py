@@ -60,7 +60,7 @@ def called(function: Callable[..., Any]) -> str:
 
 
 OURS = {
-    cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut, memory.Activations, memory.Estimate,
+    layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut, memory.Activations, memory.Estimate,
     memory.Recipe, memory.States, experts.Parameters, experts.Route, experts.Routed,
     zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Sharded, zero.Stage, zero.Unit,
     zero.all_gather, pipeline.Action, pipeline.Part, pipeline.Schedule, pipeline.Span,
@@ -132,7 +132,7 @@ def numbers() -> Iterator[Row]:
     """Predictors and what else computes with numbers alone: no rank is needed."""
     attention = {"batch": 2, "seq": 16, "heads": 4, "kv_heads": 2, "head_size": 8, "ranks": 2}
     grouped = {name: attention[name] for name in ("batch", "seq", "kv_heads", "head_size", "ranks")}
-    cut = mesh.Mesh(2, 1, 2)
+    cut = layout.Layout(dp=2, tp=2, zero=1, sequence_parallel=True, microbatches=2)
     stage = layout.stages(PLAIN)[0]
     one = pipeline.schedule("1f1b", 2, 4)
     product = {"way": "rows", "M": 8, "N": 8, "K": 8, "ranks": 2, "itemsize": 4}
@@ -170,18 +170,21 @@ def numbers() -> Iterator[Row]:
                               "sequence_parallel": True, "recompute": "none"}),
         (cp.tokens_table, {"config": PLAIN, "budget": 10**7, "cps": [1, 2],
                            "cases": {"alone": {}}}),
-        (mesh.Mesh, {"dp": 2, "pp": 2, "tp": 2, "order": ("dp", "pp", "tp")}),
+        (layout.Layout, {"dp": 4, "tp": 2, "pp": 2, "zero": 3, "micro_batch": 2,
+                         "microbatches": 4, "recompute": "norms+ffn", "sequence_parallel": True,
+                         "cp": 2, "ep": 2, "chunks": 2, "schedule": "interleaved", "replicas": 2,
+                         "offload": "parameters", "stages": "equal",
+                         "order": ("dp", "pp", "tp", "cp")}),
+        (layout.computed_again, {"recompute": "norms+ffn"}),
+        (layout.orders, {"layout": cut}),
         (cut.check, {"ranks": 4}),
         (cut.place, {"rank": 1}),
-        (cut.rank, {"dp": 1, "pp": 0, "tp": 1}),
+        (cut.rank, {"dp": 1, "pp": 0, "cp": 0, "tp": 1}),
         (cut.groups, {"axis": "dp"}),
         (cut.leaving, {"node": 2, "sent": lambda rank: {"dp": 8.0}}),
-        (mesh.orders, {"mesh": cut}),
-        (mesh.check_cuts, {"config": PLAIN, "mesh": cut, "schedule": "1f1b", "zero": 1,
-                           "seq": 16}),
-        (mesh.predicted_sent, {"config": PLAIN, "mesh": cut, "rank": 1, "batch": 2, "seq": 16,
-                               "microbatches": 2, "zero": 1, "sequence": True}),
-        (mesh.predicted_states, {"config": PLAIN, "mesh": cut, "rank": 1, "zero": 1}),
+        (mesh.check_cuts, {"config": PLAIN, "layout": cut, "seq": 16}),
+        (mesh.predicted_sent, {"config": PLAIN, "layout": cut, "rank": 1, "seq": 16, "batch": 2}),
+        (mesh.predicted_states, {"config": PLAIN, "layout": cut, "rank": 1}),
         (tp.degrees, {"config": PLAIN}),
         (tp.on_wire, {"payload": 64, "t": 2}),
         (tp.predicted_calls, {"config": PLAIN, "t": 2}),
@@ -198,8 +201,6 @@ def numbers() -> Iterator[Row]:
         (experts.predicted_calls, {"config": SPARSE}),
         (experts.predicted_sent, {"config": SPARSE, "tokens": 16, "itemsize": 4, "dropped": 2}),
         (experts.wait, {"load_E": [0.1, 0.2, 0.3, 0.4], "ranks": 2}),
-        (layout.Entry, {"name": "norm.weight", "shape": (32,), "kind": "norms"}),
-        (layout.Stage, {"chunks": (range(2),), "embedding": True, "head": False}),
         (layout.ledger, {"config": PLAIN}),
         (layout.stages, {"config": PLAIN, "pp": 2, "rule": "equal", "schedule": "interleaved",
                          "chunks": 2}),
@@ -342,7 +343,8 @@ def objects(folder: str) -> Iterator[Row]:
         return trained(zero.shard(nn.Linear(3, 3), group, stage))
 
     def job(sequence: bool = False) -> mesh.Parallel:
-        return mesh.Parallel(gpt(), mesh.join(mesh.Mesh(), group), one, 0, sequence)
+        alone = layout.Layout(sequence_parallel=sequence, microbatches=2)
+        return mesh.Parallel(gpt(), mesh.join(alone, group), alone)
 
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters())
@@ -358,7 +360,7 @@ def objects(folder: str) -> Iterator[Row]:
 
     one = pipeline.schedule("1f1b", 1, 2)
     grid = gemm.grid(group, 1, 1)
-    groups = mesh.join(mesh.Mesh(), group)
+    groups = mesh.join(layout.Layout(), group)
     qkv = {"q_BAsD": x, "k_BKsD": x, "v_BKsD": x, "group": group, "causal": True}
     zeros = {"compute_dtype": torch.bfloat16, "reduction": "auto"}
     sizes = {"bucket_bytes": 2**20, "first_bytes": 2**20}
@@ -388,7 +390,7 @@ def objects(folder: str) -> Iterator[Row]:
     yield cp.split, lambda: {"whole": x, "ranks": 2, "rank": 1, "layout": "zigzag", "dim": 1}
 
     yield mesh.Parallel, lambda: {
-        "model": gpt(), "groups": groups, "schedule": one, "zero": 1, "sequence": True, "seed": 0,
+        "model": gpt(), "groups": groups, "layout": layout.Layout(zero=1), "seed": 0,
     }  # fmt: skip
     yield mesh.PlacedDropout, lambda: {"blocks": {"0": linear(3, 3)}, "seed": 0}
     yield mesh.counted, lambda: {"sent": sends(), "job": job()}
@@ -401,7 +403,7 @@ def objects(folder: str) -> Iterator[Row]:
         },
     )
     yield mesh.held, lambda: (lambda made: {"job": made, "optimizer": adamw(made)})(job())
-    yield mesh.join, lambda: {"mesh": mesh.Mesh(), "world": group}
+    yield mesh.join, lambda: {"layout": layout.Layout(), "world": group}
     yield mesh.local, lambda: {"job": job(), "of": lambda piece: piece}
     yield mesh.whole, lambda: {"job": job(), "of": lambda piece: piece}
 

@@ -16,6 +16,7 @@ from shardlab import context_parallel as cp
 from shardlab import count, data_parallel, experts, link, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
+from shardlab.layout import Layout
 from shardlab.model import GPT, Config, loss
 
 DENSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
@@ -69,9 +70,8 @@ def dealt(group, dtype):
 
 def meshed(stage, **degrees):
     def gradients(group, dtype):
-        shape = mesh.Mesh(**degrees)
-        groups, schedule = mesh.join(shape, group), pipeline.schedule("1f1b", shape.pp, 2)
-        job = mesh.Parallel(gpt(dtype=dtype), groups, schedule, stage)
+        shape = Layout(**degrees, zero=stage, microbatches=2)
+        job = mesh.Parallel(gpt(dtype=dtype), mesh.join(shape, group), shape)
         job.step(*(own(x) if shape.dp > 1 else x for x in batch()))
         return job, job.clip_grad_norm_
 
@@ -240,9 +240,9 @@ def staged(**options):
 
 def cube(stage=0, seed=0, model=DENSE, name="1f1b", sequence=False, **degrees):
     def make(group):
-        shape = mesh.Mesh(**(degrees or {"dp": 3}))
-        schedule = pipeline.schedule(name, shape.pp, 2)
-        return mesh.Parallel(gpt(model), mesh.join(shape, group), schedule, stage, sequence, seed)
+        how = {"zero": stage, "schedule": name, "sequence_parallel": sequence}
+        shape = Layout(**(degrees or {"dp": 3}), **how, microbatches=2)
+        return mesh.Parallel(gpt(model), mesh.join(shape, group), shape, seed)
 
     return make
 
@@ -331,11 +331,11 @@ DIFFER = {
     "mesh": (
         cube(),
         {
-            "mesh": cube(pp=3),
-            "zero": cube(1),
+            "layout.dp": cube(pp=3),
+            "layout.zero": cube(1),
+            "layout.sequence_parallel": cube(sequence=True),
+            "layout.schedule": cube(name="gpipe"),
             "seed": cube(seed=1),
-            "sequence": cube(sequence=True),
-            "schedule": cube(name="gpipe"),
             "config": cube(model=replace(DENSE, dropout=0.1)),
         },
     ),
@@ -359,7 +359,8 @@ def test_ranks_that_were_given_other_arguments_are_named_on_all_ranks(way):
     one, *rest = ranks.run(disagree, 3, way, timeout=100)
     assert all(each == one for each in rest)
     for name, said in one.items():
-        assert said.startswith(f"{name}: ranks 0 and 1 have "), (name, said)
+        argument, _, field = name.partition(".")
+        assert said.startswith(f"{argument}: ranks 0 and 1 have {field}"), (name, said)
         assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, said
 
 

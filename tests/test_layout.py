@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardlab import experts, layout, memory, pipeline, ranks, tensor_parallel
 from shardlab.layout import Layout, Stage, ledger, stages
-from shardlab.layout.ledger import held
+from shardlab.layout.entries import held
 from shardlab.model import GPT
 from shardlab.shapes import PRESETS, Config
 

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardlab import count, mesh, pipeline, ranks
+from shardlab import count, mesh, ranks
 from shardlab.checkpoint import Checkpoints, Training, export
-from shardlab.mesh import Mesh, layout, picture
+from shardlab.layout import Layout, orders
+from shardlab.mesh import groups, picture
 from shardlab.model import GPT, Config, loss
 from shardlab.ranks import RankError
 
@@ -55,11 +56,11 @@ def gap(a, b):
     return (a - b).abs().max().item()
 
 
-def parallel(config, shape, zero=0, sequence=False, microbatches=2, dtype=torch.float64, **more):
+def parallel(config, shape, dtype=torch.float64, seed=0, **options):
     """A job, and which copy of the model this rank belongs to."""
-    groups = mesh.join(shape, dist.group.WORLD)
-    schedule = pipeline.schedule(more.pop("schedule", "1f1b"), shape.pp, microbatches)
-    job = mesh.Parallel(plain(config, dtype), groups, schedule, zero, sequence, **more)
+    layout = replace(shape, **{"microbatches": 2, **options})
+    groups = mesh.join(layout, dist.group.WORLD)
+    job = mesh.Parallel(plain(config, dtype), groups, layout, seed)
     return job, dist.get_rank(groups.dp)
 
 
@@ -112,16 +113,16 @@ def five_steps(config, shape, sizes, microbatches=2, **options):
     return worst | {"weights": max(gap(full[name], want[name]) for name in want)}
 
 
-EIGHT = Mesh(dp=2, pp=2, tp=2)
+EIGHT = Layout(dp=2, pp=2, tp=2)
 CASES = [  # mesh, what else
-    (Mesh(), GPT2, [3], {}),
-    (Mesh(pp=2, tp=2), GPT2, [4], {"sequence": True, "schedule": "gpipe"}),
-    (Mesh(dp=2, pp=2), GPT2, [2, 2], {"zero": 1}),
-    (Mesh(dp=2, tp=2), DROPS, [4, 3], {"zero": 2, "sequence": True}),
-    (Mesh(dp=2, tp=2), LLAMA, [2, 2], {"zero": 3, "sequence": True, "microbatches": 1}),
-    (Mesh(dp=2, tp=2, order=("tp", "pp", "dp")), GPT2, [2, 3], {"zero": 3}),
-    (EIGHT, GPT2, [2, 2], {"zero": 1, "sequence": True}),
-    (EIGHT, replace(DROPS, layers=4), [3, 2], {"zero": 1, "sequence": True, "seed": 0}),
+    (Layout(), GPT2, [3], {}),
+    (Layout(pp=2, tp=2), GPT2, [4], {"sequence_parallel": True, "schedule": "gpipe"}),
+    (Layout(dp=2, pp=2), GPT2, [2, 2], {"zero": 1}),
+    (Layout(dp=2, tp=2), DROPS, [4, 3], {"zero": 2, "sequence_parallel": True}),
+    (Layout(dp=2, tp=2), LLAMA, [2, 2], {"zero": 3, "sequence_parallel": True, "microbatches": 1}),
+    (Layout(dp=2, tp=2, order=("tp", "pp", "dp")), GPT2, [2, 3], {"zero": 3}),
+    (EIGHT, GPT2, [2, 2], {"zero": 1, "sequence_parallel": True}),
+    (EIGHT, replace(DROPS, layers=4), [3, 2], {"zero": 1, "sequence_parallel": True, "seed": 0}),
     (EIGHT, replace(LLAMA, dropout=0.1), [2, 3], {"zero": 0}),
     (replace(EIGHT, order=("pp", "tp", "dp")), GPT2, [2, 2], {"zero": 1}),
 ]
@@ -138,21 +139,21 @@ def test_five_steps_are_those_of_one_process(shape, config, sizes, options):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_bytes_held_and_sent_are_as_predicted(zero, sequence):
     config = replace(GPT2, vocab=30, hidden=20)  # shards that need padding
-    shape = Mesh(dp=2, tp=2) if zero > 1 else EIGHT
+    shape = Layout(dp=2, tp=2) if zero > 1 else EIGHT
+    shape = replace(shape, zero=zero, sequence_parallel=sequence, microbatches=2)
 
     def work():
-        job, copy = parallel(config, shape, zero, sequence, dtype=torch.float32)
+        job, copy = parallel(config, shape, torch.float32)
         optimizer, sizes, rank = adamw(job), [3, 2], dist.get_rank()
         for step in range(2):
             tokens, targets = batch(config, step, sum(sizes))
             with count.sent() as sent:
                 job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
             optimizer.step()
-        given = shape, rank, sizes[copy], config.seq, 2, zero, sequence
-        sends = mesh.predicted_sent(config, *given)
+        sends = mesh.predicted_sent(config, shape, rank, config.seq, sizes[copy])
         sends["pp"] += sends.pop("twin")
         assert mesh.counted(sent, job) == sends
-        assert mesh.held(job, optimizer) == mesh.predicted_states(config, shape, rank, zero)
+        assert mesh.held(job, optimizer) == mesh.predicted_states(config, shape, rank)
         return sends
 
     assert all(sends["tp"] and sends["dp"] for sends in run(work, shape.ranks))
@@ -163,9 +164,9 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     dropout = 0.1 if run(lambda: ranks.device().type, 1) == ["cpu"] else 0.0  # see five_steps
     config, size, last = replace(GPT2, tied=tied, dropout=dropout), 8, 5
 
-    def go_on(shape, zero, sequence=False):
+    def go_on(shape):
         """From what is saved, or from the beginning, which saves after the third of five steps."""
-        model, copy = parallel(config, shape, zero, sequence, 4 // shape.dp, torch.float32)
+        model, copy = parallel(config, shape, torch.float32, microbatches=4 // shape.dp)
         training, found = Training(model, adamw(model)), []
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             if resumed := bool(store.steps()):
@@ -200,19 +201,20 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     def same_bits(found, want):
         return all(torch.equal(found[i][n], want[i][n]) for i in range(2) for n in found[i])
 
-    saved, uninterrupted = run(lambda: go_on(EIGHT, 1, True), 8)[0]
+    first = replace(EIGHT, zero=1, sequence_parallel=True)
+    saved, uninterrupted = run(lambda: go_on(first), 8)[0]
     assert same_bits(run(alone, 1)[0], saved)
     others = [
-        (EIGHT, 1, True, True),
-        (Mesh(dp=2, tp=2), 1, True, True),  # p changes no sum
-        (Mesh(dp=4, tp=2), 1, False, False),
-        (Mesh(dp=2, tp=2), 3, False, False),
-        (Mesh(), 0, False, False),
+        (first, True),
+        (replace(first, pp=1), True),  # p changes no sum
+        (Layout(dp=4, tp=2, zero=1), False),
+        (Layout(dp=2, tp=2, zero=3), False),
+        (Layout(), False),
     ]
     if tied:  # but that of the twins
-        others = [(Mesh(pp=2), 0, False, False), (Mesh(dp=2, tp=2), 3, True, False)]
-    for shape, zero, sequence, same in others:
-        begin, end = run(lambda a=(shape, zero, sequence): go_on(*a), shape.ranks)[0]
+        others = [(Layout(pp=2), False), (replace(first, pp=1, zero=3), False)]
+    for shape, same in others:
+        begin, end = run(lambda shape=shape: go_on(shape), shape.ranks)[0]
         assert same_bits(begin, saved) and same_bits(end, uninterrupted) == same
         # float32: gradients differ by 1e-7, which AdamW makes up to 1e-5 where they are about 0
         assert max(gap(end[0][n], w) for n, w in uninterrupted[0].items()) < 1e-4
@@ -234,7 +236,7 @@ def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
 
 @given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS)
 def test_groups_are_those_of_torchs_mesh(dp, pp, tp, order):
-    found = Mesh(dp, pp, tp, order)
+    found = Layout(dp=dp, pp=pp, tp=tp, order=order)
     whole = torch.arange(found.ranks).view([getattr(found, axis) for axis in order])
     for number, axis in enumerate(order):
         want = whole.movedim(number, -1).flatten(0, 1).tolist()
@@ -245,7 +247,7 @@ def test_groups_are_those_of_torchs_mesh(dp, pp, tp, order):
 
 
 def test_ranks_join_the_groups_that_torch_would_give_them():
-    shape = Mesh(dp=2, tp=2)
+    shape = Layout(dp=2, tp=2)
 
     def work():
         ours = mesh.join(shape, dist.group.WORLD)
@@ -260,7 +262,7 @@ def test_ranks_join_the_groups_that_torch_would_give_them():
 
 @given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS, data=st.data())
 def test_what_leaves_a_node_is_what_neighbours_beyond_it_are_sent(dp, pp, tp, order, data):
-    found = Mesh(dp, pp, tp, order)
+    found = Layout(dp=dp, pp=pp, tp=tp, order=order)
     divisors = [n for n in range(1, found.ranks + 1) if found.ranks % n == 0]
     node = data.draw(st.sampled_from(divisors))
     leaving = found.leaving(node, lambda rank: {"dp": 1.0, "pp": 2.0, "tp": 4.0})
@@ -281,10 +283,10 @@ def test_tensor_innermost_leaves_least():
     config = replace(GPT2, hidden=32, layers=4)
 
     def beyond(shape):
-        sent = [mesh.predicted_sent(config, shape, rank, 8, 16) for rank in range(8)]
+        sent = [mesh.predicted_sent(config, shape, rank, 16, 8) for rank in range(8)]
         return sum(map(sum, shape.leaving(4, sent.__getitem__).values()))
 
-    totals = {shape.order: beyond(shape) for shape in mesh.orders(EIGHT)}
+    totals = {shape.order: beyond(shape) for shape in orders(EIGHT)}
     assert len(totals) == 6
     assert min(totals, key=totals.get)[-1] == "tp" and max(totals, key=totals.get)[0] == "tp"
 
@@ -311,7 +313,7 @@ def test_two_axes_are_those_of_fully_shard_and_parallelize_module():
 
 def test_more_on_a_copy_weighs_more():
     def work():  # one step without weights: the mean of means
-        job, copy = parallel(GPT2, Mesh(dp=2), microbatches=1)
+        job, copy = parallel(GPT2, Layout(dp=2), microbatches=1)
         tokens, targets = batch(GPT2, 0, 5)
         part = (tokens.split([4, 1])[copy], targets.split([4, 1])[copy])
         wanted = loss(plain(GPT2)(tokens), targets)
@@ -326,26 +328,35 @@ def test_more_on_a_copy_weighs_more():
 
 def test_a_step_without_gradients_has_no_norm():
     def work():
-        job, _ = parallel(GPT2, Mesh(dp=2), zero=1)
+        job, _ = parallel(GPT2, Layout(dp=2), zero=1)
         return job.clip_grad_norm_(1.0).item()
 
     assert run(work, 2) == [0.0, 0.0]
 
 
+def refused(seq=None, **options):
+    mesh.check_cuts(GPT2, Layout(**options), seq)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Mesh(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
-        (lambda: Mesh(order=("dp", "tp")), r"order=\('dp', 'tp'\): allowed are dp, pp and tp"),
+        (lambda: Layout(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
+        (lambda: Layout(pp=2, order=("dp", "tp")), r"order=\('dp', 'tp'\): .* with pp among them"),
+        (lambda: Layout(order=("dp", "dp")), "order=.*: allowed are dp, pp, cp and tp, each once"),
+        (lambda: Layout(order="dp"), "order='dp': allowed are"),
         (lambda: EIGHT.check(4), "ranks=4: allowed is 8, the product of dp=2, pp=2 and tp=2"),
         (lambda: EIGHT.place(8), "rank=8: allowed are whole numbers, 0 to 7"),
         (lambda: EIGHT.leaving(3, lambda rank: {}), "node=3: allowed are divisors of 8 ranks"),
-        (lambda: mesh.check_cuts(GPT2, Mesh(tp=4), "1f1b"), "heads=2: allowed on 4 ranks are mul"),
-        (lambda: mesh.check_cuts(GPT2, Mesh(pp=3), "1f1b"), "pp=3: allowed are divisors of layers"),
-        (lambda: mesh.check_cuts(GPT2, EIGHT, "zb-h1"), "schedule='zb-h1': allowed are gpipe and"),
-        (lambda: mesh.check_cuts(GPT2, EIGHT, "1f1b", 4), "zero=4: allowed are 0, 1, 2 and 3"),
-        (lambda: mesh.check_cuts(GPT2, EIGHT, "1f1b", 2), "zero=2 with pp=2: allowed are 0 and 1"),
-        (lambda: mesh.check_cuts(GPT2, EIGHT, "1f1b", 0, 9), "seq=9: allowed with sequence paral"),
+        (lambda: refused(tp=4), "heads=2: allowed on 4 ranks are mul"),
+        (lambda: refused(pp=3), "pp=3: allowed are divisors of layers"),
+        (lambda: refused(pp=2, schedule="zb-h1"), "schedule='zb-h1': allowed in a mesh are gpipe"),
+        (lambda: refused(zero=4), "zero=4: allowed are 0, 1, 2 and 3"),
+        (lambda: refused(pp=2, zero=2), "zero=2 with pp=2: allowed are 0 and 1"),
+        (lambda: refused(tp=2, sequence_parallel=True, seq=9), "seq=9: allowed with sequence par"),
+        (lambda: refused(cp=2), "cp=2: allowed in a mesh is 1"),
+        (lambda: refused(pp=2, stages=(1, 1)), "stages=.*: allowed in a mesh is 'equal'"),
+        (lambda: refused(recompute="full"), "recompute='full': allowed in a mesh is 'none'"),
     ],
 )
 def test_what_no_mesh_can_train(make, words):
@@ -392,16 +403,16 @@ def test_a_budget_is_met_before_anything_starts(capsys):
         ("--layers 5000", "allowed here are 1,000 at most"),
         ("--hidden 65536", "allowed here are 100,000,000 at most"),
         (f"--steps {10**18}", "allowed here are 10,000,000 at most"),
-        ("--dp 3", "batch=8: allowed are multiples of dp=3, 3 or more"),
-        ("--dp 4 --microbatches 4", "batch=8: allowed are multiples of dp=4, 16 or more"),
+        ("--dp 3", "batch=8: allowed are multiples of dp=3 copies times 1 micro-batches"),
+        ("--dp 4 --microbatches 4", "batch=8: allowed are multiples of dp=4 copies times 4 micro"),
         ("--dp 64 --batch 64", "ranks=64: allowed on this machine are 1 to"),
         ("--pp 2 --zero 3", "zero=3 with pp=2: allowed are 0 and 1"),
         ("--budget much", "budget='much': allowed are bytes, such as 2e6"),
         ("--budget -1", "budget=-1: allowed are bytes, such as 2e6"),
         ("--node 3", "node=3: allowed are divisors of 1 ranks"),
-        ("--dp 1024 --node 8", "mesh has 1024 ranks: allowed with --node are 512 at most"),
+        ("--dp 1024 --node 8", "ranks=1024: allowed with --node are 512 at most"),
         ("--order tp,dp --node 1", "order='tp,dp': allowed are dp, pp and tp, each once, with"),
-        ("--schedule vee", "schedule='vee': allowed are gpipe and 1f1b"),
+        ("--schedule vee", "schedule='vee': allowed are 'naive', 'gpipe', '1f1b'"),
     ],
 )
 def test_options_that_are_refused(capsys, line, words):
@@ -411,9 +422,9 @@ def test_options_that_are_refused(capsys, line, words):
 
 @given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS)
 def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
-    found = Mesh(dp, pp, tp, order)
+    found = Layout(dp=dp, pp=pp, tp=tp, order=order)
     for axis in mesh.AXES:
-        rows = layout.packed(found.groups(axis))
+        rows = groups.packed(found.groups(axis))
         for row in rows:  # none passes over another
             assert all(a[-1] < b[0] for a, b in itertools.pairwise(row))
         assert sorted(sum(sum(rows, []), [])) == list(range(found.ranks))
@@ -422,15 +433,15 @@ def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
 def test_what_no_picture_can_show():
     with pytest.raises(ValueError, match="node=3: allowed are divisors of 8 ranks"):
         picture.draw(EIGHT, 3)
-    with pytest.raises(ValueError, match="mesh has 128 ranks: allowed in a picture are 64"):
-        picture.draw(Mesh(dp=128), 8)
+    with pytest.raises(ValueError, match="ranks=128: allowed in a picture are 64"):
+        picture.draw(Layout(dp=128), 8)
     assert "tensor: 4 × 2 ranks, none leaves its node: [0, 1]" in picture.alt(EIGHT, 4)
 
 
 def test_a_mesh_that_misses_a_rank():
     def work(how):
         if how == "too few":
-            mesh.join(Mesh(tp=2), dist.group.WORLD)
+            mesh.join(Layout(tp=2), dist.group.WORLD)
         elif how == "names":
             mesh.groups_of(init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
         else:
@@ -448,7 +459,7 @@ def test_a_mesh_that_misses_a_rank():
 
 def test_sequences_that_the_tensor_group_cannot_share():
     def work():
-        job, _ = parallel(GPT2, Mesh(tp=2), sequence=True, microbatches=1)
+        job, _ = parallel(GPT2, Layout(tp=2), sequence_parallel=True, microbatches=1)
         tokens, targets = batch(replace(GPT2, seq=7), 0, 2)
         job.step(tokens, targets)
 

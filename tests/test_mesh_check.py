@@ -7,11 +7,11 @@ import torch.distributed as dist
 from answers import each, judged
 
 from shardlab import mesh
-from shardlab.mesh import Mesh
+from shardlab.layout import Layout
 
 
 def groups(rank, d, p, t, order=mesh.AXES):
-    shape = Mesh(d, p, t, order)
+    shape = Layout(dp=d, pp=p, tp=t, order=order)
     return [next(g for g in shape.groups(axis) if rank in g) for axis in mesh.AXES]
 
 
@@ -30,15 +30,15 @@ def choice(config, ranks, node, limit, batch, worst=False, limited=True):
     found = {}
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for d, t in ((d, t) for d in sizes for t in sizes if ranks % (d * t) == 0):
-        shape = Mesh(d, ranks // (d * t), t)
+        shape = Layout(dp=d, pp=ranks // (d * t), tp=t, zero=1)
         try:
-            mesh.check_cuts(config, shape, "1f1b", 1)
+            mesh.check_cuts(config, shape)
         except ValueError:
             continue
-        held = [sum(mesh.predicted_states(config, shape, r, 1).values()) for r in range(ranks)]
+        held = [sum(mesh.predicted_states(config, shape, r).values()) for r in range(ranks)]
         if batch % d or (limited and max(held) > limit):
             continue
-        how = batch // d, config.seq, 1, 1
+        how = config.seq, batch // d
         sent = [mesh.predicted_sent(config, shape, r, *how) for r in range(ranks)]
         found[shape] = sum(map(sum, shape.leaving(node, sent.__getitem__).values()))
     return (max if worst else min)(found, key=found.get, default=None)
@@ -70,8 +70,8 @@ ANSWERS = [
     ("my_norm", lambda *a: norm(*a, whole_once=False), "counts t times"),
     ("my_mesh", choice, None),
     ("my_mesh", lambda *_: None, "there is one that fits"),
-    ("my_mesh", lambda *_: 8, "That is no Mesh of 8 ranks"),
-    ("my_mesh", lambda *_: Mesh(tp=8), "heads=4"),
+    ("my_mesh", lambda *_: 8, "That is no Layout of 8 ranks"),
+    ("my_mesh", lambda *_: Layout(tp=8, zero=1), "heads=4"),
     ("my_mesh", lambda *a: choice(*a, worst=True), "are enough"),
     ("my_mesh", lambda *a: choice(*a, limited=False), "A rank holds too much"),
 ]

@@ -22,11 +22,11 @@ from shardlab.cluster import slurm
 from shardlab.deepspeed_engine import start
 from shardlab.deepspeed_engine.core import COURSE_PLAN
 from shardlab.deepspeed_engine.pipe import layers
+from shardlab.layout import Layout
 from shardlab.machines import MACHINES
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS
 from shardlab.strategy.emit import ENGINES, FILES, deepspeed, emit
-from shardlab.layout import Layout
 
 HERE = Path(__file__).parent
 MEGATRON = json.loads((HERE / "strategy_emit_megatron.json").read_text())

@@ -56,12 +56,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import gelu
 
-from shardlab import count, mesh, pipeline, ranks, show, zero
+from shardlab import count, mesh, ranks, show, zero
 from shardlab import tensor_parallel as tp
 from shardlab.buckets import add_up
 from shardlab.check import check
 from shardlab.checkpoint import Checkpoints, Training
-from shardlab.mesh import Mesh, Parallel, PlacedDropout, picture
+from shardlab.layout import Layout, orders
+from shardlab.mesh import Parallel, PlacedDropout, picture
 from shardlab.mesh.command import add_command
 from shardlab.mesh.job import Job, alone, apart, batch_of, model_of, train
 from shardlab.model import GPT, loss
@@ -69,7 +70,7 @@ from shardlab.shapes import PRESETS, Config
 
 show.style()
 SMALL = Config(vocab=256, seq=16, layers=2, heads=4, hidden=32)
-EIGHT = Mesh(dp=2, pp=2, tp=2)
+EIGHT = Layout(dp=2, pp=2, tp=2, microbatches=2)
 GB = 1e9
 
 
@@ -87,11 +88,9 @@ def gap(a, b):
     return (a - b).abs().max().item()
 
 
-def parallel(shape, config=SMALL, zero=0, sequence=False, microbatches=2):
+def parallel(layout, config=SMALL):
     """The same GPT on every rank, cut along three axes."""
-    plan = pipeline.schedule("1f1b", shape.pp, microbatches)
-    groups = mesh.join(shape, dist.group.WORLD)
-    return Parallel(model_of(config), groups, plan, zero, sequence)
+    return Parallel(model_of(config), mesh.join(layout, dist.group.WORLD), layout)
 
 
 def shardlab(line):
@@ -112,13 +111,13 @@ LLAMA = PRESETS["llama-3-70b"]
 def beyond(shape, config, batch, seq, node=8):
     """Bytes that leave the busiest node in a step, for each of its GPUs, by axis."""
     step = partial(mesh.predicted_sent, config, batch=batch, seq=seq)
-    stages = [step(shape, shape.rank(dp=0, pp=i, tp=0)) for i in range(shape.pp)]
+    stages = [step(shape, shape.rank(pp=i)) for i in range(shape.pp)]
     found = shape.leaving(node, lambda rank: stages[shape.place(rank)["pp"]])
     return {axis: max(each) / node for axis, each in found.items()}
 
 
 rows, totals = [], {}
-for shape in mesh.orders(Mesh(dp=16, pp=4, tp=8)):
+for shape in orders(Layout(dp=16, pp=4, tp=8)):
     found = beyond(shape, LLAMA, batch=16, seq=8192)
     totals[shape.order] = sum(found.values())
     cells = [f"{found[axis] / GB:.1f}" for axis in ("tp", "pp", "dp")]
@@ -153,7 +152,7 @@ for axis, name in enumerate(("data", "pipeline", "tensor")):
 # Ranks of a group differ in one digit, and in no other. Put your own numbers into the cell's first line, and the picture follows; or into the form below it, which needs no Python of yours:
 
 # %%
-DEGREES, NODE = Mesh(dp=2, pp=2, tp=2), 4  # ranks in a node
+DEGREES, NODE = Layout(dp=2, pp=2, tp=2), 4  # ranks in a node
 show.figure(picture.draw(DEGREES, NODE), picture.alt(DEGREES, NODE), "mesh-groups")
 
 # %% [markdown]
@@ -275,7 +274,7 @@ print(f"8 ranks, each with a quarter of the weights: gradients off by {short(wor
 #
 # ## The module: the order in which the cuts meet
 #
-# `Parallel` takes a plain GPT, three groups and a schedule, and hands the model from one technique to the next.
+# `Parallel` takes a plain GPT, three groups and the layout, and hands the model from one technique to the next.
 # Each is the module of its own lesson. First matrices, then layers, then copies: a stage has to be cut by tensor parallelism before its parameters are known, and ZeRO deals out what is left.
 
 # %% tags=["hide-input"]
@@ -301,26 +300,27 @@ show.source(Parallel.step, Parallel._loss, Parallel._joined)
 
 # %%
 SHAPES = {
-    "2 × 2 × 2, ZeRO-1, sequence": Job(
-        SMALL, EIGHT, zero=1, sequence=True, microbatches=2, batch=8
+    "2 × 2 × 2, ZeRO-1, sequence": replace(
+        EIGHT, zero=1, sequence_parallel=True, micro_batch=2
     ),
-    "2 × 1 × 2, ZeRO-3": Job(SMALL, Mesh(dp=2, tp=2), zero=3, batch=8),
-    "1 × 2 × 2, GPipe": Job(
-        SMALL, Mesh(pp=2, tp=2), microbatches=4, schedule="gpipe", batch=8
+    "2 × 1 × 2, ZeRO-3": Layout(dp=2, tp=2, zero=3, micro_batch=4),
+    "1 × 2 × 2, GPipe": Layout(
+        pp=2, tp=2, schedule="gpipe", micro_batch=2, microbatches=4
     ),
 }
-results = {name: ranks.run(train, job.mesh.ranks, job) for name, job in SHAPES.items()}
+JOBS = {name: Job(SMALL, layout) for name, layout in SHAPES.items()}
+results = {name: ranks.run(train, job.layout.ranks, job) for name, job in JOBS.items()}
 
 # %% tags=["hide-input"]
 # Table: losses, gradients and weights beside one process's
-want = ranks.run(alone, 1, SHAPES["1 × 2 × 2, GPipe"])[0]
+want = ranks.run(alone, 1, JOBS["1 × 2 × 2, GPipe"])[0]
 rows = []
 for name, found in results.items():
     gaps = apart(found[0], want)
     # Float32: losses of 5.5 in units of 5e-7; another order of sums; AdamW divides by gradients,
     # which makes 1e-7 of a gradient near 0 up to 1e-5 of a weight.
     assert gaps["losses"] < 5e-6 and gaps["gradients"] < 1e-5 and gaps["weights"] < 1e-4
-    rows.append([name, SHAPES[name].mesh.ranks, *map(short, gaps.values())])
+    rows.append([name, SHAPES[name].ranks, *map(short, gaps.values())])
 head = ["data × pipeline × tensor", "ranks", "losses", "last gradients", "weights"]
 show.table(rows, head)
 
@@ -346,7 +346,7 @@ show.source(Parallel.clip_grad_norm_, Parallel._counts)
 # %% tags=["hide-input"]
 # Table: the norm, and three that are wrong
 def norms():
-    job = parallel(Mesh(pp=2, tp=2), sequence=True)
+    job = parallel(Layout(pp=2, tp=2, microbatches=2, sequence_parallel=True))
     with torch.no_grad():  # such that norms have gradients that one sees
         for name, parameter in job.named_parameters():
             if "norm" in name:
@@ -356,7 +356,7 @@ def norms():
         for name, parameter in reference.named_parameters():
             if "norm" in name:
                 parameter.mul_(0.1)
-    tokens, targets = batch_of(Job(SMALL, batch=4), 0)
+    tokens, targets = batch_of(SMALL, 4, 0)
     loss(reference(tokens), targets).backward()
     job.step(tokens, targets)
     local = nn.utils.get_total_norm([p.grad for p in job.parameters()])
@@ -391,14 +391,14 @@ show.table(rows, ["who adds up what", "norm"])
 # %%
 def faulty(fault, sizes=(3, 1)):
     """A step with a fault in it: how far each gradient is off, as a share of its norm."""
-    job = parallel(EIGHT, zero=1, sequence=True, microbatches=1)
+    job = parallel(replace(EIGHT, zero=1, sequence_parallel=True, microbatches=1))
     if fault == "the twins do not meet":
         job.pipeline.twin = None
     elif fault == "norms are not summed":
         job.partly = set()
     elif fault == "copies weigh the same":
         job.pipeline.passes.loss = lambda x, y: tp.loss(x, y, job.groups.tp)
-    tokens, targets = batch_of(Job(SMALL, batch=4), 0)
+    tokens, targets = batch_of(SMALL, 4, 0)
     copy = dist.get_rank(job.groups.dp)
     job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
     reference = model_of(SMALL)
@@ -439,7 +439,7 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 
 # %%
 def masks(seeded):
-    groups = mesh.join(Mesh(dp=2, tp=2), dist.group.WORLD)
+    groups = mesh.join(Layout(dp=2, tp=2), dist.group.WORLD)
     copy = dist.get_rank(groups.dp)
     torch.manual_seed({"one seed": 0, "by rank": dist.get_rank(), "by copy": copy}[seeded])
     return nn.functional.dropout(torch.ones(1000), 0.5) > 0
@@ -465,10 +465,11 @@ show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
 # Shows PlacedDropout, and holds a job with dropout against one process
 def dropped():
     config, sizes, microbatches = replace(SMALL, dropout=0.2), (3, 2), 2
-    job, reference = parallel(EIGHT, config, zero=1, sequence=True), model_of(config)
+    layout = replace(EIGHT, zero=1, sequence_parallel=True)
+    job, reference = parallel(layout, config), model_of(config)
     drops = PlacedDropout(dict(reference.blocks.named_children()))
     copy, off = dist.get_rank(job.groups.dp), 0.0
-    tokens, targets = batch_of(Job(config, batch=5), 0)
+    tokens, targets = batch_of(config, 5, 0)
     value = job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
     drops.begin(0)
     for x, y in zip(tokens.split(sizes), targets.split(sizes)):
@@ -519,12 +520,10 @@ show.table(rows, head)
 
 # %% tags=["hide-input"]
 # Table: what leaves the two nodes under each order, predicted and counted
-of = SHAPES["2 × 2 × 2, ZeRO-1, sequence"]
 counted = {tuple(r["place"].items()): r["sent"] for r in results["2 × 2 × 2, ZeRO-1, sequence"]}
 rows, least = [], {}
-for shape in mesh.orders(EIGHT):
-    job = replace(of, mesh=shape)
-    predicted = shape.leaving(4, job.sent)
+for shape in orders(SHAPES["2 × 2 × 2, ZeRO-1, sequence"]):
+    predicted = shape.leaving(4, Job(SMALL, shape).sent)
     by_place = {frozenset(place): sent for place, sent in counted.items()}
     real = shape.leaving(4, lambda rank: by_place[frozenset(shape.place(rank).items())])
     total = sum(map(sum, real.values()))
@@ -563,7 +562,7 @@ def torch_job(config):
 
 
 # %% [markdown]
-# Ours is one line, `Parallel(…, zero=3)` with $p = 1$. Five steps of both, from the same weights:
+# Ours is one line, `Parallel` of `Layout(dp=2, tp=2, zero=3)`. Five steps of both, from the same weights:
 
 # %% tags=["hide-input"]
 # Trains both, compares weights, and tries torch's clipping
@@ -571,12 +570,11 @@ UNTIED = replace(SMALL, tied=False)
 
 
 def side_by_side():
-    job = Job(UNTIED, batch=8)
-    ours = parallel(Mesh(dp=2, tp=2), UNTIED, zero=3, microbatches=1)
+    ours = parallel(Layout(dp=2, tp=2, zero=3), UNTIED)
     theirs, copy = torch_job(UNTIED)
     optimizers = adamw(ours), adamw(theirs)
     for step in range(5):
-        tokens, targets = (x.chunk(2)[copy] for x in batch_of(job, step))
+        tokens, targets = (x.chunk(2)[copy] for x in batch_of(UNTIED, 8, step))
         ours.step(tokens, targets)
         with loss_parallel():
             loss(theirs(tokens), targets).backward()
@@ -626,7 +624,7 @@ def hybrid():
         fully_shard(part, mesh=axes)
     optimizers = adamw(ours), adamw(theirs)
     for step in range(3):
-        tokens, targets = (x.chunk(4)[dist.get_rank()] for x in batch_of(Job(UNTIED), step))
+        tokens, targets = (x.chunk(4)[dist.get_rank()] for x in batch_of(UNTIED, 8, step))
         with count.sent() as sent:
             loss(ours(tokens), targets).backward()
             add_up([p.grad for p in ours.parameters() if p.grad is not None], copies, scale=1 / 2)
@@ -694,7 +692,7 @@ for hidden, seq in ((32, 32), (512, 128)):
     times = []
     config = Config(seq=seq, layers=2, heads=4, hidden=hidden)
     for t in (1, 2, 4):
-        found = ranks.run(train, t, Job(config, Mesh(tp=t), batch=4, steps=5))
+        found = ranks.run(train, t, Job(config, Layout(tp=t, micro_batch=4)))
         times.append(max(one["seconds"] for one in found))
     slower[hidden] = times[2] / times[0]
     sent = found[0]["sent"]["tp"]
@@ -715,9 +713,9 @@ show.table(rows, head)
 # A checkpoint knows nothing of the mesh that saved it. Each rank writes its part of a matrix under the plain model's name, with its place in the whole; pieces of ZeRO's are gathered over the copies first. [Checkpoints](checkpoint.md) does the rest.
 
 # %%
-def go_on(folder, shape, steps, zero=0, sequence=False):
+def go_on(folder, layout, steps):
     """Load what is there, train, save the first time; weights at the beginning and the end."""
-    job = parallel(shape, UNTIED, zero, sequence, microbatches=2 if shape.dp < 4 else 1)
+    job = parallel(layout, UNTIED)
     training, copy = Training(job, adamw(job)), dist.get_rank(job.groups.dp)
     with Checkpoints(folder, dist.group.WORLD) as store:
         saved = store.steps()
@@ -725,8 +723,8 @@ def go_on(folder, shape, steps, zero=0, sequence=False):
             store.load(training)
         begin = job.full_state_dict()
         for _ in range(steps):
-            tokens, targets = batch_of(Job(UNTIED, batch=8), training.step)
-            job.step(tokens.chunk(shape.dp)[copy], targets.chunk(shape.dp)[copy])
+            tokens, targets = batch_of(UNTIED, 8, training.step)
+            job.step(tokens.chunk(layout.dp)[copy], targets.chunk(layout.dp)[copy])
             training.optimizer.step()
             training.optimizer.zero_grad()
             training.step += 1
@@ -743,14 +741,15 @@ def bits(a, b):
 
 rows = []
 with tempfile.TemporaryDirectory() as folder:
-    _, saved = ranks.run(go_on, 8, folder, EIGHT, 2, 1, True)[0]
-    _, straight = ranks.run(go_on, 8, folder, EIGHT, 2, 1, True)[0]
-    for name, shape, zero_, sequence in (
-        ("2 × 1 × 2", Mesh(dp=2, tp=2), 1, True),
-        ("4 × 1 × 2", Mesh(dp=4, tp=2), 1, False),
-        ("1", Mesh(), 0, False),
+    first = replace(EIGHT, zero=1, sequence_parallel=True)
+    _, saved = ranks.run(go_on, 8, folder, first, 2)[0]
+    _, straight = ranks.run(go_on, 8, folder, first, 2)[0]
+    for name, layout in (
+        ("2 × 1 × 2", replace(first, pp=1)),
+        ("4 × 1 × 2", Layout(dp=4, tp=2, zero=1)),
+        ("1", Layout(microbatches=2)),
     ):
-        begin, end = ranks.run(go_on, shape.ranks, folder, shape, 2, zero_, sequence)[0]
+        begin, end = ranks.run(go_on, layout.ranks, folder, layout, 2)[0]
         assert bits(begin, saved)
         off = max(gap(end[name], straight[name]) for name in straight)
         assert off < 1e-4  # float32, after AdamW
@@ -777,9 +776,9 @@ def said(make):
 
 
 said(lambda: EIGHT.check(6))
-said(lambda: Job(replace(SMALL, heads=2), Mesh(tp=4)))
-said(lambda: Job(SMALL, EIGHT, zero=3))
-said(lambda: Job(SMALL, Mesh(pp=3)))
+said(lambda: Job(replace(SMALL, heads=2), Layout(tp=4)))
+said(lambda: Job(SMALL, replace(EIGHT, zero=3)))
+said(lambda: Job(SMALL, Layout(pp=3)))
 
 
 # %%
@@ -931,8 +930,8 @@ check(my_norm)
 # :label: ex-mesh-choice
 # ```
 #
-# Return a `Mesh` of `ranks` ranks for `config`, with ZeRO-1 between copies, such that every rank holds at most `limit` bytes of model states and that as few bytes as possible leave the nodes of `node` ranks in a step of `batch` sequences in all; `None` if none fits. Allowed are $t$ and $p$ that divide the model (`mesh.check_cuts(config, shape, "1f1b", 1)` raises ValueError for others) and $d$ that divide `batch`.
-# At hand are `mesh.predicted_states(config, shape, rank, 1)`, `mesh.predicted_sent(config, shape, rank, batch // d, config.seq, 1, 1)` and `shape.leaving(node, sent)`, where `sent` is a function of the rank.
+# Return a `Layout` of `ranks` ranks for `config`, with `zero=1`, such that every rank holds at most `limit` bytes of model states and that as few bytes as possible leave the nodes of `node` ranks in a step of `batch` sequences in all; `None` if none fits. Allowed are $t$ and $p$ that divide the model (`mesh.check_cuts(config, layout)` raises ValueError for others) and $d$ that divide `batch`.
+# At hand are `mesh.predicted_states(config, layout, rank)`, `mesh.predicted_sent(config, layout, rank, config.seq, batch // d)` and `layout.leaving(node, sent)`, where `sent` is a function of the rank.
 
 # %%
 def my_mesh(config, ranks, node, limit, batch):
@@ -958,18 +957,18 @@ def my_mesh(config, ranks, node, limit, batch):
     best, least = None, float("inf")
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for d, t in ((d, t) for d in sizes for t in sizes if ranks % (d * t) == 0):
-        shape = Mesh(d, ranks // (d * t), t)
+        layout = Layout(dp=d, pp=ranks // (d * t), tp=t, zero=1)
         try:
-            mesh.check_cuts(config, shape, "1f1b", 1)
+            mesh.check_cuts(config, layout)
         except ValueError:
             continue
-        held = (mesh.predicted_states(config, shape, r, 1) for r in range(ranks))
+        held = (mesh.predicted_states(config, layout, r) for r in range(ranks))
         if batch % d or max(sum(one.values()) for one in held) > limit:
             continue
-        how = batch // d, config.seq, 1, 1
-        out = shape.leaving(node, lambda r: mesh.predicted_sent(config, shape, r, *how))
+        how = config.seq, batch // d
+        out = layout.leaving(node, lambda r: mesh.predicted_sent(config, layout, r, *how))
         if (total := sum(map(sum, out.values()))) < least:
-            best, least = shape, total
+            best, least = layout, total
     return best
 
 

@@ -148,7 +148,7 @@ RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E
 
 def _panels(found):
     """A panel for each axis, as `shardlab.mesh.picture` draws them: SVG's shapes, in its units."""
-    from shardlab.mesh.layout import packed
+    from shardlab.mesh.groups import packed
 
     node, size, step, shapes = found["node"], 24, 28, []
 

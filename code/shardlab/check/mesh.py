@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import mesh, pipeline
-from shardlab.mesh import Mesh
+from shardlab import mesh
+from shardlab.layout import Layout
 from shardlab.mesh.command import add_command, job_of
 from shardlab.mesh.job import Job, batch_of, model_of
 from shardlab.shapes import Config
@@ -23,7 +24,7 @@ from . import Wrong, called, exercise, run_answer, same
 @exercise("my_groups")
 def _(answer: Callable[..., Any]) -> str:
     for d, p, t in ((2, 2, 2), (1, 3, 2), (4, 1, 2), (2, 3, 4)):
-        shape = Mesh(d, p, t)
+        shape = Layout(dp=d, pp=p, tp=t)
         for rank in range(shape.ranks):
             right = [next(g for g in shape.groups(axis) if rank in g) for axis in mesh.AXES]
             got = called(answer, rank, d, p, t)
@@ -39,15 +40,15 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right for every rank of four meshes."
 
 
-def _about(axis: str, got: list[int], want: list[int], rank: int, shape: Mesh) -> str:
-    name = mesh.layout.WORDS[axis]
+def _about(axis: str, got: list[int], want: list[int], rank: int, shape: Layout) -> str:
+    name = mesh.groups.WORDS[axis]
     if sorted(got) == want:
         return f"the {name} group's ranks are right; they should ascend."
     if rank not in got:
         return f"the {name} group {got} does not hold the rank itself."
     if len(got) != len(want):
         return f"the {name} group has {len(got)} ranks; there are {axis[0]}={len(want)}."
-    flat = Mesh(shape.dp, shape.pp, shape.tp, ("tp", "pp", "dp"))
+    flat = replace(shape, order=("tp", "pp", "dp"))
     if got in flat.groups(axis):
         return f"the {name} group {got} would be right with tensor outermost; it is innermost."
     return f"{got} is not the {name} group: which digit of the rank's number changes in it?"
@@ -64,11 +65,11 @@ def _job(knobs: list[str]) -> Job:
 
 
 def _fullest(job: Job) -> int:
-    return max(sum(job.states(rank).values()) for rank in range(job.mesh.ranks))
+    return max(sum(job.states(rank).values()) for rank in range(job.layout.ranks))
 
 
 def _sends(job: Job) -> float:
-    return max(sum(job.sent(rank).values()) for rank in range(job.mesh.ranks))
+    return max(sum(job.sent(rank).values()) for rank in range(job.layout.ranks))
 
 
 @exercise("mesh_budget")
@@ -83,15 +84,15 @@ def _(answer: Any) -> str:
         raise Wrong(f"The command does not know {answer!r}.") from None
     if (job.config.layers, job.config.hidden, job.config.heads) != (2, 64, 4):
         raise Wrong("Leave the model as it is: 2 layers of 64 with 4 heads.")
-    if job.mesh.ranks > _MOST:
-        raise Wrong(f"That takes {job.mesh.ranks} ranks; there are {_MOST}.")
+    if job.layout.ranks > _MOST:
+        raise Wrong(f"That takes {job.layout.ranks} ranks; there are {_MOST}.")
     held = _fullest(job)
     if held > _LIMIT:
         words = f"The fullest rank would hold {held:,} of {_LIMIT:,} B."
-        if job.zero < 3 and job.mesh.dp > 1:
-            words += f" In ZeRO's stage {job.zero} copies hold something whole."
-        elif job.mesh.ranks < _MOST:
-            words += f" There are {_MOST - job.mesh.ranks} ranks left."
+        if job.layout.zero < 3 and job.layout.dp > 1:
+            words += f" In ZeRO's stage {job.layout.zero} copies hold something whole."
+        elif job.layout.ranks < _MOST:
+            words += f" There are {_MOST - job.layout.ranks} ranks left."
         raise Wrong(words)
     sent, least = _sends(job), min(_sends(other) for other in _fitting())
     words = f"It fits: {held:,} B on the fullest rank, which sends {sent:,.0f} B in a step."
@@ -107,7 +108,7 @@ def _fitting() -> list[Job]:
             job = _job(knobs)
         except ValueError:
             continue
-        if job.mesh.ranks <= _MOST and _fullest(job) <= _LIMIT:
+        if job.layout.ranks <= _MOST and _fullest(job) <= _LIMIT:
             found.append(job)
     return found
 
@@ -117,14 +118,15 @@ _TIED = Config(seq=8, layers=2, heads=2, hidden=16)
 
 def _norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
     """On a rank: the answer, the right norm, and what common mistakes find."""
-    groups = mesh.join(Mesh(1, p, t), dist.group.WORLD)
+    layout = Layout(pp=p, tp=t)
+    groups = mesh.join(layout, dist.group.WORLD)
     model = model_of(_TIED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.mul_(0.1)  # their gradients grow, so that a mistake shows
-    job = mesh.Parallel(model, groups, pipeline.schedule("1f1b", p, 1))
-    job.step(*batch_of(Job(_TIED, batch=2), 0))
+    job = mesh.Parallel(model, groups, layout)
+    job.step(*batch_of(_TIED, 2, 0))
     gradients = {name: x.grad for name, x in job.named_parameters()}
     cut = {name for name, dimension in job.cuts.items() if dimension is not None}
     right = job.clip_grad_norm_(1e9)
@@ -172,14 +174,14 @@ _MB = 10**6
 _CASES = ((8, 4, 100 * _MB, 8), (8, 2, 1.2 * _MB, 8), (16, 4, 0.8 * _MB, 32), (8, 4, 1000, 8))
 
 
-def _beyond(config: Config, shape: Mesh, node: int, batch: int) -> float:
-    how = batch // shape.dp, config.seq, 1, 1
+def _beyond(config: Config, shape: Layout, node: int, batch: int) -> float:
+    how = config.seq, batch // shape.dp
     sent = [mesh.predicted_sent(config, shape, rank, *how) for rank in range(shape.ranks)]
     return sum(map(sum, shape.leaving(node, sent.__getitem__).values()))
 
 
-def _fits(config: Config, shape: Mesh, limit: float, batch: int) -> bool:
-    held = (mesh.predicted_states(config, shape, rank, 1) for rank in range(shape.ranks))
+def _fits(config: Config, shape: Layout, limit: float, batch: int) -> bool:
+    held = (mesh.predicted_states(config, shape, rank) for rank in range(shape.ranks))
     return batch % shape.dp == 0 and max(sum(one.values()) for one in held) <= limit
 
 
@@ -188,9 +190,9 @@ def _least(config: Config, size: int, node: int, limit: float, batch: int) -> fl
     for d, p in product(range(1, size + 1), repeat=2):
         if size % (d * p):
             continue
-        shape = Mesh(d, p, size // (d * p))
+        shape = Layout(dp=d, pp=p, tp=size // (d * p), zero=1)
         try:
-            mesh.check_cuts(config, shape, "1f1b", 1)
+            mesh.check_cuts(config, shape)
         except ValueError:
             continue
         if _fits(config, shape, limit, batch):
@@ -209,10 +211,10 @@ def _(answer: Callable[..., Any]) -> str:
         if got is None:
             raise Wrong(f"{words}returned None; there is one that fits.")
         words += f"returned {got!r}."
-        if not isinstance(got, Mesh) or got.ranks != size:
-            raise Wrong(f"{words} That is no Mesh of {size} ranks.")
+        if not isinstance(got, Layout) or got.ranks != size or got.zero != 1:
+            raise Wrong(f"{words} That is no Layout of {size} ranks with zero=1.")
         try:
-            mesh.check_cuts(_GPT, got, "1f1b", 1)
+            mesh.check_cuts(_GPT, got)
         except ValueError as error:
             raise Wrong(f"{words} {error}") from None
         if least is None or not _fits(_GPT, got, limit, batch):

@@ -2,16 +2,18 @@
 
 - `Layout`: how many copies and cuts, and what each rank does, in one value (core);
 - `stages`: which layers stand on which stage of a pipeline (stages);
-- `ledger`: every parameter of a model once, and how each axis may cut it (ledger).
+- `ledger`: every parameter of a model once, and how each axis may cut it (entries).
 
 The standard library alone. What is held, sent and saved is read from these.
 """
 
-from .core import Layout, computed_again
-from .ledger import KINDS, Entry, ledger
+from .core import AXES, Layout, computed_again, orders
+from .entries import KINDS, Entry, ledger
 from .stages import SCHEDULES, STAGE_RULES, Stage, stages
 
 __all__ = [
+    "AXES",
+    "orders",
     "KINDS",
     "SCHEDULES",
     "STAGE_RULES",

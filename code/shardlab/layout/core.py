@@ -1,17 +1,36 @@
-"""A layout: how many copies, how many cuts, and what each rank then holds.
+"""A layout: how many copies, how many cuts, what each rank then does, and who is with whom.
 
 Said once, checked once, and read by whatever asks who holds what: memory, mesh, planner, engines.
+
+N = d · p · c · t ranks stand in a box with four axes: d copies of the model ("dp"), p stages of
+each copy ("pp"), c ranks that share each sequence ("cp"), t ranks that share each matrix ("tp"). A
+rank's number is its place in the box, read like a number with four digits; `order` says which digit
+counts most. The last one changes from each rank to the next, so its groups are neighbours: in one
+node, as long as it holds them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import permutations, product
 
-from shardlab.arguments import check_flag, check_one_of, check_whole, listed
+from shardlab.arguments import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_kind,
+    check_one_of,
+    check_whole,
+    listed,
+    told,
+)
 from shardlab.shapes import Config
 
 from .stages import Stage, check_rule, check_schedule, stages
 
+AXES = "dp", "pp", "cp", "tp"
 OFFLOADS = "none", "optimizer", "parameters"
 OPERATORS = "attention", "norms", "ffn"  # that can be computed again, one by one
 _DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
@@ -36,9 +55,13 @@ class Layout:
     replicas: int = 1  # groups of dp / replicas copies that ZeRO shards over; groups repeat (HSDP)
     offload: str = "none"  # to the host's memory: or "optimizer", "parameters" (ZeRO-3)
     stages: str | tuple[int, ...] = "equal"  # one of STAGE_RULES, or the layers of each stage
+    # Axes from the outermost in; those of one rank may be left out.
+    order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        check_whole(1, **{name: getattr(self, name) for name in _DEGREES})
+        check_count(**{name: getattr(self, name) for name in _DEGREES})
+        check_count(ranks=self.ranks)
+        self._check_order()
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r}: allowed are 0, 1, 2 and 3")
         check_one_of(OFFLOADS, offload=self.offload)
@@ -47,6 +70,15 @@ class Layout:
         self._check_copies()
         check_schedule(self.pp, self.schedule, self.chunks)
         check_rule(self.pp, self.stages)
+
+    def _check_order(self) -> None:
+        order = self.order if isinstance(self.order, tuple | list) else ()
+        wide = [axis for axis in AXES if getattr(self, axis) > 1]
+        once = len(set(map(str, order))) == len(order)
+        if order != self.order or not once or not {*wide} <= {*order} <= {*AXES}:
+            needs = f", with {', '.join(wide)} among them" if wide else ""
+            allowed = f"dp, pp, cp and tp, each once at most{needs}"
+            raise ValueError(f"order={told(self.order)}: allowed are {allowed}")
 
     def _check_copies(self) -> None:
         if self.dp % self.replicas:
@@ -78,6 +110,86 @@ class Layout:
         """What stands on each stage, first to last; errors as those of `stages`."""
         return stages(config, self.pp, self.stages, self.schedule, self.chunks)
 
+    # Who is with whom.
+
+    def check(self, ranks: int) -> None:
+        """Raise ValueError unless there are as many ranks as the degrees multiply to."""
+        if ranks != self.ranks:
+            context = f", cp={self.cp}" if self.cp > 1 else ""
+            degrees = f"dp={self.dp}, pp={self.pp}{context} and tp={self.tp}"
+            allowed = f"{self.ranks}, the product of {degrees}"
+            raise ValueError(f"ranks={told(ranks)}: allowed is {allowed}")
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along each axis: its number's digits."""
+        check_whole(0, self.ranks - 1, rank=rank)
+        found = dict.fromkeys(AXES, 0)
+        for axis in reversed(self.order):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def rank(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Who stands there."""
+        place = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
+        for axis, digit in place.items():
+            check_whole(0, getattr(self, axis) - 1, **{axis: digit})
+        return self._number(place)
+
+    def _number(self, place: Mapping[str, int]) -> int:
+        number = 0
+        for axis in self.order:
+            number = number * getattr(self, axis) + place[axis]
+        return number
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The groups of an axis: ranks whose places differ along it, and along no other."""
+        check_one_of(AXES, axis=axis)
+        others = [other for other in self.order if other != axis]
+        found = []
+        for rest in product(*(range(getattr(self, other)) for other in others)):
+            place = dict(zip(others, rest, strict=True))
+            found.append([self._number(place | {axis: i}) for i in range(getattr(self, axis))])
+        return found
+
+    def edges(self, axis: str) -> Iterator[tuple[int, int]]:
+        """Who sends to whom, as (from, to): rings of the groups "dp", "cp" and "tp"; both ways
+        between neighbouring stages in "pp"; "twin": between the ends of a pipeline, for tied
+        embeddings.
+        """
+        for group in self.groups("pp" if axis == "twin" else axis):
+            if axis == "pp":
+                for stage, later in zip(group[:-1], group[1:], strict=True):
+                    yield from ((stage, later), (later, stage))
+            elif axis == "twin" and len(group) > 1:
+                yield from ((group[0], group[-1]), (group[-1], group[0]))
+            elif axis in ("dp", "cp", "tp") and len(group) > 1:
+                yield from zip(group, [*group[1:], group[0]], strict=True)
+
+    def leaving(
+        self, node: int, sent: Callable[[int], Mapping[str, float]]
+    ) -> dict[str, list[float]]:
+        """Bytes that leave each node of `node` ranks, by axis: a list with one entry for each node.
+
+        sent(rank): bytes that it sends along each axis and to its "twin"; none where it is missing.
+        What a rank sends along an axis goes to its neighbours there, as rings and pipelines send
+        it, in equal parts. Raises ValueError for nodes that the ranks do not fill.
+        """
+        check_whole(node=node)
+        check_callable(sent=sent)
+        if self.ranks % node:
+            raise ValueError(f"node={node}: allowed are divisors of {self.ranks} ranks")
+        found = {}
+        for axis in (*AXES, "twin"):
+            edges = list(self.edges(axis))
+            ways = Counter(source for source, _ in edges)
+            found[axis] = [0.0] * (self.ranks // node)
+            for source, target in edges:
+                if source // node != target // node:
+                    found[axis][source // node] += sent(source).get(axis, 0) / ways[source]
+        return found
+
+    # In words.
+
     def __str__(self) -> str:
         degrees = ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep)
         cuts = [f"{n} {size}" for n, size in degrees if size > 1]
@@ -96,6 +208,13 @@ class Layout:
         if self.pp > 1 and not isinstance(self.stages, str):
             words.append(f"layers {_runs(self.stages)}")
         return ", ".join(words)
+
+
+def orders(layout: Layout) -> list[Layout]:
+    """The same layout in every order that makes a difference: axes of one rank make none."""
+    check_kind(Layout, layout=layout)
+    wide = [axis for axis in AXES if getattr(layout, axis) > 1]
+    return [replace(layout, order=order) for order in permutations(wide)]
 
 
 def _runs(layers: tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ from math import prod
 
 from shardlab.arguments import check_count, check_kind, check_whole, given
 from shardlab.layout import KINDS, Stage, stages
-from shardlab.layout.ledger import (
+from shardlab.layout.entries import (
     check_expert_degree,
     check_tensor_degree,
     held,

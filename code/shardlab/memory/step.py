@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardlab.arguments import check_count, check_flag
 from shardlab.layout import Stage
-from shardlab.layout.ledger import of_kind, of_layer, outside
+from shardlab.layout.entries import of_kind, of_layer, outside
 from shardlab.shapes import Config
 
 from .activations import Activations, activations

@@ -1,23 +1,20 @@
 """Several cuts at once: data, tensor and pipeline parallelism on one mesh of ranks.
 
-- `layout`: which ranks form which group, and what leaves a node under which order: `Mesh`;
-- `core`: the plain GPT along three groups at once, `Parallel`: what the lesson teaches;
+- `core`: a layout's groups; the plain GPT along three of them at once, `Parallel`: what the
+  lesson teaches;
 - `dropout`: numbers that do not depend on the mesh;
 - `states`: whole weights and gradients, and the tensors of a checkpoint;
 - `predict`: what a mesh cannot train, what a rank holds and sends;
-- `picture`: the groups of any mesh, drawn;
+- `groups`, `picture`: the groups of any layout, in words and drawn;
 - `command`, `job`: `python -m shardlab mesh`.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021 (arXiv 2104.04473).
 """
 
-from .layout import AXES, Mesh, orders
-
 __all__ = [
     "AXES",
     "Groups",
-    "Mesh",
     "Parallel",
     "PlacedDropout",
     "check_cuts",
@@ -26,7 +23,6 @@ __all__ = [
     "held",
     "join",
     "local",
-    "orders",
     "predicted_sent",
     "predicted_states",
     "whole",
@@ -35,6 +31,7 @@ __all__ = [
 # What needs torch is loaded when it is first asked for: who only looks at groups does not wait for
 # it. Names are whole, so that a recording's key finds the files.
 _LATER = {
+    "AXES": "shardlab.mesh.core",
     "Groups": "shardlab.mesh.core",
     "Parallel": "shardlab.mesh.core",
     "PlacedDropout": "shardlab.mesh.dropout",

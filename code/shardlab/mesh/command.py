@@ -24,13 +24,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardlab import options
+from shardlab.layout import Layout
 from shardlab.shapes import Config
 
-from .layout import AXES, Mesh, said
+from .groups import said
 
 if TYPE_CHECKING:
     from .job import Job
 
+AXES = "dp", "pp", "tp"
 MOST = 512  # ranks whose groups are printed
 KNOBS = {  # option: its default, and what it is
     "dp": (1, "copies of the model"),
@@ -81,7 +83,7 @@ def _main(chosen: argparse.Namespace) -> int:
         budget = options.number("budget", budget, "bytes, such as 2e6")
         if not budget > 0:
             raise ValueError(f"budget={chosen.budget}: allowed are bytes, such as 2e6")
-        most = max(sum(job.states(rank).values()) for rank in range(job.mesh.ranks))
+        most = max(sum(job.states(rank).values()) for rank in range(job.layout.ranks))
         if most > budget:
             if chosen.json:
                 print(json.dumps({"fits": False, "needs": most, "budget": budget}))
@@ -97,11 +99,11 @@ def _main(chosen: argparse.Namespace) -> int:
 
 def _groups(chosen: argparse.Namespace) -> str:
     """Who is with whom, and what that means for nodes."""
-    mesh, node = _mesh(chosen), options.whole("node", chosen.node)
+    mesh, node = Layout(**_degrees(chosen)), options.whole("node", chosen.node)
     if mesh.ranks % node:
         raise ValueError(f"node={node}: allowed are divisors of {mesh.ranks} ranks")
     if mesh.ranks > MOST:
-        raise ValueError(f"mesh has {mesh.ranks} ranks: allowed with --node are {MOST} at most")
+        raise ValueError(f"ranks={mesh.ranks}: allowed with --node are {MOST} at most")
     axes = [axis for axis in reversed(mesh.order) if getattr(mesh, axis) > 1]
     if chosen.json:
         groups = {axis: mesh.groups(axis) for axis in axes}
@@ -114,7 +116,8 @@ def _groups(chosen: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _mesh(chosen: argparse.Namespace) -> Mesh:
+def _degrees(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Of the layout: degrees, and their order."""
     given = chosen.order
     order = AXES if given is None else tuple(given.split(","))
     if sorted(order) != sorted(AXES):
@@ -123,7 +126,7 @@ def _mesh(chosen: argparse.Namespace) -> Mesh:
         axis: 1 if getattr(chosen, axis) is None else _whole(axis, getattr(chosen, axis))
         for axis in AXES
     }
-    return Mesh(**degrees, order=order)
+    return {**degrees, "order": order}
 
 
 def job_of(chosen: argparse.Namespace) -> Job:
@@ -134,19 +137,21 @@ def job_of(chosen: argparse.Namespace) -> Job:
         name: default if getattr(chosen, name) is None else _whole(name, getattr(chosen, name))
         for name, (default, _) in KNOBS.items()
     }
-    mesh = _mesh(chosen)
     names = "seq", "layers", "heads", "hidden"
     config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
-    return Job(
-        config,
-        mesh,
-        given["zero"],
-        chosen.sequence_parallel,
-        given["microbatches"] or mesh.pp,
-        "1f1b" if chosen.schedule is None else chosen.schedule,
-        given["batch"],
-        given["steps"],
+    m, batch = given["microbatches"] or given["pp"], given["batch"]
+    if batch % (given["dp"] * m):
+        allowed = f"multiples of dp={given['dp']} copies times {m} micro-batches"
+        raise ValueError(f"batch={batch}: allowed are {allowed}")
+    layout = Layout(
+        **_degrees(chosen),
+        zero=given["zero"],
+        sequence_parallel=chosen.sequence_parallel,
+        schedule="1f1b" if chosen.schedule is None else chosen.schedule,
+        micro_batch=batch // (given["dp"] * m),
+        microbatches=m,
     )
+    return Job(config, layout, given["steps"])
 
 
 def _whole(name: str, given: str) -> int:
@@ -157,10 +162,10 @@ def _whole(name: str, given: str) -> int:
 
 def told(job: Job, found: dict[str, Any]) -> str:
     """The lines of a terminal."""
-    mesh, config = job.mesh, job.config
+    layout, config = job.layout, job.config
     lines = [
-        f"{mesh.ranks} ranks: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, ZeRO {job.zero}, "
-        f"{config.layers} layers of {config.hidden}, {job.batch} × {config.seq} tokens a step",
+        f"{layout.ranks} ranks: dp={layout.dp} pp={layout.pp} tp={layout.tp}, ZeRO {layout.zero}, "
+        f"{config.layers} layers of {config.hidden}, {layout.batch} × {config.seq} tokens a step",
         "",
         "rank  d p t   holds (B)  predicted    peak (B)   tp sent (B)   pp sent (B)   dp sent (B)",
     ]

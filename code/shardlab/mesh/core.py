@@ -28,18 +28,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
-from shardlab.arguments import check_flag, check_kind, check_whole
+from shardlab.arguments import check_kind, check_whole
 from shardlab.buckets import add_up, scale_down
+from shardlab.layout import Layout
 from shardlab.model import GPT
 from shardlab.pipeline import Pipeline, Schedule
 from shardlab.ranks import agree, check_group, check_number, check_same
 
 from . import states
 from .dropout import PlacedDropout
-from .layout import AXES, Mesh
 from .predict import check_cuts
 
 Group = dist.ProcessGroup
+AXES = "dp", "pp", "tp"  # those of a layout that `Parallel` cuts along
 
 
 class Groups(NamedTuple):
@@ -50,22 +51,22 @@ class Groups(NamedTuple):
     tp: Group
 
 
-def join(mesh: Mesh, world: Group) -> Groups:
-    """This rank's groups in `mesh`, whose rank 0 is that of `world`; all ranks call it.
+def join(layout: Layout, world: Group) -> Groups:
+    """This rank's groups in `layout`, whose rank 0 is that of `world`; all ranks call it.
 
     Every rank makes its tensor group first, then its pipeline, then its copies: groups of one axis
     share no rank, so nobody waits in a circle. Two ranks are together in one of the groups at most,
     as nccl wants it. Raises ValueError unless the degrees multiply to the ranks of `world`, and on
-    every rank when their meshes differ.
+    every rank when their layouts differ.
     """
-    check_kind(Mesh, mesh=mesh)
+    check_kind(Layout, layout=layout)
     rank, size = check_group(world, "world")
-    mesh.check(size)
-    check_same(world, mesh=mesh)
+    layout.check(size)
+    check_same(world, layout=layout)
     members = dist.get_process_group_ranks(world)
     made = {}
     for axis in ("tp", "pp", "dp"):
-        mine = next(group for group in mesh.groups(axis) if rank in group)
+        mine = next(group for group in layout.groups(axis) if rank in group)
         made[axis] = dist.new_group(
             [members[number] for number in mine],
             timeout=agree.time_limit(world),
@@ -93,47 +94,41 @@ def groups_of(device_mesh: DeviceMesh) -> Groups:
 class Parallel(nn.Module):
     """This rank's part of a plain GPT that is cut along three groups at once.
 
-        job = Parallel(GPT(config), join(Mesh(dp=2, pp=2, tp=2), dist.group.WORLD),
-                       pipeline.schedule("1f1b", 2, 4), zero=1)
+        layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=4)
+        job = Parallel(GPT(config), join(layout, dist.group.WORLD), layout)
         optimizer = torch.optim.AdamW(job.parameters(), lr=1e-3, foreach=False)
         loss = job.step(tokens, targets)            # of this copy: its share of the batch
         job.clip_grad_norm_(1.0)
         optimizer.step(); optimizer.zero_grad()
 
-    model: the same on every rank; its modules are used, so let go of it. schedule: gpipe or 1f1b,
-    with a stage for each rank of groups.pp. zero: 0, or ZeRO's stage between the copies; 2 and 3
-    without a pipeline alone. sequence: cut what lies between the matrices by tokens, too. seed: of
-    dropout, which then drops what one process drops (see `dropout`), whatever the mesh.
+    model: the same on every rank; its modules are used, so let go of it. layout: degrees, those of
+    the groups; schedule, gpipe or 1f1b, and its micro-batches; ZeRO's stage between the copies, 2
+    and 3 without a pipeline alone; sequence_parallel: cut what lies between the matrices by tokens,
+    too. seed: of dropout, which then drops what one process drops (see `dropout`), whatever the
+    layout.
 
     `parameters()` are what this rank's optimizer trains, by the plain model's names: its part of a
     matrix, or with ZeRO a flat piece of that part.
 
-    Raises ValueError, before anything is sent, for a shape that the degrees do not divide and for
-    other schedules and stages than those above; on every rank when arguments differ.
+    Raises ValueError, before anything is sent, for a shape that the degrees do not divide, for what
+    else `check_cuts` refuses, and for other groups; on every rank when arguments differ.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        groups: Groups,
-        schedule: Schedule,
-        zero: int = 0,
-        sequence: bool = False,
-        seed: int = 0,
-    ):
+    def __init__(self, model: GPT, groups: Groups, layout: Layout, seed: int = 0):
         super().__init__()
         check_kind(GPT, model=model)
         check_kind(Groups, groups=groups)
-        check_flag(sequence=sequence)
         check_whole(0, seed=seed)
-        sizes = {axis: check_group(group)[1] for axis, group in zip(AXES, groups, strict=True)}
-        check_cuts(model.config, Mesh(**sizes), schedule, zero)
-        options = {"zero": zero, "sequence": sequence, "seed": seed}
-        check_same(*groups, config=model.config, schedule=schedule.name, **options)
-        self.config, self.groups, self.zero, self.number = model.config, groups, zero, 0
-        self._cut_matrices(model, sequence)
+        check_cuts(model.config, layout)
+        check_same(*groups, config=model.config, layout=layout, seed=seed)
+        for axis, group in zip(AXES, groups, strict=True):
+            if (degree := getattr(layout, axis)) != (size := check_group(group)[1]):
+                raise ValueError(f"{axis}={degree}: allowed with this group is {size}")
+        self.config, self.layout, self.groups, self.number = model.config, layout, groups, 0
+        schedule = pipeline.schedule(layout.schedule, layout.pp, layout.microbatches)
+        self._cut_matrices(model, layout.sequence_parallel)
         part = self._cut_layers(model, schedule)
-        self._share_copies(part, schedule, sequence)
+        self._share_copies(part, schedule, layout.sequence_parallel)
         self.dropout = PlacedDropout(part.blocks, seed) if self.config.dropout else None
 
     def _cut_matrices(self, model: GPT, sequence: bool) -> None:
@@ -162,19 +157,19 @@ class Parallel(nn.Module):
         self.plain_form, self.shard = part.between, 1
         if sequence:
             self.shard = check_group(self.groups.tp)[1]
-        if self.zero:
-            late = {"late": True} if self.zero == 1 else {}
-            units = {"units": list(part.blocks.values())} if self.zero == 3 else {}
-            part = zero.shard(part, self.groups.dp, self.zero, **late, **units)
+        if self.layout.zero:
+            late = {"late": True} if self.layout.zero == 1 else {}
+            units = {"units": list(part.blocks.values())} if self.layout.zero == 3 else {}
+            part = zero.shard(part, self.groups.dp, self.layout.zero, **late, **units)
             part.plain_names = True  # its pieces go by the names of the part's parameters
-        self.sharded = part if self.zero else None
+        self.sharded = part if self.layout.zero else None
         self.pipeline = Pipeline(
             [part],
             schedule,
             self.groups.pp,
             self._loss,
             between=self._form,
-            replicas=None if self.zero else self.groups.dp,
+            replicas=None if self.layout.zero else self.groups.dp,
             twin=self.twin,
         )
         if self.sharded is not None:
@@ -210,7 +205,7 @@ class Parallel(nn.Module):
         value = self.pipeline.step(tokens_BS, targets_BS)
         if self.dropout is not None:
             self.dropout.end()
-        if self.zero == 1:
+        if self.layout.zero == 1:
             self.sharded.reduce()  # dp: the average, of which each copy gets its pieces
         if self.partly:  # tp: norms and late biases, whose gradients know a t-th of the tokens
             known = [p.grad for name, p in self.named_parameters() if name in self.partly]
@@ -244,7 +239,7 @@ class Parallel(nn.Module):
         norm = torch.nn.utils.get_total_norm([g for g in counted if g is not None])
         dtype = torch.promote_types(next(iter(trained.values())).dtype, torch.float32)
         square = norm.to(self.pipeline.device, dtype).square()
-        for group in self.groups if self.zero else (self.groups.pp, self.groups.tp):
+        for group in self.groups if self.layout.zero else (self.groups.pp, self.groups.tp):
             dist.all_reduce(square, group=group)  # a scalar
         norm = square.sqrt()
         scale_down((p.grad for p in trained.values() if p.grad is not None), norm, limit)

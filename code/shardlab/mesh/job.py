@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import count, memory, ranks, text
-from shardlab.arguments import check_whole
+from shardlab.arguments import check_kind, check_whole
 from shardlab.count import clock
+from shardlab.layout import Layout
 from shardlab.model import GPT, loss
-from shardlab.pipeline import schedule
 from shardlab.shapes import Config
 
 from .core import Parallel, join
-from .layout import Mesh
 from .predict import check_cuts, counted, held, predicted_sent, predicted_states
 from .states import whole
 
@@ -32,35 +31,26 @@ MOST_LAYERS, MOST_PARAMETERS, MOST_TOKENS = 1_000, 10**8, 10**7
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how it is cut. batch: sequences of all copies in a step.
+    """What is trained, how it is cut, and for how many steps.
 
     Raises ValueError for what cannot be trained, before any rank starts.
     """
 
     config: Config
-    mesh: Mesh = field(default_factory=Mesh)
-    zero: int = 0
-    sequence: bool = False
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    batch: int = 8
+    layout: Layout = field(default_factory=Layout)
     steps: int = 5
 
     def __post_init__(self) -> None:
-        check_whole(microbatches=self.microbatches, batch=self.batch)
         check_whole(3, steps=self.steps)
+        check_kind(Config, config=self.config)
+        check_kind(Layout, layout=self.layout)
         self._check_size()
-        seq = self.config.seq if self.sequence else None
-        check_cuts(self.config, self.mesh, self.schedule, self.zero, seq)
-        least = self.mesh.dp * self.microbatches
-        if self.batch % self.mesh.dp or self.batch < least:
-            what = f"multiples of dp={self.mesh.dp}, {least} or more for {self.microbatches}"
-            raise ValueError(f"batch={self.batch}: allowed are {what} micro-batches of each copy")
-        if self.mesh.ranks > (most := ranks.max_ranks()):
-            raise ValueError(f"ranks={self.mesh.ranks}: allowed on this machine are 1 to {most}")
+        check_cuts(self.config, self.layout, self.config.seq)
+        if (size := self.layout.ranks) > (most := ranks.max_ranks()):
+            raise ValueError(f"ranks={size}: allowed on this machine are 1 to {most}")
 
     def _check_size(self) -> None:
-        config, tokens = self.config, self.batch * self.config.seq * self.steps
+        config, tokens = self.config, self.layout.batch * self.config.seq * self.steps
         for name, count_of, most in (
             ("layers", lambda: config.layers, MOST_LAYERS),  # the next one counts layer by layer
             ("parameters", lambda: memory.parameter_count(config), MOST_PARAMETERS),
@@ -69,24 +59,18 @@ class Job:
             if (value := count_of()) > most:
                 raise ValueError(f"{name}={value}: allowed here are {most:,} at most")
 
-    @property
-    def share(self) -> int:
-        """Sequences of a copy."""
-        return self.batch // self.mesh.dp
-
     def states(self, rank: int) -> dict[str, int]:
         """Bytes of model states on a rank, predicted."""
-        return predicted_states(self.config, self.mesh, rank, self.zero)
+        return predicted_states(self.config, self.layout, rank)
 
     def sent(self, rank: int) -> dict[str, float]:
         """Bytes that leave a rank in a step, predicted."""
-        how = self.share, self.config.seq, self.microbatches, self.zero, self.sequence
-        return predicted_sent(self.config, self.mesh, rank, *how)
+        return predicted_sent(self.config, self.layout, rank)
 
 
-def batch_of(job: Job, step: int) -> tuple[Tensor, Tensor]:
+def batch_of(config: Config, batch: int, step: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of all copies in a step, [batch, seq] each."""
-    tokens, targets = text.batch(job.config.seq, job.batch, start=step * job.batch)
+    tokens, targets = text.batch(config.seq, batch, start=step * batch)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -97,17 +81,18 @@ def model_of(config: Config) -> GPT:
 
 
 def train(job: Job) -> dict[str, Any]:
-    """On a rank of the mesh: the job's losses, gradients of its last step and weights; what the
+    """On a rank of the layout: the job's losses, gradients of its last step and weights; what the
     rank held and sent, predicted and counted; seconds of the steps between the first and the last.
     """
-    groups = join(job.mesh, dist.group.WORLD)
-    plan = schedule(job.schedule, job.mesh.pp, job.microbatches)
-    model = Parallel(model_of(job.config), groups, plan, job.zero, job.sequence)
+    config, layout = job.config, job.layout
+    groups = join(layout, dist.group.WORLD)
+    model = Parallel(model_of(config), groups, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
     rank, copy, device = dist.get_rank(), dist.get_rank(groups.dp), ranks.device()
     losses, seconds = [], []
 
-    batches = [[x.chunk(job.mesh.dp)[copy] for x in batch_of(job, n)] for n in range(job.steps)]
+    whole_batches = (batch_of(config, layout.batch, step) for step in range(job.steps))
+    batches = [[x.chunk(layout.dp)[copy] for x in batch] for batch in whole_batches]
     for tokens, targets in batches[:-1]:
         dist.barrier()
         begin = clock(device)
@@ -127,7 +112,7 @@ def train(job: Job) -> dict[str, Any]:
         "losses": [value.item() for value in losses],
         "gradients": gradients if rank == 0 else {},
         "weights": weights if rank == 0 else {},
-        "place": job.mesh.place(rank),
+        "place": layout.place(rank),
         "held": found,
         "held_predicted": job.states(rank),
         "peak": most.peak,
@@ -144,7 +129,7 @@ def alone(job: Job) -> dict[str, Any]:
     losses = []
     for number in range(job.steps):
         optimizer.zero_grad()
-        tokens, targets = batch_of(job, number)
+        tokens, targets = batch_of(job.config, job.layout.batch, number)
         value = loss(model(tokens), targets)
         value.backward()
         losses.append(value.item())
@@ -164,15 +149,15 @@ def apart(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
 
 def run(job: Job) -> dict[str, Any]:
     """Train it on its ranks, and in one process; everything that the command prints."""
-    results = ranks.run(train, job.mesh.ranks, job, timeout=600, show=False)
+    results = ranks.run(train, job.layout.ranks, job, timeout=600, show=False)
     gaps = apart(results[0], ranks.run(alone, 1, job, timeout=600, show=False)[0])
     kept = [{k: v for k, v in r.items() if k not in ("gradients", "weights")} for r in results]
     seconds = max(result["seconds"] for result in results)
     return {
-        "mesh": asdict(job.mesh),
+        "layout": asdict(job.layout),
         "ranks": kept,
         "losses": results[0]["losses"],
         "differences": gaps,
         "seconds": seconds,
-        "tokens_per_second": job.batch * job.config.seq / seconds,
+        "tokens_per_second": job.layout.batch * job.config.seq / seconds,
     }

@@ -19,61 +19,47 @@ Everything is float32. Shapes: B sequences of a copy, S tokens, H hidden, V voca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from shardlab import count, tensor_parallel
-from shardlab.arguments import (
-    check_count,
-    check_flag,
-    check_kind,
-    check_one_of,
-    check_whole,
-    given,
-    told,
-)
+from shardlab.arguments import check_kind, check_whole, given
 from shardlab.buckets import MIB, deal
-from shardlab.memory import counting
+from shardlab.layout import Layout, entries
 from shardlab.shapes import Config
-
-from .layout import Mesh
 
 if TYPE_CHECKING:
     from .core import Parallel
 
 SCHEDULES = "gpipe", "1f1b"  # one part on each stage, and whole backwards
+LEFT_OUT = {  # what it does not do yet, as it stands in a layout
+    "cp": 1, "ep": 1, "replicas": 1, "stages": "equal", "recompute": "none", "offload": "none",
+}  # fmt: skip
 ITEM = 4  # bytes
 
 
-def check_cuts(
-    config: Config, mesh: Mesh, schedule: object, zero: int = 0, seq: int | None = None
-) -> None:
-    """Raise ValueError for what a mesh cannot train; `seq`: with sequence parallelism, its tokens.
-
-    schedule: a Schedule, or the name of one.
-    """
-    check_kind(Mesh, mesh=mesh)
-    tensor_parallel.predict.check_degree(config, mesh.tp)
-    if config.layers % mesh.pp:
-        raise ValueError(f"pp={mesh.pp}: allowed are divisors of layers={config.layers}")
-    name = getattr(schedule, "name", schedule)
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule={told(name)}: allowed are {' and '.join(SCHEDULES)}")
-    stages = getattr(schedule, "stages", mesh.pp)
-    if stages != mesh.pp:
-        raise ValueError(f"schedule has {stages} stages: allowed are {mesh.pp}, one for each rank")
-    check_one_of(range(4), zero=zero)
-    if zero > 1 and mesh.pp > 1:
+def check_cuts(config: Config, layout: Layout, seq: int | None = None) -> None:
+    """Raise ValueError for what `Parallel` cannot train; `seq`: tokens of a sequence, if known."""
+    check_kind(Layout, layout=layout)
+    tensor_parallel.predict.check_degree(config, layout.tp)
+    if layout.schedule not in SCHEDULES:
+        allowed = " and ".join(SCHEDULES)
+        raise ValueError(f"schedule={layout.schedule!r}: allowed in a mesh are {allowed}")
+    layout.parts(config)  # refuses stages that the layers do not fill
+    for name, only in LEFT_OUT.items():
+        if (value := getattr(layout, name)) != only:
+            raise ValueError(f"{name}={value!r}: allowed in a mesh is {only!r}")
+    if layout.zero > 1 and layout.pp > 1:
         raise ValueError(
-            f"zero={zero} with pp={mesh.pp}: allowed are 0 and 1, since each micro-batch would "
-            "send all gradients anew; 2 and 3 with pp=1"
+            f"zero={layout.zero} with pp={layout.pp}: allowed are 0 and 1, since each micro-batch "
+            "would send all gradients anew; 2 and 3 with pp=1"
         )
     check_whole(**given(seq=seq))
-    if seq is not None and seq % mesh.tp:
-        raise ValueError(f"seq={seq}: allowed with sequence parallelism are multiples of {mesh.tp}")
+    if layout.sequence_parallel and seq is not None and seq % layout.tp:
+        allowed = f"multiples of {layout.tp}"
+        raise ValueError(f"seq={seq}: allowed with sequence parallelism are {allowed}")
 
 
 @dataclass(frozen=True)
@@ -103,36 +89,30 @@ class Shared:
         return found
 
 
-def shared(config: Config, mesh: Mesh, stage: int, zero: int) -> list[Shared]:
+def shared(config: Config, layout: Layout, stage: int) -> list[Shared]:
     """How a stage's parameters are dealt: without ZeRO each one alone, on every copy whole."""
-    shapes = counting.shapes(config, mesh.tp, mesh.pp, stage)
-    elements = {name: prod(shape) for name, shape in shapes.items()}
-    if zero == 0:
+    there = entries.held(config, layout.parts(config)[stage])
+    elements = {entry.name: entry.elements(layout.tp) for entry in there}
+    copies = layout.dp
+    if layout.zero == 0:
         return [Shared({name: size}, 1) for name, size in elements.items()]
-    if zero == 3:
-        blocks: dict[str, dict[str, int]] = {}
-        for name, size in elements.items():
-            unit = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "rest"
-            blocks.setdefault(unit, {})[name] = size
-        return [Shared(inside, mesh.dp, unit == "rest") for unit, inside in blocks.items()]
+    if layout.zero == 3:
+        layers: dict[int | None, dict[str, int]] = {}
+        for entry in there:
+            layers.setdefault(entry.layer, {})[entry.name] = elements[entry.name]
+        return [Shared(inside, copies, layer is None) for layer, inside in layers.items()]
     tensors = {name: torch.empty(size, device="meta") for name, size in elements.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     buckets = deal(reversed(tensors.values()), 25 * MIB, MIB)  # as Zero1 does
-    return [Shared({names[id(t)]: t.numel() for t in bucket}, mesh.dp) for bucket in buckets]
+    return [Shared({names[id(t)]: t.numel() for t in bucket}, copies) for bucket in buckets]
 
 
-def _check(config: Config, mesh: Mesh, zero: int) -> None:
-    check_kind(Config, config=config)
-    check_kind(Mesh, mesh=mesh)
-    check_one_of(range(4), zero=zero)
-
-
-def predicted_states(config: Config, mesh: Mesh, rank: int, zero: int = 0) -> dict[str, int]:
+def predicted_states(config: Config, layout: Layout, rank: int) -> dict[str, int]:
     """Bytes of model states on `rank` after a step with AdamW: parameters, gradients, optimizer."""
-    _check(config, mesh, zero)
-    place = mesh.place(rank)
+    check_cuts(config, layout)
+    place, zero = layout.place(rank), layout.zero
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
-    for flat in shared(config, mesh, place["pp"], zero):
+    for flat in shared(config, layout, place["pp"]):
         copy = place["dp"] if zero else 0
         found["parameters"] += ITEM * (flat.shard if zero == 3 else flat.padded)
         found["gradients"] += ITEM * (flat.shard if zero > 1 else flat.padded)
@@ -141,28 +121,24 @@ def predicted_states(config: Config, mesh: Mesh, rank: int, zero: int = 0) -> di
 
 
 def predicted_sent(
-    config: Config,
-    mesh: Mesh,
-    rank: int,
-    batch: int,
-    seq: int,
-    microbatches: int = 1,
-    zero: int = 0,
-    sequence: bool = False,
+    config: Config, layout: Layout, rank: int, seq: int | None = None, batch: int | None = None
 ) -> dict[str, float]:
     """Bytes that leave `rank` in one `Parallel.step`, along "tp", "pp", "dp", and to its "twin".
 
-    batch: sequences of a copy, `seq` tokens each. Collectives as rings send them: an all-reduce of
-    S bytes 2(n-1)/n S, its halves (n-1)/n S. Of numbers there are some: the batch's size (8 bytes)
-    and the loss (4) along dp, the loss along pp; with ZeRO a byte for each parameter.
+    seq: tokens of a sequence, by default the model's longest. batch: sequences of this copy, by
+    default what the layout gives each. Collectives as rings send them: an all-reduce of S bytes
+    2(n-1)/n S, its halves (n-1)/n S. Of numbers there are some: the batch's size (8 bytes) and the
+    loss (4) along dp, the loss along pp; with ZeRO a byte for each parameter.
     """
-    _check(config, mesh, zero)
-    check_whole(batch=batch, seq=seq)
-    check_count(microbatches=microbatches)
-    check_flag(sequence=sequence)
-    place, (d, p, t) = mesh.place(rank), (mesh.dp, mesh.pp, mesh.tp)
+    check_kind(Config, config=config)
+    seq = config.seq if seq is None else seq
+    check_cuts(config, layout, seq)
+    batch = layout.micro_batch * layout.microbatches if batch is None else batch
+    check_whole(batch=batch)
+    zero, sequence, microbatches = layout.zero, layout.sequence_parallel, layout.microbatches
+    place, (d, p, t) = layout.place(rank), (layout.dp, layout.pp, layout.tp)
     first, last = place["pp"] == 0, place["pp"] == p - 1
-    flats = shared(config, mesh, place["pp"], zero)
+    flats = shared(config, layout, place["pp"])
     stream = ITEM * batch * seq * config.hidden  # [B, S, H]
     half = (t - 1) / t * stream
     enters = leaves = 2 * config.layers // p
@@ -171,13 +147,10 @@ def predicted_sent(
     if sequence:
         tensor += half * enters  # gathered once more in backward
         copy = place["dp"] if zero else 0
-        partly = sum(
-            size
-            for flat in flats
-            for name, size in flat.own(copy).items()
-            if "norm" in name or name.endswith(("out.bias", "down.bias"))
-        )
-        tensor += 2 * (t - 1) / t * ITEM * partly
+        there = entries.held(config, layout.parts(config)[place["pp"]])
+        partly = {entry.name for entry in there if entry.partly}
+        own = [item for flat in flats for item in flat.own(copy).items()]
+        tensor += 2 * (t - 1) / t * ITEM * sum(size for name, size in own if name in partly)
     ways = (not first) + (not last)
     along = {
         "tp": tensor if t > 1 else 0.0,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from shardlab import memory
 from shardlab.layout import Layout, Stage
 from shardlab.layout.core import computed_again
-from shardlab.layout.ledger import check_expert_degree, check_tensor_degree, of_kind
+from shardlab.layout.entries import check_expert_degree, check_tensor_degree, of_kind
 from shardlab.machines import Machine
 from shardlab.memory.units import ceil_div, whole
 from shardlab.shapes import Config

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlab.layout import Layout
-from shardlab.layout.ledger import check_expert_degree
+from shardlab.layout.entries import check_expert_degree
 from shardlab.machines import Machine
 from shardlab.memory.units import whole
 from shardlab.shapes import Config

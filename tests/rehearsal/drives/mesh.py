@@ -9,28 +9,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlab import count, mesh, pipeline, ranks
+from shardlab import count, mesh, ranks
 from shardlab.checkpoint import Checkpoints, Training
-from shardlab.mesh import Mesh
+from shardlab.layout import Layout
 from shardlab.model import loss
 
 from .common import GPT2, LLAMA, batch, folder, near, on, solution, twice, waits, world
 
 
-def _shape(**degrees: int) -> Mesh:
+def _shape(**degrees: int) -> Layout:
     """A mesh with these degrees, if there are as many ranks; otherwise of copies alone."""
-    shape, size = Mesh(**degrees), world()[2]
-    return shape if shape.ranks == size else Mesh(dp=size)
+    shape, size = Layout(**degrees), world()[2]
+    return shape if shape.ranks == size else Layout(dp=size)
 
 
-def _job(shape: Mesh, config: Any = GPT2, zero: int = 0, **options: Any) -> Any:
+def _job(shape: Layout, config: Any = GPT2, zero: int = 0, sequence: bool = False) -> Any:
     plain, mine = twice(config)
-    groups = mesh.join(shape, world()[0])
-    plan = pipeline.schedule("1f1b", shape.pp, 1 if shape.dp > 2 else 2)
-    return plain, mesh.Parallel(mine, groups, plan, zero, **options)
+    m = 1 if shape.dp > 2 else 2
+    layout = replace(shape, zero=zero, sequence_parallel=sequence, microbatches=m)
+    return plain, mesh.Parallel(mine, mesh.join(layout, world()[0]), layout)
 
 
-def _step(shape: Mesh, config: Any = GPT2, zero: int = 0, **options: Any) -> None:
+def _step(shape: Layout, config: Any = GPT2, zero: int = 0, **options: Any) -> None:
     plain, job = _job(shape, config, zero, **options)
     copy, optimizer = dist.get_rank(job.groups.dp), torch.optim.AdamW(job.parameters())
     x, y = batch(config)
@@ -64,14 +64,14 @@ def stages_and_tensor():
 
 @on(4)
 def copies_of_stages():
-    _step(Mesh(dp=2, pp=2), zero=1)
-    _step(Mesh(dp=2, pp=2, order=("tp", "pp", "dp")), LLAMA)
+    _step(Layout(dp=2, pp=2), zero=1)
+    _step(Layout(dp=2, pp=2, order=("tp", "pp", "dp")), LLAMA)
 
 
 @on(2, 4)  # on a GPU that is shared, messages pass through the host
 def hot_path():
     size = world()[2]
-    for shape, zero in ((_shape(pp=2, tp=2), 1), (_shape(dp=2, tp=2), 3), (Mesh(pp=size), 0)):
+    for shape, zero in ((_shape(pp=2, tp=2), 1), (_shape(dp=2, tp=2), 3), (Layout(pp=size), 0)):
         if shape.pp > 2:
             continue
         _, job = _job(shape, replace(GPT2, dropout=0.0), zero)
@@ -100,7 +100,7 @@ def a_checkpoint():
     config = replace(GPT2, tied=False)
     with folder() as path:
         states = []
-        for number, shape in enumerate((_shape(pp=2, tp=2), Mesh(dp=world()[2]))):
+        for number, shape in enumerate((_shape(pp=2, tp=2), Layout(dp=world()[2]))):
             _, job = _job(shape, config, zero=1)
             optimizer = torch.optim.AdamW(job.parameters(), foreach=False)
             training = Training(job, optimizer)

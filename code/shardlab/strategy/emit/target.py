@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab.layout import Layout
-from shardlab.layout.ledger import check_expert_degree, check_tensor_degree
+from shardlab.layout.entries import check_expert_degree, check_tensor_degree
 from shardlab.machines import Machine
 from shardlab.memory.units import whole
 from shardlab.shapes import Config

@@ -1,0 +1,28 @@
+"""The groups of a layout in words and in rows: for the command, the pictures and the browser."""
+
+from __future__ import annotations
+
+from shardlab.layout import Layout
+
+WORDS = {"dp": "data", "pp": "pipeline", "cp": "context", "tp": "tensor"}
+
+
+def said(layout: Layout, axis: str, node: int) -> str:
+    """A line on an axis: how many groups of how many ranks, and how many leave their node."""
+    groups = layout.groups(axis)
+    beyond = sum(len({rank // node for rank in group}) > 1 for group in groups)
+    where = {0: "none leaves its node", len(groups): "all leave their node"}
+    told = where.get(beyond, f"{beyond} of them leave their node")
+    return f"{WORDS[axis]}: {len(groups)} × {getattr(layout, axis)} ranks, {told}"
+
+
+def packed(groups: list[list[int]]) -> list[list[list[int]]]:
+    """Groups in as few rows as let none pass over another."""
+    rows: list[list[list[int]]] = []
+    for group in sorted(groups):
+        free = [row for row in rows if row[-1][-1] < group[0]]
+        if free:
+            free[0].append(group)
+        else:
+            rows.append([group])
+    return rows

@@ -60,8 +60,9 @@ def called(function: Callable[..., Any]) -> str:
 
 
 OURS = {
-    layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut, memory.Activations, memory.Estimate,
-    memory.Recipe, memory.States, experts.Parameters, experts.Route, experts.Routed,
+    layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut,
+    memory.Activations, memory.Estimate, memory.Recipe, memory.States, experts.Parameters,
+    experts.Route, experts.Routed,
     zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Sharded, zero.Stage, zero.Unit,
     zero.all_gather, pipeline.Action, pipeline.Part, pipeline.Schedule, pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,

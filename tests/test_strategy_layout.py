@@ -12,7 +12,8 @@ def test_new_fields_stand_behind_the_old_ones() -> None:
     """Lessons and readers give the first eight by position."""
     layout = Layout(2, 4, 8, 1, 2, 16, "full", True)
     assert layout.ranks == 64 and layout.batch == 64
-    assert astuple(layout)[8:] == (1, 1, 1, "1f1b", 1, "none", "equal")
+    later = (1, 1, 1, "1f1b", 1, "none", "equal", ("dp", "pp", "cp", "tp"))
+    assert astuple(layout)[8:] == later
     assert {layout: 1}[Layout(2, 4, 8, 1, 2, 16, "full", True)] == 1  # can be a key
 
 

@@ -19,11 +19,11 @@ from shardlab.machines import MACHINES, Machine, room
 from .advice import fullness, slowness
 from .chart import RUNGS, Rung, choose, rungs
 from .cost import Seconds, flops, seconds, training_days, zero_bytes
+from .needs import peak
 from .plan import Plan, Planned, plan
 from .predict import Prediction, predict
 from .profile import PROFILES, Profile
 from .rates import Rate, Rates, known
-from .room import peak
 from .search import Choice, fastest
 
 __all__ = [

@@ -10,8 +10,8 @@ from shardlab.machines import RESERVE, Machine, room
 from shardlab.shapes import Config
 
 from .core import Seconds
+from .needs import held, peak
 from .predict import predict
-from .room import held, peak
 
 
 def fullness(

@@ -21,7 +21,7 @@ from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
 from .cost import seconds
-from .room import peak
+from .needs import peak
 
 MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
 MOST = 10**9  # sequences of a step, and tokens of a sequence

@@ -10,8 +10,8 @@ from shardlab.shapes import Config
 
 from .chart import check_job, pipeline_degrees, tensor_degrees
 from .cost import Seconds, seconds
+from .needs import peak
 from .predict import predict
-from .room import peak
 
 
 @dataclass(frozen=True)

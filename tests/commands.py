@@ -68,3 +68,15 @@ def without_jupyter(folder: Path) -> dict[str, str]:
         "    sys.modules[name] = None\n"
     )
     return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

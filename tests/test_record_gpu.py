@@ -11,12 +11,11 @@ import subprocess
 import sys
 import time
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from commands import ran
+from commands import gone, ran
 from rehearsal import lessons
 from throwaway import HEADER, Book
 
@@ -112,14 +111,6 @@ def gpu(course, pretended):
 
 def summary(folder):
     return json.loads((folder / "summary.json").read_text("utf-8"))["steps"]
-
-
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 # --- On the pretended GPU ---------------------------------------------------------------------

@@ -6,7 +6,8 @@ Before Sphinx reads any page, for each lesson, the first of these that there is:
    environment says RECORDED=0;
 2. what an earlier build executed, _build/executed/<topic>.ipynb, when its key fits and Python,
    torch and DeepSpeed are the same versions;
-3. the lesson executed now, on the CPU, and kept as 2.
+3. the lesson executed now, on the CPU, and kept as 2: two at a time, and nothing beside a cell
+   that measures.
 
 Pages in book/ that have cells are treated alike, but for 1: nobody records them.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,16 @@ UNREADABLE = "the recording cannot be read"
 IGNORED = "recordings were ignored (RECORDED=0)"
 
 
+@dataclass
+class Found:
+    """Outputs of a page."""
+
+    path: Path  # where they are kept
+    book: nbformat.NotebookNode | None  # None: they have still to be made
+    how: str
+    reasons: list[str]  # why they are not recorded ones
+
+
 class LessonFailed(SphinxError):
     """A cell of a page raised: there is no page to build."""
 
@@ -54,12 +66,14 @@ def choose(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
     """Find outputs for all pages; return those whose outputs are not what they were."""
+    root = Path(app.srcdir)
     before: dict[str, Any] = getattr(env, "page_outputs", {})
     now: dict[str, Any] = {}
     failures = []
     app.lesson_books = {}
-    names = set(record.pages(Path(app.srcdir)))
-    reader = record.Reader(Path(app.srcdir))  # executing a page changes no file
+    names = set(record.pages(root))
+    found: dict[str, Found] = {}
+    reader = record.Reader(root)  # executing a page changes no file
     for docname in sorted(env.found_docs):
         name = docname.removeprefix(LESSONS)
         if name not in names:
@@ -68,23 +82,21 @@ def choose(
             words = "has no notebook header: its first lines must say format_name: myst"
             failures.append(f"{docname}.md {words}")
             continue
-        try:
-            path, book, how, reasons = _outputs(name, app, reader)
-        except record.LessonError as error:
-            failures.append(str(error))
-            continue
-        if docname != name:
-            app.lesson_books[docname] = book
-        now[docname] = {
-            "how": how,
-            "reasons": reasons,
-            "stale": bool(reasons) and reasons not in ([NONE], [IGNORED], [NEVER]),
-            "about": record.about(book),
-            "content": hashlib.sha256(nbformat.writes(book).encode()).hexdigest(),
-        }
-        env.mystnb_config.custom_formats[f"/{docname}.md"] = (read, {"book": path}, False)
+        found[docname] = _find(name, app, reader)
+    failures += _execute({d.removeprefix(LESSONS): found[d] for d in found}, root)
     if failures:
         raise LessonFailed("\n\n".join(failures))
+    for docname, page in found.items():
+        if docname.startswith(LESSONS):
+            app.lesson_books[docname] = page.book
+        now[docname] = {
+            "how": page.how,
+            "reasons": page.reasons,
+            "stale": bool(page.reasons) and page.reasons not in ([NONE], [IGNORED], [NEVER]),
+            "about": record.about(page.book),
+            "content": hashlib.sha256(nbformat.writes(page.book).encode()).hexdigest(),
+        }
+        env.mystnb_config.custom_formats[f"/{docname}.md"] = (read, {"book": page.path}, False)
     outdated = [docname for docname in now if now[docname] != before.get(docname)]
     if now != before:
         outdated.append(EXECUTIONS)
@@ -93,10 +105,8 @@ def choose(
     return outdated
 
 
-def _outputs(
-    name: str, app: Sphinx, reader: record.Reader
-) -> tuple[Path, nbformat.NotebookNode, str, list[str]]:
-    """A page's outputs and their file, how they were made, and why they are not recorded ones."""
+def _find(name: str, app: Sphinx, reader: record.Reader) -> Found:
+    """A page's outputs: a recording, or what an earlier build executed, or none that holds."""
     root = Path(app.srcdir)
     path = root / record.RECORDED / f"{name}.ipynb"
     recording = record.load(path)
@@ -109,18 +119,35 @@ def _outputs(
     else:
         reasons = record.changed(recording, name, root, reader)
         if not reasons:
-            return path, recording, "recorded", []
+            return Found(path, recording, "recorded", [])
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
     book = record.load(kept)
-    if book is not None and not record.changed(book, name, root, reader) and _same_versions(book):
-        return kept, book, "executed", reasons
-    logger.info("executing %s: %s", name, "; ".join(reasons))
-    book = record.execute(name, root, cpu=True)
-    record.save(book, kept)
-    made = record.about(book)
-    twice = "".join(f"; code cell {number} measured again" for number in made["again"])
-    logger.info("executed %s in %s s%s", name, made["seconds"], twice)
-    return kept, book, "executed", reasons
+    holds = book is not None and not record.changed(book, name, root, reader)
+    return Found(kept, book if holds and _same_versions(book) else None, "executed", reasons)
+
+
+def _execute(found: dict[str, Found], root: Path) -> list[str]:
+    """Execute the pages that have no outputs, and keep these; return what failed."""
+    failures = []
+
+    def keep(name: str, book: nbformat.NotebookNode) -> None:
+        record.save(book, found[name].path)
+
+    def say(name: str, book: nbformat.NotebookNode | record.LessonError) -> None:
+        if isinstance(book, record.LessonError):
+            failures.append(str(book))
+            return
+        found[name].book = book
+        made = record.about(book)
+        twice = "".join(f"; code cell {number} measured again" for number in made["again"])
+        why = "; ".join(found[name].reasons)
+        logger.info("executed %s in %s s%s: %s", name, made["seconds"], twice, why)
+
+    todo = [name for name in found if found[name].book is None]
+    if todo:
+        logger.info("executing %s", ", ".join(todo))
+        record.execute_all(todo, root, keep, say, cpu=True)
+    return failures
 
 
 def _same_versions(book: nbformat.NotebookNode) -> bool:

@@ -93,7 +93,7 @@ def plain_agent(command, size):
 # %% [markdown]
 # Rank 1 of three ends with status 7 after a tenth of a second. The others would sleep for a minute.
 
-# %%
+# %% tags=["measured"]
 STUB = """
 import os, sys, time
 time.sleep(0.1)

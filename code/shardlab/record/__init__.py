@@ -23,14 +23,15 @@ from shardlab.options import add, command, place, written
 
 from . import carry
 from .carry import RECORDED, archive, unpack
-from .kernel import LessonError, about, changed, execute
+from .kernel import LessonError, about, changed, execute, execute_all
 from .key import Reader, code_cells, has_cells, lessons, notebook, pages, reach, read
 
 if TYPE_CHECKING:
     import nbformat
 
 # Beside what is used or defined here:
-__all__ = ["Reader", "changed", "code_cells", "has_cells", "notebook", "pages", "reach", "read"]
+__all__ = ["Reader", "changed", "code_cells", "execute_all", "has_cells", "notebook", "pages"]
+__all__ += ["reach", "read"]
 
 
 def course(start: Path | None = None) -> Path:

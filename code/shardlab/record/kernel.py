@@ -1,7 +1,12 @@
-"""Execute one page in a kernel of this very interpreter, and keep what its cells put out."""
+"""Execute pages, each in a kernel of this very interpreter, and keep what their cells put out.
+
+Several pages go beside each other in one event loop. What the cells of one do disturbs what another
+one measures, so a cell with the tag MEASURED runs while no other one does (`turns`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -10,8 +15,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +27,15 @@ from shardlab.show.timed import BUSY, UNSEEN
 from . import facts
 from .key import Key, Reader, cell_hash, code_cells, notebook, reach, source
 from .opened import Log
+from .turns import Turns
 
 if TYPE_CHECKING:
     import nbformat
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
 
+AT_ONCE = 2  # pages, and no more than there are cores
+MEASURED = "measured"  # the tag of a cell that measures times
 HOME = "lesson-"  # begins the name of a temporary folder; short: it holds sockets
 CELL_TIMEOUT = 600  # seconds: a lesson as a whole is meant to take one minute
 TRIES = 3  # of a cell whose times are not what it claims, on a machine that others use as well
@@ -46,19 +56,68 @@ def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
 
     Raises LessonError, which names the page, the cell and its error.
     """
+    return asyncio.run(_execute(name, root.resolve(), cpu, Turns()))
+
+
+def execute_all(
+    names: list[str],
+    root: Path,
+    keep: Callable[[str, nbformat.NotebookNode], None],
+    say: Callable[[str, nbformat.NotebookNode | LessonError], None],
+    cpu: bool = False,
+) -> None:
+    """Execute the pages `names`, AT_ONCE at a time, or one on a machine with one core.
+
+    keep: gets a page's name and notebook (see `execute`) as soon as it is there.
+    say: gets each page's name and its notebook or error, in the order of `names`.
+
+    Interrupted, it takes with it what it has started.
+    """
+    asyncio.run(_execute_all(names, root.resolve(), keep, say, cpu))
+
+
+async def _execute_all(
+    names: list[str], root: Path, keep: Callable, say: Callable, cpu: bool
+) -> None:
+    turns = Turns()
+    places = asyncio.Semaphore(min(AT_ONCE, facts.cores()))
+
+    async def one(name: str) -> nbformat.NotebookNode | LessonError:
+        async with places:
+            try:
+                book = await _execute(name, root, cpu, turns)
+            except LessonError as error:
+                return error
+            keep(name, book)
+            return book
+
+    tasks = [asyncio.create_task(one(name)) for name in names]
+    try:
+        for name, task in zip(names, tasks, strict=True):
+            outcome = await task
+            _line()
+            say(name, outcome)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _execute(name: str, root: Path, cpu: bool, turns: Turns) -> nbformat.NotebookNode:
     import nbformat
 
-    root = root.resolve()
-    book = notebook(name, root)
-    key = reach(name, root, book)
+    async with turns.turn(alone=False):  # reading takes a second of a core
+        book = notebook(name, root)
+        key = reach(name, root, book)
     cells = [_blank(cell) for cell in code_cells(book)]
     _name(cells)
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    about, seconds, again, opened = _run(name, lesson, root, cpu)
+    about, seconds, again, opened = await _run(name, lesson, root, cpu, turns)
     opened = [path for path in opened if path not in key.files]
     # A file that has changed meanwhile counts as it was: its outputs are the old one's.
-    key = Key(key.cells, reach(name, root, book, opened=opened).files | key.files)
+    async with turns.turn(alone=False):
+        key = Key(key.cells, reach(name, root, book, opened=opened).files | key.files)
     lesson.metadata["shardlab"] = {
         "topic": name,
         "key": key.text,
@@ -118,13 +177,13 @@ def environment(root: Path, *first: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def _run(
-    name: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool
+async def _run(
+    name: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool, turns: Turns
 ) -> tuple[dict, float, list[int], list[str]]:
     """Fill in the outputs.
 
-    Return what the kernel says about where it ran, the seconds, the cells measured again, and the
-    course's files that were opened.
+    Return what the kernel says about where it ran, the seconds that it took, without those that
+    it waited for other pages, the cells measured again, and the course's files that were opened.
     """
     import nbformat
     from jupyter_client.kernelspec import KernelSpecManager
@@ -132,14 +191,22 @@ def _run(
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-    def attempt(cell: nbformat.NotebookNode, tries: int) -> None:
+    @asynccontextmanager
+    async def turn(alone: bool = False) -> AsyncIterator[None]:
+        nonlocal begin
+        asked = time.monotonic()
+        async with turns.turn(alone):
+            begin += time.monotonic() - asked
+            yield
+
+    async def attempt(cell: nbformat.NotebookNode, tries: int) -> None:
         """Execute a cell; where its times are not what it claims, measure again."""
-        client.execute_cell(cell, number - 1, execution_count=number)
+        await client.async_execute_cell(cell, number - 1, execution_count=number)
         line = _unseen(cell)
         if line and tries > 1:
             again.append(number)
             cell.outputs = []
-            attempt(cell, tries - 1)
+            await attempt(cell, tries - 1)
         elif line and BUSY not in line:
             raise LessonError(_message(shown, number, cells, f"{TRIES} times: {line}"))
 
@@ -168,12 +235,20 @@ def _run(
             variables |= {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
             variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
             log = Log(root, Path(home))
-            with client.setup_kernel(env=variables, cwd=str(path.parent), cleanup_kc=True):
+            try:
+                async with turn():
+                    await client.async_start_new_kernel(env=variables, cwd=str(path.parent))
+                    await client.async_start_new_kernel_client()
                 for number, cell in enumerate(cells, 1):
-                    _progress(name, number, len(cells))
-                    attempt(cell, TRIES)
+                    _progress(name, f"code cell {number} of {len(cells)}")
+                    async with turn(alone=MEASURED in cell.metadata.get("tags", [])):
+                        await attempt(cell, TRIES)
                 seconds = time.monotonic() - begin
-                client.execute_cell(question, len(cells))
+                async with turn():
+                    await client.async_execute_cell(question, len(cells))
+            finally:
+                async with turn():
+                    await _end(manager, client)
             opened = log.files()
     except CellExecutionError as error:
         where = _ARROW.search(_ANSI.sub("", error.traceback))  # the first: the cell's own line
@@ -184,11 +259,22 @@ def _run(
         what = f"it did not end within {CELL_TIMEOUT} s"
         raise LessonError(_message(shown, number, cells, what)) from None
     except DeadKernelError:
+        if asyncio.current_task().cancelling():  # nbclient calls that so, too
+            raise asyncio.CancelledError from None
         raise LessonError(_message(shown, number, cells, "its kernel died")) from None
     finally:
         lesson.cells = cells
-        _progress(name, 0, 0)
+        _progress(name)
     return json.loads(question.outputs[0].text), seconds, again, opened
+
+
+async def _end(manager: AsyncKernelManager, client: NotebookClient) -> None:
+    """End the kernel, however far it has come."""
+    if await manager.is_alive():
+        await manager.shutdown_kernel()
+    await manager.cleanup_resources()
+    if client.kc is not None:
+        client.kc.stop_channels()
 
 
 @contextmanager
@@ -218,8 +304,17 @@ def _message(path: str, number: int, cells: list[nbformat.NotebookNode], what: s
     return f"{path}, code cell {number} of {len(cells)}: {what}\n{lines}"
 
 
-def _progress(name: str, number: int, total: int) -> None:
-    """One line in a terminal that says how far the page is; nothing elsewhere."""
+_GOING: dict[str, str] = {}  # pages, and how far each one is
+
+
+def _progress(name: str, far: str = "") -> None:
+    """One line in a terminal that says how far each page is; nothing elsewhere."""
+    _GOING.pop(name, None)
+    if far:
+        _GOING[name] = far
+    _line(", ".join(f"{name}: {far}" for name, far in sorted(_GOING.items())))
+
+
+def _line(text: str = "") -> None:
     if sys.stderr.isatty():
-        text = f"{name}: code cell {number} of {total}" if total else ""
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,266 @@
+"""Two pages at a time, and nothing beside a cell that measures."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from commands import gone
+from hypothesis import given
+from hypothesis import strategies as st
+from throwaway import HEADER, Book
+
+from shardlab import record
+from shardlab.record import facts, kernel
+from shardlab.record.turns import Turns
+
+# --- Turns ------------------------------------------------------------------------------------
+
+one = st.tuples(st.booleans(), st.integers(0, 6), st.integers(1, 4), st.none() | st.integers(0, 9))
+
+
+@given(st.lists(one, min_size=1, max_size=8))
+def test_a_turn_alone_is_alone_and_nobody_overtakes_it(cases):
+    """Each: whether alone, when it asks, how long it holds its turn, when it is cancelled."""
+    held, asked, admitted = {}, [], []
+
+    async def take(turns, number, alone, begin, steps):
+        for _ in range(begin):
+            await asyncio.sleep(0)
+        asked.append(number)
+        async with turns.turn(alone):
+            admitted.append(number)
+            held[number] = alone
+            try:
+                for _ in range(steps):
+                    assert len(held) == 1 or not any(held.values())
+                    await asyncio.sleep(0)
+            finally:
+                del held[number]
+
+    async def give_up(task, after):
+        for _ in range(after):
+            await asyncio.sleep(0)
+        task.cancel()
+
+    async def main():
+        turns = Turns()
+        tasks = [asyncio.create_task(take(turns, n, *case[:3])) for n, case in enumerate(cases)]
+        late = [give_up(t, case[3]) for t, case in zip(tasks, cases, strict=True) if case[3]]
+        await asyncio.gather(*late)
+        done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert all(end is None or isinstance(end, asyncio.CancelledError) for end in done), done
+        async with asyncio.timeout(10), turns.turn(alone=True):  # nobody has kept one
+            pass
+
+    asyncio.run(main())
+    for place, number in enumerate(admitted):  # plain ones may begin in one and the same moment
+        for later in admitted[place + 1 :]:
+            in_order = asked.index(number) < asked.index(later)
+            assert in_order or not (cases[number][0] or cases[later][0])
+    stayed = {number for number, case in enumerate(cases) if not case[3]}
+    assert stayed <= set(admitted)
+
+
+# --- Pages ------------------------------------------------------------------------------------
+
+
+def page(*cells, measures=()):
+    """A page's text; `measures`: numbers of the cells that measure."""
+    text = f"{HEADER}# T\n"
+    for number, cell in enumerate(cells):
+        tag = ":tags: [measured]\n\n" if number in measures else ""
+        text += f"\n```{{code-cell}} ipython3\n{tag}{cell}\n```\n"
+    return text
+
+
+def noted(kind, does="time.sleep(0.2)"):
+    """A cell that writes down when it ran."""
+    return f"""import os, time
+begin = time.monotonic()
+{does}
+with open("../times", "a") as file:
+    print(begin, time.monotonic(), {kind!r}, file=file)"""
+
+
+def met(own, other):
+    """Waits until the other page's cell runs, too."""
+    return f"""open("../{own}.met", "w").close()
+while not os.path.exists("../{other}.met"):
+    assert time.monotonic() < begin + 60, "nothing runs beside this"
+    time.sleep(0.01)"""
+
+
+def run_all(book, *names):
+    """What was said of each page, and which were kept, in order."""
+    said, kept = [], []
+    record.execute_all(
+        names,
+        book.root,
+        lambda name, made: kept.append(name),
+        lambda name, made: said.append((name, made)),
+        cpu=True,
+    )
+    return said, kept
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "cores", lambda: 2)
+    return Book(tmp_path)
+
+
+def test_two_pages_go_beside_each_other_but_for_what_measures(book, leaves_nothing):
+    for name, other in (("small", "other"), ("other", "small")):
+        kinds = ["plain", "measures", "plain", "plain", "measures", "plain"]
+        cells = [noted("plain", met(name, other)), *map(noted, kinds)]
+        book.write(f"lessons/{name}.md", page(*cells, measures=(2, 5)))
+    said, _ = run_all(book, "other", "small")
+    assert [(name, type(made).__name__) for name, made in said] == [
+        ("other", "NotebookNode"),
+        ("small", "NotebookNode"),
+    ]
+    lines = (book.root / "times").read_text().splitlines()
+    spans = [(float(begin), float(end), kind) for begin, end, kind in map(str.split, lines)]
+    assert len(spans) == 14
+    for number, (begin, end, kind) in enumerate(spans):
+        beside = [b for b in spans[:number] + spans[number + 1 :] if b[0] < end and begin < b[1]]
+        assert kind != "measures" or not beside
+
+
+def test_the_seconds_of_a_page_hold_no_wait_for_another_one(book):
+    book.write("lessons/small.md", page(noted("plain", met("s", "o")), noted("m", "time.sleep(4)"),
+                                        measures=[1]))  # fmt: skip
+    first = met("o", "s") + "\ntime.sleep(2)"  # the other page has come to its cell by then
+    book.write("lessons/other.md", page(noted("plain", first), noted("plain")))
+    begin = time.monotonic()
+    said, _ = run_all(book, "other", "small")
+    wall = time.monotonic() - begin
+    seconds = {name: record.about(made)["seconds"] for name, made in said}
+    assert seconds["other"] <= wall - 4 + 0.1  # it is rounded
+    assert seconds["small"] >= 4
+
+
+def test_with_one_core_pages_go_one_after_another(book, monkeypatch):
+    monkeypatch.setattr(facts, "cores", lambda: 1)
+    for name in ("small", "other"):
+        book.write(f"lessons/{name}.md", page(noted(name), noted(name)))
+    run_all(book, "other", "small")
+    lines = (book.root / "times").read_text().splitlines()
+    assert [line.split()[2] for line in lines] == ["other", "other", "small", "small"]
+
+
+def test_what_is_said_has_the_pages_order_and_what_is_there_is_kept_at_once(book):
+    wait = "import os, time\nwhile not os.path.exists('../go'): time.sleep(0.01)"
+    book.write("lessons/first.md", page(wait))
+    book.write("lessons/second.md", page("1 / 0"))
+    book.write("lessons/third.md", page("open('../go', 'w').close()"))
+    said, kept = run_all(book, "first", "second", "third")
+    assert [name for name, _ in said] == ["first", "second", "third"]
+    assert "lessons/second.md, code cell 1 of 1: ZeroDivisionError" in str(said[1][1])
+    assert kept == ["third", "first"] or kept == ["first", "third"]
+
+
+def test_a_build_says_a_line_for_each_page_in_their_order(book):
+    text = (book.root / "lessons/small.md").read_text()
+    line = "  - file: lessons/small\n"
+    book.edit(
+        "_toc.yml", line, line + line.replace("small", "fine") + line.replace("small", "able")
+    )
+    book.write("lessons/fine.md", text)
+    book.write("lessons/able.md", text.replace("print(", "import time; time.sleep(2); print("))
+    book.built()
+    assert book.executed == ["able", "fine", "small"]
+    assert all(book.log.count(f"executed {name} in") == 1 for name in book.executed)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch, how):
+    with tempfile.TemporaryDirectory() as folder:  # a short name: sockets' names have an end
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        pids = [book.root / name for name in ("small", "other")]
+        for path in pids:
+            tell = f"import os, time\nopen('../{path.name}.new', 'w').write(str(os.getpid()))\n"
+            tell += f"os.rename('../{path.name}.new', '../{path.name}')"
+            book.write(f"lessons/{path.name}.md", page(tell, "time.sleep(600)"))
+        script = "import pathlib\nfrom shardlab import record\nfrom shardlab.record import facts\n"
+        script += "facts.cores = lambda: 2\n"
+        script += "def nothing(*_): pass\n"
+        script += f"root = pathlib.Path({str(book.root)!r})\n"
+        script += "record.execute_all(['small', 'other'], root, nothing, nothing, cpu=True)"
+        build = subprocess.Popen(
+            [sys.executable, "-c", script], stderr=subprocess.PIPE, start_new_session=True
+        )
+        while not all(path.exists() for path in pids):
+            assert build.poll() is None, build.stderr.read()
+            time.sleep(0.05)
+        build.send_signal(how)
+        build.communicate(timeout=60)
+        assert build.returncode == -how
+        until = time.monotonic() + 60
+        while not all(gone(int(path.read_text())) for path in pids):
+            assert time.monotonic() < until, "a kernel is left"
+            time.sleep(0.05)
+        if how != signal.SIGINT:  # nobody was there to take them along: the next one does
+            assert len(list(Path(folder).glob("lesson-*"))) == 2
+            book.write("lessons/small.md", page("pass"))
+            record.execute("small", book.root)
+        assert list(Path(folder).glob("lesson-*")) == []
+
+
+# --- The tag ----------------------------------------------------------------------------------
+
+CLOCKS = {"clock", "monotonic", "perf_counter", "timed"}
+# Functions of pages that read a clock for something else than a time that is shown or claimed.
+OTHERWISE = {
+    "deepspeed_engine": {"train"},  # where it counts, the cell has the tag; elsewhere it is dropped
+    "memory": {"watch"},  # marks places in a picture
+}
+
+
+def named(nodes):
+    """Names in a source, without those in functions and classes that it defines, which wait."""
+    found, todo = set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
+def inside(definition):
+    """What runs when a function is called, with its inner functions, but for its own variables."""
+    nodes = [node for node in ast.walk(definition) if node is not definition]
+    own = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return named(n for n in nodes if isinstance(n, ast.expr)) - own
+
+
+def test_a_cell_that_reads_a_clock_has_the_tag_that_lets_it_run_alone(root):
+    found, read = [], 0
+    for name in record.pages(root):
+        clocks = set(CLOCKS)
+        for number, cell in enumerate(record.code_cells(record.notebook(name, root)), 1):
+            tree = ast.parse(cell.source)
+            for node in tree.body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    clocks -= {node.name}
+                    reads = inside(node) & clocks and node.name not in OTHERWISE.get(name, ())
+                    clocks |= {node.name} if reads else set()
+            if used := named(tree.body) & clocks:
+                read += 1
+                if kernel.MEASURED not in cell.metadata.get("tags", []):
+                    found.append(f"{name}, code cell {number}: {', '.join(sorted(used))}")
+    assert read > 50  # there are many
+    assert found == []

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardlab.arguments import check_count, check_kind, check_whole, given, told
+from shardlab.arguments import check_count, check_kind, check_one_of, check_whole, given, told
 from shardlab.shapes import Config
 
-from .units import ceil_div, one_of
+from .units import ceil_div
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
 STAGE_RULES = "equal", "megatron", "nanotron"
@@ -48,7 +48,7 @@ def stages(
     """
     check_kind(Config, config=config)
     check_rule(pp, rule)
-    one_of("schedule", schedule, SCHEDULES)
+    check_one_of(SCHEDULES, schedule=schedule)
     if rule == "nanotron":
         return _without_experts(config, _by_cost(config, pp))
     if rule == "megatron":
@@ -79,7 +79,7 @@ def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
     """Raise ValueError unless `rule` is one of STAGE_RULES or the layers of `pp` stages."""
     check_count(pp=pp)
     if isinstance(rule, str):
-        one_of("stages", rule, STAGE_RULES)
+        check_one_of(STAGE_RULES, stages=rule)
         return
     counts = isinstance(rule, tuple) and len(rule) == pp
     if not counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in rule):
@@ -89,7 +89,7 @@ def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
 
 def check_schedule(pp: int, schedule: str, chunks: int) -> None:
     """Raise ValueError unless `schedule` is there and takes so many chunks of a stage."""
-    one_of("schedule", schedule, SCHEDULES)
+    check_one_of(SCHEDULES, schedule=schedule)
     check_count(pp=pp, chunks=chunks)
     if schedule == "interleaved" and pp > 1:
         if chunks < 2:

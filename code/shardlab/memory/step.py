@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from shardlab.arguments import check_count, check_flag
+from shardlab.arguments import check_count, check_flag, check_whole
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states
 from .counting import in_experts, layer_shapes, parameters, placed, shapes
 from .stages import Stage
-from .units import ceil_div, whole
+from .units import ceil_div
 
 MIB = 2**20
 
@@ -98,7 +98,7 @@ def estimate(
     """
     recipe = check_recipe(precision, optimizer, zero, dp, offload)
     here = placed(config, tp, pp, stage, stages, schedule)
-    whole("bucket", bucket, least=0)
+    check_whole(0, bucket=bucket)
     check_count(0, prefetch=prefetch)
     check_flag(accumulate=accumulate)
     if stage is None and pp > 1:  # of equal stages one at an end is the fullest

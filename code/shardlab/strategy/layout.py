@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab import memory
-from shardlab.arguments import check_whole
+from shardlab.arguments import check_flag, check_one_of, check_whole
 from shardlab.memory import Stage
 from shardlab.memory.core import computed_again
 from shardlab.memory.stages import check_rule, check_schedule
-from shardlab.memory.units import one_of
 from shardlab.shapes import Config
 
 _DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
@@ -41,9 +40,9 @@ class Layout:
         check_whole(1, **{name: getattr(self, name) for name in _DEGREES})
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise ValueError(f"zero={self.zero!r}: allowed are 0, 1, 2 and 3")
-        one_of("offload", self.offload, ("none", "optimizer", "parameters"))
+        check_one_of(("none", "optimizer", "parameters"), offload=self.offload)
         computed_again(self.recompute)
-        one_of("sequence_parallel", self.sequence_parallel, (False, True))
+        check_flag(sequence_parallel=self.sequence_parallel)
         self._check_copies()
         check_schedule(self.pp, self.schedule, self.chunks)
         check_rule(self.pp, self.stages)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab import memory
+from shardlab.arguments import check_whole
 from shardlab.machines import Machine
 from shardlab.memory.experts import check_dealt
-from shardlab.memory.units import whole
 from shardlab.shapes import Config
 from shardlab.strategy.layout import Layout, stages
 
@@ -25,7 +25,7 @@ class Target:
     seq: int
 
     def __post_init__(self) -> None:
-        whole("seq", self.seq)
+        check_whole(seq=self.seq)
         at, n = self.layout, self.machine.per_node
         memory.shapes(self.config, at.tp)  # refuses what cannot be cut so
         if at.ranks > n and at.ranks % n:

@@ -1025,7 +1025,7 @@ def test_ranks_that_disagree_are_all_told_before_anything_is_written(tmp_path, w
 
 def test_ranks_that_load_different_steps_are_told(tmp_path):
     found = run(disagrees, 2, tmp_path, "load")
-    assert found == ["step: rank 0 has 1, rank 1 has 0; allowed is the same on every rank"] * 2
+    assert found == ["step: rank 0 has 1, rank 1 has 0; allowed is the same on all ranks"] * 2
 
 
 # Damaged, foreign, or of another model.

@@ -472,7 +472,7 @@ def test_a_job_that_cannot_be_is_refused(changes, words):
     [
         (["--nodes", "two"], "nodes='two': allowed are LEAST:MOST"),
         (["--nodes", "2:"], ""),  # as "2"
-        (["--ranks", ""], "ranks='': allowed are whole numbers above 0"),
+        (["--ranks", ""], "ranks='': allowed are whole numbers, 1 or more"),
         (["--patience", "soon"], "patience='soon': allowed are numbers of seconds"),
         (["missing.py"], "script='missing.py': there is no such file"),
     ],

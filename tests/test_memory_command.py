@@ -94,25 +94,25 @@ def test_the_table_carries_the_unit_at_every_number(capsys) -> None:
 
 
 BAD = [
-    (["--params", "7.5e9", "--zero", "4"], "zero=4: allowed are 0, 1, 2 and 3"),
-    (["--params", "7.5e9", "--zero", "-1"], "zero=-1: allowed are 0, 1, 2 and 3"),
-    (["--params", "7.5e9", "--zero", "two"], "zero='two': allowed are 0, 1, 2 and 3"),
-    (["--params", "7.5e9", "--zero"], "zero='': allowed are 0, 1, 2 and 3"),
-    (["--params", "-7.5e9"], "params=-7.5e9: allowed are whole numbers above 0"),
-    (["--params", "0"], "params=0: allowed are whole numbers above 0"),
+    (["--params", "7.5e9", "--zero", "4"], "zero=4: allowed are whole numbers, 0 to 3"),
+    (["--params", "7.5e9", "--zero", "-1"], "zero=-1: allowed are whole numbers, 0 to 3"),
+    (["--params", "7.5e9", "--zero", "two"], "zero='two': allowed are whole numbers, 0 to 3"),
+    (["--params", "7.5e9", "--zero"], "zero='': allowed are whole numbers, 0 to 3"),
+    (["--params", "-7.5e9"], "params=-7500000000: allowed are whole numbers, 1 or more"),
+    (["--params", "0"], "params=0: allowed are whole numbers, 1 or more"),
     (["--params", "many"], "params='many': allowed are numbers above 0"),
-    (["--params", "nan"], "params='nan': allowed are numbers above 0"),
-    (["--params", "inf"], "params='inf': allowed are numbers above 0"),
-    (["--params", "7.5e9", "--dp", "0"], "dp=0: allowed are whole numbers above 0"),
-    (["--params", "7.5e9", "--dp", "-8"], "dp=-8: allowed are whole numbers above 0"),
-    (["--params", "7.5e9", "--tp", "1.5"], "tp='1.5': allowed are whole numbers above 0"),
+    (["--params", "nan"], "params=nan: allowed are whole numbers, 1 or more"),
+    (["--params", "inf"], "params=inf: allowed are whole numbers, 1 or more"),
+    (["--params", "7.5e9", "--dp", "0"], "dp=0: allowed are whole numbers, 1 or more"),
+    (["--params", "7.5e9", "--dp", "-8"], "dp=-8: allowed are whole numbers, 1 or more"),
+    (["--params", "7.5e9", "--tp", "1.5"], "tp='1.5': allowed are whole numbers, 1 or more"),
     (["--params", "7.5e9", "--precision", "fp12"], "precision='fp12': allowed are .*bf16"),
     (["--params", "7.5e9", "--optimizer", "lion"], "optimizer='lion': allowed are .*adamw"),
     (["--params", "7.5e9", "--offload", "disk"], "offload='disk': allowed are .*optimizer"),
     (["--params", "7.5e9", "--unit", "Gb"], "unit='Gb': allowed are .*GiB"),
     (["--model", "llama-9"], "model='llama-9': allowed are nano.*llama-3-8b"),
-    (["--model", "gpt-2", "--batch", "0"], "batch=0: allowed are whole numbers above 0"),
-    (["--model", "gpt-2", "--seq", "-5"], "seq=-5: allowed are whole numbers above 0"),
+    (["--model", "gpt-2", "--batch", "0"], "batch=0: allowed are whole numbers, 1 or more"),
+    (["--model", "gpt-2", "--seq", "-5"], "seq=-5: allowed are whole numbers, 1 or more"),
     (["--model", "gpt-2", "--recompute", "some"], "recompute='some': allowed are .*selective"),
     (["--model", "gpt-2", "--attention", "x"], "attention='x': allowed are .*plain"),
     (["--model", "gpt-2", "--tp", "5"], "tp=5: allowed are"),
@@ -149,4 +149,4 @@ def test_the_real_command_line() -> None:
     assert "parameters" in good.stdout and "GB" in good.stdout
     bad = subprocess.run([*command, "9"], cwd=ROOT, capture_output=True, text=True)
     assert bad.returncode == 2 and not bad.stdout
-    assert bad.stderr == "python -m shardlab: zero=9: allowed are 0, 1, 2 and 3\n"
+    assert bad.stderr == "python -m shardlab: zero=9: allowed are whole numbers, 0 to 3\n"

@@ -396,9 +396,9 @@ def test_a_budget_is_met_before_anything_starts(capsys):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--dp two", "dp='two': allowed are whole numbers above 0"),
+        ("--dp two", "dp='two': allowed are whole numbers, 1 or more"),
         ("--tp 3", "heads=2: allowed on 3 ranks are multiples of 3"),
-        ("--zero -1", "zero=-1: allowed are 0, 1, 2 and 3"),
+        ("--zero -1", "zero=-1: allowed are whole numbers, 0 to 3"),
         ("--steps 2", "steps=2: allowed are whole numbers, 3 or more"),
         ("--layers 5000", "allowed here are 1,000 at most"),
         ("--hidden 65536", "allowed here are 100,000,000 at most"),

@@ -339,7 +339,7 @@ def test_a_torch_that_is_too_old_counts_as_missing(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--limit", "soon"], "--limit='soon': allowed are whole numbers above 0"),
+        (["--limit", "soon"], "--limit='soon': allowed are whole numbers, 1 or more"),
         (["--each", "0"], "--each=0: allowed"),
         (["--only", "films"], "--only='films': allowed are tests, lessons, benchmarks"),
         (["small", "tiny"], "no such lesson: tiny; allowed are small"),

@@ -50,8 +50,8 @@ def test_no_measured_column_is_needed_and_reasons_stand_beside_rows(capsys, tmp_
         good.replace("32,4096,32", "32,4096,30"): "hidden=4096: allowed are multiples of 60",
         good.replace(",4,1", ",4,5"): "zero=5: allowed are 0, 1, 2 and 3",
         good.replace(",128,", ",,"): "ga is missing",
-        good.replace(",128,", ",many,"): "ga='many': allowed are whole numbers above 0",
-        good.replace(",128,", ",1.5,"): "ga='1.5': allowed are whole numbers above 0",
+        good.replace(",128,", ",many,"): "ga='many': allowed are whole numbers, 1 or more",
+        good.replace(",128,", ",1.5,"): "ga='1.5': allowed are whole numbers, 1 or more",
         good + ",": "",
     }
     path.write_text("\n".join([HEAD, *rows]) + "\n")

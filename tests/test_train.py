@@ -500,8 +500,8 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({0: ("a", "5"), 1: ("b", "5")}, "differ in what .lock in the folder says"),
-        ({0: ("a", "5"), 1: ("a", "6")}, "differ in steps: 5 in"),
+        ({0: ("a", "5"), 1: ("b", "5")}, "what .lock in the folder says: rank 0 has"),
+        ({0: ("a", "5"), 1: ("a", "6")}, "steps: rank 0 has 5, rank 1 has 6"),
     ],
 )
 def test_ranks_that_disagree_are_told(own, words, tmp_path):
@@ -526,7 +526,9 @@ def test_ranks_that_see_another_last_checkpoint_are_told(tmp_path, monkeypatch):
             return "entered"
 
     (tmp_path / "step-000010").mkdir()
-    with pytest.raises(ranks.RankError, match="last checkpoint: 'step-000010' .*'step-000005'"):
+    with pytest.raises(
+        ranks.RankError, match="checkpoint: rank 0 has 'step-000010', .*'step-000005'"
+    ):
         ranks.run(refused, 2, show=False, device="cpu")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 # More than any machine has: a larger number is a mistake, and often one that would run for ever.
 MOST = 10**18  # of bytes, tokens, elements, seconds, operations a second
+SIZES = 10**9  # of a sequence, a batch, a vocabulary, a layer's width
 RANKS = 10**6  # of ranks, nodes, stages, micro-batches: gone through one by one
 LAYERS = 10**4  # of a model's layers, heads, experts
 

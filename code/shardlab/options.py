@@ -19,11 +19,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardlab.arguments import MOST, check_whole, told
+
 LARGEST = 64 * 10**6  # bytes of a file that is read whole
-DIGITS = 19  # of a whole number: what counts something here has fewer
 _LIKENESS = {
     "×": "x", "·": ".", "→": "->", "–": "-", "─": "-", "…": "...", "’": "'", "µ": "u", "±": "+-",
     "²": "^2", "«": "<<", "»": ">>", "“": '"', "”": '"', "≥": ">=", "≤": "<=",
@@ -109,21 +111,15 @@ def number(
     try:
         return kind(given or "")
     except ValueError:
-        shown = given or ""
-        shown = shown if len(shown) <= 100 else f"{shown[:100]}…"
-        raise ValueError(f"{name}={shown!r}: allowed are {allowed}") from None
+        raise ValueError(f"{name}={told(given or '')}: allowed are {allowed}") from None
 
 
-def whole(
-    name: str, given: str | None, least: int = 1, allowed: str = "whole numbers above 0"
-) -> int:
+def whole(name: str, given: str | None, least: int = 1, most: int = MOST) -> int:
     """The value of an option as a whole number. Raises ValueError, which says what is allowed."""
-    value = number(name, given, allowed, int)
-    if value < least:
-        raise ValueError(f"{name}={value}: allowed are {allowed}")
-    if value >= 10**DIGITS:
-        shown = f"{str(value)[:DIGITS]}…"
-        raise ValueError(f"{name}={shown}: allowed are {allowed}, of {DIGITS} digits at most")
+    value: Any = given or ""
+    with suppress(ValueError):  # what is no number is refused as it was given
+        value = int(value)
+    check_whole(least, most, **{name: value})
     return value
 
 
@@ -245,7 +241,7 @@ def read_json(name: str, given: str | Path) -> Any:
     """What the JSON file that an option names holds.
 
     Raises ValueError as `read_text` does, for what is no JSON or nests too deep, and for a number
-    of more than DIGITS digits, or that is none.
+    of more digits than `arguments.MOST`, or that is none.
     """
     text = read_text(name, given, "JSON files")
     try:
@@ -258,7 +254,7 @@ def read_json(name: str, given: str | Path) -> Any:
 
 
 def _whole(text: str) -> int:
-    if len(text) > DIGITS:
+    if len(text) > len(str(MOST)):
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 

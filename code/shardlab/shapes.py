@@ -11,6 +11,7 @@ from math import ceil
 from shardlab.arguments import (
     LAYERS,
     RANKS,
+    SIZES,
     check_flag,
     check_number,
     check_one_of,
@@ -45,7 +46,8 @@ class Config:
     capacity: float | None = None  # times a fair share: what an expert takes; None: all that come
 
     def __post_init__(self) -> None:
-        check_whole(vocab=self.vocab, seq=self.seq, hidden=self.hidden, **given(ffn=self.ffn))
+        sizes = {"vocab": self.vocab, "seq": self.seq, "hidden": self.hidden}
+        check_whole(1, SIZES, **sizes, **given(ffn=self.ffn, expert_ffn=self.expert_ffn))
         check_whole(1, LAYERS, layers=self.layers, heads=self.heads)
         check_whole(1, self.heads, **given(kv_heads=self.kv_heads))
         check_flag(bias=self.bias, tied=self.tied)
@@ -64,7 +66,6 @@ class Config:
     def _check_experts(self) -> None:
         check_whole(1, RANKS // self.layers, experts=self.experts)  # layers times experts
         check_whole(1, self.experts, experts_per_token=self.experts_per_token)
-        check_whole(**given(expert_ffn=self.expert_ffn))
         check_whole(0, LAYERS, shared_experts=self.shared_experts)
         check_whole(0, self.layers - 1, dense_layers=self.dense_layers)
         check_one_of(("softmax", "sigmoid"), router=self.router)

@@ -51,7 +51,7 @@ from shardlab.ranks.agree import check_whole
 from . import contents
 from . import folder as files
 from .folder import MANIFEST, OLD, SAVING, CheckpointError
-from .members import Members, check_alike
+from .members import Members
 from .reasons import cause, is_full, no_room, telling
 
 
@@ -220,8 +220,7 @@ class Checkpoints:
         check_whole(keep=keep)
         self.keep, self.writer = keep, writer
         self.members = Members(group, timeout)
-        here = {"folder": os.path.abspath(self.root), "keep": keep}
-        check_alike(self.members.exchange(here), *here)
+        self.members.check_same(folder=os.path.abspath(self.root), keep=keep)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
         self._held: Any = None  # on rank 0, from the first save on
@@ -267,9 +266,9 @@ class Checkpoints:
     def _about(self, training: Training, tensors: Any, *alike: str) -> dict[str, Any]:
         """What the manifest says of this run, of all its ranks; ValueError where they disagree."""
         mine = training.about() | {"tensors": contents.shapes(tensors)}
-        parts = self.members.exchange(mine)
-        check_alike(parts, "optimizer", "schedule", *alike)
-        return contents.joined(parts)
+        words = {name: mine[name] for name in ("optimizer", "schedule", *alike)}
+        self.members.check_same(**words, **{"parameter groups": len(mine["parameter groups"])})
+        return contents.joined(self.members.exchange(mine))
 
     def _begin(self, about: dict[str, Any]) -> Path:
         """On rank 0: a fresh folder, in one that no other job saves into from here on."""
@@ -349,7 +348,7 @@ class Checkpoints:
         """
         self.wait()
         contents.check(training, Training)
-        check_alike(self.members.exchange({"step": step}), "step")
+        self.members.check_same(step=step)
         folder = self.members.first(lambda: files.choose(self.root, step))
         manifest = self.members.first(lambda: files.read_manifest(folder))
         share = sorted(manifest["files"])[self.members.rank :: self.members.size]

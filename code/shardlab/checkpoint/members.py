@@ -51,6 +51,11 @@ class Members:
             dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
+    def check_same(self, **given: Any) -> None:
+        """Raise ValueError, the same on all ranks, unless all were given the same."""
+        if self.group is not None:
+            ranks.check_same(self.group, **given)
+
     def first(self, act: Callable[[], Any]) -> Any:
         """What `act` returns or raises on rank 0, on every rank."""
         result = error = None
@@ -78,12 +83,3 @@ class Members:
         if self._destroy:
             dist.destroy_process_group(self.group)
         self.group, self._destroy = None, False
-
-
-def check_alike(parts: list[dict[str, Any]], *names: str) -> None:
-    """Raise ValueError unless `parts`, one of each rank, have the same under these names."""
-    for name in names:
-        for rank, part in enumerate(parts):
-            if part[name] != (first := parts[0][name]):
-                found = f"rank 0 has {first!r}, rank {rank} has {part[name]!r}"
-                raise ValueError(f"{name}: {found}; allowed is the same on every rank")

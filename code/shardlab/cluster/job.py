@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import options
-from shardlab.arguments import check_number, check_whole
+from shardlab.arguments import RANKS, check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Job:
         check_number(patience=self.patience, join=self.join)
         check_number(0, last_call=self.last_call, grace=self.grace)
         least, most = self.nodes
-        if not 1 <= least <= most:
-            raise ValueError(f"nodes={least}:{most}: allowed are LEAST:MOST, with 1 <= LEAST")
+        if not 1 <= least <= most <= RANKS:
+            raise ValueError(f"nodes={least}:{most}: allowed are LEAST:MOST, from 1 to {RANKS:,}")
         host, _, port = self.at.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"at={self.at!r}: allowed is HOST:PORT, with a port from 1 to 65535")
@@ -157,13 +157,12 @@ def told(chosen: argparse.Namespace) -> Job:
     if chosen.nodes is not None:
         least, _, most = chosen.nodes.partition(":")
         allowed = "LEAST:MOST, two numbers above 0, or one"
-        numbers = [options.whole("nodes", part, allowed=allowed) for part in (least, most or least)]
+        numbers = [options.number("nodes", n, allowed, int) for n in (least, most or least)]
         given["nodes"] = (numbers[0], numbers[1])
     if chosen.ranks is not None:
         given["ranks"] = options.whole("ranks", chosen.ranks)
     if chosen.restarts is not None:
-        least = "whole numbers, 0 or more"
-        given["restarts"] = options.whole("restarts", chosen.restarts, 0, least)
+        given["restarts"] = options.whole("restarts", chosen.restarts, 0)
     for name in ("patience", "last_call", "join", "grace"):
         if (value := getattr(chosen, name)) is not None:
             given[name] = options.number(name, value, "numbers of seconds")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_count
+from shardlab.arguments import check_count, check_flag, check_one_of, check_whole
 from shardlab.layout.core import computed_again
 from shardlab.shapes import Config
 
@@ -23,7 +23,6 @@ from .core import (
 from .counting import placed
 from .experts import backward_of_experts, kept_by_experts
 from .in_flight import in_flight
-from .units import one_of, whole
 
 ATTENTION = "fused", "plain", "plain-16"
 DEVICES = "cpu", "gpu"
@@ -162,13 +161,13 @@ def activations(
     tokens that sequence or context parallelism cannot share out.
     """
     here = placed(config, tp, pp, stage, stages, schedule, chunks)
-    seq = config.seq if seq is None else whole("seq", seq)
-    batch = whole("batch", batch)
+    seq = config.seq if seq is None else seq
+    check_whole(seq=seq, batch=batch)
     again = computed_again(recompute)
-    one_of("attention", attention, ATTENTION)
-    one_of("device", device, DEVICES)
-    one_of("precision", precision, PRECISIONS)
-    one_of("sequence_parallel", sequence_parallel, (False, True))
+    check_one_of(ATTENTION, attention=attention)
+    check_one_of(DEVICES, device=device)
+    check_one_of(PRECISIONS, precision=precision)
+    check_flag(sequence_parallel=sequence_parallel)
     check_count(cp=cp)
     seq = _shared(config, seq, cp, tp if sequence_parallel else 1, attention)
     flying = in_flight(pp, pp - 1 if stage is None else stage, microbatches, schedule, chunks)

@@ -26,6 +26,7 @@ from typing import Any
 
 from shardlab import memory, options
 from shardlab.layout import SCHEDULES, STAGE_RULES
+from shardlab.memory.units import whole
 from shardlab.shapes import PRESETS, Config
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -173,8 +174,8 @@ def _config(name: str) -> Config:
 
 
 def _whole(name: str, given: str) -> int:
-    least = {"zero": (0, "0, 1, 2 and 3"), "stage": (0, "whole numbers from 0")}
-    return options.whole(name, given, *least.get(name, ()))
+    bounds = {"zero": (0, 3), "stage": (0,)}
+    return options.whole(name, given, *bounds.get(name, ()))
 
 
 def _stages(given: str) -> str | tuple[int, ...]:
@@ -190,11 +191,4 @@ def _stages(given: str) -> str | tuple[int, ...]:
 
 def _parameters(given: str) -> int:
     """A number of parameters, written as 7500000000 or 7.5e9."""
-    try:
-        value = float(given)
-        whole = int(value)
-    except (ValueError, OverflowError):  # not a number at all; nan; infinity
-        raise ValueError(f"params={given!r}: allowed are numbers above 0, as 7.5e9") from None
-    if whole < 1 or whole != value:
-        raise ValueError(f"params={given}: allowed are whole numbers above 0, as 7.5e9")
-    return whole
+    return whole("params", options.number("params", given, "numbers above 0, as 7.5e9"))

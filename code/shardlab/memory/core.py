@@ -41,11 +41,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_count
+from shardlab.arguments import check_count, check_one_of
 from shardlab.layout.core import OFFLOADS
 from shardlab.shapes import Config
 
-from .units import ceil_div, one_of, whole
+from .units import ceil_div, whole
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class States:
 
 def check_recipe(precision: str, optimizer: str, zero: int, dp: int, offload: str) -> Recipe:
     """The recipe of that name; ValueError for what does not exist or does not go together."""
-    one_of("precision", precision, PRECISIONS)
-    one_of("optimizer", optimizer, OPTIMIZERS)
-    one_of("zero", zero, STAGES)
-    one_of("offload", offload, OFFLOADS)
+    check_one_of(PRECISIONS, precision=precision)
+    check_one_of(OPTIMIZERS, optimizer=optimizer)
+    check_one_of(STAGES, zero=zero)
+    check_one_of(OFFLOADS, offload=offload)
     check_count(dp=dp)
     if offload == "parameters" and zero != 3:
         raise ValueError(f"zero={zero}: allowed with offload='parameters' is 3")
@@ -128,7 +128,7 @@ def states(
     """
     recipe = check_recipe(precision, optimizer, zero, dp, offload)
     check_count(tp=tp, pp=pp)
-    held = ceil_div(whole("params", params, floats=True), tp * pp)
+    held = ceil_div(whole("params", params), tp * pp)
     share = ceil_div(held, dp)
 
     def of(stage: int) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from fractions import Fraction
 
-from shardlab.arguments import check_count, check_flag
+from shardlab.arguments import check_count, check_flag, check_one_of, check_whole
 
 from .core import OPTIMIZERS, check_recipe, states
-from .units import ceil_div, one_of, whole
+from .units import ceil_div, whole
 
 RECOMPUTE = "none", "selective", "full"
 
@@ -40,9 +40,9 @@ def korthikanti_layer(
 
     Raises ValueError for sizes below 1 and an unknown `recompute`.
     """
-    one_of("recompute", recompute, RECOMPUTE)
+    check_one_of(RECOMPUTE, recompute=recompute)
     check_flag(sequence_parallel=sequence_parallel)
-    s, b, h, a, t = (whole(n, v) for n, v in zip("sbhat", (s, b, h, a, t), strict=True))
+    check_whole(s=s, b=b, h=h, a=a, t=t)
     if recompute == "full":
         return 2 * s * b * h
     outside = Fraction(10, t if sequence_parallel else 1)
@@ -53,7 +53,8 @@ def korthikanti_layer(
 
 def attention_term(a: int, s: int, h: int) -> Fraction:
     """5as/h: what attention's scores add to the 34 (80 for GPT-3 175B, 64 for MT-NLG 530B)."""
-    return Fraction(5 * whole("a", a) * whole("s", s), whole("h", h))
+    check_whole(a=a, s=s, h=h)
+    return Fraction(5 * a * s, h)
 
 
 def selective_saving(a: int, s: int, h: int) -> Fraction:
@@ -67,7 +68,7 @@ def in_flight_layers(layers: int, p: int, chunks: int = 1) -> Fraction:
     1F1B keeps p micro-batches of L/p layers: L in all. Interleaved, with m = `chunks` chunks on
     each stage, L (1 + (p - 1) / (pm)). Korthikanti et al. 2022, section 4.2.3.
     """
-    layers, p, chunks = whole("layers", layers), whole("p", p), whole("chunks", chunks)
+    check_whole(layers=layers, p=p, chunks=chunks)
     return Fraction(layers) if chunks == 1 else layers * (1 + Fraction(p - 1, p * chunks))
 
 
@@ -76,7 +77,8 @@ def stage_output_saved(s: int, b: int, h: int, p: int) -> int:
 
     Korthikanti et al. 2022, appendix B: 2.73 GB (they are GiB) for the 530B model on 35 stages.
     """
-    return 2 * whole("s", s) * whole("b", b) * whole("h", h) * whole("p", p)
+    check_whole(s=s, b=b, h=h, p=p)
+    return 2 * s * b * h * p
 
 
 def bytes_per_parameter(
@@ -106,7 +108,7 @@ def largest(
 
     Rajbhandari et al. 2020 (arXiv 1910.02054), Table 2, prints it as the theoretical maximum.
     """
-    memory = whole("memory", memory, floats=True)
+    memory = whole("memory", memory)
     check_count(tp=tp, pp=pp)
     about = int(memory * tp * pp / bytes_per_parameter(precision, optimizer, zero, dp))
 
@@ -123,7 +125,7 @@ def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Frac
     4 + 16/d, because the distributed optimizer keeps float32 gradients too; for bf16 with float32
     gradients 18 becomes 6 + 12/d; for fp32 16 becomes 8 + 8/d.
     """
-    one_of("precision", precision, ("fp16", "bf16-fp32-gradients", "fp32"))
+    check_one_of(("fp16", "bf16-fp32-gradients", "fp32"), precision=precision)
     check_count(d=d)
     check_flag(distributed=distributed)
     zero = 1 if distributed else 0
@@ -144,11 +146,11 @@ def deepspeed_zero2(
     offload; the code of version 0.19 has 2 + 18/n. Offloaded: 2 on the device. The factor 1.5 on
     the host is its own reserve. What both call "GB" is 2^30.
     """
-    one_of("version", version, ("documented", "0.19"))
+    check_one_of(("documented", "0.19"), version=version)
     check_count(gpus_per_node=gpus_per_node, nodes=nodes)
     check_flag(offload=offload)
     n = gpus_per_node * nodes
-    params = whole("params", params, floats=True)
+    params = whole("params", params)
     if offload:
         return int(params * max(4 * n, 16) * 1.5), 2 * params
     fixed, shared = (4, 16) if version == "documented" else (2, 18)
@@ -172,8 +174,8 @@ def deepspeed_zero3(
 
     Raises ValueError when parameters are offloaded and the optimizer is not.
     """
-    params = whole("params", params, floats=True)
-    layer = 4 * whole("largest_layer", largest_layer, floats=True)
+    params = whole("params", params)
+    layer = 4 * whole("largest_layer", largest_layer)
     check_count(gpus_per_node=gpus_per_node, nodes=nodes)
     check_flag(offload_optimizer=offload_optimizer, offload_parameters=offload_parameters)
     check_flag(zero_init=zero_init)

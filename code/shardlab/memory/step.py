@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_count, check_flag
+from shardlab.arguments import check_count, check_flag, check_whole
 from shardlab.layout import Stage
 from shardlab.layout.entries import of_kind, of_layer, outside
 from shardlab.shapes import Config
@@ -12,7 +12,7 @@ from shardlab.shapes import Config
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states
 from .counting import in_experts, in_layer, of_both_kinds, parameters, placed
-from .units import ceil_div, whole
+from .units import ceil_div
 
 MIB = 2**20
 
@@ -98,7 +98,7 @@ def estimate(
     """
     recipe = check_recipe(precision, optimizer, zero, dp, offload)
     here = placed(config, tp, pp, stage, stages, schedule, chunks)
-    whole("bucket", bucket, least=0)
+    check_whole(0, bucket=bucket)
     check_count(0, prefetch=prefetch)
     check_flag(accumulate=accumulate)
     if stage is None and pp > 1:  # of equal stages one at an end is the fullest

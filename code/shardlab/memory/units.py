@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from shardlab.arguments import MOST, check_number, check_one_of, check_whole
 
 # A disk maker's GB is 10^9 bytes, and so is the GB of papers; an operating system's GiB is 2^30,
@@ -25,25 +23,16 @@ def format_bytes(size: float, unit: str = "GB", digits: int = 2) -> str:
     """`size` bytes in a unit of `UNITS`: format_bytes(31_406_250_000) is "31.41 GB"."""
     check_number(-MOST, size=size)
     check_whole(0, 20, digits=digits)
-    scale = UNITS[one_of("unit", unit, UNITS)]
+    check_one_of(UNITS, unit=unit)
+    scale = UNITS[unit]
     return f"{size:,.0f} B" if scale == 1 else f"{size / scale:,.{digits}f} {unit}"
 
 
-def one_of(argument: str, value: object, allowed: Iterable[object]) -> object:
-    """`value`, or ValueError that names the argument and what is allowed."""
-    check_one_of(allowed, **{argument: value})
-    return value
-
-
-def whole(
-    argument: str, value: float, least: int = 1, floats: bool = False, most: int | None = None
-) -> int:
-    """`value` as an int, or ValueError. floats: 7.5e9 is a whole number too."""
-    if floats and isinstance(value, float) and value.is_integer():
+def whole(argument: str, value: float) -> int:
+    """`value` as an int, or ValueError; 7.5e9 is a whole number, too."""
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
-    check_whole(least, **{argument: value})
-    if most is not None and value > most:
-        raise ValueError(f"{argument}={value}: allowed are whole numbers, {least} to {most:,}")
+    check_whole(**{argument: value})
     return value
 
 

@@ -155,9 +155,7 @@ def job_of(chosen: argparse.Namespace) -> Job:
 
 
 def _whole(name: str, given: str) -> int:
-    if name == "zero":
-        return options.whole(name, given, 0, "0, 1, 2 and 3")
-    return options.whole(name, given)
+    return options.whole(name, given, 0, 3) if name == "zero" else options.whole(name, given)
 
 
 def told(job: Job, found: dict[str, Any]) -> str:

@@ -15,16 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shardlab.arguments import SIZES, check_whole
 from shardlab.layout import Layout
 from shardlab.machines import RESERVE, Machine, room
-from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
 from .cost import seconds
 from .needs import peak
 
 MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
-MOST = 10**9  # sequences of a step, and tokens of a sequence
 RUNGS = (
     "data parallel",
     "ZeRO-1",
@@ -120,8 +119,8 @@ def choose(
 
 def check_job(machine: Machine, gpus: int, batch: int) -> None:
     """Raise ValueError for GPUs and batches that cannot be, or would be tried for ever."""
-    whole("gpus", gpus, most=MOST_GPUS)
-    whole("batch", batch, most=MOST)
+    check_whole(1, MOST_GPUS, gpus=gpus)
+    check_whole(1, SIZES, batch=batch)
     n = machine.per_node
     if gpus > n and gpus % n:
         raise ValueError(f"gpus={gpus}: allowed are 1 to {n}, and whole nodes of {n}")

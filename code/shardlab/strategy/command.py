@@ -45,8 +45,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import options
+from shardlab.arguments import check_one_of
 from shardlab.machines import MACHINES
-from shardlab.memory.units import one_of
 from shardlab.shapes import PRESETS
 
 from . import files, learn, report
@@ -150,12 +150,13 @@ def _planned(given: dict[str, Any]) -> str:
     profile = today(profile)
     asked = _asked(given, rates)
     fixed: dict[str, object] = {
-        name: options.whole(name, given[name], least, f"whole numbers from {least}")
+        name: options.whole(name, given[name], least)
         for name, least in FIXED.items()
         if name in given
     }
     if "recompute" in given:
-        fixed["recompute"] = one_of("recompute", given["recompute"], ("none", "selective", "full"))
+        check_one_of(("none", "selective", "full"), recompute=given["recompute"])
+        fixed["recompute"] = given["recompute"]
     job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq, profile, rates
     found = plan(*job, fixed)
     if not found.fits:
@@ -176,7 +177,8 @@ def _for_engine(given: dict[str, Any]) -> dict[str, Any]:
     """The options with the profile of the engine that a plan is for. Slurm starts any program."""
     from .emit import ENGINES
 
-    engine = str(one_of("emit", given["emit"], ENGINES))
+    engine = given["emit"]
+    check_one_of(ENGINES, emit=engine)
     if engine not in PROFILES:
         return given
     if given.get("profile", engine) != engine:
@@ -205,12 +207,15 @@ def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
 
 def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
     if "model" in given:
-        name = one_of("model", given["model"], PRESETS)
-        config = PRESETS[str(name)]
+        name = given["model"]
+        check_one_of(PRESETS, model=name)
+        config = PRESETS[name]
     else:
         name, config = Path(given["config"]).name, read_config(Path(given["config"]))
     if "gpu" in given or rates.machine is None:
-        machine = MACHINES[str(one_of("gpu", given.get("gpu", ""), MACHINES))]
+        gpu = given.get("gpu", "")
+        check_one_of(MACHINES, gpu=gpu)
+        machine = MACHINES[gpu]
     else:
         machine = rates.machine
     if "per_node" in given:
@@ -224,7 +229,7 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
     numbers = {
         key: _positive(key, given[key]) if key in given else None for key in ("tokens", "price")
     }
-    return report.Asked(str(name), config, machine, gpus, batch, seq, **numbers)
+    return report.Asked(name, config, machine, gpus, batch, seq, **numbers)
 
 
 def _positive(name: str, given: str) -> float:

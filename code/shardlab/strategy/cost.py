@@ -21,11 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab import memory
+from shardlab.arguments import check_whole
 from shardlab.layout import Layout, Stage
 from shardlab.layout.core import computed_again
 from shardlab.layout.entries import check_expert_degree, check_tensor_degree, of_kind
 from shardlab.machines import Machine
-from shardlab.memory.units import ceil_div, whole
+from shardlab.memory.units import ceil_div
 from shardlab.shapes import Config
 
 ELEMENT = 2  # bytes: activations, weights and gradients travel in 16 bits
@@ -44,8 +45,8 @@ def flops(
     causal: attention leaves out the pairs that the mask hides, half of them; papers count all,
     as Narayanan et al. do: 96 B s L h² (1 + s/6h + V/16Lh) with full recomputation.
     """
-    seq = config.seq if seq is None else whole("seq", seq)
-    tokens = whole("tokens", tokens)
+    seq = config.seq if seq is None else seq
+    check_whole(seq=seq, tokens=tokens)
     again = computed_again(recompute)
     dense = config.dense_layers if config.experts else config.layers
     layers = dense * _matrices(config, True) + (config.layers - dense) * _matrices(config, False)
@@ -87,8 +88,8 @@ def zero_bytes(
     """
     if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
         raise ValueError(f"zero={zero!r}: allowed are 0, 1, 2 and 3")
-    params, dp = whole("params", params), whole("dp", dp)
-    m = whole("microbatches", microbatches)
+    check_whole(params=params, dp=dp, microbatches=microbatches)
+    m = microbatches
     share = ceil_div(params, dp) * (dp - 1)
     gradients, weights = {0: (2, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero]
     return {"gradients": gradients * share * gradient, "weights": weights * share * weight}
@@ -138,8 +139,9 @@ def seconds(
 
     Raises ValueError for what cannot be cut so.
     """
-    seq = config.seq if seq is None else whole("seq", seq)
-    v = layout.chunks if chunks is None else whole("chunks", chunks)
+    seq = config.seq if seq is None else seq
+    v = layout.chunks if chunks is None else chunks
+    check_whole(seq=seq, chunks=v)
     found = layout.parts(config)
     check_tensor_degree(config, layout.tp)
     check_expert_degree(config, layout.ep)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import csv
 import io
-import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardlab.arguments import LAYERS, SIZES, check_number, check_one_of, check_whole, told
 from shardlab.layout import SCHEDULES, Layout
 from shardlab.machines import MACHINES, Machine
 from shardlab.options import read_json, read_text
@@ -28,7 +29,6 @@ DEGREES = "mbs", "ga", "dp", "pp", "tp", "zero"
 COLUMNS = (*SHAPE, *DEGREES)
 SWEEP_VOCABULARY = 131_072  # the sweep's: its column is not in the file
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257, padded
-MOST = {"layers": 10_000}  # more are no model, and take memory to count; of all else, 10^9
 _RECOMPUTE = {
     "none": "none", "baseline": "none", "sp": "none", "selective": "selective",
     "selective+sp": "selective", "full": "full", "full recompute": "full",
@@ -99,7 +99,7 @@ def case_measured(case: Mapping[str, Any]) -> dict[str, float]:
     """The times that a case's table prints, by their keys: fwd_ms and bwd_ms, iter_s, iter_ms."""
     printed = case.get("published") or {}
     if not isinstance(printed, Mapping):
-        raise ValueError(f"published={_said(printed)}: allowed are objects")
+        raise ValueError(f"published={told(printed)}: allowed are objects")
     keys = "fwd_ms", "bwd_ms", "iter_s", "iter_ms"
     return {key: _number(printed, key) for key in keys if printed.get(key) is not None}
 
@@ -135,13 +135,13 @@ def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
     said = str(c.get("recompute", "none")).lower()
     said = {"false": "none", "true": "full"}.get(said, said)
     if said not in _RECOMPUTE:
-        raise ValueError(f"recompute={_said(c['recompute'])}: allowed are none, selective and full")
+        raise ValueError(f"recompute={told(c['recompute'])}: allowed are none, selective and full")
     along = bool(c.get("sequence_parallel", said == "sp" or said.endswith("+sp")))
     zero = _whole(c, "zero", 0)
     stages = c.get("stages", profile.stages)
     named = str(c.get("schedule", "interleaved" if v > 1 else "1f1b")).lower()
     if named not in SCHEDULES:
-        raise ValueError(f"schedule={_said(c['schedule'])}: allowed are {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={told(c['schedule'])}: allowed are {', '.join(SCHEDULES)}")
     layout = Layout(
         d, need["tp"], p, zero, b, batch // d // b, _RECOMPUTE[said], along, cp,
         chunks=v if p > 1 else 1, schedule=named if p > 1 else "1f1b",
@@ -158,7 +158,7 @@ def _machine(c: Mapping[str, Any]) -> Machine:
     name = str(c["gpu"]).lower().replace("nvidia", "").replace(" ", "-").strip("-")
     match = [key for key in MACHINES if name.startswith(key)]
     if not match:
-        raise ValueError(f"gpu={_said(c['gpu'])}: allowed are {', '.join(MACHINES)}")
+        raise ValueError(f"gpu={told(c['gpu'])}: allowed are {', '.join(MACHINES)}")
     key = max(match, key=len)
     if key == "a100" and ("40" in name or c.get("gpu_mem_gb") == 40):
         key = "a100-40"
@@ -174,36 +174,21 @@ def _whole(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = c.get(key, default)
     if value is None or value == "":
         raise ValueError(f"{key} is missing")
-    least, most = 0 if key == "zero" else 1, MOST.get(key, 10**9)
-    try:
-        number = float(value)
-        if number != int(number) or number < least:
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        allowed = "allowed are whole numbers above 0"
-        raise ValueError(f"{key}={_said(value)}: {allowed}") from None
-    if number > most:
-        raise ValueError(f"{key}={number:g}: allowed are {most:,} at most")
-    return int(number)
-
-
-def _number(c: Mapping[str, Any], key: str) -> float:
-    try:
-        value = float(c[key])
-        if not 0 < value <= 1e18:
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{key}={_said(c[key])}: allowed are numbers above 0, to 1e18") from None
+    with suppress(TypeError, ValueError, OverflowError):  # "1e3", and tables have 4096.0
+        value = int(float(value)) if float(value).is_integer() else value
+    check_whole(int(key != "zero"), LAYERS if key == "layers" else SIZES, **{key: value})
     return value
 
 
-def _said(value: Any) -> str:
-    """A value as a message shows it: whatever is in a file, it is a part of a line."""
-    return reprlib.repr(value)
+def _number(c: Mapping[str, Any], key: str) -> float:
+    value = c[key]
+    with suppress(TypeError, ValueError, OverflowError):
+        value = float(value)
+    check_number(**{key: value})
+    return value
 
 
 def _one_of(c: Mapping[str, Any], key: str, allowed: tuple[str, ...], default: str) -> str:
     value = c.get(key, default)
-    if value not in allowed:
-        raise ValueError(f"{key}={_said(value)}: allowed are {' and '.join(allowed)}")
-    return str(value)
+    check_one_of(allowed, **{key: value})
+    return value

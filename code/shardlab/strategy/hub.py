@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardlab.arguments import SIZES, check_whole
 from shardlab.options import read_json
 from shardlab.shapes import Config
-
-MOST_LAYERS = 10_000  # every cut of them into stages is tried
-MOST = 10**9  # of all other numbers
 
 # Our name, and what model families call it; the first that is there counts.
 _KEYS = {
@@ -47,22 +44,21 @@ def read_config(path: Path) -> Config:
 
 def shape(given: Mapping[str, Any]) -> Config:
     """The shape of such an object. Raises ValueError for what is missing, or no `Config` has."""
-    if _number("kv_lora_rank", given.get("kv_lora_rank"), 0):
-        words = "allowed are models without latent attention"
-        raise ValueError(f"kv_lora_rank={given['kv_lora_rank']!r}: {words}")
     found = {name: _first(given, keys) for name, keys in _KEYS.items()}
     for name, value in found.items():
         if value is None:
             raise ValueError(f"{_KEYS[name][0]} is missing")
     found |= {name: _first(given, keys) for name, keys in _OPTIONAL.items()}
-    for name, value in found.items():
-        _number(name, value, 1, MOST_LAYERS if name == "layers" else MOST)
     experts = {name: _first(given, keys) for name, keys in _EXPERTS.items()}
-    for name, value in experts.items():
-        _number(name, value, 0)
+    others = {name: given.get(name) for name in ("head_dim", "kv_lora_rank")}
+    known = {n: v for n, v in (found | experts | others).items() if v is not None}
+    check_whole(0, SIZES, **known)
+    if latent := others["kv_lora_rank"]:
+        words = "allowed are models without latent attention"
+        raise ValueError(f"kv_lora_rank={latent}: {words}")
     if experts["experts"]:
         found |= {name: value for name, value in experts.items() if value is not None}
-    head = _number("head_dim", given.get("head_dim"), 0)
+    head = others["head_dim"]
     if head and head * found["heads"] != found["hidden"]:
         raise ValueError(f"head_dim={head}: allowed is hidden_size / num_attention_heads")
     gated = str(given.get("hidden_act", "")) in ("silu", "swish", "gelu_pytorch_tanh")
@@ -74,15 +70,6 @@ def shape(given: Mapping[str, Any]) -> Config:
         bias="rms_norm_eps" not in given,
         tied=bool(given.get("tie_word_embeddings", True)),
     )
-
-
-def _number(name: str, value: Any, least: int, most: int = MOST) -> int | None:
-    """`value`, where there is one. Raises ValueError for what is no whole number or too large."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is None or (whole and least <= value <= most):
-        return value
-    allowed = f"allowed are whole numbers, {least} to {most:,}"
-    raise ValueError(f"{name}={reprlib.repr(value)}: {allowed}")
 
 
 def _first(given: Mapping[str, Any], keys: tuple[str, ...]) -> Any:

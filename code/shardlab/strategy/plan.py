@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, isqrt
 
+from shardlab.arguments import SIZES, check_whole
 from shardlab.layout import Layout
 from shardlab.machines import Machine
-from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
-from .chart import MOST, MOST_GPUS, check_job
+from .chart import MOST_GPUS, check_job
 from .cost import flops
 from .job import Job
 from .predict import Prediction, check_rates, of_job
@@ -66,10 +66,11 @@ def plan(
 
     A layout fits if its fullest rank reserves no more than the share of memory beyond which the
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
-    below 1 or beyond `MOST` and `MOST_GPUS`, and for rates of another profile.
+    below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, and for rates of another profile.
     """
     check_job(machine, gpus, batch)
-    seq = config.seq if seq is None else whole("seq", seq, most=MOST)
+    seq = config.seq if seq is None else seq
+    check_whole(1, SIZES, seq=seq)
     values = check_rates(profile, rates)
     found = Plan(room=values["limit"] * machine.memory)
     work = flops(config, batch * seq, seq, causal=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardlab.arguments import check_whole
 from shardlab.layout import Layout
 from shardlab.layout.entries import check_expert_degree
 from shardlab.machines import Machine
-from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
 from .core import Seconds, seconds
@@ -42,7 +42,8 @@ def predict(
     Raises ValueError for layers that the stages cannot share, heads or experts that cannot be cut
     or dealt out so, and rates of another profile.
     """
-    seq = config.seq if seq is None else whole("seq", seq)
+    seq = config.seq if seq is None else seq
+    check_whole(seq=seq)
     job = Job(config, machine, layout, profile, seq)
     return of_job(job, check_rates(profile, rates))
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardlab import folder_lock
+from shardlab.ranks import check_same
 
 SUMS = "SHA256SUMS"
 
@@ -120,18 +121,15 @@ def entered(folder: Path, options: dict[str, Any]) -> Iterator[None]:
 
 
 def _alike(folder: Path, options: dict[str, Any]) -> None:
-    """Refused where ranks were given, or see, what rank 0 does not."""
+    """Refused where ranks were given, or see, what others do not."""
     lock = folder / folder_lock.NAME
     seen = {"what .lock in the folder says": lock.read_text() if lock.exists() else "nothing"}
     seen["the last checkpoint"] = ["none", *(path.name for path in checkpoints(folder))][-1]
-    everyone = _of_all((str(folder), options | seen))
-    where, first = everyone[0]
-    for rank, (path, theirs) in enumerate(everyone):
-        if differ := [name for name in first if theirs[name] != first[name]]:
-            values = f"{first[differ[0]]!r} in {where}, {theirs[differ[0]]!r} in {path}"
-            allowed = "the same options on all ranks, and one folder that they share"
-            text = f"rank 0 and rank {rank} differ in {differ[0]}: {values}; allowed are {allowed}"
-            raise Refused(text)
+    try:
+        check_same(dist.group.WORLD, **options | seen)
+    except ValueError as error:
+        folders = ", ".join(dict.fromkeys(_of_all(str(folder))))
+        raise Refused(f"{error}, and one folder that they share (now {folders})") from None
 
 
 def _of_all(value: Any) -> list[Any]:

@@ -66,8 +66,7 @@ def _main(act: Act, chosen: argparse.Namespace) -> int:
 
 
 def _up(folder: str, given: dict[str, str]) -> int:
-    least = {"gpus": (0, "whole numbers from 0")}
-    numbers = {n: options.whole(n, value, *least.get(n, ())) for n, value in given.items()}
+    numbers = {n: options.whole(n, value, int(n != "gpus")) for n, value in given.items()}
     before = slurm.find(folder)
     ended = slurm.lost(before) if before else []
     box = slurm.start(folder, **numbers)

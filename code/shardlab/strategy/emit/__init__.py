@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardlab.arguments import check_one_of
 from shardlab.layout import Layout
 from shardlab.machines import Machine
-from shardlab.memory.units import one_of
 from shardlab.shapes import Config
 
 from . import deepspeed, fsdp2, megatron, slurm, torchtitan
@@ -56,7 +56,7 @@ def emit(
     Raises ValueError for an unknown engine, a shape that cannot be cut so, GPUs that fill no whole
     nodes, and what the engine cannot express: it names the field, its value and what is nearest.
     """
-    one_of("engine", engine, ENGINES)
+    check_one_of(ENGINES, engine=engine)
     return _WRITERS[engine](
         Target(engine, config, machine, layout, config.seq if seq is None else seq)
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardlab.arguments import check_whole
 from shardlab.layout import Layout
 from shardlab.layout.entries import check_expert_degree, check_tensor_degree
 from shardlab.machines import Machine
-from shardlab.memory.units import whole
 from shardlab.shapes import Config
 
 WIDTH = 100  # columns of what is written
@@ -24,7 +24,7 @@ class Target:
     seq: int
 
     def __post_init__(self) -> None:
-        whole("seq", self.seq)
+        check_whole(seq=self.seq)
         at, n = self.layout, self.machine.per_node
         check_tensor_degree(self.config, at.tp)
         if at.ranks > n and at.ranks % n:

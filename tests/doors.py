@@ -80,7 +80,8 @@ INNER = {
     **dict.fromkeys((tp.VocabEmbedding.from_plain, tp.cut_attention, tp.cut_ffn), ""),
     **dict.fromkeys((tp.copy_to, tp.reduce_from, tp.reduce_from_), "x"),
     **dict.fromkeys((tp.gather_last, tp.split_last), "x"),
-    **dict.fromkeys((buckets.deal, buckets.scale_down), ""),
+    buckets.deal: "",
+    buckets.clip_by_joint_norm: "owner groups parts",
     **dict.fromkeys(
         (buckets.copy_from_rank_0, buckets.average_gradients), "tensors parameters joined"
     ),
@@ -479,7 +480,9 @@ def objects(folder: str) -> Iterator[Row]:
         "parameters": list(linear(3, 3).parameters()), "group": group, "joined": True,
     }  # fmt: skip
     yield buckets.add_up, lambda: {"gradients": [y], "group": group, "joined": True, "scale": 0.5}
-    yield buckets.scale_down, lambda: {"gradients": [y], "norm": torch.ones(()), "limit": 1.0}
+    yield buckets.clip_by_joint_norm, lambda: {
+        "owner": linear(3, 3), "limit": 1.0, "groups": [group], "parts": linear(3, 3).parameters(),
+    }  # fmt: skip
 
     yield experts.ExpertParallel, lambda: {"plain": Experts(SPARSE), "group": group}
     yield experts.average_gradients, lambda: {"model": dealt(), "data": group, "copies": group}
@@ -510,7 +513,7 @@ def objects(folder: str) -> Iterator[Row]:
     yield zero.shard, lambda: {"module": linear(3, 3), "group": group, "stage": 1}
     yield zero.predicted_sent, lambda: {"model": sharded(), "backwards": 2}
     yield zero.predicted_states, lambda: {"model": sharded(), "bytes_per_state": 8}
-    yield sharded().clip_grad_norm_, lambda: {"max_norm": 1.0}
+    yield sharded().clip_grad_norm_, lambda: {"limit": 1.0}
     yield sharded().load_full_state_dict, lambda: {"state": linear(3, 3).state_dict()}
 
     yield pipeline.Pipeline, lambda: {

@@ -136,9 +136,12 @@ def test_five_steps_are_those_of_one_process(shape, config, sizes, options):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_bytes_held_and_sent_are_as_predicted(zero, sequence):
+@pytest.mark.parametrize("what", ["plain", "sequence", "experts"])
+def test_bytes_held_and_sent_are_as_predicted(zero, what):
+    sequence = what == "sequence"
     config = replace(GPT2, vocab=30, hidden=20)  # shards that need padding
+    if what == "experts":
+        config = replace(config, experts=4, expert_ffn=12, shared_experts=1, dense_layers=1)
     shape = Layout(dp=2, tp=2) if zero > 1 else EIGHT
     shape = replace(shape, zero=zero, sequence_parallel=sequence, microbatches=2)
 

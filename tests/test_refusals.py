@@ -13,6 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
+from functools import partial
 
 import doors
 import pytest
@@ -45,12 +46,11 @@ def refusals():
         "stage": [
             lambda bad=bad: zero.shard(plain, group, bad) for bad in (1.0, [], None, "1", True, 4)
         ],
-        "max_norm": [
-            lambda model=model, bad=bad: model.clip_grad_norm_(bad)
-            for model in sharded
+        "limit": [
+            lambda clip=clip, bad=bad: clip(bad)
+            for clip in (*(m.clip_grad_norm_ for m in sharded), partial(tp.clip_grad_norm_, cut))
             for bad in ("1", None, True, [])
         ],
-        "limit": [lambda bad=bad: tp.clip_grad_norm_(cut, bad) for bad in ("1", None, True)],
         "state": [
             *(lambda model=model: model.load_full_state_dict(None) for model in sharded),
             *(lambda model=model: model.load_full_state_dict({"weight": 1}) for model in sharded),

@@ -424,7 +424,8 @@ def counted(config):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_reduces_bytes_and_states_are_as_predicted(size):
-    for config in (GPT2, LLAMA, replace(LLAMA, layers=3, dropout=0.1)):
+    mixed = {"experts": 4, "expert_ffn": 8, "shared_experts": 1, "dense_layers": 1}
+    for config in (GPT2, LLAMA, replace(LLAMA, layers=3, dropout=0.1), replace(LLAMA, **mixed)):
         for found, predicted in run(counted, size, config):
             assert found == predicted
 

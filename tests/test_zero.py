@@ -897,7 +897,7 @@ COMPLAINTS = {
     "list": "units: ModuleList in unit 0 is never called",
     "twice": "units: left is in unit 0 and in unit 1",
     "no_sync": "no_sync: Zero2 keeps a shard of the gradients",
-    "norm": "max_norm=-1.0: allowed are numbers from 0",
+    "norm": "limit=-1.0: allowed are numbers from 0",
     "moved": "move or convert the module before",
     "state": "allowed is full_state_dict()",
     "load": "allowed is load_full_state_dict()",

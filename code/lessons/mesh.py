@@ -58,7 +58,7 @@ from torch.nn.functional import gelu
 
 from shardlab import count, mesh, ranks, show, zero
 from shardlab import tensor_parallel as tp
-from shardlab.buckets import add_up
+from shardlab.buckets import add_up, clip_by_joint_norm
 from shardlab.check import check
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout, orders
@@ -337,10 +337,12 @@ show.table(rows, head)
 # To clip by the global norm, ranks add up their squares. But not every number lies on one rank.
 #
 # ![What counts for the norm, on two stages with two tensor ranks each. Parts of matrices lie on one rank, and count there. Norms and late biases lie whole on both tensor ranks, and count on the first. The tied embedding lies on both stages, and counts on the first.](../figures/mesh_norm.svg)
+#
+# Who counts what is the mesh's own. The sum and the scaling, `clip_by_joint_norm`, are those of tensor parallelism, ZeRO and experts, too.
 
 # %% tags=["hide-input"]
-# Shows the norm
-show.source(Parallel.clip_grad_norm_, Parallel._counts)
+# Shows who counts what, and how it is added up
+show.source(Parallel.clip_grad_norm_, Parallel._counts, clip_by_joint_norm)
 
 
 # %% tags=["hide-input"]

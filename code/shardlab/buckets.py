@@ -1,8 +1,8 @@
 """What data parallelism, ZeRO and others do alike with parameters and gradients over a group.
 
 `deal` puts parameters into buckets, `copy_from_rank_0` lets all ranks start equal, `Backward` tells
-when autograd's backward pass begins and ends, and `average_gradients` is data parallelism in one
-call, for those who need no more.
+when autograd's backward pass begins and ends, `average_gradients` is data parallelism in one call,
+for those who need no more, and `clip_by_joint_norm` clips what lies on many ranks.
 
 Li: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -10,14 +10,15 @@ Li: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel T
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab.ranks import check_group
+from shardlab.ranks import check_group, check_number, check_same_once
 
 MIB = 2**20
 Like = TypeVar("Like", bound=torch.Tensor)
@@ -139,8 +140,41 @@ class Backward:
 
 
 @torch.no_grad()
-def scale_down(gradients: Iterable[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
-    """Scale gradients of a joint `norm` down to `limit`, where it is larger, as torch does."""
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+def clip_by_joint_norm(
+    owner: Any,
+    limit: float,
+    groups: Sequence[dist.ProcessGroup],
+    parts: Iterable[nn.Parameter],
+    whole: Iterable[nn.Parameter] = (),
+    copies: Iterable[nn.Parameter] = (),
+    alike: Sequence[dist.ProcessGroup] = (),
+) -> torch.Tensor:
+    """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
+
+    Every number counts once. parts: parameters of which each rank of `groups` has its own part, or
+    which it alone counts; their squares are added up over these groups. whole: those that all ranks
+    of them have. copies: those that another rank counts; they are only scaled. alike: groups whose
+    ranks all find the same norm. A gradient of None is zeros.
+
+    Norms are in float32 at least: 16 bits would keep two or three digits of them. Raises ValueError
+    for a limit below 0, and on every rank when the limits of the first call for `owner` differ.
+    """
+    check_number(0, math.inf, limit=limit)
+    check_same_once(owner, "clip", *groups, *alike, limit=float(limit))
+    parts, whole, copies = list(parts), list(whole), list(copies)
+    everything = parts + whole + copies
+    wide = reduce(torch.promote_types, (p.dtype for p in everything), torch.float32)
+
+    def squares(parameters: list[nn.Parameter]) -> torch.Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=everything[0].device)
+        norms = [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in gradients]
+        return torch.stack(norms).double().square().sum()
+
+    total = squares(parts)
+    for group in groups:
+        dist.all_reduce(total, group=group)  # one number
+    norm = (total + squares(whole)).sqrt().to(wide)
+    nn.utils.clip_grads_with_norm_(everything, limit, norm)
+    return norm

@@ -6,18 +6,16 @@ the experts, and the other way round.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.buckets import scale_down
+from shardlab.buckets import clip_by_joint_norm
 from shardlab.model import GPT
-from shardlab.ranks import check_group, check_number
-from shardlab.ranks.agree import check_same_once, check_state
+from shardlab.ranks import check_group
+from shardlab.ranks.agree import check_state
 
 from .core import ExpertParallel, _group, own_parameters
 
@@ -56,7 +54,6 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
         tensor.copy_(state[name])
 
 
-@torch.no_grad()
 def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
 
@@ -66,20 +63,9 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     Raises ValueError for a limit below 0, a model that is not parallelized, and on every rank when
     the first call's limits differ.
     """
-    group = _group(model)
-    check_number(0, math.inf, limit=limit)
-    check_same_once(model, "clip", group, limit=float(limit))
-    own = {id(parameter) for parameter in own_parameters(model)}
-    # Float32 or wider, and the same on all ranks, also where one has no gradients.
-    wide = reduce(torch.promote_types, (p.dtype for p in model.parameters()), torch.float32)
-    total = next(model.parameters()).new_zeros(2, dtype=wide)
-    gradients = [(id(p) in own, p.grad) for p in model.parameters() if p.grad is not None]
-    for mine, gradient in gradients:
-        total[int(mine)] += torch.linalg.vector_norm(gradient, dtype=wide).square()
-    dist.all_reduce(total[1:], group=group)
-    norm = total.sum().sqrt()
-    scale_down((gradient for _, gradient in gradients), norm, limit)
-    return norm
+    group, own = _group(model), dict.fromkeys(own_parameters(model))
+    whole = [p for p in model.parameters() if p not in own]
+    return clip_by_joint_norm(model, limit, [group], own, whole=whole)
 
 
 def _names(model: GPT) -> dict[str, tuple[int | None, str]]:

@@ -18,7 +18,6 @@ Shapes in names: B batch of this copy, S sequence, s = S/t, H hidden, V vocabula
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -29,11 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
 from shardlab.arguments import check_kind, check_whole
-from shardlab.buckets import add_up, scale_down
+from shardlab.buckets import add_up, clip_by_joint_norm
 from shardlab.layout import Layout
 from shardlab.model import GPT
 from shardlab.pipeline import Pipeline, Schedule
-from shardlab.ranks import agree, check_group, check_number, check_same
+from shardlab.ranks import agree, check_group, check_same
 
 from . import states
 from .dropout import PlacedDropout
@@ -224,7 +223,6 @@ class Parallel(nn.Module):
         dist.all_reduce(mean, group=self.groups.pp)  # all stages but the last have 0
         return mean / check_group(self.groups.dp)[1]
 
-    @torch.no_grad()
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm.
 
@@ -232,18 +230,12 @@ class Parallel(nn.Module):
         once. Squares are added up along tp and pp, and, where ZeRO shards them, along dp. Every
         rank calls it. Raises ValueError for a limit below 0, and when the first call's differ.
         """
-        check_number(0, math.inf, limit=limit)
-        agree.check_same_once(self, "clip", *self.groups, limit=float(limit))
-        trained = dict(self.named_parameters())
-        counted = [p.grad for name, p in trained.items() if self._counts(name)]
-        norm = torch.nn.utils.get_total_norm([g for g in counted if g is not None])
-        dtype = torch.promote_types(next(iter(trained.values())).dtype, torch.float32)
-        square = norm.to(self.pipeline.device, dtype).square()
-        for group in self.groups if self.layout.zero else (self.groups.pp, self.groups.tp):
-            dist.all_reduce(square, group=group)  # a scalar
-        norm = square.sqrt()
-        scale_down((p.grad for p in trained.values() if p.grad is not None), norm, limit)
-        return norm
+        counted, copies = [], []
+        for name, parameter in self.named_parameters():
+            (counted if self._counts(name) else copies).append(parameter)
+        dp, pp, tp = self.groups
+        over, alike = ((dp, pp, tp), ()) if self.layout.zero else ((pp, tp), (dp,))
+        return clip_by_joint_norm(self, limit, over, counted, copies=copies, alike=alike)
 
     def _counts(self, name: str) -> bool:
         """Whether this rank's gradient belongs to the norm: what others count as well, does not."""

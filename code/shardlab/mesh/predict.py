@@ -141,13 +141,14 @@ def predicted_sent(
     flats = shared(config, layout, place["pp"])
     stream = ITEM * batch * seq * config.hidden  # [B, S, H]
     half = (t - 1) / t * stream
-    enters = leaves = 2 * config.layers // p
-    enters, leaves = enters + last, leaves + first
+    chosen, part = config.experts_per_token, layout.parts(config)[place["pp"]]
+    inside = sum(tensor_parallel.predict.in_layer(config, n, chosen) for n in part.numbers)
+    enters, leaves = inside + last, inside + first
     tensor = 2 * half * (enters + leaves) + 2 * (t - 1) / t * last * 3 * ITEM * batch * seq
     if sequence:
         tensor += half * enters  # gathered once more in backward
         copy = place["dp"] if zero else 0
-        there = entries.held(config, layout.parts(config)[place["pp"]])
+        there = entries.held(config, part)
         partly = {entry.name for entry in there if entry.partly}
         own = [item for flat in flats for item in flat.own(copy).items()]
         tensor += 2 * (t - 1) / t * ITEM * sum(size for name, size in own if name in partly)

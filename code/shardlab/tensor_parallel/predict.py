@@ -4,6 +4,7 @@ t ranks, L layers, b sequences of s tokens, h hidden, e bytes an element.
 
     all-reduces            forward   backward   bytes handed to each
     each block             2         2          bshe
+    one with E experts     1 + E     1 + E      bshe, and kbshe by all experts together
     embedding              1                    bshe
     head                             1          bshe
     loss                   2                    4bs, 8bs
@@ -49,7 +50,7 @@ def predicted_calls(config: Config, t: int) -> dict[str, int]:
     """All-reduces of one step, by purpose."""
     check_degree(config, t)
     several = int(t > 1)
-    blocks = 2 * config.layers
+    blocks = sum(in_layer(config, layer, config.experts) for layer in range(config.layers))
     return {
         "forward": several * (blocks + 1),
         "loss": several * 2,
@@ -63,15 +64,26 @@ def predicted_sent(
     """Bytes that a rank hands to all-reduce in one step, by purpose; see `on_wire`.
 
     batch: sequences of `seq` tokens. itemsize: of activations; the loss's numbers have 4 bytes.
+    Experts with a capacity may leave tokens out: then it is the most.
     """
     calls = predicted_calls(config, t)
     check_whole(batch=batch, seq=seq, itemsize=itemsize)
     stream = batch * seq * config.hidden * itemsize  # [B, S, H]
+    chosen = config.experts_per_token
+    streams = 1 + sum(in_layer(config, layer, chosen) for layer in range(config.layers))
+    several = int(t > 1)
     return {
-        "forward": calls["forward"] * stream,
+        "forward": several * streams * stream,
         "loss": calls["loss"] * 3 * batch * seq * max(4, itemsize) // 2,  # [B, S] and [2, B, S]
-        "backward": calls["backward"] * stream,
+        "backward": several * streams * stream,
     }
+
+
+def in_layer(config: Config, layer: int, experts: int) -> int:
+    """Sums of a layer's forward: attention's, and its network's or that many experts'."""
+    if not config.experts or layer < config.dense_layers:
+        return 2
+    return 1 + experts + bool(config.shared_experts)
 
 
 def on_wire(payload: int, t: int) -> float:

@@ -6,19 +6,17 @@ that a state dict of one process fits any number of ranks, and the other way rou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
 from shardlab.arguments import check_kind, given
-from shardlab.buckets import scale_down
+from shardlab.buckets import clip_by_joint_norm
 from shardlab.model import GPT
-from shardlab.ranks import check_group, check_number
-from shardlab.ranks.agree import check_same_once, check_state
+from shardlab.ranks import check_group
+from shardlab.ranks.agree import check_state
 from shardlab.ranks.renamed import all_gather_single
 
 from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, share, take
@@ -162,7 +160,6 @@ def initialize(
         nn.init.normal_(torch.empty(shapes["embedding.weight"]), std=0.02)
 
 
-@torch.no_grad()
 def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
 
@@ -173,23 +170,10 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     Raises ValueError for a limit below 0, a model that is not parallelized, and on every rank when
     the first call's limits differ.
     """
-    group = _group(model)
-    check_number(0, math.inf, limit=limit)
-    check_same_once(model, "clip", group, limit=float(limit))
-    squares = {True: [], False: []}  # of cut ones, and of whole ones
-    gradients = []
+    group, split = _group(model), {True: [], False: []}
     for _, parameter, dimension in pieces(model):
-        if (gradient := parameter.grad) is not None:
-            gradients.append(gradient)
-            wide = torch.promote_types(gradient.dtype, torch.float32)  # 16 bits lose too much
-            norm = torch.linalg.vector_norm(gradient, dtype=wide)
-            squares[dimension is not None].append(norm.square())
-    nothing = next(model.parameters()).new_zeros((), dtype=torch.float32)
-    cut, whole = (torch.stack(part).sum() if part else nothing.clone() for part in squares.values())
-    dist.all_reduce(cut, group=group)  # one number
-    norm = (cut + whole).sqrt()
-    scale_down(gradients, norm, limit)
-    return norm
+        split[dimension is None].append(parameter)
+    return clip_by_joint_norm(model, limit, [group], split[False], whole=split[True])
 
 
 def _fill(

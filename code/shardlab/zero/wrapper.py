@@ -5,7 +5,6 @@ It knows nothing of stages: which part of a flat tensor is where, and when, is i
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlab import ranks
-from shardlab.buckets import Backward, copy_from_rank_0, deal
-from shardlab.ranks.agree import check_same_once, check_state
+from shardlab.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, deal
+from shardlab.ranks.agree import check_state
 
 from . import saved
 from .flat import Flat, all_gather
@@ -119,24 +118,15 @@ class Sharded(ranks.Single, nn.Module):
         )
         yield
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their joint norm is `max_norm` at most; return what it was.
+    def clip_grad_norm_(self, limit: float) -> Tensor:
+        """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm.
 
         Each rank knows its shard's share of the sum of squares: one number to add up over ranks.
         The norm is torch.nn.utils.clip_grad_norm_'s of one process, up to the order of a sum.
         Every rank calls it. Raises ValueError for a limit below 0, and on every rank when the
         first call's limits differ.
         """
-        ranks.check_number(0, math.inf, max_norm=max_norm)
-        check_same_once(self, "clip", self.group, max_norm=float(max_norm))
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        square = norm.to(self.flats[0].device, torch.float64).square()
-        dist.all_reduce(square, group=self.group)  # a scalar
-        norm = square.sqrt().to(self.flats[0].master)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
-        return norm
+        return clip_by_joint_norm(self, limit, [self.group], self.parameters())
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:

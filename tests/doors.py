@@ -126,7 +126,7 @@ FINE = {
     (checkpoint.export, "model"): (RELU,),
 }
 FINE = {(called(function), name): values for (function, name), values in FINE.items()}
-SAID = {"name": "schedule", "rule": "stages", "model": "module", "x_BaSD": "whole",
+SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module", "x_BaSD": "whole",
         "tokens_BS": "whole"}  # fmt: skip
 
 
@@ -179,6 +179,8 @@ def numbers() -> Iterator[Row]:
                          "order": ("dp", "pp", "tp", "cp")}),
         (layout.computed_again, {"recompute": "norms+ffn"}),
         (layout.orders, {"layout": cut}),
+        (layout.read, {"text": "d 2 · t 2, ZeRO-1"}),
+        (layout.written, {"layout": cut}),
         (cut.check, {"ranks": 4}),
         (cut.place, {"rank": 1}),
         (cut.rank, {"dp": 1, "pp": 0, "cp": 0, "tp": 1}),

@@ -379,6 +379,9 @@ def test_the_command_trains_counts_and_compares(capsys):
         assert one["held"] == one["held_predicted"] and one["sent"] == one["sent_predicted"]
     # float32, three steps: losses of 5.5 in units of 5e-7; weights through AdamW
     assert max(found["differences"].values()) < 1e-4
+    words = "d 2 · t 2, ZeRO-1, m 2 × b 1"
+    status, out, _ = ran(capsys, "mesh", "--steps", "3", "--layout", words)
+    assert status == 0 and "4 ranks: dp=2 pp=1 tp=2, ZeRO 1" in out and "4 × 32 tokens" in out
     status, out, _ = trained(capsys, "--tp 2 --seq 8 --batch 2")
     assert status == 0 and "held and sent as predicted, to the byte" in out
 
@@ -415,6 +418,9 @@ def test_a_budget_is_met_before_anything_starts(capsys):
         ("--node 3", "node=3: allowed are divisors of 1 ranks"),
         ("--dp 1024 --node 8", "ranks=1024: allowed with --node are 512 at most"),
         ("--order tp,dp --node 1", "order='tp,dp': allowed are dp, pp and tp, each once, with"),
+        ("--layout d2 --dp 2", "dp with --layout, which says it: allowed is one of both"),
+        ("--layout x2", "layout: 'x2' is no part of one"),
+        ("--layout c2", "cp=2: allowed in a mesh is 1"),
         ("--schedule vee", "schedule='vee': allowed are 'naive', 'gpipe', '1f1b'"),
     ],
 )

@@ -3,7 +3,10 @@
 from dataclasses import astuple, replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from shardlab.layout import SCHEDULES, STAGE_RULES, read, written
 from shardlab.shapes import PRESETS
 from shardlab.strategy import Layout, peak
 
@@ -40,6 +43,63 @@ def test_ranks_and_shards() -> None:
 )
 def test_what_it_is_called(layout: Layout, words: str) -> None:
     assert str(layout) == words
+
+
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "dp": st.sampled_from([1, 2, 8]), "tp": st.integers(1, 4), "pp": st.integers(1, 4),
+        "cp": st.integers(1, 2), "ep": st.sampled_from([1, 2]), "zero": st.integers(0, 3),
+        "replicas": st.sampled_from([1, 4]), "micro_batch": st.integers(1, 3),
+        "microbatches": st.integers(1, 9), "sequence_parallel": st.booleans(),
+        "recompute": st.sampled_from(["none", "full", "selective", "norms+ffn", "norms"]),
+        "schedule": st.sampled_from(SCHEDULES), "chunks": st.integers(1, 3),
+        "offload": st.sampled_from(["none", "optimizer", "parameters"]),
+        "stages": st.sampled_from([*STAGE_RULES, (3,), (3, 3, 4), (2, 2)]),
+        "order": st.permutations(["dp", "pp", "cp", "tp"]).map(tuple),
+    }
+)  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(LAYOUTS)
+def test_words_are_read_back(fields: dict) -> None:
+    try:
+        layout = Layout(**fields)
+    except ValueError:
+        return
+    assert read(written(layout)) == layout
+    short = read(str(layout))
+    assert str(short) == str(layout) and short.ranks == layout.ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("d 2 · q 2", "layout: 'd 2 · q 2' is no part of one; allowed are words as in 'd 2"),
+        ("d 2, d 4", "'d 4' is said twice"),
+        ("d 2 d 2", "is no part of one"),
+        ("ZeRO-4", "'ZeRO-4' is no part of one"),
+        ("d 3, ZeRO-1 in 2 groups", "replicas=2: allowed are divisors of dp=3"),
+        ("p 2, layers 3", r"stages=\(3,\): allowed are"),
+        ("d 2, order tp", "order=.*: allowed are dp, pp, cp and tp, each once at most, with dp"),
+        ("recompute all", "recompute='all': allowed are"),
+        ("d " + "9" * 5000, "is no part of one"),
+    ],
+)
+def test_words_that_are_no_layout(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(text)
+
+
+def test_words_as_people_type_them() -> None:
+    want = Layout(2, 2, 2, 1, microbatches=4)
+    for text in (
+        "d2 t2 p2, zero-1, m 4",
+        "d 2 · t 2 · p 2, ZeRO-1, m 4 × b 1",
+        "p2*d2*t2,ZeRO-1,m4",
+    ):
+        assert read(text) == want
+    assert read("") == Layout()
 
 
 @pytest.mark.parametrize(

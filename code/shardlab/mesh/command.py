@@ -3,7 +3,7 @@
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --hidden 32 --steps 5
     python -m shardlab mesh --dp 2 --tp 2 --zero 3 --sequence-parallel --json
     python -m shardlab mesh --tp 2 --hidden 64 --budget 1e6
-
+    python -m shardlab mesh --layout "d 2 · p 2 · t 2, ZeRO-1, m 4 × b 1" --layers 4
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --node 4 --order tp,pp,dp
 
 It starts dp · pp · tp ranks, trains a GPT on the offline text, and prints for each rank what it
@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardlab import options
-from shardlab.layout import Layout
+from shardlab.layout import Layout, read
 from shardlab.shapes import Config
 
 from .groups import said
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .job import Job
 
 AXES = "dp", "pp", "tp"
+SAID = (*AXES, "zero", "batch", "microbatches", "schedule", "sequence_parallel", "order")
 MOST = 512  # ranks whose groups are printed
 KNOBS = {  # option: its default, and what it is
     "dp": (1, "copies of the model"),
@@ -58,6 +59,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("schedule", "of the pipeline: gpipe or 1f1b (1f1b)", "NAME")
     add("budget", "bytes of model states that a rank may hold", "BYTES")
     add("node", "ranks of a node: print the groups, and train nothing", "N")
+    add("layout", "all of it in words, as `strategy` writes it, in place of these", "WORDS")
     add("order", "of the axes, from the outermost in (dp,pp,tp)", "AXES")
     parser.add_argument(
         "--sequence-parallel",
@@ -73,7 +75,7 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.node is not None:
         given = [name for name, value in vars(chosen).items() if value]
         trains = [name for name in KNOBS if name not in AXES]
-        trains += ["schedule", "budget", "sequence_parallel", "untied"]
+        trains += ["schedule", "budget", "sequence_parallel", "untied", "layout"]
         options.apart(given, trains, "with --node, which trains nothing: allowed are dp, pp, tp")
         print(_groups(chosen))
         return 0
@@ -139,6 +141,10 @@ def job_of(chosen: argparse.Namespace) -> Job:
     }
     names = "seq", "layers", "heads", "hidden"
     config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
+    if chosen.layout is not None:
+        also = [name for name, value in vars(chosen).items() if value and name != "layout"]
+        options.apart(also, SAID, "with --layout, which says it: allowed is one of both")
+        return Job(config, read(chosen.layout), given["steps"])
     m, batch = given["microbatches"] or given["pp"], given["batch"]
     if batch % (given["dp"] * m):
         allowed = f"multiples of dp={given['dp']} copies times {m} micro-batches"

@@ -1,0 +1,90 @@
+"""A layout in words, and back: `d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2`.
+
+`str(layout)` says what tells layouts of one job apart. `written` says all that is not as it stands
+by default, and `read` takes both.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardlab.arguments import check_kind, told
+
+from .core import AXES, OFFLOADS, Layout
+from .stages import SCHEDULES, STAGE_RULES
+
+DEGREES = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
+MOST = 10**6  # stages
+EXAMPLE = "d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2"
+
+
+def written(layout: Layout) -> str:
+    """All of a layout, such that `read` gives it back."""
+    check_kind(Layout, layout=layout)
+    words = [str(layout)]
+    if layout.schedule not in ("1f1b", *words[0].replace(",", "").split()):
+        words.append(layout.schedule)  # without a pipeline, where it says nothing
+    if isinstance(layout.stages, str) and layout.stages != "equal":
+        words.append(f"stages {layout.stages}")
+    if layout.pp == 1 and not isinstance(layout.stages, str):
+        words.append(f"layers {layout.stages[0]}")
+    if layout.sequence_parallel:
+        words.append("sequence parallelism")
+    if layout.microbatches > 1 or layout.micro_batch > 1:
+        words.append(f"m {layout.microbatches} × b {layout.micro_batch}")
+    if layout.order != AXES:
+        words.append(" ".join(("order", *layout.order)))
+    return ", ".join(words)
+
+
+def read(text: str) -> Layout:
+    """The layout that `text` says; ValueError, with the words that are none, for other texts.
+
+    Letters and spaces may be written closer, and · as * or a space: "d2 t2, zero-1".
+    """
+    check_kind(str, layout=text)
+    fields: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = _field(part)
+        if not found or found.keys() & fields:
+            said = f"{told(part)} is said twice" if found else f"{told(part)} is no part of one"
+            raise ValueError(f"layout: {said}; allowed are words as in {EXAMPLE!r}")
+        fields |= found
+    chunks = {"zb-v": 2}.get(fields.get("schedule", ""))
+    if chunks and fields.get("pp", 1) > 1:
+        fields.setdefault("chunks", chunks)
+    return Layout(**fields)
+
+
+def _field(part: str) -> dict[str, Any]:
+    """What one phrase says, by Layout's fields; {} for one that it does not know."""
+    first, _, rest = part.partition(" ")
+    if re.fullmatch(r"([dtpce] ?\d{1,18}[ ·*]*)+", part):
+        pairs = re.findall(r"([a-z]) ?(\d{1,18})", part)
+        names = [DEGREES[letter] for letter, _ in pairs]
+        once = len(set(names)) == len(names)
+        return {DEGREES[letter]: int(size) for letter, size in pairs} if once else {}
+    if match := re.fullmatch(r"zero-([0-3])(?: in (\d{1,18}) groups)?", part.lower()):
+        groups = {"replicas": int(match[2])} if match[2] else {}
+        return {"zero": int(match[1]), **groups}
+    if match := re.fullmatch(r"m ?(\d{1,18})(?:[ ×x*]+b ?(\d{1,18}))?|b ?(\d{1,18})", part):
+        sizes = {"microbatches": match[1], "micro_batch": match[2] or match[3]}
+        return {name: int(size) for name, size in sizes.items() if size}
+    if first == "recompute":
+        return {"recompute": {"": "full", "attention": "selective"}.get(rest, rest)}
+    if first in SCHEDULES and re.fullmatch(r"\d{0,18}", rest):
+        return {"schedule": first, **({"chunks": int(rest)} if rest else {})}
+    if rest == "on the host" and first in OFFLOADS:
+        return {"offload": first}
+    if first == "stages" and rest in STAGE_RULES:
+        return {"stages": rest}
+    if first == "layers" and re.fullmatch(
+        r"(\d{1,18}[×x])?\d{1,18}(\+(\d{1,18}[×x])?\d{1,18})*", rest
+    ):
+        runs = [re.split("[×x]", run) for run in rest.split("+")]
+        repeated = [(int(run[0]) if len(run) > 1 else 1, int(run[-1])) for run in runs]
+        return {"stages": tuple(n for times, n in repeated for _ in range(min(times, MOST)))}
+    if part == "sequence parallelism":
+        return {"sequence_parallel": True}
+    return {"order": tuple(rest.split())} if first == "order" else {}

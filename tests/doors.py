@@ -126,8 +126,8 @@ FINE = {
     (checkpoint.export, "model"): (RELU,),
 }
 FINE = {(called(function), name): values for (function, name), values in FINE.items()}
-SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module", "x_BaSD": "whole",
-        "tokens_BS": "whole"}  # fmt: skip
+SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module",
+        "x_BaSD": "whole", "tokens_BS": "whole"}  # fmt: skip
 
 
 def numbers() -> Iterator[Row]:

@@ -8,6 +8,7 @@ import pytest
 
 from shardlab import memory
 from shardlab.check import check
+from shardlab.layout import Layout
 
 RIGHT: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -164,7 +165,7 @@ def test_config_is_a_dict() -> None:
 def chosen(share: float, whole_host: bool = True, ladder: list[tuple[int, str]] = LADDER) -> Any:
     def my_choice(params: float, gpus: int, gpu: float, host: float) -> tuple[int, str] | None:
         for zero, offload in ladder:
-            states = memory.states(params, "bf16", zero=zero, dp=gpus, offload=offload)
+            states = memory.states(params, Layout(dp=gpus, zero=zero, offload=offload), "bf16")
             below = states.host * (gpus if whole_host else 1)
             if states.total <= share * gpu and below <= host:
                 return zero, offload

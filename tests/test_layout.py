@@ -142,10 +142,10 @@ def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> N
         tp = 2
     for stage in stages(config, pp):
         entries = held(config, stage, ep)
-        counts = memory.parameters(config, tp, stage=stage, ep=ep)
+        counts = memory.parameters(config, Layout(dp=ep, tp=tp, ep=ep), stage)
         assert sum(counts.values()) == sum(prod(entry.local(tp)) for entry in entries)
         own = sum(entry.elements(tp) for entry in entries if entry.expert is not None)
-        assert memory.in_experts(config, tp, stage=stage, ep=ep) == own
+        assert memory.in_experts(config, Layout(dp=ep, tp=tp, ep=ep), stage) == own
 
 
 def test_a_stage_says_what_stands_on_it() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from shardlab import memory
 from shardlab.check import check
+from shardlab.layout import Layout
 from shardlab.model import loss
 
 
@@ -72,14 +73,14 @@ def test_states(answer, words: str) -> None:
 
 def batch_by_sum_of_parts(config, limit):
     batch = 0
-    while memory.estimate(config, batch=batch + 1).total <= limit:
+    while memory.estimate(config, Layout(micro_batch=batch + 1)).total <= limit:
         batch += 1
     return batch
 
 
 def batch_one_too_many(config, limit):
     batch = 1
-    while memory.estimate(config, batch=batch).peak <= limit:
+    while memory.estimate(config, Layout(micro_batch=batch)).peak <= limit:
         batch += 1
     return batch
 
@@ -191,18 +192,18 @@ def test_another_right_backward() -> None:
     assert check(backward_one_by_one, "my_backward").ok
 
 
-def pieces(config, batch, limit, fits="peak", divide=True, order=("none", "full"), **choices):
+def pieces(config, batch, limit, fits="peak", divide=True, order=("none", "full"), steps=False):
     for recompute in order:
         for piece in range(batch, 0, -1):
-            given = {"accumulate": piece < batch, **choices}
-            needs = memory.estimate(config, batch=piece, recompute=recompute, **given)
+            m = 1 if steps else -(-batch // piece)
+            needs = memory.estimate(config, Layout(1, 1, 1, 0, piece, m, recompute))
             if (not divide or batch % piece == 0) and getattr(needs, fits) <= limit:
                 return piece, recompute
     return None
 
 
 def pieces_as_steps(config, batch, limit):
-    return pieces(config, batch, limit, accumulate=False)
+    return pieces(config, batch, limit, steps=True)
 
 
 def pieces_that_do_not_divide(config, batch, limit):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from shardlab import memory
 from shardlab import tensor_parallel as tp
+from shardlab.layout import Layout
 
 
 def shards(up_FH, up_bias_F, down_HF, rank, size, dim=0, mine=None):
@@ -107,7 +108,7 @@ def degree(config, limit, node, forget=(), fits=True):
     for t in range(1, node + 1):
         if any(getattr(config, name) % t for name in names):
             continue
-        if not fits or memory.estimate(config, tp=t, device="gpu").peak <= limit:
+        if not fits or memory.estimate(config, Layout(tp=t), device="gpu").peak <= limit:
             return t
     return None
 

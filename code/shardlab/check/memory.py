@@ -9,6 +9,7 @@ import torch
 
 from shardlab import count, memory, text
 from shardlab.check import Wrong, called, exercise, number
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
 
@@ -144,7 +145,7 @@ _MACHINES: list[tuple[str, Config, float]] = [
 
 def _largest_batch(config: Config, limit: float) -> int:
     batch = 0
-    while memory.estimate(config, batch=batch + 1).peak <= limit:
+    while memory.estimate(config, Layout(micro_batch=batch + 1)).peak <= limit:
         batch += 1
     return batch
 
@@ -163,7 +164,7 @@ def _(answer: Callable[..., Any]) -> str:
             raise Wrong(
                 f"For {what} it returned {got}, and not even the states fit there: the answer is 0."
             )
-        size = memory.estimate(config, batch=got).peak if got > 0 else 0
+        size = memory.estimate(config, Layout(micro_batch=got)).peak if got > 0 else 0
         side = "more than there is" if got > want else "and one sequence more would still fit"
         raise Wrong(
             f"For {what} it returned {got}. The estimate says {memory.format_bytes(size)} for "
@@ -222,14 +223,15 @@ _ROOMS = (260e6, 190e6, 140e6, 135e6, 130e6)
 
 
 def _pieces(
-    config: Config, batch: int, limit: float, fits: str = "peak", **choices: Any
+    config: Config, batch: int, limit: float, fits: str = "peak", steps: bool = False
 ) -> tuple[int, str] | None:
-    """The right answer; `choices` of `memory.estimate` and `fits` make it a known wrong one."""
+    """The right answer; `fits`, and `steps` of each piece, make it a known wrong one."""
     for recompute in ("none", "full"):
-        for piece in range(batch, 0, -1):
-            given = {"accumulate": piece < batch, **choices}
-            needs = memory.estimate(config, batch=piece, recompute=recompute, **given)
-            if batch % piece == 0 and getattr(needs, fits) <= limit:
+        for piece in (n for n in range(batch, 0, -1) if batch % n == 0):
+            layout = Layout(
+                micro_batch=piece, microbatches=1 if steps else batch // piece, recompute=recompute
+            )
+            if getattr(memory.estimate(config, layout), fits) <= limit:
                 return piece, recompute
     return None
 
@@ -251,14 +253,13 @@ def _(answer: Callable[..., Any]) -> str:
             raise Wrong(f"{where}: pieces of {piece!r} sequences; allowed are 1 to {batch}.")
         if batch % piece:
             raise Wrong(f"{where}: pieces of {piece} do not share out {batch} evenly.")
-        if found == _pieces(config, batch, limit, accumulate=False):
+        if found == _pieces(config, batch, limit, steps=True):
             raise Wrong(
                 f"{where}: {found} would fit if each piece were a step. The gradients of earlier "
-                "pieces are there from the start: accumulate=True."
+                "pieces are there from the start: microbatches says how many there are."
             )
-        needs = memory.estimate(
-            config, batch=piece, recompute=recompute, accumulate=piece < batch
-        ).peak
+        layout = Layout(micro_batch=piece, microbatches=batch // piece, recompute=recompute)
+        needs = memory.estimate(config, layout).peak
         if needs > limit:
             raise Wrong(f"{where}: {found} needs {needs / 1e6:.0f} MB at its peak.")
         if recompute == "full" and want is not None and want[1] == "none":

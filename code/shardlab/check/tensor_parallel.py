@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardlab import count, memory, ranks
 from shardlab.check import Wrong, exercise, number, run_answer, same
+from shardlab.layout import Layout
 from shardlab.shapes import PRESETS, Config
 
 _TIMEOUT = 10.0  # seconds, for what takes milliseconds: who waits that long waits for ever
@@ -318,7 +319,7 @@ def _(answer: Callable[..., Any]) -> str:
             words += " That many ranks share no fast link."
         elif uncut:
             words += f" It does not divide {' and '.join(uncut)}."
-        elif memory.estimate(config, tp=got, device="gpu").peak > limit:
+        elif memory.estimate(config, Layout(tp=got), device="gpu").peak > limit:
             words += " That does not fit."
         else:
             words += " A smaller one fits as well, and sends less."

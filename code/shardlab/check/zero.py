@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardlab import memory
 from shardlab.check import Wrong, exercise, number, run_answer, same
+from shardlab.layout import Layout
 
 
 @exercise("zero_bytes")
@@ -244,7 +245,7 @@ def _smallest(
     params: float, activations: float, ranks: int, limit: float, optimizer: str = "adamw"
 ) -> int | None:
     for stage in range(4):
-        states = memory.states(params, "bf16", optimizer, zero=stage, dp=ranks).total
+        states = memory.states(params, Layout(dp=ranks, zero=stage), "bf16", optimizer).total
         if states + activations <= limit:
             return stage
     return None

@@ -303,6 +303,7 @@ MISTAKES = {  # arguments: a word of the line that they get
     (*PLAN, "--explain", "--emit", "slurm"): "--emit with --explain",
     (*PLAN, "--explain", "--top", "3"): "--top with --explain",
     (*PLAN, "--price", "2"): "--price",
+    (*PLAN, "--zero", "7"): "zero=7: allowed are whole numbers, 0 to 3",
     ("strategy", "--case", "a", "--rates", "b", "--gpus", "8"): "--gpus with --case",
     ("strategy", "--fit", "a", "--rates", "b", "--json"): "--json with --fit",
     ("strategy", "--measure", "--rates", "b", "--tp", "2"): "--tp with --measure",

@@ -61,8 +61,8 @@ from .rates import Rates, known, read
 from .rates import today as rates_today
 
 ENTRIES = "measure", "fit", "predict", "case"
-# Fields of a layout that an option keeps, and the least of each.
-FIXED = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "micro_batch": 1}
+# Fields of a layout that an option keeps, and the least of each, or the least and most.
+FIXED = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch"), (1,)) | {"zero": (0, 3)}
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
 ADDED = "predicted_seconds", "predicted_memory_gib", "note"
@@ -153,8 +153,8 @@ def _planned(given: dict[str, Any]) -> int:
     profile = today(profile)
     asked = _asked(given, rates)
     fixed: dict[str, object] = {
-        name: options.whole(name, given[name], least)
-        for name, least in FIXED.items()
+        name: options.whole(name, given[name], *ends)
+        for name, ends in FIXED.items()
         if name in given
     }
     if "recompute" in given:

@@ -260,8 +260,363 @@ COLLECTIVES = {
     ],
 }
 
+# ------------------------------------------------------------------------------- gemm
+
+C = 4 * 4096 * 11008
+REDUCE = "dist.all_reduce(c_MN, group=group)"
+GEMM = {
+    "gemm_bytes": [
+        (0.75 * C, "a reduce-scatter"),
+        (3 * C, "naive way"),
+        (C, "the size of C"),
+        (2 * C, "very many ranks"),
+        (1.5 * 4096 * 11008, "elements"),
+        (1.5 * 4 * 4096 * 2048, "wrong matrix"),
+        (1.5 * C / 1e6, "in bytes"),
+    ],
+    "gemm_pays": [
+        (4000, "a multiply-add as one"),
+        (1750, "Both sides lose an eighth"),
+        (1000, "into the numerator"),
+        (250, "at the same time"),
+    ],
+    "my_backward_of_columns": [
+        (Swap("dist.all_reduce(grad_MK, group=group)", "..."), "has its own part"),
+        (Swap("return grad_MK,", "return grad_MK / group.size(),"), "the mean of the ranks' parts"),
+        (
+            Swap(
+                "    return grad_MK, a_MK.T @ grad_Mn",
+                "    b = a_MK.T @ grad_Mn\n    dist.all_reduce(b)\n    return grad_MK, b",
+            ),
+            "These are sums over the ranks",
+        ),
+        (Swap("    return", "    dist.barrier(group)\n    return"), "1 will do"),
+        (lambda a, b, grad, group: a, "it should return A's gradient"),
+        (lambda a_MK: a_MK, "TypeError"),
+    ],
+    "my_inner": [
+        (
+            Swap(REDUCE, "c_MN += bias_N\n    " + REDUCE, " + bias_N", ""),
+            "The bias is in it 2 times",
+        ),
+        (Swap("c_MN + bias_N", "c_MN"), "The bias is missing"),
+        (Swap(REDUCE, "..."), "and the bias: nobody has added them up"),
+        (lambda a, b, bias, group: a @ b, "own products: nobody has added them up"),
+        (Swap("return c_MN", "return c_MN / group.size()"), "the mean of the ranks' products"),
+        (nothing, "returned None"),
+    ],
+    "my_two_products": [
+        (Swap("dist.all_reduce(z_MN, group=group)", "..."), "cut in its inner dimension"),
+        (Swap("F.gelu(x_MK @ v_Kf)", "x_MK @ v_Kf"), "GELU is missing"),
+        (
+            Swap("F.gelu(x_MK @ v_Kf)", "x_MK @ v_Kf", "return z_MN", "return F.gelu(z_MN)"),
+            "between the two products",
+        ),
+        (Swap("return z_MN", "return z_MN / group.size()"), "mean of the ranks' parts"),
+        (Swap("    return", "    dist.barrier(group)\n    return"), "1 will do"),
+    ],
+    "my_ring_product": [
+        (Swap("range(size)", "range(1)"), "own piece of B"),
+        (Swap("(rank - step)", "(rank + step)"), "those of rank (r + i)"),
+        (Swap("    return", "    dist.barrier(group)\n    return"), "ranks.exchange"),
+        (
+            Swap("    return", "    ranks.exchange(b_kN, after, piece, before, group)\n    return"),
+            "are enough",
+        ),
+        (
+            Swap(
+                "travelling = ranks.exchange(piece, after, following, before, group)",
+                "sent = ranks.isend(piece, after, group)\n"
+                "            ranks.irecv(following, before, group).wait(), sent.wait()",
+                "travelling.wait()",
+                "...",
+            ),
+            "With nccl it hangs",
+        ),
+        (lambda a, b, group: ranks.irecv(b, 1 - group.rank(), group).wait(), "what nobody sends"),
+    ],
+    "my_way": [
+        (Swap("M * k + k * N + M * N", "M * k + k * N + m * N"), "as large as all of C"),
+        (lambda *_: "rows", "The fullest rank has"),
+        (lambda *_: 1, "one of 'rows', 'columns' and 'inner'"),
+        (lambda M, K: "rows", "raised TypeError"),
+    ],
+}
+
+# ------------------------------------------------------------------------------- context_parallel
+
+
+def zigzag(seq, rank, size):
+    piece, late = seq // (2 * size), 2 * size - 1 - rank
+    first = range(rank * piece, (rank + 1) * piece)
+    return [*first, *range(late * piece, (late + 1) * piece)]
+
+
+def passing(first, tensor, group):
+    """Whether a rank sends first: by its number."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    coming = torch.empty_like(tensor)
+    steps = [
+        lambda: dist.send(tensor, (rank + 1) % size, group=group),
+        lambda: dist.recv(coming, (rank - 1) % size, group=group),
+    ]
+    for step in steps if first(rank) else steps[::-1]:
+        step()
+    return coming
+
+
+def by_parity(tensor, group):
+    return passing(lambda rank: rank % 2 == 0, tensor, group)
+
+
+def all_send(tensor, group):
+    return passing(lambda rank: True, tensor, group)
+
+
+def all_begin_to_send(tensor, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    coming = torch.empty_like(tensor)
+    works = (
+        dist.isend(tensor, (rank + 1) % size, group=group),
+        dist.irecv(coming, (rank - 1) % size, group=group),
+    )
+    for work in works:
+        work.wait()
+    return coming
+
+
+def gathered(tensor, group, dim=0):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+def attend(q, k, v, hidden=None):
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def triangle(q, size=1):
+    return torch.ones(size * q.shape[2], size * q.shape[2]).triu(1).bool()
+
+
+def gathers(q, k, v, group):
+    share, rank, size = q.shape[2], dist.get_rank(group), dist.get_world_size(group)
+    hidden = triangle(q, size)[rank * share : (rank + 1) * share]
+    return attend(q, gathered(k, group, 2), gathered(v, group, 2), hidden)
+
+
+PASSING = "passing = ranks.exchange(kv, (rank + 1) % N, coming, (rank - 1) % N, group)"
+ONE_BY_ONE = (
+    "sent = ranks.isend(kv, (rank + 1) % N, group)\n"
+    "            ranks.irecv(coming, (rank - 1) % N, group).wait(), sent.wait()"
+)
+MEAN = Swap(
+    "weight = torch.sigmoid(block_sum - log_sum)",
+    "n = turn if turn <= rank else 0; weight = 1 / (n + 1)",
+)
+CONTEXT_PARALLEL = {
+    "my_zigzag": [
+        (lambda *a: torch.tensor(zigzag(*a)), None),
+        (lambda s, r, n: range(r * s // n, (r + 1) * s // n), "the contiguous cut"),
+        (lambda s, r, n: range(r, s, n), "the striped cut"),
+        (lambda *a: zigzag(*a)[::-1], "their order is not"),
+        (lambda s, r, n: zigzag(s, r, n)[: s // n // 2], "second piece is missing"),
+        (lambda s, r, n: range(s), "Each rank has 4 of the 8"),
+        (lambda s, r, n: zigzag(s, n - 1 - r, n), "Of 4 pieces rank 0 has numbers 0 and 3"),
+        (nothing, "returned None, which should be a list"),
+        (lambda s: None, "raised TypeError"),
+    ],
+    "my_pass": [
+        (by_parity, None),
+        (all_send, "one has to send first"),
+        (all_begin_to_send, "Let even ranks send first"),
+        (Swap("+ 1) % N", "+ 1 - N) % N", "- 1) % N", "- 1 + N) % N"), None),
+        (
+            Swap("(rank + 1)", "(rank+1)", "(rank - 1)", "(rank + 1)", "(rank+1)", "(rank - 1)"),
+            "the other way",
+        ),
+        (lambda t, group: t, "its own tensor"),
+        (lambda t, group: gathered(t[None], group)[dist.get_rank(group) - 1], "calls all_gather"),
+        (nothing, "Rank 0 returned None"),
+    ],
+    "my_decode": [
+        (
+            Swap("dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)", "largest *= 0"),
+            "finite",
+        ),
+        (
+            Swap("(log_sum - largest).exp()", "torch.ones_like(log_sum)"),
+            "mean of the ranks' outputs",
+        ),
+        (
+            Swap("(log_sum - largest).exp()", "torch.ones_like(log_sum)", " / both[..., -1:]", ""),
+            "sum of the ranks' outputs",
+        ),
+        (
+            lambda q, k, v, group: attend(q, gathered(k, group, 2), gathered(v, group, 2)),
+            "as many bytes as its keys",
+        ),
+        (lambda q, k, v, group: attend(q, k, v), "own keys alone"),
+        (nothing, "Rank 0 returned None"),
+    ],
+    "my_ring": [
+        (Swap("if turn < N - 1:\n            passing =", "if True:\n            passing ="), None),
+        (Swap(PASSING, ONE_BY_ONE, "passing.wait()", "..."), "Let even ranks send first"),
+        (Swap("if source <= rank", "if True", "if source == rank", "if False"), "without a mask"),
+        (Swap("if source == rank", "if False"), "seen those behind it"),
+        (
+            Swap("if source <= rank", "if True", "if source == rank", "if True"),
+            "own block alone: earlier",
+        ),
+        (
+            Swap(
+                "if source <= rank",
+                "if True",
+                "if source == rank:",
+                "if source >= rank:\n                hidden = hidden | (source > rank)",
+            ),
+            "is nan",
+        ),
+        (MEAN, "the mean of the blocks' outputs"),
+        (lambda q, k, v, group: attend(q, k, v, triangle(q)), "own keys alone"),
+        (gathers, "calls all_gather"),
+        (nothing, "Rank 0 returned None"),
+    ],
+    "my_context": [
+        (Swap("return 1,", "return [1]; 1,"), "should be a pair"),
+        (Swap("states + kept", "states / N + kept"), "divides no states"),
+        (Swap("if divides and", "if"), "divide both numbers of heads"),
+        (
+            Swap("(heads + kv_heads) / N < kv_heads", "2 * heads < N * heads"),
+            "fewer heads than queries",
+        ),
+        (Swap("return None", 'return 64, "ring"'), "do 64 ranks suffice"),
+        (Swap('"none"', '"ring"'), "has nobody to talk to"),
+        (Swap('"all-to-all"', '"none"'), "The ranks are right"),
+        (lambda seq: None, "raised TypeError"),
+    ],
+}
+
+# ------------------------------------------------------------------------------- experts
+
+WIRE = 2 * 4096 * 8 * 7168 * 2
+EXPERTS = {
+    "experts_tokens": [
+        (300 * 256, "eight experts"),
+        (2400, "How many experts share them?"),
+        (150, "all of them together"),
+        ("many", "should be a number of tokens"),
+    ],
+    "experts_wire": [
+        (WIRE, "does not leave it"),
+        (WIRE * 63 / 128, "has to come back"),
+        (WIRE / 2, "own experts' rows included"),
+        (WIRE * 63 / 32, "asked is forward"),
+        (WIRE / 8 * 63 / 64, "as eight rows"),
+    ],
+    "my_admit": [
+        (
+            Swap(
+                "for c in range(chosen_TC.shape[1]):\n        for t in range(chosen_TC.shape[0]):",
+                "for t in range(chosen_TC.shape[0]):\n        for c in range(chosen_TC.shape[1]):",
+            ),
+            "token by token",
+        ),
+        (lambda x, n, p: x, "Nothing is dropped"),
+        (Swap("== places", "== places + 1"), "it has 3 places"),
+        (Swap("== places", "== places - 1"), "should be"),
+        (lambda x, n, p: x.tolist(), "should be a tensor"),
+        (lambda x, n, p: x[0], "Its shape is (2,); it should be (6, 2)"),
+        (lambda x, n: x, "raised TypeError"),
+    ],
+    "my_exchange": [
+        (lambda x, *_: x, "rows"),
+        (nothing, "returned None"),
+    ],
+    "my_average": [
+        (Swap("own /= data", "own /= copies"), "four ranks brought tokens"),
+        (Swap("(own, group=copies)", "(own, group=data)"), "different experts"),
+        (Swap("own /= data.size()", "..."), "That is the sum"),
+        (Swap("shared /= data.size()", "..."), "That is the sum"),
+        (nothing, "off by"),
+    ],
+    "my_balancing": [
+        (Swap("dist.all_reduce(load_E, group=group)", "..."), "each rank's own tokens"),
+        (Swap("scores_TE.mean(0)", "scores_TE.detach().mean(0)"), "no gradient"),
+        (lambda scores, chosen, group: 1.0, "a tensor of one number"),
+    ],
+    "my_expert_ranks": [
+        (Swap(" >= rows", " >= 0"), "gets 32 rows"),
+        (lambda *_: 8, "Right is 4"),
+    ],
+}
+
+# ------------------------------------------------------------------------------- sequence_parallel
+
+SBH = 2048 * 12_288
+AGAIN = "Column.gather(x_BsH, ctx.group)"
+SEQUENCE_PARALLEL = {
+    "sequence_bytes": [
+        (SBH * 13, "tensor parallelism alone"),
+        (SBH * 34, "whole layer"),
+        (SBH * (34 + 80) / 8, "keeps attention's scores"),
+        (SBH * 3, "where are the norms'"),
+        (SBH * 34 / 8e6, "In MB it is right"),
+    ],
+    "my_summands": [
+        (Swap(" or name.endswith(late)", ""), "behind the reduce-scatter"),
+        (Swap('"norm." in name or ', ""), "A norm is"),
+        (Swap('"norm."', '"n.norm."'), "is missing. A norm"),
+        (Swap('"norm."', '"bias"'), "is cut"),
+        (Swap('"norm." in name', '"norm." in name or "emb" in name'), "cut by the vocabulary"),
+        (lambda names: names, "one too many"),
+        (lambda names: {"bias"}, "none of the names"),
+        (nothing, "as a list or a set"),
+    ],
+    "my_column": [
+        (Swap("dist.all_reduce(dx_BSH, group=ctx.group)", "..."), "this rank's part alone"),
+        (
+            Swap(
+                f"x_BSH = {AGAIN}\n        dw_HF = x_BSH",
+                "dy_BSF = dy_BSF.chunk(t, 1)[rank]\n        dw_HF = x_BsH",
+            ),
+            "this rank's tokens alone",
+        ),
+        (Swap("torch.cat(parts, dim=1)", "torch.cat(parts).view(2, -1, 4)"), "whole batches"),
+        (
+            Swap(
+                "return Column.gather(x_BsH, group) @",
+                "ctx.x = Column.gather(x_BsH, group)\n        return ctx.x @",
+                AGAIN,
+                "ctx.x",
+            ),
+            "kept until backward",
+        ),
+        (
+            Swap(
+                "ctx.save_for_backward(x_BsH, w_HF)",
+                "x_BsH = torch.cat([x_BsH, Column.gather(x_BsH, group)], 1)\n"
+                "        ctx.save_for_backward(x_BsH, w_HF)\n        x_BsH = x_BsH[:, :3]",
+                AGAIN,
+                "x_BsH[:, 3:]",
+            ),
+            "kept until backward",
+        ),
+        (Swap("Column.apply(x_BsH", "Column.apply(x_BsH.detach()"), "know nothing of autograd"),
+        (lambda x, w, group: x @ w, "has the shape"),
+        (nothing, "Rank 0 returned None"),
+    ],
+}
+
 ROWS: dict[str, dict[str, list[tuple[Any, str | None]]]] = {
     "zero": ZERO,
     "data_parallel": DATA_PARALLEL,
     "collectives": COLLECTIVES,
+    "gemm": GEMM,
+    "context_parallel": CONTEXT_PARALLEL,
+    "experts": EXPERTS,
+    "sequence_parallel": SEQUENCE_PARALLEL,
 }

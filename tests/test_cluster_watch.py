@@ -471,7 +471,7 @@ def test_folders_without_traces_are_refused(tmp_path):
     with pytest.raises(ValueError, match="rank0.json"):
         timeline.read(tmp_path)
     event = '{"ph": "X", "ts": 0, "dur": []}'
-    for text, words in (
+    for held, words in (
         ('{"a": 1}', "torch.profiler"),
         ("[]", "torch.profiler"),
         ('{"traceEvents": [3]}', "torch.profiler"),
@@ -480,7 +480,7 @@ def test_folders_without_traces_are_refused(tmp_path):
         (9_999 * "1", "torch.profiler"),
         ("{", "torch.profiler"),
     ):
-        (tmp_path / "rank0.json").write_text(text)
+        (tmp_path / "rank0.json").write_text(held)
         with pytest.raises(ValueError, match=words):
             timeline.read(tmp_path)
     (tmp_path / "rank0.json").unlink()

@@ -147,7 +147,6 @@ def numbers() -> Iterator[Row]:
         (Config, {f: getattr(SPARSE, f) for f in vars(SPARSE)} | {"kv_heads": 2, "ffn": 64}
          | {"expert_ffn": 32, "capacity": 1.5}),
         (machines.Machine, vars(machines.MACHINES["h100"]) | {"name": "H100"}),
-        (machines.room, {"machine": machines.MACHINES["h100"], "reserve": 0.1}),
         (cp.attention_memory, {"way": "ring", **attention, "itemsize": 4}),
         (cp.ring_sent, {**grouped, "itemsize": 4}),
         (cp.ulysses_sent, {**attention, "itemsize": 4}),

@@ -213,10 +213,10 @@ def order(predicted):
 # ## A floor does not rank
 #
 # The floor of a step is all that its data sheet says: every product at the sheet's rate, every link full, all that can be hidden hidden.
-# `strategy.seconds` counts it, and no measured step is below it.
+# `strategy.floor` counts it, and no measured step is below it.
 
 # %%
-floors = [strategy.seconds(j.config, j.machine, j.layout, j.seq).total for j in jobs]
+floors = [strategy.floor(j.config, j.machine, j.layout, j.seq).total for j in jobs]
 share = statistics.median(f / s for f, s in zip(floors, seconds))
 print("share of a step:", round(share, 2), "order:", round(order(floors), 2))
 

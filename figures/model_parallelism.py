@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from shardlab import memory, show, strategy
+from shardlab.layout import Layout
 from shardlab.shapes import PRESETS
 from shardlab.show.drawing import Point, arrow, canvas, on, title, words
 
@@ -296,7 +297,7 @@ def zero() -> Figure:
     for stage, name in enumerate(names):
         x, y = 0.86 + 1.84 * (stage % 2), 0.14 + 1.78 * (stage // 2)
         title(axes, x, y, f"stage {name}", ha="left", fontsize=10)
-        bytes_ = memory.states(4, "fp32", zero=stage, dp=4).total // 4
+        bytes_ = memory.states(4, Layout(dp=4, zero=stage), "fp32").total // 4
         top = y + 0.4
         for rank in range(N):
             words(axes, x + rank * 0.41 + 0.18, y + 0.25, str(rank), fontsize=SMALL)

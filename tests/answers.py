@@ -55,7 +55,6 @@ ZERO = {
     "my_mixed_step": [
         (nothing, "Nothing has changed"),
         (Swap(" / dist.get_world_size(group))", ")"), "summed over 2 ranks, not averaged"),
-        
         (Swap("zero.all_gather(weights, own, group).wait()", "..."), "nobody has the others'"),
         (Swap("weights[own] = master", "..."), "never get into the weights"),
         (Swap("moment.mul_(decay).add_", "moment = (decay * moment).add_"), "does not carry over"),
@@ -1094,14 +1093,14 @@ PIPELINE = {
 
 def sum_of_parts(config, limit):
     batch = 0
-    while memory.estimate(config, batch=batch + 1).total <= limit:
+    while memory.estimate(config, Layout(micro_batch=batch + 1)).total <= limit:
         batch += 1
     return batch
 
 
 def one_too_many(config, limit):
     batch = 1
-    while memory.estimate(config, batch=batch).peak <= limit:
+    while memory.estimate(config, Layout(micro_batch=batch)).peak <= limit:
         batch += 1
     return batch
 
@@ -1161,8 +1160,9 @@ MEMORY = {
         (nothing, "did a backward run on every piece"),
     ],
     "my_micro_batch": [
-        (Swap("accumulate=size < batch", "accumulate=False"), "are there from the start"),
-        (Swap(" if batch % size == 0", ""), "Pieces of 5 do not share out 12 evenly"),
+        (Swap("microbatches=batch // size", "microbatches=1"), "are there from the start"),
+        (Swap(" if batch % size == 0", "", "batch // size", "-(-batch // size)"),
+         "Pieces of 5 do not share out 12 evenly"),
         (Swap('("none", "full")', '("full", "none")'), "computes a third more"),
         (Swap("needs.peak", "needs.total"), "Compare the peak with the limit"),
         (Swap('("none", "full")', '("none",)'), "There is a way"),

@@ -227,11 +227,7 @@ def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: fl
     layout = chosen.layout
     assert layout.ranks == gpus and layout.batch == batch
     assert layout.tp <= machine.per_node
-    needs = memory.estimate(
-        config, layout.micro_batch, zero=layout.zero, dp=layout.dp, tp=layout.tp, pp=layout.pp,
-        recompute=layout.recompute, microbatches=layout.microbatches, device="gpu",
-        sequence_parallel=layout.sequence_parallel, accumulate=layout.microbatches > 1,
-    ).peak  # fmt: skip
+    needs = memory.estimate(config, layout, device="gpu").peak
     assert needs == chosen.peak <= 0.9 * size
     earlier = found[: RUNGS.index(chosen.name)]
     assert not any(rung.ok for rung in earlier)
@@ -340,7 +336,7 @@ def test_advice() -> None:
     mixed = Layout(8, zero=1, ep=8, micro_batch=64)
     said = strategy.fullness(PRESETS["mixtral-8x7b"], A100, mixed)
     found = memory.estimate(
-        PRESETS["mixtral-8x7b"], 64, zero=1, dp=8, ep=8, device="gpu", recompute="none"
+        PRESETS["mixtral-8x7b"], Layout(dp=8, zero=1, micro_batch=64, ep=8), device="gpu"
     )
     states = found.parameters + found.gradients + found.optimizer
     assert f"{states / 1e9:.1f} GB of it are model states" in said and 80e9 < states < 110e9

@@ -25,6 +25,7 @@ def test_ranks_and_shards() -> None:
     assert layout.ranks == 16 * 8 * 4 * 2
     assert layout.shards == 8  # four copies of a group, two ranks each
     assert Layout(dp=16, ep=8).ranks == 16  # experts are shared among the copies
+    assert Layout(cp=4, ep=2).shards == 4  # and those that share a sequence
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,8 @@ def test_words_as_people_type_them() -> None:
     ("fields", "words"),
     [
         ({"cp": 0}, "cp=0: allowed are whole numbers, 1 or more"),
-        ({"dp": 4, "ep": 3}, "ep=3: allowed are divisors of dp=4"),
+        ({"dp": 4, "ep": 3}, "ep=3: allowed are divisors of 4, the ranks with the same weights"),
+        ({"dp": 4, "zero": 1, "replicas": 2, "ep": 4}, "ep=4: allowed are divisors of 2, the ran"),
         ({"dp": 4, "replicas": 3, "zero": 1}, "replicas=3: allowed are divisors of dp=4"),
         ({"dp": 4, "replicas": 2}, "replicas=2: allowed with zero=0 is 1"),
         ({"offload": "parameters", "zero": 2}, "zero=2: allowed with offload='parameters' is 3"),

@@ -50,6 +50,7 @@ from shardlab import deepspeed_engine as de
 from shardlab.check import check
 from shardlab.data_parallel import drift
 from shardlab.deepspeed_engine import breakdown, lab
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, loss
 
 show.style()
@@ -765,7 +766,7 @@ gpu_memory, host_memory = 80e9, 1e12  # bytes: one GPU; the host that all of the
 SETTINGS = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
 states, sent = {}, {}
 for zero, offload in SETTINGS:
-    held = memory.states(params, "bf16", zero=zero, dp=gpus, offload=offload)
+    held = memory.states(params, Layout(dp=gpus, zero=zero, offload=offload), "bf16")
     states[zero, offload] = held.total, gpus * held.host
     sent[zero, offload] = 2 * (3 if zero == 3 else 2) * (gpus - 1) / gpus
 
@@ -1174,7 +1175,7 @@ check(my_choice)
 def my_choice(params, gpus, gpu, host):
     least_traffic_first = [(zero, "none") for zero in range(4)] + [(3, "parameters")]
     for zero, offload in least_traffic_first:
-        states = memory.states(params, "bf16", zero=zero, dp=gpus, offload=offload)
+        states = memory.states(params, Layout(dp=gpus, zero=zero, offload=offload), "bf16")
         if states.total <= 0.7 * gpu and gpus * states.host <= host:
             return zero, offload
     return None

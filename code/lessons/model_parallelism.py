@@ -53,6 +53,7 @@ from shardlab import deepspeed_engine as de
 from shardlab import tensor_parallel as tp
 from shardlab.check import check
 from shardlab.data_parallel import DataParallel
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
@@ -199,7 +200,7 @@ rows = []
 for name in ("llama-3-8b", "llama-3-70b", "gpt-3-175b"):
     config = PRESETS[name]
     one = memory.estimate(config, precision="fp32", device="gpu")
-    states = memory.states(memory.parameter_count(config), "fp32")
+    states = memory.states(memory.parameter_count(config), precision="fp32")
     assert states.total == 4 * states.parameters == 16 * memory.parameter_count(config)
     assert (
         strategy.MACHINES["h200"].memory
@@ -235,7 +236,7 @@ def bytes_of_a_step():
 
 
 want, found = (
-    memory.estimate(SHAPE, BATCH, precision="fp32"),
+    memory.estimate(SHAPE, Layout(micro_batch=BATCH), precision="fp32"),
     ranks.run(bytes_of_a_step, 1, device="cpu")[0],
 )
 assert abs(found / want.peak - 1) < 0.05
@@ -843,7 +844,7 @@ assert peaks[1] < 0.9 * peaks[0]
 # Table: what one of 8 GPUs holds of 7 billion parameters, by stage
 ACTIVATIONS, rows, SEVEN = 10e9, [], {}
 for stage in range(4):
-    found = memory.states(7e9, "fp32", zero=stage, dp=8)
+    found = memory.states(7e9, Layout(dp=8, zero=stage), "fp32")
     sizes = found.parameters, found.gradients, found.optimizer, ACTIVATIONS
     SEVEN[stage] = sum(sizes)
     cells = [f"{size / GB:g}" for size in (*sizes, SEVEN[stage])]
@@ -879,8 +880,8 @@ ring, stream = (
     BATCH * SHAPE.seq * SHAPE.hidden * 4,
 )  # bytes of all activations once
 ffn = memory.parameters(SHAPE)["ffn"]
-stage = max(sum(memory.parameters(SHAPE, pp=4, stage=s).values()) for s in range(4))
-cut = 16 * sum(memory.parameters(SHAPE, tp=4).values())
+stage = max(sum(memory.parameters(SHAPE, Layout(pp=4), s).values()) for s in range(4))
+cut = 16 * sum(memory.parameters(SHAPE, Layout(tp=4)).values())
 handed = sum(tp.predicted_sent(SHAPE, 4, BATCH, SHAPE.seq).values())
 PREDICTED = {  # bytes of states, bytes sent in a step
     "data parallel": (16 * P, ring * 4 * P),
@@ -928,7 +929,7 @@ show.table(rows, head, caption="The fullest rank")
 # %% tags=["hide-input"]
 # Holds the table to the numbers of this page
 assert [round(HELD[f"ZeRO-{z}"] / P) for z in (2, 3)] == [7, 4]
-assert memory.states(4, "fp32", zero=1, dp=4).total == 4 * 10
+assert memory.states(4, Layout(dp=4, zero=1), "fp32").total == 4 * 10
 assert (
     round(SENT["tensor parallel"] / SENT["pipeline"]) == 14 and round(100 * 3 / 7) == 43
 )

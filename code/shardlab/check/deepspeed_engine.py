@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardlab import deepspeed_engine, memory, text
 from shardlab.check import Wrong, exercise
 from shardlab.check.forms import Number, cases, number, run_answer
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, loss
 
 number("deepspeed_accumulation", 16, "micro-batches",
@@ -228,7 +229,7 @@ _CHOICES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters"
 
 def _held(params: float, gpus: int, choice: tuple[int, str]) -> tuple[float, float]:
     """Bytes of states on each GPU, and on the host for all of them."""
-    states = memory.states(params, "bf16", zero=choice[0], dp=gpus, offload=choice[1])
+    states = memory.states(params, Layout(dp=gpus, zero=choice[0], offload=choice[1]), "bf16")
     return states.total, gpus * states.host
 
 

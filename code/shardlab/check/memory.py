@@ -10,6 +10,7 @@ import torch
 from shardlab import count, memory, text
 from shardlab.check import Wrong, exercise
 from shardlab.check.forms import REAL, WHOLE, Kind, called, cases, number
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
 _FLOAT32 = "18 bytes each: that is right for gradients in float32, and here they are in bfloat16."
@@ -117,7 +118,7 @@ def _(answer: Callable[..., Any]) -> str:
 
 def _largest_batch(config: Config, limit: float) -> int:
     batch = 0
-    while memory.estimate(config, batch=batch + 1).peak <= limit:
+    while memory.estimate(config, Layout(micro_batch=batch + 1)).peak <= limit:
         batch += 1
     return batch
 
@@ -125,9 +126,9 @@ def _largest_batch(config: Config, limit: float) -> int:
 def _why_batch(machine: tuple[Config, float], got: int, want: int) -> str:
     if not want:
         return "Not even the states fit there: the answer is 0."
-    size = memory.format_bytes(memory.estimate(machine[0], batch=got).peak if got else 0)
+    peak = memory.estimate(machine[0], Layout(micro_batch=got)).peak if got > 0 else 0
     side = "more than there is" if got > want else "and one sequence more would still fit"
-    return f"The estimate says {size} for that, {side}."
+    return f"The estimate says {memory.format_bytes(peak)} for that, {side}."
 
 
 cases(
@@ -192,14 +193,15 @@ def _peak(backward: Callable[..., None]) -> int:
 
 
 def _pieces(
-    config: Config, batch: int, limit: float, fits: str = "peak", **choices: Any
+    config: Config, batch: int, limit: float, fits: str = "peak", steps: bool = False
 ) -> tuple[int, str] | None:
-    """The right answer; `choices` of `memory.estimate` and `fits` make it a known wrong one."""
+    """The right answer; `fits`, and `steps` of each piece, make it a known wrong one."""
     for recompute in ("none", "full"):
-        for piece in range(batch, 0, -1):
-            given = {"accumulate": piece < batch, **choices}
-            needs = memory.estimate(config, batch=piece, recompute=recompute, **given)
-            if batch % piece == 0 and getattr(needs, fits) <= limit:
+        for piece in (n for n in range(batch, 0, -1) if batch % n == 0):
+            layout = Layout(
+                micro_batch=piece, microbatches=1 if steps else batch // piece, recompute=recompute
+            )
+            if getattr(memory.estimate(config, layout), fits) <= limit:
                 return piece, recompute
     return None
 
@@ -213,11 +215,12 @@ def _why_pieces(
     piece, recompute = got
     if batch % piece:
         return f"Pieces of {piece} do not share out {batch} evenly."
-    needs = memory.estimate(config, batch=piece, recompute=recompute, accumulate=piece < batch)
-    if needs.peak > limit and got == _pieces(*job, accumulate=False):
+    layout = Layout(micro_batch=piece, microbatches=batch // piece, recompute=recompute)
+    needs = memory.estimate(config, layout)
+    if needs.peak > limit and got == _pieces(*job, steps=True):
         return (
             "It would fit if each piece were a step. The gradients of earlier pieces are there "
-            "from the start: accumulate=True."
+            "from the start: microbatches says how many pieces there are."
         )
     if needs.peak > limit:
         return f"It needs {needs.peak / 1e6:.0f} MB at its peak."

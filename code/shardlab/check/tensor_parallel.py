@@ -28,6 +28,7 @@ from shardlab.check.forms import (
     number,
     on_ranks,
 )
+from shardlab.layout import Layout
 from shardlab.shapes import PRESETS, Config
 
 _TOLERANCE = 1e-5  # float32, values up to about 10, sums made in another order
@@ -285,7 +286,7 @@ def _why_degree(job: tuple[Config, float, int], got: int, want: int | None) -> s
         return "That many ranks share no fast link."
     if uncut:
         return f"It does not divide {' and '.join(uncut)}."
-    if memory.estimate(config, tp=got, device="gpu").peak > limit:
+    if memory.estimate(config, Layout(tp=got), device="gpu").peak > limit:
         return "That does not fit."
     return "A smaller one fits as well, and sends less."
 

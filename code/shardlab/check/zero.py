@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardlab import memory
 from shardlab.check.forms import WHOLE, Part, Trial, cases, number, on_ranks, pair
+from shardlab.layout import Layout
 
 _PARAMS, _RANKS = 13e9, 32
 number("zero_bytes", _PARAMS * (2 + 14 / _RANKS), "bytes", rel=0.001,
@@ -186,7 +187,7 @@ def _smallest(
 ) -> int | None:
     """hidden: the factor that a mistake puts before the activations."""
     for stage in range(4):
-        states = memory.states(params, "bf16", "adamw", zero=stage, dp=ranks).total
+        states = memory.states(params, Layout(dp=ranks, zero=stage)).total
         if states + hidden * activations <= limit:
             return stage
     return None

@@ -176,10 +176,7 @@ def _bubble(layout: Layout, chunks: int) -> float:
 
 
 def _data_seconds(config: Config, machine: Machine, layout: Layout, found: list[Stage]) -> float:
-    held = [
-        sum(memory.parameters(config, layout.tp, stage=stage, ep=layout.ep).values())
-        for stage in found
-    ]
+    held = [sum(memory.parameters(config, layout, stage).values()) for stage in found]
     group, replicas = layout.shards, layout.replicas
     sent = sum(zero_bytes(max(held), layout.zero, group, layout.microbatches).values())
     seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)

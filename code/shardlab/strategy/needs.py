@@ -30,27 +30,4 @@ def held(
     seq: tokens of a sequence, by default the model's longest. Raises ValueError as that does, where
     the shape cannot be cut so.
     """
-    return memory.estimate(
-        config,
-        layout.micro_batch,
-        seq,
-        precision,
-        optimizer,
-        layout.zero,
-        layout.dp,
-        layout.tp,
-        layout.pp,
-        layout.offload,
-        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
-        recompute=layout.recompute,
-        microbatches=layout.microbatches,
-        device="gpu",
-        # From the second micro-batch on, the gradients of earlier ones are there.
-        accumulate=layout.microbatches > 1,
-        cp=layout.cp,
-        ep=layout.ep,
-        replicas=layout.replicas,
-        stages=layout.stages,
-        schedule=layout.schedule,
-        chunks=layout.chunks,
-    )
+    return memory.estimate(config, layout, seq, precision, optimizer, device="gpu")

@@ -94,17 +94,20 @@ def test_the_solution_passes(topic: str, label: str, asked: str, solved: str):
 SOLVED = {re.search(r'(\w+)"?\)\s*$', solved)[1]: (topic, solved) for topic, _, _, solved in ALL}
 ANSWERS = [
     pytest.param(name, given, words, id=f"{name}-{i}")
-    for topic in ROWS.values()
-    for name, rows in topic.items()
+    for name, rows in ROWS.items()
     for i, (given, words) in enumerate(rows)
 ]
+
+
+HANGS = ("one has to send first", "what nobody sends", "Does its loop end")
 
 
 @pytest.mark.parametrize(("name", "given", "words"), ANSWERS)
 def test_an_answer_is_told_what_is_wrong_with_it(
     name: str, given: object, words: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(forms, "PATIENCE", 4.0)  # who hangs, hangs
+    if words in HANGS:
+        monkeypatch.setattr(forms, "PATIENCE", 2.0)  # it cannot be too short
     if isinstance(given, Swap):
         topic, code = SOLVED[name]
         for old, new in given.pairs:
@@ -118,8 +121,7 @@ def test_an_answer_is_told_what_is_wrong_with_it(
 
 
 def test_every_exercise_has_wrong_answers():
-    asked = {name for topic in ROWS.values() for name in topic}
-    assert asked <= set(check_module.names())
+    assert set(ROWS) == set(check_module.names())
 
 
 def test_every_exercise_of_the_package_stands_in_a_lesson():

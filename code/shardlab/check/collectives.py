@@ -25,20 +25,16 @@ from shardlab.check.forms import (
 
 # Ten float32 in pieces of 3, 3, 2, 2 elements: 12, 12, 8, 8 bytes. Rank 0 sends all but its own
 # piece (28), then all but rank 1's (28).
-number(
-    "ring_bytes",
-    56,
-    "bytes",
-    says="Rank 0 sends pieces 3, 2 and 1 in the first half and 0, 3 and 2 in the second: 56 bytes.",
-    wrong={
-        60: "60 is 2(N - 1)/N of 40 bytes, the average over the ranks: ten elements do not "
-        "divide by four, so the pieces differ. Which two pieces does rank 0 not send?",
-        28: "28 bytes is the reduce-scatter alone; the all-gather follows.",
-        14: "14 is the number of elements. A float32 has 4 bytes.",
-        120: "120 bytes is what rank 0 sends in the naive way, the whole tensor three times.",
-        80: "80 bytes is the tensor twice: in each half there is a piece that rank 0 keeps.",
-    },
-)
+number("ring_bytes", 56, "bytes",
+       says="Rank 0 sends pieces 3, 2 and 1 in the first half, and 0, 3 and 2 in the second.",
+       wrong={
+    60: "60 is 2(N - 1)/N of 40 bytes, the average over the ranks: ten elements do not "
+    "divide by four, so the pieces differ. Which two pieces does rank 0 not send?",
+    28: "28 bytes is the reduce-scatter alone; the all-gather follows.",
+    14: "14 is the number of elements. A float32 has 4 bytes.",
+    120: "120 bytes is what rank 0 sends in the naive way, the whole tensor three times.",
+    80: "80 bytes is the tensor twice: in each half there is a piece that rank 0 keeps.",
+})  # fmt: skip
 
 
 def _values(size: int, elements: int) -> list[Tensor]:

@@ -15,33 +15,22 @@ from shardlab.check.forms import Kind, Part, Seen, Trial, cases, number, on_rank
 from shardlab.data_parallel import DataParallel
 
 _SIZE = 4 * 124e6  # bytes of gradients
-number(
-    "ddp_bytes",
-    2 * 7 / 8 * _SIZE,
-    "bytes",
-    rel=0.005,
-    says="Right: 2 (N-1)/N of 496 MB, whatever the batch size is.",
-    wrong={
-        2 * 7 / 8 * 124e6: "A gradient in float32 takes four bytes.",
-        7 / 8 * _SIZE: "That is the reduce-scatter alone: the sums have to come back as well.",
-        2 * _SIZE: "That is the limit for very many ranks; with 8 an eighth stays at home.",
-        _SIZE: "The gradients are that large, but a rank does not send them just once: think of "
-        "the two halves of a ring all-reduce.",
-        7 * _SIZE: "That is every rank sending everything to all others; a ring does better.",
-    },
-)
-number(
-    "overlap_floor",
-    0.14,
-    "s",
-    rel=0.001,
-    says="Right: 0.04 + max(0.05, 0.10) s. The wire is busy to the end: a faster GPU gains little.",
-    wrong={
-        0.19: "That is the step without any overlap: forward, backward and wire one by one.",
-        0.09: "That is compute alone, and the wire needs longer than backward.",
-        0.10: "The wire is busy that long, but it cannot start before forward has ended.",
-    },
-)
+number("ddp_bytes", 2 * 7 / 8 * _SIZE, "bytes", rel=0.005,
+       says="Right: 2 (N-1)/N of 496 MB, whatever the batch size is.", wrong={
+    2 * 7 / 8 * 124e6: "A gradient in float32 takes four bytes.",
+    7 / 8 * _SIZE: "That is the reduce-scatter alone: the sums have to come back as well.",
+    2 * _SIZE: "That is the limit for very many ranks; with 8 an eighth stays at home.",
+    _SIZE: "The gradients are that large, but a rank does not send them just once: think of "
+    "the two halves of a ring all-reduce.",
+    7 * _SIZE: "That is every rank sending everything to all others; a ring does better.",
+})  # fmt: skip
+number("overlap_floor", 0.14, "s", rel=0.001,
+       says="Right: 0.04 + max(0.05, 0.10) s. The wire is busy to the end: no faster GPU helps.",
+       wrong={
+    0.19: "That is the step without any overlap: forward, backward and wire one by one.",
+    0.09: "That is compute alone, and the wire needs longer than backward.",
+    0.10: "The wire is busy that long, but it cannot start before forward has ended.",
+})  # fmt: skip
 
 
 class _Toy(nn.Module):

@@ -19,33 +19,22 @@ from shardlab.check.forms import WHOLE, Kind, Part, Trial, cases, number, on_ran
 from shardlab.router import drop
 from shardlab.shapes import PRESETS, Config
 
-number(
-    "experts_tokens",
-    300 * 256 / 8,
-    "tokens",
-    says="Right: of eight rows for each token, an expert gets one in 256.",
-    wrong={
-        300 * 256: "Each token goes to eight experts, and not to one.",
-        300 * 256 / 8 / 64: "That is for each of 64 ranks; asked is for all of them together.",
-        300 * 8: "That is how many rows 300 tokens make. How many experts share them?",
-    },
-)
+number("experts_tokens", 300 * 256 / 8, "tokens",
+       says="Right: of eight rows for each token, an expert gets one in 256.", wrong={
+    300 * 256: "Each token goes to eight experts, and not to one.",
+    300 * 256 / 8 / 64: "That is for each of 64 ranks; asked is for all of them together.",
+    300 * 8: "That is how many rows 300 tokens make. How many experts share them?",
+})  # fmt: skip
 
 _ONE = 4096 * 8 * 7168 * 2
-number(
-    "experts_wire",
-    2 * _ONE * 63 / 64,
-    "bytes",
-    rel=1e-6,
-    says=f"Right: {2 * _ONE * 63 / 64 / 1e6:,.0f} MB for one layer's forward.",
-    wrong={
-        2 * _ONE: "That is what it hands over; what is for its own experts does not leave it.",
-        _ONE * 63 / 64: "That is the dispatch; what the experts computed has to come back.",
-        _ONE: "That is the dispatch, its own experts' rows included.",
-        4 * _ONE * 63 / 64: "That is forward and backward; asked is forward.",
-        2 * _ONE / 8 * 63 / 64: "Each token travels to eight experts, as eight rows.",
-    },
-)
+number("experts_wire", 2 * _ONE * 63 / 64, "bytes", rel=1e-6,
+       says=f"Right: {2 * _ONE * 63 / 64 / 1e6:,.0f} MB for one layer's forward.", wrong={
+    2 * _ONE: "That is what it hands over; what is for its own experts does not leave it.",
+    _ONE * 63 / 64: "That is the dispatch; what the experts computed has to come back.",
+    _ONE: "That is the dispatch, its own experts' rows included.",
+    4 * _ONE * 63 / 64: "That is forward and backward; asked is forward.",
+    2 * _ONE / 8 * 63 / 64: "Each token travels to eight experts, as eight rows.",
+})  # fmt: skip
 
 
 def _chosen(tokens: int, choices: int, count: int) -> Tensor:

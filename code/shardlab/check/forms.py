@@ -32,10 +32,8 @@ _WAITS = (
 
 def called(answer: Callable[..., Any], *args: Any, asked: str = "Your function") -> Any:
     """Call the reader's function; what it raises becomes a Wrong that says so."""
-    if not callable(answer):
-        raise Wrong(f"The answer should be a function, not {answer!r}.")
     try:
-        return answer(*copy.deepcopy(args))
+        return answer(*args)
     except Exception as error:
         raise Wrong(f"{asked} raised {type(error).__name__}: {error}") from None
 
@@ -45,7 +43,10 @@ def called(answer: Callable[..., Any], *args: Any, asked: str = "Your function")
 
 @dataclass(frozen=True)
 class Number:
-    """A number that is right to a relative difference of `rel`, and wrong ones, each explained."""
+    """A number that is right to a relative difference of `rel`, and wrong ones, each explained.
+
+    What is right but for thousands, millions or billions needs no explanation of its own.
+    """
 
     right: float
     unit: str = ""
@@ -62,6 +63,9 @@ class Number:
         for wrong, sentence in self.wrong.items():
             if math.isclose(answer, wrong, rel_tol=max(self.rel, 1e-9)):
                 raise Wrong(sentence)
+        for k in (3, 6, 9):
+            if any(math.isclose(answer * 10.0**n, self.right, rel_tol=self.rel) for n in (k, -k)):
+                raise Wrong(f"Right but for a factor of 10^{k}: the unit is {self.unit}.")
         side = "large" if answer > self.right else "small"
         raise Wrong(f"{answer:,} {self.unit}".rstrip() + f" is too {side}.")
 
@@ -146,8 +150,10 @@ def cases(
     says: str,
     kind: Kind | None = None,
     mistakes: Mapping[str, Callable[..., Any] | dict[str, Any]] | None = None,
+    slip: Callable[..., Any] | None = None,
     why: Callable[[tuple[Any, ...], Any, Any], str] | None = None,
     equal: Callable[[Any, Any], bool] = operator.eq,
+    call: Callable[..., Any] = lambda answer, *args: answer(*args),
     told: Callable[..., str] | None = None,
     apart: bool = False,
 ) -> None:
@@ -155,14 +161,14 @@ def cases(
 
     calls: the arguments of each case; without `right`, (arguments, right value, sentence that
     helps). kind: what each value should be. mistakes: sentence -> function that makes a well-known
-    mistake, or the keywords with which `right` makes it; the sentence is said when all values are
-    those. why: the sentence on the first case that is wrong, from its arguments, the value and the
-    right one. told: a case in words, from its arguments. apart: in a process of its own, which ends
-    when the answer never does.
+    mistake, or the keywords with which `slip` (or `right`) makes it; the sentence is said when all
+    values are those. why: the sentence on the first case that is wrong, from its arguments, the
+    value and the right one. call: makes the value from the answer and the arguments. told: a case
+    in words, from its arguments. apart: in a process of its own, which ends when the answer never
+    does.
     """
-
     slips = {
-        words: how if callable(how) else partial(right, **how)
+        words: how if callable(how) else partial(slip or right, **how)
         for words, how in (mistakes or {}).items()
     }
 
@@ -170,12 +176,15 @@ def cases(
         return f"{told(*args)}: it" if told else f"{name}({', '.join(map(repr, args))})"
 
     def judge(answer: Any) -> str:
-        given = calls() if callable(calls) else calls
-        rows = [(args, right(*args), "") for args in given] if right else list(given)
+        if not callable(answer):
+            raise Wrong(f"The answer should be a function, not {answer!r}.")
+        table = calls() if callable(calls) else calls
+        rows = [(args, right(*args), "") for args in table] if right else list(table)
         found: list[Any] = []
         for args, *_ in rows:
             try:
-                found.append(called(answer, *args, asked=asked(args)))
+                given = copy.deepcopy(args)  # the answer may change what it is given
+                found.append(called(call, answer, *given, asked=asked(args)))
             except Wrong as wrong:
                 found.append(wrong)
         if all(value is None for value in found) and any(want is not None for _, want, _ in rows):
@@ -390,6 +399,11 @@ def same(
         _scalar(mine) if right.ndim == 0 else mine for mine, right in zip(got, want, strict=True)
     ]
     for rank, (mine, right) in enumerate(zip(got, want, strict=True)):
+        if mine is None and what.startswith("the gradient"):
+            raise Wrong(
+                f"Rank {rank} has no {what[4:]}. Collectives know nothing of autograd: write a "
+                "torch.autograd.Function with a backward, for all that the result is made of."
+            )
         if not isinstance(mine, Tensor):
             given = "None" if mine is None else f"a {type(mine).__name__}"
             raise Wrong(f"Rank {rank} returned {given}; {what} should be a tensor.")
@@ -466,3 +480,14 @@ def nobody_waits(seen: list[Seen]) -> str:
         "another one. Let even ranks send first and odd ones receive first, or begin both at once: "
         "ranks.exchange, or dist.batch_isend_irecv."
     )
+
+
+def laid_out(answer: Any, kind: type, gpus: int, batch: int) -> None:
+    """Refuse what is no layout (`kind`: strategy.Layout), or one of other GPUs or sequences."""
+    if not isinstance(answer, kind):
+        raise Wrong(f"The answer should be a strategy.Layout, not a {type(answer).__name__}.")
+    if answer.ranks != gpus:
+        degrees = "d · t · p" + (" · c" if answer.cp > 1 else "")
+        raise Wrong(f"{degrees} = {answer.ranks}; there are {gpus} GPUs.")
+    if answer.batch != batch:
+        raise Wrong(f"d · b · m = {answer.batch} sequences; a step has {batch}.")

@@ -35,41 +35,30 @@ def _matrix(rows: int, columns: int, seed: int) -> Tensor:
 
 
 _C = 4 * 4096 * 11008  # bytes of C
-number(
-    "gemm_bytes",
-    2 * 3 / 4 * _C,
-    "bytes",
-    rel=0.001,
-    says="Right: 2 x 3/4 of the 180 MB of C. The inner dimension, 2048, does not matter.",
-    wrong={
-        _C * 3 / 4: "That is a reduce-scatter: afterwards each rank has a quarter of the sum.",
-        3 * _C: "That is the naive way, in which a rank sends all of its matrix to each other.",
-        _C: "That is the size of C. A rank sends pieces of it in N - 1 steps, twice.",
-        2 * _C: "Close, and right for very many ranks: one piece in four need not be sent.",
-        2 * 3 / 4 * _C / 4: "These are elements. A float32 has 4 bytes.",
-        2 * 3 / 4 * 4 * 4096 * 2048: "These are bytes of the wrong matrix: what is summed has the "
-        "shape of C, 4096 x 11008. Its size does not depend on the inner dimension.",
-        2 * 3 / 4 * _C / 1e6: "In MB it is right; the answer is asked for in bytes.",
-    },
-)
+number("gemm_bytes", 2 * 3 / 4 * _C, "bytes", rel=0.001,
+       says="Right: 2 x 3/4 of the 180 MB of C. The inner dimension, 2048, does not matter.",
+       wrong={
+    _C * 3 / 4: "That is a reduce-scatter: afterwards each rank has a quarter of the sum.",
+    3 * _C: "That is the naive way, in which a rank sends all of its matrix to each other.",
+    _C: "That is the size of C. A rank sends pieces of it in N - 1 steps, twice.",
+    2 * _C: "Close, and right for very many ranks: one piece in four need not be sent.",
+    2 * 3 / 4 * _C / 4: "These are elements. A float32 has 4 bytes.",
+    2 * 3 / 4 * 4 * 4096 * 2048: "These are bytes of the wrong matrix: what is summed has the "
+    "shape of C, 4096 x 11008. Its size does not depend on the inner dimension.",
+})  # fmt: skip
 
 _FLOPS, _BANDWIDTH, _SIDE = 400e12, 200e9, 2000
 _EIGHTH = "Both sides lose an eighth: 7/8 of the compute is saved, 7/8 of C is received."
-number(
-    "gemm_pays",
-    _SIDE,
-    rel=0.02,
-    says="Right: n = 2000, and the number of ranks cancels.",
-    wrong={
-        2 * _SIDE: "You count a multiply-add as one operation, or 4 bytes per entry: it is 2 n^3 "
-        "operations, and 2 bytes.",
-        _SIDE * 7 / 8: _EIGHTH,
-        _SIDE * 8 / 7: _EIGHTH,
-        _FLOPS / _BANDWIDTH / 2: "Bytes per entry belong into the numerator: the more bytes "
-        "travel, the larger a product must be.",
-        _SIDE / 8: "The ranks' links work at the same time, and each receives 7/8 of C.",
-    },
-)
+number("gemm_pays", _SIDE, rel=0.02, says="Right: n = 2000, and the number of ranks cancels.",
+       wrong={
+    2 * _SIDE: "You count a multiply-add as one operation, or 4 bytes per entry: it is 2 n^3 "
+    "operations, and 2 bytes.",
+    _SIDE * 7 / 8: _EIGHTH,
+    _SIDE * 8 / 7: _EIGHTH,
+    _FLOPS / _BANDWIDTH / 2: "Bytes per entry belong into the numerator: the more bytes "
+    "travel, the larger a product must be.",
+    _SIDE / 8: "The ranks' links work at the same time, and each receives 7/8 of C.",
+})  # fmt: skip
 
 
 @on_ranks(

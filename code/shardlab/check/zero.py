@@ -14,22 +14,15 @@ from shardlab.check.forms import WHOLE, Part, Trial, cases, number, on_ranks, pa
 from shardlab.layout import Layout
 
 _PARAMS, _RANKS = 13e9, 32
-number(
-    "zero_bytes",
-    _PARAMS * (2 + 14 / _RANKS),
-    "bytes",
-    rel=0.001,
-    says="Right: 2 bytes for the weights and 14/32 for all else, 31.7 GB on each rank.",
-    wrong={
-        _PARAMS * 16: "That is stage 0: every rank holds everything.",
-        _PARAMS * (4 + 12 / _RANKS): "That is stage 1: in stage 2 the gradients are sharded, too.",
-        _PARAMS * 16 / _RANKS: "That is stage 3: in stage 2 every rank holds all 16-bit weights.",
-        _PARAMS * (2 + 12 / _RANKS): "The optimizer is there, and the weights; where are this "
-        "rank's gradients?",
-        _PARAMS * (2 + 14 / _RANKS) / 1e9: "In GB it is right; the answer is asked for in bytes.",
-        _PARAMS * (4 + 12 / _RANKS) / 1e9: "That is stage 1, and in GB.",
-    },
-)
+number("zero_bytes", _PARAMS * (2 + 14 / _RANKS), "bytes", rel=0.001,
+       says="Right: 2 bytes for the weights and 14/32 for all else, 31.7 GB on each rank.", wrong={
+    _PARAMS * 16: "That is stage 0: every rank holds everything.",
+    _PARAMS * (4 + 12 / _RANKS): "That is stage 1: in stage 2 the gradients are sharded, too.",
+    _PARAMS * 16 / _RANKS: "That is stage 3: in stage 2 every rank holds all 16-bit weights.",
+    _PARAMS * (2 + 12 / _RANKS): "The optimizer is there, and the weights; where are this "
+    "rank's gradients?",
+    _PARAMS * (4 + 12 / _RANKS) / 1e9: "That is stage 1, and in GB.",
+})  # fmt: skip
 
 
 def _bounds(elements: int, rank: int, size: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardlab import ranks
+from shardlab.arguments import check_one_of
 from shardlab.ranks.agree import check_whole
 
 from .start import prepare, quiet
@@ -62,8 +63,7 @@ def degrees(world_size: Any, dp: Any, tp: Any, pp: Any) -> int:
 
 def check_choices(zero: Any, offload: Any, precision: Any, clipping: Any) -> None:
     """Raise ValueError for a value that is none of those that `config` names."""
-    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero={zero!r}: allowed are 0, 1, 2 and 3")
+    check_one_of((0, 1, 2, 3), zero=zero)
     if offload not in OFFLOADS:
         raise ValueError(f"offload={offload!r}: allowed are {', '.join(map(repr, OFFLOADS))}")
     if precision not in PRECISIONS:

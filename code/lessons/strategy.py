@@ -49,7 +49,7 @@ from shardlab.count import speed
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config
 from shardlab.show import measured
-from shardlab.strategy import MACHINES, Layout, core, files, learn
+from shardlab.strategy import MACHINES, Layout, copies, core, files, learn
 from shardlab.strategy.command import add_command
 from shardlab.strategy.fit import fit
 from shardlab.strategy.measure import measure
@@ -333,7 +333,7 @@ show.table(rows, ["left out", "off in the median", "order"])
 # A layer comes first.
 
 # %%
-show.source(core.layer, core._network, core._product, core._tensor)
+show.source(core.layer, core._products, core._product, core._tensor)
 
 # %% [markdown]
 # Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.
@@ -350,7 +350,7 @@ show.source(core.seconds, core._left, core._head)
 # ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
 
 # %%
-show.source(core._copies, core._rate)
+show.source(copies.seconds, copies._zero, copies.rate)
 
 # %% [markdown]
 # ## Predicted beside measured

@@ -898,8 +898,9 @@ show.source(hang.explain, hang._first)
 # ```{admonition} Checked: "torchfrtrace works with any backend, and names the culprit"
 # :class: checked
 #
-# With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, [tested](../tests/test_cluster_hang.py)); `flight.record` fills them in.
-# Where ranks call different collectives, it takes the record that it happens to read first as right, and calls those that differ culprits.
+# With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.record` fills them in.
+# It compares calls, sizes and states as above, but each group by itself: a circle is two missing ranks.
+# Where ranks differ, the record that it happens to read first is right, and the others are culprits.
 # Ours asks the majority. Of two ranks nobody knows: look at both lines.
 # ```
 #

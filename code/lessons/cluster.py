@@ -93,22 +93,20 @@ def plain_agent(command, size):
 # %% [markdown]
 # Rank 1 of three ends with status 7 after a tenth of a second. The others would sleep for a minute.
 
-# %% tags=["measured"]
+# %%
 STUB = """
 import os, sys, time
 time.sleep(0.1)
 sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(60)
 """
 (FOLDER / "stub.py").write_text(STUB)
-begin = time.monotonic()
 codes = plain_agent([sys.executable, "-S", str(FOLDER / "stub.py")], 3)
-seconds = time.monotonic() - begin
 print("exit statuses:", codes)
 
 # %% tags=["hide-input"]
-# Holds that nobody waited for the others
+# Holds that nobody was waited for: who has slept for a minute ends with status 0
 
-assert codes == [-15, 7, -15] and seconds < 10
+assert codes == [-15, 7, -15]
 
 # %% [markdown]
 # A negative status is the number of the signal that ended the process: 15 is SIGTERM, from the agent.

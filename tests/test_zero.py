@@ -630,7 +630,9 @@ def under_way():
     for stage in STAGES:
         model = sharded(here(GPT(PRESETS["nano"])), stage)
         embedding = model.module.embedding.weight  # its gradient is the last to come
-        embedding.register_post_accumulate_grad_hook(lambda _, m=model: sent.append(len(m.reducer.sent)))
+        embedding.register_post_accumulate_grad_hook(
+            lambda _, m=model: sent.append(len(m.reducer.sent))
+        )
         loss(model(tokens), tokens).backward()
         assert model.reducer.sent == []  # all over
     states = []

@@ -63,7 +63,7 @@ OURS = {
     layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut,
     memory.Activations, memory.Estimate, memory.Recipe, memory.States, experts.Parameters,
     experts.Route, experts.Routed,
-    zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Sharded, zero.Stage, zero.Unit,
+    zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Reducer, zero.Sharded, zero.Unit,
     zero.all_gather, pipeline.Action, pipeline.Part, pipeline.Schedule, pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,
     buckets.Backward, buckets.in_backward, count.Held, count.Saved, count.Sent, count.machine,

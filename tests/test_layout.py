@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab import experts, layout, memory, pipeline, ranks, tensor_parallel
+from shardlab import experts, layout, memory, pipeline, ranks, sequence_parallel, tensor_parallel
 from shardlab.layout import Layout, Stage, ledger, stages
 from shardlab.layout.entries import held
 from shardlab.model import GPT
@@ -71,6 +71,22 @@ def test_a_tensor_group_cuts_what_the_ledger_says(name: str) -> None:
         for entry in entries:
             word = "I" if entry.tp is None else "V"
             assert mine[entry.name] == (entry.local(2), entry.tp, word)
+
+
+def seen_partly(config: Config) -> list[str]:
+    """Names of what a rank has whole, and whose gradient knows its tokens alone."""
+    model = tensor_parallel.parallelize(
+        GPT(config), dist.group.WORLD, sequence_parallel.ALONG_SEQUENCE
+    )
+    some = {id(parameter) for parameter in sequence_parallel.seen_partly(model)}
+    return [name for name, p in model.named_parameters() if id(p) in some]
+
+
+@pytest.mark.parametrize("name", ["plain", "untied", "rms"])
+def test_sequence_parallelism_sees_in_parts_what_the_ledger_says(name: str) -> None:
+    config = SHAPES[name]
+    for mine in ranks.run(seen_partly, 2, config, device="cpu"):
+        assert mine == [entry.name for entry in ledger(config) if entry.partly]
 
 
 def dealt(config: Config) -> dict[str, tuple[int, ...]]:

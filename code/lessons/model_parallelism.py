@@ -1024,7 +1024,7 @@ show.table(rows, head)
 # DeepSpeed, one of the production engines, takes a model and a dictionary {cite}`rasley2020deepspeed`.
 
 # %%
-settings = de.config(micro_batch=2, world_size=2, accumulation=2, zero=2)
+settings = de.config(Layout(dp=2, zero=2, micro_batch=2, microbatches=2))
 print(json.dumps(settings, indent=1))
 
 
@@ -1051,7 +1051,7 @@ def by_deepspeed(settings):
 # Holds DeepSpeed on two ranks against one process
 de.prepare()  # imports DeepSpeed once, before any rank starts
 for stage in (2, 3):
-    settings = de.config(micro_batch=2, world_size=2, accumulation=2, zero=stage)
+    settings = de.config(Layout(dp=2, zero=stage, micro_batch=2, microbatches=2))
     found = ranks.run(by_deepspeed, 2, settings, device="cpu")
     parts = (
         torch.tensor([losses for losses, _ in found])

@@ -33,7 +33,7 @@ RUNGS = {  # what each rung of the strategy's chart does
     "ZeRO-3": "each weight once, too, if the wire keeps up",
     "recompute": "layers keep their inputs alone; ZeRO as before",
     "tensor in the node": "matrices cut, over 2, 4, … GPUs of a node",
-    "pipeline across nodes": "layers cut, over as few nodes as will do",
+    "pipeline across nodes": "layers cut, over stages on several nodes",
 }
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
@@ -318,13 +318,13 @@ def zero() -> Figure:
 
 def choose() -> Figure:
     """A flow chart with a rung for each technique. At every rung two questions: can the batch be
-    shared out, and does the fullest rank fit into nine tenths of its memory? Yes: train. No: the
-    next rung. After the last one: more GPUs, or larger ones. The rungs:
+    shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After
+    the last one: more GPUs, or larger ones. The rungs:
     """
     figure, axes = canvas(WIDE, 6.55)
     left, wide, high, step, bus = 0.05, 3.5, 0.48, 0.74, 4.02
     words(axes, left, 0.11, "Can the batch be shared out?", ha="left", fontsize=10)
-    line = "Does the fullest rank fit into 90 % of its memory?"
+    line = "Does the fullest rank fit into its memory?"
     words(axes, left, 0.31, line, ha="left", fontsize=10)
     for number, name in enumerate(strategy.RUNGS):
         y = 0.52 + number * step

@@ -63,7 +63,7 @@ OURS = {
     layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut,
     memory.Activations, memory.Estimate, memory.Recipe, memory.States, experts.Parameters,
     experts.Route, experts.Routed,
-    zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Sharded, zero.Stage, zero.Unit,
+    zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Reducer, zero.Sharded, zero.Unit,
     zero.all_gather, pipeline.Action, pipeline.Part, pipeline.Schedule, pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,
     buckets.Backward, buckets.in_backward, count.Held, count.Saved, count.Sent, count.machine,
@@ -147,7 +147,6 @@ def numbers() -> Iterator[Row]:
         (Config, {f: getattr(SPARSE, f) for f in vars(SPARSE)} | {"kv_heads": 2, "ffn": 64}
          | {"expert_ffn": 32, "capacity": 1.5}),
         (machines.Machine, vars(machines.MACHINES["h100"]) | {"name": "H100"}),
-        (machines.room, {"machine": machines.MACHINES["h100"], "reserve": 0.1}),
         (cp.attention_memory, {"way": "ring", **attention, "itemsize": 4}),
         (cp.ring_sent, {**grouped, "itemsize": 4}),
         (cp.ulysses_sent, {**attention, "itemsize": 4}),

@@ -1187,7 +1187,7 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 
 def deepspeeds(zero):
     """On a rank: the loss of a step of DeepSpeed's pipeline, or what it says."""
-    settings = de.config(1, 2, pp=2, accumulation=4)
+    settings = de.config(Layout(pp=2, microbatches=4))
     settings["zero_optimization"] = {"stage": zero}
     try:
         engine = de.initialize(de.pipeline(plain(), 2), settings)

@@ -438,16 +438,17 @@ show.source(zero.ReduceScatter)
 show.source(zero.Gradients)
 
 # %% [markdown]
-# ### Stages 1 and 2: buckets that leave early
-#
-# `Stage` has what all stages do alike. One reduce-scatter at a time is under way, since each takes memory, and autograd calls `_finish` when backward is over.
+# A `Reducer`, named after the one in torch's DDP, sends them during a backward. One reduce-scatter at a time is under way, since each takes memory.
 
 # %%
-show.source(zero.Stage)
+show.source(zero.Reducer)
 
 # %% [markdown]
-# `Zero1` deals the parameters into buckets, each a `Flat`. As in data parallelism, a bucket leaves while backward still computes the next one (`_arrived`).
-# The all-gather waits for nobody either. It starts with the next forward (`_begin`), in which each layer waits for its own weights alone (`_await`).
+# ### Stages 1 and 2: buckets that leave early
+#
+# `Zero1` deals the parameters into buckets, each a `Flat`. Its methods stand in the order in which a step calls them.
+# The all-gather waits for nobody. It starts with the forward after the step (`_pre_forward`), in which each layer waits for its own weights alone (`_await`).
+# As in data parallelism, a bucket leaves while backward still computes the next one (`_arrived`), and autograd calls `_finish` when backward is over.
 # This late gather is this course's. ZeRO's paper, and DeepSpeed, gather at the end of the step, as the plain version does.
 
 # %%
@@ -513,10 +514,10 @@ show.source(zero.Zero2)
 #
 # ![Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire gathers the next one's weights, in backward the one before; in the first half of a block's backward it carries the gradients of the block behind. Each block is whole in memory twice, and at most two are whole at a time; the rest of the time it is a shard.](../figures/zero_life.svg)
 #
-# The hooks are those of the plain version, on units: `_before` and `_after` a forward, `_before_backward`, and `_done` after it. The first and the third also call `_prefetch`.
-# It knows which block comes next because it remembers the order of the last forward.
+# The hooks are those of the plain version, on units, and have the names that FSDP2 gives them: `_pre_forward`, `_post_forward`, `_pre_backward`, `_post_backward`.
+# Those that come before also call `_prefetch`. It knows which block comes next because it remembers the order of the last forward.
 # *After backward* is a moment that autograd does not announce: it has come when the gradients of all that went into the unit are there.
-# What belongs to no unit, here the embedding and the last norm, is gathered once and stays whole for the step.
+# What belongs to no unit, here the embedding and the last norm, is the `rest`: its hooks are those of the whole module, and it is gathered once and stays whole for the step.
 
 # %%
 show.source(zero.Unit, zero.Zero3)

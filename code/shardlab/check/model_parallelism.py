@@ -229,12 +229,12 @@ def _layout(answer: Any) -> str:
     laid_out(answer, Layout, _GPUS, _BATCH)
     try:
         full = strategy.fullness(_MODEL, _GPU, answer)
-        taken = strategy.predict(_MODEL, _GPU, answer).seconds.total
+        found = strategy.predict(_MODEL, _GPU, answer)
     except ValueError as error:
         raise Wrong(f"The model cannot be cut so: {error}.") from None
     if full:
         raise Wrong(full)
-    needs = f"{strategy.peak(_MODEL, answer) / 1e9:.1f} GB"
+    needs, taken = f"{found.memory.reserved / 1e9:.1f} GB", found.seconds.total
     if taken > _MOST:
         slow = strategy.slowness(_MODEL, _GPU, answer)
         raise Wrong(f"It fits, with {needs} on the fullest GPU, but it is too slow. {slow}")

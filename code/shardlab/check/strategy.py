@@ -93,7 +93,7 @@ def _layout(answer: Any) -> str:
         found = strategy.predict(_MODEL, _GPU, answer)
     except ValueError as error:
         raise Wrong(f"The model cannot be cut so: {error}.") from None
-    needs, has = found.memory.reserved, strategy.known("course")["limit"] * _GPU.memory
+    needs, has = found.memory.reserved, strategy.room(_GPU)
     if needs > has:
         words = f"{needs / 1e9:.1f} GB on the fullest GPU, which may reserve {has / 1e9:.1f}."
         raise Wrong(f"It does not fit: {words}")

@@ -160,10 +160,10 @@ def _planned(given: dict[str, Any]) -> int:
     if "recompute" in given:
         check_one_of(("none", "selective", "full"), recompute=given["recompute"])
         fixed["recompute"] = given["recompute"]
-    job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq, profile, rates
-    found = plan(*job, fixed)
+    job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
+    found = plan(*job, profile, rates, fixed)
     if not found.fits:
-        raise ValueError(short(*job, found))
+        raise ValueError(short(found))
     top = options.whole("top", given.get("top", str(TOP)))
     if "json" in given:
         best = [report.row(asked, one, found.room) for one in found.fits[:top]]

@@ -315,6 +315,22 @@ def told(text):
     return [[word for word in row if word != ""] for row in rows]
 
 
+def test_a_record_of_a_slow_step_is_no_hang(tmp_path, monkeypatch):
+    for rank in range(2):
+        (tmp_path / f"{flight.PREFIX}{rank}").touch()
+    slow, later = call(0, number=6, waiting=True), call(0, number=7, waiting=True)
+    through = call(1, number=6)
+    for mine, theirs, hangs in (
+        ([slow], [through], False),
+        ([slow], [through, call(1, number=7, waiting=True)], False),
+        ([call(0, number=6), later], [through, call(1, number=7, op="barrier")], False),
+        ([call(0, number=6), later], [through, replace(later, rank=1, op="barrier")], True),
+        ([later], [call(1, "other", number=7, waiting=True)], True),
+    ):
+        monkeypatch.setattr(flight, "read", lambda _, m=mine, t=theirs: {0: m, 1: t})
+        assert capture._hangs(tmp_path, 2) is hangs
+
+
 @pytest.mark.alone
 def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing):
     """Each job, run anew, ends where its text says; what differs is the machine's and the day's."""

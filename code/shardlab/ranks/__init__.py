@@ -169,7 +169,7 @@ def run(
     world_size, timeout = _checked(fn, world_size, args, timeout, method)
     if under_torchrun and not apart and world_size <= torchrun.world()[1]:
         reports = torchrun.run_joined(fn, args, world_size, *place(world_size, device), timeout)
-        if any(report is None or report.kind != "returned" for report in reports):
+        if any(report is None or report.failed for report in reports):
             witnesses = [blame.Witness(rank, report, None) for rank, report in enumerate(reports)]
             culprits, message = blame.explain(witnesses, timeout if None in reports else None)
             raise RankError(message, culprits)
@@ -233,7 +233,7 @@ def _run(
         patience = 0.0
         try:
             time_up = _wait(processes, timeout)
-            failed = any(p.report is None or p.report.kind != "returned" for p in processes)
+            failed = any(p.report is None or p.report.failed for p in processes)
             witnesses = _question(job, processes) if failed else []
             patience = 0.0 if failed else 0.5
         finally:
@@ -302,7 +302,7 @@ def _wait(processes: list[start.Process], timeout: float) -> float | None:
         ready = connection.wait([p.status for p in pending], min(left, 0.05))
         silent = {p.rank for p in pending if not _receive(p, ready)}
         dead = [p for p in pending if p.rank in silent and p.exit_code() is not None]
-        failures = [p for p in processes if p.report and p.report.kind == "raised"]
+        failures = [p for p in processes if p.report and p.report.failed]
         if not dead and not failures:
             continue
         # A failure. Causes may come after their consequences: give them a moment to show.

@@ -451,7 +451,8 @@ def test_nobody_is_interrupted_when_some_are_done():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ranks": 0}, "ranks=0: allowed are whole numbers, 1 or more"),
+        ({"ranks": 0}, "ranks=0: allowed are whole numbers, 1 to 1,000"),
+        ({"ranks": 10**6}, "ranks=1000000: allowed are whole numbers, 1 to 1,000"),
         ({"restarts": -1}, "restarts=-1: allowed are whole numbers, 0 or more"),
         ({"nodes": (2, 1)}, "nodes=2:1: allowed are LEAST:MOST"),
         ({"patience": 0}, "patience=0: allowed are numbers above 0"),

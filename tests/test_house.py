@@ -28,7 +28,7 @@ BRINGS = {name: topic.module for name, topic in INDEX.topics.items() if topic.mo
 
 def unit(parts: list[str]) -> str | None:
     """The floor plan's name for the module shardlab.<parts>; None for shardlab itself."""
-    if parts[:1] == ["check"] and len(parts) > 1 and (PACKAGE / f"check/{parts[1]}.py").exists():
+    if parts[:1] == ["check"] and parts[1:] and parts[1] in TOPICS:
         return f"check.{parts[1]}"
     return parts[0] if parts else None
 

@@ -183,7 +183,7 @@ def test_parameters_are_those_that_memory_counts() -> None:
         for layout in (Layout(), Layout(pp=2), Layout(tp=4, pp=2)):
             job = Job(config, H100, layout, COURSE, config.seq)
             for k, stage in enumerate(layout.parts(config)):
-                want = sum(memory.parameters(config, layout.tp, layout.pp, k).values())
+                want = sum(memory.parameters(config, layout, k).values())
                 assert parameters(job, stage) == pytest.approx(want, rel=2e-3)  # norms, biases
 
 
@@ -312,7 +312,7 @@ def test_parameters_of_experts_are_those_that_memory_counts() -> None:
         for layout in (Layout(), DEALT, Layout(8, 4, 2, ep=4)):
             job = Job(config, H100, layout, COURSE, 4096)
             for k, stage in enumerate(layout.parts(config)):
-                want = memory.parameters(config, layout.tp, layout.pp, stage, layout.ep)
+                want = memory.parameters(config, layout, stage)
                 assert parameters(job, stage) == pytest.approx(sum(want.values()), rel=2e-3), k
 
 

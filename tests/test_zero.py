@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, link, memory, ranks, text, zero
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -359,10 +360,10 @@ def test_the_calculator_of_the_memory_lesson_says_the_same(stage):
 
     with torch.device("meta"):
         size = sum(p.numel() for p in GPT(config).parameters())
-    states = memory.states(size, precision="fp32", zero=stage, dp=2)
+    states = memory.states(size, Layout(dp=2, zero=stage), "fp32")
     expected = {"parameters": states.parameters, "gradients": states.gradients}
     assert run(predicted, 2, None) == [expected | {"optimizer": states.optimizer}] * 2
-    states = memory.states(size, precision="bf16-fp32-gradients", zero=stage, dp=2)
+    states = memory.states(size, Layout(dp=2, zero=stage), "bf16-fp32-gradients")
     # The calculator's recipe keeps a 16-bit copy of the shard as well, which stage 3 here does not.
     spared = 2 * size // 2 if stage == 3 else 0
     for found in run(predicted, 2, torch.bfloat16):
@@ -629,7 +630,9 @@ def under_way():
     for stage in STAGES:
         model = sharded(here(GPT(PRESETS["nano"])), stage)
         embedding = model.module.embedding.weight  # its gradient is the last to come
-        embedding.register_post_accumulate_grad_hook(lambda _, m=model: sent.append(len(m.reducer.sent)))
+        embedding.register_post_accumulate_grad_hook(
+            lambda _, m=model: sent.append(len(m.reducer.sent))
+        )
         loss(model(tokens), tokens).backward()
         assert model.reducer.sent == []  # all over
     states = []

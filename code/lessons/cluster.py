@@ -900,8 +900,10 @@ show.source(hang.explain, hang._first)
 # ```{admonition} Checked: "torchfrtrace works with any backend, and names the culprit"
 # :class: checked
 #
-# With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, [tested](../tests/test_cluster_hang.py)); `flight.record` fills them in.
-# Where ranks call different collectives, it takes the record that it happens to read first as right, and calls those that differ culprits.
+# It comes with torch, and does the counting above, sizes and states included, in each group by itself (torch 2.13, November 2026).
+# With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups ([tested](../tests/test_cluster_hang.py)); `flight.record` fills them in.
+# Where ranks differ, it takes the record that it happens to read first as right, and calls the others culprits: of a job captured for this lesson, the two that waited.
+# Of a circle it says twice that a rank is missing, and the missing rank's last call it never says.
 # Ours asks the majority. Of two ranks nobody knows: look at both lines.
 # ```
 #

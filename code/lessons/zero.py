@@ -49,6 +49,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardlab import count, link, memory, ranks, show, text, zero
 from shardlab.check import check
 from shardlab.data_parallel import DataParallel, drift
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
@@ -166,7 +167,7 @@ formulas = ["2 + 2 + 12", "2 + 2 + 12/N", "2 + 2/N + 12/N", "2/N + 2/N + 12/N"]
 published = [120, 31.4, 16.6, 1.88]  # GB: Rajbhandari et al. 2020, Figure 1 and Table 1
 rows = []
 for stage, (formula, printed) in enumerate(zip(formulas, published, strict=True)):
-    totals = [memory.states(7.5e9, "fp16", zero=stage, dp=n).total for n in (4, 64)]
+    totals = [memory.states(7.5e9, Layout(dp=n, zero=stage), "fp16").total for n in (4, 64)]
     assert abs(totals[1] / 1e9 - printed) <= 0.05  # as many digits as are printed
     rows.append((stage, formula, *(f"{total / 1e9:.2f}" for total in totals), printed))
 show.table(
@@ -684,7 +685,7 @@ def both():
 
 
 plain_, sharded = ranks.run(both, 4)[0]
-total = memory.states(7e9, "bf16", zero=3, dp=8).total
+total = memory.states(7e9, Layout(dp=8, zero=3), "bf16").total
 print(f"saved for backward, stage 0: {plain_:,} B")
 print(f"saved for backward, stage 3: {sharded:,} B")
 print(f"7 billion on 8 ranks, stage 3: {total / 1e9:.0f} GB + 10 GB of activations")
@@ -1482,7 +1483,7 @@ check(my_stage)
 # %%
 def my_stage(params, activations, ranks_, memory_):
     for stage in range(4):
-        held = memory.states(params, "bf16", zero=stage, dp=ranks_).total
+        held = memory.states(params, Layout(dp=ranks_, zero=stage), "bf16").total
         if held + activations <= memory_:
             return stage
     return None

@@ -15,6 +15,7 @@ MOST = 10**18  # of bytes, tokens, elements, seconds, operations a second
 SIZES = 10**9  # of a sequence, a batch, a vocabulary, a layer's width
 RANKS = 10**6  # of ranks, nodes, stages, micro-batches: gone through one by one
 LAYERS = 10**4  # of a model's layers, heads, experts
+PROCESSES = 10**3  # that one machine is asked to start
 
 
 def check_whole(least: int = 1, most: int = MOST, **values: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlab.arguments import RANKS, check_number, check_whole
+from shardlab.arguments import PROCESSES, RANKS, check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Job:
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
             raise ValueError(f"command={self.command!r}: allowed are a program and its arguments")
-        check_whole(ranks=self.ranks)
+        check_whole(1, PROCESSES, ranks=self.ranks)
         check_whole(0, restarts=self.restarts)
         check_number(patience=self.patience, join=self.join)
         check_number(0, last_call=self.last_call, grace=self.grace)

@@ -15,8 +15,10 @@ SC 2021 (arXiv 2104.04473).
 __all__ = [
     "AXES",
     "Groups",
+    "LEFT_OUT",
     "Parallel",
     "PlacedDropout",
+    "SCHEDULES",
     "check_cuts",
     "counted",
     "groups_of",
@@ -33,8 +35,10 @@ __all__ = [
 _LATER = {
     "AXES": "shardlab.mesh.core",
     "Groups": "shardlab.mesh.core",
+    "LEFT_OUT": "shardlab.mesh.predict",
     "Parallel": "shardlab.mesh.core",
     "PlacedDropout": "shardlab.mesh.dropout",
+    "SCHEDULES": "shardlab.mesh.predict",
     "check_cuts": "shardlab.mesh.predict",
     "counted": "shardlab.mesh.predict",
     "groups_of": "shardlab.mesh.core",

@@ -134,8 +134,9 @@ def alone(job: Job) -> dict[str, Any]:
         value.backward()
         losses.append(value.item())
         optimizer.step()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {"losses": losses, "gradients": gradients, "weights": model.state_dict()}
+    trained = dict(model.named_parameters())
+    gradients = {name: p.grad for name, p in trained.items()}
+    return {"losses": losses, "gradients": gradients, "weights": trained}
 
 
 def apart(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:

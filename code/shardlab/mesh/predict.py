@@ -57,6 +57,9 @@ def check_cuts(config: Config, layout: Layout, seq: int | None = None) -> None:
             "would send all gradients anew; 2 and 3 with pp=1"
         )
     check_whole(**given(seq=seq))
+    if layout.sequence_parallel and config.experts:
+        words = f"allowed with experts={config.experts} is False"
+        raise ValueError(f"sequence_parallel=True: {words}")
     if layout.sequence_parallel and seq is not None and seq % layout.tp:
         allowed = f"multiples of {layout.tp}"
         raise ValueError(f"seq={seq}: allowed with sequence parallelism are {allowed}")

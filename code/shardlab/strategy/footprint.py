@@ -63,10 +63,9 @@ def footprint(job: Job, rates: Values, stage: int = 0) -> Bytes:
         gradients = 0.0 if zero >= 2 else gradients
     if layout.offload == "parameters":
         weights = 0.0
-    m = layout.microbatches
-    flying = in_flight(layout.pp, stage, m, layout.schedule, layout.chunks)
+    flying = in_flight(layout, stage)
     kept = activations(job, rates, here) * flying
-    if (waiting := deferred(layout.pp, stage, m, layout.schedule)) and layout.recompute == "none":
+    if (waiting := deferred(layout, stage)) and layout.recompute == "none":
         without = replace(job, layout=replace(layout, recompute="selective"))
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
     logits = rates.logit * job.tokens * config.vocab / layout.tp if here.head else 0.0

@@ -264,6 +264,7 @@ def _main(chosen: argparse.Namespace) -> int:
         raise ValueError(f"pid={chosen.pid}, job={chosen.job}: allowed is one of the two")
     which = {n: options.whole(n, getattr(chosen, n)) for n in ("pid", "job") if getattr(chosen, n)}
     times = {n: _seconds(n, getattr(chosen, n)) for n in ("every", "seconds") if getattr(chosen, n)}
+    check_number(**times)
     pids = find(which.get("pid"), which.get("job"))
     if not pids:
         raise ValueError(f"{'pid' if chosen.pid else 'job'}={chosen.pid or chosen.job}: no ranks")

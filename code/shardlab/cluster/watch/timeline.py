@@ -68,7 +68,7 @@ def read(folder: str | Path) -> list[Trace]:
     for path in sorted(Path(folder).glob("*.json")):
         try:
             found.append(parse(json.loads(path.read_text("utf-8")), path.stem))
-        except (KeyError, TypeError, json.JSONDecodeError):
+        except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
             raise ValueError(f"{path}: allowed are traces of torch.profiler") from None
     if not found:
         raise ValueError(f"folder={str(folder)!r}: allowed is a folder with traces, rank0.json, …")

@@ -160,6 +160,8 @@ def test_number_says_which_way_and_why():
     Number(12, rel=0.01).judge(12.05)
     with pytest.raises(Wrong, match="13 bytes is too large"):
         Number(12, "bytes").judge(13)
+    with pytest.raises(Wrong, match=r"a factor of 10\^9: the unit is bytes"):
+        Number(12e9, "bytes").judge(12)
     with pytest.raises(Wrong, match="That counts both directions"):
         Number(12, wrong={24: "That counts both directions."}).judge(24)
     with pytest.raises(Wrong, match="should be a number of bytes, not 'twelve'"):

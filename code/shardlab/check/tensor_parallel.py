@@ -5,7 +5,7 @@ Shapes in names as everywhere; small letters are a rank's share: f of F, v of V.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -170,9 +170,7 @@ def _heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], 
     return held(rank), [other for other in range(size) if held(other) == held(rank)]
 
 
-def _why_heads(
-    case: tuple[int, ...], got: tuple[list[int], list[int]], want: tuple[list[int], list[int]]
-) -> str:
+def _why_heads(case: tuple[int, ...], got: Sequence[list[int]], want: Sequence[list[int]]) -> str:
     *_, rank, size = case
     mine, copies = map(sorted, got)
     if mine != want[0]:

@@ -7,13 +7,16 @@ form stands between `exercise-start` and `exercise-end`, the solution after `sol
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from answers import ROWS, Swap
 
 from shardlab import check as check_module
-from shardlab.check import Verdict, Wrong, check, number, run_answer, same
+from shardlab.check import Verdict, Wrong, check, forms
+from shardlab.check.forms import Number, run_answer, same
 from shardlab.show import ROOT
 
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
@@ -50,12 +53,19 @@ def exercises(lesson: Path) -> list[tuple[str, str, str]]:
 ALL = [(lesson.stem, *row) for lesson in LESSONS for row in exercises(lesson)]
 
 
+@cache
+def imported(topic: str) -> dict[str, object]:
+    """What a lesson's first cell leaves."""
+    space: dict[str, object] = {"__name__": "__main__"}
+    first = cells((ROOT / "lessons" / f"{topic}.md").read_text("utf-8"))[0]
+    exec(compile(first, f"{topic}.md", "exec"), space)
+    return space
+
+
 def answer(topic: str, code: str) -> list[Verdict]:
     """Run an exercise's cells after the lesson's imports; return the verdicts they gave."""
-    lesson = ROOT / "lessons" / f"{topic}.md"
     verdicts: list[Verdict] = []
-    space: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(cells(lesson.read_text("utf-8"))[0], f"{topic}.md", "exec"), space)
+    space = dict(imported(topic))
     original = space["check"]
     space["check"] = lambda *args, **kwargs: verdicts.append(original(*args, **kwargs))
     exec(compile(code, f"{topic}.md", "exec"), space)
@@ -79,6 +89,39 @@ def test_the_unanswered_form_fails_and_helps(topic: str, label: str, asked: str,
 def test_the_solution_passes(topic: str, label: str, asked: str, solved: str):
     verdicts = answer(topic, solved)
     assert verdicts and all(v.ok for v in verdicts), verdicts
+
+
+SOLVED = {re.search(r'(\w+)"?\)\s*$', solved)[1]: (topic, solved) for topic, _, _, solved in ALL}
+ANSWERS = [
+    pytest.param(name, given, words, id=f"{name}-{i}")
+    for name, rows in ROWS.items()
+    for i, (given, words) in enumerate(rows)
+]
+
+
+HANGS = ("one has to send first", "what nobody sends", "Does its loop end")
+
+
+@pytest.mark.parametrize(("name", "given", "words"), ANSWERS)
+def test_an_answer_is_told_what_is_wrong_with_it(
+    name: str, given: object, words: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    if words in HANGS:
+        monkeypatch.setattr(forms, "PATIENCE", 2.0)  # it cannot be too short
+    if isinstance(given, Swap):
+        topic, code = SOLVED[name]
+        for old, new in given.pairs:
+            assert old in code, f"the solution of {name} no longer has {old!r}"
+            code = code.replace(old, new)
+        (verdict,) = answer(topic, code)
+    else:
+        verdict = check(given, name)
+    assert verdict.ok == (words is None), verdict
+    assert words is None or words in verdict.message
+
+
+def test_every_exercise_has_wrong_answers():
+    assert set(ROWS) == set(check_module.names())
 
 
 def test_every_exercise_of_the_package_stands_in_a_lesson():
@@ -113,16 +156,18 @@ def test_same_recognises_a_known_mistake():
 
 
 def test_number_says_which_way_and_why():
-    number(12, 12)
-    number(12.05, 12, rel=0.01)
+    Number(12).judge(12)
+    Number(12, rel=0.01).judge(12.05)
     with pytest.raises(Wrong, match="13 bytes is too large"):
-        number(13, 12, "bytes")
+        Number(12, "bytes").judge(13)
+    with pytest.raises(Wrong, match=r"a factor of 10\^9: the unit is bytes"):
+        Number(12e9, "bytes").judge(12)
     with pytest.raises(Wrong, match="That counts both directions"):
-        number(24, 12, hints={24: "That counts both directions."})
+        Number(12, wrong={24: "That counts both directions."}).judge(24)
     with pytest.raises(Wrong, match="should be a number of bytes, not 'twelve'"):
-        number("twelve", 12, "bytes")
+        Number(12, "bytes").judge("twelve")
     with pytest.raises(Wrong, match="0 is too small"):
-        number(0, 12)
+        Number(12).judge(0)
 
 
 def test_a_failing_answer_is_wrong_not_an_error():

@@ -1,12 +1,10 @@
 """What data parallelism sends, holds and survives, one test per promise; it equals: `rows.data`."""
 
-import math
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from answers import each, judged
 from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -349,125 +347,3 @@ def test_step_seconds_is_the_schedule_of_one_wire():
     assert dp.step_seconds(1, 4, sizes, wire) == 1 + 4 + 1  # only the last bucket is not hidden
     assert dp.step_seconds(1, 1, sizes, wire) == 1 + 0.5 + 2  # the wire is busy from its start on
     assert dp.step_seconds(1, 4, sizes, lambda size: 0.0) == 5
-
-
-def averaged(module, group):
-    dp.average_gradients(module, group)
-
-
-def summed(module, group):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-
-
-def parameters_averaged(module, group):
-    for parameter in module.parameters():
-        with torch.no_grad():
-            parameter.add_(1e-3)
-            dist.all_reduce(parameter, dist.ReduceOp.AVG, group=group)
-
-
-def where_any(module, group):
-    trained = [p for p in module.parameters() if p.requires_grad]
-    users = torch.tensor([float(p.grad is not None) for p in trained])
-    dist.all_reduce(users, group=group)
-    for parameter, used in zip(trained, users.tolist(), strict=True):
-        if used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
-
-
-def skipped(module, group):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
-
-
-def backward_all(model, loss_of, micro_batches):
-    for batch in micro_batches:
-        (loss_of(batch) / len(micro_batches)).backward()
-
-
-def accumulated(model, loss_of, micro_batches):
-    with model.no_sync():
-        backward_all(
-            model,
-            lambda b: loss_of(b) * (len(micro_batches) - 1) / len(micro_batches),
-            micro_batches[:-1],
-        )
-    (loss_of(micro_batches[-1]) / len(micro_batches)).backward()
-
-
-def never_synchronised(model, loss_of, micro_batches):
-    with model.no_sync():
-        backward_all(model, loss_of, micro_batches)
-
-
-def undivided(model, loss_of, micro_batches):
-    backward_all(model, lambda batch: loss_of(batch) * len(micro_batches), micro_batches)
-
-
-def total_of(samples, group):
-    total = torch.tensor(samples)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def micro_batches(hidden=1, ring=True, with_forward=True, of_step=True, every=False):
-    def answer(size, n, bandwidth, forward, backward, share):
-        wire = (2 * (n - 1) / n if ring else 1) * size / bandwidth
-        work = backward + (forward if with_forward else 0)
-        waiting = max(0, wire - hidden * backward)
-        if every:
-            return max(1, math.ceil(wire / (backward + share / (1 - share) * work)))
-        return max(1, math.ceil(waiting * (1 - share if of_step else 1) / share / work))
-
-    return answer
-
-
-ANSWERS = [
-    ("my_exact_average", where_any, None),
-    ("my_exact_average", averaged, "that no rank used has a gradient of zeros"),
-    ("my_exact_average", lambda module, group: ..., "nothing was averaged"),
-    ("my_exact_average", summed, "the sum over the ranks, 2 times the average"),
-    ("my_exact_average", parameters_averaged, "parameters themselves have changed"),
-    ("my_exact_average", skipped, "take part in that parameter's all-reduce"),
-    ("my_joined_loss", dp.joined_mean, None),
-    ("my_joined_loss", lambda s, n, g: ..., "should be a tensor"),
-    ("my_joined_loss", lambda s, n, g: s / n, "average of the ranks' own means"),
-    ("my_joined_loss", lambda s, n, g: s / total_of(n, g), "3 times too small"),
-    ("my_joined_loss", lambda s, n, g: s, "nothing was divided"),
-    ("my_joined_loss", lambda s, n, g: torch.tensor(s.item()), "does not depend on loss_sum"),
-    ("my_accumulate", accumulated, None),
-    ("my_accumulate", lambda model, loss_of, micro_batches: ..., "No backward ran"),
-    ("my_accumulate", backward_all, "messages for"),
-    ("my_accumulate", never_synchronised, "outside no_sync()"),
-    ("my_accumulate", undivided, "3 times too large"),
-    ("ddp_bytes", 868e6, None),
-    ("ddp_bytes", ..., "There is no answer yet"),
-    ("ddp_bytes", 217e6, "four bytes"),
-    ("ddp_bytes", 434e6, "have to come back"),
-    ("ddp_bytes", 7 * 496e6, "a ring does better"),
-    ("overlap_floor", 0.14, None),
-    ("overlap_floor", ..., "There is no answer yet"),
-    ("overlap_floor", 0.19, "without any overlap"),
-    ("overlap_floor", 0.10, "before forward"),
-    ("overlap_floor", 0.09, "compute alone"),
-    ("my_micro_batches", micro_batches(), None),
-    ("my_micro_batches", lambda *job: None, "It returned None"),
-    ("my_micro_batches", lambda *job: 22.8, "It returned 22.8"),
-    ("my_micro_batches", lambda size, n: 1, "raised TypeError"),
-    ("my_micro_batches", lambda *job: 40, "With 2 GB on 8 ranks, 40 is too many."),
-    ("my_micro_batches", micro_batches(hidden=0), "let nothing overlap"),
-    ("my_micro_batches", micro_batches(ring=False), "and not the gradients once"),
-    ("my_micro_batches", micro_batches(with_forward=False), "computes forward passes as well"),
-    ("my_micro_batches", micro_batches(of_step=False), "waiting included"),
-    ("my_micro_batches", micro_batches(every=True), "the last one alone hides anything"),
-]
-
-
-@each(ANSWERS)
-def test_exercises_accept_the_solution_and_help_with_mistakes(name, answer, words):
-    judged(name, answer, words)

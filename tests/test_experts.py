@@ -215,6 +215,7 @@ CONVERT = {
     "a copy converted": lambda model: copy.deepcopy(model).bfloat16(),
     "pickled": lambda model: pickle.loads(pickle.dumps(model.bfloat16())),
     "from meta": lambda model: filled(GPT(model.config).to("meta", torch.bfloat16), model),
+    "made in 16 bits": lambda model: made(model),
     "loaded": lambda model: loaded(model, torch.float32),
     "loaded from 16 bits": lambda model: loaded(model, torch.bfloat16),
     "assigned from 16 bits": lambda model: loaded(model, torch.bfloat16, assign=True),
@@ -223,6 +224,17 @@ CONVERT = {
 
 def filled(empty, model):
     return loaded(model, torch.float32, into=empty.to_empty(device="cpu"))
+
+
+def made(model):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again = GPT(model.config)
+    finally:
+        torch.set_default_dtype(before)
+    again.blocks[0].ffn.router.bias_E.copy_(model.blocks[0].ffn.router.bias_E)
+    return again
 
 
 def loaded(model, dtype, assign=False, into=None):

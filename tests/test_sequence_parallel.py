@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlab import count, memory, ranks
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
+from shardlab.layout import Layout
 from shardlab.model import GPT, Config, loss
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
@@ -180,7 +181,10 @@ def test_what_a_layer_keeps_is_divided_by_the_ranks(size):
             plain, again, kept = (results[kind, model] for kind in kinds)
             for counted, sequence in ((plain, False), (again, True)):
                 predicted = memory.activations(
-                    config, 2, 16, "fp32", tp=size, sequence_parallel=sequence
+                    config,
+                    Layout(tp=size, micro_batch=2, sequence_parallel=sequence),
+                    seq=16,
+                    precision="fp32",
                 ).layer
                 # Within a hundredth: cosines and sines are kept once more or less.
                 assert abs(counted - 2 * predicted) < 0.01 * counted, (counted, 2 * predicted)

@@ -606,6 +606,8 @@ GOOD = {
         ({"tensor": 2}, "tensor=2 with strategy='ddp': allowed is 1"),
         ({"tensor": 3, "strategy": "tensor"}, "tensor=3: allowed are divisors of 4 ranks"),
         ({"workers": -1}, "workers=-1: allowed are"),
+        ({"workers": 10**6}, "workers=1000000: allowed are whole numbers, 0 to 1,000"),
+        *(({"folder": name}, f"folder={name!r}: allowed") for name in ("", "a\nb", "~no_such/x")),
         ({"peak": 0.0}, "peak=0.0: allowed are"),
         ({"timeout": 0.0}, "timeout=0.0: allowed are"),
         ({"timeout": math.inf}, "timeout=inf: allowed are numbers above 0 to 1e+09"),

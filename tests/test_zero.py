@@ -18,6 +18,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, memory, ranks, text, zero
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
 STAGES = (1, 2, 3)
@@ -54,10 +55,10 @@ def test_the_calculator_of_the_memory_lesson_says_the_same(stage):
 
     with torch.device("meta"):
         size = sum(p.numel() for p in GPT(config).parameters())
-    states = memory.states(size, precision="fp32", zero=stage, dp=2)
+    states = memory.states(size, Layout(dp=2, zero=stage), "fp32")
     expected = {"parameters": states.parameters, "gradients": states.gradients}
     assert run(predicted, 2, None) == [expected | {"optimizer": states.optimizer}] * 2
-    states = memory.states(size, precision="bf16-fp32-gradients", zero=stage, dp=2)
+    states = memory.states(size, Layout(dp=2, zero=stage), "bf16-fp32-gradients")
     # The calculator's recipe keeps a 16-bit copy of the shard as well, which stage 3 here does not.
     spared = 2 * size // 2 if stage == 3 else 0
     for found in run(predicted, 2, torch.bfloat16):
@@ -320,15 +321,17 @@ def test_units_in_any_order_twice_or_recomputed():
 
 
 def under_way():
-    """What is on its way, and what is whole, while something else is computed."""
+    """What is on its way, and what is in full, while something else is computed."""
     tokens = here(torch.zeros(2, 64, dtype=torch.int64))
     sent = []
     for stage in STAGES:
         model = sharded(here(GPT(PRESETS["nano"])), stage)
         embedding = model.module.embedding.weight  # its gradient is the last to come
-        embedding.register_post_accumulate_grad_hook(lambda _, m=model: sent.append(len(m._sent)))
+        embedding.register_post_accumulate_grad_hook(
+            lambda _, m=model: sent.append(len(m.reducer.sent))
+        )
         loss(model(tokens), tokens).backward()
-        assert model._sent == []  # all over
+        assert model.reducer.sent == []  # all over
     states = []
     for prefetch in (True, False):
         model = zero.Zero3(here(GPT(PRESETS["nano"])), dist.group.WORLD, prefetch=prefetch)
@@ -351,10 +354,10 @@ def under_way():
 def test_gradients_leave_and_units_come_while_others_are_computed():
     for sent, states in run(under_way, 2):
         assert min(sent) > 0
-        # The rest, the first and the second block: whole, coming or free. Blocks are free after
-        # their forward, the next one comes during it; in backward the other way around.
-        assert states[:5] == ["wwc", "wfw", "wcw", "wwf", "fff"]
-        assert states[5:] == ["wwf", "wfw", "wfw", "wwf", "fff"]
+        # The rest, the first and the second block: full, gathering or sharded. Blocks are freed
+        # after their forward, the next one comes during it; in backward the other way around.
+        assert states[:5] == ["ffg", "fsf", "fgf", "ffs", "sss"]
+        assert states[5:] == ["ffs", "fsf", "fsf", "ffs", "sss"]
 
 
 class Narrow(nn.Module):

@@ -57,7 +57,7 @@ SEEDS = [
     ),
     Seed(
         "a count on the CPU for a group of nccl",
-        "data_parallel.py",
+        "data_parallel/core.py",
         "total = torch.full((), count, device=loss_sum.device)",
         "total = torch.full((), count)",
         "data_parallel.joined_batch",
@@ -66,7 +66,7 @@ SEEDS = [
     ),
     Seed(
         "one bucket is not waited for",
-        "data_parallel.py",
+        "data_parallel/core.py",
         "for bucket in self.buckets:\n            bucket.wait()\n        self._start",
         "for bucket in self.buckets[:-1]:\n            bucket.wait()\n        self._start",
         "contract.data",
@@ -83,7 +83,7 @@ SEEDS = [
     ),
     Seed(
         "numpy of a tensor on the GPU",
-        "data_parallel.py",
+        "data_parallel/core.py",
         "    return worst.item()",
         "    return float(worst.numpy())",
         "data_parallel.drift",
@@ -140,7 +140,7 @@ SEEDS = [
     ),
     Seed(
         "what is under way is overwritten after an error",
-        "data_parallel.py",
+        "data_parallel/core.py",
         "            bucket.work.wait()\n            for parameter in bucket.parameters:",
         "            for parameter in bucket.parameters:",
         "data_parallel.after_an_interrupted_backward",

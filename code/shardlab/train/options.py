@@ -7,13 +7,12 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardlab.arguments import check_number, check_whole
-from shardlab.options import Parser, any_encoding, number
+from shardlab.arguments import PROCESSES, check_number, check_whole
+from shardlab.options import Parser, any_encoding, number, place
 from shardlab.shapes import PRESETS
 from shardlab.text import parts
 
@@ -64,10 +63,11 @@ def parse(main: Callable[..., Any], arguments: list[str] | None = None) -> dict[
     given = vars(parser.parse_args(arguments))
     rank = 0
     try:
-        place = job.launched()
-        rank = place.rank
+        at = job.launched()
+        rank = at.rank
         chosen = {name: _typed(name, value, defaults[name]) for name, value in given.items()}
-        check(place.size, **chosen)
+        check(at.size, **chosen)
+        chosen["folder"] = str(place("folder", chosen["folder"]))
     except (ValueError, OSError) as error:
         job.refuse(error, rank)
     del chosen["resume"]  # checked: either there is no checkpoint, or it is to be taken
@@ -104,9 +104,10 @@ def check(
     if preset not in PRESETS:
         raise ValueError(f"preset={preset!r}: allowed are {', '.join(PRESETS)}")
     counts = {n: others[n] for n in ("steps", "micro", "every", "report")}
-    counts_or_0 = {n: others[n] for n in ("seed", "sample", "workers")}
+    counts_or_0 = {n: others[n] for n in ("seed", "sample")}
     check_whole(batch=batch, tensor=tensor, **counts)
     check_whole(0, **counts_or_0)
+    check_whole(0, PROCESSES, workers=others["workers"])
     check_number(lr=others["lr"])
     check_number(most=math.inf, clip=others["clip"])
     check_number(most=LONGEST, timeout=others["timeout"])
@@ -129,7 +130,7 @@ def check(
             raise ValueError(f"source={source!r}: {what}; allowed are {needed} or more")
     if resume not in ("auto", "never"):
         raise ValueError(f"resume={resume!r}: allowed are auto and never")
-    path = Path(folder)
+    path = place("folder", folder)
     if path.exists() and not path.is_dir():
         raise ValueError(f"folder={folder!r}: this is a file; allowed is a folder")
     found = saved.checkpoints(path)

@@ -104,7 +104,7 @@ codes = plain_agent([sys.executable, "-S", str(FOLDER / "stub.py")], 3)
 print("exit statuses:", codes)
 
 # %% tags=["hide-input"]
-# Holds that nobody was waited for: who has slept for a minute ends with status 0
+# Holds that nobody was waited for: who has slept a minute ends with status 0
 
 assert codes == [-15, 7, -15]
 

@@ -21,8 +21,8 @@ from shardlab.model import GPT, loss
 from shardlab.shapes import Config
 
 from .core import Parallel, join
-from .predict import check_cuts, counted, held, predicted_sent, predicted_states
-from .states import whole
+from .predict import check_cuts, predicted_sent, predicted_states
+from .states import counted, held, whole
 
 RATE = 1e-3
 # What a machine without a GPU trains in minutes; beyond it a run would not end.

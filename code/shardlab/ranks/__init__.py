@@ -31,7 +31,7 @@ import torch
 
 from shardlab import stale
 
-from . import blame, stacks, start, torchrun, worker
+from . import blame, pretended, stacks, start, torchrun, worker
 from .agree import (
     check_bytes,
     check_group,
@@ -43,7 +43,6 @@ from .agree import (
 )
 from .named import Single
 from .p2p import Message, exchange, irecv, isend
-from .pretended import pretend
 from .torchrun import at_parting
 
 __all__ = [
@@ -189,6 +188,24 @@ def run(
         return _run(fn, args, world_size, timeout, backend, device, method, show)
     except KeyboardInterrupt:
         raise _interrupted(getattr(fn, "__name__", repr(fn)), world_size) from None
+
+
+def pretend(
+    fn: Callable[..., Any], world_size: int, *args: Any, rank: int = 0, timeout: float = 120.0
+) -> Any:
+    """Call `fn(*args)` in one process that takes itself for `rank` of `world_size` ranks.
+
+    The world may be of any size: nothing of it is there. Use fake or meta tensors for what would
+    not fit (`torch._subclasses.FakeTensorMode`). Returns what `fn` returns; tensors need data then.
+    Raises ValueError for a world or a rank that cannot be; RankError as `run` does.
+    """
+    size = operator.index(world_size)
+    if size < 1:
+        raise ValueError(f"world_size={world_size}: allowed is a whole number of at least 1")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank}: allowed are 0 to {size - 1}")
+    given = fn, size, rank, args
+    return run(pretended.alone, 1, *given, timeout=timeout, device="cpu")[0]
 
 
 def _interrupted(name: str, world_size: int) -> KeyboardInterrupt:

@@ -446,8 +446,8 @@ def calls_at_most(most: int, words: str) -> Rule:
         for rank, one in enumerate(seen):
             if (calls := sum(one.sent.calls.values())) > most:
                 names = " and ".join(one.sent.collectives)
-                few = f"{calls} collectives where {most} will do" if most else "of torch"
-                return f"The values are right, but rank {rank} calls {names}, {few}: {words}"
+                few = f", {calls} collectives where {most} will do" if most else " of torch"
+                return f"The values are right, but rank {rank} calls {names}{few}: {words}"
         return ""
 
     return rule

@@ -238,7 +238,7 @@ GEMM = {
         (Swap("    return grad_MK, a_MK.T @ grad_Mn",
               "    b = a_MK.T @ grad_Mn\n    dist.all_reduce(b)\n    return grad_MK, b"),
          "These are sums over the ranks"),
-        (Swap("    return", "    dist.barrier(group)\n    return"), "1 will do"),
+        (Swap("    return", "    dist.barrier(group)\n    return"), "collectives where 1 will do"),
         (lambda a, b, grad, group: a, "it should return A's gradient"),
         (lambda a_MK: a_MK, "TypeError"),
     ],
@@ -257,7 +257,7 @@ GEMM = {
         (Swap("F.gelu(x_MK @ v_Kf)", "x_MK @ v_Kf", "return z_MN", "return F.gelu(z_MN)"),
          "between the two products"),
         (Swap("return z_MN", "return z_MN / group.size()"), "mean of the ranks' parts"),
-        (Swap("    return", "    dist.barrier(group)\n    return"), "1 will do"),
+        (Swap("    return", "    dist.barrier(group)\n    return"), "collectives where 1 will do"),
     ],
     "my_ring_product": [
         (Swap("range(size)", "range(1)"), "own piece of B"),
@@ -740,7 +740,6 @@ def first_rows(saved, offset, size):
     ]
 
 
-WITH = "with open(beside, "
 HELPER = """
     def flushed():
         with open(beside, "wb") as file:

@@ -279,6 +279,16 @@ def test_what_was_tried_in_vain_comes_last_the_next_time(small, monkeypatch, lea
     assert (status, results) == (1, {"slow": "FAILED", "quick": "there already"})
 
 
+@pytest.mark.parametrize(
+    "text", ["x", "[]", '{"steps": []}', '{"steps": {"quick": 3}}', "[" * 99_999]
+)
+def test_a_summary_that_is_none_is_as_good_as_none(small, text):
+    path = small / "_build/gpu/summary.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert work(small, [program("quick", "print('fine')")]) == (0, {"quick": "passed"})
+
+
 def test_a_step_that_failed_or_went_stale_is_done_again(small):
     flag = small / "flag"
     code = f"import pathlib; assert pathlib.Path({str(flag)!r}).exists(), 'no flag'; print('fine')"

@@ -13,7 +13,7 @@ from shardlab.shapes import PRESETS, Config
 from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn
 from shardlab.strategy.core import layer
 from shardlab.strategy.footprint import activations, footprint, fullest
-from shardlab.strategy.job import Job, parameters
+from shardlab.strategy.job import Job, dealt, parameters
 from shardlab.strategy.predict import first_rank, of_job
 from shardlab.strategy.rates import PUBLISHED, guesses, known, read
 
@@ -178,13 +178,13 @@ def test_a_layer_keeps_what_korthikanti_count() -> None:
 
 
 def test_parameters_are_those_that_memory_counts() -> None:
-    for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
+    for name in ("micro", "gpt-2", "llama-3-8b", "llama-3-70b"):
         config = PRESETS[name]
         for layout in (Layout(), Layout(pp=2), Layout(tp=4, pp=2)):
             job = Job(config, H100, layout, COURSE, config.seq)
             for k, stage in enumerate(layout.parts(config)):
                 want = sum(memory.parameters(config, layout, k).values())
-                assert parameters(job, stage) == pytest.approx(want, rel=2e-3)  # norms, biases
+                assert parameters(job, stage) == want
 
 
 LAYOUT = Layout(4, 2, 2, 1, 2, 8, sequence_parallel=True)
@@ -313,7 +313,8 @@ def test_parameters_of_experts_are_those_that_memory_counts() -> None:
             job = Job(config, H100, layout, COURSE, 4096)
             for k, stage in enumerate(layout.parts(config)):
                 want = memory.parameters(config, layout, stage)
-                assert parameters(job, stage) == pytest.approx(sum(want.values()), rel=2e-3), k
+                assert parameters(job, stage) == sum(want.values()), k
+                assert dealt(job, stage) == memory.in_experts(config, layout, stage), k
 
 
 def test_what_experts_cost() -> None:

@@ -1162,7 +1162,7 @@ check(my_accumulation)
 
 # %%
 def my_choice(params, gpus, gpu, host):
-    pass  # your code; memory.states(params, "bf16", zero=…, dp=…, offload=…) may help
+    pass  # your code; memory.states(params, Layout(dp=…, zero=…, offload=…)) may help
 
 
 check(my_choice)

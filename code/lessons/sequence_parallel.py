@@ -312,7 +312,7 @@ show.source(sp.core._Enter, sp.core._Leave)
 # And the reduce-scatter is a real one. On nccl it is nccl's. On gloo, part $j$ goes straight to rank $j$, which adds up what comes in, in the order of the ranks.
 
 # %%
-show.source(sp.core._gather, sp.core._scatter)
+show.source(sp.core._gather, sp.core._scatter, sp.core.reduce_scatter)
 
 # %% [markdown]
 # The object that you hand to `parallelize` has four methods: `enter` and `leave` are the operators above, `begin` and `back` their two collectives, started.

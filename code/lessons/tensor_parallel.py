@@ -1800,7 +1800,7 @@ check(my_greedy)
 # :label: ex-tp-degree
 # ```
 #
-# Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides the model (`config.heads`, `key_value_heads`, `ffn_width`, `vocab`) and whose `memory.estimate(config, tp=t, device="gpu").peak` is at most `limit` bytes; `None` if there is none.
+# Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides the model (`config.heads`, `key_value_heads`, `ffn_width`, `vocab`) and whose `memory.estimate(config, Layout(tp=t), device="gpu").peak` is at most `limit` bytes; `None` if there is none.
 
 # %%
 def my_degree(config, limit, node):

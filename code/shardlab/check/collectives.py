@@ -9,19 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import collectives, ranks
+from shardlab import ranks
 from shardlab.check.forms import (
     REAL,
     Part,
     Seen,
     Trial,
+    calls_at_most,
     cases,
     close,
-    no_collectives,
     nobody_waits,
     number,
     on_ranks,
 )
+from shardlab.collectives import CostModel
 
 # Ten float32 in pieces of 3, 3, 2, 2 elements: 12, 12, 8, 8 bytes. Rank 0 sends all but its own
 # piece (28), then all but rank 1's (28).
@@ -54,8 +55,8 @@ _KEPT = (
     "No rank's tensor changed: each still holds what it began with. The result belongs into "
     "`tensor` itself, for example with tensor.copy_(result)."
 )
-_OURS = no_collectives(
-    "build it from ranks.isend and ranks.irecv, or from this lesson's functions."
+_OURS = calls_at_most(
+    0, "build it from ranks.isend and ranks.irecv, or from this lesson's functions."
 )
 
 
@@ -168,7 +169,7 @@ cases(
             lambda n, a, b, s: _bucket(n, a, b, s) / 4
         ),
         "That is where the ring begins to beat the tree; there latency is still most of its "
-        "time.": lambda n, a, b, s: collectives.CostModel(a, b).crossover(n),
+        "time.": lambda n, a, b, s: CostModel(a, b).crossover(n),
     },
     why=lambda args, got, want: f"It is too {'large' if got > want else 'small'}.",
 )

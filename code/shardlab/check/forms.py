@@ -60,11 +60,12 @@ class Number:
             raise Wrong(f"The answer should be a number{of}, not {answer!r}.")
         if math.isclose(answer, self.right, rel_tol=self.rel, abs_tol=0.0):
             return
+        near = max(self.rel, 1e-9)
         for wrong, sentence in self.wrong.items():
-            if math.isclose(answer, wrong, rel_tol=max(self.rel, 1e-9)):
+            if math.isclose(answer, wrong, rel_tol=near):
                 raise Wrong(sentence)
-        for k in (3, 6, 9):
-            if any(math.isclose(answer * 10.0**n, self.right, rel_tol=self.rel) for n in (k, -k)):
+        for k in (3, 6, 9) if self.unit else ():
+            if any(math.isclose(answer * 10.0**n, self.right, rel_tol=near) for n in (k, -k)):
                 raise Wrong(f"Right but for a factor of 10^{k}: the unit is {self.unit}.")
         side = "large" if answer > self.right else "small"
         raise Wrong(f"{answer:,} {self.unit}".rstrip() + f" is too {side}.")
@@ -113,7 +114,10 @@ def blanks(
             if given is Ellipsis or (given is None and want is not None):
                 raise Wrong(f"There is no answer for {blank!r} yet.")
             if isinstance(want, Number):
-                want.judge(given)
+                try:
+                    want.judge(given)
+                except Wrong as error:
+                    raise Wrong(f"{blank!r}: {error}") from None
             elif allowed and not allowed(given):
                 raise Wrong(f"{blank!r}: {given!r} is none that there is.{allows}")
             elif given != want:
@@ -150,7 +154,6 @@ def cases(
     says: str,
     kind: Kind | None = None,
     mistakes: Mapping[str, Callable[..., Any] | dict[str, Any]] | None = None,
-    slip: Callable[..., Any] | None = None,
     why: Callable[[tuple[Any, ...], Any, Any], str] | None = None,
     equal: Callable[[Any, Any], bool] = operator.eq,
     call: Callable[..., Any] = lambda answer, *args: answer(*args),
@@ -161,19 +164,26 @@ def cases(
 
     calls: the arguments of each case; without `right`, (arguments, right value, sentence that
     helps). kind: what each value should be. mistakes: sentence -> function that makes a well-known
-    mistake, or the keywords with which `slip` (or `right`) makes it; the sentence is said when all
-    values are those. why: the sentence on the first case that is wrong, from its arguments, the
-    value and the right one. call: makes the value from the answer and the arguments. told: a case
-    in words, from its arguments. apart: in a process of its own, which ends when the answer never
-    does.
+    mistake, or the keywords with which `right` makes it; the sentence is said when all values are
+    those. why: the sentence on the first case that is wrong, from its arguments, the value and the
+    right one. call: makes the value from the answer and the arguments. told: a case in words, from
+    its arguments. apart: in a process of its own, which ends when the answer never does.
     """
     slips = {
-        words: how if callable(how) else partial(slip or right, **how)
+        words: how if callable(how) else partial(right, **how)
         for words, how in (mistakes or {}).items()
     }
 
+    def alike(value: Any, other: Any) -> bool:
+        if value is None or other is None or isinstance(value, Wrong):
+            return value is other
+        try:
+            return bool(equal(value, other))
+        except Exception:  # of a value that has nothing in common with a right one
+            return False
+
     def asked(args: tuple[Any, ...]) -> str:
-        return f"{told(*args)}: it" if told else f"{name}({', '.join(map(repr, args))})"
+        return f"{told(*args)}: it" if told else f"{name}({', '.join(map(_short, args))})"
 
     def judge(answer: Any) -> str:
         if not callable(answer):
@@ -193,15 +203,14 @@ def cases(
         for (args, want, words), value in zip(rows, found, strict=True):
             if isinstance(value, Wrong):
                 raise value
-            text = f"{asked(args)} returned {value!r}"
+            text = f"{asked(args)} returned {_short(value)}"
             if value is not None and kind and not kind[1](value):
                 raise Wrong(f"{text}; it should be {kind[0]}.")
-            if value is not None and want is not None and equal(value, want):
-                continue
-            if value is None and want is None:
-                continue
-            hint = _mistake(rows, found, slips, equal) or words
-            raise Wrong(f"{text}. {hint or (why(args, value, want) if why else '')}".rstrip())
+            if not alike(value, want):
+                each = [(v, row[0]) for v, row in zip(found, rows, strict=True)]
+                made = (s for s, how in slips.items() if all(alike(v, how(*a)) for v, a in each))
+                hint = next(made, words) or (why(args, value, want) if why else "")
+                raise Wrong(f"{text}. {hint}".rstrip())
         return says
 
     def judge_apart(answer: Any) -> str:
@@ -222,21 +231,10 @@ def cases(
     exercise(name)(judge_apart if apart else judge)
 
 
-def _mistake(
-    rows: Sequence[Any],
-    found: Sequence[Any],
-    mistakes: Mapping[str, Callable[..., Any]],
-    equal: Callable[[Any, Any], bool],
-) -> str:
-    def made(value: Any, mistaken: Any) -> bool:
-        if value is None or mistaken is None or isinstance(value, Wrong):
-            return value is mistaken
-        return equal(value, mistaken)
-
-    for sentence, mistake in mistakes.items():
-        if all(made(v, mistake(*args)) for v, (args, *_) in zip(found, rows, strict=True)):
-            return sentence
-    return ""
+def _short(value: Any) -> str:
+    """A value in a line or two."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 # On ranks.
@@ -448,23 +446,8 @@ def calls_at_most(most: int, words: str) -> Rule:
         for rank, one in enumerate(seen):
             if (calls := sum(one.sent.calls.values())) > most:
                 names = " and ".join(one.sent.collectives)
-                text = (
-                    f"The values are right, but rank {rank} called {calls} collectives ({names}), "
-                )
-                return f"{text}and {most} will do: {words}"
-        return ""
-
-    return rule
-
-
-def no_collectives(words: str) -> Rule:
-    """All of it is messages from one rank to another."""
-
-    def rule(seen: list[Seen]) -> str:
-        for rank, one in enumerate(seen):
-            if one.sent.calls:
-                name = next(iter(one.sent.collectives))
-                return f"The values are right, but rank {rank} calls {name} of torch: {words}"
+                few = f"{calls} collectives where {most} will do" if most else "of torch"
+                return f"The values are right, but rank {rank} calls {names}, {few}: {words}"
         return ""
 
     return rule

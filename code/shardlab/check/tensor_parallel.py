@@ -5,7 +5,7 @@ Shapes in names as everywhere; small letters are a rank's share: f of F, v of V.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -170,9 +170,7 @@ def _heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], 
     return held(rank), [other for other in range(size) if held(other) == held(rank)]
 
 
-def _why_heads(
-    case: tuple[int, ...], got: tuple[list[int], list[int]], want: tuple[list[int], list[int]]
-) -> str:
+def _why_heads(case: tuple[int, ...], got: Sequence[list[int]], want: Sequence[list[int]]) -> str:
     *_, rank, size = case
     mine, copies = map(sorted, got)
     if mine != want[0]:
@@ -190,6 +188,7 @@ def _why_heads(
     return words
 
 
+_SPLITS = ((8, 4, 2), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 2, 4), (6, 3, 1))
 _LISTS: Kind = (
     "two lists, of heads and of ranks",
     lambda x: (
@@ -198,18 +197,7 @@ _LISTS: Kind = (
 )
 cases(
     "my_kv_heads",
-    [
-        (heads, kv_heads, rank, size)
-        for heads, kv_heads, size in (
-            (8, 4, 2),
-            (8, 4, 4),
-            (8, 2, 4),
-            (8, 1, 8),
-            (12, 2, 4),
-            (6, 3, 1),
-        )
-        for rank in range(size)
-    ],
+    [(heads, kv_heads, rank, size) for heads, kv_heads, size in _SPLITS for rank in range(size)],
     _heads,
     kind=_LISTS,
     equal=lambda got, want: tuple(map(sorted, got)) == want,

@@ -62,8 +62,7 @@ class Layout:
         check_count(**{name: getattr(self, name) for name in _DEGREES})
         check_count(ranks=self.ranks)
         self._check_order()
-        if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
-            raise ValueError(f"zero={self.zero!r}: allowed are 0, 1, 2 and 3")
+        check_one_of((0, 1, 2, 3), zero=self.zero)
         check_one_of(OFFLOADS, offload=self.offload)
         computed_again(self.recompute)
         check_flag(sequence_parallel=self.sequence_parallel)

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from shardlab import memory, options
-from shardlab.layout import SCHEDULES, STAGE_RULES, Layout
+from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout
 from shardlab.memory.units import whole
 from shardlab.shapes import PRESETS, Config
 
@@ -34,14 +34,6 @@ SHAPED = (
     "batch", "seq", "recompute", "attention", "device", "microbatches", "sequence_parallel", "cp",
     "replicas", "stages", "stage", "schedule", "chunks", "ep",
 )  # fmt: skip
-# Options that a layout has under another name, or as they are.
-LAYOUT = {"batch": "micro_batch"} | {
-    name: name
-    for name in (
-        "dp", "tp", "pp", "cp", "ep", "zero", "microbatches", "recompute", "sequence_parallel",
-        "chunks", "schedule", "replicas", "offload", "stages",
-    )
-}  # fmt: skip
 WHOLE = (
     "zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches", "cp", "replicas", "stage",
     "chunks", "ep",
@@ -155,7 +147,9 @@ def _layout(settings: dict[str, Any]) -> Layout:
 
     Of a pipeline's micro-batches there are as many as it can keep, unless an option says how many.
     """
-    fields = {LAYOUT[name]: settings.pop(name) for name in [*settings] if name in LAYOUT}
+    fields = {name: settings.pop(name) for name in vars(ALONE) if name in settings}
+    if "batch" in settings:
+        fields["micro_batch"] = settings.pop("batch")
     if "stages" in fields:
         fields["stages"] = _stages(fields["stages"])
     if fields.get("pp", 1) > 1:

@@ -114,15 +114,9 @@ def states(
     Raises ValueError for unknown names, and numbers that are none.
     """
     check_kind(Layout, layout=layout)
-    check_recipe(precision, optimizer)
+    recipe, zero, offload = check_recipe(precision, optimizer), layout.zero, layout.offload
     held = ceil_div(whole("params", params), layout.tp * layout.pp)
-    return states_of(held, layout.shards, layout, precision, optimizer)
-
-
-def states_of(held: int, shards: int, layout: Layout, precision: str, optimizer: str) -> States:
-    """Of `held` parameters of a rank, the states of which ZeRO divides over `shards` ranks."""
-    recipe, zero, offload = PRECISIONS[precision], layout.zero, layout.offload
-    share = ceil_div(held, shards)
+    share = ceil_div(held, layout.shards)
 
     def of(stage: int) -> int:
         return share if zero >= stage else held

@@ -11,7 +11,7 @@ from shardlab.layout.entries import of_kind, of_layer, outside
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
-from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
+from .core import OPTIMIZERS, Recipe, States, check_recipe, states
 from .counting import in_experts, in_layer, of_both_kinds, parameters, placed
 from .units import ceil_div
 
@@ -103,7 +103,8 @@ def estimate(
     state = States(0, 0, 0)
     for params, ranks in ((held - own, shards), (own, shards // layout.ep)):
         if params:
-            state = state.plus(states_of(params, ranks, layout, precision, optimizer))
+            alike = Layout(dp=ranks, zero=zero, offload=layout.offload)  # that have the same
+            state = state.plus(states(params, alike, precision, optimizer))
     unit = _Unit.of(config, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64

@@ -19,10 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardlab import count
 from shardlab.arguments import check_callable, check_kind
-from shardlab.pipeline.parts import gathered
-from shardlab.ranks import check_group
-from shardlab.ranks.renamed import all_gather_single
-from shardlab.zero import all_gather, warm
+from shardlab.ranks.whole import joined, named
+from shardlab.zero.saved import assembled, deal_out, warm
 
 Of = Callable[[torch.nn.Parameter], Tensor | None]
 
@@ -69,12 +67,7 @@ def local(job: OnMesh, of: Of) -> dict[str, Tensor]:
         return {n: torch.zeros_like(p) if v is None else v.detach() for n, p, v in pairs}
     found: dict[str, Tensor] = {}
     for flat in job.sharded.flats:
-        full = flat.empty(flat.master).zero_()
-        for piece, place in zip(flat.pieces, flat.cut(full[flat.own]), strict=True):
-            if (value := of(piece)) is not None and piece.numel():
-                place.copy_(value)
-        all_gather(full, flat.own, flat.group).wait()
-        found |= zip(flat.names, flat.views(full), strict=True)
+        found |= assembled(flat, [of(p) if p.numel() else None for p in flat.pieces])
     return {name: found[name] for name, _ in job.named_parameters()}
 
 
@@ -87,29 +80,11 @@ def whole(job: OnMesh, of: Of = lambda piece: piece) -> dict[str, Tensor]:
     """
     mine = local(job, of)
     for name, tensor in mine.items():
-        mine[name] = _joined(tensor, job.cuts[name], job.groups.tp)
-    stage, _ = check_group(job.groups.pp)
-    shapes = [(name, stage, tensor.shape, tensor.dtype) for name, tensor in mine.items()]
-    found = {}
-    for name, source, shape, dtype in sum(gathered(shapes, job.groups.pp), []):
-        tensor = mine[name].contiguous() if source == stage else None
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=job.pipeline.device)
-        dist.broadcast(tensor, dist.get_global_rank(job.groups.pp, source), group=job.groups.pp)
-        found[name] = tensor
+        mine[name] = joined(tensor, job.cuts[name], job.groups.tp)
+    found = named(mine, job.groups.pp)
     if job.config.tied:
         found.setdefault("head.weight", found["embedding.weight"])
     return found
-
-
-def _joined(mine: Tensor, dimension: int | None, group: dist.ProcessGroup) -> Tensor:
-    """A tensor of which each rank of the group has its part along a dimension."""
-    size = check_group(group)[1]
-    if dimension is None or size == 1:
-        return mine.clone()
-    parts = mine.new_empty((size, *mine.shape))
-    all_gather_single(parts.view(-1), mine.contiguous().view(-1), group=group)
-    return torch.cat(list(parts), dimension)
 
 
 # For `shardlab.checkpoint`: the tensors of a job by the plain model's names, and back.
@@ -177,11 +152,7 @@ def _give(job: OnMesh, values: dict[str, Tensor], target: Callable[[Any], Tensor
             target(parameter).copy_(values[name])
         return
     for flat in job.sharded.flats:
-        full = flat.empty(flat.master)
-        for view, name in zip(flat.views(full), flat.names, strict=True):
-            view.copy_(values[name])
-        for piece, part in zip(flat.pieces, flat.cut(full[flat.own]), strict=True):
-            target(piece).copy_(part)
+        deal_out(flat, values, {n: target(p) for n, p in zip(flat.names, flat.pieces, strict=True)})
 
 
 def _named(job: OnMesh, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:

@@ -81,7 +81,8 @@ def plan(
     check_kind(Machine, machine=machine)
     check_whole(1, MOST_GPUS, gpus=gpus)
     check_whole(1, SIZES, batch=batch)
-    check_nodes(machine, gpus)
+    if gpus > (n := machine.per_node) and gpus % n:
+        raise ValueError(f"gpus={gpus}: allowed are 1 to {n}, and whole nodes of {n}")
     seq = config.seq if seq is None else seq
     check_whole(1, SIZES, seq=seq)
     values = check_rates(profile, rates)
@@ -106,13 +107,6 @@ def plan(
     # Of layouts that take the same time, the emptier one: it leaves room for what is not counted.
     found.fits.sort(key=lambda planned: (round(planned.seconds, 6), planned.reserved))
     return found
-
-
-def check_nodes(machine: Machine, gpus: int) -> None:
-    """Raise ValueError for more GPUs than a node has that fill no whole nodes."""
-    n = machine.per_node
-    if gpus > n and gpus % n:
-        raise ValueError(f"gpus={gpus}: allowed are 1 to {n}, and whole nodes of {n}")
 
 
 def layouts(

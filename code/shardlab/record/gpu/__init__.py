@@ -135,7 +135,7 @@ class Work:
 
     def _tried(self) -> dict[str, str]:
         """The steps that were tried in vain, and their logs, as the last call left it."""
-        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        with suppress(OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
             last = json.loads((self.root / WORK / "summary.json").read_text("utf-8"))["steps"]
             vain = (FAILED, LEFT)
             return {

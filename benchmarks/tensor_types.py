@@ -33,7 +33,8 @@ from shardlab import ranks, show
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
 from shardlab.model import GPT, Config
-from shardlab.tensor_parallel.core import _CopyTo, _CrossEntropy, _ReduceFrom
+from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
+from shardlab.tensor_parallel.cross_entropy import _CrossEntropy
 from shardlab.tensor_types import library
 
 SHAPE = Config(vocab=256, seq=32, heads=8, hidden=64, kv_heads=8, tied=False)

@@ -416,7 +416,7 @@ show.source(cp.all_to_all_attention)
 # `heads_for_tokens` and `tokens_for_heads` are the two swaps, and `_AllToAll` is the message that knows its backward:
 
 # %%
-show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.core._AllToAll)
+show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.ulysses._AllToAll)
 
 # %% [markdown]
 # It is balanced without a zig-zag. But there must be a head for every rank.
@@ -426,7 +426,7 @@ show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.core._AllToAll)
 # `cp.distribute` changes the plain GPT from outside: each attention calls one of the two, and rotates by the tokens' positions in the *whole* sequence.
 
 # %%
-show.source(cp.core._attention)
+show.source(cp.distribute, cp.core._attention)
 
 # %% [markdown]
 # Each rank holds all weights and has seen some of the tokens. So gradients are averaged after backward, as in data parallelism; norms, matrices and the loss are untouched.

@@ -23,7 +23,7 @@
 # - fit such a prediction to a few steps of your own, and see when it fails;
 # - choose a layout for a model and its machines, and say which constant would change the choice.
 #
-# It takes about 25 minutes to read and 30 minutes for the exercises.
+# It takes about 30 minutes to read and 30 minutes for the exercises.
 # Running it takes under a minute.
 # You need [Model parallelism](model_parallelism.md), or the words data, tensor and pipeline parallelism, and ZeRO.
 #
@@ -333,7 +333,13 @@ show.table(rows, ["left out", "off in the median", "order"])
 # A layer comes first.
 
 # %%
-show.source(core.layer, core._products, core._product, core._tensor)
+show.source(core.layer, core._attention, core._launches)
+
+# %% [markdown]
+# What is multiplied, what experts add, and what the tensor group sends:
+
+# %%
+show.source(core._products, core._network, core._experts, core._product, core._tensor)
 
 # %% [markdown]
 # Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.
@@ -341,7 +347,7 @@ show.source(core.layer, core._products, core._product, core._tensor)
 # Then a step.
 
 # %%
-show.source(core.seconds, core._left, core._head)
+show.source(core.seconds, core._likely, core._left, core._head, core._messages, core._optimizer)
 
 # %% [markdown]
 # And what the copies wait for.

@@ -59,7 +59,8 @@ from shardlab import tensor_parallel as tp
 from shardlab.check import check
 from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Attention, Config, loss, rotate
-from shardlab.tensor_parallel.core import _CopyTo, _CrossEntropy, _ReduceFrom
+from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
+from shardlab.tensor_parallel.cross_entropy import _CrossEntropy
 from shardlab.tensor_parallel.dropout import _own
 from shardlab.tensor_parallel.overlap import _Columns
 

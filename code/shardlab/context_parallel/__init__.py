@@ -13,21 +13,19 @@ for heads and back.
 from .core import (
     Block,
     Work,
-    all_to_all_attention,
     average,
     average_gradients,
     blocks,
     distribute,
-    heads_for_tokens,
     merge,
     ring_attention,
     share,
-    tokens_for_heads,
 )
 from .fit import context_moments, grain, tokens_table, tokens_that_fit
 from .kernel import Gradients, block_attention, block_gradients
 from .layout import LAYOUTS, gather, join, pieces, positions, split
 from .predict import attention_memory, ring_sent, score_pairs, score_turns, ulysses_sent
+from .ulysses import all_to_all_attention, heads_for_tokens, tokens_for_heads
 
 __all__ = [
     "LAYOUTS",

@@ -4,8 +4,9 @@ A transformer block is two regions, attention and feed-forward network. Each beg
 cut by columns and ends with one cut by rows, so that nothing has to be sent in between. One sum at
 its end, and in backward one at its beginning, make it what one process computes.
 
-- `core`: the operators at the edges of a region, the layers inside, the loss, the plain GPT cut in
-  place: what the lesson teaches;
+- `core`: the operators at the edges of a region, the layers inside, the plain GPT cut in place:
+  what the lesson teaches;
+- `cross_entropy`: the loss, of logits that no rank has whole;
 - `overlap`: the first layers of a region at once, so that backward sends while it computes;
 - `dropout`: within attention, whose heads are on different ranks;
 - `states`: whole state dicts in and out, models too large for one rank, and the norm of gradients;
@@ -25,12 +26,12 @@ from .core import (
     copy_to,
     cut_attention,
     cut_ffn,
-    loss,
     parallelize,
     reduce_from,
     reduce_from_,
     share,
 )
+from .cross_entropy import loss
 from .gather import gather_last, split_last
 from .overlap import Edges, Entrance, columns
 from .predict import degrees, on_wire, predicted_calls, predicted_sent, predicted_states

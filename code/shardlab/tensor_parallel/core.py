@@ -6,7 +6,7 @@
 The first needs nothing of the others forward, the second ends in a sum. In this order they are a
 feed-forward network, or an attention, with one all-reduce forward and one backward. In the order of
 the lesson: the two operators that make these sums; the two layers; how the parts of a block are
-cut; embedding and loss, cut by vocabulary; the whole GPT.
+cut; the embedding, cut by vocabulary as the loss is (`cross_entropy`); the whole GPT.
 
 Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro, "Megatron-LM: Training Multi-Billion Parameter
 Language Models Using Model Parallelism", 2019 (arXiv 1909.08053), section 3. (nn.Linear keeps its
@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shardlab.arguments import check_kind, check_one_of
 from shardlab.model import GPT, Attention, FeedForward
-from shardlab.ranks import check_group, check_same, check_same_once
+from shardlab.ranks import check_group, check_same
 
+from .cross_entropy import check_entries, own_rows
 from .dropout import DROPOUTS, drop_by_heads
 from .overlap import Edge, Edges, Entrance, added_up, check_edges, handed_on
 from .predict import check_degree, multiples
@@ -237,7 +237,8 @@ def cut_attention(
         drop_by_heads(attention, group, dropout)
 
 
-# Cut by vocabulary: the embedding, and the loss from logits of which each rank has a part.
+# Cut by vocabulary: the embedding. The loss, from logits of which each rank has a part, stands in
+# `cross_entropy`.
 
 
 class VocabEmbedding(Cut):
@@ -275,89 +276,6 @@ class VocabEmbedding(Cut):
     def extra_repr(self) -> str:
         """Its shape, as nn.Embedding prints it."""
         return ", ".join(map(str, self.weight.shape))
-
-
-def own_rows(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
-    """Where `numbers` stand in this rank's part, and which do not: these get row 0."""
-    rows = numbers - own.start
-    elsewhere = (rows < 0) | (numbers >= own.stop)
-    return rows.masked_fill_(elsewhere, 0), elsewhere
-
-
-def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
-    """Raise ValueError if there are `numbers` on the CPU that are not in the vocabulary."""
-    if numbers.is_cpu and type(numbers) is Tensor:  # fake tensors have no data
-        outside = (numbers < 0) | (numbers >= vocabulary)
-        if outside.any():
-            wrong = int(numbers[outside][0])
-            raise ValueError(f"{name}: {wrong} is among them; allowed are 0 to {vocabulary - 1}")
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The losses [B, S] of tokens: log(sum of exp(logit)) - logit of the target.
-
-    Of each rank that takes three numbers a token. Keeps one tensor of the logits' shape, which
-    becomes their gradient in place: backward can be done once.
-    """
-
-    words = "V, R -> I"
-
-    @staticmethod
-    def forward(ctx: Any, logits_BSv: Tensor, targets_BS: Tensor, group: Group) -> Tensor:
-        rank, ranks = check_group(group)
-        width = logits_BSv.shape[-1]
-        largest_BS1 = logits_BSv.amax(-1, keepdim=True)
-        if logits_BSv.dtype in (torch.bfloat16, torch.float16):
-            largest_BS1 = largest_BS1.float()  # and so is all that is computed with it
-        if ranks > 1:
-            dist.all_reduce(largest_BS1, dist.ReduceOp.MAX, group=group)  # [B, S, 1]
-        own = slice(rank * width, (rank + 1) * width)
-        own_BS1, elsewhere_BS1 = own_rows(targets_BS[..., None], own)
-        target_BS1 = logits_BSv.gather(-1, own_BS1) - largest_BS1
-        target_BS1 = target_BS1.masked_fill_(elsewhere_BS1, 0)  # one rank has it
-        exp_BSv = (logits_BSv - largest_BS1).exp_()
-        sums_2BS1 = torch.stack((exp_BSv.sum(-1, keepdim=True), target_BS1))
-        if ranks > 1:
-            dist.all_reduce(sums_2BS1, group=group)  # [2, B, S, 1]
-        sum_BS1, target_BS1 = sums_2BS1
-        ctx.dtype = logits_BSv.dtype
-        ctx.save_for_backward(exp_BSv, sum_BS1, own_BS1, elsewhere_BS1)
-        return (sum_BS1.log() - target_BS1).squeeze(-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlosses_BS: Tensor) -> tuple[Tensor, None, None]:
-        exp_BSv, sum_BS1, own_BS1, elsewhere_BS1 = ctx.saved_tensors
-        scale_BS1 = dlosses_BS[..., None]
-        softmax_BSv = exp_BSv.mul_(scale_BS1 / sum_BS1)  # of this rank's entries, scaled
-        target_BS1 = scale_BS1.masked_fill(elsewhere_BS1, 0)
-        return softmax_BSv.scatter_add_(-1, own_BS1, -target_BS1).to(ctx.dtype), None, None
-
-
-def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = "mean") -> Tensor:
-    """Cross-entropy over all tokens, the same on all ranks; reduction "mean" or "sum".
-
-    logits_BSv: of this rank's part of the vocabulary. targets_BS: numbers in the whole vocabulary,
-    the same on all ranks. Logits of 16 bits are widened to float32. Two all-reduces, of [B, S] and
-    [2, B, S]; backward, which can be done once, sends nothing: softmax - target is known for each
-    entry where it is. The [B, S, V] logits never exist on any rank.
-
-    Raises ValueError for other shapes, reductions, and (on the CPU; a GPU would have to be waited
-    for, and gives nan) for targets that are not in the vocabulary.
-    """
-    check_one_of(("mean", "sum"), reduction=reduction)
-    check_kind(Tensor, logits_BSv=logits_BSv, targets_BS=targets_BS)
-    if logits_BSv.shape[:-1] != targets_BS.shape or targets_BS.is_floating_point():
-        what = f"allowed are whole numbers of shape {list(logits_BSv.shape[:-1])}, as logits have"
-        raise ValueError(f"targets={targets_BS.dtype} {list(targets_BS.shape)}: {what}")
-    vocabulary = logits_BSv.shape[-1] * check_group(group)[1]
-    check_entries("targets", targets_BS, vocabulary)
-    check_same_once(group, "tensor_parallel.loss", group, reduction=reduction)
-    losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group)
-    if not targets_BS.is_cpu:
-        outside_BS = (targets_BS < 0) | (targets_BS >= vocabulary)
-        losses_BS = losses_BS.masked_fill(outside_BS, float("nan"))
-    return losses_BS.mean() if reduction == "mean" else losses_BS.sum()
 
 
 # The whole model.

@@ -1,0 +1,96 @@
+"""Attention over a sequence cut over ranks, by trading tokens for heads and back.
+
+An all-to-all gives a rank all tokens of A/N heads in place of its own tokens of all heads. No head
+shares attention with another, so it is the plain one. A second all-to-all goes back (Jacobs et al.
+2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3).
+
+Shapes: B batch, S tokens in all, s = S/N of one rank, A query heads, K key and value heads, a = A/N
+heads of one rank, D size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlab.ranks import check_group
+
+from .layout import check_call, join, key_repeats, split
+
+
+def all_to_all_attention(
+    q_BAsD: Tensor,
+    k_BKsD: Tensor,
+    v_BKsD: Tensor,
+    group: dist.ProcessGroup,
+    causal: bool = True,
+    layout: str = "contiguous",
+) -> Tensor:
+    """Attention of this rank's queries over the keys of all ranks: [B, A, s, D].
+
+    All ranks call it with tensors of the same shapes; the tokens are laid out as by
+    `split(…, layout)`. Differentiable in queries, keys and values. Where there are fewer key and
+    value heads than ranks, each is sent to N/K of them: more bytes, the same result.
+
+    Raises ValueError, before anything is sent, for shapes that do not fit, unknown layouts, and
+    heads that cannot be shared out.
+    """
+    tensors = q_BAsD, k_BKsD, v_BKsD
+    _, ranks = check_call("ulysses", group, tensors, True, causal=causal, layout=layout)
+    repeats = key_repeats(q_BAsD.shape[1], k_BKsD.shape[1], ranks)
+    if repeats > 1:
+        k_BKsD, v_BKsD = (x.repeat_interleave(repeats, dim=1) for x in (k_BKsD, v_BKsD))
+    q_BaSD, k_BkSD, v_BkSD = heads_for_tokens((q_BAsD, k_BKsD, v_BKsD), group, layout)
+    y_BaSD = F.scaled_dot_product_attention(
+        q_BaSD, k_BkSD, v_BkSD, is_causal=causal, enable_gqa=q_BaSD.shape != k_BkSD.shape
+    )
+    return tokens_for_heads(y_BaSD, group, layout)
+
+
+def heads_for_tokens(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, layout: str = "contiguous"
+) -> tuple[Tensor, ...]:
+    """Each from all heads of this rank's tokens to this rank's heads of all, in one message."""
+    _, ranks = check_group(group)
+    # [N, B, a, s, D]: heads by the rank they go to.
+    each = [x_BAsD.unflatten(1, (ranks, -1)).movedim(1, 0) for x_BAsD in tensors]
+    mine = _AllToAll.apply(torch.cat(each, dim=2), group)  # tokens by the rank they come from
+    return join(list(mine), layout, dim=2).split([x.shape[2] for x in each], dim=1)
+
+
+def tokens_for_heads(
+    x_BaSD: Tensor, group: dist.ProcessGroup, layout: str = "contiguous"
+) -> Tensor:
+    """The way back: from this rank's heads of all tokens to all heads of its tokens, [B, A, s, D].
+
+    In memory a token's heads stand side by side, as the model's next step wants them.
+    """
+    _, ranks = check_group(group)
+    shares = [split(x_BaSD, ranks, rank, layout, dim=2) for rank in range(ranks)]
+    y_BsNaD = _AllToAll.apply(torch.stack(shares), group).permute(1, 3, 0, 2, 4)
+    return y_BsNaD.contiguous().flatten(2, 3).transpose(1, 2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part j of each rank to rank j: [N, …] to [N, …]. It is its own way back, in backward too."""
+
+    words = "V -> V"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        if x.shape[0] == 1:
+            return x.clone()
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(dy, ctx.group), None

@@ -340,3 +340,9 @@ def meshes() -> Iterator[Row]:
 
 
 ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes()]
+
+
+def on_gpus(technique: str, size: int) -> list[Row]:
+    """The rows of so many ranks that run on GPUs: the second step is what all later ones are."""
+    found = [r for r in ROWS if r.gpus and (r.technique, r.ranks) == (technique, size)]
+    return [replace(r, steps=min(2, r.steps)) for r in found]

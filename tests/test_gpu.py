@@ -8,7 +8,7 @@ import contract
 import pytest
 import torch
 import torch.distributed as dist
-from rows import ROWS
+from rows import ROWS, on_gpus
 from torch import nn
 
 from shardlab import link, ranks
@@ -141,13 +141,10 @@ def test_our_data_parallel_equals_torchs_on_a_gpu():
     assert ranks.run(work, 2) == [0.0, 0.0]  # two addends: no order of sums to differ in
 
 
-ROWS_HERE = [row for row in ROWS if row.gpus and row.ranks <= 4]
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("technique", dict.fromkeys(row.technique for row in ROWS_HERE))
+@pytest.mark.parametrize("technique", dict.fromkeys(row.technique for row in ROWS if row.gpus))
 def test_what_is_parallel_trains_as_one_process_does(technique: str, size: int):
-    rows = [row for row in ROWS_HERE if (row.technique, row.ranks) == (technique, size)]
+    rows = on_gpus(technique, size)
     if not rows:
         pytest.skip(f"{technique} has no row of {size} ranks for a GPU")
     found = contract.all_of(rows, "cuda")

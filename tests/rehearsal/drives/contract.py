@@ -7,10 +7,8 @@ pass through the host.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import contract
-from rows import ROWS
+from rows import ROWS, on_gpus
 
 from rehearsal.machine import HERE, waits
 
@@ -22,11 +20,7 @@ RANKS = {1: 2, 2: 2, 4: 4}  # by GPUs
 def _drive(technique: str) -> Drive:
     def drive() -> None:
         size = RANKS[HERE.gpus]
-        rows = [
-            replace(row, steps=min(2, row.steps))  # operators that are looked at take their time
-            for row in ROWS
-            if row.gpus and (row.technique, row.ranks) == (technique, size)
-        ]
+        rows = on_gpus(technique, size)
         shared = {} if HERE.gpus < size else {"waits": waits}
         found = contract.all_of(rows, "cuda", **shared)
         for row in rows:

@@ -740,7 +740,6 @@ def first_rows(saved, offset, size):
     ]
 
 
-WITH = "with open(beside, "
 HELPER = """
     def flushed():
         with open(beside, "wb") as file:

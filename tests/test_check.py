@@ -6,6 +6,7 @@ form stands between `exercise-start` and `exercise-end`, the solution after `sol
 
 from __future__ import annotations
 
+import gc
 import re
 from functools import cache
 from pathlib import Path
@@ -99,6 +100,18 @@ ANSWERS = [
 ]
 
 
+def judged(name: str, given: object) -> Verdict:
+    """The verdict on an answer, or on the lesson's solution with pieces of it replaced."""
+    if not isinstance(given, Swap):
+        return check(given, name)
+    topic, code = SOLVED[name]
+    for old, new in given.pairs:
+        assert old in code, f"the solution of {name} no longer has {old!r}"
+        code = code.replace(old, new)
+    (verdict,) = answer(topic, code)
+    return verdict
+
+
 HANGS = ("one has to send first", "what nobody sends", "Does its loop end")
 
 
@@ -108,14 +121,7 @@ def test_an_answer_is_told_what_is_wrong_with_it(
 ):
     if words in HANGS:
         monkeypatch.setattr(forms, "PATIENCE", 2.0)  # it cannot be too short
-    if isinstance(given, Swap):
-        topic, code = SOLVED[name]
-        for old, new in given.pairs:
-            assert old in code, f"the solution of {name} no longer has {old!r}"
-            code = code.replace(old, new)
-        (verdict,) = answer(topic, code)
-    else:
-        verdict = check(given, name)
+    verdict = judged(name, given)
     assert verdict.ok == (words is None), verdict
     assert words is None or words in verdict.message
 
@@ -128,6 +134,30 @@ def test_every_exercise_of_the_package_stands_in_a_lesson():
     shown = "\n".join(asked for _, _, asked, _ in ALL)
     for name in check_module.names():
         assert re.search(rf"\b{name}\b", shown), f"{name} is checked but never asked"
+
+
+def test_a_ring_is_told_when_it_sends_a_block_for_nothing():
+    late = Swap("if turn < N - 1:\n            passing =", "if True:\n            passing =")
+    assert "3 are enough" in judged("my_ring", late).message
+    assert "3 are enough" not in judged("my_ring", Swap()).message
+
+
+def test_kills_count_the_lines_of_the_answer_alone():
+    """A collection has callbacks (Hypothesis's, IPython's) that run in the middle of the answer.
+
+    Each process that is killed counts lines for itself. Were a callback's among them in one and
+    not in the next, the one line at which this answer loses the file could be passed over.
+    """
+    loses = Swap("    os.replace", "    path.unlink(missing_ok=True)\n    os.replace")
+    quiet = judged("my_write", loses).message
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback := lambda phase, info: None)
+    gc.set_threshold(1)
+    try:
+        assert judged("my_write", loses).message == quiet
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
 
 
 # The engine.

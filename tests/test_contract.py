@@ -13,6 +13,7 @@ from shardlab import context_parallel as cp
 from shardlab import data_parallel, experts
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
+from shardlab.ranks import RankError
 
 TABLE = {row.name: row for row in ROWS}
 
@@ -56,7 +57,8 @@ def test_what_is_left_out_is_found(technique, monkeypatch):
     monkeypatch.setattr(module, name, lambda *_: None)
     two = [row for row in ROWS if (row.technique, row.ranks) == (technique, 2)]
     row = next(row for row in reversed(two) if finds(row))
-    with pytest.raises(AssertionError, match="is allowed"):
+    # Weights that drift apart are seen on the ranks, in the row.
+    with pytest.raises((AssertionError, RankError), match="is allowed|in the row"):
         contract.judged(row, contract.all_of([row], "cpu"), "cpu")
 
 

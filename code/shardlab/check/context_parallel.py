@@ -239,23 +239,15 @@ def _why_plan(job: tuple[Any, ...], got: tuple[int, str] | None, want: Any) -> s
     return ""
 
 
+# Tokens, bytes of states, heads, heads of keys and values.
+_JOBS = ((8192, 20e9, 32, 32), (32_768, 20e9, 32, 32), (65_536, 20e9, 32, 32))
+_JOBS += ((65_536, 20e9, 32, 8), (131_072, 20e9, 32, 8), (262_144, 20e9, 32, 8))
+_JOBS += ((1_048_576, 20e9, 32, 32), (131_072, 20e9, 12, 12), (8_388_608, 20e9, 32, 32))
+_JOBS += ((8192, 90e9, 32, 32),)
 cases(
     "my_context",
-    [  # 2 MB a token, and 80 GB of memory
-        (seq, 2e6, states, 80e9, heads, kv_heads)
-        for seq, states, heads, kv_heads in (
-            (8192, 20e9, 32, 32),
-            (32_768, 20e9, 32, 32),
-            (65_536, 20e9, 32, 32),
-            (65_536, 20e9, 32, 8),
-            (131_072, 20e9, 32, 8),
-            (262_144, 20e9, 32, 8),
-            (1_048_576, 20e9, 32, 32),
-            (131_072, 20e9, 12, 12),
-            (8_388_608, 20e9, 32, 32),
-            (8192, 90e9, 32, 32),
-        )
-    ],
+    # 2 MB a token, and 80 GB of memory
+    [(seq, 2e6, states, 80e9, heads, kv_heads) for seq, states, heads, kv_heads in _JOBS],
     _plan,
     kind=("a pair, such as (4, 'ring'), or None", lambda x: isinstance(x, tuple) and len(x) == 2),
     says="Right for 10 jobs, two of which fit on no number of ranks.",

@@ -115,18 +115,18 @@ def _raising(answer: Callable[..., Any], *given: int) -> Any:
         return "a ValueError"
 
 
+# The last three cannot be.
+_TRAINED = (
+    (512, 4, 64, 4, 2),
+    (8, 2, 2, 1, 1),
+    (16, 2, 4, 2, 1),
+    (12, 3, 4, 1, 2),
+    (8, 8, 1, 1, 1),
+)
+_TRAINED += ((10, 2, 2, 1, 1), (2, 2, 2, 1, 1), (8, 2, 6, 4, 1))
 cases(
     "my_accumulation",
-    (
-        (512, 4, 64, 4, 2),
-        (8, 2, 2, 1, 1),
-        (16, 2, 4, 2, 1),
-        (12, 3, 4, 1, 2),
-        (8, 8, 1, 1, 1),
-        (10, 2, 2, 1, 1),
-        (2, 2, 2, 1, 1),
-        (8, 2, 6, 4, 1),
-    ),
+    _TRAINED,
     _accumulation,
     call=_raising,
     equal=lambda got, want: got == want and type(got) is type(want),
@@ -253,19 +253,13 @@ def _why_choice(job: tuple[Any, ...], got: tuple[int, str] | None, want: Any) ->
     return "It fits, but something earlier in the list does too."
 
 
+# Parameters, GPUs, bytes of each GPU, bytes of the host that they share. All answers occur.
+_JOBS = ((1e9, 8, 24e9, 1e12), (3e9, 8, 24e9, 1e12), (4e9, 8, 24e9, 1e12), (7e9, 8, 24e9, 1e12))
+_JOBS += ((7e9, 8, 80e9, 1e12), (13e9, 2, 80e9, 1e12), (13e9, 4, 24e9, 1e12))
+_JOBS += ((13e9, 4, 24e9, 200e9), (400e9, 8, 80e9, 2e12))
 cases(
     "my_choice",
-    (  # parameters, GPUs, bytes of each GPU, bytes of the host that they share; all answers occur
-        (1e9, 8, 24e9, 1e12),
-        (3e9, 8, 24e9, 1e12),
-        (4e9, 8, 24e9, 1e12),
-        (7e9, 8, 24e9, 1e12),
-        (7e9, 8, 80e9, 1e12),
-        (13e9, 2, 80e9, 1e12),
-        (13e9, 4, 24e9, 1e12),
-        (13e9, 4, 24e9, 200e9),
-        (400e9, 8, 80e9, 2e12),
-    ),
+    _JOBS,
     _choice,
     kind=(f"one of {_CHOICES}, or None", lambda x: x in _CHOICES),
     says="Right, for 9 jobs.",

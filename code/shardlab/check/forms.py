@@ -114,7 +114,10 @@ def blanks(
             if given is Ellipsis or (given is None and want is not None):
                 raise Wrong(f"There is no answer for {blank!r} yet.")
             if isinstance(want, Number):
-                want.judge(given)
+                try:
+                    want.judge(given)
+                except Wrong as error:
+                    raise Wrong(f"{blank!r}: {error}") from None
             elif allowed and not allowed(given):
                 raise Wrong(f"{blank!r}: {given!r} is none that there is.{allows}")
             elif given != want:
@@ -151,7 +154,6 @@ def cases(
     says: str,
     kind: Kind | None = None,
     mistakes: Mapping[str, Callable[..., Any] | dict[str, Any]] | None = None,
-    slip: Callable[..., Any] | None = None,
     why: Callable[[tuple[Any, ...], Any, Any], str] | None = None,
     equal: Callable[[Any, Any], bool] = operator.eq,
     call: Callable[..., Any] = lambda answer, *args: answer(*args),
@@ -162,14 +164,13 @@ def cases(
 
     calls: the arguments of each case; without `right`, (arguments, right value, sentence that
     helps). kind: what each value should be. mistakes: sentence -> function that makes a well-known
-    mistake, or the keywords with which `slip` (or `right`) makes it; the sentence is said when all
-    values are those. why: the sentence on the first case that is wrong, from its arguments, the
-    value and the right one. call: makes the value from the answer and the arguments. told: a case
-    in words, from its arguments. apart: in a process of its own, which ends when the answer never
-    does.
+    mistake, or the keywords with which `right` makes it; the sentence is said when all values are
+    those. why: the sentence on the first case that is wrong, from its arguments, the value and the
+    right one. call: makes the value from the answer and the arguments. told: a case in words, from
+    its arguments. apart: in a process of its own, which ends when the answer never does.
     """
     slips = {
-        words: how if callable(how) else partial(slip or right, **how)
+        words: how if callable(how) else partial(right, **how)
         for words, how in (mistakes or {}).items()
     }
 
@@ -182,7 +183,7 @@ def cases(
             return False
 
     def asked(args: tuple[Any, ...]) -> str:
-        return f"{told(*args)}: it" if told else f"{name}({', '.join(map(repr, args))})"
+        return f"{told(*args)}: it" if told else f"{name}({', '.join(map(_short, args))})"
 
     def judge(answer: Any) -> str:
         if not callable(answer):
@@ -202,7 +203,7 @@ def cases(
         for (args, want, words), value in zip(rows, found, strict=True):
             if isinstance(value, Wrong):
                 raise value
-            text = f"{asked(args)} returned {value!r}"
+            text = f"{asked(args)} returned {_short(value)}"
             if value is not None and kind and not kind[1](value):
                 raise Wrong(f"{text}; it should be {kind[0]}.")
             if not alike(value, want):
@@ -228,6 +229,12 @@ def cases(
         return words
 
     exercise(name)(judge_apart if apart else judge)
+
+
+def _short(value: Any) -> str:
+    """A value in a line or two."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 # On ranks.

@@ -207,18 +207,14 @@ def _why(case: tuple[int, ...], got: str, want: dict[str, int]) -> str:
     return words
 
 
+# M, K, N, ranks
+_PRODUCTS = ((8192, 4096, 4096, 4), (4096, 4096, 16384, 4), (1024, 65536, 1024, 8))
+_PRODUCTS += ((512, 512, 512, 1), (100_000, 64, 64, 16), (64, 64, 100_000, 16))
+_PRODUCTS += ((1001, 30_011, 1003, 7),)
 _WAY: Kind = ("one of 'rows', 'columns' and 'inner'", lambda x: x in ("rows", "columns", "inner"))
 cases(
     "my_way",
-    (  # M, K, N, ranks
-        (8192, 4096, 4096, 4),
-        (4096, 4096, 16384, 4),
-        (1024, 65536, 1024, 8),
-        (512, 512, 512, 1),
-        (100_000, 64, 64, 16),
-        (64, 64, 100_000, 16),
-        (1001, 30_011, 1003, 7),
-    ),
+    _PRODUCTS,
     _least,
     kind=_WAY,
     equal=lambda got, want: got in want,

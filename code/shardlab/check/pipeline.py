@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -106,22 +107,21 @@ cases(
     says="Right on every stage, for 6 cases of stages, micro-batches and chunks.",
     mistakes={
         "That is 1F1B's number of forwards ahead; here the first backward comes after all of a "
-        "stage's chunks.": {"ahead": lambda s, p, m, v: p - 1 - s},
-        "The forwards ahead are counted from the wrong end: the first stage runs the most.": {
-            "ahead": lambda s, p, m, v: 2 * s + (v - 1) * p
-        },
-        "All forwards come first: how many does a stage run ahead?": {
-            "ahead": lambda s, p, m, v: m * v
-        },
-        "Backward begins with the last chunk: it is the first whose gradient is there.": {
-            "down": False
-        },
+        "stage's chunks.": partial(_interleaved, ahead=lambda s, p, m, v: p - 1 - s),
+        "The forwards ahead are counted from the wrong end: the first stage runs most.": partial(
+            _interleaved, ahead=lambda s, p, m, v: 2 * s + (v - 1) * p
+        ),
+        "All forwards come first: how many does a stage run ahead?": partial(
+            _interleaved, ahead=lambda s, p, m, v: m * v
+        ),
+        "Backward begins with the last chunk: it is the first whose gradient is there.": partial(
+            _interleaved, down=False
+        ),
         "A group has as many micro-batches as there are stages; these go through a chunk all at "
-        "once.": {"group": lambda p, m: m},
+        "once.": partial(_interleaved, group=lambda p, m: m),
         "Micro-batches go in groups: a chunk takes as many as there are stages, one after another, "
-        "before the next chunk begins.": {"group": lambda p, m: 1},
+        "before the next chunk begins.": partial(_interleaved, group=lambda p, m: 1),
     },
-    slip=_interleaved,
     why=_why_order,
 )
 

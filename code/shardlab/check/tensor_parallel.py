@@ -188,6 +188,7 @@ def _why_heads(case: tuple[int, ...], got: Sequence[list[int]], want: Sequence[l
     return words
 
 
+_SPLITS = ((8, 4, 2), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 2, 4), (6, 3, 1))
 _LISTS: Kind = (
     "two lists, of heads and of ranks",
     lambda x: (
@@ -196,18 +197,7 @@ _LISTS: Kind = (
 )
 cases(
     "my_kv_heads",
-    [
-        (heads, kv_heads, rank, size)
-        for heads, kv_heads, size in (
-            (8, 4, 2),
-            (8, 4, 4),
-            (8, 2, 4),
-            (8, 1, 8),
-            (12, 2, 4),
-            (6, 3, 1),
-        )
-        for rank in range(size)
-    ],
+    [(heads, kv_heads, rank, size) for heads, kv_heads, size in _SPLITS for rank in range(size)],
     _heads,
     kind=_LISTS,
     equal=lambda got, want: tuple(map(sorted, got)) == want,

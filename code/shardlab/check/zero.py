@@ -193,19 +193,13 @@ def _smallest(
     return None
 
 
+# Parameters, bytes of activations, ranks, bytes of memory on each.
+_JOBS = ((1e9, 10e9, 8, 80e9), (7e9, 10e9, 8, 80e9), (7e9, 10e9, 8, 40e9), (7e9, 10e9, 8, 24e9))
+_JOBS += ((7e9, 10e9, 8, 16e9), (7e9, 10e9, 8, 15e9), (70e9, 20e9, 64, 80e9))
+_JOBS += ((70e9, 20e9, 8, 80e9), (13e9, 30e9, 64, 64e9))
 cases(
     "my_stage",
-    (  # parameters, bytes of activations, ranks, bytes of memory on each
-        (1e9, 10e9, 8, 80e9),
-        (7e9, 10e9, 8, 80e9),
-        (7e9, 10e9, 8, 40e9),
-        (7e9, 10e9, 8, 24e9),
-        (7e9, 10e9, 8, 16e9),
-        (7e9, 10e9, 8, 15e9),
-        (70e9, 20e9, 64, 80e9),
-        (70e9, 20e9, 8, 80e9),
-        (13e9, 30e9, 64, 64e9),
-    ),
+    _JOBS,
     _smallest,
     kind=WHOLE,
     says="Right for 9 jobs, some of which fit in no stage.",

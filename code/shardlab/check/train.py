@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import tempfile
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from shardlab import ranks
 from shardlab.check import Wrong, called, exercise, number, run_answer
-from shardlab.train import script
+from shardlab.train import plain, shares
 
 
 @exercise("validation_filled_up")
@@ -42,28 +43,26 @@ def _(answer: Callable[..., Any]) -> str:
         [(0.0, 0), (12.0, 4), (2.0, 2)],
         [(3.5, 7), (0.0, 0), (0.5, 1), (8.0, 2)],
     ]
-    for shares in cases:
-        right = sum(total for total, _ in shares) / sum(count for _, count in shares)
-        means = [total / count if count else 0.0 for total, count in shares]
+    for each in cases:
+        right = sum(total for total, _ in each) / sum(count for _, count in each)
+        means = [total / count if count else 0.0 for total, count in each]
 
-        def mine(shares: list[tuple[float, int]] = shares) -> Any:
-            return answer(*shares[dist.get_rank()], dist.group.WORLD)
+        def mine(each: list[tuple[float, int]] = each) -> Any:
+            return answer(*each[dist.get_rank()], dist.group.WORLD)
 
-        found = run_answer(mine, len(shares))
+        found = run_answer(mine, len(each))
         for rank, value in enumerate(found):
             try:
                 value = float(value)
             except (TypeError, ValueError):
-                raise Wrong(
-                    f"Rank {rank} of {len(shares)} got {value!r}: a number is due"
-                ) from None
+                raise Wrong(f"Rank {rank} of {len(each)} got {value!r}: a number is due") from None
             if abs(value - right) < 1e-5:
                 continue
             if abs(value - sum(means) / len(means)) < 1e-5:
-                raise Wrong("That is the mean of the ranks' means: their shares are not equal.")
-            if abs(value - right * sum(c for _, c in shares)) < 1e-5:
+                raise Wrong("That is the mean of the ranks' means: their each are not equal.")
+            if abs(value - right * sum(c for _, c in each)) < 1e-5:
                 raise Wrong("That is the sum of all losses: divide it by the sum of the counts.")
-            raise Wrong(f"Rank {rank} of {len(shares)} got {value:.4f}, due are {right:.4f}.")
+            raise Wrong(f"Rank {rank} of {len(each)} got {value:.4f}, due are {right:.4f}.")
     return "Right on 2, 3 and 4 ranks, some of them without a token."
 
 
@@ -94,7 +93,12 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: whoever goes on, each step sees the windows that one process would see."
 
 
-# Script -> what it lacks, and how its text differs from the version `losses`.
+# What the step `shares` lacks to report the losses of all ranks.
+_REPORTS = {
+    "from .plain import": "from .core import averaged\nfrom .plain import",
+    "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
+}
+# Script -> what it lacks, and how its text differs from that.
 _LACKS = {
     "A": (
         "sampler",
@@ -116,24 +120,29 @@ def four_scripts() -> list[tuple[str, ...]]:
     with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
         count = itertools.count()
 
-        def losses(text: str, size: int) -> list[list[float]]:
-            module = ModuleType("lacking")
-            exec(compile(text, "<a script that lacks a line>", "exec"), module.__dict__)
+        def losses(main: Callable[..., list[float]], size: int) -> list[list[float]]:
             place = Path(folder) / str(next(count))
-            run = lambda: module.main(folder=place / str(dist.get_rank()), **options)  # noqa: E731
+            run = lambda: main(folder=place / str(dist.get_rank()), **options)  # noqa: E731
             return ranks.run(run, size, show=False)
 
-        (one,) = losses(script.text("plain"), 1)
+        (one,) = losses(plain.main, 1)
         for name, (_, changes) in _LACKS.items():
-            text = script.text("losses")
-            for old, new in changes.items():
-                assert text.count(old) == 1, f"the script no longer has {old!r}"
-                text = text.replace(old, new)
-            for rank, found in enumerate(losses(text, 2)):
+            for rank, found in enumerate(losses(_changed(_REPORTS | changes), 2)):
                 gaps = [a - b for a, b in zip(found, one, strict=True)]
                 cells = ["0" if gap == 0 else f"{gap:+.3f}" for gap in gaps]
                 rows.append((name, str(rank), *cells))
     return rows
+
+
+def _changed(changes: dict[str, str]) -> Callable[..., list[float]]:
+    """The `main` of the step `shares`, with other text in some places."""
+    text, module = inspect.getsource(shares), ModuleType(f"{shares.__package__}.changed")
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"the script no longer has {old!r}"
+        text = text.replace(old, new)
+    module.__dict__["__package__"] = shares.__package__
+    exec(compile(text, "<a script that lacks a line>", "exec"), module.__dict__)
+    return module.main
 
 
 @exercise("missing_lines")

@@ -14,6 +14,7 @@ with one line and status 2.
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import json
@@ -503,7 +504,12 @@ def entered(options: Options) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(file, "a+") if first else None
         if lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with its process
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with its process
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                    raise
+                print(f"{folder}: there are no locks here: let no other job write into it")
             lock.truncate(0)
             print(owner, end="", file=lock, flush=True)
             for left in folder.glob(".step-*"):  # by a save that was killed
@@ -511,7 +517,7 @@ def entered(options: Options) -> Iterator[None]:
     except BlockingIOError:
         problem = f"{file.read_text()} writes into it; allowed is a folder of its own"
     except OSError as error:
-        problem = f"allowed are folders that can be written, with locks ({error.strerror})"
+        problem = f"allowed are folders that can be written ({error.strerror})"
     agree(problem and f"folder={options.folder!r}: {problem}")
     saved = [path.name for path in checkpoints(folder)]
     # Rank 0 does not read the file: that would end its lock.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -594,6 +595,18 @@ def test_a_folder_that_cannot_be_written_is_named(folder, tmp_path):
             pass
 
     ranks.run(refused, 2, show=False, device="cpu")  # all know of what one has
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def inside():
+        with take_home.entered(Options(folder=str(tmp_path))):
+            return (tmp_path / ".lock").read_text()
+
+    monkeypatch.setattr(take_home.fcntl, "lockf", none)
+    assert "process" in ranks.run(inside, 1, show=False, device="cpu")[0]
 
 
 def test_a_text_that_is_too_short_is_named(tmp_path):

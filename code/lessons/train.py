@@ -23,7 +23,7 @@
 # - stop in the middle of an epoch and go on: bit for bit on as many ranks, to rounding on any number that divides the batch;
 # - start your own jobs from [a script to take home](#the-script-to-take-home).
 #
-# It takes about 45 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It takes about 50 minutes to read and 40 minutes for the exercises. Running it takes a minute.
 # It needs [Data parallelism](data_parallel.md).
 #
 # One thing to wonder about before you start.
@@ -379,11 +379,11 @@ assert losses[0] == losses[1]
 show.source(core.main)
 
 # %% [markdown]
-# ## A script to take home
+# ## What a job asks for besides
 #
 # A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
 # [code/train.py](../code/train.py) has all of that in one file of some 600 lines that needs PyTorch alone: copy it anywhere, and run it under `torchrun`, `srun` or alone.
-# Its model and its data stand at its top, to be replaced by yours: `GPT`, `text` and `Windows`, 70 lines in all.
+# Its model and its data stand at its top, to be replaced by yours: `GPT`, `text` and `Windows`, a hundred lines in all.
 # What follows goes through the rest, one method after the other. `main` asks a `Training` for batches and steps:
 
 # %%
@@ -447,7 +447,7 @@ _ = home("micro-batches of 2", micro=2)
 # ## bf16: products in 16 bits
 #
 # `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 binary digits.
-# It goes around the model's forward, so that validation computes as training does: the third line of `spread`, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
+# It goes around the model's forward, so that validation computes as training does: `spread` does it, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
 # The scaler does nothing unless `precision="fp16"`: see the next section.
 
 # %% tags=["hide-input"]

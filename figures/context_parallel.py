@@ -16,6 +16,7 @@ from matplotlib.patches import Polygon, Rectangle
 
 from shardlab import context_parallel as cp
 from shardlab import show
+from shardlab.layout import Layout
 from shardlab.shapes import PRESETS
 from shardlab.show.drawing import arrow, canvas, on, title, words
 
@@ -190,14 +191,17 @@ def fit() -> Figure:
     """
     show.style()
     figure, axes = plt.subplots(figsize=(4.4, 3.8))
-    cases = {"tensor parallelism": {"tp": 8}, "full recomputation": {"tp": 8, "recompute": "full"}}
-    cases["sequence parallelism"] = {"tp": 8, "sequence_parallel": True}
-    cases["both"] = cases["full recomputation"] | cases["sequence parallelism"]
+    cases = {
+        "tensor parallelism": Layout(tp=8),
+        "full recomputation": Layout(tp=8, recompute="full"),
+        "sequence parallelism": Layout(tp=8, sequence_parallel=True),
+        "both": Layout(tp=8, recompute="full", sequence_parallel=True),
+    }
     rows = cp.tokens_table(PRESETS["llama-3-8b"], 80_000_000_000, (1, 4, 16, 64), cases)
     for name, case in cases.items():
         fitting = [row[name] / 1000 for row in rows]
-        look = {"color": COLORS[4 + ("sequence_parallel" in case)], "lw": 2, "marker": "o"}
-        look["ls"] = "--" if "recompute" in case else "-"
+        look = {"color": COLORS[4 + case.sequence_parallel], "lw": 2, "marker": "o"}
+        look["ls"] = "--" if case.recompute == "full" else "-"
         axes.plot([row["cp"] for row in rows], fitting, **look)
         short = name.removeprefix("full ").removesuffix(" parallelism")
         axes.text(80, fitting[-1], short, va="center", fontsize=10)

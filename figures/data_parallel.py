@@ -13,7 +13,8 @@ from pathlib import Path
 from matplotlib.patches import Rectangle
 from torch.utils.data import DistributedSampler
 
-from shardlab import overlap, ranks, show
+from shardlab import ranks, show
+from shardlab.data_parallel import overlap
 from shardlab.show.drawing import arrow, box, canvas, stripes, title
 
 HERE = Path(__file__).parent

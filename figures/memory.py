@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.patches import Polygon, Rectangle
 
 from shardlab import memory, show
+from shardlab.layout import Layout
 from shardlab.model import PRESETS
 from shardlab.show.drawing import arrow, box, canvas, on, title
 
@@ -101,17 +102,27 @@ def draw_recipes() -> None:
             x += wide
         total = f"{round(states.total / n, 1):g}"
         axes.text(x + 0.1, y + tall / 2, total, va="center", fontweight="bold")
-    said = [f"{words}: {memory.states(10**9, p, o).total / 1e9:.0f}" for words, p, o in RECIPES]
+    said = [
+        f"{words}: {memory.states(10**9, precision=p, optimizer=o).total / 1e9:.0f}"
+        for words, p, o in RECIPES
+    ]
     alt = "Bytes of states for each parameter, as bars of weights, gradients and optimizer. "
     show.svg(figure, HERE / "memory_recipes.svg", f"{alt}{'; '.join(said)} bytes.")
 
 
-def crossing(name: str, seq: int, **settings: str) -> float:
+def crossing(name: str, seq: int, attention: str, recompute: str) -> float:
     """Sequences of `seq` tokens at which a model's activations are as large as its states."""
     config = PRESETS[name]
     states = memory.states(memory.parameter_count(config)).total
     two = [
-        memory.activations(config, batch=b, seq=seq, device="gpu", **settings).total for b in (1, 2)
+        memory.activations(
+            config,
+            Layout(micro_batch=b, recompute=recompute),
+            seq,
+            attention=attention,
+            device="gpu",
+        ).total
+        for b in (1, 2)
     ]
     each = two[1] - two[0]  # they grow by the same with every sequence
     return 1 + (states - two[0]) / each
@@ -125,12 +136,12 @@ def draw_overtake() -> None:
     axes.set_ylim(0.25, 512)
     axes.loglog()
     cases = [
-        ("plain attention", {"attention": "plain"}, COLORS[5], (1, 2), -9),
-        ("fused attention", {}, COLORS[2], (3, 5), 9),
-        ("every layer recomputed", {"recompute": "full"}, COLORS[0], (3, 6), 9),
+        ("plain attention", ("plain", "none"), COLORS[5], (1, 2), -9),
+        ("fused attention", ("fused", "none"), COLORS[2], (3, 5), 9),
+        ("every layer recomputed", ("fused", "full"), COLORS[0], (3, 6), 9),
     ]
-    for words, settings, color, (begin, end), above in cases:
-        batch = np.array([crossing("llama-3-8b", int(s), **settings) for s in lengths])
+    for words, how, color, (begin, end), above in cases:
+        batch = np.array([crossing("llama-3-8b", int(s), *how) for s in lengths])
         axes.plot(lengths, batch, color=color, lw=2.2)
         ends = axes.transData.transform([(lengths[i], batch[i]) for i in (begin, end)])
         angle = float(np.degrees(np.arctan2(*(ends[1] - ends[0])[::-1])))

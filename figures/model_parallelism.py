@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from shardlab import memory, show, strategy
+from shardlab.layout import Layout
 from shardlab.shapes import PRESETS
 from shardlab.show.drawing import Point, arrow, canvas, on, title, words
 
@@ -32,7 +33,7 @@ RUNGS = {  # what each rung of the strategy's chart does
     "ZeRO-3": "each weight once, too, if the wire keeps up",
     "recompute": "layers keep their inputs alone; ZeRO as before",
     "tensor in the node": "matrices cut, over 2, 4, … GPUs of a node",
-    "pipeline across nodes": "layers cut, over as few nodes as will do",
+    "pipeline across nodes": "layers cut, over stages on several nodes",
 }
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
@@ -296,7 +297,7 @@ def zero() -> Figure:
     for stage, name in enumerate(names):
         x, y = 0.86 + 1.84 * (stage % 2), 0.14 + 1.78 * (stage // 2)
         title(axes, x, y, f"stage {name}", ha="left", fontsize=10)
-        bytes_ = memory.states(4, "fp32", zero=stage, dp=4).total // 4
+        bytes_ = memory.states(4, Layout(dp=4, zero=stage), "fp32").total // 4
         top = y + 0.4
         for rank in range(N):
             words(axes, x + rank * 0.41 + 0.18, y + 0.25, str(rank), fontsize=SMALL)
@@ -317,13 +318,13 @@ def zero() -> Figure:
 
 def choose() -> Figure:
     """A flow chart with a rung for each technique. At every rung two questions: can the batch be
-    shared out, and does the fullest rank fit into nine tenths of its memory? Yes: train. No: the
-    next rung. After the last one: more GPUs, or larger ones. The rungs:
+    shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After
+    the last one: more GPUs, or larger ones. The rungs:
     """
     figure, axes = canvas(WIDE, 6.55)
     left, wide, high, step, bus = 0.05, 3.5, 0.48, 0.74, 4.02
     words(axes, left, 0.11, "Can the batch be shared out?", ha="left", fontsize=10)
-    line = "Does the fullest rank fit into 90 % of its memory?"
+    line = "Does the fullest rank fit into its memory?"
     words(axes, left, 0.31, line, ha="left", fontsize=10)
     for number, name in enumerate(strategy.RUNGS):
         y = 0.52 + number * step

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from shardlab import count, memory, ranks, show, text, zero
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.show.drawing import arrow, board, canvas, names, on, title
 
@@ -156,7 +157,7 @@ def draw_memory() -> None:
     figure, axes = plt.subplots(figsize=(5.0, 3.5))
     params, activations = 7e9, 10e9
     for stage in range(4):
-        held = memory.states(params, "bf16", "adamw", zero=stage, dp=8)
+        held = memory.states(params, Layout(dp=8, zero=stage), "bf16", "adamw")
         parts = {"activations": activations, "optimizer": held.optimizer}
         parts |= {"gradients": held.gradients, "parameters": held.parameters}
         y = 0.0

@@ -63,7 +63,7 @@ OURS = {
     layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut,
     memory.Activations, memory.Estimate, memory.Recipe, memory.States, experts.Parameters,
     experts.Route, experts.Routed,
-    zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Sharded, zero.Stage, zero.Unit,
+    zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Reducer, zero.Sharded, zero.Unit,
     zero.all_gather, pipeline.Action, pipeline.Part, pipeline.Schedule, pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,
     buckets.Backward, buckets.in_backward, count.Held, count.Saved, count.Sent, count.machine,
@@ -106,7 +106,6 @@ FINE = {
     (cp.join, "dim"): (-1,),
     (cp.gather, "dim"): (-1,),
     (collectives.CostModel.seconds, "nbytes"): (1.5,),
-    (cp.context_moments, "microbatches"): (None,),
     (gemm.check_budget, "needed"): (1.5,),
     (gemm.check_budget, "budget"): (1.5,),
     (link.ring_seconds, "size"): (1.5,),
@@ -126,8 +125,8 @@ FINE = {
     (checkpoint.export, "model"): (RELU,),
 }
 FINE = {(called(function), name): values for (function, name), values in FINE.items()}
-SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module", "x_BaSD": "whole",
-        "tokens_BS": "whole"}  # fmt: skip
+SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module",
+        "x_BaSD": "whole", "tokens_BS": "whole"}  # fmt: skip
 
 
 def numbers() -> Iterator[Row]:
@@ -135,25 +134,19 @@ def numbers() -> Iterator[Row]:
     attention = {"batch": 2, "seq": 16, "heads": 4, "kv_heads": 2, "head_size": 8, "ranks": 2}
     grouped = {name: attention[name] for name in ("batch", "seq", "kv_heads", "head_size", "ranks")}
     cut = layout.Layout(dp=2, tp=2, zero=1, sequence_parallel=True, microbatches=2)
-    stage = layout.stages(PLAIN)[0]
     one = pipeline.schedule("1f1b", 2, 4)
     product = {"way": "rows", "M": 8, "N": 8, "K": 8, "ranks": 2, "itemsize": 4}
     machine = gemm.Machine(1e12, 1e-6, 1e9)
-    several = {"precision": "bf16", "optimizer": "adamw", "zero": 1, "dp": 2, "tp": 2, "pp": 1}
-    step = {"batch": 2, "seq": 16, "precision": "bf16", "tp": 2, "pp": 2, "stage": 0}
-    step |= {"sequence_parallel": True, "recompute": "none", "attention": "fused"}
-    step |= {"microbatches": 4, "device": "cpu", "cp": 1, "stages": "equal", "schedule": "1f1b"}
-    step |= {"chunks": 1}
-    whole = step | {"optimizer": "adamw", "zero": 1, "dp": 2, "offload": "none", "ep": 1}
-    whole |= {"accumulate": False, "bucket": 2**20, "prefetch": 1, "replicas": 1}
-    shape = {"config": PLAIN, "tp": 2, "pp": 2, "stage": 0}
+    recipe = {"precision": "bf16", "optimizer": "adamw"}
+    held = {"config": PLAIN, "layout": cut, "stage": 0}
+    step = {"config": PLAIN, "layout": cut, "seq": 16, "precision": "bf16", "attention": "fused"}
+    step |= {"device": "cpu", "stage": 0}
     korthikanti = {"s": 16, "b": 2, "h": 32, "a": 4, "t": 2}
     times = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
     table: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         (Config, {f: getattr(SPARSE, f) for f in vars(SPARSE)} | {"kv_heads": 2, "ffn": 64}
          | {"expert_ffn": 32, "capacity": 1.5}),
         (machines.Machine, vars(machines.MACHINES["h100"]) | {"name": "H100"}),
-        (machines.room, {"machine": machines.MACHINES["h100"], "reserve": 0.1}),
         (cp.attention_memory, {"way": "ring", **attention, "itemsize": 4}),
         (cp.ring_sent, {**grouped, "itemsize": 4}),
         (cp.ulysses_sent, {**attention, "itemsize": 4}),
@@ -163,15 +156,12 @@ def numbers() -> Iterator[Row]:
         (cp.positions, {"layout": "zigzag", "seq": 16, "ranks": 2, "rank": 1}),
         (cp.blocks, {"layout": "zigzag", "ranks": 2, "rank": 1, "source": 0, "causal": True,
                      "share": 8}),
-        (cp.grain, {"cp": 2, "tp": 2, "sequence_parallel": True}),
-        (cp.context_moments, {"config": PLAIN, "seq": 16, "cp": 2, "way": "ring", "batch": 2,
-                              "precision": "bf16", "tp": 2, "zero": 1, "dp": 2, "device": "gpu",
-                              "sequence_parallel": True, "recompute": "full",
-                              "attention": "fused", "microbatches": 2, "pp": 1}),
-        (cp.tokens_that_fit, {"config": PLAIN, "budget": 10**7, "tp": 2, "cp": 2,
-                              "sequence_parallel": True, "recompute": "none"}),
+        (cp.grain, {"layout": cut}),
+        (cp.context_moments, {"config": PLAIN, "layout": cut, "seq": 16, "way": "ring",
+                              "precision": "bf16", "device": "gpu", "attention": "fused"}),
+        (cp.tokens_that_fit, {"config": PLAIN, "budget": 10**7, "layout": cut, "way": "ring"}),
         (cp.tokens_table, {"config": PLAIN, "budget": 10**7, "cps": [1, 2],
-                           "cases": {"alone": {}}}),
+                           "cases": {"alone": cut}}),
         (layout.Layout, {"dp": 4, "tp": 2, "pp": 2, "zero": 3, "micro_batch": 2,
                          "microbatches": 4, "recompute": "norms+ffn", "sequence_parallel": True,
                          "cp": 2, "ep": 2, "chunks": 2, "schedule": "interleaved", "replicas": 2,
@@ -208,31 +198,30 @@ def numbers() -> Iterator[Row]:
         (layout.ledger, {"config": PLAIN}),
         (layout.stages, {"config": PLAIN, "pp": 2, "rule": "equal", "schedule": "interleaved",
                          "chunks": 2}),
-        (memory.activations, {"config": PLAIN, **step}),
-        (memory.estimate, {"config": PLAIN, **whole}),
+        (memory.activations, step),
+        (memory.estimate, {**step, "optimizer": "adamw", "bucket": 2**20, "prefetch": 1}),
         (memory.attention_term, {"a": 4, "s": 16, "h": 32}),
         (memory.selective_saving, {"a": 4, "s": 16, "h": 32}),
-        (memory.bytes_per_parameter, {n: several[n] for n in list(several)[:4]}),
-        (memory.states, {"params": 7.5e9, **several, "offload": "none"}),
-        (memory.largest, {"memory": 80e9, **several}),
+        (memory.bytes_per_parameter, {**recipe, "layout": cut}),
+        (memory.states, {"params": 7.5e9, **recipe, "layout": cut}),
+        (memory.largest, {"memory": 80e9, **recipe, "layout": cut}),
         (memory.deepspeed_zero2, {"params": 7.5e9, "gpus_per_node": 8, "nodes": 2,
                                   "offload": True, "version": "0.19"}),
         (memory.deepspeed_zero3, {"params": 7.5e9, "largest_layer": 1e8, "gpus_per_node": 8,
                                   "nodes": 2, "offload_optimizer": True,
                                   "offload_parameters": True, "zero_init": True}),
         (memory.format_bytes, {"size": 8e9, "unit": "GB", "digits": 2}),
-        (memory.fsdp2_shard, {**shape, "dp": 2}),
-        (memory.in_experts, {"config": SPARSE, "tp": 2, "stage": stage, "ep": 2}),
-        (memory.in_flight, {"pp": 4, "stage": 1, "microbatches": 8, "schedule": "1f1b",
-                            "chunks": 1}),
+        (memory.fsdp2_shard, held),
+        (memory.in_experts, {**held, "config": SPARSE}),
+        (memory.in_flight, {"layout": cut, "stage": 0}),
         (memory.in_flight_layers, {"layers": 8, "p": 2, "chunks": 2}),
         (memory.korthikanti_layer, {**korthikanti, "sequence_parallel": True,
                                     "recompute": "none"}),
-        (memory.largest_parameter, shape),
+        (memory.largest_parameter, held),
         (memory.megatron_bytes, {"precision": "fp16", "d": 2, "distributed": True}),
         (memory.parameter_count, {"config": PLAIN}),
-        (memory.parameters, {**shape, "ep": 1}),
-        (memory.shapes, {**shape, "ep": 1}),
+        (memory.parameters, held),
+        (memory.shapes, held),
         (memory.stage_output_saved, {"s": 16, "b": 2, "h": 32, "p": 2}),
         (pipeline.schedule, {"name": "interleaved", "stages": 2, "microbatches": 4, "chunks": 2}),
         (pipeline.interleaved, {"stages": 2, "microbatches": 4, "chunks": 2}),

@@ -33,6 +33,7 @@ FEW = 4  # tests that one process has done before two have started
 # Files that take longest: they begin first, so that no process is left alone with one at the end.
 LONGEST = (
     "test_rehearsal.py",
+    "test_contract.py",
     "test_torchrun.py",
     "test_ranks.py",
     "test_train.py",

@@ -6,14 +6,18 @@ form stands between `exercise-start` and `exercise-end`, the solution after `sol
 
 from __future__ import annotations
 
+import gc
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from answers import ROWS, Swap
 
 from shardlab import check as check_module
-from shardlab.check import Verdict, Wrong, check, number, run_answer, same
+from shardlab.check import Verdict, Wrong, check, forms
+from shardlab.check.forms import Number, run_answer, same
 from shardlab.show import ROOT
 
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
@@ -50,12 +54,19 @@ def exercises(lesson: Path) -> list[tuple[str, str, str]]:
 ALL = [(lesson.stem, *row) for lesson in LESSONS for row in exercises(lesson)]
 
 
+@cache
+def imported(topic: str) -> dict[str, object]:
+    """What a lesson's first cell leaves."""
+    space: dict[str, object] = {"__name__": "__main__"}
+    first = cells((ROOT / "lessons" / f"{topic}.md").read_text("utf-8"))[0]
+    exec(compile(first, f"{topic}.md", "exec"), space)
+    return space
+
+
 def answer(topic: str, code: str) -> list[Verdict]:
     """Run an exercise's cells after the lesson's imports; return the verdicts they gave."""
-    lesson = ROOT / "lessons" / f"{topic}.md"
     verdicts: list[Verdict] = []
-    space: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(cells(lesson.read_text("utf-8"))[0], f"{topic}.md", "exec"), space)
+    space = dict(imported(topic))
     original = space["check"]
     space["check"] = lambda *args, **kwargs: verdicts.append(original(*args, **kwargs))
     exec(compile(code, f"{topic}.md", "exec"), space)
@@ -81,10 +92,72 @@ def test_the_solution_passes(topic: str, label: str, asked: str, solved: str):
     assert verdicts and all(v.ok for v in verdicts), verdicts
 
 
+SOLVED = {re.search(r'(\w+)"?\)\s*$', solved)[1]: (topic, solved) for topic, _, _, solved in ALL}
+ANSWERS = [
+    pytest.param(name, given, words, id=f"{name}-{i}")
+    for name, rows in ROWS.items()
+    for i, (given, words) in enumerate(rows)
+]
+
+
+def judged(name: str, given: object) -> Verdict:
+    """The verdict on an answer, or on the lesson's solution with pieces of it replaced."""
+    if not isinstance(given, Swap):
+        return check(given, name)
+    topic, code = SOLVED[name]
+    for old, new in given.pairs:
+        assert old in code, f"the solution of {name} no longer has {old!r}"
+        code = code.replace(old, new)
+    (verdict,) = answer(topic, code)
+    return verdict
+
+
+HANGS = ("one has to send first", "what nobody sends", "Does its loop end")
+
+
+@pytest.mark.parametrize(("name", "given", "words"), ANSWERS)
+def test_an_answer_is_told_what_is_wrong_with_it(
+    name: str, given: object, words: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    if words in HANGS:
+        monkeypatch.setattr(forms, "PATIENCE", 2.0)  # it cannot be too short
+    verdict = judged(name, given)
+    assert verdict.ok == (words is None), verdict
+    assert words is None or words in verdict.message
+
+
+def test_every_exercise_has_wrong_answers():
+    assert set(ROWS) == set(check_module.names())
+
+
 def test_every_exercise_of_the_package_stands_in_a_lesson():
     shown = "\n".join(asked for _, _, asked, _ in ALL)
     for name in check_module.names():
         assert re.search(rf"\b{name}\b", shown), f"{name} is checked but never asked"
+
+
+def test_a_ring_is_told_when_it_sends_a_block_for_nothing():
+    late = Swap("if turn < N - 1:\n            passing =", "if True:\n            passing =")
+    assert "3 are enough" in judged("my_ring", late).message
+    assert "3 are enough" not in judged("my_ring", Swap()).message
+
+
+def test_kills_count_the_lines_of_the_answer_alone():
+    """A collection has callbacks (Hypothesis's, IPython's) that run in the middle of the answer.
+
+    Each process that is killed counts lines for itself. Were a callback's among them in one and
+    not in the next, the one line at which this answer loses the file could be passed over.
+    """
+    loses = Swap("    os.replace", "    path.unlink(missing_ok=True)\n    os.replace")
+    quiet = judged("my_write", loses).message
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback := lambda phase, info: None)
+    gc.set_threshold(1)
+    try:
+        assert judged("my_write", loses).message == quiet
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
 
 
 # The engine.
@@ -113,16 +186,18 @@ def test_same_recognises_a_known_mistake():
 
 
 def test_number_says_which_way_and_why():
-    number(12, 12)
-    number(12.05, 12, rel=0.01)
+    Number(12).judge(12)
+    Number(12, rel=0.01).judge(12.05)
     with pytest.raises(Wrong, match="13 bytes is too large"):
-        number(13, 12, "bytes")
+        Number(12, "bytes").judge(13)
+    with pytest.raises(Wrong, match=r"a factor of 10\^9: the unit is bytes"):
+        Number(12e9, "bytes").judge(12)
     with pytest.raises(Wrong, match="That counts both directions"):
-        number(24, 12, hints={24: "That counts both directions."})
+        Number(12, wrong={24: "That counts both directions."}).judge(24)
     with pytest.raises(Wrong, match="should be a number of bytes, not 'twelve'"):
-        number("twelve", 12, "bytes")
+        Number(12, "bytes").judge("twelve")
     with pytest.raises(Wrong, match="0 is too small"):
-        number(0, 12)
+        Number(12).judge(0)
 
 
 def test_a_failing_answer_is_wrong_not_an_error():

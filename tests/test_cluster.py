@@ -25,7 +25,7 @@ from shardlab import show
 from shardlab.__main__ import main
 from shardlab.cluster import core
 from shardlab.cluster.command import PARTS
-from shardlab.cluster.core import Host, Order, Report
+from shardlab.cluster.host import Failure, Host, Order, Report, first_cause
 from shardlab.cluster.job import Job, free_port
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -385,13 +385,13 @@ fail("Connection closed by peer")
 
 
 def test_a_rank_that_was_killed_is_never_a_victim():
-    def error(rank, killed, when):
-        return {"rank": rank, "killed": killed, "time": when, "what": "x"}
+    def report(rank, killed, when):
+        return Report(failures=(Failure(rank, killed, when, "x"),))
 
-    reports = {0: Report(errors=(error(0, False, 1.0),)), 1: Report(errors=(error(3, True, 1.2),))}
-    assert "rank 3" in core.first_cause(reports)
-    assert "rank 0" in core.first_cause({0: reports[0], 1: Report(errors=(error(3, False, 2.0),))})
-    assert core.Ranks(Job(("x",), "127.0.0.1:1"))._error(0, -signal.SIGABRT)["killed"] is False
+    first = report(0, False, 1.0)
+    assert "rank 3" in first_cause({0: first, 1: report(3, True, 1.2)})
+    assert "rank 0" in first_cause({0: first, 1: report(3, False, 2.0)})
+    assert core.Ranks(Job(("x",), "127.0.0.1:1"))._failure(0, -signal.SIGABRT).killed is False
 
 
 # The host decides, without processes.
@@ -451,7 +451,8 @@ def test_nobody_is_interrupted_when_some_are_done():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ranks": 0}, "ranks=0: allowed are whole numbers, 1 or more"),
+        ({"ranks": 0}, "ranks=0: allowed are whole numbers, 1 to 1,000"),
+        ({"ranks": 10**6}, "ranks=1000000: allowed are whole numbers, 1 to 1,000"),
         ({"restarts": -1}, "restarts=-1: allowed are whole numbers, 0 or more"),
         ({"nodes": (2, 1)}, "nodes=2:1: allowed are LEAST:MOST"),
         ({"patience": 0}, "patience=0: allowed are numbers above 0"),

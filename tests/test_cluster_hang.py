@@ -171,15 +171,15 @@ def entry(number, state, group="0", duration=None, created=0.0):
     }  # fmt: skip
 
 
-def of_nccl(*by_rank, members="[0, 1, 2, 3]"):
-    """The calls of each rank; given are the entries of each."""
+def of_nccl(*by_rank, members="[0, 1, 2, 3]", folder=None):
+    """The calls of each rank; given are the entries of each. folder: records go there as well."""
     groups = {str(n): {"name": str(n), "desc": "dp", "ranks": members} for n in range(2)}
     status = {n: {"last_completed_collective": 0} for n in groups}
     record = {"version": "2.10", "pg_config": groups, "pg_status": status}
-    return {
-        rank: flight.calls(record | {"entries": entries}, rank)
-        for rank, entries in enumerate(by_rank)
-    }
+    records = {rank: record | {"entries": mine, "rank": rank} for rank, mine in enumerate(by_rank)}
+    for rank, one in records.items() if folder else ():
+        (folder / f"{flight.PREFIX}{rank}").write_bytes(pickle.dumps(one))
+    return {rank: flight.calls(one, rank) for rank, one in records.items()}
 
 
 def test_a_gpu_that_does_not_come_to_what_its_host_has_queued_is_behind():
@@ -205,6 +205,15 @@ def test_gpus_that_wait_for_one_another_are_a_cycle_though_all_hosts_have_queued
     theirs = [entry(1, "started", "1"), entry(1, "scheduled", "0")]
     (found,) = hang.explain(of_nccl(mine, theirs, members="[0, 1]"))
     assert found.kind == "cycle" and found.ranks == (0, 1)
+
+
+def test_a_circle_is_two_findings_for_torchs_tool(tmp_path):
+    """When this fails, torch looks beyond a group: then `hang` need not."""
+    mine, theirs = [entry(1, "started", "0")], [entry(1, "started", "1")]
+    (found,) = hang.explain(of_nccl(mine, theirs, members="[0, 1]", folder=tmp_path))
+    assert found.kind == "cycle"
+    said = torchfrtrace(tmp_path)
+    assert "missing ranks: {1}" in said and "missing ranks: {0}" in said
 
 
 def test_a_gpu_that_is_behind_because_it_waits_elsewhere_is_not_the_cause():
@@ -304,6 +313,22 @@ def told(text):
     """Per rank, what the text's flight recorder says: operation, number, state, line."""
     rows = [line.split() for line in text.splitlines() if LINE.search(line) and " #" in line]
     return [[word for word in row if word != ""] for row in rows]
+
+
+def test_a_record_of_a_slow_step_is_no_hang(tmp_path, monkeypatch):
+    for rank in range(2):
+        (tmp_path / f"{flight.PREFIX}{rank}").touch()
+    slow, later = call(0, number=6, waiting=True), call(0, number=7, waiting=True)
+    through = call(1, number=6)
+    for mine, theirs, hangs in (
+        ([slow], [through], False),
+        ([slow], [through, call(1, number=7, waiting=True)], False),
+        ([call(0, number=6), later], [through, call(1, number=7, op="barrier")], False),
+        ([call(0, number=6), later], [through, replace(later, rank=1, op="barrier")], True),
+        ([later], [call(1, "other", number=7, waiting=True)], True),
+    ):
+        monkeypatch.setattr(flight, "read", lambda _, m=mine, t=theirs: {0: m, 1: t})
+        assert capture._hangs(tmp_path, 2) is hangs
 
 
 @pytest.mark.alone

@@ -366,6 +366,7 @@ def test_without_slurm_it_says_what_to_install(tmp_path: Path, monkeypatch, caps
     ("given", "named"),
     [
         ({"nodes": 0}, "nodes=0"),
+        ({"nodes": 10**6}, "nodes=1000000: allowed are whole numbers, 1 to 1,000"),
         ({"cpus": 1.5}, "cpus=1.5"),
         ({"gpus": 8}, "gpus=8"),
         ({"folder": "with space"}, "letters"),

@@ -470,7 +470,20 @@ def test_copies_to_and_from_the_host_are_drawn_and_hide_nothing():
 def test_folders_without_traces_are_refused(tmp_path):
     with pytest.raises(ValueError, match="rank0.json"):
         timeline.read(tmp_path)
-    (tmp_path / "rank0.json").write_text('{"a": 1}')
+    for trace in (
+        '{"a": 1}',
+        "[]",
+        '{"traceEvents": [3]}',
+        '{"traceEvents": [{"ph": "X", "ts": 0, "dur": []}]}',
+        99_999 * "[",
+        9_999 * "1",
+        "{",
+    ):
+        (tmp_path / "rank0.json").write_text(trace)
+        with pytest.raises(ValueError, match="torch.profiler"):
+            timeline.read(tmp_path)
+    (tmp_path / "rank0.json").unlink()
+    (tmp_path / "rank0.json").mkdir()
     with pytest.raises(ValueError, match="torch.profiler"):
         timeline.read(tmp_path)
 

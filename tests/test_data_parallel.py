@@ -1,55 +1,24 @@
-"""Data parallelism equals one process and torch's DDP; one test per promise."""
+"""What data parallelism sends, holds and survives, one test per promise; it equals: `rows.data`."""
 
-import copy
-import math
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from answers import each, judged
 from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sides import SMALL, Toy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import buckets as shared
-from shardlab import count, link, ranks, text
+from shardlab import count, link, ranks
 from shardlab import data_parallel as dp
-from shardlab.model import GPT, PRESETS, loss
-
-ROOT = Path(__file__).resolve().parents[1]
-SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
 
 
 def run(fn, size, *args, timeout=60):
     return ranks.run(fn, size, *args, timeout=timeout)
-
-
-class Toy(nn.Module):
-    """All that is special at once: tied, frozen, buffer, branches that a rank may not use."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = nn.Embedding(17, 12)
-        self.frozen = nn.Linear(12, 12).requires_grad_(False)
-        self.left = nn.Linear(12, 12)
-        self.right = nn.Linear(12, 12)
-        self.never = nn.Linear(12, 12)
-        self.head = nn.Linear(12, 17, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, tokens, branches="lr"):
-        if self.training:
-            self.seen += tokens.shape[0]
-        x = self.frozen(self.embedding(tokens))  # [batch, 12]
-        for branch in branches:
-            x = x + (self.left if branch == "l" else self.right)(x).tanh()
-        return self.head(x)  # [batch, 17]
 
 
 def toy_batch(step, part, size):
@@ -74,170 +43,6 @@ def gap(a, b):
         if x is not None and x.numel():
             worst = max(worst, (x.double() - y.double()).abs().max().item())
     return worst
-
-
-# What the ranks do in a step: the branches that rank r uses, its samples, its micro-batches.
-CASES = {
-    "plain": (lambda r: "lr", lambda r: 6, 1),
-    "unused on some": (lambda r: "lr" if r == 0 else "l", lambda r: 6, 1),
-    "other order": (lambda r: "lr" if r % 2 else "rl", lambda r: 6, 1),
-    "uneven": (lambda r: "lr", lambda r: 6 - 2 * r if r < 3 else 0, 1),
-    "accumulated": (lambda r: "lr", lambda r: 6, 3),
-    "accumulated, first part alone": (lambda r: "lr", lambda r: 6, -3),
-}
-
-
-def five_steps(case, dtype, set_to_none=True):
-    """Ours, torch's DDP, and one process that goes through all ranks' shares: the differences."""
-    branches, samples, parts = CASES[case]
-    lazy, parts = parts < 0, abs(parts)  # lazy: only the first micro-batch uses both branches
-    rank, size = dist.get_rank(), dist.get_world_size()
-    serial = here(Toy()).to(dtype)
-    ours = dp.DataParallel(copy.deepcopy(serial), dist.group.WORLD, **SMALL)
-    torchs = nn.parallel.DistributedDataParallel(
-        copy.deepcopy(serial), find_unused_parameters=True, gradient_as_bucket_view=True
-    )
-    models = (ours, torchs, serial)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in models]
-    total = sum(samples(r) for r in range(size))
-    against_torch, against_serial = [], []
-    for step in range(5):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad(set_to_none=set_to_none)
-
-            def one(model, r, part, step=step):
-                used = "l" if lazy and part else branches(r)
-                batch = toy_batch(step, 10 * r + part, samples(r))
-                if case != "uneven":
-                    return toy_loss(model, batch, used) / parts
-                value = toy_loss(model, batch, used, "sum")
-                if model is serial:
-                    return value * (size / total)
-                return dp.joined_mean(value, samples(r), dist.group.WORLD)
-
-            if model is serial:
-                # In the order of the ranks, each scaled by 1/N: the arithmetic of two ranks.
-                for r in range(size):
-                    for part in range(parts):
-                        (one(model, r, part) / size).backward()
-                continue
-            with model.no_sync():
-                for part in range(parts - 1):
-                    one(model, rank, part).backward()
-            one(model, rank, parts - 1).backward()
-        if case != "accumulated, first part alone":
-            # torch's DDP looks at the last micro-batch alone for what is unused: left out there.
-            against_torch.append(gap(gradients(ours), gradients(torchs)))
-        against_serial.append(gap(gradients(ours), gradients(serial)))
-        for optimizer in optimizers:
-            optimizer.step()
-    assert dp.drift(ours, dist.group.WORLD) == 0.0
-    weights = [[p.detach() for p in m.parameters()] for m in models]
-    torch_weights = gap(weights[0], weights[1]) if against_torch else 0.0
-    return (
-        *map(max, (against_torch or [0.0], against_serial)),
-        torch_weights,
-        gap(weights[0], weights[2]),
-    )
-
-
-def all_cases(dtype):
-    return {case: five_steps(case, dtype) for case in CASES}
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_five_steps_equal_one_process_and_torch_in_float64(size):
-    for results in run(all_cases, size, torch.float64):
-        for case, differences in results.items():
-            # float64 rounds at 1e-16; sums of a few dozen terms of size 1, five AdamW steps of 1e-2
-            # which divide by gradients of 1e-4 and more: a wrong formula would show at 1e-3.
-            assert max(differences) < 1e-11, (case, differences)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_up_to_two_ranks_equal_torch_bit_for_bit_in_float32(size):
-    for results in run(all_cases, size, torch.float32):
-        for case, (by_torch, _, torch_weights, _) in results.items():
-            assert (by_torch, torch_weights) == (0.0, 0.0), case  # a + b is b + a, also rounded
-
-
-def plain_bits():
-    return [
-        five_steps("plain", torch.float32),
-        five_steps("unused on some", torch.float32),
-        five_steps("unused on some", torch.float32, set_to_none=False),
-    ]
-
-
-def test_two_ranks_equal_one_process_bit_for_bit_where_it_goes_share_by_share():
-    for results in run(plain_bits, 2):
-        assert results == [(0.0,) * 4] * 3
-
-
-def test_four_ranks_in_float32_differ_by_the_order_of_sums_alone():
-    for results in run(plain_bits, 4):
-        for by_torch, by_serial, *_ in results:
-            # Gradients up to 1, four terms in another order: units of 6e-8, and five steps' worth.
-            assert max(by_torch, by_serial) < 2e-6
-
-
-def gpt_steps(dtype):
-    """A GPT on text against torch's DDP and against one forward over the joined batch."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    serial = here(GPT(PRESETS["nano"])).to(dtype)
-    ours = dp.DataParallel(copy.deepcopy(serial), dist.group.WORLD, 2**16, 2**14)
-    torchs = nn.parallel.DistributedDataParallel(copy.deepcopy(serial))
-    models = (ours, torchs, serial)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models]
-    worst = []
-    for step in range(5):
-        tokens, targets = here(text.batch(32, 4 * size, start=4 * size * step))
-        mine = slice(4 * rank, 4 * rank + 4)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            part = slice(None) if model is serial else mine
-            loss(model(tokens[part]), targets[part]).backward()
-        worst.append([gap(gradients(ours), gradients(other)) for other in (torchs, serial)])
-        for optimizer in optimizers:
-            optimizer.step()
-    weights = [[p.detach() for p in m.parameters()] for m in models]
-    worst.append([gap(weights[0], weights[1]), gap(weights[0], weights[2])])
-    return torch.tensor(worst).max(0).values.tolist(), len(ours.buckets)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_gpt_equals_the_joined_batch_and_torch(size):
-    for (by_torch, by_serial), buckets in run(gpt_steps, size, torch.float64):
-        assert buckets > 4
-        # As above; rotary angles are float32, but the same on both sides.
-        assert by_torch < 1e-10
-        assert by_serial < 1e-10
-
-
-def three_ways():
-    rank = dist.get_rank()
-    found = []
-    for way in ("hooks", "buckets", "parameters"):
-        model = here(Toy())
-        wrapped = dp.DataParallel(model, dist.group.WORLD, **SMALL) if way == "hooks" else model
-        for _ in range(2):
-            wrapped.zero_grad()
-            toy_loss(wrapped, toy_batch(0, rank, 6), "lr" if rank == 0 else "r").backward()
-            if way == "parameters":
-                dp.average_gradients(model, dist.group.WORLD)
-            if way == "buckets":
-                dealt = dp.assign_buckets(model.parameters(), 600, 500)
-                dp.average_in_buckets([dp.Bucket(p, dist.group.WORLD) for p in dealt])
-        found.append(gradients(model))
-    found[2] = [None if g is not None and not g.any() else g for g in found[2]]  # zeros for None
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert a is b is None or torch.equal(a, b)
-    return model.never.weight.grad is not None, found[0][-4:] is not None
-
-
-def test_the_three_ways_give_the_same_bits():
-    run(three_ways, 2)
 
 
 def joined_or_not():
@@ -459,38 +264,19 @@ def test_who_did_not_fail_gets_nan_and_not_half_a_sum():
 
 
 def complain(what):
-    module, keywords, group = Toy(), {}, dist.group.WORLD
-    if what == "size":
-        keywords = {"bucket_bytes": 0}
-    if what == "first":
-        keywords = {"first_bytes": 2.5}
-    if what == "group":
-        group = None
+    module, group = Toy(), dist.group.WORLD
     if what == "frozen":
         module.requires_grad_(False)
     if what == "sparse":
         module = nn.Embedding(3, 2, sparse=True)
-    if what == "differs" and dist.get_rank() == 1:
-        module.left = nn.Linear(12, 13)
-    if what == "more" and dist.get_rank() == 1:
-        module.more = nn.Linear(2, 2)
-    if what == "count":
-        dp.joined_mean(torch.ones(()), -1, group)
     if what == "empty":
         dp.joined_mean(torch.ones(()), 0, group)
-    dp.DataParallel(module, group, **keywords)
+    dp.DataParallel(module, group)
 
 
 COMPLAINTS = {
-    "size": "bucket_bytes=0: allowed is a whole number of bytes, 1 or more",
-    "first": "first_bytes=2.5: allowed",
-    "group": "group=None: allowed is a process group that holds this rank",
     "frozen": "module=Toy: nothing in it can be trained",
     "sparse": "module=Embedding: its gradients are sparse",
-    "differs": "module: rank 0 has left.weight [12, 12] torch.float32, rank 1 has left.weight "
-    "[13, 12] torch.float32",
-    "more": "rank 0 has no further one, rank 1 has more.weight",
-    "count": "count=-1: allowed",
     "empty": "count=0 on every rank",
 }
 
@@ -561,140 +347,3 @@ def test_step_seconds_is_the_schedule_of_one_wire():
     assert dp.step_seconds(1, 4, sizes, wire) == 1 + 4 + 1  # only the last bucket is not hidden
     assert dp.step_seconds(1, 1, sizes, wire) == 1 + 0.5 + 2  # the wire is busy from its start on
     assert dp.step_seconds(1, 4, sizes, lambda size: 0.0) == 5
-
-
-def averaged(module, group):
-    dp.average_gradients(module, group)
-
-
-def summed(module, group):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-
-
-def parameters_averaged(module, group):
-    for parameter in module.parameters():
-        with torch.no_grad():
-            parameter.add_(1e-3)
-            dist.all_reduce(parameter, dist.ReduceOp.AVG, group=group)
-
-
-def where_any(module, group):
-    trained = [p for p in module.parameters() if p.requires_grad]
-    users = torch.tensor([float(p.grad is not None) for p in trained])
-    dist.all_reduce(users, group=group)
-    for parameter, used in zip(trained, users.tolist(), strict=True):
-        if used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
-
-
-def skipped(module, group):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
-
-
-def backward_all(model, loss_of, micro_batches):
-    for batch in micro_batches:
-        (loss_of(batch) / len(micro_batches)).backward()
-
-
-def accumulated(model, loss_of, micro_batches):
-    with model.no_sync():
-        backward_all(
-            model,
-            lambda b: loss_of(b) * (len(micro_batches) - 1) / len(micro_batches),
-            micro_batches[:-1],
-        )
-    (loss_of(micro_batches[-1]) / len(micro_batches)).backward()
-
-
-def never_synchronised(model, loss_of, micro_batches):
-    with model.no_sync():
-        backward_all(model, loss_of, micro_batches)
-
-
-def undivided(model, loss_of, micro_batches):
-    backward_all(model, lambda batch: loss_of(batch) * len(micro_batches), micro_batches)
-
-
-def total_of(samples, group):
-    total = torch.tensor(samples)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def micro_batches(hidden=1, ring=True, with_forward=True, of_step=True, every=False):
-    def answer(size, n, bandwidth, forward, backward, share):
-        wire = (2 * (n - 1) / n if ring else 1) * size / bandwidth
-        work = backward + (forward if with_forward else 0)
-        waiting = max(0, wire - hidden * backward)
-        if every:
-            return max(1, math.ceil(wire / (backward + share / (1 - share) * work)))
-        return max(1, math.ceil(waiting * (1 - share if of_step else 1) / share / work))
-
-    return answer
-
-
-ANSWERS = [
-    ("my_exact_average", where_any, None),
-    ("my_exact_average", averaged, "that no rank used has a gradient of zeros"),
-    ("my_exact_average", lambda module, group: ..., "nothing was averaged"),
-    ("my_exact_average", summed, "the sum over the ranks, 2 times the average"),
-    ("my_exact_average", parameters_averaged, "parameters themselves have changed"),
-    ("my_exact_average", skipped, "take part in that parameter's all-reduce"),
-    ("my_joined_loss", dp.joined_mean, None),
-    ("my_joined_loss", lambda s, n, g: ..., "should be a tensor"),
-    ("my_joined_loss", lambda s, n, g: s / n, "average of the ranks' own means"),
-    ("my_joined_loss", lambda s, n, g: s / total_of(n, g), "3 times too small"),
-    ("my_joined_loss", lambda s, n, g: s, "nothing was divided"),
-    ("my_joined_loss", lambda s, n, g: torch.tensor(s.item()), "does not depend on loss_sum"),
-    ("my_accumulate", accumulated, None),
-    ("my_accumulate", lambda model, loss_of, micro_batches: ..., "No backward ran"),
-    ("my_accumulate", backward_all, "messages for"),
-    ("my_accumulate", never_synchronised, "outside no_sync()"),
-    ("my_accumulate", undivided, "3 times too large"),
-    ("ddp_bytes", 868e6, None),
-    ("ddp_bytes", ..., "There is no answer yet"),
-    ("ddp_bytes", 217e6, "four bytes"),
-    ("ddp_bytes", 434e6, "have to come back"),
-    ("ddp_bytes", 7 * 496e6, "a ring does better"),
-    ("overlap_floor", 0.14, None),
-    ("overlap_floor", ..., "There is no answer yet"),
-    ("overlap_floor", 0.19, "without any overlap"),
-    ("overlap_floor", 0.10, "before forward"),
-    ("overlap_floor", 0.09, "compute alone"),
-    ("my_micro_batches", micro_batches(), None),
-    ("my_micro_batches", lambda *job: None, "It returned None"),
-    ("my_micro_batches", lambda *job: 22.8, "It returned 22.8"),
-    ("my_micro_batches", lambda size, n: 1, "raised TypeError"),
-    ("my_micro_batches", lambda *job: 40, "With 2 GB on 8 ranks, 40 is too many."),
-    ("my_micro_batches", micro_batches(hidden=0), "let nothing overlap"),
-    ("my_micro_batches", micro_batches(ring=False), "and not the gradients once"),
-    ("my_micro_batches", micro_batches(with_forward=False), "computes forward passes as well"),
-    ("my_micro_batches", micro_batches(of_step=False), "waiting included"),
-    ("my_micro_batches", micro_batches(every=True), "the last one alone hides anything"),
-]
-
-
-@each(ANSWERS)
-def test_exercises_accept_the_solution_and_help_with_mistakes(name, answer, words):
-    judged(name, answer, words)
-
-
-def on_a_gpu():
-    model = dp.DataParallel(here(Toy()), dist.group.WORLD, **SMALL)
-    batch = toy_batch(0, dist.get_rank(), 6)
-    toy_loss(model, batch, "lr" if dist.get_rank() == 0 else "l").backward()
-    return [None if g is None else g.cpu() for g in gradients(model.module)]
-
-
-@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
-def test_on_a_gpu_the_gradients_are_those_of_the_cpu():
-    got = ranks.run(on_a_gpu, 2, device="cuda")
-    want = ranks.run(on_a_gpu, 2, device="cpu")
-    # float32 sums of a few dozen terms of size 0.1, in other orders on a GPU.
-    assert max(gap(a, b) for a, b in zip(got, want, strict=True)) < 1e-6

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardlab import count, ranks, text
 from shardlab import deepspeed_engine as de
 from shardlab.deepspeed_engine import lab, start
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, loss
 
 pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
@@ -81,6 +82,14 @@ def references(cases):
     return [one_process(**case) for case in cases]
 
 
+def configured(world, zero=0, tp=1, pp=1, accumulation=1, offload="none", **more):
+    """Settings for `world` ranks of MICRO sequences at a time."""
+    layout = Layout(
+        world // (tp * pp), tp, pp, zero, MICRO, accumulation, offload=offload
+    )  # fmt: skip
+    return de.config(layout, **more)
+
+
 def share_of(settings):
     """Which data-parallel share this rank computes."""
     tp, pp = settings.get("tp", 1), settings.get("pp", 1)
@@ -92,7 +101,7 @@ def share_of(settings):
 def started(settings):
     stages = settings.get("pp", 1)
     module = de.pipeline(model(), stages) if stages > 1 else model()
-    return de.initialize(module, de.config(MICRO, dist.get_world_size(), **settings))
+    return de.initialize(module, configured(dist.get_world_size(), **settings))
 
 
 def one_step(engine, settings, step):
@@ -233,7 +242,9 @@ def share_of_four(step):
 def saved_at_each_stage(folder):
     found = {}
     for stage in (1, 2, 3):
-        engine = de.initialize(model(), de.config(2, 2, zero=stage, **PLAIN_LINEAR_OF[stage]))
+        engine = de.initialize(
+            model(), de.config(Layout(2, zero=stage, micro_batch=2), **PLAIN_LINEAR_OF[stage])
+        )
         for step in range(3):
             de.step(engine, share_of_four(step))
         de.save(engine, folder / f"{stage}", "three")
@@ -245,7 +256,8 @@ def gone_on(folder):
     size, found = dist.get_world_size(), {}
     for stage in (1, 2, 3):
         more = {"checkpoint": {"load_universal": True}, **PLAIN_LINEAR_OF[stage]}
-        engine = de.initialize(model(), de.config(4 // size, size, zero=stage, **more))
+        layout = Layout(size, zero=stage, micro_batch=4 // size)
+        engine = de.initialize(model(), de.config(layout, **more))
         de.load(engine, folder / f"{stage}")
         found[stage] = [de.step(engine, share_of_four(step)) for step in (3, 4)], de.weights(engine)
     return found
@@ -313,7 +325,7 @@ def llama(folder, settings):
         return {name: value.detach() for name, value in module.state_dict().items()}
     stages = settings.get("pp", 1)
     engine = de.initialize(
-        de.pipeline(module, stages) if stages > 1 else module, de.config(MICRO, 2, **settings)
+        de.pipeline(module, stages) if stages > 1 else module, configured(2, **settings)
     )
     for step in range(3):
         de.step(engine, [batch(step, 0, 0)])
@@ -339,7 +351,7 @@ def unasked():
     """One step with and without the key: what leaving it out does."""
     norms = {}
     for name, clipping in (("left out", None), ("0", 0.0), ("1", 1.0)):
-        settings = de.config(MICRO, 1, zero=1, clipping=clipping or 0.0)
+        settings = configured(1, zero=1, clipping=clipping or 0.0)
         if clipping is None:
             del settings["gradient_clipping"]
         module = model()
@@ -378,12 +390,10 @@ def recomputed(settings, asked):
 
 
 def three_ways():
-    settings = de.config(MICRO, 1, zero=1)
-    configured = de.config(MICRO, 1, zero=1, recompute=True)
-    assert "activation_checkpointing" in configured
-    return [
-        recomputed(*way) for way in ((settings, False), (configured, False), (configured, True))
-    ]
+    layout = Layout(zero=1, micro_batch=MICRO)
+    settings, section = de.config(layout), de.config(replace(layout, recompute="full"))
+    assert "activation_checkpointing" in section
+    return [recomputed(*way) for way in ((settings, False), (section, False), (section, True))]
 
 
 def test_recomputation_has_to_be_asked_for():
@@ -394,7 +404,7 @@ def test_recomputation_has_to_be_asked_for():
 
 
 def pipeline_saved(recompute):
-    settings = de.config(MICRO, 2, pp=2, recompute=recompute)
+    settings = de.config(Layout(pp=2, micro_batch=MICRO, recompute=recompute))
     engine = de.initialize(de.pipeline(model(), 2), settings)
     with count.saved(*engine.module.parameters()) as saved:
         de.step(engine, [batch(0, 0, 0)])
@@ -402,7 +412,7 @@ def pipeline_saved(recompute):
 
 
 def test_in_a_pipeline_the_configuration_recomputes():
-    (plain, w0), (recomputing, w1) = (run(pipeline_saved, 2, way)[0] for way in (False, True))
+    (plain, w0), (recomputing, w1) = (run(pipeline_saved, 2, way)[0] for way in ("none", "full"))
     assert recomputing < plain / 2  # what DeepSpeed keeps of its own accord is not seen here
     assert gap(w0, w1) == 0.0
 
@@ -451,42 +461,37 @@ def test_nothing_is_printed_and_no_compiler_is_called(tmp_path):
 
 
 def test_a_configuration_multiplies():
-    built = de.config(4, 8, accumulation=3, dp=8, zero=2, clipping=1, train_batch=96)
+    built = de.config(Layout(8, zero=2, micro_batch=4, microbatches=3), clipping=1)
     assert built["train_batch_size"] == 96 == 4 * 3 * 8
     assert built["zero_optimization"] == {"stage": 2}
     assert built["gradient_clipping"] == 1.0
-    assert de.config(4, 8, pp=2, accumulation=3)["train_batch_size"] == 48
-    assert "train_batch_size" not in de.config(4, 8, tp=2)  # DeepSpeed would count all ranks
+    assert de.config(Layout(4, pp=2, micro_batch=4, microbatches=3))["train_batch_size"] == 48
+    assert "train_batch_size" not in de.config(Layout(4, 2))  # DeepSpeed would count all ranks
 
 
 def test_further_sections_are_merged():
-    built = de.config(zero=3, zero_optimization={"overlap_comm": False}, wall_clock_breakdown=True)
+    more = {"zero_optimization": {"overlap_comm": False}, "wall_clock_breakdown": True}
+    built = de.config(Layout(zero=3), **more)
     assert built["zero_optimization"] == {"stage": 3, "overlap_comm": False}
     assert built["wall_clock_breakdown"] is True
 
 
 WRONG = [
-    ({"zero": 4}, "zero=4: allowed are 0, 1, 2 and 3"),
-    ({"zero": "3"}, "zero='3': allowed are"),
-    ({"zero": True}, "zero=True: allowed are"),
-    ({"micro_batch": 0}, "micro_batch=0: allowed are whole numbers"),
-    ({"accumulation": -1}, "accumulation=-1: allowed are whole numbers"),
-    ({"world_size": 2.0}, "world_size=2.0: allowed are whole numbers"),
-    ({"world_size": 4, "tp": 3}, "world_size=4: allowed are multiples of tp * pp = 3 * 1"),
-    ({"world_size": 4, "dp": 4, "pp": 2}, "dp * tp * pp = 4 * 1 * 2 = 8 is allowed"),
-    ({"world_size": 2, "train_batch": 3}, "train_batch=3: micro_batch * accumulation * dp = 1"),
-    ({"world_size": 2, "pp": 2, "zero": 2}, "zero=2: with pp=2 allowed are 0 and 1"),
-    ({"world_size": 2, "pp": 2, "zero": 3}, "zero=3: with pp=2 allowed are 0 and 1"),
-    ({"world_size": 4, "pp": 2, "tp": 2}, "tp=2: with pp=2 allowed is 1"),
-    ({"offload": "optimizer"}, "zero=0: with offload='optimizer' allowed are 1, 2 and 3"),
-    ({"offload": "parameters", "zero": 2}, "zero=2: with offload='parameters' allowed is 3"),
-    ({"offload": "disk"}, "offload='disk': allowed are 'none', 'optimizer', 'parameters'"),
-    ({"precision": "fp8"}, "precision='fp8': allowed are 'fp32', 'bf16', 'fp16'"),
+    ({"layout": 2}, "layout=2: allowed is a Layout"),
+    ({"layout": Layout(pp=2, zero=2)}, "zero=2: with pp=2 allowed are 0 and 1"),
+    ({"layout": Layout(pp=2, zero=3)}, "zero=3: with pp=2 allowed are 0 and 1"),
+    ({"layout": Layout(pp=2, tp=2)}, "tp=2: with pp=2 allowed is 1"),
+    ({"layout": Layout(cp=2)}, "cp=2: allowed are 1"),
+    ({"layout": Layout(2, ep=2)}, "ep=2: allowed are 1"),
+    ({"layout": Layout(pp=2, schedule="gpipe")}, "schedule='gpipe': allowed are '1f1b'"),
+    ({"layout": Layout(recompute="norms")}, "recompute='norms': allowed are 'none' and 'full'"),
+    ({"layout": Layout(offload="optimizer")}, "zero=0: with offload='optimizer' allowed are 1"),
+    ({"precision": "fp8"}, "precision='fp8': allowed are 'fp32', 'bf16' and 'fp16'"),
     ({"precision": "fp16", "device": "cpu"}, "precision='fp16': on a CPU"),
     ({"device": "tpu"}, "device='tpu': allowed are"),
     ({"clipping": -1.0}, "clipping=-1.0: allowed is a norm"),
     ({"clipping": float("nan")}, "clipping=nan: allowed is a norm"),
-    ({"world_size": 2, "tp": 2, "tp_plan": "gpt9"}, "preset_model='gpt9': no such preset"),
+    ({"layout": Layout(tp=2), "tp_plan": "gpt9"}, "preset_model='gpt9': no such preset"),
     ({"gradient_cliping": 0.0}, "would ignore it; perhaps meant: 'gradient_clipping'"),
     ({"pipeline": {"stage": 2}}, "knows no 'pipeline.stage'"),
     ({"scheduler": {"typ": "WarmupLR"}}, "perhaps meant: 'scheduler.type'"),
@@ -494,7 +499,7 @@ WRONG = [
     ({"bf16": {"enabled": "perhaps"}}, "enabled='perhaps': Input should be a valid boolean"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
     (
-        {"world_size": 2, "tp": 2, "tp_plan": {"layer_specs": [{"pattern": ["x"]}]}},
+        {"layout": Layout(tp=2), "tp_plan": {"layer_specs": [{"pattern": ["x"]}]}},
         "layer_specs.pattern', and would ignore it; perhaps meant",
     ),
 ]
@@ -692,7 +697,7 @@ def refusals(folder):
         except (ValueError, FileNotFoundError) as error:
             said.append(f"{type(error).__name__}: {error}")
 
-    note(de.initialize, model(), de.config(MICRO, 4))
+    note(de.initialize, model(), de.config(Layout(4, micro_batch=MICRO)))
     note(de.recompute, model(), [])
     note(de.pipeline, model(), 3)
     note(de.pipeline, model(), 0)

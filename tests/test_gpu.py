@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 
+import contract
 import pytest
 import torch
 import torch.distributed as dist
+from rows import ROWS
 from torch import nn
 
 from shardlab import link, ranks
+from shardlab import tensor_parallel as tp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,24 +121,6 @@ def test_the_slow_links_clock_starts_when_the_stream_is_so_far():
         assert queued < 0.5 * busy and 0.9 * busy < begun
 
 
-def test_ddp_on_the_slow_link_on_a_gpu():
-    def work() -> bool:
-        torch.manual_seed(0)
-        device = ranks.device()
-        plain = nn.Linear(64, 64).to(device)
-        x = torch.randn(2, 8, 64, device=device)
-        slow = link.slow(1e-4, 1e9)
-        model = nn.parallel.DistributedDataParallel(plain, process_group=slow)
-        model(x[dist.get_rank()]).sum().backward()
-        got = plain.weight.grad.clone()
-        plain.zero_grad()
-        (plain(x.flatten(0, 1)).sum() / 2).backward()
-        # 1e-5 of the largest: the GPU's products of 8 and of 16 rows add up in different orders.
-        return (got - plain.weight.grad).abs().max() <= 1e-5 * plain.weight.grad.abs().max()
-
-    assert all(ranks.run(work, 2))
-
-
 def test_our_data_parallel_equals_torchs_on_a_gpu():
     def work() -> float:
         from shardlab.data_parallel import DataParallel
@@ -154,3 +139,28 @@ def test_our_data_parallel_equals_torchs_on_a_gpu():
         return max((a.grad - b.grad).abs().max().item() for a, b in pairs)
 
     assert ranks.run(work, 2) == [0.0, 0.0]  # two addends: no order of sums to differ in
+
+
+ROWS_HERE = [row for row in ROWS if row.gpus and row.ranks <= 4]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("technique", dict.fromkeys(row.technique for row in ROWS_HERE))
+def test_what_is_parallel_trains_as_one_process_does(technique: str, size: int):
+    rows = [row for row in ROWS_HERE if (row.technique, row.ranks) == (technique, size)]
+    if not rows:
+        pytest.skip(f"{technique} has no row of {size} ranks for a GPU")
+    found = contract.all_of(rows, "cuda")
+    for row in rows:
+        contract.judged(row, found, "cuda")
+
+
+def test_a_target_that_is_no_token_makes_the_loss_nan():
+    """Nothing raises there: whoever looked would make the host wait."""
+
+    def work() -> bool:
+        logits = torch.randn(2, 3, 4, device=ranks.device())
+        targets = torch.full((2, 3), 8, device=ranks.device())
+        return tp.loss(logits, targets, dist.group.WORLD).isnan().item()
+
+    assert ranks.run(work, 2) == [True, True]

@@ -1,6 +1,7 @@
 """The house keeps its own rules: floors, rooms, sizes, pins."""
 
 import ast
+import graphlib
 import json
 import re
 import shutil
@@ -28,7 +29,7 @@ BRINGS = {name: topic.module for name, topic in INDEX.topics.items() if topic.mo
 
 def unit(parts: list[str]) -> str | None:
     """The floor plan's name for the module shardlab.<parts>; None for shardlab itself."""
-    if parts[:1] == ["check"] and len(parts) > 1 and (PACKAGE / f"check/{parts[1]}.py").exists():
+    if parts[:1] == ["check"] and parts[1:] and parts[1] in TOPICS:
         return f"check.{parts[1]}"
     return parts[0] if parts else None
 
@@ -76,6 +77,41 @@ def test_a_module_imports_only_from_the_floors_below(path: Path) -> None:
     for other in imported(path) & (FLOOR_OF.keys() | {unit(["check", t]) for t in TOPICS}):
         same = other == own or floor(other) == floor(own) == 0
         assert same or floor(other) < floor(own), f"{own} must not import {other}"
+
+
+def modules_imported(path: Path) -> set[Path]:
+    """The package's files that the file imports, wherever in it, but for the sake of types."""
+    found: set[Path] = set()
+    nodes = list(ast.parse(path.read_text("utf-8")).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            folders = path.relative_to(PACKAGE.parent).parts[:-1]
+            base = list(folders[: len(folders) - node.level + 1]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            names = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for name in names:  # of a module, or of what stands in one
+            places = [PACKAGE.parent.joinpath(*name[:end]) for end in (len(name), len(name) - 1)]
+            files = [f for p in places for f in (p.with_suffix(".py"), p / "__init__.py")]
+            found |= set([file for file in files if file in MODULES][:1])
+    return found - {path}
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """Nor by an import inside of a function: who reads one would have to have read the other."""
+    order = graphlib.TopologicalSorter({path: modules_imported(path) for path in MODULES})
+    try:
+        order.prepare()
+    except graphlib.CycleError as error:
+        circle = [path.relative_to(PACKAGE).as_posix() for path in error.args[1]]
+        pytest.fail(" is imported by ".join(circle))
 
 
 def test_no_module_is_longer_than_500_lines() -> None:

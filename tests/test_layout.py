@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab import experts, layout, memory, pipeline, ranks, tensor_parallel
+from shardlab import experts, layout, memory, pipeline, ranks, sequence_parallel, tensor_parallel
 from shardlab.layout import Layout, Stage, ledger, stages
 from shardlab.layout.entries import held
 from shardlab.model import GPT
@@ -71,6 +71,22 @@ def test_a_tensor_group_cuts_what_the_ledger_says(name: str) -> None:
         for entry in entries:
             word = "I" if entry.tp is None else "V"
             assert mine[entry.name] == (entry.local(2), entry.tp, word)
+
+
+def seen_partly(config: Config) -> list[str]:
+    """Names of what a rank has whole, and whose gradient knows its tokens alone."""
+    model = tensor_parallel.parallelize(
+        GPT(config), dist.group.WORLD, sequence_parallel.ALONG_SEQUENCE
+    )
+    some = {id(parameter) for parameter in sequence_parallel.seen_partly(model)}
+    return [name for name, p in model.named_parameters() if id(p) in some]
+
+
+@pytest.mark.parametrize("name", ["plain", "untied", "rms"])
+def test_sequence_parallelism_sees_in_parts_what_the_ledger_says(name: str) -> None:
+    config = SHAPES[name]
+    for mine in ranks.run(seen_partly, 2, config, device="cpu"):
+        assert mine == [entry.name for entry in ledger(config) if entry.partly]
 
 
 def dealt(config: Config) -> dict[str, tuple[int, ...]]:
@@ -142,10 +158,10 @@ def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> N
         tp = 2
     for stage in stages(config, pp):
         entries = held(config, stage, ep)
-        counts = memory.parameters(config, tp, stage=stage, ep=ep)
+        counts = memory.parameters(config, Layout(dp=ep, tp=tp, ep=ep), stage)
         assert sum(counts.values()) == sum(prod(entry.local(tp)) for entry in entries)
         own = sum(entry.elements(tp) for entry in entries if entry.expert is not None)
-        assert memory.in_experts(config, tp, stage=stage, ep=ep) == own
+        assert memory.in_experts(config, Layout(dp=ep, tp=tp, ep=ep), stage) == own
 
 
 def test_a_stage_says_what_stands_on_it() -> None:

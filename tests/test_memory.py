@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab import memory, model
+from shardlab.layout import Layout
 from shardlab.shapes import PRESETS, Config
 
 LLAMA = PRESETS["llama-3-8b"]
@@ -54,7 +55,9 @@ def test_every_cell_of_zero_table_1() -> None:
     for params, rows in ZERO_TABLE_1.items():
         for dp, printed in rows.items():
             for zero, cell in zip((1, 2, 3), printed, strict=True):
-                gigabytes = memory.states(params, "fp16", "adam", zero, dp).total / 1e9
+                gigabytes = (
+                    memory.states(params, Layout(dp=dp, zero=zero), "fp16", "adam").total / 1e9
+                )
                 # The print rounds some cells and truncates others (4187.5 is printed 4187).
                 assert abs(gigabytes - cell) < last_digit(cell), (params, dp, zero)
                 cells += 1
@@ -63,7 +66,9 @@ def test_every_cell_of_zero_table_1() -> None:
 
 def test_the_figure_of_zero() -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5 billion parameters, 64 ranks."""
-    totals = [memory.states(7.5e9, "fp16", "adam", zero, 64).total for zero in range(4)]
+    totals = [
+        memory.states(7.5e9, Layout(dp=64, zero=zero), "fp16", "adam").total for zero in range(4)
+    ]
     assert totals == [120_000_000_000, 31_406_250_000, 16_640_625_000, 1_875_000_000]
     assert [round(t / 1e9, 1) for t in totals] == [120, 31.4, 16.6, 1.9]
 
@@ -82,7 +87,7 @@ ZERO_TABLE_2 = {
 def test_the_largest_models_of_zero_table_2() -> None:
     for tp, row in ZERO_TABLE_2.items():
         for zero, printed in enumerate(row):
-            found = memory.largest(32e9, "fp16", "adam", zero, dp=64, tp=tp) / 1e9
+            found = memory.largest(32e9, Layout(dp=64, tp=tp, zero=zero), "fp16", "adam") / 1e9
             # The paper's 500, 1000 and 2000 are rounded 512, 1024 and 2048; the others are the
             # first row times tp, so that its rounding (7.64 to 7.6) is multiplied too.
             assert found == pytest.approx(printed, rel=0.025)
@@ -91,10 +96,10 @@ def test_the_largest_models_of_zero_table_2() -> None:
 def test_one_parameter_more_than_the_largest_does_not_fit() -> None:
     for zero in range(4):
         for precision in memory.PRECISIONS:
-            recipe = {"precision": precision, "zero": zero, "dp": 64, "tp": 3}
-            fits = memory.largest(32e9, **recipe)
-            assert memory.states(fits, **recipe).total <= 32e9
-            assert memory.states(fits + 1, **recipe).total > 32e9
+            layout = Layout(dp=64, tp=3, zero=zero)
+            fits = memory.largest(32e9, layout, precision)
+            assert memory.states(fits, layout, precision).total <= 32e9
+            assert memory.states(fits + 1, layout, precision).total > 32e9
     assert memory.largest(15) == 0 and memory.largest(16) == 1
 
 
@@ -110,7 +115,7 @@ def test_bytes_per_parameter_of_megatron(
     for d in (1, 2, 64, 1000):
         assert memory.megatron_bytes(precision, d) == fixed + Fraction(shared, d)
         assert memory.megatron_bytes(precision, d, distributed=False) == alone
-    states = memory.states(6_000_000, precision, "adam", zero=1, dp=64)
+    states = memory.states(6_000_000, Layout(dp=64, zero=1), precision, "adam")
     if precision != "fp16":  # there Megatron keeps float32 gradients beside
         assert states.total == 6_000_000 * memory.megatron_bytes(precision, 64)
 
@@ -132,28 +137,31 @@ def test_recipes_have_the_bytes_that_people_know() -> None:
     for (precision, optimizer), value in known.items():
         assert memory.bytes_per_parameter(precision, optimizer) == value
         # A whole number of blocks of 2048 parameters needs no rounding.
-        assert memory.states(2048 * 1000, precision, optimizer).total == 2048 * 1000 * value
+        assert (
+            memory.states(2048 * 1000, precision=precision, optimizer=optimizer).total
+            == 2048 * 1000 * value
+        )
 
 
 def test_offloading_moves_bytes_and_loses_none() -> None:
-    sizes = {"precision": "bf16", "dp": 8}
     for zero in range(4):
-        kept = memory.states(10_000_000, zero=zero, **sizes)
-        off = memory.states(10_000_000, zero=zero, offload="optimizer", **sizes)
+        layout = Layout(dp=8, zero=zero)
+        kept = memory.states(10_000_000, layout)
+        off = memory.states(10_000_000, replace(layout, offload="optimizer"))
         assert off.total + off.host == kept.total and kept.host == 0
         assert off.optimizer == 0 and off.parameters == kept.parameters
         assert off.gradients == (0 if zero >= 2 else kept.gradients)
-    off = memory.states(10_000_000, zero=3, offload="parameters", **sizes)
+    off = memory.states(10_000_000, replace(layout, offload="parameters"))
     assert off.total == 0 and off.host == kept.total
 
 
 @settings(deadline=None)
 @given(st.integers(1, 10**12), st.integers(1, 5000), st.sampled_from(sorted(memory.PRECISIONS)))
 def test_shares_are_rounded_up_and_no_stage_needs_more(params: int, dp: int, name: str) -> None:
-    totals = [memory.states(params, name, zero=zero, dp=dp).total for zero in range(4)]
+    totals = [memory.states(params, Layout(dp=dp, zero=zero), name).total for zero in range(4)]
     assert totals == sorted(totals, reverse=True)
     for zero, total in enumerate(totals):
-        exact = params * memory.bytes_per_parameter(name, zero=zero, dp=dp)
+        exact = params * memory.bytes_per_parameter(name, layout=Layout(dp=dp, zero=zero))
         # Each share is rounded up to a whole element, of at most 4 + 4 + 12 bytes; with 8-bit
         # states two scales of four bytes as well.
         assert 0 <= total - exact < 28
@@ -209,15 +217,18 @@ def test_ranks_hold_everything_once_and_norms_on_each() -> None:
                 for name, shape in memory.shapes(config).items()
                 if any(part in name for part in layer) or name.startswith("norm.")
             )
-            stages = [sum(memory.parameters(config, tp, 2, stage).values()) for stage in (0, 1)]
+            stages = [
+                sum(memory.parameters(config, Layout(tp=tp, pp=2), stage).values())
+                for stage in (0, 1)
+            ]
             again = config.vocab * config.hidden if config.tied else 0
             assert tp * sum(stages) == whole + again + (tp - 1) * copied
-            assert sum(memory.parameters(config, tp, 2).values()) == max(stages)
+            assert sum(memory.parameters(config, Layout(tp=tp, pp=2)).values()) == max(stages)
 
 
 def test_a_vocabulary_is_padded_for_tensor_parallelism() -> None:
     """50,257 words on two ranks are 25,129 each: one row of zeros."""
-    assert memory.parameters(PRESETS["gpt-2"], tp=2)["embedding"] == 25_129 * 768
+    assert memory.parameters(PRESETS["gpt-2"], Layout(tp=2))["embedding"] == 25_129 * 768
 
 
 # Activations, as published.
@@ -254,9 +265,12 @@ def test_micro_batches_in_flight() -> None:
     assert memory.in_flight_layers(96, 8, chunks=3) == 96 * (1 + Fraction(7, 24))
     # Appendix B prints 2.73 GB for the 530B model, p = 35: they are GiB.
     assert memory.stage_output_saved(2048, 1, 20_480, 35) / 2**30 == pytest.approx(2.73, abs=0.005)
-    kept = [memory.activations(PRESETS["micro"], pp=4, stage=s).in_flight for s in range(4)]
+    kept = [
+        memory.activations(PRESETS["micro"], Layout(pp=4, microbatches=4), stage=s).in_flight
+        for s in range(4)
+    ]
     assert kept == [4, 3, 2, 1]
-    few = memory.activations(PRESETS["micro"], pp=4, stage=0, microbatches=2)
+    few = memory.activations(PRESETS["micro"], Layout(pp=4, microbatches=2), stage=0)
     assert few.in_flight == 2
 
 
@@ -333,28 +347,33 @@ def test_the_course_s_layer_beside_korthikanti_s(t: int, sequence: bool) -> None
     """
     config = replace(PRESETS["gpt-2"], dropout=0.1)
     b, s, h, a = 2, 512, config.hidden, config.heads
-    cut = {"tp": t, "sequence_parallel": sequence, "device": "gpu"}
+    layout = Layout(tp=t, micro_batch=b, sequence_parallel=sequence)
+    again = replace(layout, recompute="selective")
     statistics = 2 * 2 * 4 * b * s // (t if sequence else 1)  # two norms, mean and deviation
     tables = 2 * 2 * s * (h // a)  # cosines and sines, of queries and of keys
     printed = memory.korthikanti_layer(s, b, h, a, t, sequence, "selective")
-    ours = memory.activations(config, b, s, recompute="selective", **cut).layer
+    ours = memory.activations(config, again, s, device="gpu").layer
     assert ours == printed + statistics + tables
-    fused = memory.activations(config, b, s, **cut).layer
+    fused = memory.activations(config, layout, s, device="gpu").layer
     assert fused == ours + 4 * a * b * s // t
 
 
 def test_recomputation_and_parallelism_only_ever_save() -> None:
+    def layer(config: Config, tp: int, recompute: str = "none", along: bool = False) -> int:
+        layout = Layout(tp=tp, recompute=recompute, sequence_parallel=along)
+        return memory.activations(config, layout, 1024, attention="plain").layer
+
     for config in (PRESETS["gpt-2"], LLAMA):
-        size = {"config": config, "seq": 1024, "tp": 2, "attention": "plain"}
         layers = [
-            memory.activations(**size, recompute=recompute, sequence_parallel=sequence).layer
+            layer(config, 2, recompute, sequence)
             for recompute in ("none", "selective", "full")
             for sequence in (False, True)
         ]
         assert layers == sorted(layers, reverse=True)
         assert layers[-1] == 2 * 1024 * config.hidden // 2  # a 16-bit input, of half the tokens
-        alone = memory.activations(**size | {"tp": 1}).layer
-        assert layers[1] == pytest.approx(alone / 2, rel=0.02)  # rotary tables are on each rank
+        assert layers[1] == pytest.approx(
+            layer(config, 1) / 2, rel=0.02
+        )  # rotary tables are on each rank
 
 
 def test_fused_attention_grows_with_the_sequence_and_plain_with_its_square() -> None:
@@ -368,20 +387,22 @@ def test_fused_attention_grows_with_the_sequence_and_plain_with_its_square() -> 
 
 def test_parts_sum_up_and_the_peak_is_the_fullest_moment() -> None:
     for zero in range(4):
-        found = memory.estimate(LLAMA, zero=zero, dp=8, recompute="full")
+        found = memory.estimate(LLAMA, Layout(dp=8, zero=zero, recompute="full"))
         parts = found.as_dict()
         names = "parameters", "gradients", "optimizer", "activations", "buffers"
         assert list(parts)[:6] == [*names, "total"]
         assert parts["total"] == sum(parts[name] for name in names)
         assert parts["peak"] == max(found.moments.values())
         assert all(type(value) is int and value >= 0 for value in parts.values())
-    ends = [memory.estimate(LLAMA, pp=4, stage=stage) for stage in range(4)]
-    assert memory.estimate(LLAMA, pp=4).peak == max(end.peak for end in ends)
+    ends = [memory.estimate(LLAMA, Layout(pp=4, microbatches=4), stage=stage) for stage in range(4)]
+    assert memory.estimate(LLAMA, Layout(pp=4, microbatches=4)).peak == max(
+        end.peak for end in ends
+    )
 
 
 def test_zero_does_not_divide_activations() -> None:
     """The common mistake: 112 GB of states and 10 GB of activations do not become 122 / 8."""
-    alone, shared = (memory.estimate(LLAMA, zero=z, dp=8, recompute="full") for z in (0, 3))
+    alone, shared = (memory.estimate(LLAMA, Layout(dp=8, zero=z, recompute="full")) for z in (0, 3))
     assert shared.activations == alone.activations
     assert shared.parameters + shared.gradients + shared.optimizer == pytest.approx(
         (alone.parameters + alone.gradients + alone.optimizer) / 8
@@ -399,50 +420,55 @@ def test_units_are_said_and_never_mixed() -> None:
 
 NANO = PRESETS["nano"]
 BAD = {
-    "zero=4: allowed are 0, 1, 2 and 3": lambda: memory.states(1, zero=4),
-    "zero=True: allowed are 0": lambda: memory.states(1, zero=True),
+    "zero=4: allowed are 0, 1, 2 and 3": lambda: memory.states(1, Layout(zero=4)),
+    "zero=True: allowed are 0": lambda: memory.states(1, Layout(zero=True)),
     "params=-1: allowed are whole numbers, 1 or more": lambda: memory.states(-1),
     "params=1.5: allowed are whole numbers, 1 or more": lambda: memory.states(1.5),
     "params=inf: allowed": lambda: memory.states(float("inf")),
     "params='7B': allowed": lambda: memory.states("7B"),
-    "dp=0: allowed are whole": lambda: memory.states(1, dp=0),
-    "tp=-2: allowed are whole": lambda: memory.states(1, tp=-2),
-    "pp=2.0: allowed are whole": lambda: memory.states(1, pp=2.0),
-    "precision='int4': allowed are 'fp32', 'fp16',": lambda: memory.states(1, "int4"),
+    "dp=0: allowed are whole": lambda: memory.states(1, Layout(dp=0)),
+    "tp=-2: allowed are whole": lambda: memory.states(1, Layout(tp=-2)),
+    "pp=2.0: allowed are whole": lambda: memory.states(1, Layout(pp=2.0)),
+    "precision='int4': allowed are 'fp32', 'fp16',": lambda: memory.states(1, precision="int4"),
     "optimizer='lion': allowed are 'sgd', 'momentum', 'adam' and 'adamw'": lambda: memory.states(
         1, optimizer="lion"
     ),
     "offload='disk': allowed are 'none', 'optimizer' and 'parameters'": lambda: memory.states(
-        1, offload="disk"
+        1, Layout(offload="disk")
     ),
     "zero=2: allowed with offload='parameters' is 3": lambda: memory.states(
-        1, zero=2, offload="parameters"
+        1, Layout(zero=2, offload="parameters")
     ),
     "memory=0: allowed": lambda: memory.largest(0),
+    "layout.offload='optimizer': allowed is 'none'": lambda: memory.largest(
+        1, Layout(offload="optimizer")
+    ),
     "unit='Gb': allowed are 'B', 'kB', 'MB', 'GB',": lambda: memory.format_bytes(1, "Gb"),
-    "tp=3: allowed are divisors of heads=2": lambda: memory.parameters(NANO, tp=3),
-    "tp=16: allowed are divisors of key_value_heads=8": lambda: memory.parameters(LLAMA, tp=16),
-    "pp=3: allowed are divisors of layers=2": lambda: memory.parameters(NANO, pp=3),
-    "stage=2: allowed are whole numbers, 0 to 1": lambda: memory.parameters(NANO, pp=2, stage=2),
+    "tp=3: allowed are divisors of heads=2": lambda: memory.parameters(NANO, Layout(tp=3)),
+    "tp=16: allowed are divisors of key_value_heads=8": lambda: memory.parameters(
+        LLAMA, Layout(tp=16)
+    ),
+    "pp=3: allowed are divisors of layers=2": lambda: memory.parameters(NANO, Layout(pp=3)),
+    "stage=2: allowed are whole numbers, 0 to 1": lambda: memory.parameters(NANO, Layout(pp=2), 2),
     "stage=-1: allowed are whole numbers, 0 to 0": lambda: memory.activations(NANO, stage=-1),
-    "batch=0: allowed": lambda: memory.activations(NANO, batch=0),
+    "micro_batch=0: allowed": lambda: memory.activations(NANO, Layout(micro_batch=0)),
     "seq=-5: allowed": lambda: memory.estimate(NANO, seq=-5),
     "recompute='some': allowed are 'none', 'selective' and 'full'": lambda: memory.activations(
-        NANO, recompute="some"
+        NANO, Layout(recompute="some")
     ),
     "attention='flash': allowed are 'fused', 'plain' and 'plain-16'": lambda: memory.activations(
         NANO, attention="flash"
     ),
     "device='tpu': allowed are 'cpu' and 'gpu'": lambda: memory.estimate(NANO, device="tpu"),
     "sequence_parallel=1: allowed are False and True": lambda: memory.activations(
-        NANO, sequence_parallel=1
+        NANO, Layout(sequence_parallel=1)
     ),
     "tp=2: allowed with sequence_parallel are divisors of seq=5": lambda: memory.activations(
-        NANO, seq=5, tp=2, sequence_parallel=True
+        NANO, Layout(tp=2, sequence_parallel=True), seq=5
     ),
-    "microbatches=0: allowed": lambda: memory.estimate(NANO, pp=2, microbatches=0),
+    "microbatches=0: allowed": lambda: memory.estimate(NANO, Layout(pp=2, microbatches=0)),
     "bucket=-1: allowed are whole numbers, 0 or more": lambda: memory.estimate(NANO, bucket=-1),
-    "zero=-1: allowed": lambda: memory.estimate(NANO, zero=-1),
+    "zero=-1: allowed": lambda: memory.estimate(NANO, Layout(zero=-1)),
     "precision='int8': allowed": lambda: memory.activations(NANO, precision="int8"),
     "version='1.0': allowed": lambda: memory.deepspeed_zero2(1, version="1.0"),
     "offload_parameters=True: allowed with": lambda: memory.deepspeed_zero3(1, 1, 1, 1, False),

@@ -9,6 +9,7 @@ import pytest
 from commands import ran
 
 from shardlab import memory
+from shardlab.layout import Layout
 from shardlab.shapes import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,35 +41,41 @@ def test_json_has_whole_bytes_that_add_up(capsys) -> None:
     assert list(found)[:6] == KEYS
     assert all(type(size) is int for size in found.values())
     assert sum(found[key] for key in KEYS[:-1]) == found["total"]
-    want = memory.estimate(PRESETS["llama-3-8b"], dp=8, zero=3, batch=2, device="gpu")
+    want = memory.estimate(PRESETS["llama-3-8b"], Layout(dp=8, zero=3, micro_batch=2), device="gpu")
     assert found == want.as_dict()
     assert found["activations"] > 0 and 0 < found["peak"] <= found["total"]
 
 
 def test_every_option_reaches_the_calculator(capsys) -> None:
-    settings = {
-        "dp": 4, "tp": 2, "pp": 2, "zero": 1, "batch": 2, "seq": 1024, "recompute": "full",
-        "precision": "bf16-fp32-gradients", "optimizer": "adam", "offload": "optimizer",
-        "attention": "plain", "device": "cpu", "microbatches": 8,
+    cut = {
+        "dp": 4, "tp": 2, "pp": 2, "zero": 1, "recompute": "full", "offload": "optimizer",
+        "microbatches": 8,
     }  # fmt: skip
+    told = {
+        "seq": 1024, "precision": "bf16-fp32-gradients", "optimizer": "adam",
+        "attention": "plain", "device": "cpu",
+    }  # fmt: skip
+    settings = {**cut, **told, "batch": 2}
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     options += ["--sequence-parallel", "--ranks", "16"]
     _, out, err = run(capsys, "--model", "llama-3-8b", *options, "--json")
     assert not err
-    want = memory.estimate(PRESETS["llama-3-8b"], **settings, sequence_parallel=True)
+    layout = Layout(**cut, micro_batch=2, sequence_parallel=True)
+    want = memory.estimate(PRESETS["llama-3-8b"], layout, **told)
     found = json.loads(out)
     assert found == want.as_dict() and found["host"] > 0
 
 
 def test_layouts_of_real_jobs_reach_the_calculator(capsys) -> None:
-    settings = {
+    cut = {
         "dp": 8, "pp": 4, "cp": 2, "zero": 1, "replicas": 2, "schedule": "interleaved",
-        "chunks": 2, "stage": 1, "microbatches": 8, "recompute": "norms+ffn",
+        "chunks": 2, "microbatches": 8, "recompute": "norms+ffn",
     }  # fmt: skip
-    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    options += ["--stages", "8,10,8,6", "--ranks", "64"]
+    options = [word for name, value in cut.items() for word in (f"--{name}", str(value))]
+    options += ["--stage", "1", "--stages", "8,10,8,6", "--ranks", "64"]
     _, out, err = run(capsys, "--model", "llama-3-8b", *options, "--json")
-    want = memory.estimate(PRESETS["llama-3-8b"], **settings, stages=(8, 10, 8, 6), device="gpu")
+    layout = Layout(**cut, stages=(8, 10, 8, 6))
+    want = memory.estimate(PRESETS["llama-3-8b"], layout, device="gpu", stage=1)
     assert not err and json.loads(out) == want.as_dict()
 
 

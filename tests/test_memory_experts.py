@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab import memory
-from shardlab.layout import stages
-from shardlab.memory.counting import in_experts
+from shardlab.layout import Layout, stages
+from shardlab.memory import in_experts
 from shardlab.model import GPT
 from shardlab.shapes import PRESETS, Config
 
@@ -48,18 +48,18 @@ def test_ranks_and_stages_add_up_to_the_model(
     )
     held = own = 0
     for stage in stages(config, pp):
-        held += sum(memory.parameters(config, stage=stage, ep=ep).values())
-        own += in_experts(config, stage=stage, ep=ep)
+        held += sum(memory.parameters(config, Layout(dp=ep, ep=ep), stage).values())
+        own += in_experts(config, Layout(dp=ep, ep=ep), stage)
     assert held + (ep - 1) * own == memory.parameter_count(config)
 
 
 def test_states_are_shared_by_those_that_have_the_same() -> None:
     """Of 16 copies each expert has four: ZeRO divides its states by these, all else by 16."""
-    told = {"zero": 1, "dp": 16, "recompute": "full"}
-    one = memory.estimate(MIXTRAL, **told)
-    dealt = memory.estimate(MIXTRAL, **told, ep=4)
+    layout = Layout(dp=16, zero=1, recompute="full")
+    one = memory.estimate(MIXTRAL, layout)
+    dealt = memory.estimate(MIXTRAL, replace(layout, ep=4))
     assert dealt.optimizer == pytest.approx(one.optimizer, rel=1e-6)  # a quarter over a quarter
-    rest = 2 * sum(memory.parameters(MIXTRAL, ep=4).values())
+    rest = 2 * sum(memory.parameters(MIXTRAL, Layout(dp=4, ep=4)).values())
     assert dealt.parameters == dealt.gradients == rest < one.parameters / 3
     assert dealt.peak < one.peak / 2
 
@@ -74,7 +74,7 @@ def test_activations_of_experts() -> None:
     wide = 4 * 2 * MIXTRAL.seq * MIXTRAL.expert_width
     two = memory.activations(replace(MIXTRAL, experts=8), device="gpu").layer
     assert two - kept == pytest.approx(rows + wide, rel=0.02)
-    again = memory.activations(MIXTRAL, device="gpu", recompute="ffn").layer
+    again = memory.activations(MIXTRAL, Layout(recompute="ffn"), device="gpu").layer
     assert two - again == wide  # of both experts, half of their wide tensors
 
 
@@ -83,10 +83,14 @@ def test_activations_of_experts() -> None:
     [
         ("ep=2: allowed is 1, for a model without experts", PRESETS["nano"], {"ep": 2, "dp": 2}),
         ("ep=3: allowed are divisors of experts=4", MICRO, {"ep": 3, "dp": 3}),
-        ("ep=4: allowed are divisors of 2, the ranks of a group", MICRO, {"ep": 4, "dp": 2}),
+        (
+            "ep=4: allowed are divisors of 2, the ranks with the same weights",
+            MICRO,
+            {"ep": 4, "dp": 2},
+        ),
         ("tp=8: allowed are divisors of", MIXED, {"tp": 8}),
     ],
 )
 def test_what_cannot_be_is_refused(words: str, config: Config, given: dict) -> None:
     with pytest.raises(ValueError, match=words):
-        memory.estimate(config, **given)
+        memory.estimate(config, Layout(**given))

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, memory, show, text
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -128,11 +129,13 @@ def check(
     batch: int,
     device: str,
     optimizer: str = "adamw",
-    **how: str,
+    recompute: str = "none",
+    attention: str = "fused",
 ) -> None:
     """States to the byte, activations within 2 %, the peak within 5 %."""
-    kernels = "gpu" if device == "cuda" else "cpu"
-    found = memory.estimate(config, batch, None, precision, optimizer, device=kernels, **how)
+    how = {"attention": attention, "device": "gpu" if device == "cuda" else "cpu"}
+    layout = Layout(micro_batch=batch, recompute=recompute)
+    found = memory.estimate(config, layout, None, precision, optimizer, **how)
     assert measured.states == {
         "parameters": found.parameters,
         "gradients": found.gradients,
@@ -140,7 +143,7 @@ def check(
     }
     if optimizer == "adamw":
         assert measured.counters == 4 * len(memory.shapes(config))
-    kept = memory.activations(config, batch, precision=precision, device=kernels, **how)
+    kept = memory.activations(config, layout, precision=precision, **how)
     assert measured.saved == pytest.approx(kept.saved, rel=0.02)
     assert measured.kept == pytest.approx(kept.saved, rel=0.02)
     assert measured.peak == pytest.approx(found.peak, rel=0.05)
@@ -310,8 +313,8 @@ def test_leaving_out_logits_and_temporaries_is_far_off() -> None:
     """Why the table has them: parameters, gradients, optimizer and layers alone are too little."""
     config, batch = SHAPES["words"], 8
     measured = Step(config, "bf16", "cpu").measure(batch, config.seq)
-    found = memory.estimate(config, batch, precision="bf16")
-    kept = memory.activations(config, batch, precision="bf16")
+    found = memory.estimate(config, Layout(micro_batch=batch), precision="bf16")
+    kept = memory.activations(config, Layout(micro_batch=batch), precision="bf16")
     without = found.parameters + found.gradients + found.optimizer + kept.layer * kept.layers
     assert without < 0.8 * measured.peak
     assert measured.peak == pytest.approx(found.peak, rel=0.05)
@@ -326,12 +329,12 @@ def test_leaving_out_logits_and_temporaries_is_far_off() -> None:
 def test_a_simulated_rank_of_fsdp2_holds_what_was_predicted(name: str, recompute: str) -> None:
     config = SHAPES[name]
     simulated = count.pretended_step(config, 4, batch=2, recompute=recompute)
-    how = {"precision": "bf16-compute", "zero": 3, "dp": 4, "recompute": recompute}
-    found = memory.estimate(config, 2, **how)
-    kept = memory.activations(config, 2, precision="bf16-compute", recompute=recompute)
+    layout = Layout(dp=4, zero=3, micro_batch=2, recompute=recompute)
+    found = memory.estimate(config, layout, precision="bf16-compute")
+    kept = memory.activations(config, layout, precision="bf16-compute")
     assert simulated["activations"] == pytest.approx(kept.saved, rel=0.02)
     assert simulated["peak"] == pytest.approx(found.peak, rel=0.05)
-    share = 4 * memory.fsdp2_shard(config, 4)
+    share = 4 * memory.fsdp2_shard(config, layout)
     assert (simulated["parameters"], simulated["gradients"]) == (share, share)
     # The counters of the steps are among the simulated optimizer's bytes: four for each parameter.
     assert simulated["optimizer"] == 2 * share + 4 * len(memory.shapes(config))
@@ -344,14 +347,16 @@ SIMULATED = {8: 25.3, 16: 19.7, 32: 16.9, 64: 15.5}
 
 def test_llama_3_8b_on_many_ranks() -> None:
     config = PRESETS["llama-3-8b"]
+
+    def peak(ranks: int) -> int:
+        layout = Layout(dp=ranks, zero=3, recompute="full")
+        return memory.estimate(config, layout, precision="bf16-compute").peak
+
     for ranks, gibibytes in SIMULATED.items():
-        how = {"precision": "bf16-compute", "zero": 3, "dp": ranks, "recompute": "full"}
-        peak = memory.estimate(config, **how).peak
-        assert peak / 2**30 == pytest.approx(gibibytes, abs=0.051)  # one digit was kept
+        assert peak(ranks) / 2**30 == pytest.approx(gibibytes, abs=0.051)  # one digit was kept
     simulated = count.pretended_step(config, 16)
     assert simulated["peak"] / 2**30 == pytest.approx(SIMULATED[16], abs=0.051)
-    predicted = memory.estimate(config, **how | {"dp": 16})
-    assert simulated["peak"] == pytest.approx(predicted.peak, rel=0.05)
+    assert simulated["peak"] == pytest.approx(peak(16), rel=0.05)
 
 
 # On a GPU: the lesson's own cells, without one.
@@ -382,7 +387,9 @@ def test_the_lesson_measures_every_model_that_the_gpu_holds(capsys) -> None:
     gpu, measured = Allocator(140 * 10**9), []
 
     def compare(config: Config, batch: int, device: str) -> list[tuple[str, int, int]]:
-        peak = memory.estimate(config, batch=batch, precision="fp32", device="gpu").peak
+        peak = memory.estimate(
+            config, Layout(micro_batch=batch), precision="fp32", device="gpu"
+        ).peak
         gpu.kept = max(gpu.kept, peak)  # its tensors are gone, the allocator has their memory
         measured.append(config.hidden)
         return [("peak", peak, peak)]
@@ -391,6 +398,7 @@ def test_the_lesson_measures_every_model_that_the_gpu_holds(capsys) -> None:
 
     names = {"torch": SimpleNamespace(cuda=gpu), "show": SimpleNamespace(table=table)}
     names |= {"compare": compare, "off": lambda *_: "0", "memory": memory, "Config": Config}
+    names["Layout"] = Layout
     exec(lesson_cell("LARGER = {"), names | {"SHAPE": SHAPES["nano"], "GPU": True, "head": []})
     assert measured == [SHAPES["nano"].hidden, 2048, 2560, 4096]
     assert "more than" not in capsys.readouterr().out

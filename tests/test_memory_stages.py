@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab import memory, pipeline
-from shardlab.layout import SCHEDULES, Stage, stages
+from shardlab.layout import SCHEDULES, Layout, Stage, stages
 from shardlab.memory import in_flight
 from shardlab.shapes import PRESETS, Config
 
@@ -87,7 +87,8 @@ def test_schedules_are_those_of_the_pipeline() -> None:
 def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m: int, v: int):
     chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
     plan = pipeline.schedule(name, p, m, chunks if chunks > 1 else None)
-    found = [in_flight(p, stage, m, name, chunks) for stage in range(p)]
+    layout = Layout(pp=p, microbatches=m, schedule=name, chunks=chunks)
+    found = [in_flight(layout, stage) for stage in range(p)]
     lived = list(pipeline.live(plan))
     if name == "zb-v":  # a bound, which many micro-batches reach
         assert all(n <= most for n, most in zip(lived, found, strict=True))
@@ -99,36 +100,47 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m:
 def test_given_stages_add_up_to_the_model() -> None:
     """Each of them is counted as it is, whatever the rule: no layer twice, and none forgotten."""
     config, cut = PRESETS["llama-3-8b"], (9, 9, 8, 6)
-    found = [memory.estimate(config, pp=4, stage=k, stages=cut, zero=0) for k in range(4)]
+    found = [
+        memory.estimate(config, Layout(pp=4, microbatches=4, stages=cut), stage=k) for k in range(4)
+    ]
     assert sum(one.parameters for one in found) == 2 * memory.parameter_count(config)
-    equal = [memory.estimate(config, pp=4, stage=k, stages=(8,) * 4) for k in range(4)]
-    assert equal == [memory.estimate(config, pp=4, stage=k) for k in range(4)]
-    fullest = memory.estimate(config, pp=4, stages=cut).peak
-    assert fullest == max(memory.estimate(config, pp=4, stage=k, stages=cut).peak for k in range(4))
-    assert fullest > memory.estimate(config, pp=4).peak
+    equal = [
+        memory.estimate(config, Layout(pp=4, microbatches=4, stages=(8,) * 4), stage=k)
+        for k in range(4)
+    ]
+    assert equal == [
+        memory.estimate(config, Layout(pp=4, microbatches=4), stage=k) for k in range(4)
+    ]
+    fullest = memory.estimate(config, Layout(pp=4, microbatches=4, stages=cut)).peak
+    assert fullest == max(
+        memory.estimate(config, Layout(pp=4, microbatches=4, stages=cut), stage=k).peak
+        for k in range(4)
+    )
+    assert fullest > memory.estimate(config, Layout(pp=4, microbatches=4)).peak
 
 
 def test_a_stage_may_be_empty_or_have_both_ends() -> None:
     config = PRESETS["micro"]
-    empty = memory.estimate(config, pp=3, stages=(4, 0, 0), stage=1)
+    empty = memory.estimate(config, Layout(pp=3, microbatches=3, stages=(4, 0, 0)), stage=1)
     assert empty.parameters == empty.optimizer == 0 and empty.peak > 0  # the stream passes
     first, second = (
-        memory.estimate(config, pp=2, schedule="zb-v", chunks=2, stage=k) for k in range(2)
+        memory.estimate(config, Layout(pp=2, microbatches=2, chunks=2, schedule="zb-v"), stage=k)
+        for k in range(2)
     )
-    alone = sum(memory.parameters(config, pp=2, stage=Stage((range(2),), False, False)).values())
+    alone = sum(memory.parameters(config, Layout(pp=2), Stage((range(2),), False, False)).values())
     assert second.parameters == 2 * alone
     assert first.parameters + second.parameters == 2 * memory.parameter_count(config)  # tied, once
 
 
 def test_ranks_that_share_a_sequence_or_groups_of_copies() -> None:
     config = PRESETS["llama-3-8b"]
-    one = memory.estimate(config, zero=3, dp=8)
-    around = memory.estimate(config, zero=3, dp=4, cp=2)
+    one = memory.estimate(config, Layout(dp=8, zero=3))
+    around = memory.estimate(config, Layout(dp=4, zero=3, cp=2))
     assert around.optimizer == one.optimizer  # ZeRO divides by all that have the same weights
     half = memory.activations(config, seq=config.seq // 2)
-    assert memory.activations(config, cp=2) == half
-    groups = memory.estimate(config, zero=3, dp=8, replicas=4)
-    assert groups.optimizer == memory.estimate(config, zero=3, dp=2).optimizer
+    assert memory.activations(config, Layout(cp=2)) == half
+    groups = memory.estimate(config, Layout(dp=8, zero=3, replicas=4))
+    assert groups.optimizer == memory.estimate(config, Layout(dp=2, zero=3)).optimizer
 
 
 @pytest.mark.parametrize(
@@ -148,4 +160,5 @@ def test_ranks_that_share_a_sequence_or_groups_of_copies() -> None:
 )
 def test_what_cannot_be_is_refused(words: str, given: dict) -> None:
     with pytest.raises(ValueError, match=words):
-        memory.estimate(PRESETS["nano"], **given)
+        attention = given.pop("attention", "fused")
+        memory.estimate(PRESETS["nano"], Layout(**given), attention=attention)

@@ -1,4 +1,4 @@
-"""The pipeline on ranks equals one process, whatever the schedule; one test per promise."""
+"""What the pipeline sends, splits and says, one test per promise; it equals: `rows.pipelines`."""
 
 import copy
 import itertools
@@ -57,141 +57,43 @@ def model_of(config, dtype=torch.float32):
     return here(GPT(config)).to(dtype)
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=False)
+def copied():
+    """The messages of two replicas' averages: how often, and for how many parameters."""
+    rank, tied = dist.get_rank(), replace(TINY, tied=True)
+    pipelines = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+    copies = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    options = {"replicas": copies[rank % 2]}
+    pipe = distribute(model_of(tied), schedule("1f1b", 2, 2), pipelines[rank // 2], **options)
+    tokens, targets = (x.chunk(2)[rank // 2] for x in the_batch(tied, 6))
+    pipe.step(tokens, targets)
+    with count.sent() as sent:
+        pipe.step(tokens, targets)
+    return sent.calls["all_reduce"], len(list(pipe.parameters()))
 
 
-def one_process(config, m, size, dtype=torch.float32, steps=5):
-    """Losses, last gradients, weights of a plain loop over micro-batches; m=1: the whole batch."""
-    model, tokens_and_targets = model_of(config, dtype), the_batch(config, size)
-    optimizer = adamw(model.parameters())
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        value = 0.0
-        for tokens, targets in zip(*(x.tensor_split(m) for x in tokens_and_targets), strict=True):
-            share = here(torch.tensor(len(tokens) / size, dtype=dtype))
-            part = loss(model(tokens), targets)
-            part.backward(share)
-            value = value + part.detach() * share
-        losses.append(value.item())
-        names = dict(model.named_parameters(remove_duplicate=False))
-        gradients = {name: p.grad.clone() for name, p in names.items()}
-        optimizer.step()
-    return losses, gradients, model.state_dict()
+def test_replicas_average_once_a_step_and_not_once_a_micro_batch():
+    for calls, parameters in launch(copied, 4, device="auto"):
+        assert calls == parameters
 
 
-def in_pipeline(config, plan, size, dtype=torch.float32, group=None, steps=5, **options):
-    """The same from `plan`: losses (last stage), this rank's gradients, everybody's weights."""
-    tokens, targets = the_batch(config, size)
-    pipe = distribute(model_of(config, dtype), plan, group or dist.group.WORLD, **options)
-    optimizer = adamw(pipe.parameters())
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        losses.append(pipe.step(tokens, targets))
-        optimizer.step()
-    last = plan.owner(plan.parts - 1)[0] == pipe.stage
-    assert all((value is not None) == last for value in losses)
-    gradients = {name: p.grad for name, p in pipe.named_parameters()}
-    return [v.item() for v in losses if last], gradients, pipe.full_state_dict()
+def over_a_slow_link():
+    slow = link.slow(1e-3, 1e8)
+    with count.sent() as sent:
+        pipe = distribute(model_of(LLAMA), schedule("1f1b", 2, 3), slow)
+        for _ in range(2):
+            pipe.step(*the_batch(LLAMA, 3))
+    rank, number = dist.get_rank(), torch.ones(1)
+    begin = ranks.irecv if rank else ranks.isend
+    message = begin(number, 1 - rank, slow)
+    message.wait()
+    message.wait()  # a second time is nothing: gloo itself would stand there for ever
+    return sent.bytes
 
 
-def gap(found, wanted):
-    """Largest differences of losses, gradients and weights."""
-    losses, gradients, weights = found
-    assert list(weights) == list(wanted[2])
-    return (
-        max((abs(a - b) for a, b in zip(losses, wanted[0], strict=False)), default=0.0),
-        max((g - wanted[1][n]).abs().max().item() for n, g in gradients.items()),
-        max((weights[n] - w).abs().max().item() for n, w in wanted[2].items()),
-    )
-
-
-# By stages: micro-batches (fewer than stages, as many, more) and sequences (some do not divide).
-BATCHES = {1: ((1, 2), (5, 7)), 2: ((1, 2), (2, 3), (5, 7)), 4: ((2, 3), (4, 4), (5, 7))}
-
-
-def references(config):
-    return {batch: one_process(config, *batch) for batch in set(sum(BATCHES.values(), ()))}
-
-
-@pytest.fixture(scope="module")
-def serial():
-    """On a rank, because a rank has one thread: sums of several come in another order."""
-    return launch(references, 1, TINY)[0]
-
-
-def every_schedule(serial):
-    size = dist.get_world_size()
-    found = {}
-    for name, (m, sequences) in itertools.product(NAMES, BATCHES[size]):
-        plan = schedule(name, size, m)
-        # Eight parts of six blocks: the first is the embedding alone, the last the head.
-        options = {"layers": [0, 1, 1, 1, 1, 1, 1, 0]} if plan.parts == 8 else {}
-        found[name, m] = gap(in_pipeline(TINY, plan, sequences, **options), serial[m, sequences])
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_five_steps_equal_one_process_bit_for_bit(size, serial):
-    # The same products of the same numbers, added up in the same order: micro-batch by micro-batch.
-    for results in launch(every_schedule, size, serial):
-        for case, differences in results.items():
-            assert differences == (0.0, 0.0, 0.0), case
-
-
-SHAPES = {
-    "tied": (replace(TINY, tied=True), {}),
-    "llama": (LLAMA, {}),
-    "recomputed": (TINY, {"recompute": True}),
-    "uneven": (LLAMA, {"layers": {2: [1, 5], 4: [0, 2, 3, 1]}}),
-    "ends alone": (TINY, {"layers": {2: [6, 0], 4: [0, 4, 2, 0]}}),
-    "tied, recomputed": (replace(LLAMA, tied=True), {"recompute": True}),
-}
-OTHERS = ("1f1b", "interleaved", "zb-h2", "zb-v")
-
-
-def every_shape(dtype):
-    found = {}
-    for case, (config, options) in SHAPES.items():
-        wanted = one_process(config, 3, 4, dtype, steps=2)
-        for name in OTHERS:
-            plan = schedule(name, 2, 3)
-            chosen = {k: v[plan.parts] if k == "layers" else v for k, v in options.items()}
-            result = in_pipeline(config, plan, 4, dtype, steps=2, **chosen)
-            found[case, name] = gap(result, wanted)
-            if config.tied:
-                twins = result[2]["embedding.weight"], result[2]["head.weight"]
-                assert torch.equal(*twins), (case, name)
-    return found
-
-
-def test_shapes_cuts_and_recomputation_change_nothing():
-    for results in launch(every_shape, 2, torch.float32):
-        for (case, name), differences in results.items():
-            if "tied" in case:
-                # One process adds both gradients of the matrix for each micro-batch, two stages
-                # once at the end: another order of sums, some units of 6e-8, and two AdamW steps
-                # which divide by gradients of about 1e-3.
-                assert max(differences) < 5e-5, (case, name)
-            else:
-                assert differences == (0.0, 0.0, 0.0), (case, name)
-
-
-def test_tied_embeddings_equal_one_process_in_float64():
-    for results in launch(whole_batch, 2, device="auto"):
-        for case, differences in results.items():
-            # float64 rounds at 1e-16: whatever is not a rounding error would show.
-            assert max(differences) < 1e-11, case
-
-
-def whole_batch():
-    """Micro-batches of unequal size in a pipeline, the whole batch at once in one process."""
-    config = replace(TINY, tied=True)
-    wanted = one_process(config, 1, 5, torch.float64)
-    plans = [schedule(name, 2, 3) for name in OTHERS]
-    return {p.name: gap(in_pipeline(config, p, 5, torch.float64), wanted) for p in plans}
+def test_messages_are_what_the_schedule_says_and_go_over_any_link():
+    # Two steps of three micro-batches of one sequence, 4 tokens, 32 numbers of 4 bytes; and the one
+    # number that builds the connection.
+    assert launch(over_a_slow_link, 2) == [2 * 3 * 4 * 32 * 4 + 4] * 2
 
 
 def accumulated():
@@ -209,44 +111,6 @@ def accumulated():
 
 def test_gradients_add_up_over_steps_and_tied_ones_once():
     assert max(launch(accumulated, 2, device="auto")) < 1e-14  # float64, numbers below 1
-
-
-def replicated():
-    """Two replicas of a pipeline of two stages, each with its half of the batch."""
-    rank = dist.get_rank()
-    pipelines = [dist.new_group(members) for members in ([0, 1], [2, 3])]
-    copies = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    config = replace(TINY, tied=True)
-    found = {}
-    for dtype, name in ((torch.float32, "1f1b"), (torch.float64, "zb-v")):
-        model = model_of(config, dtype)
-        if rank >= 2:  # whatever it starts from: the first replica's weights are what counts
-            for parameter in model.parameters():
-                nn.init.zeros_(parameter)
-        pipe = distribute(
-            model, schedule(name, 2, 2), pipelines[rank // 2], replicas=copies[rank % 2]
-        )
-        optimizer = adamw(pipe.parameters())
-        tokens, targets = (x.chunk(2)[rank // 2] for x in the_batch(config, 6))
-        for step in range(5):
-            optimizer.zero_grad()
-            with count.sent() as sent:
-                pipe.step(tokens, targets)
-            if step == 1:  # once a step and parameter, not once a micro-batch
-                assert sent.calls["all_reduce"] == len(list(pipe.parameters()))
-            optimizer.step()
-        found[dtype, name] = pipe.full_state_dict()
-    return found
-
-
-def test_two_replicas_of_two_stages_equal_one_process():
-    results = launch(replicated, 4, device="auto")
-    for case, weights in results[0].items():
-        assert all(torch.equal(r[case][n], w) for r in results for n, w in weights.items()), case
-        wanted = one_process(replace(TINY, tied=True), 1, 6, case[0])[2]
-        worst = max((weights[n] - w).abs().max().item() for n, w in wanted.items())
-        # In float32 five AdamW steps of 1e-2 over gradients of about 1e-3, themselves 1e-7 off.
-        assert worst < (1e-11 if case[0] == torch.float64 else 2e-4), case
 
 
 class Odd(nn.Module):
@@ -306,28 +170,6 @@ def test_with_nccl_pipelines_of_a_group_share_one_group_more(monkeypatch: pytest
     """Groups of nccl are dear, and nobody can end one alone."""
     monkeypatch.setattr(p2p, "carrier", lambda *_: "nccl")  # as with a GPU for each rank
     assert launch(three_of_one_group, 2) == [(2, True)] * 2
-
-
-def over_a_slow_link():
-    slow = link.slow(1e-3, 1e8)
-    plain = one_process(LLAMA, 3, 3, steps=2)
-    plan = schedule("1f1b", 2, 3)
-    with count.sent() as sent:
-        found = in_pipeline(LLAMA, plan, 3, group=slow, steps=2)
-    rank, number = dist.get_rank(), torch.ones(1)
-    begin = ranks.irecv if rank else ranks.isend
-    message = begin(number, 1 - rank, slow)
-    message.wait()
-    message.wait()  # a second time is nothing: gloo itself would stand there for ever
-    return gap(found, plain), sent.bytes
-
-
-def test_messages_are_what_the_schedule_says_and_go_over_any_link():
-    first, second = launch(over_a_slow_link, 2)
-    assert first[0] == second[0] == (0.0, 0.0, 0.0)
-    # Two steps of three micro-batches of one sequence, 4 tokens, 32 numbers of 4 bytes; and the one
-    # number that builds the connection.
-    assert first[1] == second[1] == 2 * 3 * 4 * 32 * 4 + 4
 
 
 # What a backward leaves for later

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
 from shardlab import count, memory, ranks
+from shardlab.layout import Layout
 from shardlab.model import GPT, Config
 from shardlab.pipeline import cut, distribute, live, schedule
 from shardlab.pipeline.deferred import defer, run
@@ -41,17 +42,6 @@ def counted(plans):
     return found
 
 
-def settings(plan, stage, recompute):
-    """What the estimate and its activations are told."""
-    return {
-        "precision": "fp32",
-        "pp": plan.stages,
-        "stage": stage,
-        "microbatches": plan.microbatches,
-        "recompute": "full" if recompute else "none",
-    }
-
-
 @pytest.fixture(scope="module")
 def results():
     """By stage: what each plan held."""
@@ -71,10 +61,11 @@ PLANS = {
 
 def predicted(plan, stage, recompute):
     """The estimate for 1F1B, with as many activations as `plan` keeps, and all tokens."""
-    told = settings(plan, stage, recompute)
-    kept = memory.activations(CONFIG, EACH, **told)
+    again, told = "full" if recompute else "none", {"precision": "fp32", "stage": stage}
+    layout = Layout(1, 1, plan.stages, 0, EACH, plan.microbatches, again)
+    kept = memory.activations(CONFIG, layout, **told)
     more = live(plan)[stage] - kept.in_flight
-    bytes_held = memory.estimate(CONFIG, EACH, **told).peak + more * kept.layers * kept.layer
+    bytes_held = memory.estimate(CONFIG, layout, **told).peak + more * kept.layers * kept.layer
     if plan.placement[stage] == (plan.parts - 1,):  # the logits of each as well
         bytes_held += more * (kept.head + kept.logits)
     one = 8 * EACH * CONFIG.seq  # bytes of a micro-batch's tokens, which are its targets here
@@ -104,7 +95,9 @@ def test_the_peak_of_any_schedule_follows_from_its_live_activations(results):
 def test_1f1b_keeps_less_than_gpipe_by_what_is_in_flight(results):
     # Stage s of p keeps p - s micro-batches instead of m: four of eight on the first, one on the
     # last. One message more or less: GPipe's sends come back in another order.
-    layer = memory.activations(CONFIG, EACH, precision="fp32", pp=4, stage=0).layer
+    layer = memory.activations(
+        CONFIG, Layout(pp=4, micro_batch=EACH, microbatches=4), precision="fp32", stage=0
+    ).layer
     for stage in range(3):
         saved = results[stage]["gpipe"]["peak"] - results[stage]["1f1b"]["peak"]
         assert abs(saved - (8 - (4 - stage)) * 2 * layer) <= 1.1 * STREAM, stage

@@ -1,36 +1,44 @@
 """Who is at fault where nccl moves the data: from what ranks leave behind, without a GPU.
 
-nccl's wait() returns at once; a rank goes on after a collective that the others never entered, and
-stands where it reads a number that the GPU does not have yet.
+nccl's wait() returns at once; a rank goes on after a collective or a message that the others never
+entered, up to where it reads a number that the GPU does not have yet, and stands anywhere.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from shardlab.ranks import blame, stacks, worker
+from shardlab import ranks
+from shardlab.ranks import blame, calls, stacks, worker
 from shardlab.ranks.calls import Call
 
 OVER = "its function is over"
-READS = ["loss.item()", "loss.cpu()", "values.tolist()", "torch.cuda.synchronize()", "float(loss)"]
+READS = ["loss.item()", "x[mask].sum()", "torch.cuda.synchronize()"]
 SCRIPT = ["dist.all_reduce(loss)", "dist.broadcast(loss, 0)", "while True: step()", *READS]
 
 
 def explained(
-    folder: Path, stands: list[str], entered: list[list[str]], backend: str = "cpu:gloo,cuda:nccl"
+    folder: Path,
+    stands: list[str],
+    entered: list[list[str]],
+    backend: str = "cpu:gloo,cuda:nccl",
+    messages: list[str] | None = None,
 ) -> tuple[list[int], str]:
     """What the caller says of ranks that stand at these lines, after these calls, in this order.
 
-    A call is a collective's name, behind "0,1:" where it is in a group of its own.
+    A call is a collective's name, behind "0,1:" where it is in a group of its own. messages: each
+    rank's log of them.
     """
     script = folder / "script.py"
     script.write_text("\n".join(SCRIPT) + "\n")
     job = worker.Job(len(stands), backend, "cuda", 5.0, str(folder), 0, torch.empty(0))
-    for rank, (line, calls) in enumerate(zip(stands, entered, strict=True)):
+    for rank, (line, names) in enumerate(zip(stands, entered, strict=True)):
         if line == OVER:
             frame = f'  File "{worker.__file__}", line 1 in called\n'
         else:
@@ -44,12 +52,14 @@ def explained(
             f"Current thread 0x00007f0000000000 (most recent call first):\n{frame}"
         )
         log = ""
-        for call in calls:
+        for call in names:
             members, _, name = call.rpartition(":")
             place = {"file": str(script), "line": "1", "function": "train"}
             where = f"[{members}]" if members else "all"
             log += Call(where, name=name, sizes="float32[1]", **place).written()
         job.file("calls", rank).write_text(log)
+        if messages:
+            job.file("messages", rank).write_text(messages[rank])
     witnesses = [blame.witness(job, rank, None, None) for rank in range(len(stands))]
     return blame.explain(witnesses, 5.0)
 
@@ -72,11 +82,28 @@ def test_a_rank_that_reads_too_but_entered_less(tmp_path: Path):
 
 
 def test_a_message_that_does_not_come(tmp_path: Path):
-    """Messages are not in the log: the line tells."""
-    at_fault, _ = explained(tmp_path, ["while True: step()", "loss.item()"], [[], []])
-    assert at_fault == [0]
-    at_fault, message = explained(tmp_path, ["loss.item()", "loss.item()"], [[], []])
+    """Who has begun to receive what nobody has begun to send waits, and the other way around."""
+    stands = ["while True: step()", "loss.item()"]
+    for mine, theirs in (("recv", "send"), ("send", "recv")):
+        logs = [f"{theirs} 1\n", f"{mine} 0\n" * 2]
+        at_fault, message = explained(tmp_path, stands, [[], []], messages=logs)
+        assert at_fault == [0] and "Rank 1 waits for it in a message at" in message
+    logs = ["recv 1\n", "recv 0\n"]
+    at_fault, message = explained(tmp_path, stands, [[], []], messages=logs)
     assert at_fault == [0, 1] and "every one waits for another" in message
+
+
+def begun(folder: Path) -> Counter[tuple[str, int]]:
+    """On a rank: what its log has of two messages, one in each direction."""
+    path = folder / f"messages.{dist.get_rank()}"
+    calls.log(folder / "calls", path)
+    ranks.exchange(torch.ones(2), 1 - dist.get_rank(), torch.ones(2), 1 - dist.get_rank()).wait()
+    return calls.read_messages(path.read_text())
+
+
+def test_messages_are_noted_when_they_begin(tmp_path: Path):
+    for rank, counted in enumerate(ranks.run(begun, 2, tmp_path, device="cpu")):
+        assert counted == {("send", 1 - rank): 1, ("recv", 1 - rank): 1}
 
 
 def test_a_collective_that_hangs_when_its_function_is_over(tmp_path: Path):

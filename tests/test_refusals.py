@@ -13,6 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from functools import partial
 
 import doors
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from commands import printed_to, ran
 
 from shardlab import context_parallel as cp
-from shardlab import data_parallel, ranks, show, zero
+from shardlab import data_parallel, options, ranks, show, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.__main__ import COMMANDS
@@ -302,6 +303,7 @@ MISTAKES = {  # arguments: a word of the line that they get
     (*PLAN, "--explain", "--emit", "slurm"): "--emit with --explain",
     (*PLAN, "--explain", "--top", "3"): "--top with --explain",
     (*PLAN, "--price", "2"): "--price",
+    (*PLAN, "--zero", "7"): "zero=7: allowed are whole numbers, 0 to 3",
     ("strategy", "--case", "a", "--rates", "b", "--gpus", "8"): "--gpus with --case",
     ("strategy", "--fit", "a", "--rates", "b", "--json"): "--json with --fit",
     ("strategy", "--measure", "--rates", "b", "--tp", "2"): "--tp with --measure",
@@ -446,6 +448,12 @@ def test_a_file_that_takes_the_output_is_not_replaced(tmp_path) -> None:
         status, err = printed_to(out, tmp_path, *SMALL, "--svg", str(name))
         assert status == 2 and err.count("\n") == 1 and "svg=" in err
     assert out.read_bytes() == b"" and [*tmp_path.iterdir()] == [out]
+    out.unlink()
+    with tempfile.TemporaryFile(dir=tmp_path) as nameless:
+        name = f"/proc/self/fd/{nameless.fileno()}"
+        with pytest.raises(ValueError, match=f"svg='{name}': allowed are files"):
+            options.written("svg", name, lambda path: path.write_text("new"))
+    assert not any(tmp_path.iterdir())
 
 
 NO_JSON = {

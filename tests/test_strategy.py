@@ -20,7 +20,7 @@ from shardlab import (
     zero,
 )
 from shardlab.shapes import PRESETS, Config
-from shardlab.strategy import MACHINES, RUNGS, Layout, Machine
+from shardlab.strategy import MACHINES, RUNGS, Layout, Machine, Plan
 
 GPT3, A100 = PRESETS["gpt-3-175b"], MACHINES["a100"]
 V100 = Machine("V100", 32e9, 16, 150e9, 12.5e9, 125e12)  # DGX-2H: NVLink of 300 GB/s, 16 GPUs
@@ -65,27 +65,34 @@ def test_no_step_of_the_paper_is_below_the_floor(row: tuple[int, ...]) -> None:
     work = strategy.flops(config, batch * 2048, recompute="full", causal=False)
     assert work == pytest.approx(paper_flops(config, batch), rel=1e-9)
     step = work / (layout.ranks * teraflops * 1e12)
-    found = strategy.seconds(config, A100, layout, chunks=chunks)
+    if chunks > 1:
+        layout = replace(layout, schedule="interleaved", chunks=chunks)
+    found = strategy.floor(config, A100, layout)
     assert 0.4 < found.total / step < 0.65
-    assert strategy.peak(config, layout) < 80e9  # they ran
+    assert memory.estimate(config, layout, device="gpu").peak < 80e9  # they ran
 
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), Tables 3 and 5: batch 4 on t = 8; batch 64 on t = 8,
 # p = 8 with 3 chunks; seconds of a step with full recomputation, and with selective recomputation
 # and sequence parallelism.
 @pytest.mark.parametrize(
-    ("config", "layout", "chunks", "full", "selective"),
+    ("config", "layout", "full", "selective"),
     [
-        (gpt(48, 6144, 64), Layout(1, 8, 1, micro_batch=4), 1, 1.42, 1.10),
-        (gpt(96, 12_288, 96), Layout(1, 8, 8, microbatches=64), 3, 18.13, 13.75),
+        (gpt(48, 6144, 64), Layout(1, 8, 1, micro_batch=4), 1.42, 1.10),
+        (
+            gpt(96, 12_288, 96),
+            Layout(1, 8, 8, microbatches=64, schedule="interleaved", chunks=3),
+            18.13,
+            13.75,
+        ),
     ],
 )
 def test_seconds_of_korthikanti(
-    config: Config, layout: Layout, chunks: int, full: float, selective: float
+    config: Config, layout: Layout, full: float, selective: float
 ) -> None:
     again = replace(layout, recompute="full")
     some = replace(layout, recompute="selective", sequence_parallel=True)
-    slow, fast = (strategy.seconds(config, A100, x, chunks=chunks).total for x in (again, some))
+    slow, fast = (strategy.floor(config, A100, x).total for x in (again, some))
     assert 0.4 < slow / full < 0.6 and 0.4 < fast / selective < 0.6
     # What it gains by not recomputing everything, predicted within a twentieth.
     assert slow / fast == pytest.approx(full / selective, rel=0.05)
@@ -108,7 +115,7 @@ def test_milliseconds_of_megatron_2020(row: tuple[int, ...]) -> None:
         (V100, A100, A100), (8, 16, 16), (1, 1, 128), printed, strict=True
     ):
         layout = Layout(copies, t, micro_batch=b, recompute="full")
-        found = strategy.seconds(config, machine, layout)
+        found = strategy.floor(config, machine, layout)
         assert 0.35 < found.total / (ms / 1e3) < 0.6
         assert found.data < found.arithmetic  # so hidden: print adds 7 % for 128 copies
 
@@ -155,7 +162,7 @@ def test_traffic_of_zero_is_that_of_the_module() -> None:
 
 def test_tensor_seconds_are_the_bytes_that_tensor_parallelism_counts() -> None:
     config, layout = PRESETS["micro"], Layout(tp=4, micro_batch=2, microbatches=3)
-    found = strategy.seconds(config, A100, layout).tensor
+    found = strategy.floor(config, A100, layout).tensor
     sent = tensor_parallel.predicted_sent(config, 4, 2, config.seq, itemsize=2)
     sent = (sent["forward"] + sent["backward"]) * 2 * config.layers / (2 * config.layers + 1)
     assert found * A100.inside == pytest.approx(3 * tensor_parallel.on_wire(sent, 4))
@@ -167,8 +174,9 @@ def test_tensor_seconds_are_the_bytes_that_tensor_parallelism_counts() -> None:
 @pytest.mark.parametrize(("p", "m", "chunks"), [(2, 2, 1), (4, 4, 1), (4, 8, 1), (4, 8, 2)])
 def test_the_bubble_is_that_of_the_simulated_schedule(p: int, m: int, chunks: int) -> None:
     config = replace(PRESETS["micro"], layers=8)
-    found = strategy.seconds(config, A100, Layout(pp=p, microbatches=m), chunks=chunks)
     name = "1f1b" if chunks == 1 else "interleaved"
+    layout = Layout(pp=p, microbatches=m, schedule=name, chunks=chunks)
+    found = strategy.floor(config, A100, layout)
     timeline = pipeline.simulate(pipeline.schedule(name, p, m, chunks))
     share = found.bubble / (found.arithmetic + found.bubble)
     assert share == pytest.approx(timeline.bubble)
@@ -178,23 +186,24 @@ def test_gpt3_on_64_gpus() -> None:
     """t 8, p 4, d 2: copies alone do not fit into 80 GB; with ZeRO-1 they do, for no more bytes."""
     layouts = [Layout(2, 8, 4, zero, microbatches=256, sequence_parallel=True) for zero in range(4)]
     assert {(x.ranks, x.batch) for x in layouts} == {(64, 512)}
-    peaks = [strategy.peak(GPT3, x) / 1e9 for x in layouts]
+    peaks = [memory.estimate(GPT3, x, device="gpu").peak / 1e9 for x in layouts]
     assert peaks == pytest.approx([109.6, 65.5, 60.0, 55.9], abs=0.05)
-    floors = [strategy.seconds(GPT3, A100, x) for x in layouts]
+    floors = [strategy.floor(GPT3, A100, x) for x in layouts]
     assert floors[0] == floors[1]
     assert floors[2].data == pytest.approx(floors[1].data * 257 / 2)
     assert floors[3].data == pytest.approx(floors[1].data * 3 * 256 / 2)
     assert [f.total for f in floors] == pytest.approx([56.4, 56.4, 56.7, 169.4], abs=0.05)
-    whole = strategy.peak(GPT3, replace(layouts[1], sequence_parallel=False)) / 1e9
-    assert whole == pytest.approx(82.4, abs=0.05)
+    whole = replace(layouts[1], sequence_parallel=False)
+    needs = memory.estimate(GPT3, whole, device="gpu").peak / 1e9
+    assert needs == pytest.approx(82.4, abs=0.05)
 
 
 def test_copies_of_a_node_share_its_links() -> None:
     """An all-reduce of S: 2(n-1)/n S/g through each card, for n nodes of g copies."""
     params = memory.parameter_count(PRESETS["gpt-2"])
-    found = strategy.seconds(PRESETS["gpt-2"], A100, Layout(dp=128))
+    found = strategy.floor(PRESETS["gpt-2"], A100, Layout(dp=128))
     assert found.data == pytest.approx(2 * (15 / 16) * 2 * params / 8 / A100.between, rel=1e-6)
-    inside = strategy.seconds(PRESETS["gpt-2"], A100, Layout(dp=8)).data
+    inside = strategy.floor(PRESETS["gpt-2"], A100, Layout(dp=8)).data
     assert inside == pytest.approx(2 * (7 / 8) * 2 * params / A100.inside, rel=1e-6)
 
 
@@ -206,8 +215,8 @@ JOBS = st.tuples(
 )
 
 
-def rank_of(rung: strategy.Rung) -> tuple[bool, int]:
-    return (not rung.ok, RUNGS.index(rung.name))
+def planned(model: str, gpu: str, gpus: int, batch: int) -> Plan:
+    return strategy.plan(PRESETS[model], MACHINES[gpu], gpus, batch)
 
 
 @few
@@ -215,90 +224,72 @@ def rank_of(rung: strategy.Rung) -> tuple[bool, int]:
 def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: float) -> None:
     model, gpus, batch = job
     machine = replace(MACHINES[name], memory=size, per_node=8)  # 512 fill nodes of eight
-    config = PRESETS[model]
-    found = strategy.rungs(config, machine, gpus, batch)
-    assert [rung.name for rung in found] == list(RUNGS)
-    try:
-        chosen = strategy.choose(config, machine, gpus, batch)
-    except ValueError as error:
-        assert not any(rung.fits for rung in found)
-        assert "no rung fits" in str(error) or "share" in str(error)
+    found = strategy.plan(PRESETS[model], machine, gpus, batch)
+    if not found.fits:
+        with pytest.raises(ValueError, match=f"gpus={gpus}: no layout "):
+            strategy.choose(found)
         return
-    layout = chosen.layout
-    assert layout.ranks == gpus and layout.batch == batch
-    assert layout.tp <= machine.per_node
-    needs = memory.estimate(
-        config, layout.micro_batch, zero=layout.zero, dp=layout.dp, tp=layout.tp, pp=layout.pp,
-        recompute=layout.recompute, microbatches=layout.microbatches, device="gpu",
-        sequence_parallel=layout.sequence_parallel, accumulate=layout.microbatches > 1,
-    ).peak  # fmt: skip
-    assert needs == chosen.peak <= 0.9 * size
-    earlier = found[: RUNGS.index(chosen.name)]
-    assert not any(rung.ok for rung in earlier)
-    if chosen.ok:
-        more = replace(machine, memory=1.5 * size)
-        assert rank_of(strategy.choose(config, more, gpus, batch)) <= rank_of(chosen)
+    chosen, rungs = strategy.choose(found), strategy.rungs(found)
+    assert chosen in found.fits and chosen.reserved <= found.room == 0.96 * size
+    assert list(rungs) == [name for name in RUNGS if name in rungs]
+    place = RUNGS.index(strategy.rung(chosen.layout))
+    for one in found.fits:
+        name = strategy.rung(one.layout)
+        assert rungs[name].seconds <= one.seconds + 1e-6
+        late = one.layout.zero == 3 and RUNGS.index(name) < 5
+        assert RUNGS.index(name) >= place or late
+
+
+def test_a_rung_is_the_last_that_a_layout_adds() -> None:
+    layouts = (
+        Layout(8), Layout(8, zero=1), Layout(8, zero=2), Layout(8, zero=3),
+        Layout(8, zero=3, recompute="full"), Layout(4, 2, recompute="full"), Layout(2, 2, 2, 1),
+    )  # fmt: skip
+    assert tuple(map(strategy.rung, layouts)) == RUNGS
 
 
 def test_the_chart_by_model_size() -> None:
     jobs = {
-        ("gpt-2", "rtx-4090", 8, 512): ("data parallel", "d 8"),
-        ("llama-3-8b", "h100", 64, 512): ("ZeRO-3", "d 64, ZeRO-3"),
-        ("llama-3-8b", "a100", 8, 512): ("recompute", "d 8, ZeRO-1, recompute"),
-        ("llama-3-70b", "a100", 64, 512): ("recompute", "d 64, ZeRO-3, recompute"),
-        ("llama-3-8b", "rtx-4090", 8, 512): ("tensor in the node", "d 1 · t 8, recompute"),
-        ("gpt-3-175b", "a100", 1024, 1536): (
-            "pipeline across nodes",
-            "d 64 · t 8 · p 2, ZeRO-1",
-        ),
+        ("gpt-2", "rtx-4090", 8, 512): "d 8",
+        ("llama-3-8b", "h100", 64, 512): "d 64, ZeRO-3",
+        ("llama-3-70b", "a100", 64, 512): "d 64, ZeRO-3, recompute",
+        ("llama-3-8b", "rtx-4090", 8, 512): "d 2 · t 4, ZeRO-2, recompute",
+        ("gpt-3-175b", "a100", 64, 64): "d 64, ZeRO-3, recompute",
+        ("gpt-3-175b", "a100", 1024, 1536): "d 128 · t 8, ZeRO-2",
     }
-    for (shape, gpu, gpus, batch), answer in jobs.items():
-        rung = strategy.choose(PRESETS[shape], MACHINES[gpu], gpus, batch)
-        assert (rung.name, str(rung.layout)) == answer and rung.ok
+    for job, answer in jobs.items():
+        assert str(strategy.choose(planned(*job)).layout) == answer
+
+
+def test_gpt3_on_64_gpus_has_one_answer() -> None:
+    """The plan's, which command, page and lesson print; the chart's is slower."""
+    found = planned("gpt-3-175b", "a100", 64, 64)
+    assert str(found.fits[0].layout) == "d 2 · t 8 · p 4, ZeRO-1, interleaved 4"
+    assert strategy.choose(found).seconds == pytest.approx(1.2 * found.fits[0].seconds, rel=0.01)
 
 
 def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
-    """ZeRO-3 is passed over for a cut when it sends for longer than it computes."""
+    """ZeRO-3 is passed over for a cut when its copies wait longer than they compute."""
     config, slow = PRESETS["llama-3-70b"], replace(A100, between=0.1e9)
-    found = {rung.name: rung for rung in strategy.rungs(config, slow, 64, 512)}
-    assert found["recompute"].fits and not found["recompute"].ok
-    assert "a step sends for" in found["recompute"].why
-    assert strategy.choose(config, slow, 64, 512).name == "tensor in the node"
+    found = strategy.plan(config, slow, 64, 512)
+    parts = strategy.rungs(found)["recompute"].prediction.seconds
+    assert parts.data > parts.products + parts.attention
+    assert strategy.rung(strategy.choose(found).layout) == "tensor in the node"
     # Without another way it is taken all the same: slow is better than not at all.
     alone = replace(config, heads=1, kv_heads=1, layers=79)
     narrow = replace(slow, memory=150e9)
-    chosen = strategy.choose(alone, narrow, 64, 512)
-    assert chosen.layout.zero == 3 and chosen.fits and not chosen.ok
-
-
-@pytest.mark.parametrize(
-    ("model", "gpus", "batch"), [("llama-3-8b", 8, 64), ("llama-3-70b", 64, 512)]
-)
-def test_the_fastest_is_no_slower_than_the_chart_and_not_much_faster(
-    model: str, gpus: int, batch: int
-) -> None:
-    config = PRESETS[model]
-    chosen = strategy.choose(config, A100, gpus, batch)
-    found = strategy.fastest(config, A100, gpus, batch)
-    times = [choice.predicted for choice in found]
-    assert times == sorted(times) and all(choice.peak <= 72e9 for choice in found)
-    assert all(choice.seconds.total < choice.predicted for choice in found)
-    assert {(c.layout.ranks, c.layout.batch) for c in found} == {(gpus, batch)}
-    assert chosen.layout in [choice.layout for choice in found]
-    taken = strategy.predict(config, A100, chosen.layout).seconds.total
-    assert 1 <= taken / times[0] < 1.4  # at most what recomputation costs, a third
-    for choice in found[:: max(1, len(found) // 20)]:
-        assert choice.peak == strategy.peak(config, choice.layout)
+    assert strategy.choose(strategy.plan(alone, narrow, 64, 512)).layout.zero == 3
 
 
 def test_what_is_short_is_said() -> None:
-    with pytest.raises(ValueError, match=r"gpus=8: no rung fits; .* 16 of these GPUs would be en"):
-        strategy.choose(PRESETS["llama-3-70b"], MACHINES["h200"], 8, 512)
-    with pytest.raises(ValueError, match="larger ones or shorter sequences would"):
-        strategy.choose(PRESETS["llama-3-70b"], replace(A100, memory=4e9), 8, 8)
-    with pytest.raises(ValueError, match=r"batch=3: .*8 copies cannot share 3 sequences"):
-        strategy.choose(replace(PRESETS["gpt-2"], heads=1, layers=1), A100, 8, 3)
-    assert strategy.fastest(PRESETS["llama-3-70b"], A100, 8, 512) == []
+    with pytest.raises(ValueError, match=r"gpus=8: no layout fits; .* 16 of these GPUs would be e"):
+        strategy.choose(planned("llama-3-70b", "h200", 8, 512))
+    with pytest.raises(ValueError, match="larger ones would"):
+        small = replace(A100, memory=1e9)
+        strategy.choose(strategy.plan(PRESETS["llama-3-70b"], small, 8, 8))
+    with pytest.raises(ValueError, match=r"copies that cannot share the batch evenly"):
+        alone = replace(PRESETS["gpt-2"], heads=1, layers=1)
+        strategy.choose(strategy.plan(alone, A100, 8, 3))
 
 
 @pytest.mark.parametrize(
@@ -306,22 +297,21 @@ def test_what_is_short_is_said() -> None:
     [
         (lambda: replace(A100, memory=0), "memory=0: allowed are numbers above 0"),
         (lambda: replace(A100, per_node=2.5), "per_node=2.5: allowed are whole"),
-        (lambda: strategy.room(A100, 1.0), "reserve=1.0: allowed are"),
+        (lambda: strategy.room("a100"), "machine='a100': allowed is a Machine"),
         (lambda: Layout(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
         (lambda: Layout(tp=True), "tp=True: allowed are"),
         (lambda: Layout(zero=4), "zero=4: allowed are 0, 1, 2 and 3"),
         (lambda: Layout(recompute="some"), "recompute='some': allowed are"),
-        (lambda: strategy.peak(GPT3, Layout(tp=5)), "tp=5: allowed are divisors of heads=96"),
-        (lambda: strategy.seconds(GPT3, A100, Layout(pp=5)), "pp=5: allowed are divisors of"),
-        (lambda: strategy.seconds(GPT3, A100, Layout(), chunks=0), "chunks=0: allowed are"),
+        (lambda: strategy.predict(GPT3, A100, Layout(tp=5)), "tp=5: allowed are divisors of heads"),
+        (lambda: strategy.floor(GPT3, A100, Layout(pp=5)), "pp=5: allowed are divisors of"),
         (lambda: strategy.flops(GPT3, 0), "tokens=0: allowed are"),
         (lambda: strategy.flops(GPT3, 8, recompute="x"), "recompute='x': allowed are"),
         (lambda: strategy.zero_bytes(8, 4, 2), "zero=4: allowed are"),
         (lambda: strategy.zero_bytes(8, 1, 0), "dp=0: allowed are"),
         (lambda: strategy.training_days(1e9, 0, 8, 1e12), "tokens=0: allowed are"),
-        (lambda: strategy.rungs(GPT3, A100, 12, 512), "gpus=12: allowed are 1 to 8, and whole"),
-        (lambda: strategy.fastest(GPT3, A100, 64, 0), "batch=0: allowed are"),
-        (lambda: strategy.choose(GPT3, A100, 64, 512, reserve=-1), "reserve=-1: allowed are"),
+        (lambda: strategy.plan(GPT3, A100, 12, 512), "gpus=12: allowed are 1 to 8, and whole"),
+        (lambda: strategy.plan(GPT3, A100, 64, 0), "batch=0: allowed are"),
+        (lambda: strategy.plan(GPT3, "a100", 64, 64), "machine='a100': allowed is a Machine"),
     ],
 )
 def test_bad_input_is_refused_in_words(call, words: str) -> None:
@@ -339,11 +329,10 @@ def test_advice() -> None:
     # Experts are dealt out, and their states are shared by fewer ranks: as `memory` counts them.
     mixed = Layout(8, zero=1, ep=8, micro_batch=64)
     said = strategy.fullness(PRESETS["mixtral-8x7b"], A100, mixed)
-    found = memory.estimate(
-        PRESETS["mixtral-8x7b"], 64, zero=1, dp=8, ep=8, device="gpu", recompute="none"
-    )
+    found = memory.estimate(PRESETS["mixtral-8x7b"], mixed, device="gpu")
     states = found.parameters + found.gradients + found.optimizer
-    assert f"{states / 1e9:.1f} GB of it are model states" in said and 80e9 < states < 110e9
+    assert f"{states / 1e9:.1f} GB of it are model states" in said
+    assert "99.0 GB of it are model states" in said
     # Stages by a rule, which are not equal.
     uneven = Layout(1, 8, 16, stages="megatron", microbatches=16)
     assert "GB" in strategy.fullness(PRESETS["llama-3-405b"], A100, uneven)

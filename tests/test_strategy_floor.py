@@ -17,7 +17,7 @@ def test_it_is_below_every_run_of_the_sweep() -> None:
     for row in files.read_rows("rows", PUBLISHED / "sweep40.csv"):
         job = files.row_job(row, PROFILES["nanotron"])
         taken, _ = files.row_measured(row)
-        assert strategy.seconds(job.config, H100, job.layout).total < taken, row
+        assert strategy.floor(job.config, H100, job.layout).total < taken, row
 
 
 def test_it_is_below_every_published_step() -> None:
@@ -34,7 +34,7 @@ def test_it_is_below_every_published_step() -> None:
             taken = work / job.layout.ranks / (printed["tflops_per_gpu"] * 1e12)
         if taken:
             judged += 1
-            floor = strategy.seconds(job.config, job.machine, job.layout, job.seq)
+            floor = strategy.floor(job.config, job.machine, job.layout, job.seq)
             assert floor.total < taken, case["id"]
     assert judged == 18
 
@@ -44,35 +44,35 @@ def test_a_ring_over_full_nodes_leaves_them_on_every_card() -> None:
     layout = Layout(tp=16, microbatches=8)
     slow = replace(H100, between=1e9)  # eight of these carry 8 GB/s
     config = replace(PRESETS["llama-3-70b"], heads=64, kv_heads=64)
-    found = strategy.seconds(config, slow, layout).tensor
+    found = strategy.floor(config, slow, layout).tensor
     stream = 8 * config.seq * config.hidden * 2
     assert found == pytest.approx(4 * config.layers * 2 * 15 / 16 * stream / 8e9)
-    inside = strategy.seconds(config, slow, replace(layout, tp=8)).tensor
+    inside = strategy.floor(config, slow, replace(layout, tp=8)).tensor
     assert inside == pytest.approx(4 * config.layers * 2 * 7 / 8 * stream / H100.inside)
 
 
 def test_what_can_be_hidden_is() -> None:
-    found = strategy.seconds(LLAMA, H100, Layout(tp=8, microbatches=8))
+    found = strategy.floor(LLAMA, H100, Layout(tp=8, microbatches=8))
     assert 0 < found.tensor < found.arithmetic == found.total
-    wire = strategy.seconds(LLAMA, replace(H100, inside=1e9), Layout(tp=8, microbatches=8))
+    wire = strategy.floor(LLAMA, replace(H100, inside=1e9), Layout(tp=8, microbatches=8))
     assert wire.total == wire.tensor > wire.arithmetic
 
 
 def test_it_takes_unequal_stages_contexts_and_schedules() -> None:
     config = PRESETS["llama-3-405b"]  # 126 layers
     layout = Layout(2, 8, 16, 1, 1, 16, stages="megatron")
-    base = strategy.seconds(config, H100, layout)
+    base = strategy.floor(config, H100, layout)
     assert base.bubble == pytest.approx(15 / 16 * base.arithmetic)
     for schedule, chunks, share in (
         ("zb-h1", 1, 1 / 3), ("zb-h2", 1, 0), ("interleaved", 2, 1 / 2), ("naive", 1, 16)
     ):  # fmt: skip
         changed = replace(layout, schedule=schedule, chunks=chunks)
-        found = strategy.seconds(config, H100, changed)
+        found = strategy.floor(config, H100, changed)
         assert found.bubble == pytest.approx(share * base.bubble)
-    around = strategy.seconds(config, H100, replace(layout, cp=2))
+    around = strategy.floor(config, H100, replace(layout, cp=2))
     assert around.arithmetic == pytest.approx(base.arithmetic / 2)
     with pytest.raises(ValueError, match="ep=2: allowed is 1"):
-        strategy.seconds(config, H100, replace(layout, ep=2))
+        strategy.floor(config, H100, replace(layout, ep=2))
 
 
 def test_groups_that_repeat_gather_inside_of_a_node() -> None:
@@ -82,10 +82,10 @@ def test_groups_that_repeat_gather_inside_of_a_node() -> None:
     params = memory.parameter_count(LLAMA)
     inside = 4 * 2 * 3 * params * 7 / 8 / H100.inside
     between = 2 * 2 * params / 8 / 2 / H100.between
-    found = strategy.seconds(LLAMA, H100, groups).data
+    found = strategy.floor(LLAMA, H100, groups).data
     assert found == pytest.approx(max(inside, between), rel=1e-3)
     slow = replace(H100, between=1e9)
-    floors = [strategy.seconds(LLAMA, slow, x).data for x in (groups, every)]
+    floors = [strategy.floor(LLAMA, slow, x).data for x in (groups, every)]
     assert floors[0] < floors[1] / 2
     took = [strategy.predict(LLAMA, slow, x).seconds.data for x in (groups, every)]
     assert took[0] < took[1] / 2

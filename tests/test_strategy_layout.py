@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.layout import SCHEDULES, STAGE_RULES, read, written
+from shardlab.memory import estimate
 from shardlab.shapes import PRESETS
-from shardlab.strategy import Layout, peak
+from shardlab.strategy import Layout
 
 
 def test_new_fields_stand_behind_the_old_ones() -> None:
@@ -25,6 +26,7 @@ def test_ranks_and_shards() -> None:
     assert layout.ranks == 16 * 8 * 4 * 2
     assert layout.shards == 8  # four copies of a group, two ranks each
     assert Layout(dp=16, ep=8).ranks == 16  # experts are shared among the copies
+    assert Layout(cp=4, ep=2).shards == 4  # and those that share a sequence
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,8 @@ def test_words_as_people_type_them() -> None:
     ("fields", "words"),
     [
         ({"cp": 0}, "cp=0: allowed are whole numbers, 1 or more"),
-        ({"dp": 4, "ep": 3}, "ep=3: allowed are divisors of dp=4"),
+        ({"dp": 4, "ep": 3}, "ep=3: allowed are divisors of 4, the ranks with the same weights"),
+        ({"dp": 4, "zero": 1, "replicas": 2, "ep": 4}, "ep=4: allowed are divisors of 2, the ran"),
         ({"dp": 4, "replicas": 3, "zero": 1}, "replicas=3: allowed are divisors of dp=4"),
         ({"dp": 4, "replicas": 2}, "replicas=2: allowed with zero=0 is 1"),
         ({"offload": "parameters", "zero": 2}, "zero=2: allowed with offload='parameters' is 3"),
@@ -133,7 +136,11 @@ def test_what_cannot_be_is_refused(fields: dict, words: str) -> None:
 def test_the_peak_of_whatever_a_layout_says() -> None:
     config = PRESETS["llama-3-8b"]
     base = Layout(4, 2, 2, 1, microbatches=4)
-    usual = peak(config, base)
+
+    def peak(layout: Layout) -> int:
+        return estimate(config, layout, device="gpu").peak
+
+    usual = peak(base)
     for change, more in (
         ({"offload": "optimizer"}, False),
         ({"cp": 2}, False),  # half of the tokens
@@ -142,6 +149,6 @@ def test_the_peak_of_whatever_a_layout_says() -> None:
         ({"schedule": "gpipe"}, True),  # all four micro-batches
         ({"stages": (18, 14)}, True),
     ):
-        assert (peak(config, replace(base, **change)) > usual) is more, change
+        assert (peak(replace(base, **change)) > usual) is more, change
     with pytest.raises(ValueError, match="ep=4: allowed is 1, for a model without experts"):
-        peak(config, replace(base, ep=4))
+        peak(replace(base, ep=4))

@@ -238,7 +238,7 @@ WRONG = {
     "no seq": ([*JOB, "--seq", str(10**18), "--batch", "16"], "allowed are whole numbers, 1 to"),
     "nodes": (["--model", "gpt-2", "--gpu", "h100", "--gpus", "12"], "gpus=12: allowed are 1 to"),
     "tokens": ([*JOB, "--tokens", "0"], "tokens=0: allowed are numbers above 0"),
-    "zero": ([*JOB, "--zero", "-1"], "zero=-1: allowed are whole numbers, 0 or more"),
+    "zero": ([*JOB, "--zero", "-1"], "zero=-1: allowed are whole numbers, 0 to 3"),
     "fixed": ([*JOB, "--tp", "3"], "no layout can be made"),
     "room": (
         ["--model", "llama-3-405b", "--gpu", "h100", "--gpus", "16"],

@@ -1,12 +1,11 @@
-"""Tensor parallelism equals one process; one test per promise."""
+"""What tensor parallelism sends, holds and refuses; it equals one process: `rows.tensors`."""
 
 import copy
-import math
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+import contract
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,14 +13,15 @@ import torch.nn.functional as F
 from devices import here, random_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import CUT64, row, within
 from timed import on_time
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, link, pipeline, ranks, text, zero
+from shardlab import count, ranks, text
 from shardlab import tensor_parallel as tp
-from shardlab.data_parallel import DataParallel
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Block, Config, FeedForward, loss
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
@@ -29,15 +29,6 @@ LLAMA = Config(
     vocab=64, seq=6, layers=2, heads=8, hidden=64, kv_heads=4, ffn=40, mlp="swiglu", norm="rms",
     bias=False, tied=False,
 )  # fmt: skip
-SHAPES = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "untied": replace(GPT2, tied=False, layers=1),
-    "no bias": replace(GPT2, bias=False, layers=1),
-    "swiglu, bias, tied": replace(LLAMA, bias=True, tied=True, norm="layer", layers=1),
-    "dropout": replace(GPT2, dropout=0.3),
-    "dropout, llama": replace(LLAMA, dropout=0.2, layers=1),
-}
 
 
 def run(fn, size, *args, device="auto", timeout=100, show=False):
@@ -86,102 +77,6 @@ def recompute(model):
     return model
 
 
-def five_steps(config, dtype=torch.float64, group=None, seed=0, again=False, **options):
-    """Largest differences to one process: logits, losses, gradients; weights after five steps."""
-    group = group or world()
-    if ranks.device().type != "cpu":  # elsewhere no dropout="equal" has one process's bits
-        config = replace(config, dropout=0.0)
-    serial = plain_model(config, dtype, seed)
-    model = tp.parallelize(copy.deepcopy(serial), group, **options)
-    if again:
-        recompute(model)
-    optimizers = [adamw(serial), adamw(model)]
-    worst = dict.fromkeys(("logits", "losses", "gradients"), 0.0)
-    for step in range(5):
-        tokens, targets = batch(config, step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        torch.manual_seed(step)
-        wanted = serial(tokens)
-        value = loss(wanted, targets)
-        value.backward()
-        state = random_state()
-        torch.manual_seed(step)
-        logits = model(tokens)
-        mine = tp.loss(logits, targets, group)
-        mine.backward()
-        assert torch.equal(state, random_state())  # as much was drawn as by one process
-        found = {
-            "logits": gap(logits, own(wanted, -1, group)),
-            "losses": gap(mine, value),
-            "gradients": max(
-                gap(p.grad, own(plain.grad, dimension, group))
-                for p, plain, dimension in zip(
-                    model.parameters(), serial.parameters(), tp.cuts(model).values(), strict=True
-                )
-            ),
-        }
-        worst = {name: max(worst[name], found[name]) for name in worst}
-        for optimizer in optimizers:
-            optimizer.step()
-    full, plain = tp.full_state_dict(model), serial.state_dict()
-    assert list(full) == list(plain)
-    return worst | {"weights": max(gap(full[name], plain[name]) for name in plain)}
-
-
-def all_shapes(dtype):
-    found = {name: five_steps(config, dtype) for name, config in SHAPES.items()}
-    for name in ("llama", "dropout"):  # each block computed again in backward
-        found[f"{name}, recomputed"] = five_steps(SHAPES[name], dtype, again=True)
-    edges = tp.Edges(tp.copy_to, tp.reduce_from)  # layer by layer
-    found["llama, layer by layer"] = five_steps(LLAMA, dtype, edges=edges)
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_five_steps_equal_one_process_in_float64(size):
-    for results in run(all_shapes, size, torch.float64):
-        for case, differences in results.items():
-            # float64 rounds at 1e-16, sums have a few dozen terms of size 1, and AdamW divides by
-            # gradients of 1e-4 and more: a wrong formula would show at 1e-3.
-            assert max(differences.values()) < 1e-10, (case, differences)
-
-
-def in_float32():
-    return {name: five_steps(SHAPES[name], torch.float32) for name in ("gpt2", "llama", "dropout")}
-
-
-def test_five_steps_equal_one_process_in_float32():
-    for results in run(in_float32, 2):
-        for case, differences in results.items():
-            # Two halves of a product are added up in another order than the whole: units of 6e-8.
-            # AdamW divides by the size of a gradient, so that where it is all but zero, the step of
-            # 1e-2 may change by a part.
-            assert differences["logits"] < 1e-2, (case, differences)
-            assert differences["losses"] < 1e-4, (case, differences)
-            assert differences["gradients"] < 1e-2, (case, differences)
-            assert differences["weights"] < 2e-2, (case, differences)
-
-
-def one_step_in_float32(config):
-    serial = plain_model(config, torch.float32)
-    model = tp.parallelize(copy.deepcopy(serial), world())
-    tokens, targets = batch(config)
-    wanted, logits = serial(tokens), model(tokens)
-    loss(wanted, targets).backward()
-    tp.loss(logits, targets, world()).backward()
-    pairs = zip(model.parameters(), serial.parameters(), tp.cuts(model).values(), strict=True)
-    gradients = max(gap(p.grad, own(q.grad, d, world())) for p, q, d in pairs)
-    return gap(logits, own(wanted, -1, world())), gradients
-
-
-def test_one_step_in_float32_differs_by_rounding_alone():
-    for config in (GPT2, LLAMA):
-        for differences in run(one_step_in_float32, 4, config):
-            # Logits and gradients are of size 1; sums of 16 to 64 terms, rounded at 6e-8.
-            assert max(differences) < 1e-5
-
-
 @st.composite
 def configs(draw, size):
     """Shapes that `size` ranks divide."""
@@ -208,25 +103,12 @@ def configs(draw, size):
 def test_any_shape_that_the_ranks_divide(data):
     size = data.draw(st.sampled_from([2, 3]))
     shapes = data.draw(st.lists(configs(size), min_size=4, max_size=4))
-    for results in run(lambda: [five_steps(config) for config in shapes], size):
-        for differences in results:
-            # As above; narrow layers of random numbers have smaller gradients to divide by.
-            assert max(differences.values()) < 1e-8
-
-
-def in_groups():
-    """Groups whose numbers are not the world's, a slow link, and a group of this rank alone."""
-    halves = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-    mine = halves[dist.get_rank() % 2]
-    slow = link.slow(1e-4, 1e9, mine)
-    ones = [dist.new_group([r]) for r in range(4)]
-    groups = mine, slow, ones[dist.get_rank()]
-    return [max(five_steps(LLAMA, group=group).values()) for group in groups]
-
-
-def test_any_group_will_do():
-    for differences in run(in_groups, 4):
-        assert max(differences) < 1e-10  # as above
+    why = "narrow layers of random numbers have smaller gradients to divide by"
+    near = within(1e-8, f"{CUT64.why}; {why}")
+    rows = [row("tensor", f"{n}", c, Layout(tp=size), near=near) for n, c in enumerate(shapes)]
+    found = contract.all_of(rows, "cpu")
+    for one in rows:
+        contract.judged(one, found, "cpu")
 
 
 def operators():
@@ -407,6 +289,9 @@ def counted(config):
         value = tp.loss(logits, tokens[1], world())
     with count.sent() as backward:
         value.backward()
+    with count.sent() as clipped:
+        tp.clip_grad_norm_(model, 1.0)
+    assert sum(clipped.payload.values()) == 8  # one number, of 64 bits
     optimizer.step()
     seen = {"forward": forward, "loss": of_loss, "backward": backward}
     assert all(set(s.calls) <= {"all_reduce"} and not s.messages for s in seen.values())
@@ -711,33 +596,6 @@ def test_dropout_from_own_seeds():
     assert not torch.equal(a, b)
 
 
-def clipped():
-    worst = 0.0
-    for config in (GPT2, LLAMA):
-        serial = plain_model(config)
-        model = tp.parallelize(copy.deepcopy(serial), world())
-        tokens, targets = batch(config)
-        loss(serial(tokens), targets).backward()
-        tp.loss(model(tokens), targets, world()).backward()
-        for limit in (1e9, 0.3, 0.1):  # the first is above any norm: nothing is scaled
-            with count.sent() as sent:
-                norm = tp.clip_grad_norm_(model, limit)
-            wanted = nn.utils.clip_grad_norm_(serial.parameters(), limit)
-            assert wanted > limit or limit > 1
-            assert sum(sent.payload.values()) == 8  # one number of float64
-            worst = max(worst, gap(norm, wanted))
-            pairs = zip(
-                model.parameters(), serial.parameters(), tp.cuts(model).values(), strict=True
-            )
-            worst = max(worst, *(gap(p.grad, own(q.grad, d, world())) for p, q, d in pairs))
-    return worst
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_clipping_by_the_whole_models_norm(size):
-    assert max(run(clipped, size)) < 1e-12  # float64, sums of some thousand squares
-
-
 def narrow_types():
     """bf16 weights, and autocast: near float32, and the same on all ranks."""
     found = {}
@@ -778,44 +636,6 @@ def test_sixteen_bits():
         assert value < 0.02  # of 4.2: 8 bits of fraction are 0.4 %
         assert gradients < 0.1  # of the gradient's norm: a dozen roundings of 0.4 %
         assert all(map(torch.equal, whole, second[kind][2]))
-
-
-def on_this_device():
-    """One step where the ranks are: beside one process, and with dropout beside each other."""
-    found = {}
-    for name, config in (("gpt2", GPT2), ("llama", LLAMA)):
-        serial = plain_model(config)
-        model = tp.parallelize(copy.deepcopy(serial), world())
-        tokens, targets = batch(config)
-        wanted, logits = serial(tokens), model(tokens)
-        loss(wanted, targets).backward()
-        tp.loss(logits, targets, world()).backward()
-        norm = nn.utils.clip_grad_norm_(serial.parameters(), 0.1)
-        pairs = zip(model.parameters(), serial.parameters(), tp.cuts(model).values(), strict=True)
-        found[name] = max(
-            gap(logits, own(wanted, -1, world())),
-            gap(tp.clip_grad_norm_(model, 0.1), norm),
-            *(gap(p.grad, own(q.grad, d, world())) for p, q, d in pairs),
-            *(gap(t, serial.state_dict()[n]) for n, t in tp.full_state_dict(model).items()),
-        )
-    whole = []
-    for kind in ("equal", "own"):
-        model = plain_model(replace(LLAMA, dropout=0.2))
-        model = tp.parallelize(model, world(), dropout=kind)
-        tp.loss(model(tokens), targets, world()).backward()
-        cuts = tp.cuts(model).values()
-        whole += [p.grad for p, d in zip(model.parameters(), cuts, strict=True) if d is None]
-    with pytest.raises(ValueError) if tokens.is_cpu else nullcontext():
-        value = tp.loss(logits, targets + config.vocab, world())
-        assert value.isnan()
-    return found, whole
-
-
-def test_the_same_on_a_gpu_if_there_is_one():
-    (found, whole), (_, other) = ranks.run(on_this_device, 2, show=False)
-    assert max(found.values()) < 1e-10  # float64, as above
-    for a, b in zip(whole, other, strict=True):
-        assert gap(a, b) < 1e-12  # the same sums, in an order that a GPU may choose anew
 
 
 def frozen():
@@ -921,50 +741,6 @@ WRONG = {
 }
 
 
-def together():
-    """Two by two ranks: tensor parallelism within data parallelism, ZeRO-3, and a pipeline."""
-    rank, config = dist.get_rank(), PRESETS["nano"]
-    rows = [dist.new_group(pair) for pair in ((0, 1), (2, 3))][rank // 2 :]
-    columns = [dist.new_group(pair) for pair in ((0, 2), (1, 3))][rank % 2 :]
-    across, along = rows[0], columns[0]
-    worst = 0.0
-    for kind in ("data", "zero", "pipeline"):
-        torch.manual_seed(0)
-        serial = here(GPT(config)).double()
-        model = tp.parallelize(copy.deepcopy(serial), across)
-        if kind == "data":
-            model = DataParallel(model, along)
-        elif kind == "zero":
-            model = zero.shard(model, along, 3)
-        else:
-            plan = pipeline.schedule("1f1b", 2, 2)
-            model = pipeline.distribute(model, plan, along, loss=partial(tp.loss, group=across))
-        optimizers = [adamw(serial), adamw(model)]
-        for step in range(3):
-            tokens, targets = here(text.batch(16, 4, start=4 * step))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            wanted = loss(serial(tokens), targets)
-            wanted.backward()
-            if kind == "pipeline":
-                value = model.step(tokens, targets)
-            else:
-                mine = slice(2 * dist.get_rank(along), 2 * dist.get_rank(along) + 2)
-                value = tp.loss(model(tokens[mine]), targets[mine], across)
-                value.backward()
-                value = value.detach() / 2
-                dist.all_reduce(value, group=along)
-            if value is not None:
-                worst = max(worst, gap(value, wanted))
-            for optimizer in optimizers:
-                optimizer.step()
-    return worst
-
-
-def test_it_goes_together_with_what_cuts_the_batch_or_the_layers():
-    assert max(run(together, 4)) < 1e-10  # float64, as above
-
-
 def bad_input():
     """Rank 0 alone makes each mistake: an error that had sent something would wait for rank 1."""
     ones = [dist.new_group([r]) for r in range(2)]
@@ -978,26 +754,8 @@ def bad_input():
             with pytest.raises(ValueError, match=message):
                 tp.parallelize(model, world())
             assert [p.shape for p in model.parameters()] == shapes  # nothing is half done
-        for group in (None, 2, ones[1]):
-            with pytest.raises(ValueError, match="allowed is a process group that holds this rank"):
-                tp.parallelize(GPT(GPT2), group)
-            for call in (
-                tp.copy_to,
-                tp.reduce_from,
-                tp.reduce_from_,
-                tp.gather_last,
-                tp.split_last,
-            ):
-                with pytest.raises(ValueError, match=f"group={group!r}: allowed is a process"):
-                    call(torch.ones(2), group)
-            with pytest.raises(ValueError, match="allowed is a process group"):
-                tp.loss(torch.ones(1, 2, 4), torch.ones(1, 2, dtype=torch.int64), group)
-            with pytest.raises(ValueError, match="allowed is a process group"):
-                tp.cut_ffn(FeedForward(GPT2), group)
-        with pytest.raises(ValueError, match="model=Linear: allowed is a GPT"):
-            tp.parallelize(nn.Linear(2, 2), world())
-        with pytest.raises(ValueError, match="dropout='none': allowed are 'equal' and 'own'"):
-            tp.parallelize(GPT(GPT2), world(), dropout="none")
+        with pytest.raises(ValueError, match="allowed is a process group that holds this rank"):
+            tp.parallelize(GPT(GPT2), ones[1])
         with pytest.raises(ValueError, match="it is parallelized already"):
             tp.parallelize(cut, world())
         with pytest.raises(ValueError, match="ffn_width=33"):
@@ -1031,20 +789,13 @@ def bad_states(model):
     ):
         with pytest.raises(ValueError, match=message):
             tp.load_full_state_dict(model, wrong)
-    for to in (-1, 2, True):
-        with pytest.raises(ValueError, match=f"to={to}: allowed are None and the group's ranks"):
-            tp.full_state_dict(model, to)
     for call in (tp.full_state_dict, tp.initialize, partial(tp.clip_grad_norm_, limit=1.0)):
         with pytest.raises(ValueError, match="model=GPT: allowed is what `parallelize` returned"):
             call(GPT(GPT2))
-    with pytest.raises(ValueError, match="limit=nan: allowed are numbers from 0"):
-        tp.clip_grad_norm_(model, math.nan)
 
 
 def bad_losses():
     logits, targets = torch.randn(2, 3, 4), torch.randint(8, (2, 3))
-    with pytest.raises(ValueError, match="reduction='none': allowed are 'mean' and 'sum'"):
-        tp.loss(logits, targets, world(), "none")
     for wrong in (targets[:1], targets.float(), targets[..., None]):
         with pytest.raises(ValueError, match=r"allowed are whole numbers of shape \[2, 3\]"):
             tp.loss(logits, wrong, world())

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, memory, ranks, tensor_parallel
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config
 from shardlab.sequence_parallel import ALONG_SEQUENCE, sum_gradients
 
@@ -44,12 +45,6 @@ class Case:
     precision: str = "fp32"
     recompute: str = "none"
     sequence: bool = False  # Megatron's sequence parallelism
-
-    @property
-    def told(self):
-        """What the predictions are told, but for the ranks."""
-        told = {"precision": self.precision, "recompute": self.recompute}
-        return told | {"sequence_parallel": self.sequence}
 
 
 def measured(case, device):
@@ -114,9 +109,12 @@ def all_measured(cases, device):
 
 def check(case, found, size, device="cpu"):
     """found: by rank."""
-    told = case.told | {"device": "gpu" if device == "cuda" else "cpu", "tp": size}
-    estimate = memory.estimate(case.config, case.batch, **told)
-    kept = memory.activations(case.config, case.batch, **told)
+    layout = Layout(
+        tp=size, micro_batch=case.batch, recompute=case.recompute, sequence_parallel=case.sequence
+    )
+    told = {"precision": case.precision, "device": "gpu" if device == "cuda" else "cpu"}
+    estimate = memory.estimate(case.config, layout, **told)
+    kept = memory.activations(case.config, layout, **told)
     for one in found:
         assert one["states"] == {
             "parameters": estimate.parameters,
@@ -204,7 +202,7 @@ def test_predicted_states_are_those_of_the_memory_model():
     """Two tables, made apart: of the layers that are cut, and of the memory model."""
     for config in SHAPES.values():
         for size in (1, 2, 4):
-            estimate = memory.estimate(config, precision="fp32", tp=size)
+            estimate = memory.estimate(config, Layout(tp=size), precision="fp32")
             assert tensor_parallel.predicted_states(config, size) == {
                 "parameters": estimate.parameters,
                 "gradients": estimate.gradients,
@@ -215,8 +213,13 @@ def test_predicted_states_are_those_of_the_memory_model():
 def test_what_a_rank_holds_falls_with_the_ranks():
     """Of states almost a t-th, of activations less, because norms and the stream stay whole."""
     config, batch = SHAPES["micro"], 2
-    whole, four = (memory.activations(config, batch, precision="fp32", tp=t) for t in (1, 4))
-    along = memory.activations(config, batch, precision="fp32", tp=4, sequence_parallel=True)
+    whole, four = (
+        memory.activations(config, Layout(tp=t, micro_batch=batch), precision="fp32")
+        for t in (1, 4)
+    )
+    along = memory.activations(
+        config, Layout(tp=4, micro_batch=batch, sequence_parallel=True), precision="fp32"
+    )
     assert along.layer == pytest.approx(whole.layer / 4, rel=0.02)
     assert 0.3 * whole.layer < four.layer < 0.6 * whole.layer
 

@@ -277,7 +277,10 @@ def test_deepspeed_in_one_run_after_another(tmp_path: Path) -> None:
         tmp_path,
         2,
         """
+        from dataclasses import replace
+
         from shardlab import deepspeed_engine as de
+        from shardlab.layout import Layout
         from shardlab import text
         from shardlab.model import GPT, PRESETS
 
@@ -285,11 +288,12 @@ def test_deepspeed_in_one_run_after_another(tmp_path: Path) -> None:
             torch.manual_seed(0)
             deepspeed, model = de.prepare(), GPT(PRESETS["nano"])
             if not way:  # by the reader's own hand
-                return deepspeed.initialize(model=model, config=de.config(2, 2))[0] and None
-            engine = de.initialize(model, de.config(2, dist.get_world_size(), **way))
+                settings = de.config(Layout(2, micro_batch=2))
+                return deepspeed.initialize(model=model, config=settings)[0] and None
+            engine = de.initialize(model, de.config(replace(way, micro_batch=2)))
             return [de.step(engine, [text.batch(64, 2, start=4 * step)]) for step in range(2)]
 
-        ways = {"zero": 1}, {"tp": 2}, {}, {"zero": 1}
+        ways = Layout(2, zero=1), Layout(tp=2), None, Layout(2, zero=1)
         found = [run(work, 2, way) for way in ways]
         assert found[0] == found[3]
         """,

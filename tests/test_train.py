@@ -664,6 +664,8 @@ def test_in_a_terminal_rank_0_draws_a_bar(tmp_path):
         ({"tensor": 3, "strategy": "fsdp2"}, "tensor=3: allowed are divisors of 4 ranks"),
         ({"tensor": 2, "strategy": "fsdp2", "precision": "fp16"}, "precision='fp16': allowed is 1"),
         ({"workers": -1}, "workers=-1: allowed are"),
+        ({"workers": 10**6}, "workers=1000000: allowed are numbers from 0 to 1000"),
+        *(({"folder": name}, f"folder={name!r}: allowed") for name in ("", "a\nb")),
         ({"timeout": 0.0}, "timeout=0.0: allowed are"),
         ({"timeout": math.inf}, "timeout=inf: allowed are numbers from 1 to 1e+09"),
         ({"timeout": 1e300}, "timeout=1e+300: allowed are"),

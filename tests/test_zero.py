@@ -1,37 +1,31 @@
-"""ZeRO in all stages equals one process, FSDP2 and DeepSpeed; one test per promise."""
+"""What ZeRO sends, holds and survives, one test per promise; it equals: `rows.zero`."""
 
 import copy
 import gc
-import os
-import warnings
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from devices import here
-from test_data_parallel import Toy, gap, toy_batch, toy_loss
+from sides import SMALL, Toy
+from sides import optimizer as adamw
+from test_data_parallel import gap, toy_batch, toy_loss
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, link, memory, ranks, text, zero
+from shardlab import count, memory, ranks, text, zero
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = (1, 2, 3)
-SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
 
 
 def run(fn, size, *args, device="auto", timeout=100, show=True):
     return ranks.run(fn, size, *args, device=device, timeout=timeout, show=show)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
 
 
 def sharded(plain, stage, **options):
@@ -51,304 +45,6 @@ def weights_gap(model, serial):
     return gap([t for n, t in full.items() if n != "seen"], [plain[n] for n in full if n != "seen"])
 
 
-# What the ranks do in a step: the branches that rank r uses, its samples, its micro-batches.
-CASES = {
-    "plain": (lambda r: "lr", lambda r: 6, 1),
-    "unused on some": (lambda r: "lr" if r == 0 else "l", lambda r: 6, 1),
-    "other order": (lambda r: "lr" if r % 2 else "rl", lambda r: 6, 1),
-    "accumulated": (lambda r: "lr", lambda r: 6, 2),
-    "accumulated, unused": (lambda r: "l" if r else "r", lambda r: 4, 2),
-}
-
-
-def five_steps(case, dtype, stage, set_to_none=True):
-    """Ours, and one process that goes through all ranks' shares: the largest differences."""
-    branches, samples, parts = CASES[case]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    serial = here(Toy()).to(dtype)
-    model = sharded(copy.deepcopy(serial), stage)
-    optimizers = [adamw(model), adamw(serial)]
-    losses = 0.0
-    for step in range(5):
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
-
-        def one(used, r, part, step=step):
-            batch = toy_batch(step, 10 * r + part, samples(r))
-            return toy_loss(used, batch, branches(r)) / parts
-
-        # In the order in which ranks add up: stage 1 its own micro-batches first, the others each
-        # micro-batch over the ranks.
-        shares = [(r, part) for part in range(parts) for r in range(size)]
-        for r, part in sorted(shares) if stage == 1 else shares:
-            share = one(serial, r, part)
-            (share / size).backward()
-            if (r, part) == (rank, parts - 1):
-                reference = share.item()
-        for part in range(parts):
-            quiet = stage == 1 and part < parts - 1
-            with model.no_sync() if quiet else nullcontext():
-                value = one(model, rank, part)
-                value.backward()
-        losses = max(losses, abs(value.item() - reference))
-        for optimizer in optimizers:
-            optimizer.step()
-    assert dict(model.named_parameters())["never.weight"].grad is None  # no zeros are made up
-    return losses, weights_gap(model, serial)
-
-
-def all_cases(dtype):
-    return {(c, s): five_steps(c, dtype, s) for c in CASES for s in STAGES}
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_five_steps_equal_one_process_in_float64(size):
-    # On three ranks no parameter's size, and no flat tensor, falls into equal shards.
-    for results in run(all_cases, size, torch.float64):
-        for case, differences in results.items():
-            # float64 rounds at 1e-16; sums of a few dozen terms of size 1, five AdamW steps of 1e-2
-            # which divide by gradients of 1e-4 and more: a wrong formula would show at 1e-3.
-            assert max(differences) < 1e-11, (case, differences)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_five_steps_equal_one_process_bit_for_bit_in_float32(size):
-    # Halves and quarters are exact, and sums are made in the order of the ranks: not so with nccl.
-    for results in run(all_cases, size, torch.float32, device="cpu"):
-        for (case, stage), differences in results.items():
-            if case.startswith("accumulated"):
-                # Serially one sum goes through all; here there are sums of sums: units of 6e-8,
-                # which five steps of AdamW make somewhat larger.
-                assert max(differences) < 1e-5
-            else:
-                assert differences == (0.0, 0.0), (case, stage)
-
-
-def zeros_instead_of_none():
-    return [five_steps("unused on some", torch.float32, s, set_to_none=False) for s in STAGES]
-
-
-def test_gradients_sent_late_are_those_sent_at_once():
-    def work():
-        found = []
-        for late in (False, True):
-            model = zero.Zero1(here(Toy()), dist.group.WORLD, bucket_bytes=64, late=late)
-            optimizer = adamw(model)
-            for step in range(3):
-                batch = toy_batch(step, 10 * dist.get_rank(), 3)
-                with nullcontext() if late else model.no_sync():
-                    toy_loss(model, batch, "l").backward()
-                toy_loss(model, batch, "l").backward()
-                if late:
-                    assert all(p.grad is None for p in model.parameters())
-                    model.reduce()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(model.full_state_dict())
-        return all(torch.allclose(a, found[1][name], atol=1e-6) for name, a in found[0].items())
-
-    assert all(run(work, 2))
-
-
-def test_gradients_that_are_kept_as_zeros_change_nothing():
-    # Zeros are gradients to AdamW, which then decays weights: also of what nobody uses, but only
-    # once it has a gradient at all. Both sides agree.
-    assert run(zeros_instead_of_none, 2) == [[(0.0, 0.0)] * 3] * 2
-
-
-class Torchs:
-    """FSDP2 and DeepSpeed with the same face: a training step, and the full weights."""
-
-    def __init__(self, kind, plain, **options):
-        self.kind, self.model = kind, plain
-        if kind == "fsdp":
-            mesh = init_device_mesh(ranks.device().type, (dist.get_world_size(),))
-            for part in (*plain.blocks, plain):
-                fully_shard(part, mesh=mesh, **options)
-        self.optimizer = adamw(plain)
-        if kind == "deepspeed":
-            self._deepspeed(**options)
-
-    def _deepspeed(self, stage):
-        # Otherwise it looks for one, and says so.
-        os.environ["DS_ACCELERATOR"] = ranks.device().type
-        warnings.filterwarnings("ignore")
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__ = {}  # compile nothing
-        deepspeed.init_distributed()
-        block = 2**16  # elements; by default 2 GB
-        zero_optimization = {"stage": stage, "reduce_bucket_size": block}
-        zero_optimization["stage3_prefetch_bucket_size"] = block
-        self.engine, *_ = deepspeed.initialize(
-            model=self.model,
-            optimizer=self.optimizer,
-            config={
-                "train_micro_batch_size_per_gpu": 4,
-                "gradient_clipping": 0.0,  # 1.0 by default
-                "steps_per_print": 10**9,
-                "zero_optimization": zero_optimization,
-                "zero_allow_untested_optimizer": True,
-            },
-        )
-
-    def step(self, tokens, targets):
-        if self.kind == "deepspeed":
-            value = loss(self.engine(tokens), targets)
-            self.engine.backward(value)
-            self.engine.step()
-        else:
-            value = loss(self.model(tokens), targets)
-            value.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return value.item()
-
-    def weights(self):
-        if self.kind == "fsdp":
-            return [p.full_tensor().detach() for p in self.model.parameters()]
-        from deepspeed import zero as deepspeeds
-
-        parameters = list(self.model.parameters())
-        with deepspeeds.GatheredParameters(parameters):
-            return [p.detach().clone() for p in parameters]
-
-
-def beside(kind, options_of, config):
-    """Losses and weights of all stages beside theirs, after five steps on text."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found = {}
-    for stage in STAGES:
-        torch.manual_seed(1)
-        plain = here(GPT(config))
-        theirs = Torchs(kind, copy.deepcopy(plain), **options_of(stage))
-        model = sharded(plain, stage, **({} if stage == 3 else {"bucket_bytes": 2**17}))
-        optimizer = adamw(model)
-        losses = 0.0
-        for step in range(5):
-            tokens, targets = here(text.batch(32, 4 * size, start=4 * size * step))
-            mine = slice(4 * rank, 4 * rank + 4)
-            value = loss(model(tokens[mine]), targets[mine])
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses = max(losses, abs(value.item() - theirs.step(tokens[mine], targets[mine])))
-        full = model.full_state_dict()
-        names = [name for name, _ in model.named_parameters()]
-        found[stage] = losses, gap([full[name] for name in names], theirs.weights())
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_all_stages_equal_fsdp2(size):
-    def options(stage):
-        return {"reshard_after_forward": stage == 3}
-
-    for found in run(beside, size, "fsdp", options, PRESETS["nano"]):
-        for stage, (losses, weights) in found.items():
-            # a + b is b + a, also rounded; on a GPU attention's backward has no fixed order.
-            if size == 2 and ranks.place(size)[1] == "cpu":
-                assert (losses, weights) == (0.0, 0.0), stage
-            # Gradients up to 1, four terms in another order: units of 6e-8. AdamW divides by their
-            # size, so that where a gradient is all but zero, a step of 1e-2 can change by a part.
-            assert losses < 1e-4
-            assert weights < 5e-3
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_stage_equals_deepspeeds(size):
-    pytest.importorskip("deepspeed")
-
-    def options(stage):
-        return {"stage": stage}
-
-    # On the CPU: DeepSpeed takes a rank's number for its GPU's, and ranks may share one.
-    for found in run(beside, size, "deepspeed", options, PRESETS["nano"], device="cpu"):
-        for stage, (losses, weights) in found.items():
-            # As above: DeepSpeed's sums are in another order, its own norms of buckets.
-            assert losses < 1e-4, stage
-            assert weights < 5e-3, stage
-
-
-def clipped(dtype):
-    """The norms that ours and torch's clipping find, and the weights after three clipped steps."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found = []
-    for stage in STAGES:
-        serial = here(Toy()).to(dtype)
-        model = sharded(copy.deepcopy(serial), stage)
-        optimizers = [adamw(model), adamw(serial)]
-        worst = 0.0
-        for step in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for r in range(size):
-                (toy_loss(serial, toy_batch(step, r, 6)) / size).backward()
-            toy_loss(model, toy_batch(step, rank, 6)).backward()
-            limit = (0.05, 1e9, 0.2)[step]  # the second is above any norm: nothing is scaled
-            norms = (
-                model.clip_grad_norm_(limit).item(),
-                nn.utils.clip_grad_norm_(serial.parameters(), limit).item(),
-            )
-            worst = max(worst, abs(norms[0] - norms[1]))
-            assert norms[1] > 0.2  # so the limits are limits
-            for optimizer in optimizers:
-                optimizer.step()
-        found.append((worst, weights_gap(model, serial)))
-    return found
-
-
-def test_clipping_by_the_joint_norm_equals_torchs_in_one_process():
-    for found in run(clipped, 2, torch.float64):
-        assert max(map(max, found)) < 1e-11  # as above
-    for found in run(clipped, 4, torch.float32):
-        # A norm of one is rounded at 6e-8; the steps of AdamW do not depend on the common scale
-        # but for its eps of 1e-8.
-        assert max(map(max, found)) < 1e-5
-
-
-def bf16():
-    """Mixed precision beside FSDP2's, and beside one process with master weights of its own."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found = []
-    for stage in STAGES:
-        torch.manual_seed(1)
-        plain = GPT(PRESETS["nano"])
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        theirs = Torchs("fsdp", copy.deepcopy(plain), mp_policy=policy)
-        masters = copy.deepcopy(plain)
-        narrow = copy.deepcopy(plain).bfloat16()
-        model = sharded(plain, stage, compute_dtype=torch.bfloat16)
-        optimizers = [adamw(model), adamw(masters)]
-        losses = 0.0
-        for step in range(5):
-            tokens, targets = text.batch(32, 4 * size, start=4 * size * step)
-            parts = [slice(4 * r, 4 * r + 4) for r in range(size)]
-            value = loss(model(tokens[parts[rank]]), targets[parts[rank]])
-            value.backward()
-            for part in parts:
-                narrow.zero_grad()
-                loss(narrow(tokens[part]), targets[part]).backward()
-                for wide, thin in zip(masters.parameters(), narrow.parameters(), strict=True):
-                    share = thin.grad.float() / size
-                    wide.grad = share if wide.grad is None else wide.grad + share
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            with torch.no_grad():
-                for wide, thin in zip(masters.parameters(), narrow.parameters(), strict=True):
-                    thin.copy_(wide)
-            other = theirs.step(tokens[parts[rank]], targets[parts[rank]])
-            losses = max(losses, abs(value.item() - other))
-        assert all(p.dtype == torch.float32 for p in model.parameters())
-        assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
-        full = model.full_state_dict()
-        ours = [full[name] for name, _ in model.named_parameters()]
-        found.append((losses, gap(ours, theirs.weights()), weights_gap(model, masters)))
-        assert predicted_and_held(model, optimizers[0])
-    return found
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_calculator_of_the_memory_lesson_says_the_same(stage):
     config = PRESETS["nano"]  # everything in it divides by 2
@@ -359,10 +55,10 @@ def test_the_calculator_of_the_memory_lesson_says_the_same(stage):
 
     with torch.device("meta"):
         size = sum(p.numel() for p in GPT(config).parameters())
-    states = memory.states(size, precision="fp32", zero=stage, dp=2)
+    states = memory.states(size, Layout(dp=2, zero=stage), "fp32")
     expected = {"parameters": states.parameters, "gradients": states.gradients}
     assert run(predicted, 2, None) == [expected | {"optimizer": states.optimizer}] * 2
-    states = memory.states(size, precision="bf16-fp32-gradients", zero=stage, dp=2)
+    states = memory.states(size, Layout(dp=2, zero=stage), "bf16-fp32-gradients")
     # The calculator's recipe keeps a 16-bit copy of the shard as well, which stage 3 here does not.
     spared = 2 * size // 2 if stage == 3 else 0
     for found in run(predicted, 2, torch.bfloat16):
@@ -381,11 +77,6 @@ def predicted_and_held(model, optimizer):
     held.pop("counters")
     assert held == predicted
     return True
-
-
-def test_bf16_with_master_weights_equals_fsdp2_and_one_process_bit_for_bit():
-    # On a GPU attention's backward adds up in no fixed order.
-    assert run(bf16, 2, device="cpu") == [[(0.0, 0.0, 0.0)] * 3] * 2
 
 
 def held_and_sent():
@@ -446,6 +137,13 @@ def test_only_stage_1_sends_once_for_all_micro_batches():
     assert run(accumulation, 2, device="cpu") == [[1.0, 3.0, 3.0]] * 2  # counted as above
 
 
+def fully_sharded(plain, reshard):
+    mesh = init_device_mesh(ranks.device().type, (dist.get_world_size(),))
+    for part in (*plain.blocks, plain):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+    return plain
+
+
 def peaks(config, batch):
     """Most bytes held in a step: ours, and FSDP2's, for stage 3 both ways, and stage 2."""
     tokens = torch.zeros(batch, config.seq, dtype=torch.int64)
@@ -461,7 +159,7 @@ def peaks(config, batch):
                     options = {"reshard": ours[1]} if ours[0] == 3 else {"bucket_bytes": block // 2}
                     model = zero.shard(plain, dist.group.WORLD, ours[0], **options)
                 else:
-                    model = Torchs("fsdp", plain, reshard_after_forward=again).model
+                    model = fully_sharded(plain, again)
                 optimizer = adamw(model)
                 for step in range(3):
                     if step == 2:
@@ -623,15 +321,17 @@ def test_units_in_any_order_twice_or_recomputed():
 
 
 def under_way():
-    """What is on its way, and what is whole, while something else is computed."""
+    """What is on its way, and what is in full, while something else is computed."""
     tokens = here(torch.zeros(2, 64, dtype=torch.int64))
     sent = []
     for stage in STAGES:
         model = sharded(here(GPT(PRESETS["nano"])), stage)
         embedding = model.module.embedding.weight  # its gradient is the last to come
-        embedding.register_post_accumulate_grad_hook(lambda _, m=model: sent.append(len(m._sent)))
+        embedding.register_post_accumulate_grad_hook(
+            lambda _, m=model: sent.append(len(m.reducer.sent))
+        )
         loss(model(tokens), tokens).backward()
-        assert model._sent == []  # all over
+        assert model.reducer.sent == []  # all over
     states = []
     for prefetch in (True, False):
         model = zero.Zero3(here(GPT(PRESETS["nano"])), dist.group.WORLD, prefetch=prefetch)
@@ -654,10 +354,10 @@ def under_way():
 def test_gradients_leave_and_units_come_while_others_are_computed():
     for sent, states in run(under_way, 2):
         assert min(sent) > 0
-        # The rest, the first and the second block: whole, coming or free. Blocks are free after
-        # their forward, the next one comes during it; in backward the other way around.
-        assert states[:5] == ["wwc", "wfw", "wcw", "wwf", "fff"]
-        assert states[5:] == ["wwf", "wfw", "wfw", "wwf", "fff"]
+        # The rest, the first and the second block: full, gathering or sharded. Blocks are freed
+        # after their forward, the next one comes during it; in backward the other way around.
+        assert states[:5] == ["ffg", "fsf", "fgf", "ffs", "sss"]
+        assert states[5:] == ["ffs", "fsf", "fsf", "ffs", "sss"]
 
 
 class Narrow(nn.Module):
@@ -768,37 +468,6 @@ def test_an_interrupted_backward_leaves_nothing_behind():
     assert run(interrupted, 2) == [[0.0] * 3] * 2
 
 
-def groups_and_links():
-    """In a group of its own, and on a slow link: the same gradients."""
-    rank = dist.get_rank()
-    group = [dist.new_group([1, 3]), dist.new_group([2, 0])][rank % 2 == 0]
-    slow = link.slow(0.0, 1e9, group)
-    x = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(rank)))
-    plain = here(Chain())
-    for r in range(4):
-        if r % 2 == rank % 2:
-            share = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(r)))
-            (plain(share).sum() / 2).backward()
-    for stage in STAGES:
-        results = []
-        for where in (group, slow):
-            model = zero.shard(here(Chain()), where, stage)
-            optimizer = adamw(model)
-            model(x).sum().backward()
-            optimizer.step()
-            results.append(model.full_state_dict())
-        reference = copy.deepcopy(plain)
-        for mine, theirs in zip(reference.parameters(), plain.parameters(), strict=True):
-            mine.grad = theirs.grad
-        adamw(reference).step()
-        for result in results:
-            assert gap(list(result.values()), list(reference.state_dict().values())) == 0.0
-
-
-def test_sub_groups_and_slow_links_change_nothing():
-    run(groups_and_links, 4)
-
-
 def by_hand():
     """A step without an optimizer, announced and not, beside one process."""
     rank, results = dist.get_rank(), []
@@ -833,26 +502,10 @@ def test_pieces_that_were_changed_by_hand_are_never_stale():
 
 def complain(what):
     module, keywords, group, stage = Toy(), {}, dist.group.WORLD, 1
-    if what.startswith("stage"):
-        stage = {"stage 0": 0, "stage 4": 4, "stage text": "3", "stage bool": True}[what]
-    if what == "bucket":
-        keywords = {"bucket_bytes": 0}
-    if what == "first":
-        keywords = {"first_bytes": 2.5}
-    if what == "group":
-        group = None
     if what == "frozen":
         module.requires_grad_(False)
     if what == "sparse":
         module = nn.Embedding(3, 2, sparse=True)
-    if what == "dtype":
-        keywords = {"compute_dtype": torch.int8}
-    if what == "reduction":
-        keywords = {"reduction": "ring"}
-    if what == "differs" and dist.get_rank() == 1:
-        module.left = nn.Linear(12, 13)
-    if what == "more" and dist.get_rank() == 1:
-        module.more = nn.Linear(2, 2)
     if what == "foreign":
         stage, keywords = 3, {"units": [nn.Linear(2, 2)]}
     if what == "list":
@@ -864,8 +517,6 @@ def complain(what):
     if what == "no_sync":
         with zero.shard(Toy(), group, 2).no_sync():
             pass
-    if what == "norm":
-        model.clip_grad_norm_(-1.0)
     if what == "moved":
         model.to(torch.float64)
     if what == "state":
@@ -879,25 +530,12 @@ def complain(what):
 
 
 COMPLAINTS = {
-    "stage 0": "stage=0: allowed are 1, 2 and 3",
-    "stage 4": "stage=4: allowed are 1, 2 and 3",
-    "stage text": "stage='3': allowed are 1, 2 and 3",
-    "stage bool": "stage=True: allowed are 1, 2 and 3",
-    "bucket": "bucket_bytes=0: allowed is a whole number of bytes, 1 or more",
-    "first": "first_bytes=2.5: allowed",
-    "group": "group=None: allowed is a process group that holds this rank",
     "frozen": "module=Toy: nothing in it can be trained",
     "sparse": "module=Embedding: its gradients are sparse",
-    "dtype": "compute_dtype=torch.int8: allowed are None and floating-point types",
-    "reduction": "reduction='ring': allowed are 'auto', 'ordered' and 'library'",
-    "differs": "module: rank 0 has left.weight [12, 12] torch.float32, rank 1 has left.weight "
-    "[13, 12] torch.float32",
-    "more": "rank 0 has no further one, rank 1 has more.weight",
     "foreign": "units: Linear in unit 0 is no part of the module",
     "list": "units: ModuleList in unit 0 is never called",
     "twice": "units: left is in unit 0 and in unit 1",
     "no_sync": "no_sync: Zero2 keeps a shard of the gradients",
-    "norm": "limit=-1.0: allowed are numbers from 0",
     "moved": "move or convert the module before",
     "state": "allowed is full_state_dict()",
     "load": "allowed is load_full_state_dict()",
@@ -920,28 +558,3 @@ def test_bad_arguments_are_named_with_what_is_allowed_on_every_rank():
     for found in run(complaints, 2):
         for what, words in COMPLAINTS.items():
             assert words in found.get(what, "no error"), what
-
-
-@pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a GPU")
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_on_a_gpu_equal_one_process(stage):
-    def steps():
-        device, rank = ranks.device(), dist.get_rank()
-        serial = Chain().to(device)
-        model = sharded(copy.deepcopy(serial), stage)
-        optimizers = [adamw(model), adamw(serial)]
-        for step in range(3):
-            shares = [
-                torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + r)).to(device)
-                for r in range(2)
-            ]
-            model(shares[rank]).square().mean().backward()
-            for share in shares:
-                (serial(share).square().mean() / 2).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return weights_gap(model, serial)
-
-    # float32 with a GPU's own order of sums within a kernel.
-    assert max(ranks.run(steps, 2, device="cuda", timeout=120)) < 1e-4

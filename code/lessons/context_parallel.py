@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlab import context_parallel as cp
 from shardlab import count, link, memory, ranks, show, text
 from shardlab.check import check
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
 show.style()
@@ -86,7 +87,8 @@ def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
 
 # %% tags=["hide-input"]
 # Prints what a step on Llama's longest context keeps on each of eight ranks
-of = memory.activations(LLAMA, seq=131_072, tp=8, sequence_parallel=True, device="gpu")
+eight = Layout(tp=8, sequence_parallel=True)
+of = memory.activations(LLAMA, eight, seq=131_072, device="gpu")
 print(f"Llama 3 8B, 131,072 tokens, on each of 8 ranks: {of.saved / 1e9:.1f} GB")
 assert of.saved > 80e9
 
@@ -771,19 +773,18 @@ print({N: round(on_a_rank / pairs[1], 2) for N, on_a_rank in pairs.items()})
 
 # %%
 fits = {
-    N: cp.tokens_that_fit(LLAMA, 80e9, tp=8, cp=N, sequence_parallel=True)
+    N: cp.tokens_that_fit(LLAMA, 80e9, Layout(tp=8, cp=N, sequence_parallel=True))
     for N in (1, 2, 16)
 }
 print(fits)
 
 # %% tags=["hide-input"]
 # Holds the sentences below against the memory model
-how = {"tp": 8, "sequence_parallel": True}
-assert fits[1] < 131_072 < fits[2] and fits[1] > 2 * cp.tokens_that_fit(
-    LLAMA, 80e9, tp=8
-)
+again = Layout(tp=8, sequence_parallel=True, recompute="full")
+assert fits[1] < 131_072 < fits[2]
+assert fits[1] > 2 * cp.tokens_that_fit(LLAMA, 80e9, Layout(tp=8))
 assert fits[16] > 15 * fits[1]
-assert cp.tokens_that_fit(LLAMA, 80e9, recompute="full", **how) > 5 * fits[1]
+assert cp.tokens_that_fit(LLAMA, 80e9, again) > 5 * fits[1]
 
 
 # %% [markdown]

@@ -47,7 +47,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from shardlab import count, link, overlap, ranks, show, text
+from shardlab import count, link, ranks, show, text
 from shardlab.buckets import deal
 from shardlab.check import check
 from shardlab.collectives import CostModel
@@ -60,6 +60,7 @@ from shardlab.data_parallel import (
     average_in_buckets,
     drift,
     joined_mean,
+    overlap,
     step_seconds,
 )
 from shardlab.model import GPT, PRESETS, loss

@@ -39,6 +39,7 @@ import statistics
 import tempfile
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ from shardlab import deepspeed_engine as de
 from shardlab.check import check
 from shardlab.data_parallel import drift
 from shardlab.deepspeed_engine import breakdown, lab
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, loss
 
 show.style()
@@ -183,12 +185,11 @@ show.source(de.initialize, de.step)
 # ## The configuration, line by line
 #
 # DeepSpeed reads JSON, or a dictionary of the same content.
-# You can write it by hand, as above. The course builds it from a dozen arguments, and holds it against DeepSpeed's own schema before anything starts.
+# You can write it by hand, as above. The course builds it from a layout and some arguments, and holds it against DeepSpeed's own schema before anything starts.
 
 # %%
-settings = de.config(
-    micro_batch=2, world_size=2, zero=3, offload="parameters", clipping=1.0
-)
+layout = Layout(dp=2, zero=3, offload="parameters", micro_batch=2)
+settings = de.config(layout, clipping=1.0)
 for name, value in settings.items():
     print(f"{name}: {json.dumps(value)}")
 
@@ -236,12 +237,13 @@ def train(cases):
     return found
 
 
-unsaid = de.config(2, 2)
+PLAIN = Layout(dp=2, micro_batch=2)
+unsaid = de.config(PLAIN)
 del unsaid["gradient_clipping"]
 cases = {
     "left out": unsaid,
-    "1.0": de.config(2, 2, clipping=1.0),
-    "0.0": de.config(2, 2),
+    "1.0": de.config(PLAIN, clipping=1.0),
+    "0.0": de.config(PLAIN),
 }
 clipped = ranks.run(train, 2, cases, device="cpu")[0]
 
@@ -304,6 +306,7 @@ print(textwrap.fill(message, 84))
 
 assert "7 != 2 * 1 * 2" in message
 
+
 # %% [markdown]
 # The usual way to get there: the job moves from 8 GPUs to 16, and the file still has all three numbers.
 # Leave `gradient_accumulation_steps` out, and the batch that the optimizer sees stays as it was.
@@ -314,15 +317,20 @@ assert "7 != 2 * 1 * 2" in message
 # One run does them all, one engine after the other.
 
 # %%
+def sharded(zero, **more):
+    """Two copies with two sequences each, and a stage of ZeRO."""
+    return replace(PLAIN, zero=zero, **more)
+
+
 cases = {
-    "stage 0": de.config(2, 2),
-    "stage 1": de.config(2, 2, zero=1),
-    "stage 2": de.config(2, 2, zero=2),
-    "stage 3": de.config(2, 2, zero=3),
-    "stage 2, optimizer on the host": de.config(2, 2, zero=2, offload="optimizer"),
-    "stage 3, all states on the host": de.config(2, 2, zero=3, offload="parameters"),
-    "stage 2, accumulation 2": de.config(1, 2, zero=2, accumulation=2),
-    "stage 1, bf16": de.config(2, 2, zero=1, precision="bf16"),
+    "stage 0": de.config(PLAIN),
+    "stage 1": de.config(sharded(1)),
+    "stage 2": de.config(sharded(2)),
+    "stage 3": de.config(sharded(3)),
+    "stage 2, optimizer on the host": de.config(sharded(2, offload="optimizer")),
+    "stage 3, all states on the host": de.config(sharded(3, offload="parameters")),
+    "stage 2, accumulation 2": de.config(sharded(2, micro_batch=1, microbatches=2)),
+    "stage 1, bf16": de.config(sharded(1), precision="bf16"),
 }
 
 # %% [markdown]
@@ -387,11 +395,11 @@ def peak(cases):
 
 def bucket(numbers, overlap=False, zero=2, precision="fp32"):
     section = {"reduce_bucket_size": numbers, "overlap_comm": overlap}
-    return de.config(2, 2, zero=zero, precision=precision, zero_optimization=section)
+    return de.config(sharded(zero), precision=precision, zero_optimization=section)
 
 
 cases = {
-    ("2, left out", 4 * 500_000_000): de.config(2, 2, zero=2),
+    ("2, left out", 4 * 500_000_000): de.config(sharded(2)),
     ("2, 20 million", 4 * 20_000_000): bucket(20_000_000),
     ("2, 20 million, overlap", 2 * 4 * 20_000_000): bucket(20_000_000, overlap=True),
     ("2, 20 million, bf16", 2 * 20_000_000): bucket(20_000_000, precision="bf16"),
@@ -440,8 +448,8 @@ def saved_bytes():
     """On a rank: bytes saved for backward, and the loss after a step, three ways."""
     tokens, targets = share(0)
     found = []
-    for section, asked in ((False, False), (True, False), (True, True)):
-        settings = de.config(2, 2, zero=1, recompute=section)
+    for section, asked in (("none", False), ("full", False), ("full", True)):
+        settings = de.config(sharded(1, recompute=section))
         module = model()
         if asked:
             de.recompute(module, config=settings)
@@ -486,9 +494,9 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 def cut(kind):
     """On a rank: losses, parameters held, the shape of one matrix, the batch."""
     if kind == "tensor":
-        engine = de.initialize(model(), de.config(4, 2, tp=2))
+        engine = de.initialize(model(), de.config(Layout(tp=2, micro_batch=4)))
     else:
-        settings = de.config(1, 2, pp=2, accumulation=4)
+        settings = de.config(Layout(pp=2, microbatches=4))
         engine = de.initialize(de.pipeline(model(), 2), settings)
     losses = []
     for step in range(STEPS):
@@ -570,7 +578,7 @@ def four_windows(step):
 
 
 def save_and_go_on(folder):
-    engine = de.initialize(model(), de.config(2, 2, zero=3))
+    engine = de.initialize(model(), de.config(sharded(3)))
     for step in range(3):
         de.step(engine, [four_windows(step)])
     de.save(engine, folder, "step3")
@@ -581,7 +589,8 @@ def resume(folder, universal):
     size = dist.get_world_size()
     section = {"checkpoint": {"load_universal": True}} if universal else {}
     torch.manual_seed(7)  # other weights, which the checkpoint replaces
-    engine = de.initialize(GPT(SHAPE), de.config(4 // size, size, zero=3, **section))
+    layout = Layout(dp=size, zero=3, micro_batch=4 // size)
+    engine = de.initialize(GPT(SHAPE), de.config(layout, **section))
     de.load(engine, folder)
     return [de.step(engine, [four_windows(step)]) for step in (3, 4)]
 
@@ -626,7 +635,7 @@ show.table(
 
 # %%
 def on_one_rank(folder):
-    engine = de.initialize(model(), de.config(4, 1, zero=3))
+    engine = de.initialize(model(), de.config(Layout(zero=3, micro_batch=4)))
     try:
         de.load(engine, folder)
     except Exception as error:
@@ -765,7 +774,7 @@ gpu_memory, host_memory = 80e9, 1e12  # bytes: one GPU; the host that all of the
 SETTINGS = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
 states, sent = {}, {}
 for zero, offload in SETTINGS:
-    held = memory.states(params, "bf16", zero=zero, dp=gpus, offload=offload)
+    held = memory.states(params, Layout(dp=gpus, zero=zero, offload=offload), "bf16")
     states[zero, offload] = held.total, gpus * held.host
     sent[zero, offload] = 2 * (3 if zero == 3 else 2) * (gpus - 1) / gpus
 
@@ -842,7 +851,7 @@ except ValueError as error:
 # %%
 def look():
     deepspeed, module = de.prepare(), model()
-    de.initialize(module, de.config(2, 2, zero=3))
+    de.initialize(module, de.config(sharded(3)))
     weight = module.blocks[0].ffn.up.weight
     outside, norm = tuple(weight.shape), weight.norm().item()
     with deepspeed.zero.GatheredParameters(weight):
@@ -878,7 +887,7 @@ show.table(
 
 # %%
 def by_hand(stage):
-    engine = de.initialize(model(), de.config(1, 2, zero=stage, accumulation=2))
+    engine = de.initialize(model(), de.config(sharded(stage, micro_batch=1, microbatches=2)))
     losses = []
     for step in range(STEPS):
         tokens, targets = share(step)
@@ -917,7 +926,7 @@ for stage, result in enumerate(results):
 
 # %%
 try:
-    de.config(1, 2, pp=2, zero=2)
+    de.config(Layout(pp=2, zero=2))
 except ValueError as error:
     print(error)
 
@@ -1153,7 +1162,7 @@ check(my_accumulation)
 
 # %%
 def my_choice(params, gpus, gpu, host):
-    pass  # your code; memory.states(params, "bf16", zero=…, dp=…, offload=…) may help
+    pass  # your code; memory.states(params, Layout(dp=…, zero=…, offload=…)) may help
 
 
 check(my_choice)
@@ -1174,7 +1183,7 @@ check(my_choice)
 def my_choice(params, gpus, gpu, host):
     least_traffic_first = [(zero, "none") for zero in range(4)] + [(3, "parameters")]
     for zero, offload in least_traffic_first:
-        states = memory.states(params, "bf16", zero=zero, dp=gpus, offload=offload)
+        states = memory.states(params, Layout(dp=gpus, zero=zero, offload=offload), "bf16")
         if states.total <= 0.7 * gpu and gpus * states.host <= host:
             return zero, offload
     return None

@@ -221,7 +221,7 @@ show.source(gemm.core._padded, gemm.gather_rows, gemm.gather_columns)
 # By the inner dimension, `whole=False` leaves each rank its own rows of the sum.
 
 # %%
-show.source(gemm.by_inner, gemm.core._scattered_sum)
+show.source(gemm.by_inner, gemm.core.reduce_scatter)
 
 # %% [markdown]
 # ### What each rank holds

@@ -44,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, memory, show, text
 from shardlab.check import check
+from shardlab.layout import Layout
 from shardlab.memory.command import add_command
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.show import measured as pictures
@@ -104,7 +105,7 @@ show.table(count.machine(), ["what", "this machine's"])
 
 # %%
 llama = PRESETS["llama-3-8b"]
-one = memory.estimate(llama, batch=1, device="gpu")
+one = memory.estimate(llama, device="gpu")
 parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 # %% tags=["hide-input"]
@@ -344,7 +345,7 @@ rows = [
 ]
 per_token = sum(int(n) for _, n in rows)
 config = Config(vocab=8192, seq=256, layers=1, heads=4, hidden=256)
-found = memory.activations(config, batch=4, precision="fp32").layer / (
+found = memory.activations(config, Layout(micro_batch=4), precision="fp32").layer / (
     4 * 4 * 256 * 256
 )
 # Norms keep two numbers for a token, attention one for each head: 0.3 % of the rest.
@@ -388,7 +389,8 @@ for name, (config, batch, precision) in SHAPES.items():
     model, _, tokens, targets = training(config, batch, dtype=dtype)
     with count.saved(model, tokens, targets) as saved:
         loss(model(tokens), targets)
-    want = memory.activations(config, batch, precision=precision)
+    layout = Layout(micro_batch=batch)
+    want = memory.activations(config, layout, precision=precision)
     assert abs(saved.bytes / want.saved - 1) < 0.02
     loss_part = want.head + want.logits
     sizes = (want.saved - loss_part, loss_part, want.saved, saved.bytes)
@@ -488,10 +490,11 @@ def compare(config, batch, device="cpu"):
     watch(*job)
     after, most, states, *_ = watch(*job)
     kernels = "gpu" if device == "cuda" else "cpu"
-    want = memory.estimate(config, batch=batch, precision="fp32", device=kernels)
+    layout, how = Layout(micro_batch=batch), {"precision": "fp32", "device": kernels}
+    want = memory.estimate(config, layout, **how)
     rows = [(part, getattr(want, part), states[part]) for part in parts[:3]]
     kept = after["forward"] - after["before"]
-    saved = memory.activations(config, batch, precision="fp32", device=kernels).saved
+    saved = memory.activations(config, layout, **how).saved
     return [
         *rows,
         ("activations", saved, kept),
@@ -551,7 +554,8 @@ LARGER = {  # the shapes of Brown et al. 2020, table 2.1
 }
 for name, config in {"this page's model": SHAPE, **LARGER}.items() if GPU else ():
     batch, device = (2 if config is SHAPE else 1), torch.cuda.get_device_name()
-    want = memory.estimate(config, batch=batch, precision="fp32", device="gpu").peak
+    layout = Layout(micro_batch=batch)
+    want = memory.estimate(config, layout, precision="fp32", device="gpu").peak
     torch.cuda.empty_cache()  # what torch keeps for later does not count as free
     if want > 0.9 * torch.cuda.mem_get_info()[0]:
         print(f"{name}: {want / 1e9:.0f} GB are more than this GPU has.")
@@ -635,8 +639,9 @@ slower = statistics.median(ratios)
 for how, job in jobs.items():
     after, most, *_ = watch(*job)
     kept, peak = after["forward"] - after["before"], max(most.values())
-    want = memory.activations(SHAPE, 2, precision="fp32", recompute=how)
-    whole = memory.estimate(SHAPE, batch=2, precision="fp32", recompute=how)
+    layout = Layout(micro_batch=2, recompute=how)
+    want = memory.activations(SHAPE, layout, precision="fp32")
+    whole = memory.estimate(SHAPE, layout, precision="fp32")
     assert abs(kept / want.saved - 1) < 0.02 and abs(peak / whole.peak - 1) < 0.05
     pairs = [(want.saved, kept), (whole.peak, peak)]
     cells = [c for w, m in pairs for c in (f"{w / MB:.1f}", f"{m / MB:.1f}", off(m, w))]
@@ -682,9 +687,8 @@ assert all(map(torch.equal, kept, again))
 rows = []
 for size in (8, 64):
     found = count.pretended_step(llama, size)
-    want = memory.estimate(
-        llama, dp=size, zero=3, precision="bf16-compute", recompute="full"
-    )
+    layout = Layout(dp=size, zero=3, recompute="full")
+    want = memory.estimate(llama, layout, precision="bf16-compute")
     assert abs(found["peak"] / want.peak - 1) < 0.05
     cells = [f"{found[part] / GB:.2f}" for part in parts[:4]]
     peaks = [
@@ -745,13 +749,13 @@ for words, printed, theirs, ours in (
         "stage 2",
         15.93,
         memory.deepspeed_zero2(t5, gpus_per_node=8, offload=False)[1],
-        memory.states(t5, "fp16", zero=2, dp=8).total,
+        memory.states(t5, Layout(dp=8, zero=2), "fp16").total,
     ),
     (
         "stage 2, optimizer in the host's memory",
         5.31,
         memory.deepspeed_zero2(t5, gpus_per_node=8, offload=True)[1],
-        memory.states(t5, "fp16", zero=2, dp=8, offload="optimizer").total,
+        memory.states(t5, Layout(dp=8, zero=2, offload="optimizer"), "fp16").total,
     ),
 ):
     assert abs(theirs / GIB - printed) < 0.01
@@ -806,7 +810,7 @@ def peak(fn):
 # %%
 right, frugal = peak(step), peak(lambda: evaluate(False))
 logits = tokens.numel() * SHAPE.vocab * 4
-saved = memory.activations(SHAPE, 2, precision="fp32").saved
+saved = memory.activations(SHAPE, Layout(micro_batch=2), precision="fp32").saved
 CASES = [
     ("gradients set to zero, not None", lambda: step(set_to_none=False), right, 4 * P),
     (
@@ -1015,7 +1019,7 @@ check(my_states_bytes)
 # :label: ex-memory-batch
 # ```
 #
-# How many sequences of the model's full length fit? Use `memory.estimate(config, batch=…)`, whose `.peak` is the most that a step holds, and `limit`, the bytes there are.
+# How many sequences of the model's full length fit? Use `memory.estimate(config, Layout(micro_batch=…))`, whose `.peak` is the most that a step holds, and `limit`, the bytes there are.
 # Return 0 when not even one fits.
 
 # %%
@@ -1040,7 +1044,7 @@ check(my_largest_batch)
 # %%
 def my_largest_batch(config, limit):
     batch = 0
-    while memory.estimate(config, batch=batch + 1).peak <= limit:
+    while memory.estimate(config, Layout(micro_batch=batch + 1)).peak <= limit:
         batch += 1
     return batch
 
@@ -1146,7 +1150,7 @@ check(my_backward)
 
 # %%
 def my_micro_batch(config, batch, limit):
-    pass  # your code; memory.estimate(config, batch=…, recompute=…, …) may help
+    pass  # your code; memory.estimate(config, Layout(micro_batch=…, …)) may help
 
 
 check(my_micro_batch)
@@ -1168,9 +1172,8 @@ def my_micro_batch(config, batch, limit):
     sizes = [size for size in range(batch, 0, -1) if batch % size == 0]
     for recompute in ("none", "full"):
         for size in sizes:
-            needs = memory.estimate(
-                config, batch=size, recompute=recompute, accumulate=size < batch
-            )
+            layout = Layout(micro_batch=size, microbatches=batch // size, recompute=recompute)
+            needs = memory.estimate(config, layout)
             if needs.peak <= limit:
                 return size, recompute
     return None

@@ -50,6 +50,7 @@ from shardlab import count, link, memory, pipeline, ranks, show, text
 from shardlab import deepspeed_engine as de
 from shardlab.buckets import average_gradients
 from shardlab.check import check
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.pipeline import core, deferred
 
@@ -845,9 +846,8 @@ show.figure(
 def predicted_peak(name, stage, m, again):
     """Bytes: what is kept, times those in flight; what backward of a layer needs."""
     recompute = "full" if again else "none"
-    one = memory.activations(
-        WIDE, 1, precision="fp32", pp=4, stage=stage, recompute=recompute
-    )
+    layout = Layout(pp=4, microbatches=4, recompute=recompute)
+    one = memory.activations(WIDE, layout, precision="fp32", stage=stage)
     layers, ends = one.layer * one.layers, one.head + one.logits  # of a micro-batch
     in_flight = pipeline.live(pipeline.schedule(name, 4, m))[stage]
     # Backward of a layer comes when that of head and loss is over. It makes a matrix's
@@ -1187,7 +1187,7 @@ assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= 
 
 def deepspeeds(zero):
     """On a rank: the loss of a step of DeepSpeed's pipeline, or what it says."""
-    settings = de.config(1, 2, pp=2, accumulation=4)
+    settings = de.config(Layout(pp=2, microbatches=4))
     settings["zero_optimization"] = {"stage": zero}
     try:
         engine = de.initialize(de.pipeline(plain(), 2), settings)

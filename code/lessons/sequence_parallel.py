@@ -45,6 +45,7 @@ from shardlab import count, memory, ranks, show, text
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.check import check
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
 show.style()
@@ -83,9 +84,8 @@ for name, t, along in (
     ("8, tensor parallel", 8, False),
     ("8, and the sequence cut as well", 8, True),
 ):
-    of = memory.activations(
-        PRESETS["llama-3-8b"], tp=t, sequence_parallel=along, device="gpu"
-    )
+    layout = Layout(tp=t, sequence_parallel=along)
+    of = memory.activations(PRESETS["llama-3-8b"], layout, device="gpu")
     rows.append((name, f"{of.saved / 1e9:.1f}"))
 head = ["ranks", "kept on each (GB)"]
 show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat16")
@@ -312,7 +312,7 @@ show.source(sp.core._Enter, sp.core._Leave)
 # And the reduce-scatter is a real one. On nccl it is nccl's. On gloo, part $j$ goes straight to rank $j$, which adds up what comes in, in the order of the ranks.
 
 # %%
-show.source(sp.core._gather, sp.core._scatter)
+show.source(sp.core._gather, sp.core._scatter, sp.core.reduce_scatter)
 
 # %% [markdown]
 # The object that you hand to `parallelize` has four methods: `enter` and `leave` are the operators above, `begin` and `back` their two collectives, started.
@@ -435,9 +435,8 @@ LAYER = {
 sbh, rows = 2 * SHAPE.seq * SHAPE.hidden, []
 for (t, name), measured in LAYER.items():
     _, along, formula = CUTS[name]
-    want = memory.activations(
-        SHAPE, batch=2, precision="bf16", tp=t, sequence_parallel=along
-    ).layer
+    layout = Layout(tp=t, micro_batch=2, sequence_parallel=along)
+    want = memory.activations(SHAPE, layout, precision="bf16").layer
     if "whole" in name:  # two gathered inputs of cut matrices, in place of their shares
         want += 4 * sbh - 4 * sbh // t
     assert abs(measured / want - 1) < 0.02, (t, name, measured, want)

@@ -49,7 +49,7 @@ from shardlab.count import speed
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config
 from shardlab.show import measured
-from shardlab.strategy import MACHINES, Layout, core, files, learn
+from shardlab.strategy import MACHINES, Layout, copies, core, files, learn
 from shardlab.strategy.command import add_command
 from shardlab.strategy.fit import fit
 from shardlab.strategy.measure import measure
@@ -213,10 +213,10 @@ def order(predicted):
 # ## A floor does not rank
 #
 # The floor of a step is all that its data sheet says: every product at the sheet's rate, every link full, all that can be hidden hidden.
-# `strategy.seconds` counts it, and no measured step is below it.
+# `strategy.floor` counts it, and no measured step is below it.
 
 # %%
-floors = [strategy.seconds(j.config, j.machine, j.layout, j.seq).total for j in jobs]
+floors = [strategy.floor(j.config, j.machine, j.layout, j.seq).total for j in jobs]
 share = statistics.median(f / s for f, s in zip(floors, seconds))
 print("share of a step:", round(share, 2), "order:", round(order(floors), 2))
 
@@ -333,7 +333,7 @@ show.table(rows, ["left out", "off in the median", "order"])
 # A layer comes first.
 
 # %%
-show.source(core.layer, core._network, core._product, core._tensor)
+show.source(core.layer, core._products, core._product, core._tensor)
 
 # %% [markdown]
 # Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.
@@ -350,7 +350,7 @@ show.source(core.seconds, core._left, core._head)
 # ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
 
 # %%
-show.source(core._copies, core._rate)
+show.source(copies.seconds, copies._zero, copies.rate)
 
 # %% [markdown]
 # ## Predicted beside measured
@@ -688,6 +688,13 @@ shardlab("strategy --model llama-3-8b --gpu h100 --gpus 16 --emit deepspeed", 15
 
 # %%
 shardlab("strategy --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536 --emit megatron", 3)
+
+# %% [markdown]
+# `--run` trains the first layout on ranks of this machine: the same cuts, degrees and model as small as it takes.
+# It ends with status 0 only if losses and gradients are those of one process and each rank held and sent what was predicted; what the course's mesh does not train is left out, and said.
+
+# %% tags=["measured"]
+shardlab("strategy --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4 --run", 20)
 
 # %% [markdown]
 # On the course's site the command has a form: there your browser runs it.

@@ -57,6 +57,7 @@ from torch.profiler import profile
 from shardlab import collectives, count, link, memory, ranks, show, text
 from shardlab import tensor_parallel as tp
 from shardlab.check import check
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Attention, Config, loss, rotate
 from shardlab.tensor_parallel.core import _CopyTo, _CrossEntropy, _ReduceFrom
 from shardlab.tensor_parallel.dropout import _own
@@ -855,7 +856,8 @@ rows = []
 for t, (states, saved) in HELD.items():
     predicted = sum(tp.predicted_states(MODEL, t).values())
     assert states == predicted
-    activations = memory.activations(MODEL, 8, 64, "fp32", tp=t)
+    layout = Layout(tp=t, micro_batch=8)
+    activations = memory.activations(MODEL, layout, seq=64, precision="fp32")
     kept = (
         activations.layer * activations.layers + activations.head + activations.logits
     )
@@ -1797,7 +1799,7 @@ check(my_greedy)
 # :label: ex-tp-degree
 # ```
 #
-# Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides the model (`config.heads`, `key_value_heads`, `ffn_width`, `vocab`) and whose `memory.estimate(config, tp=t, device="gpu").peak` is at most `limit` bytes; `None` if there is none.
+# Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides the model (`config.heads`, `key_value_heads`, `ffn_width`, `vocab`) and whose `memory.estimate(config, Layout(tp=t), device="gpu").peak` is at most `limit` bytes; `None` if there is none.
 
 # %%
 def my_degree(config, limit, node):
@@ -1824,7 +1826,7 @@ def my_degree(config, limit, node):
     for t in range(1, node + 1):
         if any(width % t for width in widths):
             continue
-        if memory.estimate(config, tp=t, device="gpu").peak <= limit:
+        if memory.estimate(config, Layout(tp=t), device="gpu").peak <= limit:
             return t
     return None
 

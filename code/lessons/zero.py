@@ -49,6 +49,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardlab import count, link, memory, ranks, show, text, zero
 from shardlab.check import check
 from shardlab.data_parallel import DataParallel, drift
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
@@ -166,7 +167,7 @@ formulas = ["2 + 2 + 12", "2 + 2 + 12/N", "2 + 2/N + 12/N", "2/N + 2/N + 12/N"]
 published = [120, 31.4, 16.6, 1.88]  # GB: Rajbhandari et al. 2020, Figure 1 and Table 1
 rows = []
 for stage, (formula, printed) in enumerate(zip(formulas, published, strict=True)):
-    totals = [memory.states(7.5e9, "fp16", zero=stage, dp=n).total for n in (4, 64)]
+    totals = [memory.states(7.5e9, Layout(dp=n, zero=stage), "fp16").total for n in (4, 64)]
     assert abs(totals[1] / 1e9 - printed) <= 0.05  # as many digits as are printed
     rows.append((stage, formula, *(f"{total / 1e9:.2f}" for total in totals), printed))
 show.table(
@@ -437,16 +438,17 @@ show.source(zero.ReduceScatter)
 show.source(zero.Gradients)
 
 # %% [markdown]
-# ### Stages 1 and 2: buckets that leave early
-#
-# `Stage` has what all stages do alike. One reduce-scatter at a time is under way, since each takes memory, and autograd calls `_finish` when backward is over.
+# A `Reducer`, named after the one in torch's DDP, sends them during a backward. One reduce-scatter at a time is under way, since each takes memory.
 
 # %%
-show.source(zero.Stage)
+show.source(zero.Reducer)
 
 # %% [markdown]
-# `Zero1` deals the parameters into buckets, each a `Flat`. As in data parallelism, a bucket leaves while backward still computes the next one (`_arrived`).
-# The all-gather waits for nobody either. It starts with the next forward (`_begin`), in which each layer waits for its own weights alone (`_await`).
+# ### Stages 1 and 2: buckets that leave early
+#
+# `Zero1` deals the parameters into buckets, each a `Flat`. Its methods stand in the order in which a step calls them.
+# The all-gather waits for nobody. It starts with the forward after the step (`_pre_forward`), in which each layer waits for its own weights alone (`_await`).
+# As in data parallelism, a bucket leaves while backward still computes the next one (`_arrived`), and autograd calls `_finish` when backward is over.
 # This late gather is this course's. ZeRO's paper, and DeepSpeed, gather at the end of the step, as the plain version does.
 
 # %%
@@ -512,10 +514,10 @@ show.source(zero.Zero2)
 #
 # ![Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire gathers the next one's weights, in backward the one before; in the first half of a block's backward it carries the gradients of the block behind. Each block is whole in memory twice, and at most two are whole at a time; the rest of the time it is a shard.](../figures/zero_life.svg)
 #
-# The hooks are those of the plain version, on units: `_before` and `_after` a forward, `_before_backward`, and `_done` after it. The first and the third also call `_prefetch`.
-# It knows which block comes next because it remembers the order of the last forward.
+# The hooks are those of the plain version, on units, and have the names that FSDP2 gives them: `_pre_forward`, `_post_forward`, `_pre_backward`, `_post_backward`.
+# Those that come before also call `_prefetch`. It knows which block comes next because it remembers the order of the last forward.
 # *After backward* is a moment that autograd does not announce: it has come when the gradients of all that went into the unit are there.
-# What belongs to no unit, here the embedding and the last norm, is gathered once and stays whole for the step.
+# What belongs to no unit, here the embedding and the last norm, is the `rest`: its hooks are those of the whole module, and it is gathered once and stays whole for the step.
 
 # %%
 show.source(zero.Unit, zero.Zero3)
@@ -683,7 +685,7 @@ def both():
 
 
 plain_, sharded = ranks.run(both, 4)[0]
-total = memory.states(7e9, "bf16", zero=3, dp=8).total
+total = memory.states(7e9, Layout(dp=8, zero=3), "bf16").total
 print(f"saved for backward, stage 0: {plain_:,} B")
 print(f"saved for backward, stage 3: {sharded:,} B")
 print(f"7 billion on 8 ranks, stage 3: {total / 1e9:.0f} GB + 10 GB of activations")
@@ -1481,7 +1483,7 @@ check(my_stage)
 # %%
 def my_stage(params, activations, ranks_, memory_):
     for stage in range(4):
-        held = memory.states(params, "bf16", zero=stage, dp=ranks_).total
+        held = memory.states(params, Layout(dp=ranks_, zero=stage), "bf16").total
         if held + activations <= memory_:
             return stage
     return None

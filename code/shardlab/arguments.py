@@ -6,6 +6,7 @@ ValueError with the argument's name, the value and what is allowed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
@@ -15,14 +16,19 @@ MOST = 10**18  # of bytes, tokens, elements, seconds, operations a second
 SIZES = 10**9  # of a sequence, a batch, a vocabulary, a layer's width
 RANKS = 10**6  # of ranks, nodes, stages, micro-batches: gone through one by one
 LAYERS = 10**4  # of a model's layers, heads, experts
+PROCESSES = 10**3  # that one machine is asked to start
+
+
+def is_whole(value: object, least: int = 0, most: float = math.inf) -> bool:
+    """Whether `value` is a whole number from `least` to `most`; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def check_whole(least: int = 1, most: int = MOST, **values: int) -> None:
     """Raise ValueError for a value, given by its argument's name, that is no whole number."""
     for name, value in values.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not least <= value <= most:
-            ends = most < LAYERS or (whole and value > most)
+        if not is_whole(value, least, most):
+            ends = most < LAYERS or is_whole(value, most)
             allowed = f"{least} to {most:,}" if ends else f"{least} or more"
             raise ValueError(f"{name}={told(value)}: allowed are whole numbers, {allowed}")
 
@@ -59,8 +65,7 @@ def check_numbers(least: float | None = None, **values: Sequence[float]) -> None
 def check_bytes(**sizes: int) -> None:
     """Raise ValueError for a size, given by its argument's name, that is no number of bytes."""
     for name, value in sizes.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not 1 <= value <= MOST:
+        if not is_whole(value, 1, MOST):
             allowed = f"a whole number of bytes, 1 or more, up to {MOST:,}"
             raise ValueError(f"{name}={told(value)}: allowed is {allowed}")
 

@@ -32,6 +32,17 @@ class Place:
         return {name: str(value) for name, value in (own | meet).items()}
 
 
+def rank_of(environment: Mapping[str, str]) -> int | None:
+    """The rank that a process with this environment is; None where no launcher has set one."""
+    given = environment.get("RANK", environment.get("SLURM_PROCID", ""))
+    return int(given) if given.isdigit() else None
+
+
+def local_rank_of(environment: Mapping[str, str]) -> int:
+    """Its number among those of its machine; 0 where nobody says it."""
+    return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
+
+
 def place(environment: Mapping[str, str]) -> Place | None:
     """What a launcher has set; None where there was none. ValueError for half of it."""
     if "RANK" in environment and "WORLD_SIZE" in environment:

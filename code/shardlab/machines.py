@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardlab.arguments import check_count, check_kind, check_number, given
-
-RESERVE = 0.1  # of a GPU's memory, that no plan should count on
+from shardlab.arguments import check_count, check_number, given
 
 
 @dataclass(frozen=True)
@@ -68,16 +66,3 @@ MACHINES: dict[str, Machine] = {
     # 360 PFLOP/s of sparse 16-bit products; a card of 400 Gbit/s for each GPU.
     "gb200": Machine("GB200", 186e9, 72, 900e9, 50e9, 2500e12, 8000e9, 148, 5000e12),
 }
-
-
-def room(machine: Machine, reserve: float = RESERVE) -> float:
-    """Bytes of one GPU that a job may plan with.
-
-    reserve: the share left for what no formula here counts: CUDA's context, buffers of nccl, and
-    what an allocator loses to fragments.
-    """
-    check_kind(Machine, machine=machine)
-    check_number(0, reserve=reserve)
-    if reserve >= 1:
-        raise ValueError(f"reserve={reserve!r}: allowed are numbers from 0 to below 1")
-    return machine.memory * (1 - reserve)

@@ -182,11 +182,11 @@ def written(
     allowed = "allowed are files in a folder that exists and can be written"
     path = place(name, given)
     try:
-        path = Path(os.path.realpath(path))
         try:
             old = path.stat()
         except FileNotFoundError:
             old = None
+        path = Path(os.path.realpath(path))  # nothing, where a link of /proc's leads to no name
         if old and (not path.is_file() or any(os.path.samestat(old, end) for end in _ends())):
             what = "a folder" if path.is_dir() else "no plain file, or where this prints"
             raise ValueError(f"{name}={str(given)!r}: {allowed} (this is {what})")

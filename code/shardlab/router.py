@@ -32,7 +32,7 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.score = nn.Linear(config.hidden, config.experts, bias=False)
-        self.register_buffer("bias_E", torch.zeros(config.experts))
+        self.register_buffer("bias_E", torch.zeros(config.experts, dtype=torch.float32))
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, H] to scores [B, S, E], chosen experts [B, S, C], best first, and their weights.

@@ -147,48 +147,26 @@ RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E
 
 
 def _panels(found):
-    """A panel for each axis, as `shardlab.mesh.picture` draws them: SVG's shapes, in its units."""
-    from shardlab.mesh.groups import packed
+    """The lesson's picture (`shardlab.mesh.picture`), as SVG's shapes."""
+    from shardlab.mesh.groups import panels
 
-    node, size, step, shapes = found["node"], 24, 28, []
-
-    def left(rank):
-        return 6 + rank * step + rank // node * 14
-
-    def box(x, y, wide, high, **look):
-        shapes.append(["rect", {"x": x, "y": y, "width": wide, "height": high, **look}, ""])
-
-    y = 0
-    for axis, groups in found["groups"].items():
-        shapes.append(["text", {"x": 2, "y": y + 14}, found["said"][axis]])
-        rows = packed(groups)
-        y += 24
-        for first in range(0, found["ranks"], node):
-            wide = left(first + node - 1) + size - left(first) + 8
-            frame = {"fill": "none", "stroke": "currentColor", "stroke-opacity": 0.5}
-            box(left(first) - 4, y - 4, wide, len(rows) * step + 4, **frame)
-        for row in rows:
-            for group in row:
-                for place, rank in enumerate(group[1:]):
-                    before = group[place]
-                    ends = {"x1": left(before) + size, "x2": left(rank)}
-                    line = {
-                        **ends,
-                        "y1": y + size / 2,
-                        "y2": y + size / 2,
-                        "stroke": "currentColor",
-                    }
-                    line["stroke-dasharray"] = "4 3" if before // node != rank // node else "none"
-                    shapes.append(["line", line, ""])
-                for rank in group:
-                    ink = "#fff" if rank % 8 == 0 else "#000"
-                    box(left(rank), y, size, size, fill=RANKS[rank % 8], stroke="#222")
-                    middle = {"x": left(rank) + size / 2, "y": y + 16, "text-anchor": "middle"}
-                    shapes.append(["text", {**middle, "style": f"fill:{ink}"}, str(rank)])
-            y += step
-        y += 8
-    wide = max(left(found["ranks"] - 1) + size + 8, 320)
-    return {"shapes": shapes, "wide": wide, "high": y}
+    drawn = panels(found["ranks"], found["node"], found["groups"], found["said"])
+    size, ink, shapes = drawn.size, {"stroke": "currentColor"}, []
+    for x, y, text, place in drawn.words:
+        shapes.append(["text", {"x": x, "y": y + 4, "text-anchor": place}, text])
+    for x, y, wide, high in drawn.frames:
+        frame = {"x": x, "y": y, "width": wide, "height": high, "fill": "none"}
+        shapes.append(["rect", {**frame, **ink, "stroke-opacity": 0.5}, ""])
+    for begin, end, y, leaves in drawn.links:
+        line = {"x1": begin, "x2": end, "y1": y, "y2": y, **ink}
+        shapes.append(["line", {**line, "stroke-dasharray": "4 3" if leaves else "none"}, ""])
+    for x, y, rank in drawn.cells:
+        cell = {"x": x, "y": y, "width": size, "height": size, "stroke": "#222"}
+        shapes.append(["rect", {**cell, "fill": RANKS[rank % 8]}, ""])
+        style = "fill:#fff" if rank % 8 == 0 else "fill:#000"
+        middle = {"x": x + size / 2, "y": y + 16, "text-anchor": "middle", "style": style}
+        shapes.append(["text", middle, str(rank)])
+    return {"shapes": shapes, "wide": drawn.wide, "high": drawn.high}
 
 
 def strategy(given):

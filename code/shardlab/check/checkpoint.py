@@ -1,4 +1,4 @@
-"""The checks of lesson `checkpoint`."""
+"""The exercises of lesson `checkpoint`."""
 
 from __future__ import annotations
 
@@ -16,47 +16,28 @@ from typing import Any
 
 import torch
 
-from shardlab.check import Wrong, called, exercise, number
+from shardlab.check import Wrong, exercise
+from shardlab.check.forms import REAL, called, cases, close, number
 from shardlab.checkpoint import best_interval
 
-
-@exercise("checkpoint_bytes")
-def _(answer: Any) -> str:
-    parameters = 8.03e9
-    number(
-        answer,
-        12 * parameters,
-        "bytes",
-        rel=0.005,
-        hints={
-            4 * parameters: "Those are the weights alone: a run that goes on needs its optimizer.",
-            8 * parameters: "That is one of AdamW's two averages beside the weights, or both "
-            "without the weights.",
-            16 * parameters: "Gradients are computed anew in the next step: nobody saves them.",
-            12 * parameters / 1e9: "In bytes, please, and not in GB.",
-            8 * 12 * parameters: "Each of the 8 ranks writes its own eighth, not everything.",
-            12 * parameters / 8: "That is what one rank writes; the question is for all of them.",
-        },
-    )
-    return "Right: 4 bytes each for the weight and for AdamW's two averages, 96 GB together."
-
-
-@exercise("checkpoint_interval")
-def _(answer: Any) -> str:
-    number(
-        answer,
-        5692.1,
-        "s",
-        rel=0.005,
-        hints={
-            4024.9: "A factor is missing under the root: on average half an interval is lost.",
-            94.87: "In seconds, please, with the 50 hours in seconds as well.",
-            2 * 90 * 180_000: "That is what stands under the root.",
-            180_000: "That is the time between failures: then most work would be lost.",
-        },
-    )
-    return "Right: every 95 minutes, although a failure comes only once in two days."
-
+_PARAMETERS = 8.03e9
+number("checkpoint_bytes", 12 * _PARAMETERS, "bytes", rel=0.005,
+       says="Right: 4 bytes each for the weight and for AdamW's two averages, 96 GB together.",
+       wrong={
+    4 * _PARAMETERS: "Those are the weights alone: a run that goes on needs its optimizer.",
+    8 * _PARAMETERS: "That is one of AdamW's two averages beside the weights, or both without "
+    "the weights.",
+    16 * _PARAMETERS: "Gradients are computed anew in the next step: nobody saves them.",
+    8 * 12 * _PARAMETERS: "Each of the 8 ranks writes its own eighth, not everything.",
+    12 * _PARAMETERS / 8: "That is what one rank writes; the question is for all of them.",
+})  # fmt: skip
+number("checkpoint_interval", 5692.1, "s", rel=0.005,
+       says="Right: every 95 minutes, although a failure comes only once in two days.", wrong={
+    4024.9: "A factor is missing under the root: on average half an interval is lost.",
+    94.87: "In seconds, please, with the 50 hours in seconds as well.",
+    2 * 90 * 180_000: "That is what stands under the root.",
+    180_000: "That is the time between failures: then most work would be lost.",
+})  # fmt: skip
 
 _OLD, _NEW = b"the weights of step 500\n" * 500, b"the weights of step 600\n" * 600
 
@@ -268,28 +249,41 @@ def _slices(pair: Any) -> str:
     return ", ".join(f"{one.start}:{one.stop}" for one in pair)
 
 
-# Bytes, ranks, bytes/s of a rank to its host, bytes/s of all ranks to storage, seconds between two
-# failures of the job: storage that keeps up with the best interval, and storage that does not.
-_SAVERS = ((96e9, 64, 20e9, 25e9, 154_800.0), (12e12, 1024, 20e9, 10e9, 14_400.0))
+def _interval(
+    size: float, ranks: int, copy: float, write: float, mtbf: float, how: str = ""
+) -> float:
+    """The answer, or that of a mistake that has a sentence."""
+    held_up, written = size / ranks / copy, size / write
+    if how == "written":
+        return written
+    held_up = {"whole": size / copy, "both": held_up + written, "write": written}.get(how, held_up)
+    best = best_interval(held_up, mtbf / ranks if how == "each" else mtbf)
+    best = best / math.sqrt(2) if how == "root" else best
+    return best if how == "young" else max(best, written)
 
 
-@exercise("my_save_interval")
-def _(answer: Callable[..., Any]) -> str:
-    for size, ranks, copy, write, mtbf in _SAVERS:
-        found = called(answer, size, ranks, copy, write, mtbf)
-        held_up, written = size / ranks / copy, size / write
-        best = best_interval(held_up, mtbf)
-        hints = {
-            best: "The save before is not written by then: there is a shortest interval, too.",
-            written: "Saving as fast as storage can holds training up more often than it pays.",
-            best_interval(size / copy, mtbf): "Each rank copies its own share, all at once.",
-            best_interval(written, mtbf): "Training goes on while storage is written to: only the "
-            "copy holds it up.",
-            best_interval(held_up + written, mtbf): "Training goes on while storage is written to: "
-            "only the copy holds it up.",
-            best_interval(held_up, mtbf / ranks): "`mtbf` is that of the whole job already.",
-            best / math.sqrt(2): "A factor is missing under the root: on average half an interval "
-            "is lost.",
-        }
-        number(found, max(best, written), "seconds", rel=1e-3, hints=hints)
-    return "Right: from Young's rule where storage keeps up, and from storage where it does not."
+_GOES_ON = "Training goes on while storage is written to: only the copy holds it up."
+cases(
+    "my_save_interval",
+    # Bytes, ranks, bytes/s of a rank to its host, bytes/s of all ranks to storage, seconds between
+    # two failures of the job: storage that keeps up with the best interval, and that does not.
+    ((96e9, 64, 20e9, 25e9, 154_800.0), (12e12, 1024, 20e9, 10e9, 14_400.0)),
+    _interval,
+    kind=REAL,
+    equal=close(1e-3),
+    says="Right: from Young's rule where storage keeps up, and from storage where it does not.",
+    mistakes={
+        "The save before is not written by then: there is a shortest interval, too.": {
+            "how": "young"
+        },
+        "Saving as fast as storage can holds training up more often than it pays.": {
+            "how": "written"
+        },
+        "Each rank copies its own share, all at once.": {"how": "whole"},
+        _GOES_ON: {"how": "write"},
+        f"{_GOES_ON[:-1]}, and not both.": {"how": "both"},
+        "`mtbf` is that of the whole job already.": {"how": "each"},
+        "A factor is missing under the root: on average half an interval is lost.": {"how": "root"},
+    },
+    why=lambda job, got, want: f"It is too {'large' if got > want else 'small'}.",
+)

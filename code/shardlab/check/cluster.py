@@ -1,13 +1,13 @@
-"""The checks of lesson `cluster`."""
+"""The exercises of lesson `cluster`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import combinations
 from typing import Any
 
-from shardlab.check import Wrong, called, exercise
+from shardlab.check import Wrong, exercise
+from shardlab.check.forms import WHOLE, blanks, called, cases
 
 
 @exercise("cluster_ranks")
@@ -26,21 +26,25 @@ def _(answer: Any) -> str:
     return "Right: rank 7 is the second one of node 2, so its GPU is number 1 there."
 
 
-@exercise("my_silent")
-def _(answer: Callable[..., Any]) -> str:
-    seen = [(0.0, 0, 1), (0.0, 1, 1), (1.0, 0, 2), (1.0, 1, 1), (2.0, 0, 3), (2.0, 1, 1)]
-    for now, patience, right, words in (
-        (2.0, 1.5, {1}, "agent 1's beat is old, though the host has read it again"),
-        (2.0, 2.0, set(), "2 s are not more than 2 s"),
-        (5.0, 2.0, {0, 1}, "nobody has been heard for 3 s"),
-    ):
-        found = called(answer, list(seen), now, patience)
-        if found is None or set(found) != right:
-            raise Wrong(f"now={now}, patience={patience}: {found}, but {words}: {right}.")
-    again = [(0.0, 0, 9), (3.0, 0, 1)]  # an agent that was started anew counts from 1
-    if set(called(answer, again, 3.5, 1.0) or ()):
-        raise Wrong("A beat that is smaller than before is a sign of life as well.")
-    return "Right: a beat counts from when it was first seen, by the host's own clock."
+_SEEN = [(0.0, 0, 1), (0.0, 1, 1), (1.0, 0, 2), (1.0, 1, 1), (2.0, 0, 3), (2.0, 1, 1)]
+_ANEW = [(0.0, 0, 9), (3.0, 0, 1)]  # an agent that was started anew counts from 1
+cases(
+    "my_silent",
+    (
+        (
+            (_SEEN, 2.0, 1.5),
+            {1},
+            "Agent 1's beat is old, though the host has read it again.",
+        ),
+        ((_SEEN, 2.0, 2.0), set(), "2 s are not more than 2 s."),
+        ((_SEEN, 5.0, 2.0), {0, 1}, "Nobody has been heard for 3 s."),
+        ((_ANEW, 3.5, 1.0), set(), "A beat that is smaller than before is a sign of life as well."),
+    ),
+    kind=("the agents, as a set", lambda x: isinstance(x, set | list | tuple)),
+    equal=lambda got, want: set(got) == want,
+    says="Right: a beat counts from when it was first seen, by the host's own clock.",
+    told=lambda seen, now, patience: f"seen={seen}, now={now}, patience={patience}",
+)
 
 
 @exercise("cluster_batch")
@@ -114,77 +118,67 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: six values, and every task of a job finds the same address."
 
 
-_JOBS = {  # what is right, and what a well-known mistake says instead
-    "hang_uneven": (
-        {"rank": 2, "collective": "all_reduce", "line": 17},
-        {
-            ("rank", 0): "Ranks 0 and 1 wait: they are where all should be.",
-            ("rank", 1): "Ranks 0 and 1 wait: they are where all should be.",
-            ("collective", "barrier"): "That is where the missing rank waits, and not the others.",
-            ("line", 25): "That line calls a function; the collective is called in the function.",
-            ("line", 28): "That is where the missing rank stands.",
-        },
+_RIGHT = "Right, in all parts: the records of the job say the same."
+_LAST = "Read the last call of each rank."
+_WAIT = "Ranks 0 and 1 wait: they are where all should be."
+blanks(
+    "hang_uneven",
+    {"rank": 2, "collective": "all_reduce", "line": 17},
+    says=_RIGHT,
+    otherwise=_LAST,
+    wrong={
+        ("rank", 0): _WAIT,
+        ("rank", 1): _WAIT,
+        ("collective", "barrier"): "That is where the missing rank waits, and not the others.",
+        ("line", 25): "That line calls a function; the collective is called in the function.",
+        ("line", 28): "That is where the missing rank stands.",
+    },
+)
+blanks(
+    "hang_order",
+    {"rank 0": "norm", "rank 1": "loss"},
+    says=_RIGHT,
+    otherwise=_LAST,
+    wrong={
+        ("rank 0", "loss"): "Rank 0 has finished all of its calls in that group.",
+        ("rank 1", "norm"): "Rank 1 has not called anything in that group yet.",
+    },
+)
+blanks(
+    "hang_tensor",
+    {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 27},
+    says=_RIGHT,
+    otherwise=_LAST,
+    wrong={
+        ("runs", "tensor"): "That is what it says. Which calls would add up activations?",
+        ("runs", "ddp"): "DDP all-reduces gradients, and gathers nothing.",
+        ("runs", "zero1"): "ZeRO-1 gathers once a step, after the optimizer. When is it here?",
+        ("rank", 0): "Rank 0 has a sequence more, and waits.",
+        ("collective", "barrier"): "There waits the rank that has run out of data.",
+        ("collective", "reduce_scatter"): "All of these are done.",
+        ("line", 33): "There stands the rank that has run out of data.",
+        ("line", 28): "Line 28 is backward, and finished. Which line is the last call of?",
+    },
+)
+
+
+def _links(size: int, slow: Callable[[int, int], bool]) -> tuple[list[tuple[int, int, float]]]:
+    return ([(a, b, 1e9 if slow(a, b) else 10e9) for a, b in combinations(range(size), 2)],)
+
+
+cases(
+    "cluster_culprit",
+    (
+        (_links(6, lambda a, b: 4 in (a, b)), 4, "All links of rank 4 are slow."),
+        (_links(6, lambda a, b: a == 0), 0, "All links of rank 0 are slow: 0 is a rank, too."),
+        (_links(6, lambda a, b: (a, b) == (1, 2)), None, "One link alone is slow, a cable."),
+        (_links(6, lambda a, b: False), None, "No link is slow."),
+        (_links(8, lambda a, b: (a, b) in ((3, 4), (3, 5))), None, "Two of 3's links are slow."),
     ),
-    "hang_order": (
-        {"rank 0": "norm", "rank 1": "loss"},
-        {
-            ("rank 0", "loss"): "Rank 0 has finished all of its calls in that group.",
-            ("rank 1", "norm"): "Rank 1 has not called anything in that group yet.",
-        },
-    ),
-    "hang_tensor": (
-        {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 27},
-        {
-            ("runs", "tensor"): "That is what it says. Which calls would add up activations?",
-            ("runs", "ddp"): "DDP all-reduces gradients, and gathers nothing.",
-            ("runs", "zero1"): "ZeRO-1 gathers once a step, after the optimizer. When is it here?",
-            ("rank", 0): "Rank 0 has a sequence more, and waits.",
-            ("collective", "barrier"): "There waits the rank that has run out of data.",
-            ("collective", "reduce_scatter"): "All of these are done.",
-            ("line", 33): "There stands the rank that has run out of data.",
-            ("line", 28): "Line 28 is backward, and finished. Which line is the last call of?",
-        },
-    ),
-}
-
-
-def _judge(answer: Any, name: str) -> str:
-    right, hints = _JOBS[name]
-    if not isinstance(answer, dict) or set(answer) != set(right):
-        raise Wrong(f"The answer is a dictionary with {', '.join(map(repr, right))}.")
-    for key, want in right.items():
-        got = answer[key]
-        if got is None or got is Ellipsis:
-            raise Wrong(f"There is no answer for {key!r} yet.")
-        if got != want:
-            hint = hints.get((key, got)) if isinstance(got, int | str) else None
-            raise Wrong(
-                hint or f"{got!r} is not right for {key!r}: read the last call of each rank."
-            )
-    return "Right, in all parts: the records of the job say the same."
-
-
-for _name in _JOBS:
-    exercise(_name)(partial(_judge, name=_name))
-
-
-@exercise("cluster_culprit")
-def _(answer: Any) -> str:
-    def links(size: int, slow: Callable[[int, int], bool]) -> list[tuple[int, int, float]]:
-        return [(a, b, 1e9 if slow(a, b) else 10e9) for a, b in combinations(range(size), 2)]
-
-    cases = [
-        (links(6, lambda a, b: 4 in (a, b)), 4, "all links of rank 4 are slow"),
-        (links(6, lambda a, b: a == 0), 0, "all links of rank 0 are slow: 0 is a rank, too"),
-        (links(6, lambda a, b: (a, b) == (1, 2)), None, "one link alone is slow, a cable"),
-        (links(6, lambda a, b: False), None, "no link is slow"),
-        (links(8, lambda a, b: (a, b) in ((3, 4), (3, 5))), None, "two of rank 3's links are slow"),
-    ]
-    for given, wanted, words in cases:
-        found = called(answer, given)
-        if found != wanted or type(found) is not type(wanted):
-            raise Wrong(f"When {words}, {wanted} is right; yours returns {found!r}.")
-    return "Right: a card shows in all links of its rank, a cable in one link of two."
+    kind=WHOLE,
+    says="Right: a card shows in all links of its rank, a cable in one link of two.",
+    told=lambda links: f"{len(links)} links, slow {[(a, b) for a, b, rate in links if rate < 2e9]}",
+)
 
 
 @exercise("cluster_rounds")

@@ -1,4 +1,4 @@
-"""The checks of lesson `data_parallel`."""
+"""The exercises of lesson `data_parallel`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardlab import count
-from shardlab.check import Wrong, called, exercise, number, run_answer, same
+from shardlab.check import Wrong
+from shardlab.check.forms import Kind, Part, Seen, Trial, cases, number, on_ranks
 from shardlab.data_parallel import DataParallel
 
-_WAITS = (
-    " Does a rank that has no gradient for a parameter take part in that parameter's all-reduce?"
-)
+_SIZE = 4 * 124e6  # bytes of gradients
+number("ddp_bytes", 2 * 7 / 8 * _SIZE, "bytes", rel=0.005,
+       says="Right: 2 (N-1)/N of 496 MB, whatever the batch size is.", wrong={
+    2 * 7 / 8 * 124e6: "A gradient in float32 takes four bytes.",
+    7 / 8 * _SIZE: "That is the reduce-scatter alone: the sums have to come back as well.",
+    2 * _SIZE: "That is the limit for very many ranks; with 8 an eighth stays at home.",
+    _SIZE: "The gradients are that large, but a rank does not send them just once: think of "
+    "the two halves of a ring all-reduce.",
+    7 * _SIZE: "That is every rank sending everything to all others; a ring does better.",
+})  # fmt: skip
+number("overlap_floor", 0.14, "s", rel=0.001,
+       says="Right: 0.04 + max(0.05, 0.10) s. The wire is busy to the end: no faster GPU helps.",
+       wrong={
+    0.19: "That is the step without any overlap: forward, backward and wire one by one.",
+    0.09: "That is compute alone, and the wire needs longer than backward.",
+    0.10: "The wire is busy that long, but it cannot start before forward has ended.",
+})  # fmt: skip
 
 
 class _Toy(nn.Module):
@@ -29,27 +44,27 @@ class _Toy(nn.Module):
         self.last = nn.Linear(4, 1)
         self.extra = nn.Linear(4, 1)
 
-    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+    def forward(self, x: Tensor, extra: bool) -> Tensor:
         y = self.frozen(self.first(x).tanh())  # [batch, 4]
         return (self.last(y) + (self.extra(y) if extra else 0)).square().mean()
 
-    def gradients(self) -> torch.Tensor:
+    def gradients(self) -> Tensor:
         """All gradients in one flat tensor, zeros where there are none."""
         trained = [p for p in self.parameters() if p.requires_grad]
         return torch.cat(
             [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]
         )
 
-    def weights(self) -> torch.Tensor:
+    def weights(self) -> Tensor:
         """All parameters in one flat tensor."""
         return torch.cat([p.detach().flatten() for p in self.parameters()])
 
 
-def _share(rank: int, part: int = 0) -> torch.Tensor:
+def _share(rank: int, part: int = 0) -> Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * rank + part))
 
 
-def _local(rank: int, extra: bool, parts: Sequence[int] = (0,)) -> torch.Tensor:
+def _local(rank: int, extra: bool, parts: Sequence[int] = (0,)) -> Tensor:
     """The gradient that one rank computes alone, summed over its micro-batches."""
     model = _Toy()
     for part in parts:
@@ -57,103 +72,98 @@ def _local(rank: int, extra: bool, parts: Sequence[int] = (0,)) -> torch.Tensor:
     return model.gradients()
 
 
-def _average(
-    answer: Callable[..., Any], users: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """Gradients, weights, and which of the extra layer's gradients are None, on each rank."""
+def _average(answer: Callable[..., Any], size: int, users: Sequence[int]) -> tuple[Tensor, bool]:
+    """The gradients; and whether a layer that nobody used has one now."""
     rank, model = dist.get_rank(), _Toy()
     model(_share(rank), rank in users).backward()
     answer(model, dist.group.WORLD)
-    return model.gradients(), model.weights(), [p.grad is None for p in model.extra.parameters()]
-
-
-@exercise("my_exact_average")
-def exact_average(answer: Callable[..., Any]) -> str:
-    """Averages where some rank has a gradient, None where no rank has one."""
-    for size, users in ((2, (0, 1)), (4, (0, 1, 2, 3)), (2, (0,)), (2, ())):
-        try:
-            results = run_answer(_average, size, answer, users, timeout=10)
-        except Wrong as wrong:
-            raise Wrong(f"{wrong}{'' if len(users) == size else _WAITS}") from None
-        local = [_local(rank, rank in users) for rank in range(size)]
-        total = torch.stack(local).sum(0)
-        if any(not torch.equal(weights, _Toy().weights()) for _, weights, _ in results):
-            raise Wrong(
-                "The parameters themselves have changed: average `parameter.grad`, and leave the "
-                "step to the optimizer."
-            )
-        same(
-            [gradient for gradient, _, _ in results],
-            [total / size] * size,
-            "the gradient",
-            1e-6,  # float32, values up to about 1: the order of four additions
-            {
-                f"It is the sum over the ranks, {size} times the average.": [total] * size,
-                "Every rank still has its own gradient: nothing was averaged.": local,
-            },
+    if not torch.equal(model.weights(), _Toy().weights()):
+        raise Wrong(
+            "The parameters themselves have changed: average `parameter.grad`, and leave the step "
+            "to the optimizer."
         )
-        if not users and not all(all(none) for _, _, none in results):
-            raise Wrong(
-                "A layer that no rank used has a gradient of zeros now, and AdamW's weight decay "
-                "would move it: its `grad` has to stay None. How does a rank learn that no other "
-                "one has a gradient?"
-            )
+    found = any(p.grad is not None for p in model.extra.parameters())
+    return model.gradients(), found and not users
+
+
+def _none_stays(seen: list[Seen]) -> str:
+    if not any(one.more[0] for one in seen):
+        return ""
     return (
-        "Right: equal to the average on 2 and 4 ranks, with a frozen layer, with one that only "
-        "rank 0 used, and None for one that nobody used."
+        "A layer that no rank used has a gradient of zeros now, and AdamW's weight decay would "
+        "move it: its `grad` has to stay None. How does a rank learn that no other has a gradient?"
     )
 
 
-def _joined(answer: Callable[..., Any]) -> torch.Tensor | None:
-    rank = dist.get_rank()
-    weight = torch.ones(3, requires_grad=True)
-    samples = _COUNTS[rank]
-    x = torch.cat([_share(rank), _share(rank, 1)])[:samples]  # [samples, 3]
-    value = answer((x @ weight).square().sum(), samples, dist.group.WORLD)
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not value.requires_grad:
-        raise ValueError(
-            "the returned loss does not depend on loss_sum any more: no .item(), please"
-        )
-    value.backward()
-    dist.all_reduce(weight.grad)  # [3]
-    return weight.grad / dist.get_world_size()
+@on_ranks(
+    "my_exact_average",
+    ((2, (0, 1)), (4, (0, 1, 2, 3)), (2, (0,)), (2, ())),
+    work=_average,
+    rules=[_none_stays],
+    says="Right: equal to the average on 2 and 4 ranks, with a frozen layer, with one that only "
+    "rank 0 used, and None for one that nobody used.",
+)
+def _(size: int, users: Sequence[int]) -> Trial:
+    local = [_local(rank, rank in users) for rank in range(size)]
+    total = torch.stack(local).sum(0)
+    mistakes = {
+        f"It is the sum over the ranks, {size} times the average.": total,
+        "Every rank still has its own gradient: nothing was averaged.": local,
+    }
+    fails = "Does a rank that has no gradient for a parameter take part in that parameter's "
+    fails = "" if len(users) == size else f"{fails}all-reduce?"
+    # float32, values up to about 1: the order of four additions
+    return Trial([Part("the gradient", total / size, mistakes, 1e-6)], size=size, fails=fails)
 
 
 _COUNTS = (4, 1, 2)
 
 
-@exercise("my_joined_loss")
-def joined_loss(answer: Callable[..., Any]) -> str:
-    """A loss whose averaged gradients are those of the joined batch."""
-    size = len(_COUNTS)
+def _samples(rank: int) -> Tensor:
+    return torch.cat([_share(rank), _share(rank, 1)])[: _COUNTS[rank]]  # [samples, 3]
 
-    def gradient(weights: Sequence[float]) -> list[torch.Tensor]:
+
+def _joined(answer: Callable[..., Any], size: int) -> Any:
+    weight, x = torch.ones(3, requires_grad=True), _samples(dist.get_rank())
+    value = answer((x @ weight).square().sum(), len(x), dist.group.WORLD)
+    if not isinstance(value, Tensor):
+        return value
+    if not value.requires_grad:
+        raise Wrong("The returned loss does not depend on loss_sum any more: no .item(), please.")
+    value.backward()
+    dist.all_reduce(weight.grad)  # [3]
+    return weight.grad / size
+
+
+@on_ranks(
+    "my_joined_loss",
+    (len(_COUNTS),),
+    work=_joined,
+    says="Right: with 4, 1 and 2 samples on three ranks it is the joined batch's gradient.",
+)
+def _(size: int) -> Trial:
+    def gradient(*weights: float) -> Tensor:
         w = torch.ones(3, requires_grad=True)
-        parts = [torch.cat([_share(r), _share(r, 1)])[: _COUNTS[r]] for r in range(size)]
-        sum(c * (x @ w).square().sum() for c, x in zip(weights, parts, strict=True)).backward()
-        return [w.grad] * size
+        sum(c * (_samples(r) @ w).square().sum() for r, c in enumerate(weights)).backward()
+        return w.grad
 
     total = sum(_COUNTS)
-    same(
-        run_answer(_joined, size, answer, timeout=10),
-        gradient([1 / total] * size),
-        "the averaged gradient",
-        1e-5,  # float32, values up to about 10
-        {
-            "It is the average of the ranks' own means: a sample on the rank with the short batch "
-            "counts more than the others.": gradient([1 / c / size for c in _COUNTS]),
-            f"It is {size} times too small: DataParallel divides by the number of ranks once more."
-            "": gradient([1 / total / size] * size),
-            "It is the average of the sums: nothing was divided by the number of samples."
-            "": gradient([1 / size] * size),
-        },
-    )
-    return "Right: with 4, 1 and 2 samples on three ranks it is the joined batch's gradient."
+    mistakes = {
+        "It is the average of the ranks' own means: a sample on the rank with the short batch "
+        "counts more than the others.": gradient(*(1 / c / size for c in _COUNTS)),
+        f"It is {size} times too small: DataParallel divides by the number of ranks once more.": (
+            gradient(*[1 / total / size] * size)
+        ),
+        "It is the average of the sums: nothing was divided by the number of samples.": gradient(
+            *[1 / size] * size
+        ),
+    }
+    # float32, values up to about 10
+    right = gradient(*[1 / total] * size)
+    return Trial([Part("the averaged gradient", right, mistakes, 1e-5)], size=size)
 
 
-def _accumulated(answer: Callable[..., Any], parts: int) -> tuple[torch.Tensor, int, int]:
+def _accumulated(answer: Callable[..., Any], size: int, parts: int) -> tuple[Any, ...]:
     rank = dist.get_rank()
     model = DataParallel(_Toy(), dist.group.WORLD, bucket_bytes=64, first_bytes=64)
     with count.sent() as sent:
@@ -161,88 +171,47 @@ def _accumulated(answer: Callable[..., Any], parts: int) -> tuple[torch.Tensor, 
     return model.module.gradients(), sent.calls["all_reduce"], len(model.buckets)
 
 
-@exercise("my_accumulate")
-def accumulate(answer: Callable[..., Any]) -> str:
-    """Micro-batches whose gradients are sent once."""
-    size, parts = 2, 3
-    results = run_answer(_accumulated, size, answer, parts, timeout=10)
-    sums = [_local(rank, True, range(parts)) for rank in range(size)]
-    right = [sum(sums) / size / parts] * size
-    same(
-        [gradient for gradient, _, _ in results],
-        right,
-        "the gradient",
-        1e-6,  # float32, values up to about 1
-        {
-            f"It is {parts} times too large: each micro-batch's loss is a mean of its own.": [
-                sum(sums) / size
-            ]
-            * size,
-            "Every rank has its own gradient alone: run the last backward outside no_sync().": [
-                total / parts for total in sums
-            ],
-            "No backward ran.": [torch.zeros_like(right[0])] * size,
-        },
-    )
-    sent, buckets = results[0][1:]
-    if sent > buckets:
-        raise Wrong(
-            f"The gradient is right, but rank 0 sent {sent} messages for {buckets} buckets: all "
-            "micro-batches but the last belong inside model.no_sync()."
-        )
-    return f"Right: the mean over {size} ranks and {parts} micro-batches, each bucket sent once."
-
-
-@exercise("ddp_bytes")
-def ddp_bytes(answer: Any) -> str:
-    """Bytes that a rank sends in a step."""
-    size = 4 * 124e6  # bytes of gradients
-    number(
-        answer,
-        2 * 7 / 8 * size,
-        "bytes",
-        rel=0.005,
-        hints={
-            2 * 7 / 8 * 124e6: "A gradient in float32 takes four bytes.",
-            7 / 8 * size: "That is the reduce-scatter alone: the sums have to come back as well.",
-            2 * size: "That is the limit for very many ranks; with 8 an eighth stays at home.",
-            size: "The gradients are that large, but a rank does not send them just once: think of "
-            "the two halves of a ring all-reduce.",
-            7 * size: "That is every rank sending everything to all others; a ring does better.",
-        },
-    )
-    return "Right: 2 (N-1)/N of 496 MB, whatever the batch size is."
-
-
-@exercise("overlap_floor")
-def overlap_floor(answer: Any) -> str:
-    """The shortest step that overlap allows."""
-    number(
-        answer,
-        0.14,
-        "s",
-        rel=0.001,
-        hints={
-            0.19: "That is the step without any overlap: forward, backward and wire one by one.",
-            0.09: "That is compute alone, and the wire needs longer than backward.",
-            0.10: "The wire is busy that long, but it cannot start before forward has ended.",
-        },
-    )
+def _each_bucket_once(seen: list[Seen]) -> str:
+    sent, buckets = seen[0].more
+    if sent <= buckets:
+        return ""
     return (
-        "Right: 0.04 + max(0.05, 0.10) s. The wire is busy to the end: a faster GPU gains little."
+        f"The gradient is right, but rank 0 sent {sent} messages for {buckets} buckets: all "
+        "micro-batches but the last belong inside model.no_sync()."
     )
 
 
-# Bytes of gradients, ranks, bytes/s, seconds of a micro-batch forward and backward, the share.
-_JOBS = (
-    (2e9, 8, 12.5e9, 0.05, 0.10, 0.05),  # 280 ms of wire, of which 100 are hidden: 23 of 150 ms
-    (14e9, 64, 25e9, 0.10, 0.20, 0.10),
-    (1e9, 4, 50e9, 0.02, 0.04, 0.05),  # hidden altogether: one is enough
+@on_ranks(
+    "my_accumulate",
+    ((2, 3),),
+    work=_accumulated,
+    rules=[_each_bucket_once],
+    says="Right: the mean over 2 ranks and 3 micro-batches, each bucket sent once.",
 )
+def _(size: int, parts: int) -> Trial:
+    sums = [_local(rank, True, range(parts)) for rank in range(size)]
+    right = sum(sums) / size / parts
+    mistakes = {
+        f"It is {parts} times too large: each micro-batch's loss is a mean of its own.": (
+            parts * right
+        ),
+        "Every rank has its own gradient alone: run the last backward outside no_sync().": [
+            total / parts for total in sums
+        ],
+        "No backward ran.": torch.zeros_like(right),
+    }
+    # float32, values up to about 1
+    return Trial([Part("the gradient", right, mistakes, 1e-6)], size=size)
 
 
 def _micro_batches(
-    size: float, n: int, bandwidth: float, forward: float, backward: float, share: float, how: str
+    size: float,
+    n: int,
+    bandwidth: float,
+    forward: float,
+    backward: float,
+    share: float,
+    how: str = "",
 ) -> int:
     """Micro-batches until waiting is at most `share` of the step; how "": right, else a mistake."""
     wire = size / bandwidth * (1 if how == "ring" else 2 * (n - 1) / n)
@@ -255,6 +224,7 @@ def _micro_batches(
     raise AssertionError
 
 
+_FROM_1: Kind = ("a whole number of micro-batches, 1 up", lambda x: type(x) is int and x > 0)
 _SLIPS = {
     "none": "You let nothing overlap: the last backward hides what it can.",
     "all": "You let every backward hide a part. Inside no_sync() nothing is sent: the last one "
@@ -263,19 +233,20 @@ _SLIPS = {
     "forward": "A step computes forward passes as well.",
     "work": "The share is of the whole step, waiting included, and not of its arithmetic.",
 }
-
-
-@exercise("my_micro_batches")
-def micro_batches(answer: Callable[..., Any]) -> str:
-    """The fewest micro-batches that keep the waiting below a share of the step."""
-    for job in _JOBS:
-        found = called(answer, *job)
-        want = _micro_batches(*job, "")
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            raise Wrong(f"It returned {found!r}: a step has a whole number of micro-batches, 1 up.")
-        if found != want:
-            where = f"With {job[0] / 1e9:g} GB on {job[1]} ranks, {found} is too "
-            where += "few." if found < want else "many."
-            slips = [text for how, text in _SLIPS.items() if found == _micro_batches(*job, how)]
-            raise Wrong(" ".join([where, *slips[:1]]))
-    return "Right: waiting stays, and is shared by ever more micro-batches."
+cases(
+    "my_micro_batches",
+    # Bytes of gradients, ranks, bytes/s, seconds of a micro-batch forward and backward, the share.
+    (
+        (2e9, 8, 12.5e9, 0.05, 0.10, 0.05),  # 280 ms of wire, of which 100 are hidden: 23 of 150 ms
+        (14e9, 64, 25e9, 0.10, 0.20, 0.10),
+        (1e9, 4, 50e9, 0.02, 0.04, 0.05),  # hidden altogether: one is enough
+    ),
+    _micro_batches,
+    kind=_FROM_1,
+    says="Right: waiting stays, and is shared by ever more micro-batches.",
+    told=lambda size, n, *_: f"With {size / 1e9:g} GB on {n} ranks",
+    mistakes={
+        words: lambda *job, how=how: _micro_batches(*job, how) for how, words in _SLIPS.items()
+    },
+    why=lambda job, got, want: f"That is too {'few' if got < want else 'many'}.",
+)

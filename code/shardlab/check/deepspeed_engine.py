@@ -1,4 +1,4 @@
-"""The checks of lesson `deepspeed_engine`."""
+"""The exercises of lesson `deepspeed_engine`."""
 
 from __future__ import annotations
 
@@ -9,50 +9,57 @@ import torch
 import torch.distributed as dist
 
 from shardlab import deepspeed_engine, memory, text
-from shardlab.check import Wrong, exercise, number, run_answer
+from shardlab.check import Wrong, exercise
+from shardlab.check.forms import Number, cases, number, run_answer
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, loss
 
+number("deepspeed_accumulation", 16, "micro-batches",
+       says="Right: 512 = 4 × 16 × 8, since 64 GPUs hold 64 / (4 × 2) = 8 copies.", wrong={
+    2: "That divides by all 64 GPUs. The eight that share one copy of the model compute the "
+    "same sequences: only the copies count.",
+    4: "There are two pipeline stages as well, and they share a copy.",
+    8: "There are four tensor-parallel ranks as well, and they share a copy.",
+    64: "That is the accumulation of all copies together.",
+    128: "That leaves out that there are several copies of the model.",
+    512: "That is the batch; a micro-batch holds four sequences, and there are copies.",
+})  # fmt: skip
 
-@exercise("deepspeed_accumulation")
-def _(answer: Any) -> str:
-    number(
-        answer,
-        16,
-        "micro-batches",
-        hints={
-            2: "That divides by all 64 GPUs. The eight that share one copy of the model compute "
-            "the same sequences: only the copies count.",
-            4: "There are two pipeline stages as well, and they share a copy.",
-            8: "There are four tensor-parallel ranks as well, and they share a copy.",
-            64: "That is the accumulation of all copies together.",
-            128: "That leaves out that there are several copies of the model.",
-            512: "That is the batch; a micro-batch holds four sequences, and there are copies.",
-        },
-    )
-    return "Right: 512 = 4 × 16 × 8, since 64 GPUs hold 64 / (4 × 2) = 8 copies."
+_COST = 8 * 2.5 / 3600 / 20_000 * 1e6
+number("deepspeed_cost", _COST, "per million tokens", rel=0.01,
+       says="Right: 20 per hour buy 72 million tokens.", wrong={
+    _COST / 8: "All eight GPUs are paid for while the job runs.",
+    _COST * 8: "The 20,000 tokens a second are those of all eight GPUs together.",
+    _COST * 3600: "The price is for an hour, and the rate is for a second.",
+    1 / _COST: "That is millions of tokens for one unit of money: the other way up.",
+})  # fmt: skip
 
-
-@exercise("deepspeed_cost")
-def _(answer: Any) -> str:
-    right = 8 * 2.5 / 3600 / 20_000 * 1e6
-    number(
-        answer,
-        right,
-        "per million tokens",
-        rel=0.01,
-        hints={
-            right / 8: "All eight GPUs are paid for while the job runs.",
-            right * 8: "The 20,000 tokens a second are those of all eight GPUs together.",
-            right * 3600: "The price is for an hour, and the rate is for a second.",
-            right / 1e6: "That is one token; a million, please.",
-            1 / right: "That is millions of tokens for one unit of money: the other way up.",
-        },
-    )
-    return "Right: 20 per hour buy 72 million tokens."
-
-
-# The exercise's log: ranks, sequences of each, tokens of an input and an output, seconds, a price.
-_LOG = {"ranks": 4, "batch": 8, "prompt": 512, "whole": 576, "seconds": 16.0, "price": 2.5}
+# The exercise's log: ranks, sequences of each, tokens of an input and an output; what a GPU costs
+# while the job runs, for a million times the work.
+_N, _BATCH, _PROMPT, _WHOLE = 4, 8, 512, 576
+_NEW, _GPU = _N * _BATCH * (_WHOLE - _PROMPT), 2.5 * 16.0 / 3600 * 1e6
+_TOKENS = Number(
+    _NEW,
+    "tokens",
+    {
+        _N * _BATCH * _PROMPT: "That is what the log says, and it counts the input.",
+        _N * _BATCH * _WHOLE: "The output begins with the input, which nobody generated.",
+        _BATCH * (_WHOLE - _PROMPT): "That is one rank's. Each rank has sequences of its own.",
+        _WHOLE - _PROMPT: "That is one sequence.",
+    },
+)
+_PRICE = Number(
+    _N * _GPU / _NEW,
+    "per million tokens",
+    {
+        _GPU / _NEW: "That pays for one GPU, and four worked.",
+        _GPU / (_N * _BATCH * _PROMPT): "That is the log's: one GPU's price, for the input.",
+        _GPU / (_BATCH * _PROMPT): "That divides by the tokens of the input.",
+        _GPU / (_BATCH * _WHOLE): "That divides by input and output together.",
+        _N * _GPU / _NEW * 3600: "The price is for an hour, and the job took seconds.",
+    },
+    0.01,
+)
 _CUTS = {
     "tensor": "the job was asked for it, but then each rank would hold about a quarter of the "
     "matrices.",
@@ -68,7 +75,6 @@ def _(answer: Any) -> str:
     if any(part is ... or part is None for part in answer):
         raise Wrong("One of the three is still missing.")
     kind, tokens, price = answer
-    n, batch, prompt, whole = (_LOG[key] for key in ("ranks", "batch", "prompt", "whole"))
     if isinstance(kind, str) and kind in _CUTS:
         raise Wrong(
             f"It was not {kind!r}: {_CUTS[kind]} How many bytes are 8.03e9 parameters in bf16, "
@@ -76,78 +82,58 @@ def _(answer: Any) -> str:
         )
     if kind != "data":
         raise Wrong(f"{kind!r}: allowed are 'data', {', '.join(map(repr, _CUTS))}.")
-    right = n * batch * (whole - prompt)
-    number(
-        tokens,
-        right,
-        "tokens",
-        hints={
-            n * batch * prompt: "That is what the log says, and it counts the input.",
-            n * batch * whole: "The output begins with the input, which nobody generated.",
-            batch * (whole - prompt): "That is one rank's. Each rank has sequences of its own.",
-            whole - prompt: "That is one sequence.",
-        },
-    )
-    one = _LOG["price"] * _LOG["seconds"] / 3600 * 1e6  # of one GPU, for a million times the work
-    number(
-        price,
-        n * one / right,
-        "per million tokens",
-        rel=0.01,
-        hints={
-            one / right: "That pays for one GPU, and four worked.",
-            one / (n * batch * prompt): "That is the log's: one GPU's price, for the input.",
-            n * one / (n * batch * prompt): "That divides by the tokens of the input.",
-            n * one / (n * batch * whole): "That divides by input and output together.",
-            n * one / right / 1e6: "That is one token; a million, please.",
-            n * one / right * 3600: "The price is for an hour, and the job took seconds.",
-        },
-    )
+    _TOKENS.judge(tokens)
+    _PRICE.judge(price)
     return "Right: copies, 2,048 new tokens, and 32 times the price that the log states."
 
 
-# (train_batch, micro_batch, world_size, tp, pp), and the accumulation, or None where none fits.
-_BATCHES = [
-    ((512, 4, 64, 4, 2), 16),
-    ((8, 2, 2, 1, 1), 2),
-    ((16, 2, 4, 2, 1), 4),
-    ((12, 3, 4, 1, 2), 2),
-    ((8, 8, 1, 1, 1), 1),
-    ((10, 2, 2, 1, 1), None),
-    ((2, 2, 2, 1, 1), None),
-    ((8, 2, 6, 4, 1), None),
-]
+def _accumulation(train: int, micro: int, world: int, tp: int, pp: int) -> int | str:
+    """The answer, or that there is none."""
+    copies, rest = divmod(world, tp * pp)
+    steps, more = divmod(train, micro * copies) if copies else (0, 0)
+    return steps if steps and not rest and not more else "a ValueError"
 
 
-@exercise("my_accumulation")
-def _(answer: Callable[..., Any]) -> str:
-    for given, right in _BATCHES:
-        call = "train_batch={}, micro_batch={}, world_size={}, tp={}, pp={}".format(*given)
-        try:
-            got = answer(*given)
-        except ValueError as error:
-            if right is not None:
-                raise Wrong(f"{call}: it raised ValueError ({error}), though this fits.") from None
-            continue
-        except Exception as error:
-            raise Wrong(f"{call}: it raised {type(error).__name__}: {error}") from None
-        if got is None:
-            raise Wrong(f"{call}: it returned None; return the accumulation.")
-        if right is None:
-            raise Wrong(
-                f"{call}: it returned {got!r}, but these numbers do not fit together: raise "
-                "ValueError rather than train with another batch than the one asked for."
-            )
-        if got != right:
-            train, micro, world, _, _ = given
-            copies = " The ranks that share a copy of the model count once."
-            raise Wrong(
-                f"{call}: it returned {got!r}, and micro-batches times that do not make the batch."
-                f"{copies if got == train // (micro * world) else ''}"
-            )
-        if isinstance(got, float):
-            raise Wrong(f"{call}: {got!r} is right as a number, but DeepSpeed wants an int.")
-    return f"Right, on {len(_BATCHES)} batches, of which three cannot be."
+def _why_steps(given: tuple[int, ...], got: Any, want: int | str) -> str:
+    if want == "a ValueError":
+        return (
+            "These numbers do not fit together: raise ValueError rather than train with another "
+            "batch than the one asked for."
+        )
+    if got == want:
+        return "It is right as a number, but DeepSpeed wants an int."
+    train, micro, world, _, _ = given
+    copies = " The ranks that share a copy of the model count once."
+    times = "Micro-batches times that do not make the batch."
+    return times + (copies if got == train // (micro * world) else "")
+
+
+def _raising(answer: Callable[..., Any], *given: int) -> Any:
+    try:
+        return answer(*given)
+    except ValueError:
+        return "a ValueError"
+
+
+# The last three cannot be.
+_TRAINED = (
+    (512, 4, 64, 4, 2),
+    (8, 2, 2, 1, 1),
+    (16, 2, 4, 2, 1),
+    (12, 3, 4, 1, 2),
+    (8, 8, 1, 1, 1),
+)
+_TRAINED += ((10, 2, 2, 1, 1), (2, 2, 2, 1, 1), (8, 2, 6, 4, 1))
+cases(
+    "my_accumulation",
+    _TRAINED,
+    _accumulation,
+    call=_raising,
+    equal=lambda got, want: got == want and type(got) is type(want),
+    says="Right, on 8 batches, of which three cannot be.",
+    told="train_batch={}, micro_batch={}, world_size={}, tp={}, pp={}".format,
+    why=_why_steps,
+)
 
 
 # What the exercise asks for.
@@ -238,24 +224,12 @@ def _(answer: Any) -> str:
     )
 
 
-# Parameters, GPUs, bytes of each GPU, bytes of the host that they share. All answers occur.
-_JOBS = [
-    (1e9, 8, 24e9, 1e12),
-    (3e9, 8, 24e9, 1e12),
-    (4e9, 8, 24e9, 1e12),
-    (7e9, 8, 24e9, 1e12),
-    (7e9, 8, 80e9, 1e12),
-    (13e9, 2, 80e9, 1e12),
-    (13e9, 4, 24e9, 1e12),
-    (13e9, 4, 24e9, 200e9),
-    (400e9, 8, 80e9, 2e12),
-]
 _CHOICES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
 
 
 def _held(params: float, gpus: int, choice: tuple[int, str]) -> tuple[float, float]:
     """Bytes of states on each GPU, and on the host for all of them."""
-    states = memory.states(params, "bf16", zero=choice[0], dp=gpus, offload=choice[1])
+    states = memory.states(params, Layout(dp=gpus, zero=choice[0], offload=choice[1]), "bf16")
     return states.total, gpus * states.host
 
 
@@ -267,35 +241,31 @@ def _choice(params: float, gpus: int, size: float, host: float) -> tuple[int, st
     return None
 
 
-@exercise("my_choice")
-def _(answer: Callable[..., Any]) -> str:
-    for job in _JOBS:
-        params, gpus, size, host = job
-        words = (
-            f"{params / 1e9:g} billion parameters on {gpus} GPUs of {size / 1e9:g} GB, host of "
-            f"{host / 1e9:g} GB"
-        )
-        try:
-            got = answer(*job)
-        except Exception as error:
-            raise Wrong(f"{words}: it raised {type(error).__name__}: {error}") from None
-        right = _choice(*job)
-        if got == right:
-            continue
-        if got is None:
-            raise Wrong(f"{words}: it returned None, but there is a setting that fits.")
-        if got not in _CHOICES:
-            raise Wrong(f"{words}: it returned {got!r}; allowed are {_CHOICES} and None.")
-        device, below = _held(params, gpus, got)
-        if device > 0.7 * size:
-            raise Wrong(
-                f"{words}: {got!r} keeps {device / 1e9:.1f} GB of states on each GPU, more than "
-                "70 % of it."
-            )
-        if below > host:
-            raise Wrong(
-                f"{words}: {got!r} puts {below / 1e9:.0f} GB of states into the host: all GPUs "
-                "share its memory."
-            )
-        raise Wrong(f"{words}: {got!r} fits, but something earlier in the list does too.")
-    return f"Right, for {len(_JOBS)} jobs."
+def _why_choice(job: tuple[Any, ...], got: tuple[int, str] | None, want: Any) -> str:
+    if got is None:
+        return "There is a setting that fits."
+    params, gpus, size, host = job
+    device, below = _held(params, gpus, got)
+    if device > 0.7 * size:
+        return f"It keeps {device / 1e9:.1f} GB of states on each GPU, more than 70 % of it."
+    if below > host:
+        return f"It puts {below / 1e9:.0f} GB of states into the host: all GPUs share its memory."
+    return "It fits, but something earlier in the list does too."
+
+
+# Parameters, GPUs, bytes of each GPU, bytes of the host that they share. All answers occur.
+_JOBS = ((1e9, 8, 24e9, 1e12), (3e9, 8, 24e9, 1e12), (4e9, 8, 24e9, 1e12), (7e9, 8, 24e9, 1e12))
+_JOBS += ((7e9, 8, 80e9, 1e12), (13e9, 2, 80e9, 1e12), (13e9, 4, 24e9, 1e12))
+_JOBS += ((13e9, 4, 24e9, 200e9), (400e9, 8, 80e9, 2e12))
+cases(
+    "my_choice",
+    _JOBS,
+    _choice,
+    kind=(f"one of {_CHOICES}, or None", lambda x: x in _CHOICES),
+    says="Right, for 9 jobs.",
+    told=lambda params, gpus, size, host: (
+        f"{params / 1e9:g} billion parameters on {gpus} GPUs of {size / 1e9:g} GB, host of "
+        f"{host / 1e9:g} GB"
+    ),
+    why=_why_choice,
+)

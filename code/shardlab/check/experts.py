@@ -1,4 +1,4 @@
-"""The checks of lesson `experts`.
+"""The exercises of lesson `experts`.
 
 Shapes in names as in `shardlab.experts`: T tokens, E experts, C choices of a token, R rows.
 """
@@ -14,210 +14,225 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import experts, ranks
-from shardlab.check import Wrong, called, exercise, number, run_answer, same
+from shardlab.check import Wrong
+from shardlab.check.forms import WHOLE, Kind, Part, Trial, cases, number, on_ranks
 from shardlab.router import drop
 from shardlab.shapes import PRESETS, Config
 
-_TIMEOUT = 10.0  # seconds, for what takes milliseconds: who waits that long waits for ever
+number("experts_tokens", 300 * 256 / 8, "tokens",
+       says="Right: of eight rows for each token, an expert gets one in 256.", wrong={
+    300 * 256: "Each token goes to eight experts, and not to one.",
+    300 * 256 / 8 / 64: "That is for each of 64 ranks; asked is for all of them together.",
+    300 * 8: "That is how many rows 300 tokens make. How many experts share them?",
+})  # fmt: skip
+
+_ONE = 4096 * 8 * 7168 * 2
+number("experts_wire", 2 * _ONE * 63 / 64, "bytes", rel=1e-6,
+       says=f"Right: {2 * _ONE * 63 / 64 / 1e6:,.0f} MB for one layer's forward.", wrong={
+    2 * _ONE: "That is what it hands over; what is for its own experts does not leave it.",
+    _ONE * 63 / 64: "That is the dispatch; what the experts computed has to come back.",
+    _ONE: "That is the dispatch, its own experts' rows included.",
+    4 * _ONE * 63 / 64: "That is forward and backward; asked is forward.",
+    2 * _ONE / 8 * 63 / 64: "Each token travels to eight experts, as eight rows.",
+})  # fmt: skip
 
 
-@exercise("experts_tokens")
-def _(answer: Any) -> str:
-    hints = {
-        300 * 256: "Each token goes to eight experts, and not to one.",
-        300 * 256 / 8 / 64: "That is for each of 64 ranks; asked is for all of them together.",
-        300 * 8: "That is how many rows 300 tokens make. How many experts share them?",
-    }
-    number(answer, 300 * 256 / 8, "tokens", hints=hints)
-    return "Right: of eight rows for each token, an expert gets one in 256."
-
-
-@exercise("experts_wire")
-def _(answer: Any) -> str:
-    one = 4096 * 8 * 7168 * 2
-    hints = {
-        2 * one: "That is what it hands over; what is for its own experts does not leave it.",
-        one * 63 / 64: "That is the dispatch; what the experts computed has to come back.",
-        one: "That is the dispatch, its own experts' rows included.",
-        4 * one * 63 / 64: "That is forward and backward; asked is forward.",
-        2 * one / 8 * 63 / 64: "Each token travels to eight experts, as eight rows.",
-    }
-    number(answer, 2 * one * 63 / 64, "bytes", rel=1e-6, hints=hints)
-    return f"Right: {2 * one * 63 / 64 / 1e6:,.0f} MB for one layer's forward."
-
-
-def _chosen(tokens: int, choices: int, count: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def _chosen(tokens: int, choices: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens)
     scores_TE = torch.rand(tokens, count, generator=generator)
     scores_TE[:, 0] += 0.4  # a favourite, so that there is something to drop
     return scores_TE.topk(choices).indices
 
 
-@exercise("my_admit")
-def _(answer: Callable[..., Any]) -> str:
-    for tokens, choices, count, places in ((6, 2, 3, 3), (8, 1, 4, 2), (16, 3, 8, 5), (4, 2, 4, 9)):
-        chosen_TC = _chosen(tokens, choices, count, tokens)
-        got = called(answer, chosen_TC.clone(), count, places)
-        want = drop(chosen_TC[None], count, places)[0]
-        if not isinstance(got, Tensor) or got.shape != want.shape:
-            given = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-            raise Wrong(f"That is {given}; it should be a tensor of the shape {tuple(want.shape)}.")
-        if got.equal(want):
-            continue
-        by_token = drop(chosen_TC.reshape(1, -1, 1), count, places).view_as(want)
-        if got.equal(by_token):
-            raise Wrong("You fill places token by token; all first choices come before any second.")
-        if got.equal(chosen_TC):
-            raise Wrong(f"Nothing is dropped, and {count} experts have {places} places each.")
-        loads = [int((got == e).sum()) for e in range(count)]
-        if max(loads) > places:
-            raise Wrong(f"An expert gets {max(loads)} tokens; it has {places} places.")
-        t, c = (got != want).nonzero()[0].tolist()
-        told = f"token {t}'s choice {c} is {int(got[t, c])}, and should be {int(want[t, c])}"
-        raise Wrong(f"Of {tokens} tokens with {choices} choices among {count} experts, {told}.")
-    return f"Right, with one, two and three choices; of the first, {int((_kept() < 0).sum())} fell."
+def _why_admitted(args: tuple[Tensor, int, int], got: Tensor, want: Tensor) -> str:
+    _, count, places = args
+    if got.shape != want.shape:
+        return f"Its shape is {tuple(got.shape)}; it should be {tuple(want.shape)}."
+    if (most := max(int((got == e).sum()) for e in range(count))) > places:
+        return f"An expert gets {most} tokens; it has {places} places."
+    t, c = (got != want).nonzero()[0].tolist()
+    return f"Token {t}'s choice {c} is {int(got[t, c])}, and should be {int(want[t, c])}."
 
 
-def _kept() -> Tensor:
-    return drop(_chosen(6, 2, 3, 6)[None], 3, 3)
+_TENSOR: Kind = ("a tensor", lambda x: isinstance(x, Tensor))
+cases(
+    "my_admit",
+    lambda: [
+        (_chosen(tokens, choices, count), count, places)
+        for tokens, choices, count, places in (
+            (6, 2, 3, 3),
+            (8, 1, 4, 2),
+            (16, 3, 8, 5),
+            (4, 2, 4, 9),
+        )
+    ],
+    lambda chosen_TC, count, places: drop(chosen_TC[None], count, places)[0],
+    kind=_TENSOR,
+    equal=torch.equal,
+    says="Right, with one, two and three choices, and where nothing falls.",
+    told=lambda chosen_TC, count, places: (
+        "Of {} tokens with {} choices".format(*chosen_TC.shape)
+        + f" among {count} experts of {places} places"
+    ),
+    mistakes={
+        "You fill places token by token; all first choices come before any second.": (
+            lambda x, n, places: drop(x.reshape(1, -1, 1), n, places).view_as(x)
+        ),
+        "Nothing is dropped.": lambda x, n, places: x,
+    },
+    why=_why_admitted,
+)
 
 
-def _exchanged(answer: Callable[..., Any], sizes: list[list[int]]) -> tuple[Any, Tensor]:
-    """On a rank: what the answer gives, and what is right, for sizes[from][to] rows."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    sent, received = sizes[rank], [row[rank] for row in sizes]
-    x_RH = torch.arange(sum(sent) * 3.0, device=ranks.device()).view(-1, 3) + 1000 * rank
-    want_RH = experts.exchange(x_RH, sent, received, group)
-    got = answer(x_RH.clone(), list(sent), received, group)
-    return got.cpu() if isinstance(got, Tensor) else got, want_RH.cpu()
+@on_ranks(
+    "my_exchange",
+    ([[2, 3], [1, 4]], [[0, 5], [2, 0]], [[1, 2, 0], [3, 0, 4], [0, 0, 0]]),
+    says="Right, on two and on three ranks, one of which sends nothing.",
+)
+def _(sizes: list[list[int]]) -> Trial:
+    """sizes[from][to] rows."""
+    received = [list(column) for column in zip(*sizes, strict=True)]
+    x = [torch.arange(sum(sent) * 3.0).view(-1, 3) + 1000 * r for r, sent in enumerate(sizes)]
+    cut = [x_RH.split(sent) for x_RH, sent in zip(x, sizes, strict=True)]
+    right = [torch.cat([parts[rank] for parts in cut]) for rank in range(len(sizes))]
+    what = f"what arrives, where rank 0 sends {sizes[0]} rows,"
+    return Trial([Part(what, right)], list(zip(x, sizes, received, strict=True)))
 
 
-@exercise("my_exchange")
-def _(answer: Callable[..., Any]) -> str:
-    for sizes in ([[2, 3], [1, 4]], [[0, 5], [2, 0]], [[1, 2, 0], [3, 0, 4], [0, 0, 0]]):
-        found = run_answer(_exchanged, len(sizes), answer, sizes, timeout=_TIMEOUT)
-        got, want = zip(*found, strict=True)
-        same(got, want, f"what arrives, where rank 0 sends {sizes[0]} rows,")
-    return "Right, on two and on three ranks, one of which sends nothing."
+def _gradients(rank: int) -> Tensor:
+    """Of what all ranks have, and of the rank's expert."""
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
 
 
-def _averaged(answer: Callable[..., Any], how: str) -> list[Tensor]:
-    """On a rank of 2 x 2: its gradients by the answer, or as `how` says: shared one, expert's."""
-    rank, world = dist.get_rank(), dist.group.WORLD
+def _averaged(answer: Callable[..., Any], size: int) -> tuple[Tensor, ...]:
+    """On a rank of 2 x 2: its gradients by the answer."""
     copies = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
-    generator = torch.Generator().manual_seed(rank)
-    grads = [torch.randn(4, generator=generator).to(ranks.device()) for _ in range(2)]
-    if how == "answer":
-        answer(grads[0], grads[1], world, copies)
-    else:
-        groups, divisors = {
-            "right": ((world, copies), (4, 4)),
-            "copies": ((world, copies), (4, 2)),
-            "world": ((world, world), (4, 4)),
-            "sum": ((world, copies), (1, 1)),
-        }[how]
-        for grad, group, divisor in zip(grads, groups, divisors, strict=True):
-            dist.all_reduce(grad, group=group)
-            grad /= divisor
-    return [grad.cpu() for grad in grads]
+    grads = [grad.clone() for grad in _gradients(dist.get_rank()).to(ranks.device())]
+    answer(*grads, dist.group.WORLD, copies)
+    return tuple(grads)
 
 
-@exercise("my_average")
-def _(answer: Callable[..., Any]) -> str:
-    runs = {how: ranks.run(_averaged, 4, None, how) for how in ("right", "copies", "world", "sum")}
-    found = run_answer(_averaged, 4, answer, "answer", timeout=_TIMEOUT)
-    words = {
-        "copies": "It is divided by the two copies; but four ranks brought tokens, and the expert "
-        "has seen those of all.",
-        "world": "Ranks 0 and 1 have different experts: adding up their gradients makes no sense.",
-        "sum": "That is the sum; each rank's loss is a mean over its own tokens.",
+@on_ranks(
+    "my_average",
+    (4,),
+    work=_averaged,
+    says="Right: both are means over the tokens of all four ranks.",
+)
+def _(size: int) -> Trial:
+    grads = torch.stack([_gradients(rank) for rank in range(size)])
+    total, own = grads[:, 0].sum(0), grads[:, 1]
+    copies = [own[rank % 2] + own[rank % 2 + 2] for rank in range(size)]
+    summed = "That is the sum; each rank's loss is a mean over its own tokens."
+    of_own = {
+        "It is divided by the two copies; but four ranks brought tokens, and the expert has seen "
+        "those of all.": [x / 2 for x in copies],
+        "Ranks 0 and 1 have different experts: adding up their gradients makes no sense.": (
+            own.sum(0) / 4
+        ),
+        summed: copies,
     }
-    for index, what in enumerate(("the gradient that all ranks have", "the expert's gradient")):
-        mine, right = ([run[index] for run in each] for each in (found, runs["right"]))
-        hints = {words[how]: [run[index] for run in runs[how]] for how in words}
-        same(mine, right, what, tolerance=1e-6, hints=hints)  # float32, values of about 1
-    return "Right: both are means over the tokens of all four ranks."
+    # float32, values of about 1
+    parts = [
+        Part("the gradient that all ranks have", total / 4, {summed: total}, 1e-6),
+        Part("the expert's gradient", [x / 4 for x in copies], of_own, 1e-6),
+    ]
+    return Trial(parts, size=size)
 
 
-def _balanced(answer: Callable[..., Any], how: str) -> tuple[Any, Any]:
-    """On a rank: the value and the scores' gradient, by the answer, or of one process."""
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+def _routed(size: int) -> tuple[Tensor, Tensor]:
+    """Scores and choices of all ranks' tokens: each rank has its own favourites."""
     generator = torch.Generator().manual_seed(0)
-    logits_TE = torch.randn(8 * size, 4, generator=generator).to(ranks.device())
-    logits_TE += torch.linspace(0, 2, 8 * size, device=ranks.device())[:, None] * (
-        torch.arange(4, device=ranks.device()) % 2
-    )  # ranks see other tokens: each has its own favourites
+    logits_TE = torch.randn(8 * size, 4, generator=generator)
+    logits_TE += torch.linspace(0, 2, 8 * size)[:, None] * (torch.arange(4) % 2)
     scores_TE = logits_TE.softmax(-1)
-    chosen_TC = scores_TE.topk(2).indices
-    if how != "whole":
-        scores_TE, chosen_TC = (x.chunk(size)[rank] for x in (scores_TE, chosen_TC))
+    return scores_TE, scores_TE.topk(2).indices
+
+
+def _balance(scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+    load_E = torch.bincount(chosen_TC.flatten(), minlength=4) / chosen_TC.numel()
+    return 4 * (load_E * scores_TE.mean(0)).sum()
+
+
+def _balanced(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
+    """On a rank: the mean of the ranks' values, and the gradient of its scores."""
+    scores_TE, chosen_TC = (
+        x.chunk(size)[dist.get_rank()].to(ranks.device()) for x in _routed(size)
+    )
     scores_TE = scores_TE.clone().requires_grad_()
-    if how == "answer":
-        value = answer(scores_TE, chosen_TC, group)
-        if not isinstance(value, Tensor) or value.shape != ():
-            return value, None
-    else:
-        load_E = torch.bincount(chosen_TC.flatten(), minlength=4) / chosen_TC.numel()
-        value = 4 * (load_E * scores_TE.mean(0)).sum()
+    value = answer(scores_TE, chosen_TC, dist.group.WORLD)
+    if not isinstance(value, Tensor) or value.shape != ():
+        raise Wrong(f"It returned {value!r}; it should be a tensor of one number.")
     if not value.requires_grad:
-        return value.cpu(), None
+        raise Wrong("The value has no gradient; the mean score has to keep it.")
     value.backward()
-    gradient = scores_TE.grad.chunk(size)[rank] if how == "whole" else scores_TE.grad / size
-    return value.detach().cpu(), gradient.cpu()
+    mean = value.detach().clone()
+    dist.all_reduce(mean)
+    return mean / size, scores_TE.grad / size
 
 
-@exercise("my_balancing")
-def _(answer: Callable[..., Any]) -> str:
-    for size in (2, 4):
-        found = run_answer(_balanced, size, answer, "answer", timeout=_TIMEOUT)
-        for rank, (value, _) in enumerate(found):
-            if not isinstance(value, Tensor) or value.shape != ():
-                raise Wrong(f"Rank {rank} returned {value!r}; it should be a tensor of one number.")
-        if found[0][1] is None:
-            raise Wrong("The value has no gradient; the mean score has to keep it.")
-        runs = {how: ranks.run(_balanced, size, None, how) for how in ("whole", "alone")}
-        mean = {
-            how: torch.stack([value for value, _ in each]).mean()
-            for how, each in {**runs, "answer": found}.items()
-        }
-        hints = {
-            "That is the load of each rank's own tokens: the ranks have to agree on it first.": [
-                mean["alone"]
-            ]
-        }
-        same([mean["answer"]], [mean["whole"]], "the mean over ranks", 1e-6, hints)  # float32
-        gradients = [[gradient for _, gradient in each] for each in (found, runs["whole"])]
-        same(*gradients, "the gradient of the scores", 1e-6)
-    return "Right: the ranks' mean, and its gradient, are those of one process, on 2 and on 4."
+@on_ranks(
+    "my_balancing",
+    (2, 4),
+    work=_balanced,
+    says="Right: the ranks' mean, and its gradient, are those of one process, on 2 and on 4.",
+)
+def _(size: int) -> Trial:
+    scores_TE, chosen_TC = _routed(size)
+    each = zip(scores_TE.chunk(size), chosen_TC.chunk(size), strict=True)
+    alone = sum(_balance(*mine) for mine in each) / size
+    scores_TE.requires_grad_()
+    right = _balance(scores_TE, chosen_TC)
+    right.backward()
+    hint = "That is the load of each rank's own tokens: the ranks have to agree on it first."
+    # float32, values of about 1
+    parts = [
+        Part("the mean over ranks", right.detach(), {hint: alone}, 1e-6),
+        Part("the gradient of the scores", scores_TE.grad.chunk(size), {}, 1e-6),
+    ]
+    return Trial(parts, size=size)
+
+
+def _each(config: Config, tokens: int, size: int) -> float:
+    """Rows of an expert, on so many ranks."""
+    return tokens * size * config.experts_per_token / config.experts
 
 
 def _smallest(config: Config, tokens: int, limit: float, rows: int) -> int | None:
     for size in range(1, config.experts + 1):
-        if config.experts % size:
+        if config.experts % size or 16 * experts.held(config, size) > limit:
             continue
-        each = tokens * size * config.experts_per_token / config.experts
-        if 16 * experts.held(config, size) <= limit and each >= rows:
+        if _each(config, tokens, size) >= rows:
             return size
     return None
 
 
-@exercise("my_expert_ranks")
-def _(answer: Callable[..., Any]) -> str:
-    wide = replace(PRESETS["mixtral-8x7b"], experts=64, expert_ffn=1792, experts_per_token=6)
-    cases = (
-        ("Mixtral 8x7B, 4,096 tokens, 280 GB, 300 rows", PRESETS["mixtral-8x7b"], 4096, 280e9, 300),
-        ("Mixtral 8x7B, 128 tokens, 800 GB, 100 rows", PRESETS["mixtral-8x7b"], 128, 800e9, 100),
-        ("Mixtral 8x7B, 4,096 tokens, 80 GB, 300 rows", PRESETS["mixtral-8x7b"], 4096, 80e9, 300),
-        ("64 small experts, 512 tokens, 300 GB, 300 rows", wide, 512, 300e9, 300),
+def _why_ranks(job: tuple[Config, int, float, int], got: int | None, want: int | None) -> str:
+    config, tokens, *_ = job
+    text = f"Right is {want!r}."
+    if not got or config.experts % got or want is None:
+        return text
+    held = 16 * experts.held(config, got) / 1e9
+    return (
+        f"{text} With {got} each expert gets {_each(config, tokens, got):,.0f} rows, and a rank "
+        f"holds {held:,.0f} GB."
     )
-    for words, *case in cases:
-        got, want = called(answer, *case), _smallest(*case)
-        if got == want:
-            continue
-        hint = ""
-        if type(got) is int and case[0].experts % got == 0 and want is not None:
-            each = case[1] * got * case[0].experts_per_token / case[0].experts
-            hint = f" With it each expert gets {each:,.0f} rows, and a rank holds "
-            hint += f"{16 * experts.held(case[0], got) / 1e9:,.0f} GB."
-        raise Wrong(f"{words}: you return {got!r}, right is {want!r}.{hint}")
-    return "Right for four jobs, of which one does not fit, however many ranks share the experts."
+
+
+_MIXTRAL = PRESETS["mixtral-8x7b"]
+cases(
+    "my_expert_ranks",
+    (
+        (_MIXTRAL, 4096, 280e9, 300),
+        (_MIXTRAL, 128, 800e9, 100),
+        (_MIXTRAL, 4096, 80e9, 300),
+        (replace(_MIXTRAL, experts=64, expert_ffn=1792, experts_per_token=6), 512, 300e9, 300),
+    ),
+    _smallest,
+    kind=WHOLE,
+    says="Right for four jobs, of which one does not fit, however many ranks share the experts.",
+    told=lambda config, tokens, limit, rows: (
+        f"Mixtral with {config.experts} experts, {tokens:,} tokens, {limit / 1e9:.0f} GB, {rows} "
+        "rows"
+    ),
+    why=_why_ranks,
+)

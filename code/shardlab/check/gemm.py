@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardlab import count, gemm, ranks
-
-from . import (
-    Wrong,
-    exercise,
-    messages_of,
+from shardlab import gemm
+from shardlab.check.forms import (
+    Kind,
+    Part,
+    Seen,
+    Trial,
+    calls_at_most,
+    cases,
+    nobody_waits,
     number,
-    refuse_a_ring_that_hangs,
-    run_answer,
-    same,
+    on_ranks,
 )
 
-_PATIENCE = 5.0  # seconds; a right answer takes a tenth of one
 # Values below 10 and sums of at most ten products in float64: rounding stays below 1e-13.
 _TOLERANCE = 1e-11
 _SIZES = (10, 7, 9)  # M, K, N: neither 2 nor 4 divides K and N, and 3 divides N alone
@@ -37,255 +33,158 @@ def _matrix(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
 
-def _on_ranks(
-    answer: Callable[..., Any], given: list[tuple[Any, ...]]
-) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Call answer(*given[rank], group) on each rank: the results, and what each rank sent."""
+_C = 4 * 4096 * 11008  # bytes of C
+number("gemm_bytes", 2 * 3 / 4 * _C, "bytes", rel=0.001,
+       says="Right: 2 x 3/4 of the 180 MB of C. The inner dimension, 2048, does not matter.",
+       wrong={
+    _C * 3 / 4: "That is a reduce-scatter: afterwards each rank has a quarter of the sum.",
+    3 * _C: "That is the naive way, in which a rank sends all of its matrix to each other.",
+    _C: "That is the size of C. A rank sends pieces of it in N - 1 steps, twice.",
+    2 * _C: "Close, and right for very many ranks: one piece in four need not be sent.",
+    2 * 3 / 4 * _C / 4: "These are elements. A float32 has 4 bytes.",
+    2 * 3 / 4 * 4 * 4096 * 2048: "These are bytes of the wrong matrix: what is summed has the "
+    "shape of C, 4096 x 11008. Its size does not depend on the inner dimension.",
+})  # fmt: skip
 
-    def here(thing: Any) -> Any:
-        return thing.to(ranks.device()).clone() if isinstance(thing, Tensor) else thing
-
-    def work() -> tuple[Any, dict[str, Any]]:
-        with count.sent() as sent:
-            mine = map(here, given[dist.get_rank()])
-            result, log = messages_of(answer, *mine, dist.group.WORLD)
-        return result, {"collectives": dict(sent.collectives), "bytes": sent.bytes, "log": log}
-
-    try:
-        found = run_answer(work, len(given), timeout=_PATIENCE)
-    except Wrong as wrong:
-        message = str(wrong)
-        if f"within {_PATIENCE:g} s" in message:
-            message += "\nSomebody waits for what nobody sends, or sends what nobody receives."
-        raise Wrong(message) from None
-    return [result for result, _ in found], [seen for _, seen in found]
-
-
-def _equal(got: list[Any], own: list[Tensor]) -> bool:
-    """Whether each rank returned just its own part."""
-    return all(
-        isinstance(mine, Tensor)
-        and mine.shape == part.shape
-        and torch.allclose(mine.double(), part, rtol=0, atol=_TOLERANCE)
-        for mine, part in zip(got, own, strict=True)
-    )
+_FLOPS, _BANDWIDTH, _SIDE = 400e12, 200e9, 2000
+_EIGHTH = "Both sides lose an eighth: 7/8 of the compute is saved, 7/8 of C is received."
+number("gemm_pays", _SIDE, rel=0.02, says="Right: n = 2000, and the number of ranks cancels.",
+       wrong={
+    2 * _SIDE: "You count a multiply-add as one operation, or 4 bytes per entry: it is 2 n^3 "
+    "operations, and 2 bytes.",
+    _SIDE * 7 / 8: _EIGHTH,
+    _SIDE * 8 / 7: _EIGHTH,
+    _FLOPS / _BANDWIDTH / 2: "Bytes per entry belong into the numerator: the more bytes "
+    "travel, the larger a product must be.",
+    _SIDE / 8: "The ranks' links work at the same time, and each receives 7/8 of C.",
+})  # fmt: skip
 
 
-@exercise("gemm_bytes")
-def _(answer: Any) -> str:
-    c = 4 * 4096 * 11008  # bytes of C
-    number(
-        answer,
-        2 * 3 / 4 * c,
-        "bytes",
-        rel=0.001,
-        hints={
-            c * 3 / 4: "That is a reduce-scatter: afterwards each rank has a quarter of the sum.",
-            3 * c: "That is the naive way, in which a rank sends all of its matrix to each other.",
-            c: "That is the size of C. A rank sends pieces of it in N - 1 steps, twice.",
-            2 * c: "Close, and right for very many ranks: one piece in four need not be sent.",
-            2 * 3 / 4 * c / 4: "These are elements. A float32 has 4 bytes.",
-            2 * 3 / 4 * 4 * 4096 * 2048: "These are bytes of the wrong matrix: what is summed has "
-            "the shape of C, 4096 x 11008. Its size does not depend on the inner dimension.",
-            2 * 3 / 4 * c / 1e6: "In MB it is right; the answer is asked for in bytes.",
-        },
-    )
-    return "Right: 2 x 3/4 of the 180 MB of C. The inner dimension, 2048, does not matter."
-
-
-@exercise("gemm_pays")
-def _(answer: Any) -> str:
-    flops, bandwidth, itemsize = 400e12, 200e9, 2
-    side = itemsize * flops / (2 * bandwidth)
-    number(
-        answer,
-        side,
-        "",
-        rel=0.02,
-        hints={
-            2 * side: "You count a multiply-add as one operation, or 4 bytes per entry: it is "
-            "2 n^3 operations, and 2 bytes.",
-            **dict.fromkeys(
-                (side * 7 / 8, side * 8 / 7),
-                "Both sides lose an eighth: 7/8 of the compute is saved, 7/8 of C is received.",
-            ),
-            flops / bandwidth / itemsize: "Bytes per entry belong into the numerator: the more "
-            "bytes travel, the larger a product must be.",
-            side / 8: "The ranks' links work at the same time, and each receives 7/8 of C.",
-        },
-    )
-    return "Right: n = 2000, and the number of ranks cancels."
-
-
-@exercise("my_backward_of_columns")
-def _(answer: Callable[..., Any]) -> str:
+@on_ranks(
+    "my_backward_of_columns",
+    (3, 2, 4),
+    rules=[calls_at_most(1, "the gradient of a rank's columns of B needs nothing of other ranks.")],
+    says="Equal to one process on 2, 3 and 4 ranks, with one all-reduce, of A's gradient.",
+)
+def _(size: int) -> Trial:
     M, K, columns = _SIZES
     a, b, grad = _matrix(M, K, 1), _matrix(K, columns, 2), _matrix(M, columns, 11)
-    for size in (3, 2, 4):
-        cuts = _cut(columns, size)
-        given = [(a, b[:, cut], grad[:, cut]) for cut in cuts]
-        pairs, seen = _on_ranks(answer, given)
-        for rank, pair in enumerate(pairs):
-            if not (isinstance(pair, tuple | list) and len(pair) == 2):
-                raise Wrong(f"Rank {rank} returned no pair: wanted is (gradient of A, of b_Kn).")
-        of_a, of_b = ([pair[i] for pair in pairs] for i in (0, 1))
-        own_a, own_b = (
-            [grad[:, cut] @ b[:, cut].T for cut in cuts],
-            [a.T @ grad[:, c] for c in cuts],
-        )
-        right = grad @ b.T
-        if _equal(of_a, own_a):
-            raise Wrong(
-                f"With {size} ranks, each returned its own part of A's gradient. Every column of C "
-                "used all of A, so A's gradient is a sum over all columns: over all ranks."
-            )
-        same(
-            of_a,
-            [right] * size,
-            f"A's gradient on {size} ranks",
-            _TOLERANCE,
-            {
-                "That is the mean of the ranks' parts; A's gradient is their sum.": [right / size]
-                * size
-            },
-        )
-        hints = {}
-        if columns % size == 0:
-            hints[
-                "These are the sums over all ranks; a column of B was used on one rank alone."
-            ] = [torch.stack(own_b).sum(0)] * size
-        same(of_b, own_b, f"the gradient of b_Kn on {size} ranks", _TOLERANCE, hints)
-        for rank, sent in enumerate(seen):
-            calls = sum(times for times, _ in sent["collectives"].values())
-            if calls > 1:
-                raise Wrong(
-                    f"The values are right. But rank {rank} called {calls} collectives, and one is "
-                    "enough: the gradient of a rank's columns of B needs nothing of others."
-                )
-    return "Equal to one process on 2, 3 and 4 ranks, with one all-reduce, of A's gradient."
+    cuts, right = _cut(columns, size), grad @ b.T
+    own = [a.T @ grad[:, cut] for cut in cuts]
+    of_a = {
+        "Each rank has its own part. Every column of C used all of A, so A's gradient is a sum "
+        "over all columns: over all ranks.": [grad[:, cut] @ b[:, cut].T for cut in cuts],
+        "That is the mean of the ranks' parts; A's gradient is their sum.": right / size,
+    }
+    of_b = {}
+    if columns % size == 0:
+        of_b["These are sums over the ranks; a column of B was used on one alone."] = sum(own)
+    parts = [
+        Part(f"A's gradient on {size} ranks", right, of_a, _TOLERANCE),
+        Part("the gradient of b_Kn", own, of_b, _TOLERANCE),
+    ]
+    return Trial(parts, [(a, b[:, cut], grad[:, cut]) for cut in cuts])
 
 
-@exercise("my_inner")
-def _(answer: Callable[..., Any]) -> str:
+@on_ranks(
+    "my_inner",
+    (2, 4, 3),
+    says="Equal to A @ B + bias on 2, 3 and 4 ranks, and the bias is in it once.",
+)
+def _(size: int) -> Trial:
     M, K, N = _SIZES
     a, b, bias = _matrix(M, K, 3), _matrix(K, N, 4), _matrix(1, N, 5)[0]
-    for size in (2, 4, 3):
-        cuts = _cut(K, size)
-        given = [(a[:, cut], b[cut], bias) for cut in cuts]
-        got, _ = _on_ranks(answer, given)
-        own = [a[:, cut] @ b[cut] for cut in cuts]
-        product = a @ b
-        if _equal(got, own) or _equal(got, [part + bias for part in own]):
-            raise Wrong(
-                f"With {size} ranks, each returned its own products: nobody has added them up."
-            )
-        same(
-            got,
-            [product + bias] * size,
-            f"C + bias on {size} ranks",
-            _TOLERANCE,
-            {
-                f"The bias is in it {size} times: every rank added it before the sum.": [
-                    product + size * bias
-                ]
-                * size,
-                "The bias is missing.": [product] * size,
-                "That is the mean of the ranks' products; C is their sum.": [product / size + bias]
-                * size,
-            },
+    cuts, product = _cut(K, size), a @ b
+    own = [a[:, cut] @ b[cut] for cut in cuts]
+    alone = "Each rank has its own products"
+    mistakes = {
+        f"{alone}: nobody has added them up.": own,
+        f"{alone}, and the bias: nobody has added them up.": [part + bias for part in own],
+        f"The bias is in it {size} times: every rank added it before the sum.": (
+            product + size * bias
+        ),
+        "The bias is missing.": product,
+        "That is the mean of the ranks' products; C is their sum.": product / size + bias,
+    }
+    part = Part(f"C + bias on {size} ranks", product + bias, mistakes, _TOLERANCE)
+    return Trial([part], [(a[:, cut], b[cut], bias) for cut in cuts])
+
+
+@on_ranks(
+    "my_two_products",
+    (2, 4, 3),
+    rules=[
+        calls_at_most(
+            1,
+            "GELU works on each entry by itself, so nobody needs the columns of others between "
+            "the two products.",
         )
-    return "Equal to A @ B + bias on 2, 3 and 4 ranks, and the bias is in it once."
-
-
-@exercise("my_two_products")
-def _(answer: Callable[..., Any]) -> str:
-    M, K, N = _SIZES
-    width = 11
+    ],
+    says="Equal to one process on 2, 3 and 4 ranks, with one all-reduce for two products.",
+)
+def _(size: int) -> Trial:
+    (M, K, N), width = _SIZES, 11
     x, v, w = _matrix(M, K, 6), _matrix(K, width, 7), _matrix(width, N, 8)
-    for size in (2, 4, 3):
-        cuts = _cut(width, size)
-        given = [(x, v[:, cut], w[cut]) for cut in cuts]
-        got, seen = _on_ranks(answer, given)
-        right = F.gelu(x @ v) @ w
-        own = [F.gelu(x @ v[:, cut]) @ w[cut] for cut in cuts]
-        if _equal(got, own):
-            raise Wrong(
-                f"With {size} ranks, each returned its own part of the sum over f: the second "
-                "product is cut in its inner dimension, so its parts have to be added up."
+    cuts, right = _cut(width, size), F.gelu(x @ v) @ w
+    mistakes = {
+        "Each rank has its own part of the sum over f: the second product is cut in its inner "
+        "dimension, so its parts have to be added up.": [
+            F.gelu(x @ v[:, cut]) @ w[cut] for cut in cuts
+        ],
+        "GELU is missing.": (x @ v) @ w,
+        "GELU came after the sum; it belongs between the two products.": F.gelu((x @ v) @ w),
+        "That is the mean of the ranks' parts; the result is their sum.": right / size,
+    }
+    part = Part(f"gelu(X V) W on {size} ranks", right, mistakes, _TOLERANCE)
+    return Trial([part], [(x, v[:, cut], w[cut]) for cut in cuts])
+
+
+_RING = (8, 12, 5)  # M, K, N: 2, 3 and 4 divide K
+
+
+def _pieces_once(seen: list[Seen]) -> str:
+    size, (_, K, N) = len(seen), _RING
+    enough = (size - 1) * K // size * N * 8
+    for rank, one in enumerate(seen):
+        if one.sent.bytes > enough:
+            return (
+                f"The values are right. But with {size} ranks, rank {rank} sends {one.sent.bytes} "
+                f"bytes, and {enough} are enough: after N - 1 steps everybody has seen every piece."
             )
-        same(
-            got,
-            [right] * size,
-            f"gelu(X V) W on {size} ranks",
-            _TOLERANCE,
-            {
-                "GELU is missing.": [(x @ v) @ w] * size,
-                "GELU came after the sum; it belongs between the two products.": [
-                    F.gelu((x @ v) @ w)
-                ]
-                * size,
-                "That is the mean of the ranks' parts; the result is their sum.": [right / size]
-                * size,
-            },
-        )
-        for rank, sent in enumerate(seen):
-            calls = sum(times for times, _ in sent["collectives"].values())
-            if calls > 1:
-                names = " and ".join(sent["collectives"])
-                raise Wrong(
-                    f"The values are right. But rank {rank} called {calls} collectives ({names}), "
-                    "and one is enough: GELU works on each entry by itself, so nobody needs the "
-                    "columns of others between the two products."
-                )
-    return "Equal to one process on 2, 3 and 4 ranks, with one all-reduce for two products."
+    return ""
 
 
-@exercise("my_ring_product")
-def _(answer: Callable[..., Any]) -> str:
-    M, K, N = 8, 12, 5  # 2, 3 and 4 divide K
+@on_ranks(
+    "my_ring_product",
+    (2, 4, 3),
+    rules=[
+        calls_at_most(0, "let pieces of B go around by ranks.exchange, so that no rank has all."),
+        _pieces_once,
+        nobody_waits,
+    ],
+    says="Right on 2, 3 and 4 ranks: the bytes of an all-gather, and never all of B on a rank.",
+)
+def _(size: int) -> Trial:
+    M, K, N = _RING
     a, b = _matrix(M, K, 9), _matrix(K, N, 10)
-    for size in (2, 4, 3):
-        rows, inner = _cut(M, size), _cut(K, size)
-        given = [(a[row], b[cut]) for row, cut in zip(rows, inner, strict=True)]
-        got, seen = _on_ranks(answer, given)
-        right = [a[row] @ b for row in rows]
-        own, turned = [], []
-        for rank, row in enumerate(rows):
-            own.append(a[row][:, inner[rank]] @ b[inner[rank]])
-            # Whoever takes the columns of A the other way round than B's pieces arrive.
-            pairs = [(inner[(rank + i) % size], inner[(rank - i) % size]) for i in range(size)]
-            turned.append(sum(a[row][:, left] @ b[piece] for left, piece in pairs))
-        hints = {
-            "That is the product with the rank's own piece of B; the others' never arrived.": own
-        }
-        if size > 2:  # on two ranks both ways round are the same
-            hints[
-                "In step i the piece of rank (r - i) is here when pieces go to the next rank; the "
-                "columns of A were those of rank (r + i)."
-            ] = turned
-        same(got, right, f"its rows of C, with {size} ranks,", _TOLERANCE, hints)
-        piece = b[inner[0]].numel() * b.element_size()
-        for rank, sent in enumerate(seen):
-            if sent["collectives"]:
-                name = next(iter(sent["collectives"]))
-                raise Wrong(
-                    f"The values are right. But rank {rank} called {name}: let the pieces of B go "
-                    "around by ranks.exchange, so that no rank holds all of B."
-                )
-            if sent["bytes"] > (size - 1) * piece:
-                raise Wrong(
-                    f"The values are right. But with {size} ranks, rank {rank} sends "
-                    f"{sent['bytes']} bytes, and {(size - 1) * piece} are enough: after N - 1 "
-                    "steps everybody has seen every piece."
-                )
-        refuse_a_ring_that_hangs([sent["log"] for sent in seen])
-    return "Right on 2, 3 and 4 ranks: the bytes of an all-gather, and never all of B on a rank."
+    rows, inner = _cut(M, size), _cut(K, size)
 
+    def multiplied(rank: int, turns: int, way: int) -> Tensor:
+        """The sum over turns, with the columns of A taken this way round."""
+        pairs = [(inner[(rank - way * i) % size], inner[(rank - i) % size]) for i in range(turns)]
+        return sum(a[rows[rank]][:, left] @ b[piece] for left, piece in pairs)
 
-# M, K, N, ranks
-_CHOICES = ((8192, 4096, 4096, 4), (4096, 4096, 16384, 4), (1024, 65536, 1024, 8))
-_CHOICES += ((512, 512, 512, 1), (100_000, 64, 64, 16), (64, 64, 100_000, 16))
-_CHOICES += ((1001, 30_011, 1003, 7),)
+    every = range(size)
+    mistakes = {
+        "That is the product with the rank's own piece of B; the others' never arrived.": [
+            multiplied(rank, 1, 1) for rank in every
+        ],
+        "In step i the piece of rank (r - i) is here when pieces go to the next rank; the columns "
+        "of A were those of rank (r + i).": [multiplied(rank, size, -1) for rank in every],
+    }
+    right = [multiplied(rank, size, 1) for rank in every]
+    part = Part(f"its rows of C, with {size} ranks,", right, mistakes, _TOLERANCE)
+    return Trial([part], [(a[row], b[cut]) for row, cut in zip(rows, inner, strict=True)])
 
 
 def _held(M: int, K: int, N: int, size: int, cut_result: bool = False) -> dict[str, int]:
@@ -295,27 +194,30 @@ def _held(M: int, K: int, N: int, size: int, cut_result: bool = False) -> dict[s
     return {"rows": m * K + K * N + m * N, "columns": M * K + K * n + M * n, "inner": inner}
 
 
-@exercise("my_way")
-def _(answer: Callable[..., Any]) -> str:
-    for case in _CHOICES:
-        held = _held(*case)
-        asked = f"my_way{case}"
-        try:
-            got = answer(*case)
-        except Exception as error:
-            raise Wrong(f"{asked} raised {type(error).__name__}: {error}") from None
-        if got not in held:
-            raise Wrong(f"{asked} returned {got!r}; allowed are 'rows', 'columns' and 'inner'.")
-        least = min(held.values())
-        if held[got] == least:
-            continue
-        better = next(way for way, size in held.items() if size == least)
-        words = (
-            f"{asked} returned {got!r}, with {held[got]:,} elements on the fullest rank; "
-            f"{better!r} has {least:,}."
-        )
-        forgotten = _held(*case, cut_result=True)
-        if got == "inner" and forgotten[got] == min(forgotten.values()):
-            words += " By the inner dimension every rank's result is as large as all of C."
-        raise Wrong(words)
-    return f"Right for all {len(_CHOICES)} products: the largest matrix is the one to cut."
+def _least(*case: int) -> dict[str, int]:
+    held = _held(*case)
+    return {way: size for way, size in held.items() if size == min(held.values())}
+
+
+def _why(case: tuple[int, ...], got: str, want: dict[str, int]) -> str:
+    (better, least), forgotten = next(iter(want.items())), _held(*case, cut_result=True)
+    words = f"The fullest rank has {_held(*case)[got]:,} elements; by {better!r} it has {least:,}."
+    if got == "inner" and forgotten[got] == min(forgotten.values()):
+        words += " By the inner dimension every rank's result is as large as all of C."
+    return words
+
+
+# M, K, N, ranks
+_PRODUCTS = ((8192, 4096, 4096, 4), (4096, 4096, 16384, 4), (1024, 65536, 1024, 8))
+_PRODUCTS += ((512, 512, 512, 1), (100_000, 64, 64, 16), (64, 64, 100_000, 16))
+_PRODUCTS += ((1001, 30_011, 1003, 7),)
+_WAY: Kind = ("one of 'rows', 'columns' and 'inner'", lambda x: x in ("rows", "columns", "inner"))
+cases(
+    "my_way",
+    _PRODUCTS,
+    _least,
+    kind=_WAY,
+    equal=lambda got, want: got in want,
+    says="Right for all 7 products: the largest matrix is the one to cut.",
+    why=_why,
+)

@@ -1,4 +1,4 @@
-"""The checks of lesson `memory`."""
+"""The exercises of lesson `memory`."""
 
 from __future__ import annotations
 
@@ -8,88 +8,70 @@ from typing import Any
 import torch
 
 from shardlab import count, memory, text
-from shardlab.check import Wrong, called, exercise, number
+from shardlab.check import Wrong, exercise
+from shardlab.check.forms import REAL, WHOLE, Kind, called, cases, number
+from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
-
-@exercise("state_gigabytes")
-def _(answer: Any) -> str:
-    number(
-        answer,
-        24,
-        "GB",
-        rel=0.001,
-        hints={
-            3: "That is the weights in bfloat16 alone: gradients and optimizer are missing.",
-            6: "That is four bytes for each parameter: weights and gradients in bfloat16. The "
-            "optimizer keeps three float32 numbers as well.",
-            9: "That is the file of the weights, and twice as much again. Count the parts: "
-            "weights, gradients, master weights, two moments.",
-            12: "That leaves out the second moment and the master weights: eight bytes each.",
-            18: "The optimizer alone takes that much: 12 bytes. Weights and gradients come on top.",
-            27: "18 bytes each: that is right for gradients in float32, and here they are "
-            "in bfloat16.",
-            24e9 / 2**30: "That is the number of GiB. The question asks for GB, which are 10^9.",
-            24e9: "The number is right, in bytes: the question asks for GB.",
-        },
-    )
-    return "Right: 1.5 billion times 16 bytes. The weights are an eighth of it."
-
-
-@exercise("largest_model")
-def _(answer: Any) -> str:
-    number(
-        answer,
-        3.75,
-        "billion parameters",
-        rel=0.005,
-        hints={
-            5: "That fills all 80 GB with states. The activations need their 20 GB at the same "
-            "time: gradients arrive while they are still held.",
-            30: "Two bytes each: that model can be loaded, not trained.",
-            15: "Four bytes each would do for SGD without master weights. AdamW needs more.",
-            60 / 18: "18 bytes each: that is right for gradients in float32, and here they are "
-            "in bfloat16.",
-            3.75e9: "The number is right, in parameters: the question asks for billions.",
-            (80 * 1.073741824 - 20) / 16: "That takes the 80 GB for GiB. Here they are decimal.",
-        },
-    )
-    return "Right: 60 GB at 16 bytes each. In bfloat16 such a model's file is just 7.5 GB."
+_FLOAT32 = "18 bytes each: that is right for gradients in float32, and here they are in bfloat16."
+number("state_gigabytes", 24, "GB", rel=0.001,
+       says="Right: 1.5 billion times 16 bytes. The weights are an eighth of it.", wrong={
+    3: "That is the weights in bfloat16 alone: gradients and optimizer are missing.",
+    6: "That is four bytes for each parameter: weights and gradients in bfloat16. The "
+    "optimizer keeps three float32 numbers as well.",
+    9: "That is the file of the weights, and twice as much again. Count the parts: weights, "
+    "gradients, master weights, two moments.",
+    12: "That leaves out the second moment and the master weights: eight bytes each.",
+    18: "The optimizer alone takes that much: 12 bytes. Weights and gradients come on top.",
+    27: _FLOAT32,
+    24e9 / 2**30: "That is the number of GiB. The question asks for GB, which are 10^9.",
+})  # fmt: skip
+number("largest_model", 3.75, "billion parameters", rel=0.005,
+       says="Right: 60 GB at 16 bytes each. In bfloat16 such a model's file is just 7.5 GB.",
+       wrong={
+    5: "That fills all 80 GB with states. The activations need their 20 GB at the same time: "
+    "gradients arrive while they are still held.",
+    30: "Two bytes each: that model can be loaded, not trained.",
+    15: "Four bytes each would do for SGD without master weights. AdamW needs more.",
+    60 / 18: _FLOAT32,
+    (80 * 1.073741824 - 20) / 16: "That takes the 80 GB for GiB. Here they are decimal.",
+})  # fmt: skip
 
 
-@exercise("my_states_bytes")
-def _(answer: Callable[..., Any]) -> str:
-    params = 1_000_003
-    for precision in ("fp32", "bf16", "bf16-fp32-gradients"):
-        for optimizer in ("sgd", "momentum", "adamw"):
-            want = memory.states(params, precision=precision, optimizer=optimizer).total
-            got = called(answer, params, precision, optimizer)
-            case = f"With precision={precision!r} and optimizer={optimizer!r}"
-            if isinstance(got, bool) or not isinstance(got, (int, float)):
-                raise Wrong(f"{case} the answer should be a number of bytes, not {got!r}.")
-            if got == want:
-                continue
-            raise Wrong(
-                f"{case} it returns {got / params:.2f} bytes for each parameter, which is "
-                f"too {'many' if got > want else 'few'}."
-                + _states_hint(precision, optimizer, got / params, want / params)
-            )
-    return "Right: nine recipes, equal to the calculator to the byte."
+def _why_states(recipe: tuple[int, str, str], got: float, want: float) -> str:
+    params, precision, optimizer = recipe
+    if got is None:
+        return ""
+    more, mixed = (got - want) / params, precision != "fp32"
+    words = f"Those are {got / params:.2f} bytes for each parameter, which is too "
+    words += "many." if more > 0 else "few."
+    if mixed and abs(more + 4) < 1e-3:
+        return f"{words} Does the optimizer have its float32 copy of the weights?"
+    if not mixed and abs(more - 4) < 1e-3:
+        return f"{words} In float32 the weights need no second copy."
+    if mixed and optimizer == "adamw" and abs(more + 8) < 1e-3:
+        return f"{words} Two moments of four bytes each: AdamW keeps them in float32 always."
+    if optimizer == "sgd" and more > 0:
+        return f"{words} Plain SGD keeps no moments."
+    if optimizer == "momentum" and abs(more) < 4 + 1e-3:
+        return f"{words} Momentum is one float32 number for each parameter."
+    return words
 
 
-def _states_hint(precision: str, optimizer: str, got: float, want: float) -> str:
-    mixed = precision != "fp32"
-    if mixed and abs(want - got - 4) < 1e-3:
-        return " Does the optimizer have its float32 copy of the weights?"
-    if not mixed and abs(got - want - 4) < 1e-3:
-        return " In float32 the weights need no second copy."
-    if mixed and optimizer == "adamw" and abs(want - got - 8) < 1e-3:
-        return " Two moments of four bytes each: AdamW keeps them in float32 in every recipe."
-    if optimizer == "sgd" and got > want:
-        return " Plain SGD keeps no moments."
-    if optimizer == "momentum" and abs(got - want) - 4 < 1e-3:
-        return " Momentum is one float32 number for each parameter."
-    return ""
+cases(
+    "my_states_bytes",
+    [
+        (1_000_003, precision, optimizer)
+        for precision in ("fp32", "bf16", "bf16-fp32-gradients")
+        for optimizer in ("sgd", "momentum", "adamw")
+    ],
+    lambda n, precision, optimizer: (
+        memory.states(n, precision=precision, optimizer=optimizer).total
+    ),
+    kind=REAL,
+    says="Right: nine recipes, equal to the calculator to the byte.",
+    why=_why_states,
+)
 
 
 def _toy() -> tuple[GPT, torch.Tensor, torch.Tensor]:
@@ -134,42 +116,36 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: the mean of all batches, and the last one holds no more than the first."
 
 
-# (what, shape, bytes there are): one that fits many times, one with large logits, one that cannot.
-_MACHINES: list[tuple[str, Config, float]] = [
-    ("GPT-2 on 16 GB", PRESETS["gpt-2"], 16e9),
-    ("a GPT with 4 layers on 1 GB", Config(8192, 256, 4, 4, 256), 1e9),
-    ("Llama 3 8B on 80 GB", PRESETS["llama-3-8b"], 80e9),
-]
-
-
 def _largest_batch(config: Config, limit: float) -> int:
     batch = 0
-    while memory.estimate(config, batch=batch + 1).peak <= limit:
+    while memory.estimate(config, Layout(micro_batch=batch + 1)).peak <= limit:
         batch += 1
     return batch
 
 
-@exercise("my_largest_batch")
-def _(answer: Callable[..., Any]) -> str:
-    found = []
-    for what, config, limit in _MACHINES:
-        want, got = _largest_batch(config, limit), called(answer, config, limit)
-        if isinstance(got, bool) or not isinstance(got, int):
-            raise Wrong(f"For {what} it returned {got!r}: expected is a whole number of sequences.")
-        if got == want:
-            found.append(got)
-            continue
-        if not want:
-            raise Wrong(
-                f"For {what} it returned {got}, and not even the states fit there: the answer is 0."
-            )
-        size = memory.estimate(config, batch=got).peak if got > 0 else 0
-        side = "more than there is" if got > want else "and one sequence more would still fit"
-        raise Wrong(
-            f"For {what} it returned {got}. The estimate says {memory.format_bytes(size)} for "
-            f"that, {side}."
-        )
-    return f"Right: {found[0]} and {found[1]} sequences, and none where the states do not fit."
+def _why_batch(machine: tuple[Config, float], got: int, want: int) -> str:
+    if not want:
+        return "Not even the states fit there: the answer is 0."
+    peak = memory.estimate(machine[0], Layout(micro_batch=got)).peak if got > 0 else 0
+    side = "more than there is" if got > want else "and one sequence more would still fit"
+    return f"The estimate says {memory.format_bytes(peak)} for that, {side}."
+
+
+cases(
+    "my_largest_batch",
+    (  # one that fits many times, one with large logits, one that cannot
+        (PRESETS["gpt-2"], 16e9),
+        (Config(8192, 256, 4, 4, 256), 1e9),
+        (PRESETS["llama-3-8b"], 80e9),
+    ),
+    _largest_batch,
+    kind=WHOLE,
+    says="Right: as many sequences as fit, and none where the states do not.",
+    told=lambda config, limit: (
+        f"A GPT of {config.layers} layers of {config.hidden} on {limit / 1e9:.0f} GB"
+    ),
+    why=_why_batch,
+)
 
 
 @exercise("my_backward")
@@ -216,57 +192,61 @@ def _peak(backward: Callable[..., None]) -> int:
     return held.peak
 
 
-# Bytes there are for "mini" and twelve sequences: room for all; for pieces of 4, where 5 do not
-# divide 12 and 6 forget the gradients that wait; for single ones; for recomputed ones; for none.
-_ROOMS = (260e6, 190e6, 140e6, 135e6, 130e6)
-
-
 def _pieces(
-    config: Config, batch: int, limit: float, fits: str = "peak", **choices: Any
+    config: Config, batch: int, limit: float, fits: str = "peak", steps: bool = False
 ) -> tuple[int, str] | None:
-    """The right answer; `choices` of `memory.estimate` and `fits` make it a known wrong one."""
+    """The right answer; `fits`, and `steps` of each piece, make it a known wrong one."""
     for recompute in ("none", "full"):
-        for piece in range(batch, 0, -1):
-            given = {"accumulate": piece < batch, **choices}
-            needs = memory.estimate(config, batch=piece, recompute=recompute, **given)
-            if batch % piece == 0 and getattr(needs, fits) <= limit:
+        for piece in (n for n in range(batch, 0, -1) if batch % n == 0):
+            layout = Layout(
+                micro_batch=piece, microbatches=1 if steps else batch // piece, recompute=recompute
+            )
+            if getattr(memory.estimate(config, layout), fits) <= limit:
                 return piece, recompute
     return None
 
 
-@exercise("my_micro_batch")
-def _(answer: Callable[..., Any]) -> str:
-    config, batch = PRESETS["mini"], 12
-    for limit in _ROOMS:
-        want, found = _pieces(config, batch, limit), called(answer, config, batch, limit)
-        if found == want:
-            continue
-        where = f"For 'mini', {batch} sequences and {limit / 1e6:.0f} MB"
-        if found is None:
-            raise Wrong(f"{where}: None, but there is a way.")
-        if not isinstance(found, tuple) or len(found) != 2 or found[1] not in ("none", "full"):
-            raise Wrong(f"{where}: {found!r}; expected is (sequences, 'none' or 'full') or None.")
-        piece, recompute = found
-        if isinstance(piece, bool) or not isinstance(piece, int) or not 1 <= piece <= batch:
-            raise Wrong(f"{where}: pieces of {piece!r} sequences; allowed are 1 to {batch}.")
-        if batch % piece:
-            raise Wrong(f"{where}: pieces of {piece} do not share out {batch} evenly.")
-        if found == _pieces(config, batch, limit, accumulate=False):
-            raise Wrong(
-                f"{where}: {found} would fit if each piece were a step. The gradients of earlier "
-                "pieces are there from the start: accumulate=True."
-            )
-        needs = memory.estimate(
-            config, batch=piece, recompute=recompute, accumulate=piece < batch
-        ).peak
-        if needs > limit:
-            raise Wrong(f"{where}: {found} needs {needs / 1e6:.0f} MB at its peak.")
-        if recompute == "full" and want is not None and want[1] == "none":
-            raise Wrong(
-                f"{where}: {found} fits, and computes a third more. Smaller pieces fit without "
-                "recomputing, and cost no arithmetic."
-            )
-        total = found == _pieces(config, batch, limit, "total")
-        more = " Compare the peak with the limit, and not the sum of all parts." if total else ""
-        raise Wrong(f"{where}: {found} fits, and larger pieces do as well.{more}")
-    return "Right: smaller pieces first, recomputation only where even single sequences need it."
+def _why_pieces(
+    job: tuple[Config, int, float], got: tuple[int, str] | None, want: tuple[int, str] | None
+) -> str:
+    config, batch, limit = job
+    if got is None:
+        return "There is a way."
+    piece, recompute = got
+    if batch % piece:
+        return f"Pieces of {piece} do not share out {batch} evenly."
+    layout = Layout(micro_batch=piece, microbatches=batch // piece, recompute=recompute)
+    needs = memory.estimate(config, layout)
+    if needs.peak > limit and got == _pieces(*job, steps=True):
+        return (
+            "It would fit if each piece were a step. The gradients of earlier pieces are there "
+            "from the start: microbatches says how many pieces there are."
+        )
+    if needs.peak > limit:
+        return f"It needs {needs.peak / 1e6:.0f} MB at its peak."
+    if want is not None and recompute == "full" and want[1] == "none":
+        return (
+            "It fits, and computes a third more. Smaller pieces fit without recomputing, and cost "
+            "no arithmetic."
+        )
+    more = " Compare the peak with the limit, and not the sum of all parts."
+    return f"It fits, and larger pieces do as well.{more * (got == _pieces(*job, fits='total'))}"
+
+
+def _is_a_way(x: Any) -> bool:
+    whole = isinstance(x, tuple) and len(x) == 2 and type(x[0]) is int
+    return whole and 1 <= x[0] <= 12 and x[1] in ("none", "full")
+
+
+_WAY: Kind = ("(1 to 12 sequences, 'none' or 'full') or None", _is_a_way)
+cases(
+    "my_micro_batch",
+    # Bytes there are: room for all; for pieces of 4, where 5 do not divide 12 and 6 forget the
+    # gradients that wait; for single ones; for recomputed ones; for none.
+    [(PRESETS["mini"], 12, limit) for limit in (260e6, 190e6, 140e6, 135e6, 130e6)],
+    _pieces,
+    kind=_WAY,
+    says="Right: smaller pieces first, recomputation only where single sequences need it.",
+    told=lambda config, batch, limit: f"'mini', {batch} sequences and {limit / 1e6:.0f} MB",
+    why=_why_pieces,
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,45 +12,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import mesh
+from shardlab.check import Wrong, exercise
+from shardlab.check.forms import Kind, cases, run_answer, same
 from shardlab.layout import Layout
 from shardlab.mesh.command import add_command, job_of
 from shardlab.mesh.job import Job, batch_of, model_of
 from shardlab.shapes import Config
 
-from . import Wrong, called, exercise, run_answer, same
+
+def _groups(rank: int, d: int, p: int, t: int, order: tuple[str, ...] = mesh.AXES) -> list[Any]:
+    shape = Layout(dp=d, pp=p, tp=t, order=order)
+    return [next(g for g in shape.groups(axis) if rank in g) for axis in mesh.AXES]
 
 
-@exercise("my_groups")
-def _(answer: Callable[..., Any]) -> str:
-    for d, p, t in ((2, 2, 2), (1, 3, 2), (4, 1, 2), (2, 3, 4)):
-        shape = Layout(dp=d, pp=p, tp=t)
-        for rank in range(shape.ranks):
-            right = [next(g for g in shape.groups(axis) if rank in g) for axis in mesh.AXES]
-            got = called(answer, rank, d, p, t)
-            words = f"Rank {rank} of d={d}, p={p}, t={t}: "
-            if not isinstance(got, (tuple, list)) or len(got) != 3:
-                raise Wrong(f"{words}return three lists, not {got!r}.")
-            got = [list(group) for group in got]
-            if got == right:
-                continue
-            for axis, mine, want in zip(mesh.AXES, got, right, strict=True):
-                if mine != want:
-                    raise Wrong(words + _about(axis, mine, want, rank, shape))
-    return "Right for every rank of four meshes."
+def _why_group(args: tuple[int, ...], groups: Any, right: list[Any]) -> str:
+    flat = _groups(*args, order=("tp", "pp", "dp"))
+    for axis, got, want, turned in zip(mesh.AXES, map(list, groups), right, flat, strict=True):
+        name = mesh.groups.WORDS[axis]
+        if got == want:
+            continue
+        if sorted(got) == want:
+            return f"The {name} group's ranks are right; they should ascend."
+        if args[0] not in got:
+            return f"The {name} group {got} does not hold the rank itself."
+        if len(got) != len(want):
+            return f"The {name} group has {len(got)} ranks; there are {axis[0]}={len(want)}."
+        if got == turned:
+            return f"The {name} group would be right with tensor outermost; it is innermost."
+        return f"{got} is not the {name} group: which digit of the rank's number changes in it?"
+    return ""
 
 
-def _about(axis: str, got: list[int], want: list[int], rank: int, shape: Layout) -> str:
-    name = mesh.groups.WORDS[axis]
-    if sorted(got) == want:
-        return f"the {name} group's ranks are right; they should ascend."
-    if rank not in got:
-        return f"the {name} group {got} does not hold the rank itself."
-    if len(got) != len(want):
-        return f"the {name} group has {len(got)} ranks; there are {axis[0]}={len(want)}."
-    flat = replace(shape, order=("tp", "pp", "dp"))
-    if got in flat.groups(axis):
-        return f"the {name} group {got} would be right with tensor outermost; it is innermost."
-    return f"{got} is not the {name} group: which digit of the rank's number changes in it?"
+_THREE: Kind = ("three lists", lambda x: isinstance(x, tuple | list) and len(x) == 3)
+cases(
+    "my_groups",
+    [
+        (rank, d, p, t)
+        for d, p, t in ((2, 2, 2), (1, 3, 2), (4, 1, 2), (2, 3, 4))
+        for rank in range(d * p * t)
+    ],
+    _groups,
+    kind=_THREE,
+    equal=lambda got, want: list(map(list, got)) == want,
+    says="Right for every rank of four meshes.",
+    told="Rank {} of d={}, p={}, t={}".format,
+    why=_why_group,
+)
 
 
 _LIMIT, _MOST = 300_000, 8
@@ -170,8 +176,6 @@ def _(answer: Callable[..., Any]) -> str:
 
 
 _GPT = Config(vocab=512, seq=64, layers=4, heads=4, hidden=64, tied=False)
-_MB = 10**6
-_CASES = ((8, 4, 100 * _MB, 8), (8, 2, 1.2 * _MB, 8), (16, 4, 0.8 * _MB, 32), (8, 4, 1000, 8))
 
 
 def _beyond(config: Config, shape: Layout, node: int, batch: int) -> float:
@@ -185,7 +189,10 @@ def _fits(config: Config, shape: Layout, limit: float, batch: int) -> bool:
     return batch % shape.dp == 0 and max(sum(one.values()) for one in held) <= limit
 
 
-def _least(config: Config, size: int, node: int, limit: float, batch: int) -> float | None:
+def _least(
+    config: Config, size: int, node: int, limit: float, batch: int
+) -> tuple[tuple[Any, ...], float] | None:
+    """The case, and the fewest bytes that leave the nodes; None where nothing fits."""
     found = []
     for d, p in product(range(1, size + 1), repeat=2):
         if size % (d * p):
@@ -197,29 +204,44 @@ def _least(config: Config, size: int, node: int, limit: float, batch: int) -> fl
             continue
         if _fits(config, shape, limit, batch):
             found.append(_beyond(config, shape, node, batch))
-    return min(found, default=None)
+    return ((config, size, node, limit, batch), min(found)) if found else None
 
 
-@exercise("my_mesh")
-def _(answer: Callable[..., Any]) -> str:
-    for size, node, limit, batch in _CASES:
-        least = _least(_GPT, size, node, limit, batch)
-        words = f"With {size} ranks in nodes of {node}, limit={limit:,.0f} and batch={batch} it "
-        got = called(answer, _GPT, size, node, limit, batch)
-        if got is None and least is None:
-            continue
-        if got is None:
-            raise Wrong(f"{words}returned None; there is one that fits.")
-        words += f"returned {got!r}."
-        if not isinstance(got, Layout) or got.ranks != size or got.zero != 1:
-            raise Wrong(f"{words} That is no Layout of {size} ranks with zero=1.")
-        try:
-            mesh.check_cuts(_GPT, got)
-        except ValueError as error:
-            raise Wrong(f"{words} {error}") from None
-        if least is None or not _fits(_GPT, got, limit, batch):
-            raise Wrong(f"{words} A rank holds too much there, or d does not divide the batch.")
-        beyond = _beyond(_GPT, got, node, batch)
-        if beyond > least * (1 + 1e-9):
-            raise Wrong(f"{words} {beyond:,.0f} B leave the nodes; {least:,.0f} are enough.")
-    return f"Right for {len(_CASES)} clusters; on one of them nothing fits."
+def _why_mesh(
+    args: tuple[Any, ...], got: Layout | None, want: tuple[tuple[Any, ...], float] | None
+) -> str:
+    """What is wrong with a layout; "" if it is as good as any."""
+    if got is None:
+        return "There is one that fits."
+    config, size, node, limit, batch = args
+    if got.ranks != size or got.zero != 1:
+        return f"That is no Layout of {size} ranks with zero=1."
+    try:
+        mesh.check_cuts(config, got)
+    except ValueError as error:
+        return f"{error}"
+    if want is None or not _fits(config, got, limit, batch):
+        return "A rank holds too much there, or d does not divide the batch."
+    beyond, (_, least) = _beyond(config, got, node, batch), want
+    if beyond <= least * (1 + 1e-9):
+        return ""
+    return f"{beyond:,.0f} B leave the nodes; {least:,.0f} are enough."
+
+
+cases(
+    "my_mesh",
+    (
+        (_GPT, 8, 4, 100e6, 8),
+        (_GPT, 8, 2, 1.2e6, 8),
+        (_GPT, 16, 4, 0.8e6, 32),
+        (_GPT, 8, 4, 1000, 8),
+    ),
+    _least,
+    kind=("a Layout or None", lambda x: isinstance(x, Layout)),
+    equal=lambda got, want: not _why_mesh(want[0], got, want),
+    says="Right for 4 clusters; on one of them nothing fits.",
+    told=lambda config, size, node, limit, batch: (
+        f"With {size} ranks in nodes of {node}, limit={limit:,.0f} and batch={batch}"
+    ),
+    why=_why_mesh,
+)

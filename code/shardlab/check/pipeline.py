@@ -1,8 +1,10 @@
-"""The checks of lesson `pipeline`."""
+"""The exercises of lesson `pipeline`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,31 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlab import pipeline, ranks
-from shardlab.check import Wrong, exercise, number, run_answer, same
+from shardlab.check import Wrong
+from shardlab.check.forms import WHOLE, Kind, Part, Seen, Trial, cases, number, on_ranks
 
-_TIMEOUT = 10.0  # seconds, for what takes milliseconds: who waits that long waits for ever
-
-
-def _ask(answer: Callable[..., Any], name: str, *args: Any) -> Any:
-    """What the reader's function returns."""
-    try:
-        return answer(*args)
-    except Exception as error:
-        call = f"{name}({', '.join(map(repr, args))})"
-        raise Wrong(f"{call} raised {type(error).__name__}: {error}") from None
-
-
-def _cases(answer: Callable[..., Any], name: str, cases: Sequence[tuple[Any, Any, str]]) -> None:
-    """Wrong for the first of `cases`, (arguments, right answer, sentence that helps), that fails.
-
-    Their order is such that a well-known mistake fails first where the sentence is about it.
-    """
-    for args, want, words in cases:
-        got = _ask(answer, name, *args)
-        if got is None and args is cases[0][0]:
-            raise Wrong(f"{name} returned None; {words[:1].lower()}{words[1:]}")
-        if got != want:
-            raise Wrong(f"{name}({', '.join(map(repr, args))}) returned {got!r}. {words}")
+_P, _M = 8, 32
+_IDLE = (_P - 1) / (_M + _P - 1)
+number("pipeline_bubble", _IDLE, rel=0.005,
+       says=f"Right: {_P - 1} idle slots of {_M + _P - 1}, 17.9 %, forward as well as backward.",
+       wrong={
+    1 - _IDLE: "That is the share of the time in which a stage works.",
+    (_P - 1) / _M: "That is idle time beside working time; the whole step is both together.",
+    _P / (_M + _P - 1): "Nearly: how many stages come before the last one's first forward?",
+    (_P - 1) / (_M + _P): "Nearly: how many slots take all forwards, over all stages?",
+    (_P - 1) / _P: "That is the share without micro-batches.",
+    1 / _P: "That is the share of the time in which a stage works, without micro-batches.",
+    2 * _IDLE: "Twice too much: forward and backward both have idle slots and working ones.",
+    100 * _IDLE: "In percent it is right; the answer is asked for between 0 and 1.",
+})  # fmt: skip
 
 
 def _orders(name: str, p: int, m: int) -> list[list[str]]:
@@ -43,63 +37,32 @@ def _orders(name: str, p: int, m: int) -> list[list[str]]:
     return [[str(action) for action in order] for order in made]
 
 
-@exercise("pipeline_bubble")
-def _pipeline_bubble(answer: Any) -> str:
-    p, m = 8, 32
-    right = (p - 1) / (m + p - 1)
-    hints = {
-        1 - right: "That is the share of the time in which a stage works.",
-        (p - 1) / m: "That is idle time beside working time; the whole step is both together.",
-        p / (m + p - 1): "Nearly: how many stages come before the last one's first forward?",
-        (p - 1) / (m + p): "Nearly: how many slots take all forwards, over all stages?",
-        (p - 1) / p: "That is the share without micro-batches.",
-        1 / p: "That is the share of the time in which a stage works, without micro-batches.",
-        2 * right: "Twice too much: forward and backward both have idle slots and working ones.",
-        100 * right: "In percent it is right; the answer is asked for between 0 and 1.",
-    }
-    number(answer, right, rel=0.005, hints=hints)
-    return f"Right: {p - 1} idle slots of {m + p - 1}, 17.9 %, forward as well as backward."
-
-
-# Stages, micro-batches and chunks. The first tells the mistakes apart.
-_TRIPLES = ((4, 8, 2), (2, 4, 3), (4, 4, 2), (3, 9, 1), (1, 3, 2), (2, 2, 4))
-_HOW_INTERLEAVED = {
-    "That is 1F1B's number of forwards ahead; here the first backward comes after all of a "
-    "stage's chunks.": lambda s, p, m, v: _interleaved(p, m, v, p - 1 - s),
-    "The forwards ahead are counted from the wrong end: the first stage runs the most.": (
-        lambda s, p, m, v: _interleaved(p, m, v, 2 * s + (v - 1) * p)
-    ),
-    "All forwards come first: how many does a stage run ahead?": (
-        lambda s, p, m, v: _interleaved(p, m, v, m * v)
-    ),
-    "Backward begins with the last chunk: it is the first whose gradient is there.": (
-        lambda s, p, m, v: _interleaved(p, m, v, 2 * (p - 1 - s) + (v - 1) * p, down=False)
-    ),
-    "A group has as many micro-batches as there are stages; these go through a chunk all at "
-    "once.": lambda s, p, m, v: _interleaved(p, m, v, 2 * (p - 1 - s) + (v - 1) * p, group=m),
-    "Micro-batches go in groups: a chunk takes as many as there are stages, one after another, "
-    "before the next chunk begins.": (
-        lambda s, p, m, v: _interleaved(p, m, v, 2 * (p - 1 - s) + (v - 1) * p, group=1)
-    ),
-}
-
-
 def _interleaved(
-    p: int, m: int, v: int, ahead: int, down: bool = True, group: int | None = None
+    stage: int,
+    p: int,
+    m: int,
+    v: int,
+    ahead: Callable[..., int] = lambda s, p, m, v: 2 * (p - 1 - s) + (v - 1) * p,
+    down: bool = True,
+    group: Callable[..., int] = lambda p, m: p,
 ) -> list[str]:
-    """A stage's order with so many forwards ahead, and groups of p or of `group`."""
-    size = group or p
+    """A stage's order, as `pipeline.interleaved` has it; or with other forwards ahead or groups."""
     forwards, backwards = [], []
-    for first in range(0, m, size):
-        them = range(first, min(m, first + size))
+    for first in range(0, m, group(p, m)):
+        them = range(first, min(m, first + group(p, m)))
         forwards += [f"F{i}.{c}" for c in range(v) for i in them]
         chunks = reversed(range(v)) if down else range(v)
         backwards += [f"B{i}.{c}" for c in chunks for i in them]
-    ahead = min(ahead, len(forwards))
-    order = forwards[:ahead]
-    for i in range(len(forwards) - ahead):
-        order += [forwards[ahead + i], backwards[i]]
-    return order + backwards[len(forwards) - ahead :]
+    early = min(ahead(stage, p, m, v), len(forwards))
+    order = forwards[:early]
+    for i in range(len(forwards) - early):
+        order += [forwards[early + i], backwards[i]]
+    return order + backwards[len(forwards) - early :]
+
+
+def _course(stage: int, p: int, m: int, v: int) -> list[str]:
+    order = pipeline.interleaved(p, m, v).orders[stage]
+    return [f"{a.kind}{a.microbatch}.{a.chunk}" for a in order]
 
 
 def _flaw(order: Sequence[str], m: int, v: int) -> str:
@@ -120,55 +83,69 @@ def _flaw(order: Sequence[str], m: int, v: int) -> str:
     return f"B{early[0][1:]} stands before {early[0]}." if early else ""
 
 
-@exercise("my_interleaved")
-def _my_interleaved(answer: Callable[[int, int, int, int], Any]) -> str:
-    for p, m, v in _TRIPLES:
-        want = [
-            [f"{a.kind}{a.microbatch}.{a.chunk}" for a in order]
-            for order in pipeline.interleaved(p, m, v).orders
-        ]
-        got = [_ask(answer, "my_interleaved", stage, p, m, v) for stage in range(p)]
-        for stage, order in enumerate(got):
-            asked = f"my_interleaved({stage}, {p}, {m}, {v})"
-            if not isinstance(order, list) or not all(isinstance(a, str) for a in order):
-                raise Wrong(f'{asked} returned {order!r}; it should be a list such as ["F0.0", …].')
-            if got == want:
-                continue
-            for words, made in _HOW_INTERLEAVED.items():
-                if got == [made(s, p, m, v) for s in range(p)]:
-                    raise Wrong(words)
-            if flaw := _flaw(order, m, v):
-                raise Wrong(f"In {asked}, {flaw}")
-            for action, right in zip(order, want[stage], strict=True):
-                if action != right:
-                    words = "comes at the wrong time. Which group and which chunk is next, and how"
-                    raise Wrong(f"{asked}: {action} {words} many forwards run ahead?")
-    return f"Right on every stage, for {len(_TRIPLES)} cases of stages, micro-batches and chunks."
+def _why_order(args: tuple[int, ...], got: list[str], want: list[str]) -> str:
+    if flaw := _flaw(got, *args[2:]):
+        return f"There, {flaw}"
+    action = next(a for a, b in zip(got, want, strict=True) if a != b)
+    words = "comes at the wrong time. Which group and which chunk is next, and how"
+    return f"{action} {words} many forwards run ahead?"
 
 
-@exercise("my_live")
-def _my_live(answer: Callable[[list[str]], Any]) -> str:
-    back = "A backward gives activations back; asked for is the most that is there at any time."
-    cases = (
+_ACTIONS: Kind = (
+    'a list such as ["F0.0", …]',
+    lambda x: isinstance(x, list) and all(isinstance(a, str) for a in x),
+)
+cases(
+    "my_interleaved",
+    [  # stages, micro-batches and chunks; the first tells the mistakes apart
+        (stage, p, m, v)
+        for p, m, v in ((4, 8, 2), (2, 4, 3), (4, 4, 2), (3, 9, 1), (1, 3, 2), (2, 2, 4))
+        for stage in range(p)
+    ],
+    _course,
+    kind=_ACTIONS,
+    says="Right on every stage, for 6 cases of stages, micro-batches and chunks.",
+    mistakes={
+        "That is 1F1B's number of forwards ahead; here the first backward comes after all of a "
+        "stage's chunks.": partial(_interleaved, ahead=lambda s, p, m, v: p - 1 - s),
+        "The forwards ahead are counted from the wrong end: the first stage runs most.": partial(
+            _interleaved, ahead=lambda s, p, m, v: 2 * s + (v - 1) * p
+        ),
+        "All forwards come first: how many does a stage run ahead?": partial(
+            _interleaved, ahead=lambda s, p, m, v: m * v
+        ),
+        "Backward begins with the last chunk: it is the first whose gradient is there.": partial(
+            _interleaved, down=False
+        ),
+        "A group has as many micro-batches as there are stages; these go through a chunk all at "
+        "once.": partial(_interleaved, group=lambda p, m: m),
+        "Micro-batches go in groups: a chunk takes as many as there are stages, one after another, "
+        "before the next chunk begins.": partial(_interleaved, group=lambda p, m: 1),
+    },
+    why=_why_order,
+)
+
+_BACK = "A backward gives activations back; asked for is the most that is there at any time."
+
+
+def _lives() -> list[tuple[Any, ...]]:
+    rows = [
         ("F0 F1 F2 B0 B1 B2", 3, "Asked for is the most at any time, a number of micro-batches."),
-        ("F0 B0 F1 B1 F2 B2", 1, back),
-        ("F0 F1 F2 B0 F3 B1 B2 B3", 3, back),
+        ("F0 B0 F1 B1 F2 B2", 1, _BACK),
+        ("F0 F1 F2 B0 F3 B1 B2 B3", 3, _BACK),
         ("F0 I0 F1 I1 W0 W1", 2, "W needs activations, too, so that I does not end them."),
         ("F0 I0 W0 F1 I1 W1", 1, "Where backward is split there is no B. What ends them then?"),
-        *((" ".join(order), 4 - s, back) for s, order in enumerate(_orders("1f1b", 4, 12))),
-        *((" ".join(order), 4, back) for order in _orders("zb-h1", 4, 12)),
-    )
-    _cases(answer, "my_live", [((order.split(),), most, words) for order, most, words in cases])
-    return f"Right for {len(cases)} orders, with whole backwards and with split ones."
+        *((" ".join(order), 4 - s, _BACK) for s, order in enumerate(_orders("1f1b", 4, 12))),
+        *((" ".join(order), 4, _BACK) for order in _orders("zb-h1", 4, 12)),
+    ]
+    return [((order.split(),), most, words) for order, most, words in rows]
 
 
-_COSTS: tuple[tuple[list[float], int], ...] = (
-    ([2, 2, 2, 1, 1, 1, 1, 4], 4),  # tells the mistakes apart
-    ([2, 1, 1, 1, 1, 1, 1, 1, 1, 5], 4),
-    ([1, 2, 3, 4, 5, 6, 7, 8], 3),
-    ([5, 4, 3, 2, 1], 5),
-    ([7, 3], 1),
-    ([4, 1, 3, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], 6),
+cases(
+    "my_live",
+    _lives,
+    kind=WHOLE,
+    says="Right for 13 orders, with whole backwards and with split ones.",
 )
 
 
@@ -177,34 +154,59 @@ def _slowest(costs: list[float], layers: Sequence[int]) -> float:
     return max(sum(costs[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
 
 
-@exercise("my_balance")
-def _my_balance(answer: Callable[[list[float], int], Any]) -> str:
-    for costs, parts in _COSTS:
-        got = _ask(answer, "my_balance", list(costs), parts)
-        words = f"my_balance({costs}, {parts}) returned {got!r}"
-        if not isinstance(got, (list, tuple)) or not all(type(n) is int for n in got):
-            raise Wrong(f"{words}; it should be a list of numbers of layers.")
-        if len(got) != parts or sum(got) != len(costs):
-            raise Wrong(f"{words}; it should be {parts} numbers, {len(costs)} layers in all.")
-        if min(got) < 1:
-            raise Wrong(f"{words}: a part without a layer is a stage without work.")
-        if _slowest(costs, got) > _slowest(costs, pipeline.balance(costs, parts)):
-            words += (
-                f". Its slowest part takes {_slowest(costs, got):g}, and there is a better cut."
-            )
-            if max(got) - min(got) <= 1:
-                raise Wrong(f"{words} Layers are counted here; what has to be even is their time.")
-            raise Wrong(f"{words} Who fills one part after another does not see what is left over.")
-    return f"Right: no part slower than necessary, for {len(_COSTS)} lists of layers."
+def _cuts(costs: list[float], parts: int) -> tuple[list[float], int, float]:
+    """What a cut is judged by: the costs, how many parts, and the slowest of the best."""
+    return costs, parts, _slowest(costs, pipeline.balance(costs, parts))
 
 
+def _as_good(got: Sequence[int], want: tuple[list[float], int, float]) -> bool:
+    costs, parts, best = want
+    whole = len(got) == parts and sum(got) == len(costs) and min(got) > 0
+    return whole and _slowest(costs, got) <= best
+
+
+def _why_cut(
+    args: tuple[list[float], int], got: Sequence[int], want: tuple[list[float], int, float]
+) -> str:
+    costs, parts = args
+    if got is None or len(got) != parts or sum(got) != len(costs):
+        return f"It should be {parts} numbers, {len(costs)} layers in all."
+    if min(got) < 1:
+        return "A part without a layer is a stage without work."
+    words = f"Its slowest part takes {_slowest(costs, got):g}, and there is a better cut."
+    if max(got) - min(got) <= 1:
+        return f"{words} Layers are counted here; what has to be even is their time."
+    return f"{words} Who fills one part after another does not see what is left over."
+
+
+_LAYERS: Kind = (
+    "a list of numbers of layers",
+    lambda x: isinstance(x, list | tuple) and all(type(n) is int for n in x),
+)
+cases(
+    "my_balance",
+    (
+        ([2, 2, 2, 1, 1, 1, 1, 4], 4),  # tells the mistakes apart
+        ([2, 1, 1, 1, 1, 1, 1, 1, 1, 5], 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 3),
+        ([5, 4, 3, 2, 1], 5),
+        ([7, 3], 1),
+        ([4, 1, 3, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], 6),
+    ),
+    _cuts,
+    kind=_LAYERS,
+    equal=_as_good,
+    says="Right: no part slower than necessary, for 6 lists of layers.",
+    why=_why_cut,
+)
+
+_NONE = " Is a gradient None? Autograd keeps that of an input only if requires_grad_() was called "
+_NONE += "before part(x)."
 _RAISED = {
-    "'NoneType' object has no attribute": " Is a gradient None? Autograd keeps that of an input "
-    "only if requires_grad_() was called before part(x).",
+    "'NoneType' object has no attribute": _NONE,
+    "argument 'input' (position 1) must be Tensor": _NONE,
     "only for scalar outputs": " Only the last stage has a loss; the others go backward with the "
     "gradient that comes: output.backward(gradient).",
-    "did not come together": " Do two neighbours both send, or both receive? Of the two, one has "
-    "to send first and the other to receive first.",
 }
 
 
@@ -242,16 +244,21 @@ def _passes(part: nn.Module) -> list[str]:
     return done
 
 
-def _step_of_1f1b(answer: Callable[..., Any]) -> list[tuple[Tensor | None, list[str]]]:
-    found = []
-    stage, stages = dist.get_rank(), dist.get_world_size()
-    for m in (8, 4, 1):
-        parts, x_BH, y_BH = _job(stages)
-        part, device = parts[stage].to(ranks.device()), ranks.device()
-        done = _passes(part)
-        answer(part, x_BH.to(device), y_BH.to(device), m, stage, stages, _send, _receive)
-        found.append((_gradient(part), done))
-    return found
+def _step_of_1f1b(answer: Callable[..., Any], size: int, m: int) -> tuple[Any, ...]:
+    """The gradient of a stage's part, and the most micro-batches that it held, and m."""
+    stage, device = dist.get_rank(), ranks.device()
+    parts, x_BH, y_BH = _job(size)
+    part = parts[stage].to(device)
+    done = _passes(part)
+    try:
+        answer(part, x_BH.to(device), y_BH.to(device), m, stage, size, _send, _receive)
+    except Exception as error:
+        words = [words for text, words in _RAISED.items() if text in str(error)]
+        raise RuntimeError(f"{type(error).__name__}: {error}.{''.join(words)}") from error
+    if (gradient := _gradient(part)) is None:
+        raise Wrong(f"The part of rank {stage} has no gradient: it never went backward.")
+    held = accumulate(1 if kind == "F" else -1 for kind in done)
+    return gradient, max(held), m
 
 
 def _one_process(size: int, m: int, scale: float, only: int = 0, ones: bool = False) -> Any:
@@ -269,43 +276,38 @@ def _one_process(size: int, m: int, scale: float, only: int = 0, ones: bool = Fa
     return [_gradient(part) for part in parts]
 
 
-@exercise("my_1f1b")
-def _my_1f1b(answer: Callable[..., Any]) -> str:
-    for size in (2, 4):
-        try:
-            results = run_answer(_step_of_1f1b, size, answer, timeout=_TIMEOUT)
-        except Wrong as wrong:
-            words = [words for part, words in _RAISED.items() if part in str(wrong)]
-            raise Wrong(f"{wrong}{''.join(words)}") from None
-        for i, m in enumerate((8, 4, 1)):
-            got = [result[i][0] for result in results]
-            for rank, gradient in enumerate(got):
-                if gradient is None:
-                    raise Wrong(f"The part of rank {rank} has no gradient: it never went backward.")
-            whole, last = _one_process(size, m, 1.0), _one_process(size, m, 1 / m, only=m - 1)
-            hints = {
-                f"Without a division by m, the sum of {m} means is {m} times the mean.": whole,
-                "These are the gradients of the last micro-batch alone; they add up.": last,
-                "All stages but the last went backward from ones, not from the gradient that the "
-                "next one sends.": _one_process(size, m, 1 / m, ones=True),
-            }
-            # 1e-6: float32, values below 1, eight of them added in some order
-            same(got, _one_process(size, m, 1 / m), f"with m = {m}, a gradient", 1e-6, hints)
-            for stage, result in enumerate(results):
-                _judge_order(result[i][1], stage, size, m)
-    return "Right: on 2 and 4 ranks the bits are those of one process, and 1F1B's memory is kept."
+def _room(seen: list[Seen]) -> str:
+    """What is wrong if a stage kept more micro-batches than 1F1B does."""
+    for stage, one in enumerate(seen):
+        most, m = one.more
+        if most > (room := min(len(seen) - stage, m)):
+            words = f"with m = {m} on {len(seen)} stages, stage {stage} held {most} micro-batches"
+            like = " That is GPipe: all forwards come first." if most == m else ""
+            return f"The gradients are right, but {words}, where {room} will do.{like}"
+    return ""
 
 
-def _judge_order(done: list[str], stage: int, stages: int, m: int) -> None:
-    """Wrong if a stage kept more micro-batches than 1F1B does."""
-    held = most = 0
-    for kind in done:
-        held += 1 if kind == "F" else -1
-        most = max(most, held)
-    if most > (room := min(stages - stage, m)):
-        words = f"with m = {m} on {stages} stages, stage {stage} held {most} micro-batches"
-        like = " That is GPipe: all forwards come first." if most == m else ""
-        raise Wrong(f"The gradients are right, but {words}, where {room} will do.{like}")
+@on_ranks(
+    "my_1f1b",
+    ((2, 8), (2, 4), (2, 1), (4, 8), (4, 4), (4, 1)),
+    work=_step_of_1f1b,
+    rules=[_room],
+    says="Right: on 2 and 4 ranks the bits are those of one process, and 1F1B's memory is kept.",
+)
+def _(size: int, m: int) -> Trial:
+    mistakes = {
+        f"Without a division by m, the sum of {m} means is {m} times the mean.": _one_process(
+            size, m, 1.0
+        ),
+        "These are the gradients of the last micro-batch alone; they add up.": _one_process(
+            size, m, 1 / m, only=m - 1
+        ),
+        "All stages but the last went backward from ones, not from the gradient that the next one "
+        "sends.": _one_process(size, m, 1 / m, ones=True),
+    }
+    right = _one_process(size, m, 1 / m)
+    # 1e-6: float32, values below 1, eight of them added in some order
+    return Trial([Part(f"with m = {m}, a gradient", right, mistakes, 1e-6)], size=size)
 
 
 _CIRCLE = "Forwards wait for the stage before, backwards for the one behind; name all that stand."
@@ -321,42 +323,33 @@ _DEADLOCKS: tuple[tuple[str, dict[int, str], str], ...] = (
 )
 
 
-def _diagnoses(answer: Callable[..., Any]) -> str:
-    cases: list[Any] = [((_orders(name, 4, 12),), {}, "All finish.") for name in ("naive", "1f1b")]
-    for rows, stuck, words in reversed(_DEADLOCKS):
-        cases.insert(0, (([row.split() for row in rows.split(" / ")],), stuck, words))
-    try:
-        _cases(answer, "my_deadlock", cases)
-    except Wrong as wrong:
-        return str(wrong)
-    return ""
+def _deadlocks() -> list[tuple[Any, ...]]:
+    found = [(([row.split() for row in rows.split(" / ")],), *rest) for rows, *rest in _DEADLOCKS]
+    return found + [((_orders(name, 4, 12),), {}, "All finish.") for name in ("naive", "1f1b")]
 
 
-@exercise("my_deadlock")
-def _my_deadlock(answer: Callable[..., Any]) -> str:
-    # In a process of its own: a loop that never ends would hold up the page.
-    try:
-        wrong = ranks.run(_diagnoses, 1, answer, timeout=_TIMEOUT, device="cpu", show=False)[0]
-    except ranks.RankError as error:
-        raise Wrong(f"{error} Does the loop end when no stage can go on?") from None
-    if wrong:
-        raise Wrong(wrong)
-    return f"Right for {len(_DEADLOCKS) + 2} schedules, some of which never end."
+cases(
+    "my_deadlock",
+    _deadlocks,
+    kind=('a dict, {} or such as {1: "B0"}', lambda x: isinstance(x, dict)),
+    says=f"Right for {len(_DEADLOCKS) + 2} schedules, some of which never end.",
+    apart=True,  # a loop that never ends would hold up the page
+)
 
-
-@exercise("my_microbatches")
-def _my_microbatches(answer: Callable[[int, int, float, int], Any]) -> str:
-    share = "The bubble is (p-1)/(m+p-1), a share of the whole step."
-    held = "1F1B's first stage holds up to p micro-batches, each of batch/m sequences."
-    cases = (
+_SHARE = "The bubble is (p-1)/(m+p-1), a share of the whole step."
+_HELD = "1F1B's first stage holds up to p micro-batches, each of batch/m sequences."
+cases(
+    "my_microbatches",
+    (
         ((4, 64, 0.21, 64), 16, "Asked for is the smallest m that divides the batch and fits."),
-        ((4, 60, 0.21, 60), 12, share),
-        ((4, 64, 0.21, 8), 32, held),
-        ((8, 512, 0.11, 64), 64, held),
+        ((4, 60, 0.21, 60), 12, _SHARE),
+        ((4, 64, 0.21, 8), 32, _HELD),
+        ((8, 512, 0.11, 64), 64, _HELD),
         ((8, 4, 0.75, 4), 4, "With fewer micro-batches than stages it holds all, and no more."),
         ((16, 96, 0.1, 96), None, "No m can do it: there are only 96 sequences."),
         ((16, 1536, 0.055, 10), None, "No m can do it: 16 sequences are held if each is alone."),
         ((1, 8, 0.0, 8), 1, "One stage has no bubble."),
-    )
-    _cases(answer, "my_microbatches", cases)
-    return f"Right for {len(cases)} steps, two of which cannot be had."
+    ),
+    kind=WHOLE,
+    says="Right for 8 steps, two of which cannot be had.",
+)

@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 from shardlab import strategy
+from shardlab.check import Wrong, exercise
+from shardlab.check.forms import called, laid_out, number
 from shardlab.shapes import PRESETS
 from shardlab.strategy import Layout
-
-from . import Wrong, called, exercise, laid_out, number
 
 _NEAR = 0.05  # of the two constants: measurements scatter by 1 %
 
@@ -21,48 +21,30 @@ _GPU = replace(strategy.MACHINES["a100"], between=100e9 / 8 / 8)
 _SLOWER = 1.10  # than the fastest
 
 
-@exercise("strategy_wire")
-def _wire(answer: Any) -> str:
-    t, h, rate = 8, 8192, 989e12
-    want = 4 * 2 * (t - 1) * 2 * rate / (6 * 12 * h)
-    number(
-        answer,
-        want,
-        "bytes per second",
-        rel=0.01,
-        hints={
-            want / 2: "Either an all-reduce sends its bytes twice, once in each half of the ring, "
-            "or a number has 2 bytes: one of these is missing.",
-            want / t: "The products are shared by 8, and the all-reduces are not: each GPU takes "
-            "an eighth of the one, and (t−1)/t of the other.",
-            want * t: "Each of the 8 GPUs has an eighth of the products.",
-            want * t / (t - 1): "Close: a ring of 8 sends 7/8 of each half.",
-            want * 3: "Backward counts, too: 6 operations for each weight, not 2.",
-            want / 4: "There are four all-reduces, two in forward and two in backward.",
-            want / 1e9: "In GB/s it is right; the answer is asked for in bytes per second.",
-        },
-    )
-    return "Right: 188 GB/s, and NVLink has 450. A PCIe slot of 32 has not."
+_T, _H, _RATE = 8, 8192, 989e12
+_WIRE = 4 * 2 * (_T - 1) * 2 * _RATE / (6 * 12 * _H)
+number("strategy_wire", _WIRE, "bytes per second", rel=0.01,
+       says="Right: 188 GB/s, and NVLink has 450. A PCIe slot of 32 has not.", wrong={
+    _WIRE / 2: "Either an all-reduce sends its bytes twice, once in each half of the ring, or "
+    "a number has 2 bytes: one of these is missing.",
+    _WIRE / _T: "The products are shared by 8, and the all-reduces are not: each GPU takes an "
+    "eighth of the one, and (t−1)/t of the other.",
+    _WIRE * _T: "Each of the 8 GPUs has an eighth of the products.",
+    _WIRE * _T / (_T - 1): "Close: a ring of 8 sends 7/8 of each half.",
+    _WIRE * 3: "Backward counts, too: 6 operations for each weight, not 2.",
+    _WIRE / 4: "There are four all-reduces, two in forward and two in backward.",
+})  # fmt: skip
 
-
-@exercise("strategy_days")
-def _days(answer: Any) -> str:
-    want = 6 * 8e9 * 15e12 / (512 * 989e12 * 0.4) / 86400
-    number(
-        answer,
-        want,
-        "days",
-        rel=0.01,
-        hints={
-            want * 86400: "Those are seconds.",
-            want * 24: "Those are hours.",
-            want / 3: "That is forward alone: backward takes twice as much.",
-            want * 0.4: "That is at the data sheet's rate; an MFU of 40 % takes longer.",
-            want * 8 / 6: "Nothing is recomputed here: 6 operations, not 8.",
-            want * 512: "That is on one GPU.",
-        },
-    )
-    return "Right: 41 days. Twice the GPUs take half of it only while MFU holds."
+_DAYS = 6 * 8e9 * 15e12 / (512 * 989e12 * 0.4) / 86400
+number("strategy_days", _DAYS, "days", rel=0.01,
+       says="Right: 41 days. Twice the GPUs take half of it only while MFU holds.", wrong={
+    _DAYS * 86400: "Those are seconds.",
+    _DAYS * 24: "Those are hours.",
+    _DAYS / 3: "That is forward alone: backward takes twice as much.",
+    _DAYS * 0.4: "That is at the data sheet's rate; an MFU of 40 % takes longer.",
+    _DAYS * 8 / 6: "Nothing is recomputed here: 6 operations, not 8.",
+    _DAYS * 512: "That is on one GPU.",
+})  # fmt: skip
 
 
 @exercise("strategy_corner")
@@ -77,7 +59,7 @@ def _corner(answer: Callable[..., Any]) -> str:
         for k in chance.sample(range(17), 3):
             layers[k] = layers[k][0], layers[k][1] * chance.uniform(2, 6)
         chance.shuffle(layers)
-        found = called(answer, list(layers))
+        found = called(answer, layers)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise Wrong(f"It should return (launch, rate), not {found!r}.")
         for name, got, want in zip(("launch", "rate"), found, (launch, rate), strict=True):
@@ -111,7 +93,7 @@ def _layout(answer: Any) -> str:
         found = strategy.predict(_MODEL, _GPU, answer)
     except ValueError as error:
         raise Wrong(f"The model cannot be cut so: {error}.") from None
-    needs, has = found.memory.reserved, strategy.known("course")["limit"] * _GPU.memory
+    needs, has = found.memory.reserved, strategy.room(_GPU)
     if needs > has:
         words = f"{needs / 1e9:.1f} GB on the fullest GPU, which may reserve {has / 1e9:.1f}."
         raise Wrong(f"It does not fit: {words}")

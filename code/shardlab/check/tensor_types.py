@@ -13,40 +13,47 @@ from torch import Tensor
 
 from shardlab import ranks
 from shardlab import tensor_types as tt
+from shardlab.check import Wrong, exercise
+from shardlab.check.forms import Kind, blanks, cases, run_answer
 from shardlab.tensor_types.adjoint import disproof
-
-from . import Wrong, called, exercise, run_answer
 
 _TIMEOUT = 20.0  # seconds, for what takes milliseconds: who waits that long waits for ever
 _MODEL = {"norm": "RR", "norm's gradient": "PP", "up": "RV", "up's gradient": "PV", "tokens": "VR"}
 
 
-@exercise("type_words")
-def _(answer: Any) -> str:
-    if not isinstance(answer, dict) or set(answer) != set(_MODEL):
-        raise Wrong(f"A word pair for each of {', '.join(map(repr, _MODEL))} is asked for.")
-    for name, right in _MODEL.items():
-        given = answer[name]
-        if not isinstance(given, str) or len(given) != 2 or not set(given) <= set(tt.WORDS):
-            raise Wrong(f"{name!r}: {given!r} is no pair of the words I, R, V and P.")
-        for axis, mine, wanted in zip(("dp", "tp"), given, right, strict=True):
-            if mine != wanted:
-                raise Wrong(f"{name!r}: {mine} on {axis} it is not. {_why(name, axis, mine)}")
-    return "Right: on each axis a gradient has the dual word of its tensor."
-
-
-def _why(name: str, axis: str, given: str) -> str:
+def _why(name: str, axis: int, given: str) -> str:
     if "gradient" in name:
-        other = _MODEL[name.split("'")[0]][axis == "tp"]
+        other = _MODEL[name.split("'")[0]][axis]
         return f"The tensor is {other} there: what does each rank find for it?"
-    if name == "tokens" and axis == "tp":
+    if name == "tokens" and axis:
         return "All ranks of a tensor group look at the same tokens, and integers get no gradient."
-    if name == "norm" and axis == "tp" and given == "I":
+    if name == "norm" and axis and given == "I":
         return "That it is where the stream is whole. Here a rank's norm sees its own tokens alone."
     return (
         "Do all ranks of this axis hold the same? And does each use it with something of its own?"
     )
 
+
+def _first(name: str, given: str) -> str:
+    """What is said of the first axis whose word is wrong."""
+    axis = int(given[0] == _MODEL[name][0])
+    return f"{given[axis]} on {('dp', 'tp')[axis]} it is not. {_why(name, axis, given[axis])}"
+
+
+_PAIRS = [a + b for a, b in product(tt.WORDS, tt.WORDS)]
+blanks(
+    "type_words",
+    _MODEL,
+    says="Right: on each axis a gradient has the dual word of its tensor.",
+    allowed=lambda given: given in _PAIRS,
+    allows=" A pair of the words I, R, V and P is asked for, for each.",
+    wrong={
+        (name, given): _first(name, given)
+        for name, right in _MODEL.items()
+        for given in _PAIRS
+        if given != right
+    },
+)
 
 _WRONG_WORDS = {
     "V -> I": "Forward is right. Your backward takes what it is given for the whole gradient, as "
@@ -61,28 +68,25 @@ def _operator(answer: Callable[..., Any]) -> Any:
     x = torch.ones(2, 3, dtype=torch.float64, device=ranks.device(), requires_grad=True)
     y = answer(x, group)
     if not isinstance(y, Tensor):
-        return "none", []
+        return "It returned no tensor.", None
     if not y.requires_grad:
-        return "cut", []
+        return (
+            "Its result gets no gradient: collectives know nothing of autograd. Write a "
+            "torch.autograd.Function with a backward.",
+            None,
+        )
     found = disproof(answer, "V -> R", group)
-    pairs = [f"{src} -> {dst}" for src, dst in product(tt.WORDS, tt.WORDS)]
-    return found, [w for w in pairs if found and not disproof(answer, w, group)]
+    return found, [w for w in _WRONG_WORDS if found and not disproof(answer, w, group)]
 
 
 @exercise("my_operator")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
         found, others = run_answer(_operator, size, answer, timeout=_TIMEOUT)[0]
-        if found == "none":
-            raise Wrong("It returned no tensor.")
-        if found == "cut":
-            raise Wrong(
-                "Its result gets no gradient: collectives know nothing of autograd. Write a "
-                "torch.autograd.Function with a backward."
-            )
+        if others is None:
+            raise Wrong(found)
         for words in others:
-            if words in _WRONG_WORDS:
-                raise Wrong(f"Its words are {words}. {_WRONG_WORDS[words]}")
+            raise Wrong(f"Its words are {words}. {_WRONG_WORDS[words]}")
         if found:
             raise Wrong(f"On {size} ranks V -> R does not hold: {'; '.join(found)}.")
     return "Right on 2 and 4 ranks: ⟨y, dy⟩ = ⟨x, dx⟩, and the value stays."
@@ -95,28 +99,28 @@ def _summed(words: list[str]) -> str | None:
         return None
 
 
-@exercise("my_sum")
-def _(answer: Callable[..., Any]) -> str:
-    cases = [list(words) for n in (1, 2, 3) for words in product(tt.WORDS, repeat=n)]
-    for words in cases:
-        given, right = called(answer, list(words)), _summed(words)
-        if given == right:
-            continue
-        told = f"For {words} it returned {given!r}. "
-        if given is not None and given not in tt.WORDS:
-            raise Wrong(told + "A word is asked for, or None.")
-        if "I" in words and set(words) != {"I"}:
-            told += "The other would give I's gradient something of the rank's own."
-        elif set(words) == {"P"}:
-            told += "Addends of two sums, added, are addends of the sum of both."
-        elif "P" in words:
-            told += "What is added to each addend is added once by each rank."
-        elif set(words) == {"R", "V"}:
-            told += "R may be used with something of a rank's own; the result is the rank's own."
-        else:
-            told += "Like goes with like."
-        raise Wrong(told)
-    return f"Right for all {len(cases)} lists of up to three words."
+def _why_sum(args: tuple[list[str]], got: str | None, want: str | None) -> str:
+    words = set(args[0])
+    if "I" in words and words != {"I"}:
+        return "The other would give I's gradient something of the rank's own."
+    if words == {"P"}:
+        return "Addends of two sums, added, are addends of the sum of both."
+    if "P" in words:
+        return "What is added to each addend is added once by each rank."
+    if words == {"R", "V"}:
+        return "R may be used with something of a rank's own; the result is the rank's own."
+    return "Like goes with like."
+
+
+_WORD: Kind = ("one of the words I, R, V and P, or None", lambda x: x in list(tt.WORDS))
+cases(
+    "my_sum",
+    [(list(words),) for n in (1, 2, 3) for words in product(tt.WORDS, repeat=n)],
+    _summed,
+    kind=_WORD,
+    says="Right for all 84 lists of up to three words.",
+    why=_why_sum,
+)
 
 
 _WIDE, _INNER = 6, 8
@@ -163,8 +167,8 @@ def _(answer: Callable[..., Any]) -> str:
     y = F.linear(y * whole["scale"], whole["down"]) + whole["bias"]
     y.backward(whole["dy"])
 
-    def network(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *rest: Any) -> Any:
-        return answer(x, gate, up, down, *rest)
+    def network(*given: Any) -> Any:
+        return answer(*given)
 
     def step(tp: dist.ProcessGroup) -> None:
         made = _parts(tp)
@@ -197,29 +201,29 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: equal to one process on two ranks, gradients too, and the checker agrees."
 
 
+_WAYS = ("types", "loss", "gradients", None)
 _PLAN = {
     "copy_to forgotten": ("types", "x is I and meets a matrix that is V."),
     "loss divided by N twice, before backward": ("loss", "A factor is no word; it is in the loss."),
     "a rank's tokens begin at position 0": (
         "loss",
-        "Positions are numbers; which output has them?",
+        "Positions are numbers: which output has them?",
     ),
     "gradients of norms not summed, sequence cut": ("types", "P comes to the step of what is R."),
     "each epoch in the same order": (None, "Each single step is right."),
     "gradients averaged over tp in place of dp": ("types", "On tp a gradient is I or V, and no P."),
 }
-
-
-@exercise("type_plan")
-def _(answer: Any) -> str:
-    if not isinstance(answer, dict) or set(answer) != set(_PLAN):
-        raise Wrong("One of 'types', 'loss', 'gradients' or None is asked for, for each mistake.")
-    for name, (right, why) in _PLAN.items():
-        given = answer[name]
-        if given not in ("types", "loss", "gradients", None):
-            raise Wrong(f"{name!r}: {given!r} is none of 'types', 'loss', 'gradients' and None.")
-        if given != right:
-            finds = given == "gradients" and right is not None
-            told = "It finds it, and something cheaper does as well." if finds else why
-            raise Wrong(f"{name!r}: not {given!r}. {told}")
-    return "Right: words first, then one step beside one process; time is a third matter."
+blanks(
+    "type_plan",
+    {name: right for name, (right, _) in _PLAN.items()},
+    says="Right: words first, then one step beside one process; time is a third matter.",
+    allowed=lambda given: given in _WAYS,
+    allows=" Allowed are 'types', 'loss', 'gradients' and None, for each mistake.",
+    wrong={
+        (name, given): "It finds it, and something cheaper does as well."
+        if given == "gradients" and right
+        else why
+        for name, (right, why) in _PLAN.items()
+        for given in _WAYS
+    },
+)

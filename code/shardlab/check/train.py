@@ -1,4 +1,4 @@
-"""The checks of lesson `train`."""
+"""The exercises of lesson `train`."""
 
 from __future__ import annotations
 
@@ -13,57 +13,48 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardlab import ranks
-from shardlab.check import Wrong, called, exercise, number, run_answer
+from shardlab.check import Wrong, exercise
+from shardlab.check.forms import (
+    Number,
+    Part,
+    Trial,
+    blanks,
+    called,
+    number,
+    on_ranks,
+    run_answer,
+)
 from shardlab.train import plain, shares
 
-
-@exercise("validation_filled_up")
-def _(answer: Any) -> str:
-    number(
-        answer,
-        58 / 12,
-        "nats",
-        rel=0.002,
-        hints={
-            5.5: "That is the right mean. The sampler gives each of 4 ranks equally many windows.",
-            4.5: "That drops the two windows that are too many; the sampler repeats two instead.",
-            74 / 12: "Not the last windows are repeated: the sampler begins anew at the first.",
-            6.5: "Two windows are counted twice: which ones, and out of how many?",
-        },
-    )
-    return "Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else."
+number("validation_filled_up", 58 / 12, "nats", rel=0.002,
+       says="Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else.", wrong={
+    5.5: "That is the right mean. The sampler gives each of 4 ranks equally many windows.",
+    4.5: "That drops the two windows that are too many; the sampler repeats two instead.",
+    74 / 12: "Not the last windows are repeated: the sampler begins anew at the first.",
+    6.5: "Two windows are counted twice: which ones, and out of how many?",
+})  # fmt: skip
 
 
-@exercise("my_mean")
-def _(answer: Callable[..., Any]) -> str:
-    cases = [
-        [(6.0, 3), (1.0, 1)],
-        [(0.0, 0), (12.0, 4), (2.0, 2)],
-        [(3.5, 7), (0.0, 0), (0.5, 1), (8.0, 2)],
-    ]
-    for each in cases:
-        right = sum(total for total, _ in each) / sum(count for _, count in each)
-        means = [total / count if count else 0.0 for total, count in each]
-
-        def mine(each: list[tuple[float, int]] = each) -> Any:
-            return answer(*each[dist.get_rank()], dist.group.WORLD)
-
-        found = run_answer(mine, len(each))
-        for rank, value in enumerate(found):
-            try:
-                value = float(value)
-            except (TypeError, ValueError):
-                raise Wrong(f"Rank {rank} of {len(each)} got {value!r}: a number is due") from None
-            if abs(value - right) < 1e-5:
-                continue
-            if abs(value - sum(means) / len(means)) < 1e-5:
-                raise Wrong("That is the mean of the ranks' means: their each are not equal.")
-            if abs(value - right * sum(c for _, c in each)) < 1e-5:
-                raise Wrong("That is the sum of all losses: divide it by the sum of the counts.")
-            raise Wrong(f"Rank {rank} of {len(each)} got {value:.4f}, due are {right:.4f}.")
-    return "Right on 2, 3 and 4 ranks, some of them without a token."
+@on_ranks(
+    "my_mean",
+    (
+        ([(6.0, 3), (1.0, 1)],),
+        ([(0.0, 0), (12.0, 4), (2.0, 2)],),
+        ([(3.5, 7), (0.0, 0), (0.5, 1), (8.0, 2)],),
+    ),
+    says="Right on 2, 3 and 4 ranks, some of them without a token.",
+)
+def _(each: list[tuple[float, int]]) -> Trial:
+    total, count = map(sum, zip(*each, strict=True))
+    means = sum(part / max(n, 1) for part, n in each) / len(each)
+    mistakes = {
+        "That is the mean of the ranks' means: their shares are not equal.": torch.tensor(means),
+        "That is the sum of all losses: divide it by the sum of the counts.": torch.tensor(total),
+    }
+    return Trial([Part("the mean", torch.tensor(total / count), mistakes, 1e-5)], each)
 
 
 @exercise("my_rest")
@@ -71,7 +62,7 @@ def _(answer: Callable[..., Any]) -> str:
     generator = torch.Generator().manual_seed(0)
     for length, done, batch, size in ((13, 2, 4, 2), (13, 0, 4, 4), (50, 3, 8, 1), (50, 5, 8, 8)):
         order = torch.randperm(length, generator=generator).tolist()
-        got = [called(answer, list(order), done, batch, rank, size) for rank in range(size)]
+        got = [called(answer, order, done, batch, rank, size) for rank in range(size)]
         if not all(isinstance(share, list) for share in got):
             raise Wrong(f"A list is due, and your function returned {got[0]!r}.")
         case = f"order of {length}, done={done}, batch={batch}, size={size}"
@@ -145,29 +136,25 @@ def _changed(changes: dict[str, str]) -> Callable[..., list[float]]:
     return module.main
 
 
-@exercise("missing_lines")
-def _(answer: Any) -> str:
-    allowed = sorted(lacks for lacks, _ in _LACKS.values())
-    if not isinstance(answer, dict) or set(answer) != set(_LACKS):
-        raise Wrong("A dictionary is due, with the keys A, B, C and D.")
-    unknown = [value for value in answer.values() if value not in allowed]
-    if unknown:
-        raise Wrong(f"{unknown[0]!r}: allowed are {', '.join(allowed)}.")
-    hints = {
-        "sampler": "Without a sampler, what does each rank train on?",
-        "set_epoch": "Without set_epoch, which steps have another order than one process's?",
-        "all_reduce": "Without the all-reduce of losses, do the ranks print the same?",
-        "wrapper": "Without the wrapper, up to which step are the weights right?",
-    }
-    for name, (lacks, _) in _LACKS.items():
-        if answer[name] != lacks:
-            raise Wrong(f"{name} lacks something else. {hints[answer[name]]}")
-    return "Right. Each of them runs without a complaint, and only a comparison shows it."
+_WITHOUT = {
+    "sampler": "Without a sampler, what does each rank train on?",
+    "set_epoch": "Without set_epoch, which steps have another order than one process's?",
+    "all_reduce": "Without the all-reduce of losses, do the ranks print the same?",
+    "wrapper": "Without the wrapper, up to which step are the weights right?",
+}
+blanks(
+    "missing_lines",
+    {name: lacks for name, (lacks, _) in _LACKS.items()},
+    says="Right. Each of them runs without a complaint, and only a comparison shows it.",
+    allowed=lambda given: given in list(_WITHOUT),
+    allows=f" Allowed are {', '.join(_WITHOUT)}.",
+    wrong={(name, given): words for name in _LACKS for given, words in _WITHOUT.items()},
+)
 
 
-def _cases(rank: int) -> list[tuple[str, bool, list[torch.Tensor]]]:
+def _steps(rank: int, size: int) -> list[tuple[str, bool, list[Tensor]]]:
     """What a step's gradients are, whether it may be made, and this rank's shards of them."""
-    last, fine = dist.get_world_size() - 1, torch.full((3,), 0.5)
+    last, fine = size - 1, torch.full((3,), 0.5)
     inf, nan = torch.tensor([1.0, math.inf]), torch.tensor([math.nan, 1.0])
     large = torch.full((2,), 3e38)  # finite, unless somebody adds them up
     return [
@@ -177,23 +164,21 @@ def _cases(rank: int) -> list[tuple[str, bool, list[torch.Tensor]]]:
         ("rank 0 has inf and rank 1 -inf", False, [[inf], [-inf], [fine], [fine]][rank]),
         ("the last rank holds no shard, and all is finite", True, [] if rank == last else [fine]),
         ("rank 0 holds no shard, and the last rank has an inf", False, [inf] * (rank == last)),
-        ("all gradients are large and finite", True, [large.clone()]),
+        ("all gradients are large and finite", True, [large]),
     ]
 
 
-def _decisions(answer: Callable[..., Any]) -> list[tuple[str, bool, Any]]:
-    found = []
-    for name, right, gradients in _cases(dist.get_rank()):
-        found.append((name, right, answer(gradients, dist.group.WORLD)))
-    return found
+def _decisions(answer: Callable[..., Any]) -> list[Any]:
+    steps = _steps(dist.get_rank(), dist.get_world_size())
+    return [answer([g.clone() for g in gradients], dist.group.WORLD) for *_, gradients in steps]
 
 
 @exercise("my_decision")
 def _(answer: Callable[..., Any]) -> str:
     for size in (2, 4):
-        for by_rank in zip(*run_answer(_decisions, size, answer, timeout=15.0), strict=True):
-            name, right, _ = by_rank[0]
-            where, said = f"{size} ranks, {name}: ", [decision for _, _, decision in by_rank]
+        found = zip(*run_answer(_decisions, size, answer), strict=True)
+        for said, (name, right, _) in zip(found, _steps(0, size), strict=True):
+            where = f"{size} ranks, {name}: "
             for rank, one in enumerate(said):
                 if not isinstance(one, bool):
                     kind = type(one).__name__
@@ -210,42 +195,31 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right, on 2 and 4 ranks: one flag travels, and all decide alike."
 
 
-@exercise("skipped_steps")
-def _(answer: Any) -> str:
-    number(
-        answer,
-        17,
-        "steps",
-        hints={
-            16: "Each halving costs a step: 16. But with a hysteresis of 2 the first overflow "
-            "leaves the scale as it is.",
-            15: "2^32 and 2^17 both overflow: count them.",
-            18: "Only the first overflow is forgiven; from then on each one halves.",
-            32: "The hysteresis forgives the first overflow alone, until the scale is doubled.",
-            33: "The hysteresis forgives the first overflow alone, until the scale is doubled.",
-        },
-    )
-    return "Right: one that is forgiven, and 16 that halve, from 2^32 to 2^16."
+_ONCE = "The hysteresis forgives the first overflow alone, until the scale is doubled."
+number("skipped_steps", 17, "steps",
+       says="Right: one that is forgiven, and 16 that halve, from 2^32 to 2^16.", wrong={
+    16: "Each halving costs a step: 16. But with a hysteresis of 2 the first overflow leaves "
+    "the scale as it is.",
+    15: "2^32 and 2^17 both overflow: count them.",
+    18: "Only the first overflow is forgiven; from then on each one halves.",
+    32: _ONCE,
+    33: _ONCE,
+})  # fmt: skip
 
 
-@exercise("states_of_a_job")
-def _(answer: Any) -> str:
-    if not isinstance(answer, dict) or set(answer) != {"ddp", "fsdp2"}:
-        raise Wrong("A dictionary is due, with the keys ddp and fsdp2.")
-    whole = 16 * 1.3
-    for name, right in (("ddp", whole), ("fsdp2", whole / 8)):
-        number(
-            answer[name],
-            right,
-            f"GB with {name}",
-            rel=0.01,
-            hints={
-                right / 16 * 12: "Gradients count, too.",
-                right / 16 * 14: "Gradients stay in float32 here: autocast changes products alone.",
-                right / 16 * 4: "Those are the weights alone.",
-                right / 8: "With DDP nothing is divided: each GPU has all of it.",
-                right * 8: "FSDP2 divides weights, gradients and optimizer by the ranks.",
-                right * 1e9: "In GB, please.",
-            },
-        )
-    return "Right: 16 bytes a parameter, on each GPU or shared by eight."
+def _states(name: str, right: float) -> Number:
+    wrong = {
+        right / 16 * 12: "Gradients count, too.",
+        right / 16 * 14: "Gradients stay in float32 here: autocast changes products alone.",
+        right / 16 * 4: "Those are the weights alone.",
+        right / 8: "With DDP nothing is divided: each GPU has all of it.",
+        right * 8: "FSDP2 divides weights, gradients and optimizer by the ranks.",
+    }
+    return Number(right, f"GB with {name}", wrong, 0.01)
+
+
+blanks(
+    "states_of_a_job",
+    {"ddp": _states("ddp", 16 * 1.3), "fsdp2": _states("fsdp2", 16 * 1.3 / 8)},
+    says="Right: 16 bytes a parameter, on each GPU or shared by eight.",
+)

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardlab import ranks
+from shardlab.ranks.whole import gathered
 
 from .folder import CheckpointError
 
@@ -46,10 +47,7 @@ class Members:
 
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks."""
-        everyone: list[Any] = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
+        return [value] if self.group is None else gathered(value, self.group)
 
     def check_same(self, **given: Any) -> None:
         """Raise ValueError, the same on all ranks, unless all were given the same."""

@@ -20,7 +20,7 @@ from shardlab import options
 # What each part is called by its user, and the module that brings it.
 PARTS = {
     **dict.fromkeys(("up", "status", "down"), "slurm.command"),
-    "run": "job",
+    "run": "run",
     "watch": "watch.sample",
     "hang": "watch.hang",
 }

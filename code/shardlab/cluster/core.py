@@ -3,14 +3,15 @@
     python -m shardlab cluster run --nodes 2 --ranks 4 --at node1:29400 train.py --steps 100
     python -m shardlab cluster run --nodes 1:2 --ranks 4 --at node1:29400 --logs logs train.py
 
-The same line runs on every node, and the same script runs under torchrun. In this order:
+The same line runs on every node, and the same script runs under torchrun. Each agent says in a
+`Report` how its ranks are; the agent on the node that `at` names, always node 0, is the host as
+well, and says in an `Order` what all shall do: both, and how it decides, stand in `host`. Here are
 
-1. `Order` and `Report`: the host says what all shall do, each agent says how its ranks are;
-2. `Ranks`, the processes of one node: how they start, fail and end;
-3. `Meeting`, a TCPStore in which orders and reports lie;
-4. `Host`, which reads the reports and decides; 5. `run`, the loop of an agent.
+1. `Ranks`, the processes of one node: how they start, fail and end;
+2. `Meeting`, a TCPStore in which orders and reports lie;
+3. `Agent`, which follows the orders, and on node 0 asks the host for them.
 
-The host is the agent on the node that `at` names, always node 0. When it is lost, so is the job.
+When the host is lost, so is the job.
 """
 
 from __future__ import annotations
@@ -24,63 +25,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from .host import Failure, Host, Order, Report, State
 from .job import Job, free_port, listen, within
 
 TICK = 0.05  # seconds between two looks at ranks and store
+TERMINATED = 128 + signal.SIGTERM  # the exit status that shells give to what SIGTERM has ended
 # Runs before a rank's program, in little time: without settings of the user's, and packages.
 _BORN = (sys.executable, "-IS", str(Path(__file__).with_name("born.py")))
-
-# What the host and the agents say to one another.
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the host wants of everyone. It holds until there is one with a higher number."""
-
-    number: int = 0
-    kind: str = "stop"  # end your ranks and be ready; or "run" them; or "end" the job
-    round: int = -1  # of "run": counts the starts, so a restarted rank never meets a dead one
-    agents: tuple[int, ...] = ()  # who is in this round: the first one is node 0
-    ranks: tuple[int, ...] = ()  # of each of them
-    port: int = 0  # MASTER_PORT, a fresh one for each round
-    why: str = ""
-    status: int = 0  # of "end"
-
-    def environment(self, job: Job, agent: int, local: int) -> dict[str, str]:
-        """What a rank finds in its environment: the names that torchrun has made common."""
-        node = self.agents.index(agent)
-        given = {
-            "RANK": sum(self.ranks[:node]) + local,
-            "WORLD_SIZE": sum(self.ranks),
-            "LOCAL_RANK": local,
-            "LOCAL_WORLD_SIZE": self.ranks[node],
-            "GROUP_RANK": node,
-            "MASTER_ADDR": job.address[0],
-            "MASTER_PORT": self.port,
-            "TORCHELASTIC_RUN_ID": job.name,
-            "TORCHELASTIC_RESTART_COUNT": self.round,
-            "TORCHELASTIC_MAX_RESTARTS": job.restarts,
-            "TORCHELASTIC_USE_AGENT_STORE": False,  # rank 0 opens a store on MASTER_PORT
-        }
-        return {name: str(value) for name, value in given.items()}
-
-
-@dataclass(frozen=True)
-class Report:
-    """How an agent's ranks are. Its number of beats is its heartbeat: it grows with each report."""
-
-    beat: int = 0
-    obeyed: int = -1  # number of the order that it follows
-    state: str = "ready"  # no ranks; "running"; all "done"; one "failed"; the agent has "left"
-    ranks: int = 1
-    errors: tuple[dict, ...] = ()  # of its last round
-
 
 # The ranks of one node.
 
@@ -91,12 +49,12 @@ class Ranks:
     def __init__(self, job: Job):
         self.job = job
         self.processes: dict[int, subprocess.Popen] = {}  # by rank
-        self.errors: dict[int, dict] = {}
+        self.failures: dict[int, Failure] = {}
         self.files: dict[int, Path] = {}  # where a rank's @record leaves its error
 
     def start(self, order: Order, agent: int) -> None:
         """Start all ranks that `order` has for this node."""
-        self.errors, self.files = {}, {}
+        self.failures, self.files = {}, {}
         for local in range(self.job.ranks):
             environment = order.environment(self.job, agent, local)
             rank, output = int(environment["RANK"]), None
@@ -116,25 +74,26 @@ class Ranks:
             if output:
                 output.close()
 
-    def state(self) -> str:
-        """As in `Report`; notes the errors of those that have failed since the last look."""
+    def state(self) -> State:
+        """Notes those that have failed since the last look, too."""
         codes = {rank: process.poll() for rank, process in self.processes.items()}
-        for rank in [r for r, code in codes.items() if code and r not in self.errors]:
-            self.errors[rank] = self._error(rank, codes[rank])
-        if self.errors and codes:
+        for rank in [r for r, code in codes.items() if code and r not in self.failures]:
+            self.failures[rank] = self._failure(rank, codes[rank])
+        if self.failures and codes:
             return "failed"
         if any(code is None for code in codes.values()):
             return "running"
         return "done" if codes else "ready"
 
-    def _error(self, rank: int, code: int) -> dict:
+    def _failure(self, rank: int, code: int) -> Failure:
+        killed = code < 0 and -code != signal.SIGABRT
         what = signal.Signals(-code).name if code < 0 else f"status {code}"
-        error = {"rank": rank, "killed": code < 0 and -code != signal.SIGABRT, "time": time.time()}
         with suppress(OSError, ValueError, KeyError, TypeError):
             path = self.files[rank]
-            what = json.loads(path.read_text())["message"]["message"]
-            error["time"] = path.stat().st_mtime  # finer than the whole seconds in the file
-        return error | {"what": str(what)}
+            what = str(json.loads(path.read_text())["message"]["message"])
+            when = path.stat().st_mtime  # finer than the whole seconds in the file
+            return Failure(rank, killed, when, what)
+        return Failure(rank, killed, time.time(), what)
 
     def send(self, number: int) -> None:
         """Pass a signal on to all ranks that still run."""
@@ -192,8 +151,7 @@ class Meeting:
 
     def order(self) -> Order:
         """The host's last word."""
-        values = json.loads(self.store.get("order"))
-        return Order(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        return Order.read(self.store.get("order"))
 
     def give(self, order: Order) -> None:
         """Give an order, as the host."""
@@ -210,104 +168,102 @@ class Meeting:
         """The last report of every agent that has ever come."""
         names = {agent: f"agent {agent}" for agent in range(1 + self.store.add("agents", 0))}
         there = {agent: name for agent, name in names.items() if self.store.check([name])}
-        return {agent: Report(**json.loads(self.store.get(n))) for agent, n in there.items()}
+        return {agent: Report.read(self.store.get(name)) for agent, name in there.items()}
 
 
-# Who decides.
+# Who obeys.
 
 
-@dataclass
-class Host:
-    """Turns reports into orders. It knows no processes and no store: times are arguments."""
+class Agent:
+    """This node's part of a job: its ranks, its place in the meeting and, on node 0, the host."""
 
-    job: Job
-    order: Order = field(default_factory=Order)
-    heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # last beat, and when
-    since: float | None = None  # when the order was given
-    came: tuple[int, float] = (0, 0.0)  # how many are ready, and since when so many
-    restarts: int = 0
-    failed: bool = False  # whether a rank failed in the last round
+    def __init__(self, job: Job, say: Callable[[str], None]):
+        self.job, self.say = job, say
+        self.meeting, self.ranks = Meeting(job), Ranks(job)
+        self.name = f"agent {self.meeting.agent}"
+        self.host = Host(job) if self.meeting.agent == 0 else None
+        self.order = Order(-1)  # the one that it follows
+        self.told_to_leave = self.ended = False
 
-    def decide(self, reports: dict[int, Report], now: float) -> Order | None:
-        """The next order, or None while the last one holds."""
-        self.since = now if self.since is None else self.since
-        for agent, report in reports.items():  # clocks of other nodes do not matter
-            if self.heard.get(agent, (None,))[0] != report.beat:
-                self.heard[agent] = report.beat, now
-        alive = {
-            agent: report
-            for agent, report in reports.items()
-            if now - self.heard[agent][1] < self.job.patience and report.state != "left"
-        }
-        choose = {"run": self._watch, "stop": self._gather}.get(self.order.kind)
-        new = choose(alive, now) if choose else None
+    def run(self) -> int:
+        """Follow orders until the job ends: see `run`."""
+
+        def leave(*_: Any) -> None:
+            self.told_to_leave = True
+
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGUSR1, lambda number, _: self.ranks.send(number))
+        threading.Thread(target=self._leave_when_silent, daemon=True).start()
+        try:
+            while self.order.kind != "end" and not self.told_to_leave:
+                order = self.meeting.order()
+                if order.number != self.order.number:
+                    self._obey(order)
+                self._pulse(self.ranks.state())
+                time.sleep(TICK)
+            return self._leave()
+        except RuntimeError:  # of the store's
+            self.say(f"{self.name}: the store at {self.job.at} is gone")
+            return 1
+        finally:
+            self.ended = True
+            self.ranks.kill()
+
+    def _obey(self, order: Order) -> None:
+        """End the ranks of the last round, and start those of a new one."""
+        self.ranks.end(self._pulse)
+        self.order = order
+        if order.kind == "run" and self.meeting.agent in order.agents:
+            size = f"world size {sum(order.ranks)}, nodes {len(order.agents)}"
+            why = f" ({order.why})" if order.why else ""
+            self.say(f"{self.name}, round {order.round}: {size}{why}")
+            self.ranks.start(order, self.meeting.agent)
+
+    def _pulse(self, state: State = "running") -> None:
+        """Say how the ranks are; the host then decides."""
+        failures = tuple(self.ranks.failures.values())
+        self.meeting.report(Report(0, self.order.number, state, failures=failures))
+        new = self.host and self.host.decide(self.meeting.reports(), time.monotonic())
         if new:
-            self.order, self.since, self.came = new, now, (0, now)
-        return new
+            port = free_port(self.job.address[0]) if new.kind == "run" else 0
+            self.meeting.give(replace(new, port=port))
 
-    def _next(self, kind: str, why: str, **more: object) -> Order:
-        return replace(self.order, number=self.order.number + 1, kind=kind, why=why, port=0, **more)
+    def _leave(self) -> int:
+        """The job has ended, or this node was told to go: the exit status."""
+        status = self.order.status
+        if self.order.kind != "end":  # a planned stop, with all ranks at 0, is no failure
+            processes = list(self.ranks.processes.values())
+            self.ranks.end(self._pulse)
+            status = TERMINATED if any(process.returncode for process in processes) else 0
+        elif status:
+            self.say(f"{self.name}: {self.order.why}")
+        self._pulse("left")
+        if self.host:
+            self._leave_last(self.host)
+        return status
 
-    def _watch(self, alive: dict[int, Report], now: float) -> Order | None:
-        """While ranks run: is anyone lost, has a rank failed, are all done, has a node come?"""
-        members = self.order.agents
-        if lost := [agent for agent in members if agent not in alive]:
-            return self._next("stop", f"agent {lost[0]} is silent or has left")
-        states = [alive[a].state for a in members if alive[a].obeyed == self.order.number]
-        if "failed" in states:
-            self.failed = True
-            return self._next("stop", "a rank failed")
-        if states == ["done"] * len(members):
-            return self._next("end", "all ranks are done", status=0)
-        new = [agent for agent in alive if agent not in members]
-        if new and len(members) < self.job.nodes[1] and "done" not in states:
-            return self._next("stop", f"agent {new[0]} has come")
-        return None
+    def _leave_last(self, host: Host) -> None:
+        """The host goes last: the others still want to read that the job has ended."""
+        if self.order.kind != "end":
+            self.meeting.give(host.next("end", "the host was told to leave", status=1))
+        limit = time.monotonic() + self.job.grace + self.job.patience
+        while time.monotonic() < limit:
+            reports, now = self.meeting.reports(), time.monotonic()
+            host.decide(reports, now)
+            if all(reports[agent].state == "left" for agent in host.audible(reports, now)):
+                return
+            time.sleep(TICK)
 
-    def _gather(self, alive: dict[int, Report], now: float) -> Order | None:
-        """Between two rounds: once nobody has ranks any more, start with those who are there."""
-        if any(r.obeyed != self.order.number or r.state != "ready" for r in alive.values()):
-            return None  # somebody's ranks still run
-        why = self.order.why
-        if self.failed and all(agent in alive for agent in self.order.agents):
-            why = first_cause(alive)
-            if self.restarts == self.job.restarts:
-                why = f"{self.restarts} restarts are used up: {why}"
-                return self._next("end", why, status=1)
-            self.restarts += 1
-        elif self.failed:  # a lost node fails its neighbours' ranks: that counts for none
-            lost = [agent for agent in self.order.agents if agent not in alive]
-            why = f"agent {lost[0]} is silent or has left"
-        self.failed, self.order = False, replace(self.order, why=why)
-        if len(alive) != self.came[0]:
-            self.came = len(alive), now
-        least, most = self.job.nodes
-        if len(alive) < least:
-            if now - self.since < self.job.join:
-                return None
-            why = f"{len(alive)} of at least {least} nodes came within {self.job.join:g} s"
-            return self._next("end", why, status=1)
-        if len(alive) < most and now - self.came[1] < self.job.last_call:
-            return None
-        members = tuple(sorted(alive))[:most]
-        more = {"agents": members, "ranks": tuple(alive[agent].ranks for agent in members)}
-        return self._next("run", why, round=self.order.round + 1, **more)
-
-
-def first_cause(reports: dict[int, Report]) -> str:
-    """The error that came first over all nodes: the others are mostly its consequences.
-
-    A rank that was killed is never another's victim, unless it aborted itself, as nccl's watchdog
-    does. Among the rest the earliest time counts, so the nodes' clocks have to agree.
-    """
-    errors = [error for report in reports.values() for error in report.errors]
-    if not errors:
-        return "a rank failed"
-    first = min(errors, key=lambda error: (not error["killed"], error["time"]))
-    return f"rank {first['rank']} was first to fail: {first['what']}"
-
-
-# The agent.
+    def _leave_when_silent(self) -> None:
+        """In a thread: the store's calls wait for ever for a host that is cut off."""
+        while not self.ended:
+            time.sleep(TICK)
+            self.meeting.silent += 1  # counted, not timed: an agent that was stopped may go on
+            if self.meeting.silent * TICK > self.job.patience and not self.ended:
+                self.say(f"{self.name}: the store at {self.job.at} is silent")
+                self.ranks.kill()
+                os._exit(1)
 
 
 def run(job: Job, say: Callable[[str], None] = print) -> int:
@@ -317,75 +273,4 @@ def run(job: Job, say: Callable[[str], None] = print) -> int:
     up, or too few nodes came, or the store is gone. 143: SIGTERM, and a rank did not end with 0.
     SIGTERM and SIGINT take this node out of the job, the host's end it; SIGUSR1 goes to the ranks.
     """
-    meeting, ranks, asked, ended = Meeting(job), Ranks(job), [], threading.Event()
-    host = Host(job) if meeting.agent == 0 else None
-    order, status = Order(-1), 1
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: asked.append(number))
-    signal.signal(signal.SIGUSR1, lambda number, _: ranks.send(number))
-    threading.Thread(target=_watch, args=(meeting, ranks, say, ended), daemon=True).start()
-
-    def pulse(state: str = "running") -> None:
-        """Say how the ranks are; the host then decides."""
-        meeting.report(Report(0, order.number, state, errors=tuple(ranks.errors.values())))
-        new = host and host.decide(meeting.reports(), time.monotonic())
-        if new:
-            port = free_port(job.address[0]) if new.kind == "run" else 0
-            meeting.give(replace(new, port=port))
-
-    try:
-        while order.kind != "end" and not asked:
-            new, state = meeting.order(), ranks.state()
-            if new.number != order.number:
-                ranks.end(pulse)
-                order, state = new, "ready"
-                if order.kind == "run" and meeting.agent in order.agents:
-                    size = f"world size {sum(order.ranks)}, nodes {len(order.agents)}"
-                    why = f" ({order.why})" if order.why else ""
-                    say(f"agent {meeting.agent}, round {order.round}: {size}{why}")
-                    ranks.start(order, meeting.agent)
-                    state = "running"
-            pulse(state)
-            time.sleep(TICK)
-        status = order.status
-        if order.kind != "end":  # a planned stop, with all ranks at 0, is no failure
-            processes = list(ranks.processes.values())
-            ranks.end(pulse)
-            status = 143 if any(process.returncode for process in processes) else 0
-        elif status:
-            say(f"agent {meeting.agent}: {order.why}")
-        pulse("left")
-        if host:
-            _last(meeting, host, order)
-    except RuntimeError:  # of the store's
-        say(f"agent {meeting.agent}: the store at {job.at} is gone")
-    finally:
-        ended.set()
-        ranks.kill()
-    return status
-
-
-def _watch(
-    meeting: Meeting, ranks: Ranks, say: Callable[[str], None], ended: threading.Event
-) -> None:
-    """In a thread: leave when the store is silent. Its calls wait for ever for a host cut off."""
-    while not ended.wait(TICK):
-        meeting.silent += 1  # counted, not timed: an agent that was stopped may go on
-        if meeting.silent * TICK > meeting.job.patience:
-            say(f"agent {meeting.agent}: the store at {meeting.job.at} is silent")
-            ranks.kill()
-            os._exit(1)
-
-
-def _last(meeting: Meeting, host: Host, order: Order) -> None:
-    """The host goes last: the others still want to read that the job has ended."""
-    if order.kind != "end":
-        meeting.give(host._next("end", "the host was told to leave", status=1))
-    job, limit = host.job, time.monotonic() + host.job.grace + host.job.patience
-    while time.monotonic() < limit:
-        reports, now = meeting.reports(), time.monotonic()
-        host.decide(reports, now)
-        heard = [agent for agent in reports if now - host.heard[agent][1] < job.patience]
-        if all(reports[agent].state == "left" for agent in heard):
-            return
-        time.sleep(TICK)
+    return Agent(job, say).run()

@@ -1,28 +1,17 @@
-"""What an agent of `shardlab.cluster.core` is told, and the command that tells it.
-
-    python -m shardlab cluster run --nodes 2 --ranks 4 --at node1:29400 train.py --steps 100
-    python -m shardlab cluster run --at 127.0.0.1:29400 --ranks 2 --logs logs train.py --steps 100
-    python -m shardlab cluster run --at 127.0.0.1:29400 -- -m package.module --steps 100
-
-What stands behind the script goes to it as it is, also what looks like one of these options.
-"""
+"""What an agent of `shardlab.cluster.core` is told, and how agents find one another's address."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardlab import options
-from shardlab.arguments import RANKS, check_number, check_whole
+from shardlab.arguments import PROCESSES, RANKS, check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class Job:
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
             raise ValueError(f"command={self.command!r}: allowed are a program and its arguments")
-        check_whole(ranks=self.ranks)
+        check_whole(1, PROCESSES, ranks=self.ranks)
         check_whole(0, restarts=self.restarts)
         check_number(patience=self.patience, join=self.join)
         check_number(0, last_call=self.last_call, grace=self.grace)
@@ -115,59 +104,3 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
-
-
-def add_run(commands: argparse._SubParsersAction) -> None:
-    """Add `run` to the subcommands of `python -m shardlab cluster`."""
-    parser = options.command(commands, "run", __doc__)
-    add = partial(options.add, parser)
-    add("at", "where the agents meet: a host that is one of the nodes, and a port", "HOST:PORT")
-    add("ranks", "on this node (1)", "N")
-    add("nodes", "how many, or how many at least and at most (1)", "LEAST:MOST")
-    add("job", "its name: agents of another job are turned away (job)", "NAME")
-    add("restarts", "of all ranks after one has failed (3)", "N")
-    add("patience", "seconds until a silent agent is left out (5)", "S")
-    add("last-call", "seconds for more nodes, when the least number is there (2)", "S")
-    add("join", "seconds for the least number of nodes to come (600)", "S")
-    add("grace", "seconds between SIGTERM and SIGKILL (10)", "S")
-    add("logs", "folder for what each rank writes (to the agent's own output)", "DIR")
-    parser.add_argument("script", help="what every rank runs, and its arguments", nargs="...")
-    parser.set_defaults(command=_main)
-
-
-def _main(chosen: argparse.Namespace) -> int:
-    job = told(chosen)
-    if job.logs:
-        options.folder("logs", job.logs)
-    from . import core  # here: it takes seconds, and bad input is refused at once
-
-    return core.run(job, partial(print, flush=True))
-
-
-def told(chosen: argparse.Namespace) -> Job:
-    """The job that options, all of them text, describe. Raises ValueError for bad ones."""
-    script = [*chosen.script]
-    if script[:1] == ["--"]:
-        script.pop(0)
-    if not script:
-        raise ValueError("script: missing; allowed are a file, or -- -m MODULE")
-    if script[0] != "-m" and not os.path.isfile(script[0]):
-        raise ValueError(f"script={script[0]!r}: there is no such file; allowed is one that exists")
-    given = {"command": (sys.executable, *script), "at": chosen.at or ""}
-    if chosen.nodes is not None:
-        least, _, most = chosen.nodes.partition(":")
-        allowed = "LEAST:MOST, two numbers above 0, or one"
-        numbers = [options.number("nodes", n, allowed, int) for n in (least, most or least)]
-        given["nodes"] = (numbers[0], numbers[1])
-    if chosen.ranks is not None:
-        given["ranks"] = options.whole("ranks", chosen.ranks)
-    if chosen.restarts is not None:
-        given["restarts"] = options.whole("restarts", chosen.restarts, 0)
-    for name in ("patience", "last_call", "join", "grace"):
-        if (value := getattr(chosen, name)) is not None:
-            given[name] = options.number(name, value, "numbers of seconds")
-    if chosen.job is not None:
-        given["name"] = chosen.job
-    if chosen.logs is not None:
-        given["logs"] = options.place("logs", chosen.logs)
-    return Job(**given)

@@ -13,18 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from shardlab.arguments import (
-    check_all,
-    check_count,
-    check_flag,
-    check_kind,
-    check_number,
-    check_one_of,
-    check_whole,
-)
-from shardlab.memory import PRECISIONS, estimate
+from shardlab.arguments import check_all, check_kind, check_number, check_one_of, check_whole
+from shardlab.layout import ALONE, Layout
+from shardlab.memory import PRECISIONS, estimate, in_flight
 from shardlab.shapes import Config
 
 from .predict import attention_memory
@@ -34,40 +28,35 @@ WAYS = "ring", "ulysses"
 
 def context_moments(
     config: Config,
+    layout: Layout,
     seq: int,
-    cp: int = 1,
     way: str = "ring",
-    batch: int = 1,
     precision: str = "bf16",
-    tp: int = 1,
-    zero: int = 0,
-    dp: int = 1,
     device: str = "gpu",
     **choices: Any,
 ) -> dict[str, int]:
-    """Bytes on one rank at each moment of a training step on `batch` contexts of `seq` tokens.
+    """Bytes on one rank at each moment of a training step on contexts of `seq` tokens.
 
-    cp: ranks that share a context. way: how attention reaches the other ranks' keys, "ring" or
-    "ulysses". zero: over all ranks that have the same weights, dp * cp of them. choices: of
-    `memory.estimate` (sequence_parallel, recompute, optimizer, pp, …). The largest value is the
-    peak.
+    layout: whose cp ranks share a context. way: how attention reaches the other ranks' keys, "ring"
+    or "ulysses". ZeRO is over all ranks that have the same weights, d * c of them. choices: of
+    `memory.estimate` (attention, optimizer, …). The largest value is the peak.
 
-    Raises ValueError as `memory.estimate` does, and for what cannot be cut: a `seq` that cp ranks
+    Raises ValueError as `memory.estimate` does, and for what cannot be cut: a `seq` that the ranks
     cannot share, dropout or plain scores (attention="plain") with cp above 1.
     """
-    unit = grain(cp, tp, choices.get("sequence_parallel", False))
+    unit = grain(layout)
     check_kind(Config, config=config)
-    _check(config, cp, way, tp, choices)
-    check_whole(seq=seq, batch=batch)
-    check_count(dp=dp)
+    _check(config, layout, way, choices)
+    check_whole(seq=seq)
     if seq % unit:
         near = [n for n in (seq // unit * unit, seq // unit * unit + unit) if n > 0]
         nearest = " and ".join(map(str, near))
         raise ValueError(f"seq={seq!r}: allowed are multiples of {unit}; the nearest: {nearest}")
-    copies = dp * cp if zero else dp
-    found = estimate(
-        config, batch, seq // cp, precision, zero=zero, dp=copies, tp=tp, device=device, **choices
-    )
+    cp, tp, batch = layout.cp, layout.tp, layout.micro_batch
+    # Each rank by itself, with its part of the context; what it does with others comes on top.
+    copies = layout.dp * cp if layout.zero else layout.dp
+    alone = replace(layout, dp=copies, cp=1)
+    found = estimate(config, alone, seq // cp, precision, device=device, **choices)
     moments = dict(found.moments)
     if cp == 1:
         return moments
@@ -80,8 +69,9 @@ def context_moments(
     # What a layer keeps in other ways than in one process, where a CPU keeps attention's results
     # twice, heads first and tokens first, and a GPU once.
     kept = cut["kept"] - one["kept"] - (query if device == "cpu" and heads > 1 else 0)
-    layers = _layers_in_flight(config, choices)
-    if choices.get("recompute", "none") == "full":
+    # As the first stage of a pipeline has them.
+    layers = int(config.layers // layout.pp * in_flight(layout))
+    if layout.recompute == "full":
         layers = 1
         computed_again = {"ffn", "norm"}
     else:
@@ -92,46 +82,36 @@ def context_moments(
     moments["attention"] += (layers - 1) * kept + cut["backward"] - one["backward"]
     if way == "ulysses":
         moments["attention"] -= inputs  # of the first all-to-all: nobody needs them any more
-    if not zero:  # the gradients side by side in one message: see `average_gradients`
+    if not layout.zero:  # the gradients side by side in one message: see `average_gradients`
         states = found.parameters + found.gradients + found.optimizer
         moments["average"] = states + found.gradients + 16 * batch * (seq // cp)
     return moments
 
 
-def grain(cp: int, tp: int = 1, sequence_parallel: bool = False) -> int:
+def grain(layout: Layout) -> int:
     """Contexts have a multiple of so many tokens: two pieces for each of cp ranks, t equal shares.
 
-    Of both layouts the stricter, the zig-zag.
+    Of both ways to deal out tokens the stricter, the zig-zag.
     """
-    check_count(cp=cp, tp=tp)
-    check_flag(sequence_parallel=sequence_parallel)
-    return cp * math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
+    check_kind(Layout, layout=layout)
+    pieces, shares = 2 if layout.cp > 1 else 1, layout.tp if layout.sequence_parallel else 1
+    return layout.cp * math.lcm(pieces, shares)
 
 
 def tokens_that_fit(
-    config: Config,
-    budget: int,
-    tp: int = 1,
-    cp: int = 1,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-    **choices: Any,
+    config: Config, budget: int, layout: Layout = ALONE, way: str = "ring", **choices: Any
 ) -> int:
     """The longest context, in tokens, whose training step stays within `budget` bytes on each rank.
 
     A multiple of `grain`; 0 when not even the shortest fits, as when the states alone are too
-    large. choices: of `context_moments` (way, batch, precision, zero, dp, device) and of
-    `memory.estimate`. Not in it is what that does not count: fragments, CUDA's context, buffers of
-    nccl. Leave a tenth for them.
+    large. choices: of `context_moments` (precision, device) and of `memory.estimate`. Not in it is
+    what that does not count: fragments, CUDA's context, buffers of nccl. Leave a tenth for them.
     """
     check_number(budget=budget)
-    unit = grain(cp, tp, sequence_parallel)
+    unit = grain(layout)
 
     def fits(units: int) -> bool:
-        moments = context_moments(
-            config, units * unit, cp, tp=tp, sequence_parallel=sequence_parallel,
-            recompute=recompute, **choices,
-        )  # fmt: skip
+        moments = context_moments(config, layout, units * unit, way, **choices)
         return max(moments.values()) <= budget
 
     low, high = 0, 1  # so many units fit; so many do not
@@ -144,17 +124,17 @@ def tokens_that_fit(
 
 
 def tokens_table(
-    config: Config, budget: int, cps: Sequence[int], cases: Mapping[str, Mapping[str, Any]]
+    config: Config, budget: int, cps: Sequence[int], cases: Mapping[str, Layout]
 ) -> list[dict[str, int]]:
     """A row for each number of context ranks, with the tokens that fit in each case.
 
-    cases: name of a column -> arguments of `tokens_that_fit`. For a table, and for a picture.
+    cases: name of a column -> the layout, but for its context ranks. For a table, and a picture.
     """
     check_all(int, cps=cps)
     check_kind(Mapping, cases=cases)
     return [
         {"cp": cp}
-        | {name: tokens_that_fit(config, budget, cp=cp, **c) for name, c in cases.items()}
+        | {name: tokens_that_fit(config, budget, replace(c, cp=cp)) for name, c in cases.items()}
         for cp in cps
     ]
 
@@ -167,14 +147,9 @@ def _input_bytes(
     return (heads + 2 * kv_heads) * one_head, heads * one_head
 
 
-def _layers_in_flight(config: Config, choices: Mapping[str, Any]) -> int:
-    """Layers whose activations are there at once, as the first stage of a pipeline has them."""
-    pp, microbatches = choices.get("pp", 1), choices.get("microbatches")
-    return config.layers // pp * (pp if microbatches is None else min(pp, microbatches))
-
-
-def _check(config: Config, cp: int, way: str, tp: int, choices: Mapping[str, Any]) -> None:
+def _check(config: Config, layout: Layout, way: str, choices: Mapping[str, Any]) -> None:
     check_one_of(WAYS, way=way)
+    cp, tp = layout.cp, layout.tp
     for name in ("heads", "key_value_heads"):
         if (value := getattr(config, name)) % tp:
             raise ValueError(f"tp={tp}: allowed are divisors of {name}={value}")

@@ -1,6 +1,6 @@
 """DeepSpeed's real engine, started on the ranks of this course.
 
-    settings = deepspeed_engine.config(micro_batch=2, world_size=2, zero=2)
+    settings = deepspeed_engine.config(Layout(2, zero=2, micro_batch=2))
     # and on every rank:
     engine = deepspeed_engine.initialize(GPT(PRESETS["nano"]), settings)
     loss = deepspeed_engine.step(engine, [(tokens, targets)])

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from shardlab import model as plain
 from shardlab import ranks
+from shardlab.arguments import check_kind
+from shardlab.layout import ALONE, Layout
 
 from . import schema
 from .pipe import is_pipeline
@@ -40,7 +42,7 @@ def initialize(
 ) -> Any:
     """DeepSpeed's engine around `module`, on every rank of the default process group.
 
-        engine = initialize(GPT(PRESETS["nano"]), config(micro_batch=2, world_size=2, zero=3))
+        engine = initialize(GPT(PRESETS["nano"]), config(Layout(2, zero=3, micro_batch=2)))
         loss(engine(tokens), targets)   # then engine.backward(...), engine.step(); or use `step`
 
     module: the same on every rank; it is moved to the rank's device and becomes the engine's. One
@@ -127,39 +129,25 @@ COURSE_PLAN = {
 
 
 def config(
-    micro_batch: int = 1,
-    world_size: int = 1,
+    layout: Layout = ALONE,
     *,
-    accumulation: int = 1,
-    train_batch: int | None = None,
-    zero: int = 0,
-    offload: str = "none",
     precision: str = "fp32",
     clipping: float = 0.0,
-    recompute: bool = False,
-    dp: int | None = None,
-    tp: int = 1,
     tp_plan: str | Mapping[str, Any] = "course",
-    pp: int = 1,
     device: str = "auto",
     **more: Any,
 ) -> dict[str, Any]:
     """DeepSpeed's configuration, checked against DeepSpeed's own schema.
 
-    micro_batch: sequences that one data-parallel rank computes at a time.
-    world_size: ranks of the job. dp * tp * pp; `dp` follows from the others when it is left out.
-    accumulation: micro-batches per step; in a pipeline, the micro-batches that fill it.
-    train_batch: sequences per step on all ranks, micro_batch * accumulation * dp; checked if given.
-    zero: ZeRO stage 0 to 3.
-    offload: "none"; "optimizer", whose states and step go to the host's memory (stages 1 to 3);
-        "parameters", which go there too (stage 3).
+    layout: its ranks are the job's. What the layout offloads goes to the host's memory: with
+        "optimizer" its states and step (ZeRO's stages 1 to 3), with "parameters" these, too.
+        recompute="full" writes the section "activation_checkpointing". On its own that changes
+        nothing: see `recompute` (the function). In a pipeline, where DeepSpeed itself calls the
+        layers, it does.
     precision: "fp32"; "bf16" or "fp16" for parameters, with fp32 master weights.
     clipping: largest global norm of the gradients; 0 for none.
-    recompute: write the section "activation_checkpointing". On its own it changes nothing: see
-        `recompute` (the function). In a pipeline, where DeepSpeed itself calls the layers, it does.
-    tp: degree of automatic tensor parallelism. tp_plan: "course" for the plain GPT, the name of one
-        of DeepSpeed's presets ("llama", ...), or DeepSpeed's "partition_config" as a dict.
-    pp: stages of DeepSpeed's pipeline; the module has to be one that `pipeline` made.
+    tp_plan: of automatic tensor parallelism: "course" for the plain GPT, the name of one of
+        DeepSpeed's presets ("llama", ...), or DeepSpeed's "partition_config" as a dict.
     device: "auto", "cpu" or "cuda", as in `ranks.run`.
     more: further sections in DeepSpeed's own words, merged with what stands here.
 
@@ -180,40 +168,34 @@ def config(
 
     Raises ValueError for what cannot go together.
     """
-    dp = schema.degrees(world_size, dp, tp, pp)
-    ranks.agree.check_whole(micro_batch=micro_batch, accumulation=accumulation)
-    schema.check_choices(zero, offload, precision, clipping)
-    schema.check_together(zero, offload, precision, tp, pp, device)
-    batch = micro_batch * accumulation * dp
-    if train_batch is not None and train_batch != batch:
-        raise ValueError(
-            f"train_batch={train_batch!r}: micro_batch * accumulation * dp = {micro_batch} * "
-            f"{accumulation} * {dp} = {batch} is allowed"
-        )
+    check_kind(Layout, layout=layout)
+    schema.check_choices(precision, clipping)
+    schema.check_together(layout, precision, device)
     built: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.microbatches,  # in a pipeline, those that fill it
+        "train_batch_size": layout.batch,
         "gradient_clipping": float(clipping),
-        "zero_optimization": {"stage": zero},
+        "zero_optimization": {"stage": layout.zero},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,  # never
     }
-    if offload != "none":
+    if layout.offload != "none":
         built["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         built["zero_force_ds_cpu_optimizer"] = False
-    if offload == "parameters":
+    if layout.offload == "parameters":
         built["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if precision != "fp32":
         built[precision] = {"enabled": True}
-    if tp > 1:
+    if layout.tp > 1:
         del built["train_batch_size"]  # DeepSpeed would hold it against all ranks, tp's included
-        built["tensor_parallel"] = {"autotp_size": tp, **_plan(tp_plan)}
-    if pp > 1:
-        built["pipeline"] = {"stages": pp}
-        if recompute:  # re-entrant, DeepSpeed's default, would leave the embedding without gradient
+        built["tensor_parallel"] = {"autotp_size": layout.tp, **_plan(tp_plan)}
+    again = layout.recompute == "full"
+    if layout.pp > 1:
+        built["pipeline"] = {"stages": layout.pp}
+        if again:  # re-entrant, DeepSpeed's default, would leave the embedding without gradient
             built["pipeline"] |= {"activation_checkpoint_interval": 1, "use_reentrant": False}
-    elif recompute:
+    elif again:
         built["activation_checkpointing"] = {"partition_activations": False}
     _merge(built, more)
     schema.check(built, optimizer=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardlab import ranks
 from shardlab.count import clock
+from shardlab.layout import Layout
 from shardlab.options import Parser, any_encoding
 
 from .breakdown import (
@@ -99,12 +100,12 @@ def _engine(way: str, module: Any, batch: int) -> tuple[Any, torch.optim.Optimiz
         return module, torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
     size = dist.get_world_size()
     place = "cpu" if ranks.device().type == "cpu" else "auto"
-    chosen = {
-        "data": {},
-        "zero3": {"zero": 3, "offload": "parameters"},
-        "tensor": {"tp": size, "tp_plan": "llama"},
+    layout = {
+        "data": Layout(size, micro_batch=batch),
+        "zero3": Layout(size, micro_batch=batch, zero=3, offload="parameters"),
+        "tensor": Layout(tp=size, micro_batch=batch),
     }[way]
-    return initialize(module, config(batch, size, device=place, **chosen)), None
+    return initialize(module, config(layout, tp_plan="llama", device=place)), None
 
 
 def _rank(way: str, task: Task, name: str | None) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def layers(model: GPT) -> tuple[list[Any], list[str]]:
 def pipeline(model: GPT, stages: int) -> Any:
     """`model` as DeepSpeed's PipelineModule of `stages` stages, for `initialize`.
 
-        engine = initialize(pipeline(GPT(shape), 2), config(world_size=2, pp=2, accumulation=4))
+        engine = initialize(pipeline(GPT(shape), 2), config(Layout(pp=2, microbatches=4)))
 
     Inside a rank, on all of them. Layers are dealt out evenly by number, in order. Ranks left over
     are data-parallel copies. Every rank builds the whole model first, so that its weights are those

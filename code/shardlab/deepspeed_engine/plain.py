@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlab.ranks.whole import gathered
+
 from .core import folder_of
 from .pipe import full_names, is_pipeline
 from .start import prepare, quiet
@@ -74,8 +76,7 @@ def _of_all_stages(engine: Any) -> dict[str, Tensor]:
     for name, parameter in engine.module.named_parameters():
         value = _master(engine, parameter, _on_cpu(parameter))
         mine.update(dict.fromkeys(full_names(engine.module, name), value))
-    stages: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(stages, mine)
+    stages = gathered(mine, dist.group.WORLD)
     return {name: value for stage in stages for name, value in stage.items()}
 
 

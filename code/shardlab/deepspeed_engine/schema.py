@@ -18,11 +18,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardlab import ranks
-from shardlab.ranks.agree import check_whole
+from shardlab.arguments import check_one_of
+from shardlab.layout import Layout
 
 from .start import prepare, quiet
 
-OFFLOADS = ("none", "optimizer", "parameters")
+# Of a layout's fields, what `config` writes; of the others, all that a Layout takes.
+WRITTEN: dict[str, tuple[Any, ...]] = {
+    "cp": (1,), "ep": (1,), "replicas": (1,), "schedule": ("1f1b",), "chunks": (1,),
+    "stages": ("equal",), "sequence_parallel": (False,), "recompute": ("none", "full"),
+}  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16")
 _SIZES = (
     "train_batch_size",
@@ -42,40 +47,20 @@ _INSTEAD = {
 _FREE = ("optimizer.params.", "scheduler.params.")
 
 
-def degrees(world_size: Any, dp: Any, tp: Any, pp: Any) -> int:
-    """The data-parallel degree; ValueError unless dp * tp * pp is the number of ranks."""
-    check_whole(world_size=world_size, tp=tp, pp=pp)
-    if dp is None:
-        if world_size % (tp * pp):
-            raise ValueError(
-                f"world_size={world_size}: allowed are multiples of tp * pp = {tp} * {pp}"
-            )
-        return world_size // (tp * pp)
-    check_whole(dp=dp)
-    if dp * tp * pp != world_size:
-        raise ValueError(
-            f"world_size={world_size}: dp * tp * pp = {dp} * {tp} * {pp} = {dp * tp * pp} is"
-            " allowed"
-        )
-    return dp
-
-
-def check_choices(zero: Any, offload: Any, precision: Any, clipping: Any) -> None:
+def check_choices(precision: Any, clipping: Any) -> None:
     """Raise ValueError for a value that is none of those that `config` names."""
-    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero={zero!r}: allowed are 0, 1, 2 and 3")
-    if offload not in OFFLOADS:
-        raise ValueError(f"offload={offload!r}: allowed are {', '.join(map(repr, OFFLOADS))}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: allowed are {', '.join(map(repr, PRECISIONS))}")
+    check_one_of(PRECISIONS, precision=precision)
     number = isinstance(clipping, (int, float)) and not isinstance(clipping, bool)
     if not number or not 0 <= clipping < math.inf:
         raise ValueError(f"clipping={clipping!r}: allowed is a norm, 0 (no clipping) or more")
 
 
-def check_together(zero: int, offload: str, precision: str, tp: int, pp: int, device: str) -> None:
-    """Raise ValueError for values that DeepSpeed cannot combine."""
+def check_together(layout: Layout, precision: str, device: str) -> None:
+    """Raise ValueError for what DeepSpeed cannot combine, or `config` does not write."""
     _, place = ranks.place(1, device)
+    zero, tp, pp = layout.zero, layout.tp, layout.pp
+    for name, allowed in WRITTEN.items():
+        check_one_of(allowed, **{name: getattr(layout, name)})
     if pp > 1 and zero > 1:
         raise ValueError(
             f"zero={zero}: with pp={pp} allowed are 0 and 1; a pipeline adds up the gradients of "
@@ -86,10 +71,8 @@ def check_together(zero: int, offload: str, precision: str, tp: int, pp: int, de
             f"tp={tp}: with pp={pp} allowed is 1; DeepSpeed's automatic tensor parallelism does not"
             " go into its pipeline module"
         )
-    if offload == "optimizer" and zero == 0:
+    if layout.offload == "optimizer" and zero == 0:
         raise ValueError("zero=0: with offload='optimizer' allowed are 1, 2 and 3")
-    if offload == "parameters" and zero != 3:
-        raise ValueError(f"zero={zero}: with offload='parameters' allowed is 3")
     if precision == "fp16" and place == "cpu":
         raise ValueError("precision='fp16': on a CPU DeepSpeed allows 'fp32' and 'bf16'")
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shardlab import memory
 from shardlab.arguments import check_count, check_kind, check_number, check_numbers, check_whole
-from shardlab.layout import stages
+from shardlab.layout import Layout
 from shardlab.shapes import Config
 
 from .core import check_experts
@@ -45,9 +45,9 @@ def parameters(config: Config) -> Parameters:
     """All parameters of a model with experts, and those that a token goes through."""
     check_sparse(config)
     total = memory.parameter_count(config)
-    (alone,) = stages(config)
-    one = memory.in_experts(config, stage=alone, ep=config.experts)  # of each layer
-    return Parameters(total, total - (config.experts - config.experts_per_token) * one)
+    e = config.experts
+    one = memory.in_experts(config, Layout(dp=e, ep=e))  # of each layer
+    return Parameters(total, total - (e - config.experts_per_token) * one)
 
 
 def held(config: Config, ranks: int) -> int:
@@ -58,7 +58,7 @@ def held(config: Config, ranks: int) -> int:
     check_sparse(config)
     check_count(ranks=ranks)
     check_experts(config.experts, ranks)
-    return sum(memory.parameters(config, ep=ranks).values())
+    return sum(memory.parameters(config, Layout(dp=ranks, ep=ranks)).values())
 
 
 def predicted_calls(config: Config) -> int:

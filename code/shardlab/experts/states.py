@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.buckets import clip_by_joint_norm
 from shardlab.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
+from shardlab.ranks.whole import named
 
 from .core import ExpertParallel, _group, own_parameters
 
@@ -29,15 +29,10 @@ def full_state_dict(model: GPT) -> dict[str, Tensor]:
     """
     group = _group(model)
     rank, _ = check_group(group)
-    mine, found = model.state_dict(), {}
-    for name, (owner, twin) in _names(model).items():
-        if owner is None:
-            found[name] = mine[name].detach().clone()
-            continue
-        whole = mine[name].detach().clone() if owner == rank else torch.empty_like(mine[twin])
-        dist.broadcast(whole, dist.get_global_rank(group, owner), group=group)
-        found[name] = whole
-    return found
+    mine = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    owners = {name: owner for name, (owner, _) in _names(model).items()}
+    dealt = named({name: mine[name] for name, owner in owners.items() if owner == rank}, group)
+    return {name: mine[name] if owner is None else dealt[name] for name, owner in owners.items()}
 
 
 @torch.no_grad()

@@ -37,8 +37,8 @@ from shardlab.arguments import (
 )
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import time_limit
-from shardlab.ranks.p2p import carrier
-from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
+from shardlab.ranks.renamed import all_gather_single
+from shardlab.ranks.whole import reduce_scatter
 
 from .checks import check_blocks, check_grid, check_product, check_share, check_way
 
@@ -157,30 +157,7 @@ def by_inner(a_Mk: Tensor, b_kN: Tensor, group: Group, whole: bool = True) -> Te
     if whole:
         dist.all_reduce(summand_MN, group=group)  # [M, N]
         return summand_MN
-    return _scattered_sum(summand_MN, group)
-
-
-def _scattered_sum(x_MN: Tensor, group: Group) -> Tensor:
-    """This rank's rows of the sum of all ranks' x_MN: a reduce-scatter.
-
-    Every rank sends each other rank its rows, and adds up what it gets in the order of the ranks.
-    That moves what a reduce-scatter moves, takes any number of rows, and has the same bits from run
-    to run. gloo's own makes an all-reduce, twice as many bytes. nccl's is better, for equal shares.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    rows = shares(len(x_MN), size)
-    m, columns = rows[rank], x_MN.shape[1]
-    if carrier(x_MN.device, group) == "nccl" and len(x_MN) % size == 0:
-        sum_mN = x_MN.new_empty(m, columns)
-        reduce_scatter_single(sum_mN, x_MN, group=group)  # [M, N] to [m, N]
-        return sum_mN
-    received = x_MN.new_empty(size * m, columns)
-    dist.all_to_all_single(received, x_MN, [m] * size, rows, group=group)  # [M, N] to [t * m, N]
-    first, second, *others = received.view(size, m, columns)
-    sum_mN = first + second
-    for part_mN in others:
-        sum_mN += part_mN
-    return sum_mN
+    return reduce_scatter(summand_MN, group, shares(len(summand_MN), size))()  # [M, N] to [m, N]
 
 
 def multiply(way: str, a_MK: Tensor, b_KN: Tensor, group: Group, whole: bool = True) -> Tensor:

@@ -49,7 +49,7 @@ class Layout:
     recompute: str = "none"  # or "selective", "full"; or by operator: "norms+ffn"
     sequence_parallel: bool = False
     cp: int = 1  # [c] ranks that share each sequence
-    ep: int = 1  # ranks, of the copies, that share the experts
+    ep: int = 1  # ranks, of those with the same weights, that share the experts
     chunks: int = 1  # [v] parts of the model on each stage, under "interleaved" and "zb-v"
     schedule: str = "1f1b"  # of a pipeline: one of SCHEDULES
     replicas: int = 1  # groups of dp / replicas copies that ZeRO shards over; groups repeat (HSDP)
@@ -62,8 +62,7 @@ class Layout:
         check_count(**{name: getattr(self, name) for name in _DEGREES})
         check_count(ranks=self.ranks)
         self._check_order()
-        if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
-            raise ValueError(f"zero={self.zero!r}: allowed are 0, 1, 2 and 3")
+        check_one_of((0, 1, 2, 3), zero=self.zero)
         check_one_of(OFFLOADS, offload=self.offload)
         computed_again(self.recompute)
         check_flag(sequence_parallel=self.sequence_parallel)
@@ -83,9 +82,9 @@ class Layout:
     def _check_copies(self) -> None:
         if self.dp % self.replicas:
             raise ValueError(f"replicas={self.replicas}: allowed are divisors of dp={self.dp}")
-        if self.dp // self.replicas % self.ep:
-            group = f"{self.dp // self.replicas} copies" + " of a group" * (self.replicas > 1)
-            raise ValueError(f"ep={self.ep}: allowed are divisors of dp={self.dp}, the {group}")
+        if self.shards % self.ep:
+            those = "ranks of a group" if self.replicas > 1 else "ranks with the same weights"
+            raise ValueError(f"ep={self.ep}: allowed are divisors of {self.shards}, the {those}")
         if self.replicas > 1 and not self.zero:
             raise ValueError(f"replicas={self.replicas}: allowed with zero=0 is 1")
         if self.offload == "parameters" and self.zero != 3:
@@ -242,3 +241,6 @@ def computed_again(recompute: str) -> frozenset[str]:
         allowed = f"'none', 'selective' and 'full', and {some}"
         raise ValueError(f"recompute={recompute!r}: allowed are {allowed}")
     return frozenset(named)
+
+
+ALONE = Layout()  # one rank, and one sequence in a step

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_count, check_kind, check_one_of, told
+from shardlab.arguments import check_count, check_kind, check_one_of, is_whole, told
 from shardlab.shapes import Config
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
@@ -116,7 +116,7 @@ def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
         check_one_of(STAGE_RULES, stages=rule)
         return
     counts = isinstance(rule, tuple) and len(rule) == pp
-    if not counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in rule):
+    if not counts or not all(map(is_whole, rule)):
         allowed = f"{', '.join(STAGE_RULES)}, and a tuple of pp={pp} whole numbers"
         raise ValueError(f"stages={told(rule)}: allowed are {allowed}")
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_count, check_flag, check_one_of, check_whole
-from shardlab.layout.core import computed_again
+from shardlab.arguments import check_one_of, check_whole
+from shardlab.layout import ALONE, Layout, computed_again
 from shardlab.shapes import Config
 
 from .core import (
@@ -127,51 +127,40 @@ def _backward(
 
 def activations(
     config: Config,
-    batch: int = 1,
+    layout: Layout = ALONE,
     seq: int | None = None,
     precision: str = "bf16",
-    tp: int = 1,
-    pp: int = 1,
-    stage: int | None = None,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-    attention: str = "fused",
-    microbatches: int | None = None,
-    device: str = "cpu",
     *,
-    cp: int = 1,
-    stages: str | tuple[int, ...] = "equal",
-    schedule: str = "1f1b",
-    chunks: int = 1,
+    attention: str = "fused",
+    device: str = "cpu",
+    stage: int | None = None,
 ) -> Activations:
-    """Activations on one rank, for `batch` sequences of `seq` tokens in each micro-batch.
+    """Activations on one rank, in a step on micro-batches of sequences of `seq` tokens.
 
-    seq: by default the model's longest. stage: of `pp`, from 0; None: the last, which has the loss.
-    stages: their layers, by a rule or one by one, as in `layout.stages`. Under 1F1B stage i keeps
-    min(pp - i, microbatches) micro-batches; microbatches None: many; other schedules, and their
-    chunks: `in_flight`. recompute: "selective" computes attention's core again in backward (what
-    lies between queries, keys, values and the output projection), "full" each whole layer; or by
-    operator, as "attention+norms+ffn", where "ffn" is what follows on its wide products. attention:
-    "fused" keeps no scores, "plain" all of them in float32, "plain-16" in the stream's dtype.
-    device: whose kernels; a CPU has no fused RMSNorm and no fused attention with dropout, and needs
-    more. cp: ranks that share each sequence; what attention sends and keeps for them comes on top,
-    in `context_parallel.context_moments`.
+    seq: by default the model's longest. stage: of a pipeline, from 0; None: the last, which has the
+    loss. How many micro-batches it keeps: `in_flight`. Recomputation: "selective" computes
+    attention's core again in backward (what lies between queries, keys, values and the output
+    projection), "full" each whole layer; or by operator, as "attention+norms+ffn", where "ffn" is
+    what follows on its wide products. attention: "fused" keeps no scores, "plain" all of them in
+    float32, "plain-16" in the stream's dtype. device: whose kernels; a CPU has no fused RMSNorm and
+    no fused attention with dropout, and needs more. What attention sends and keeps for the ranks
+    that share a sequence comes on top, in `context_parallel.context_moments`.
 
     Raises ValueError for sizes below 1, unknown names, degrees that do not divide the shape, and
     tokens that sequence or context parallelism cannot share out.
     """
-    here = placed(config, tp, pp, stage, stages, schedule, chunks)
+    here = placed(config, layout, stage)
     seq = config.seq if seq is None else seq
-    check_whole(seq=seq, batch=batch)
-    again = computed_again(recompute)
+    check_whole(seq=seq)
     check_one_of(ATTENTION, attention=attention)
     check_one_of(DEVICES, device=device)
     check_one_of(PRECISIONS, precision=precision)
-    check_flag(sequence_parallel=sequence_parallel)
-    check_count(cp=cp)
-    seq = _shared(config, seq, cp, tp if sequence_parallel else 1, attention)
-    flying = in_flight(pp, pp - 1 if stage is None else stage, microbatches, schedule, chunks)
-    z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, sequence_parallel)
+    tp, batch, recompute = layout.tp, layout.micro_batch, layout.recompute
+    along = layout.sequence_parallel
+    seq = _shared(config, seq, layout.cp, tp if along else 1, attention)
+    flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
+    z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, along)
+    again = computed_again(recompute)
     # Full recomputation keeps a layer's input; backward computes the rest again, all of it.
     kind = kernel(config, attention, device)
     parts = _parts(config, z, again, kind, device, tp)

@@ -21,11 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
-from math import prod
 from typing import Any
 
 from shardlab import memory, options
-from shardlab.layout import SCHEDULES, STAGE_RULES
+from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout
 from shardlab.memory.units import whole
 from shardlab.shapes import PRESETS, Config
 
@@ -106,32 +105,26 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, int], str]:
             f"exactly one of --params (a number) and --model ({', '.join(PRESETS)})"
         )
     ranks = settings.pop("ranks", None)
-    degrees = {name: settings.get(name, 1) for name in ("dp", "tp", "pp", "cp")}
-    if settings.get("cp") is None:
-        del degrees["cp"]
-    if ranks is not None and ranks != prod(degrees.values()):
-        *most, last = (f"{name}={degree}" for name, degree in degrees.items())
-        product = f"the product of {', '.join(most)} and {last}"
-        raise ValueError(f"ranks={ranks}: allowed is {prod(degrees.values())}, {product}")
+    said = [name for name in settings if name in SHAPED]
+    layout = _layout(settings)
+    if ranks is not None:
+        layout.check(ranks)
     if "model" in settings:
         name = settings.pop("model")
         config = _config(name)
-        if "stages" in settings:
-            settings["stages"] = _stages(settings["stages"])
-        counted = memory.estimate(config, **({"device": "gpu"} | settings))
-        batch, seq = settings.get("batch", 1), settings.get("seq", config.seq)
+        counted = memory.estimate(config, layout, **({"device": "gpu"} | settings))
+        batch, seq = layout.micro_batch, settings.get("seq", config.seq)
         params, of = memory.parameter_count(config), f", {batch} × {seq:,} tokens on each rank"
         activations, buffers = counted.activations, counted.buffers
     else:
-        needs = [name for name in SHAPED if name in settings]
-        if needs:
-            option = "--" + needs[0].replace("_", "-")
+        if said:
+            option = "--" + said[0].replace("_", "-")
             raise ValueError(
                 f"{option} with --params: allowed with --model ({', '.join(PRESETS)}), because "
                 "activations follow from a model's shape"
             )
         params = _parameters(settings.pop("params"))
-        counted, name, of = memory.states(params, **settings), "a model", ""
+        counted, name, of = memory.states(params, layout, **settings), "a model", ""
         activations = buffers = 0
     found = {part: getattr(counted, part) for part in PARTS[:3]}
     found |= {"activations": activations, "buffers": buffers}
@@ -139,14 +132,30 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, int], str]:
     if name != "a model":
         found["peak"] = counted.peak
     found["host"] = counted.host
+    names = ["dp", "tp", "pp", *["cp"] * ("cp" in said)]
+    degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in names)
     title = (
         f"{name} of {params / 1e9:.4g} billion parameters, {settings.get('precision', 'bf16')}, "
         f"{settings.get('optimizer', 'adamw')}{of}\n"
-        f"{' × '.join(f'{name} {degree}' for name, degree in degrees.items())} = "
-        f"{prod(degrees.values())} rank{'s' * (prod(degrees.values()) > 1)}, "
-        f"ZeRO stage {settings.get('zero', 0)}"
+        f"{degrees} = {layout.ranks} rank{'s' * (layout.ranks > 1)}, ZeRO stage {layout.zero}"
     )
     return found, title
+
+
+def _layout(settings: dict[str, Any]) -> Layout:
+    """What the options say of a layout, taken out of `settings`.
+
+    Of a pipeline's micro-batches there are as many as it can keep, unless an option says how many.
+    """
+    fields = {name: settings.pop(name) for name in vars(ALONE) if name in settings}
+    if "batch" in settings:
+        fields["micro_batch"] = settings.pop("batch")
+    if "stages" in fields:
+        fields["stages"] = _stages(fields["stages"])
+    if fields.get("pp", 1) > 1:
+        many = 1 if fields.get("schedule") == "gpipe" else 2
+        fields.setdefault("microbatches", many * fields["pp"])
+    return Layout(**fields)
 
 
 def _table(found: dict[str, int], title: str, unit: str, known: bool) -> str:

@@ -41,8 +41,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_count, check_one_of
-from shardlab.layout.core import OFFLOADS
+from shardlab.arguments import check_kind, check_one_of
+from shardlab.layout import ALONE, Layout
 from shardlab.shapes import Config
 
 from .units import ceil_div, whole
@@ -71,7 +71,6 @@ PRECISIONS: dict[str, Recipe] = {
     "8-bit": Recipe(2, 2, 4, 1, 2, "bfloat16, float32 master weights, 8-bit states", 2048),
 }
 OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states a parameter
-STAGES = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -93,43 +92,31 @@ class States:
         return States(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def check_recipe(precision: str, optimizer: str, zero: int, dp: int, offload: str) -> Recipe:
-    """The recipe of that name; ValueError for what does not exist or does not go together."""
+def check_recipe(precision: str, optimizer: str) -> Recipe:
+    """The recipe of that name; ValueError for names that are none."""
     check_one_of(PRECISIONS, precision=precision)
     check_one_of(OPTIMIZERS, optimizer=optimizer)
-    check_one_of(STAGES, zero=zero)
-    check_one_of(OFFLOADS, offload=offload)
-    check_count(dp=dp)
-    if offload == "parameters" and zero != 3:
-        raise ValueError(f"zero={zero}: allowed with offload='parameters' is 3")
     return PRECISIONS[precision]
 
 
 def states(
-    params: float,
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-    zero: int = 0,
-    dp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    offload: str = "none",
+    params: float, layout: Layout = ALONE, precision: str = "bf16", optimizer: str = "adamw"
 ) -> States:
     """Bytes of model states per rank, for `params` parameters in the whole model (7.5e9 is fine).
 
-    tp, pp: each of tp * pp ranks gets its share of the parameters, rounded up; what a certain
-    shape gives each rank, exactly, is in `parameters`.
-    offload: "optimizer" keeps the optimizer's states in host memory, and from stage 2 on the
-    gradients too, because the optimizer computes there (ZeRO-Offload, arXiv 2101.06840, section 3);
-    "parameters" keeps the parameters there as well (stage 3 alone).
+    Each of the layout's t * p cuts gets its share of the parameters, rounded up, and ZeRO divides
+    it over the ranks that have the same; what a certain shape gives each rank, exactly, is in
+    `parameters`. Offloading "optimizer" keeps the optimizer's states in host memory, and from stage
+    2 on the gradients too, because the optimizer computes there (ZeRO-Offload, arXiv 2101.06840,
+    section 3); "parameters" keeps the parameters there as well.
     Adam's step counters (four bytes a tensor) are left out.
 
-    Raises ValueError for unknown names, degrees below 1, and parameters offloaded below stage 3.
+    Raises ValueError for unknown names, and numbers that are none.
     """
-    recipe = check_recipe(precision, optimizer, zero, dp, offload)
-    check_count(tp=tp, pp=pp)
-    held = ceil_div(whole("params", params), tp * pp)
-    share = ceil_div(held, dp)
+    check_kind(Layout, layout=layout)
+    recipe, zero, offload = check_recipe(precision, optimizer), layout.zero, layout.offload
+    held = ceil_div(whole("params", params), layout.tp * layout.pp)
+    share = ceil_div(held, layout.shards)
 
     def of(stage: int) -> int:
         return share if zero >= stage else held

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
-from shardlab.arguments import check_count, check_kind, check_whole, given
-from shardlab.layout import KINDS, Stage, stages
+from shardlab.arguments import check_kind, check_whole, given
+from shardlab.layout import ALONE, KINDS, Layout, Stage
 from shardlab.layout.entries import (
     check_expert_degree,
     check_tensor_degree,
@@ -27,35 +27,25 @@ from .units import ceil_div
 Shapes = dict[str, tuple[int, ...]]  # name of a parameter, as the model calls it -> its shape
 
 
-def placed(
-    config: Config,
-    tp: int = 1,
-    pp: int = 1,
-    stage: int | Stage | None = None,
-    rule: str | tuple[int, ...] = "equal",
-    schedule: str = "1f1b",
-    chunks: int | None = None,
-) -> Stage:
-    """The stage that is meant: one of `pp`, by number; the last; or a `Stage`, which it returns.
+def placed(config: Config, layout: Layout, stage: int | Stage | None = None) -> Stage:
+    """The stage that is meant: by number; None: the last; or a `Stage`, which it returns.
 
-    Raises ValueError unless the shape can be cut `tp` ways across and `pp` ways along.
+    Raises ValueError unless the shape can be cut so across and along.
     """
-    check_tensor_degree(config, tp)
-    check_count(pp=pp)
+    check_kind(Layout, layout=layout)
+    check_tensor_degree(config, layout.tp)
     if isinstance(stage, Stage):
         return stage
-    found = stages(config, pp, rule, schedule, chunks)
-    check_whole(0, pp - 1, **given(stage=stage))
+    found = layout.parts(config)
+    check_whole(0, layout.pp - 1, **given(stage=stage))
     return found[-1 if stage is None else stage]
 
 
-def shapes(
-    config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None, ep: int = 1
-) -> Shapes:
-    """Every parameter that one rank holds, by name, once; `stage` and `ep` as in `parameters`."""
-    here = placed(config, tp, pp, stage)
-    check_expert_degree(config, ep)
-    return {entry.name: entry.local(tp) for entry in held(config, here, ep)}
+def shapes(config: Config, layout: Layout = ALONE, stage: int | Stage | None = None) -> Shapes:
+    """Every parameter that one rank holds, by name, once; `stage` as in `parameters`."""
+    here = placed(config, layout, stage)
+    check_expert_degree(config, layout.ep)
+    return {entry.name: entry.local(layout.tp) for entry in held(config, here, layout.ep)}
 
 
 @lru_cache(maxsize=1024)
@@ -70,16 +60,16 @@ def in_layer(config: Config, tp: int, ep: int, sparse: bool) -> Counter[str]:
 
 
 def parameters(
-    config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None, ep: int = 1
+    config: Config, layout: Layout = ALONE, stage: int | Stage | None = None
 ) -> dict[str, int]:
     """Parameters on one rank, by part: embedding, attention, ffn, norms, head.
 
-    stage: which of `pp` equal stages, counted from 0; None: the one with the most, which is the
-    last; or any `Stage`. ep: ranks that deal out the experts, which count as feed-forward networks.
-    Raises ValueError for degrees that do not divide heads, key-value heads, the width of the
-    feed-forward network or of an expert (tp), the layers (pp) or the experts (ep).
+    stage: which of the layout's, counted from 0; None: the last, which of equal ones has the most;
+    or any `Stage`. Experts, of which a rank has its own, count as feed-forward networks. Raises
+    ValueError for degrees that do not divide heads, key-value heads, the width of the feed-forward
+    network or of an expert (tp), the layers (pp) or the experts (ep).
     """
-    here = placed(config, tp, pp, stage)
+    here, tp, ep = placed(config, layout, stage), layout.tp, layout.ep
     check_expert_degree(config, ep)
     counts = dict.fromkeys(KINDS, 0)
     for entry in held(config, replace(here, chunks=()), ep):
@@ -101,29 +91,24 @@ def parameter_count(config: Config) -> int:
     return sum(parameters(config).values())
 
 
-def in_experts(config: Config, tp: int = 1, *, stage: Stage, ep: int = 1) -> int:
-    """Of the parameters of a rank of `stage`, those of its experts, which other ranks lack."""
-    check_kind(Config, config=config)
-    check_kind(Stage, stage=stage)
-    check_tensor_degree(config, tp)
+def in_experts(config: Config, layout: Layout = ALONE, stage: int | Stage | None = None) -> int:
+    """Of the `parameters`, those of the rank's experts, which other ranks lack."""
+    here, tp, ep = placed(config, layout, stage), layout.tp, layout.ep
     check_expert_degree(config, ep)
-    return sum(n * in_layer(config, tp, ep, s)["experts"] for s, n in of_both_kinds(config, stage))
+    return sum(n * in_layer(config, tp, ep, s)["experts"] for s, n in of_both_kinds(config, here))
 
 
 def largest_parameter(
-    config: Config, tp: int = 1, pp: int = 1, stage: int | Stage | None = None
+    config: Config, layout: Layout = ALONE, stage: int | Stage | None = None
 ) -> int:
     """Elements of the largest single parameter on a rank."""
-    return max(prod(shape) for shape in shapes(config, tp, pp, stage).values())
+    return max(prod(shape) for shape in shapes(config, layout, stage).values())
 
 
-def fsdp2_shard(
-    config: Config, dp: int, tp: int = 1, pp: int = 1, stage: int | Stage | None = None
-) -> int:
-    """Elements that rank 0 of `dp` holds when FSDP2 shards each parameter by its first dimension.
+def fsdp2_shard(config: Config, layout: Layout, stage: int | Stage | None = None) -> int:
+    """Elements that the first rank holds when FSDP2 shards each parameter by its first dimension.
 
-    The rows are rounded up (torch.chunk), so this is a little above a `dp`-th of them.
+    The rows are rounded up (torch.chunk), so this is a little above an even share of them.
     """
-    check_count(dp=dp)
-    held = shapes(config, tp, pp, stage).values()
-    return sum(ceil_div(shape[0], dp) * prod(shape[1:]) for shape in held)
+    held = shapes(config, layout, stage).values()
+    return sum(ceil_div(shape[0], layout.shards) * prod(shape[1:]) for shape in held)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from fractions import Fraction
 
-from shardlab.arguments import check_count, check_flag, check_one_of, check_whole
+from shardlab.arguments import check_count, check_flag, check_kind, check_one_of, check_whole
+from shardlab.layout import ALONE, Layout
 
 from .core import OPTIMIZERS, check_recipe, states
 from .units import ceil_div, whole
@@ -82,38 +83,39 @@ def stage_output_saved(s: int, b: int, h: int, p: int) -> int:
 
 
 def bytes_per_parameter(
-    precision: str = "bf16", optimizer: str = "adamw", zero: int = 0, dp: int = 1
+    precision: str = "bf16", optimizer: str = "adamw", layout: Layout = ALONE
 ) -> Fraction:
-    """Bytes of model states for each parameter, on each rank, exactly: 4 + 12/64, for instance."""
-    recipe = check_recipe(precision, optimizer, zero, dp, "none")
+    """Bytes of model states for each parameter, on each rank, exactly: 4 + 12/64, for instance.
+
+    Raises ValueError for unknown names, and a layout that keeps some of them on the host.
+    """
+    check_kind(Layout, layout=layout)
+    recipe = check_recipe(precision, optimizer)
+    if layout.offload != "none":
+        raise ValueError(f"layout.offload={layout.offload!r}: allowed is 'none'")
     kinds = OPTIMIZERS[optimizer]
     kept = Fraction(recipe.master + kinds * recipe.state)
     if recipe.block:
         kept += Fraction(4 * kinds, recipe.block)
     parts = Fraction(recipe.parameters), Fraction(recipe.gradients), kept
-    stages = 3, 2, 1
-    return sum((p / dp if zero >= s else p for p, s in zip(parts, stages, strict=True)), Fraction())
+    zero, shards = layout.zero, layout.shards
+    shared = (part / (shards if zero >= s else 1) for part, s in zip(parts, (3, 2, 1), strict=True))
+    return sum(shared, Fraction())
 
 
 def largest(
-    memory: float,
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-    zero: int = 0,
-    dp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
+    memory: float, layout: Layout = ALONE, precision: str = "bf16", optimizer: str = "adamw"
 ) -> int:
     """The most parameters whose states fit into `memory` bytes per rank, and nothing else.
 
     Rajbhandari et al. 2020 (arXiv 1910.02054), Table 2, prints it as the theoretical maximum.
     """
     memory = whole("memory", memory)
-    check_count(tp=tp, pp=pp)
-    about = int(memory * tp * pp / bytes_per_parameter(precision, optimizer, zero, dp))
+    each = bytes_per_parameter(precision, optimizer, layout)
+    about = int(memory * layout.tp * layout.pp / each)
 
     def needs(params: int) -> int:
-        return states(params, precision, optimizer, zero, dp, tp, pp).total
+        return states(params, layout, precision, optimizer).total
 
     return bisect_right(range(1, about + 2), memory, key=needs)  # shares are rounded up
 
@@ -128,9 +130,9 @@ def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Frac
     check_one_of(("fp16", "bf16-fp32-gradients", "fp32"), precision=precision)
     check_count(d=d)
     check_flag(distributed=distributed)
-    zero = 1 if distributed else 0
+    layout = Layout(dp=d, zero=1 if distributed else 0)
     extra = Fraction(4, d if distributed else 1) if precision == "fp16" else Fraction()
-    return bytes_per_parameter(precision, "adam", zero, d) + extra
+    return bytes_per_parameter(precision, "adam", layout) + extra
 
 
 def deepspeed_zero2(

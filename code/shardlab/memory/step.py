@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from shardlab.arguments import check_count, check_flag, check_whole
-from shardlab.layout import Stage
+from shardlab.arguments import check_count, check_whole
+from shardlab.layout import ALONE, Layout, Stage
 from shardlab.layout.entries import of_kind, of_layer, outside
 from shardlab.shapes import Config
 
@@ -47,39 +48,23 @@ class Estimate:
 
 def estimate(
     config: Config,
-    batch: int = 1,
+    layout: Layout = ALONE,
     seq: int | None = None,
     precision: str = "bf16",
     optimizer: str = "adamw",
-    zero: int = 0,
-    dp: int = 1,
-    tp: int = 1,
-    pp: int = 1,
-    offload: str = "none",
-    sequence_parallel: bool = False,
-    recompute: str = "none",
+    *,
     attention: str = "fused",
-    microbatches: int | None = None,
-    stage: int | None = None,
     device: str = "cpu",
-    accumulate: bool = False,
+    stage: int | None = None,
     bucket: int = 25 * MIB,
     prefetch: int = 1,
-    *,
-    cp: int = 1,
-    ep: int = 1,
-    replicas: int = 1,
-    stages: str | tuple[int, ...] = "equal",
-    schedule: str = "1f1b",
-    chunks: int = 1,
 ) -> Estimate:
     """What one rank holds in a training step; arguments as in `states` and `activations`.
 
-    stage: of `pp`, from 0; None: the one with the highest peak. accumulate: gradients of earlier
-    micro-batches are there from the start, as under a pipeline. bucket: bytes of gradients reduced
-    at once. prefetch: layers that ZeRO-3 gathers ahead. replicas: groups of dp / replicas copies,
-    within which ZeRO shards (hybrid sharding); with cp ranks to a sequence, over these too. ep: of
-    these ranks, those that deal out the experts, whose states ZeRO then shards over an ep-th.
+    stage: of a pipeline, from 0; None: the one with the highest peak. bucket: bytes of gradients
+    reduced at once. prefetch: layers that ZeRO-3 gathers ahead. ZeRO shards over the ranks that
+    have the same weights, or of a group of them; the experts' states over those that have the same
+    experts.
 
     Buffers: the tokens and targets; without ZeRO, DDP's buckets, a second copy of the gradients
     (none with gradient_as_bucket_view=True: pass bucket=0); with ZeRO-1 and 2 one bucket; with
@@ -88,61 +73,54 @@ def estimate(
     pipeline, the messages of one micro-batch: the gradient from which backward starts (not on the
     last stage), the next input (not on the first) and what was sent last.
 
-    In a pipeline gradients of earlier micro-batches are counted from the first backward on: with no
-    more micro-batches than stages to come, this is on the safe side.
+    Of a step of several micro-batches, gradients of earlier ones are counted from the first
+    backward on: in a pipeline with no more of them than stages to come, this is on the safe side.
 
     The peak is counted with an optimizer that takes one parameter after the other (foreach=False).
     Not in it: what an allocator loses to fragments, CUDA's context, buffers of nccl.
 
     Raises ValueError as `states` and `activations` do.
     """
-    recipe = check_recipe(precision, optimizer, zero, dp, offload)
-    here = placed(config, tp, pp, stage, stages, schedule, chunks)
+    recipe = check_recipe(precision, optimizer)
+    here = placed(config, layout, stage)
     check_whole(0, bucket=bucket)
     check_count(0, prefetch=prefetch)
-    check_flag(accumulate=accumulate)
+    pp, zero, shards = layout.pp, layout.zero, layout.shards
     if stage is None and pp > 1:  # of equal stages one at an end is the fullest
-        some = (0, pp - 1) if stages == "equal" else range(pp)
+        some = (0, pp - 1) if layout.stages == "equal" else range(pp)
         found = [
             estimate(
-                config, batch, seq, precision, optimizer, zero, dp, tp, pp, offload,
-                sequence_parallel, recompute, attention, microbatches, one, device, accumulate,
-                bucket, prefetch, cp=cp, ep=ep, replicas=replicas, stages=stages, schedule=schedule,
-                chunks=chunks,
+                config, layout, seq, precision, optimizer, attention=attention, device=device,
+                stage=one, bucket=bucket, prefetch=prefetch,
             )
             for one in some
         ]  # fmt: skip
         return max(found, key=lambda one: one.peak)
-    kept = activations(
-        config, batch, seq, precision, tp, pp, stage, sequence_parallel, recompute, attention,
-        microbatches, device, cp=cp, stages=stages, schedule=schedule, chunks=chunks,
-    )  # fmt: skip
-    copies, shards = dp * cp, _shards(zero, dp, cp, replicas)
-    check_count(ep=ep)
-    if shards % ep:
-        raise ValueError(f"ep={ep}: allowed are divisors of {shards}, the ranks of a group")
-    held = sum(parameters(config, tp, pp, here, ep).values())
-    own = in_experts(config, tp, stage=here, ep=ep) if config.experts else 0
-    named = precision, optimizer, zero
+    how: dict[str, Any] = {"attention": attention, "device": device, "stage": stage}
+    kept = activations(config, layout, seq, precision, **how)
+    held = sum(parameters(config, layout, here).values())
+    own = in_experts(config, layout, here) if config.experts else 0
     state = States(0, 0, 0)
-    for params, ranks in ((held - own, shards), (own, shards // ep)):
+    for params, ranks in ((held - own, shards), (own, shards // layout.ep)):
         if params:
-            state = state.plus(states(params, *named, ranks, offload=offload))
-    unit = _Unit.of(config, tp, here, ep)
-    tokens = 16 * batch * (config.seq if seq is None else seq) // cp  # and targets, int64
+            alike = Layout(dp=ranks, zero=zero, offload=layout.offload)  # that have the same
+            state = state.plus(states(params, alike, precision, optimizer))
+    unit = _Unit.of(config, layout, here)
+    seq = (config.seq if seq is None else seq) // layout.cp
+    tokens = 16 * layout.micro_batch * seq  # and targets, int64
     gathered = buckets = 0
     if shards > 1 and zero == 3:
         layers = unit.layer * ((1 + prefetch) * recipe.compute + recipe.gradients)
         gathered = recipe.compute * unit.root + max(layers, recipe.gradients * unit.root)
-    elif copies > 1:
+    elif layout.dp * layout.cp > 1:
         gradients = held * recipe.gradients
         buckets = gradients if zero == 0 and bucket else min(gradients, bucket)
     messages = kept.stream * (2 if here.embedding or here.head else 3) if pp > 1 else 0
-    earlier = accumulate or (pp > 1 and microbatches != 1)
+    earlier = layout.microbatches > 1
     sharded = zero if shards > 1 else 0
     moments = _moments(kept, state, recipe, unit, earlier, sharded, shards, prefetch)
-    if held and offload == "none":  # else the optimizer computes in host memory
-        tensors = _in_order(config, here, tp, ep)
+    if held and layout.offload == "none":  # else the optimizer computes in host memory
+        tensors = _in_order(config, layout, here)
         moments["step"] += step_temporaries(tensors, recipe, optimizer, shards if zero else 1)
     return Estimate(
         state.parameters,
@@ -155,25 +133,16 @@ def estimate(
     )
 
 
-def _shards(zero: int, dp: int, cp: int, replicas: int) -> int:
-    """Ranks among which ZeRO divides."""
-    check_count(replicas=replicas)
-    if dp % replicas:
-        raise ValueError(f"replicas={replicas}: allowed are divisors of dp={dp}")
-    if replicas > 1 and not zero:
-        raise ValueError(f"replicas={replicas}: allowed with zero=0 is 1")
-    return dp // replicas * cp
-
-
-def _in_order(config: Config, here: Stage, tp: int, ep: int) -> list[int]:
+def _in_order(config: Config, layout: Layout, here: Stage) -> list[int]:
     """Elements of the parameters of a stage, in the model's order; twice of what repeats itself."""
+    each = min(2, config.experts // layout.ep)
     first, *last = outside(config)
     found = [first] if here.embedding else []
     for sparse, layers in of_both_kinds(config, here):
-        found += min(2, layers) * [*of_layer(config, sparse, range(min(2, config.experts // ep)))]
+        found += min(2, layers) * [*of_layer(config, sparse, range(each))]
     if here.head:
         found += last[:-1] if config.tied and here.embedding else last
-    return [entry.elements(tp) for entry in found]
+    return [entry.elements(layout.tp) for entry in found]
 
 
 def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards: int = 1) -> int:
@@ -278,8 +247,8 @@ class _Unit:
     last: bool
 
     @staticmethod
-    def of(config: Config, tp: int, stage: Stage, ep: int) -> _Unit:
-        held = parameters(config, tp, stage=stage, ep=ep)
+    def of(config: Config, layout: Layout, stage: Stage) -> _Unit:
+        held, tp, ep = parameters(config, layout, stage), layout.tp, layout.ep
         inside = sum(
             n * sum(in_layer(config, tp, ep, s).values()) for s, n in of_both_kinds(config, stage)
         )

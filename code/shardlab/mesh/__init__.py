@@ -3,8 +3,8 @@
 - `core`: a layout's groups; the plain GPT along three of them at once, `Parallel`: what the
   lesson teaches;
 - `dropout`: numbers that do not depend on the mesh;
-- `states`: whole weights and gradients, and the tensors of a checkpoint;
-- `predict`: what a mesh cannot train, what a rank holds and sends;
+- `states`: whole weights and gradients, the tensors of a checkpoint, what a rank holds and sends;
+- `predict`: the same by formula, and what a mesh cannot train;
 - `groups`, `picture`: the groups of any layout, in words and drawn;
 - `command`, `job`: `python -m shardlab mesh`.
 
@@ -15,8 +15,10 @@ SC 2021 (arXiv 2104.04473).
 __all__ = [
     "AXES",
     "Groups",
+    "LEFT_OUT",
     "Parallel",
     "PlacedDropout",
+    "SCHEDULES",
     "check_cuts",
     "counted",
     "groups_of",
@@ -33,12 +35,14 @@ __all__ = [
 _LATER = {
     "AXES": "shardlab.mesh.core",
     "Groups": "shardlab.mesh.core",
+    "LEFT_OUT": "shardlab.mesh.predict",
     "Parallel": "shardlab.mesh.core",
     "PlacedDropout": "shardlab.mesh.dropout",
+    "SCHEDULES": "shardlab.mesh.predict",
     "check_cuts": "shardlab.mesh.predict",
-    "counted": "shardlab.mesh.predict",
+    "counted": "shardlab.mesh.states",
     "groups_of": "shardlab.mesh.core",
-    "held": "shardlab.mesh.predict",
+    "held": "shardlab.mesh.states",
     "join": "shardlab.mesh.core",
     "local": "shardlab.mesh.states",
     "predicted_sent": "shardlab.mesh.predict",

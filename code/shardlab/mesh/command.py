@@ -173,13 +173,10 @@ def told(job: Job, found: dict[str, Any]) -> str:
         "",
         "rank  d p t   holds (B)  predicted    peak (B)   tp sent (B)   pp sent (B)   dp sent (B)",
     ]
-    exact = True
     for rank, one in enumerate(found["ranks"]):
         place, held = one["place"], sum(one["held"].values())
         predicted = sum(one["held_predicted"].values())
         sends = "".join(f"{one['sent'][axis]:>14,.0f}" for axis in ("tp", "pp", "dp"))
-        exact &= one["held"] == one["held_predicted"]
-        exact &= all(abs(one["sent"][a] - one["sent_predicted"][a]) < 0.5 for a in one["sent"])
         lines.append(
             f"{rank:>4}  {place['dp']} {place['pp']} {place['tp']} {held:>11,} {predicted:>10,} "
             f"{one['peak']:>11,}{sends}"
@@ -187,9 +184,20 @@ def told(job: Job, found: dict[str, Any]) -> str:
     gaps = found["differences"]
     lines += [
         "",
-        "held and sent as predicted, to the byte" if exact else "NOT as predicted: see --json",
+        "held and sent as predicted, to the byte"
+        if as_predicted(found)
+        else "NOT as predicted: see --json",
         "from one process after "
         f"{job.steps} steps: " + ", ".join(f"{name} {gap:.0e}" for name, gap in gaps.items()),
         f"{1e3 * found['seconds']:.0f} ms a step, {found['tokens_per_second']:,.0f} tokens/s",
     ]
     return "\n".join(lines)
+
+
+def as_predicted(found: dict[str, Any]) -> bool:
+    """Whether each rank of a job held and sent what was predicted, to the byte."""
+    return all(
+        one["held"] == one["held_predicted"]
+        and all(abs(one["sent"][axis] - one["sent_predicted"][axis]) < 0.5 for axis in one["sent"])
+        for one in found["ranks"]
+    )

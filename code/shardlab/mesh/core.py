@@ -19,7 +19,7 @@ Shapes in names: B batch of this copy, S sequence, s = S/t, H hidden, V vocabula
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,9 @@ from shardlab.model import GPT
 from shardlab.pipeline import Pipeline, Schedule
 from shardlab.ranks import agree, check_group, check_same
 
-from . import states
 from .dropout import PlacedDropout
 from .predict import check_cuts
+from .states import OnMesh
 
 Group = dist.ProcessGroup
 AXES = "dp", "pp", "tp"  # those of a layout that `Parallel` cuts along
@@ -90,7 +90,7 @@ def groups_of(device_mesh: DeviceMesh) -> Groups:
     return Groups(*(device_mesh.get_group(axis) for axis in AXES))
 
 
-class Parallel(nn.Module):
+class Parallel(OnMesh):
     """This rank's part of a plain GPT that is cut along three groups at once.
 
         layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=4)
@@ -249,24 +249,3 @@ class Parallel(nn.Module):
         """What this rank's optimizer trains, by the plain model's names."""
         for name, parameter in self.pipeline.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The plain model's state dict, whole and on every rank; every rank has to call it."""
-        return states.whole(self)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a rank's own tensors are no model."""
-        raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
-
-    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
-        """For `shardlab.checkpoint`: weights and moments by the plain model's names."""
-        return states.checkpoint_tensors(self, optimizer, to_load)
-
-    def checkpoint_name(self, name: str) -> str:
-        """The name of a parameter in such a checkpoint."""
-        return states.first_name(self, name)
-
-    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
-        """Take over such tensors, saved under any mesh after `step` steps."""
-        states.restore(self, optimizer, state)
-        self.number = step

@@ -21,8 +21,8 @@ from shardlab.model import GPT, loss
 from shardlab.shapes import Config
 
 from .core import Parallel, join
-from .predict import check_cuts, counted, held, predicted_sent, predicted_states
-from .states import whole
+from .predict import check_cuts, predicted_sent, predicted_states
+from .states import counted, held, whole
 
 RATE = 1e-3
 # What a machine without a GPU trains in minutes; beyond it a run would not end.
@@ -134,8 +134,9 @@ def alone(job: Job) -> dict[str, Any]:
         value.backward()
         losses.append(value.item())
         optimizer.step()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return {"losses": losses, "gradients": gradients, "weights": model.state_dict()}
+    trained = dict(model.named_parameters())
+    gradients = {name: p.grad for name, p in trained.items()}
+    return {"losses": losses, "gradients": gradients, "weights": trained}
 
 
 def apart(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:

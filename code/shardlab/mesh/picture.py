@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -12,9 +10,10 @@ from shardlab.arguments import check_whole
 from shardlab.layout import Layout
 from shardlab.show.drawing import canvas, on, title, words
 
-from .groups import packed, said
+from .groups import panels, said
 
 MOST = 64  # ranks that a picture can show
+PIXELS = 96  # of an inch
 MANY = 16  # above which cells have no numbers
 
 
@@ -29,44 +28,32 @@ def draw(layout: Layout, node: int) -> Figure:
         raise ValueError(f"node={node}: allowed are divisors of {layout.ranks} ranks")
     if layout.ranks > MOST:
         raise ValueError(f"ranks={layout.ranks}: allowed in a picture are {MOST} at most")
-    few = layout.ranks <= MANY
-    size, gap = (0.27, 0.06) if few else (0.1, 0.03)
-    left, top, panel, apart = 0.1, 0.3, 0.42, 0.16
     shown = [axis for axis in reversed(layout.order) if getattr(layout, axis) > 1]
-    rows = {axis: packed(layout.groups(axis)) for axis in shown}
-
-    def x(rank: int) -> float:
-        return left + rank * (size + gap) + rank // node * apart
-
-    width = max(x(layout.ranks - 1) + size + left, 3.3)
-    tall = {axis: len(rows[axis]) * (size + gap) - gap for axis in shown}
-    figure, axes = canvas(width, top + sum(tall.values()) + len(shown) * panel)
-    for number in range(layout.ranks // node):
-        middle = (x(number * node) + x(number * node + node - 1) + size) / 2
-        words(axes, middle, 0.14, f"node {number}" if few else str(number), fontsize=9)
-    y = top
-    for axis in shown:
-        title(axes, left - 0.05, y + 0.1, said(layout, axis, node), ha="left", fontsize=9)
-        y += panel - 0.12
-        for number in range(layout.ranks // node):
-            begin, end = x(number * node), x(number * node + node - 1) + size
-            look = {"fill": False, "ec": show.INK, "lw": 0.8, "alpha": 0.5}
-            corner = begin - 0.05, y - 0.05
-            axes.add_patch(Rectangle(corner, end - begin + 0.1, tall[axis] + 0.1, **look))
-        for row in rows[axis]:
-            middle = y + size / 2
-            for rank, after in (pair for group in row for pair in pairwise(group)):
-                dashes = (0, (2, 1.5)) if rank // node != after // node else "-"
-                look = {"ls": dashes, "lw": 1.6, "color": show.INK, "zorder": 0}
-                axes.plot((x(rank) + size, x(after)), (middle, middle), **look)
-            for rank in sum(row, []):
-                color = show.RANK_COLORS[rank % len(show.RANK_COLORS)]
-                look = {"fc": color, "ec": show.INK, "lw": 0.8}
-                axes.add_patch(Rectangle((x(rank), y), size, size, **look))
-                if few:
-                    words(axes, x(rank) + size / 2, middle, str(rank), color=on(color), fontsize=9)
-            y += size + gap
-        y += 0.12 - gap
+    few = layout.ranks <= MANY
+    found = panels(
+        layout.ranks,
+        node,
+        {axis: layout.groups(axis) for axis in shown},
+        {axis: said(layout, axis, node) for axis in shown},
+        *((26, 6) if few else (10, 3)),
+    )
+    figure, axes = canvas(found.wide / PIXELS, found.high / PIXELS)
+    axes.set(xlim=(0, found.wide), ylim=(found.high, 0))
+    for x, y, text, place in found.words:
+        put = title if place == "start" else words
+        put(axes, x, y, text, ha={"start": "left"}.get(place, "center"), fontsize=9)
+    for x, y, wide, high in found.frames:
+        look = {"fill": False, "ec": show.INK, "lw": 0.8, "alpha": 0.5}
+        axes.add_patch(Rectangle((x, y), wide, high, **look))
+    for begin, end, y, leaves in found.links:
+        look = {"ls": (0, (2, 1.5)) if leaves else "-", "lw": 1.6, "color": show.INK, "zorder": 0}
+        axes.plot((begin, end), (y, y), **look)
+    for x, y, rank in found.cells:
+        color, half = show.RANK_COLORS[rank % len(show.RANK_COLORS)], found.size / 2
+        look = {"fc": color, "ec": show.INK, "lw": 0.8}
+        axes.add_patch(Rectangle((x, y), found.size, found.size, **look))
+        if few:
+            words(axes, x + half, y + half, str(rank), color=on(color), fontsize=9)
     return figure
 
 

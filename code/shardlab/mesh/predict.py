@@ -19,19 +19,14 @@ Everything is float32. Shapes: B sequences of a copy, S tokens, H hidden, V voca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from shardlab import count, tensor_parallel
+from shardlab import tensor_parallel
 from shardlab.arguments import check_kind, check_whole, given
 from shardlab.buckets import MIB, deal
 from shardlab.layout import Layout, entries
 from shardlab.shapes import Config
-
-if TYPE_CHECKING:
-    from .core import Parallel
 
 SCHEDULES = "gpipe", "1f1b"  # one part on each stage, and whole backwards
 LEFT_OUT = {  # what it does not do yet, as it stands in a layout
@@ -57,6 +52,9 @@ def check_cuts(config: Config, layout: Layout, seq: int | None = None) -> None:
             "would send all gradients anew; 2 and 3 with pp=1"
         )
     check_whole(**given(seq=seq))
+    if layout.sequence_parallel and config.experts:
+        words = f"allowed with experts={config.experts} is False"
+        raise ValueError(f"sequence_parallel=True: {words}")
     if layout.sequence_parallel and seq is not None and seq % layout.tp:
         allowed = f"multiples of {layout.tp}"
         raise ValueError(f"seq={seq}: allowed with sequence parallelism are {allowed}")
@@ -173,37 +171,3 @@ def predicted_sent(
         data += gathers
     along["dp"] = (data + 2 * (d - 1) / d * (8 + ITEM)) if d > 1 else 0.0
     return along
-
-
-def check_job(job: Parallel) -> None:
-    """Raise ValueError for what is no `Parallel`."""
-    from .core import Parallel
-
-    check_kind(Parallel, job=job)
-
-
-def held(job: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of model states that are there, counted by storage, as `predicted_states` has them."""
-    check_job(job)
-    check_kind(torch.optim.Optimizer, optimizer=optimizer)
-    trained = list(job.parameters())
-    plain = job.sharded.module if job.sharded else nn.ModuleList(job.pipeline.parts)
-    there = [*plain.parameters(), *trained]  # of a model in shards: what it computes with, pieces
-    kept = [value for state in optimizer.state.values() for value in state.values()]
-    return {
-        "parameters": count.bytes_of(there),
-        "gradients": count.bytes_of(p.grad for p in there if p.grad is not None),
-        "optimizer": count.bytes_of(v for v in kept if isinstance(v, torch.Tensor) and v.dim()),
-    }
-
-
-def counted(sent: count.Sent, job: Parallel) -> dict[str, float]:
-    """Bytes that left this rank along "tp", "pp" (twins among them) and "dp", of what was sent."""
-    check_kind(count.Sent, sent=sent)
-    check_job(job)
-    groups = {axis: {group} for axis, group in job.groups._asdict().items()}
-    groups["pp"].add(job.pipeline.mail.back)  # with nccl, messages to lower stages have their own
-    return {
-        axis: sum(sent.within(group).leaving(group.size()) for group in several)
-        for axis, several in groups.items()
-    }

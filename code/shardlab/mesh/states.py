@@ -1,4 +1,4 @@
-"""Whole tensors from all ranks of a mesh, and back: weights, gradients, the optimizer's moments.
+"""What a model on a mesh looks like from outside: whole tensors from all ranks, and back.
 
 A whole tensor is found in two steps: the pieces that ZeRO has dealt out to the copies make a part
 as the tensor group cuts it (`local`), and the group's parts the whole (`whole`). A checkpoint takes
@@ -9,52 +9,70 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardlab.arguments import check_callable
-from shardlab.pipeline.parts import gathered
-from shardlab.ranks import check_group
-from shardlab.ranks.renamed import all_gather_single
-from shardlab.zero import all_gather, warm
-
-from .predict import check_job
-
-if TYPE_CHECKING:
-    from .core import Parallel
+from shardlab import count
+from shardlab.arguments import check_callable, check_kind
+from shardlab.ranks.whole import joined, named
+from shardlab.zero.saved import assembled, deal_out, warm
 
 Of = Callable[[torch.nn.Parameter], Tensor | None]
 
 
+class OnMesh(nn.Module):
+    """A model of which each rank has a part: see `core.Parallel`, which has these attributes.
+
+    config: the plain model's. groups: three, one for each axis. cuts: by parameter's name, the
+    dimension along which the tensor group cuts it. sharded: what ZeRO shards of it, or None.
+    """
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The plain model's state dict, whole and on every rank; every rank has to call it."""
+        return whole(self)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank's own tensors are no model."""
+        raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
+
+    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
+        """For `shardlab.checkpoint`: weights and moments by the plain model's names."""
+        return checkpoint_tensors(self, optimizer, to_load)
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name of a parameter in such a checkpoint."""
+        return first_name(self, name)
+
+    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
+        """Take over such tensors, saved under any mesh after `step` steps."""
+        restore(self, optimizer, state)
+        self.number = step
+
+
 @torch.no_grad()
-def local(job: Parallel, of: Of) -> dict[str, Tensor]:
+def local(job: OnMesh, of: Of) -> dict[str, Tensor]:
     """By name, `of` each parameter as this rank's tensor group cuts it; all copies call it.
 
     of(piece) is a tensor of the piece's shape, such as its gradient; None stands for zeros.
     """
-    check_job(job)
+    check_kind(OnMesh, job=job)
     check_callable(of=of)
     if job.sharded is None:
         pairs = ((name, p, of(p)) for name, p in job.named_parameters())
         return {n: torch.zeros_like(p) if v is None else v.detach() for n, p, v in pairs}
     found: dict[str, Tensor] = {}
     for flat in job.sharded.flats:
-        full = flat.empty(flat.master).zero_()
-        for piece, place in zip(flat.pieces, flat.cut(full[flat.own]), strict=True):
-            if (value := of(piece)) is not None and piece.numel():
-                place.copy_(value)
-        all_gather(full, flat.own, flat.group).wait()
-        found |= zip(flat.names, flat.views(full), strict=True)
+        found |= assembled(flat, [of(p) if p.numel() else None for p in flat.pieces])
     return {name: found[name] for name, _ in job.named_parameters()}
 
 
 @torch.no_grad()
-def whole(job: Parallel, of: Of = lambda piece: piece) -> dict[str, Tensor]:
+def whole(job: OnMesh, of: Of = lambda piece: piece) -> dict[str, Tensor]:
     """`of` each parameter of the plain model, whole and in its order, on every rank.
 
     whole(job): the plain model's state dict. whole(job, lambda piece: piece.grad): its gradients.
@@ -62,29 +80,11 @@ def whole(job: Parallel, of: Of = lambda piece: piece) -> dict[str, Tensor]:
     """
     mine = local(job, of)
     for name, tensor in mine.items():
-        mine[name] = _joined(tensor, job.cuts[name], job.groups.tp)
-    stage, _ = check_group(job.groups.pp)
-    shapes = [(name, stage, tensor.shape, tensor.dtype) for name, tensor in mine.items()]
-    found = {}
-    for name, source, shape, dtype in sum(gathered(shapes, job.groups.pp), []):
-        tensor = mine[name].contiguous() if source == stage else None
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=job.pipeline.device)
-        dist.broadcast(tensor, dist.get_global_rank(job.groups.pp, source), group=job.groups.pp)
-        found[name] = tensor
+        mine[name] = joined(tensor, job.cuts[name], job.groups.tp)
+    found = named(mine, job.groups.pp)
     if job.config.tied:
         found.setdefault("head.weight", found["embedding.weight"])
     return found
-
-
-def _joined(mine: Tensor, dimension: int | None, group: dist.ProcessGroup) -> Tensor:
-    """A tensor of which each rank of the group has its part along a dimension."""
-    size = check_group(group)[1]
-    if dimension is None or size == 1:
-        return mine.clone()
-    parts = mine.new_empty((size, *mine.shape))
-    all_gather_single(parts.view(-1), mine.contiguous().view(-1), group=group)
-    return torch.cat(list(parts), dimension)
 
 
 # For `shardlab.checkpoint`: the tensors of a job by the plain model's names, and back.
@@ -92,7 +92,7 @@ def _joined(mine: Tensor, dimension: int | None, group: dist.ProcessGroup) -> Te
 
 @contextmanager
 def checkpoint_tensors(
-    job: Parallel, optimizer: torch.optim.Optimizer, to_load: bool
+    job: OnMesh, optimizer: torch.optim.Optimizer, to_load: bool
 ) -> Iterator[dict[str, Any]]:
     """Weights and optimizer states; parts of matrices as DTensors along the tensor group.
 
@@ -124,7 +124,7 @@ def checkpoint_tensors(
 
 
 @torch.no_grad()
-def restore(job: Parallel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def restore(job: OnMesh, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Put such tensors, which a checkpoint has filled, into this rank's pieces."""
     mine = {name: _local(value) for name, value in state["model"].items()}
     _give(job, mine, lambda piece: piece)
@@ -145,21 +145,17 @@ def restore(job: Parallel, optimizer: torch.optim.Optimizer, state: dict[str, An
         job.sharded.changed()
 
 
-def _give(job: Parallel, values: dict[str, Tensor], target: Callable[[Any], Tensor]) -> None:
+def _give(job: OnMesh, values: dict[str, Tensor], target: Callable[[Any], Tensor]) -> None:
     """Copy what is named by parameter, as the tensor group cuts it, into what pieces have of it."""
     if job.sharded is None:
         for name, parameter in job.named_parameters():
             target(parameter).copy_(values[name])
         return
     for flat in job.sharded.flats:
-        full = flat.empty(flat.master)
-        for view, name in zip(flat.views(full), flat.names, strict=True):
-            view.copy_(values[name])
-        for piece, part in zip(flat.pieces, flat.cut(full[flat.own]), strict=True):
-            target(piece).copy_(part)
+        deal_out(flat, values, {n: target(p) for n, p in zip(flat.names, flat.pieces, strict=True)})
 
 
-def _named(job: Parallel, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+def _named(job: OnMesh, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
     found = {}
     for name, tensor in mine.items():
         dimension = job.cuts[name]
@@ -169,10 +165,40 @@ def _named(job: Parallel, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str
     return found
 
 
-def first_name(job: Parallel, name: str) -> str:
+def first_name(job: OnMesh, name: str) -> str:
     """A tied head's states go by the embedding's name, as in one process."""
     return "embedding.weight" if job.config.tied and name == "head.weight" else name
 
 
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+# What is there, counted: beside what `predict` has.
+
+
+def held(job: OnMesh, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of model states that are there, counted by storage, as `predicted_states` has them."""
+    check_kind(OnMesh, job=job)
+    check_kind(torch.optim.Optimizer, optimizer=optimizer)
+    trained = list(job.parameters())
+    plain = job.sharded.module if job.sharded else nn.ModuleList(job.pipeline.parts)
+    there = [*plain.parameters(), *trained]  # of a model in shards: what it computes with, pieces
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": count.bytes_of(there),
+        "gradients": count.bytes_of(p.grad for p in there if p.grad is not None),
+        "optimizer": count.bytes_of(v for v in kept if isinstance(v, torch.Tensor) and v.dim()),
+    }
+
+
+def counted(sent: count.Sent, job: OnMesh) -> dict[str, float]:
+    """Bytes that left this rank along "tp", "pp" (twins among them) and "dp", of what was sent."""
+    check_kind(count.Sent, sent=sent)
+    check_kind(OnMesh, job=job)
+    groups = {axis: {group} for axis, group in job.groups._asdict().items()}
+    groups["pp"].add(job.pipeline.mail.back)  # with nccl, messages to lower stages have their own
+    return {
+        axis: sum(sent.within(group).leaving(group.size()) for group in several)
+        for axis, several in groups.items()
+    }

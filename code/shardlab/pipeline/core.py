@@ -26,9 +26,10 @@ from shardlab import ranks
 from shardlab.arguments import check_callable, check_flag, check_kind, given
 from shardlab.buckets import average_gradients, copy_from_rank_0
 from shardlab.ranks import agree, p2p
+from shardlab.ranks.whole import gathered
 
 from . import deferred
-from .parts import Form, Held, gathered
+from .parts import Form, Held
 from .schedules import Action, Schedule, needed, other_end, sent
 from .simulate import Clock, Timeline
 

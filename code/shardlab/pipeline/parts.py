@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.arguments import check_callable, check_flag, check_kind, told
+from shardlab.arguments import check_callable, check_flag, check_kind, is_whole, told
 from shardlab.model import GPT
 from shardlab.ranks import Single, agree, check_group
+from shardlab.ranks.whole import gathered, named
 
 from .schedules import Schedule
 from .simulate import balance
@@ -69,13 +70,12 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     check_kind((int, Sequence), layers=layers)
     total = len(model.blocks)
     if isinstance(layers, int):
-        if isinstance(layers, bool) or not 1 <= layers <= total:
+        if not is_whole(layers, 1, total):
             what = f"allowed are 1 to {total} parts of a model with {total} layers"
             raise ValueError(f"layers={layers}: {what}")
         layers = balance([1] * total, layers)
     layers = list(layers)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in layers)
-    if not layers or not whole or 0 in layers[1:-1] or sum(layers) != total:
+    if not layers or not all(map(is_whole, layers)) or 0 in layers[1:-1] or sum(layers) != total:
         what = f"whole numbers whose sum is {total}, 0 at the ends alone"
         raise ValueError(f"layers={layers}: allowed are {what}")
     ends = list(accumulate(layers))
@@ -141,20 +141,10 @@ class Held(Single):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All ranks' parameters and buffers, in the model's order; every rank has to call it."""
-        mine = self.state_dict()
-        order = [
-            (number, self.stage, name, value.shape, value.dtype)
-            for (part, prefix), number in zip(self._named(), self.numbers, strict=True)
-            for name, value in ((prefix + n, v) for n, v in part.state_dict().items())
-        ]
-        everything = sum(gathered(order, self.group), [])
-        full = {}
-        for _, stage, name, shape, dtype in sorted(everything, key=lambda entry: entry[0]):
-            full[name] = torch.empty(shape, dtype=dtype, device=self.device)
-            if stage == self.stage:
-                full[name].copy_(mine[name])
-            dist.broadcast(full[name], dist.get_global_rank(self.group, stage), group=self.group)
-        return full
+        mine = {name: value.detach().clone() for name, value in self.state_dict().items()}
+        numbered = zip(self._named(), self.numbers, strict=True)
+        places = {prefix + n: i for (part, prefix), i in numbered for n in part.state_dict()}
+        return named(mine, self.group, places)
 
     def _named(self) -> list[tuple[nn.Module, str]]:
         """Parts, and what goes before their names: nothing where these are the model's own."""
@@ -200,10 +190,3 @@ def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:
         what = f"allowed are {schedule.stages}, one for each stage of {schedule.name}"
         raise ValueError(f"group has {size} ranks: {what}")
     return rank
-
-
-def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank of `group` gave, in rank order."""
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group=group)
-    return everyones

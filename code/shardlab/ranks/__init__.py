@@ -31,7 +31,7 @@ import torch
 
 from shardlab import stale
 
-from . import blame, stacks, start, torchrun, worker
+from . import blame, pretended, stacks, start, torchrun, worker
 from .agree import (
     check_bytes,
     check_group,
@@ -43,7 +43,6 @@ from .agree import (
 )
 from .named import Single
 from .p2p import Message, exchange, irecv, isend
-from .pretended import pretend
 from .torchrun import at_parting
 
 __all__ = [
@@ -169,7 +168,7 @@ def run(
     world_size, timeout = _checked(fn, world_size, args, timeout, method)
     if under_torchrun and not apart and world_size <= torchrun.world()[1]:
         reports = torchrun.run_joined(fn, args, world_size, *place(world_size, device), timeout)
-        if any(report is None or report.kind != "returned" for report in reports):
+        if any(report is None or report.failed for report in reports):
             witnesses = [blame.Witness(rank, report, None) for rank, report in enumerate(reports)]
             culprits, message = blame.explain(witnesses, timeout if None in reports else None)
             raise RankError(message, culprits)
@@ -189,6 +188,24 @@ def run(
         return _run(fn, args, world_size, timeout, backend, device, method, show)
     except KeyboardInterrupt:
         raise _interrupted(getattr(fn, "__name__", repr(fn)), world_size) from None
+
+
+def pretend(
+    fn: Callable[..., Any], world_size: int, *args: Any, rank: int = 0, timeout: float = 120.0
+) -> Any:
+    """Call `fn(*args)` in one process that takes itself for `rank` of `world_size` ranks.
+
+    The world may be of any size: nothing of it is there. Use fake or meta tensors for what would
+    not fit (`torch._subclasses.FakeTensorMode`). Returns what `fn` returns; tensors need data then.
+    Raises ValueError for a world or a rank that cannot be; RankError as `run` does.
+    """
+    size = operator.index(world_size)
+    if size < 1:
+        raise ValueError(f"world_size={world_size}: allowed is a whole number of at least 1")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank}: allowed are 0 to {size - 1}")
+    given = fn, size, rank, args
+    return run(pretended.alone, 1, *given, timeout=timeout, device="cpu")[0]
 
 
 def _interrupted(name: str, world_size: int) -> KeyboardInterrupt:
@@ -233,7 +250,7 @@ def _run(
         patience = 0.0
         try:
             time_up = _wait(processes, timeout)
-            failed = any(p.report is None or p.report.kind != "returned" for p in processes)
+            failed = any(p.report is None or p.report.failed for p in processes)
             witnesses = _question(job, processes) if failed else []
             patience = 0.0 if failed else 0.5
         finally:
@@ -302,7 +319,7 @@ def _wait(processes: list[start.Process], timeout: float) -> float | None:
         ready = connection.wait([p.status for p in pending], min(left, 0.05))
         silent = {p.rank for p in pending if not _receive(p, ready)}
         dead = [p for p in pending if p.rank in silent and p.exit_code() is not None]
-        failures = [p for p in processes if p.report and p.report.kind == "raised"]
+        failures = [p for p in processes if p.report and p.report.failed]
         if not dead and not failures:
             continue
         # A failure. Causes may come after their consequences: give them a moment to show.

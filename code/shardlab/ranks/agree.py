@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardlab.arguments import check_bytes, check_number, check_whole
 
 from . import worker
+from .whole import gathered
 
 __all__ = [
     "check_bytes",
@@ -71,9 +72,7 @@ def check_same(*groups: dist.ProcessGroup, **given: Any) -> None:
     for group in groups:
         _, size = check_group(group)
         if size > 1 and dist.get_backend(group) != "fake":  # whose other ranks do not exist
-            lists: list[Any] = [None] * size
-            dist.all_gather_object(lists, told, group=group)
-            told = [one for each in lists for one in each]
+            told = [one for each in gathered(told, group) for one in each]
     compare(told)
 
 

@@ -1,16 +1,15 @@
 """Finding the rank at fault.
 
 When one rank fails, its neighbours fail too, some milliseconds later and more loudly: gloo tells
-them that a connection was closed. This module sorts causes from consequences, from four witnesses:
-the ranks' reports, their exit codes, the stacks of those that still ran, and the log of the
-collectives that each one entered.
+them that a connection was closed. This module sorts causes from consequences, from what each rank
+leaves behind (`Witness`): its report, its exit code, where it stood if it still ran, and the log of
+the collectives and messages that it entered. `explain` puts these together.
 """
 
 from __future__ import annotations
 
-import linecache
-import re
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +27,6 @@ _WAITS = {
     *("init_process_group", "new_group", "split_group", "destroy_process_group"),
     *("monitored_barrier", "wait_tensor"),
 }
-# nccl's wait() holds up a stream of the GPU and not the process, which stands where it needs a
-# value from there.
-_READS = re.compile(
-    r"\.(item|tolist|cpu|numpy|nonzero|to)\(|synchronize\(|\b(float|int|bool|print)\("
-    r"|torch\.(equal|allclose)\(|assert_close\("
-)
 
 
 @dataclass
@@ -45,18 +38,19 @@ class Witness:
     exit_code: int | None
     stack: Stack = field(default_factory=list)  # innermost first
     calls: list[Call] = field(default_factory=list)  # the collectives that it entered
+    messages: Counter[tuple[str, int]] = field(default_factory=Counter)  # with nccl alone
     output: str = ""
     nccl: bool = False  # what moves its tensors
 
     @property
     def returned(self) -> bool:
         """It came to the end of its function."""
-        return self.report is not None and self.report.kind == "returned"
+        return self.report is not None and not self.report.failed
 
     @property
     def raised(self) -> bool:
-        """It reported an exception."""
-        return self.report is not None and self.report.kind == "raised"
+        """It reported an exception, or what else kept its function from returning a result."""
+        return self.report is not None and self.report.failed
 
     @property
     def died(self) -> bool:
@@ -88,20 +82,19 @@ class Witness:
         names = [name for file, _, name in self.frames() if "torch/distributed" in file]
         if not _WAITS.isdisjoint(names):
             return [name for name in names if not name.startswith(("_", "wrapper"))][-1]
-        # A handle's wait() is C++ and leaves no frame of its own: its caller's line has to tell.
-        if self.frames():
-            file, line, name = self.frames()[0]
-            called = name == "wait" or ".wait(" in linecache.getline(file, line)
-            if called and file not in stacks.THREADING:
-                return "wait"
-        return None
+        innermost, _, name = self.frames()[0] if self.frames() else ("", 0, "")
+        return "wait" if name == "wait" and innermost not in stacks.THREADING else None
 
-    def reads(self) -> bool:
-        """Whether it stands at a line that needs a value from the GPU."""
-        if not self.frames():
-            return False
-        file, line, name = self.frames()[0]
-        return name == "synchronize" or bool(_READS.search(linecache.getline(file, line)))
+    def ahead_of(self, other: Witness) -> bool:
+        """Whether it entered a collective or a message which `other` has to enter, and has not."""
+        mine = Counter(call.ranks for call in self.calls)
+        theirs = Counter(call.ranks for call in other.calls)
+        groups = [ranks for ranks in mine if calls.has(ranks, other.rank)]
+        return (
+            any(mine[group] > theirs[group] for group in groups)
+            or self.messages["send", other.rank] > other.messages["recv", self.rank]
+            or self.messages["recv", other.rank] > other.messages["send", self.rank]
+        )
 
     def place(self) -> str:
         """The user's line, in words; that of its last collective where its function is over."""
@@ -119,16 +112,23 @@ def witness(job: Job, rank: int, report: Report | None, exit_code: int | None) -
         return path.read_text("utf-8", "replace") if path.exists() else ""
 
     lines = map(Call.read, text("calls").split("\n"))
-    entered = [call for call in lines if call and call.name]
-    stack = stacks.read(text("stack"))
-    return Witness(rank, report, exit_code, stack, entered, text("out"), _by_nccl(job))
+    return Witness(
+        rank,
+        report,
+        exit_code,
+        stacks.read(text("stack")),
+        [call for call in lines if call and call.name],
+        calls.read_messages(text("messages")),
+        text("out"),
+        job.by_nccl,
+    )
 
 
 def disagreement(job: Job) -> tuple[list[int], str] | None:
     """The ranks at fault, and what they asked for, where all returned and yet did not agree."""
     paths = [job.file("calls", rank) for rank in range(job.world_size)]
     for logs in calls.comparable([path.read_bytes() for path in paths]):
-        if parted := calls.parted(logs, _by_nccl(job)):
+        if parted := calls.parted(logs, job.by_nccl):
             culprits, text = _told(logs, *parted)
             end = "All ranks returned, but what this collective gave them may be garbage."
             return culprits, f"{text}\n{end}"
@@ -140,66 +140,48 @@ def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int],
 
     `timeout` is the limit in seconds when the run was stopped for its length, None otherwise.
     """
-    total = len(witnesses)
-    guilty = [w for w in witnesses if w.guilty]
-    if guilty:
-        text = "\n".join(_own_failure(w, total) for w in guilty)
-        rest = [w.rank for w in witnesses if not w.guilty and not w.returned]
-        if rest:
-            text += f"\n{_ranks(rest).capitalize()} {_was(rest)} stopped."
-        return [w.rank for w in guilty], text
-    parted = _parted_ways(witnesses)
-    if parted:
+    within = f" within {timeout:g} s" if timeout is not None else ""
+    if any(w.guilty for w in witnesses):
+        return _own_failures(witnesses)
+    if parted := _parted_ways(witnesses):
         return parted
     waiting = [w for w in witnesses if _waits(w, witnesses)]
     absent = [w for w in witnesses if w not in waiting]
-    limit = f" within {timeout:g} s" if timeout is not None else ""
     if waiting and absent:
-        texts = [_absence(w, total, limit) for w in absent]
+        # With nccl logs tell for whom they wait, among those who do something else.
+        behind = [w for w in absent if w.nccl and any(other.ahead_of(w) for other in waiting)]
+        absent = behind or absent
+        texts = [_absence(w, len(witnesses), within) for w in absent]
         for name, group in _grouped(waiting):
             verb = "waits" if len(group) == 1 else "wait"
-            texts.append(
-                f"{_ranks([w.rank for w in group]).capitalize()} {verb} for it in {name}"
-                f" at {group[0].place()}."
-            )
+            who = _ranks([w.rank for w in group]).capitalize()
+            texts.append(f"{who} {verb} for it in {name} at {group[0].place()}.")
         return [w.rank for w in absent], "\n".join(texts)
     if waiting:
-        texts = [
-            f"{_ranks([w.rank for w in group]).capitalize()} stood in {name} at {group[0].place()}."
-            for name, group in _grouped(waiting)
-        ]
-        errors = [w.report.error for w in waiting if w.report and w.raised]
-        head = f"the {total} ranks did not come together{limit}: every one waits for another."
-        said = f"\ngloo said: {errors[0].splitlines()[0][:200]}" if errors else ""
-        return [w.rank for w in waiting], "\n".join([head, *texts]) + said
-    texts = [_absence(w, total, limit) for w in absent if not w.returned]
-    return [w.rank for w in absent if not w.returned], "\n".join(texts)
+        return _circle(waiting, within)
+    absent = [w for w in absent if not w.returned]
+    texts = [_absence(w, len(witnesses), within) for w in absent]
+    return [w.rank for w in absent], "\n".join(texts)
 
 
-def _waits(w: Witness, witnesses: list[Witness]) -> bool:
-    """Whether it waits for another rank."""
-    if w.collective() or (w.raised and not w.guilty):
-        return True
-    if not w.nccl or w.returned or w.died:
-        return False
-    # With nccl it goes on after it entered a collective, up to where it needs the result. It waits
-    # if it is ahead of others; or stands where one waits, unless the others wait for it.
-    leads = []
-    for group in {call.ranks for other in witnesses for call in other.calls}:
-        members = calls.members(group, len(witnesses))
-        entered = {r: sum(call.ranks == group for call in witnesses[r].calls) for r in members}
-        leads += [entered[w.rank] - entered[r] for r in members if w.rank in members]
-    return max(leads, default=0) > 0 or (w.reads() and min(leads, default=0) == 0)
+def _own_failures(witnesses: list[Witness]) -> tuple[list[int], str]:
+    """Ranks that raised or died of their own doing: all others are consequences."""
+    guilty = [w for w in witnesses if w.guilty]
+    texts = [_own_failure(w, len(witnesses)) for w in guilty]
+    rest = [w.rank for w in witnesses if not w.guilty and not w.returned]
+    if rest:
+        texts.append(f"{_ranks(rest).capitalize()} {_was(rest)} stopped.")
+    return [w.rank for w in guilty], "\n".join(texts)
 
 
 def _own_failure(w: Witness, total: int) -> str:
     head = f"rank {w.rank} of {total} "
     if w.raised:
         assert w.report is not None
-        if w.report.error.startswith("sys.exit("):
-            head += f"called {w.report.error} instead of returning"
-        elif w.report.error.startswith("its result"):
+        if w.report.kind == "unsent":
             return f"{head}finished, but {w.report.error}"
+        if w.report.kind == "exited":
+            head += f"called {w.report.error} instead of returning"
         else:
             head += f"raised {w.report.error}"
         own = stacks.own(w.report.frames)
@@ -211,13 +193,6 @@ def _own_failure(w: Witness, total: int) -> str:
     else:
         head += f"ended with exit status {code} without returning"
     return head + (f", at {w.place()}." if w.user_frame() else ".")
-
-
-def _absence(w: Witness, total: int, limit: str) -> str:
-    if w.returned:
-        return f"rank {w.rank} of {total} returned early, before the others were done."
-    where = f": it stands at {w.place()}" if w.user_frame() else ""
-    return f"rank {w.rank} of {total} did not finish{limit}{where}."
 
 
 def _parted_ways(witnesses: list[Witness]) -> tuple[list[int], str] | None:
@@ -245,16 +220,45 @@ def _told(
     return camps[0], head + ",\nwhile ".join(texts) + f".\n{rule}"
 
 
+def _waits(w: Witness, witnesses: list[Witness]) -> bool:
+    """Whether it waits for another rank."""
+    if w.collective() or (w.raised and not w.guilty):
+        return True
+    if not w.nccl or w.returned or w.died:
+        return False
+    # With nccl a rank goes on after it entered a collective or a message, up to where it needs what
+    # comes from there, and stands anywhere.
+    return any(w.ahead_of(other) for other in witnesses)
+
+
+def _absence(w: Witness, total: int, within: str) -> str:
+    if w.returned:
+        return f"rank {w.rank} of {total} returned early, before the others were done."
+    where = f": it stands at {w.place()}" if w.user_frame() else ""
+    return f"rank {w.rank} of {total} did not finish{within}{where}."
+
+
+def _circle(waiting: list[Witness], within: str) -> tuple[list[int], str]:
+    """All ranks wait: for one another."""
+    head = f"the {len(waiting)} ranks did not come together{within}"
+    texts = [f"{head}: every one waits for another."]
+    for name, group in _grouped(waiting):
+        who = _ranks([w.rank for w in group]).capitalize()
+        texts.append(f"{who} stood in {name} at {group[0].place()}.")
+    errors = [w.report.error for w in waiting if w.report and w.raised]
+    if errors:
+        texts.append(f"gloo said: {errors[0].splitlines()[0][:200]}")
+    return [w.rank for w in waiting], "\n".join(texts)
+
+
 def _grouped(witnesses: list[Witness]) -> list[tuple[str, list[Witness]]]:
     groups: dict[tuple[str, str], list[Witness]] = {}
     for w in witnesses:
-        entered = w.calls[-1].name if w.nccl and w.calls else "a collective"
+        entered = "a message" if w.messages else "a collective"
+        if w.nccl and w.calls:
+            entered = w.calls[-1].name
         groups.setdefault((w.collective() or entered, w.place()), []).append(w)
     return [(name, group) for (name, _), group in groups.items()]
-
-
-def _by_nccl(job: Job) -> bool:
-    return job.device == "cuda" and "nccl" in job.backend
 
 
 def _frame(call: Call) -> Frame:

@@ -1,4 +1,4 @@
-"""The log of the collectives that each rank enters, and where the ranks of a run disagree in it.
+"""What each rank enters, collectives and messages, and where the ranks of a run disagree in it.
 
 A backend looks at no neighbour's shapes, types or operations: what does not fit can come back as
 garbage, without an error. What ranks asked for stands in their logs alone, a line for each call.
@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
@@ -84,6 +85,11 @@ def members(ranks: str, world_size: int) -> list[int]:
     )
 
 
+def has(ranks: str, rank: int) -> bool:
+    """Whether `rank` is in a group, from how the log names it."""
+    return ranks == "all" or rank in members(ranks, 0)
+
+
 def camps(calls: Mapping[int, Call], nccl: bool) -> list[list[int]]:
     """Ranks by what each asked of one collective of their group: one camp if it fits together.
 
@@ -145,13 +151,22 @@ def comparable(texts: list[bytes]) -> list[dict[int, list[Call]]]:
     return found
 
 
-def log(path: Path) -> None:
-    """From here on append a line to `path` at each collective that this process enters."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def log(path: Path, messages: Path | None = None) -> None:
+    """From here on append a line to `path` at each collective that this process enters.
 
-    def write(line: str) -> None:
-        with suppress(OSError):  # a full disk is no reason for a collective to fail
-            os.write(file, line.encode())
+    And one to `messages`, if it is given, at each message that begins. From here on, too, who waits
+    for a handle has a frame named `wait` in its stack, which C++ alone would not leave.
+    """
+    write = _appended(path)
+    if messages:
+        for name in ("send", "recv"):
+            setattr(dist.ProcessGroup, name, _noted(name, _appended(messages)))
+    handles_wait = dist.Work.wait
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        return handles_wait(*args, **kwargs)
+
+    dist.Work.wait = wait
 
     def logged(name: str, function: Any) -> Any:
         parameters, sized = _PARAMETERS[name], COLLECTIVES[name]
@@ -185,6 +200,35 @@ def log(path: Path) -> None:
         return begin(*args, **kwargs)
 
     dist.init_process_group = another
+
+
+def _appended(path: Path) -> Callable[[str], None]:
+    """What writes a line to the file at `path`."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(line: str) -> None:
+        with suppress(OSError):  # a full disk is no reason for a collective to fail
+            os.write(file, line.encode())
+
+    return write
+
+
+def _noted(name: str, write: Callable[[str], None]) -> Any:
+    """ProcessGroup's method `name`, a send or a receive, which first writes to whom it goes."""
+    begin = getattr(dist.ProcessGroup, name)
+
+    def call(group: Any, tensors: Any, peer: int, *rest: Any) -> Any:
+        with suppress(Exception):  # torch itself will say what is wrong
+            write(f"{name} {dist.get_global_rank(group, peer)}\n")
+        return begin(group, tensors, peer, *rest)
+
+    return call
+
+
+def read_messages(text: str) -> Counter[tuple[str, int]]:
+    """How often a rank began to "send" to each other one, and to "recv" from it."""
+    words = [line.split() for line in text.split("\n")[:-1]]
+    return Counter((name, int(peer)) for name, peer in words)
 
 
 def _group(group: Any) -> str:

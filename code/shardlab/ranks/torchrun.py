@@ -200,7 +200,7 @@ def _make_sure_of_process_0(
 
     Under nccl it cannot come back from a collective in which this rank is missing.
     """
-    cause = report.kind == "raised" and not report.victim
+    cause = report.failed and not report.victim
     patience = _GRACE if cause and "nccl" in job.backend else job.timeout + 2 * _GRACE
     try:
         store.wait(["heard"], timedelta(seconds=patience if cause else patience + _GRACE))
@@ -231,7 +231,7 @@ def _take_part(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
     """Be `rank` of one run, and leave its report in the store."""
     report = _reported(store, job, rank)
     values.put(store, f"report{rank}", values.saved(report))
-    if report.kind == "raised":
+    if report.failed:
         store.set(values.FAILED, b"")
     if store.add("reported", 1) == job.world_size:
         store.set("all", b"")

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,11 @@ class Job:
     parent: int  # process id of the caller
     rng_state: torch.Tensor = field(repr=False)  # the caller's, so that every rank starts from it
 
+    @property
+    def by_nccl(self) -> bool:
+        """Whether nccl moves the ranks' tensors: then `wait` holds up the GPU, not the process."""
+        return self.device == "cuda" and "nccl" in self.backend
+
     def file(self, kind: str, rank: int | None = None) -> Path:
         """A file in the run's folder: the run's own, or that of one rank."""
         return Path(self.directory, kind if rank is None else f"{kind}.{rank}")
@@ -59,11 +64,16 @@ class Job:
 class Report:
     """What a rank sends to the caller when it is done, one way or the other."""
 
-    kind: str  # "returned" | "raised"
+    kind: Literal["returned", "raised", "exited", "unsent"]  # unsent: its result cannot be sent
     value: bytes = b""
     error: str = ""  # "ValueError: boom"
     frames: list[tuple[str, int, str, str]] = field(default_factory=list)  # file, line, name, text
     victim: bool = False  # a neighbour's failure seen from here
+
+    @property
+    def failed(self) -> bool:
+        """Its function, or what it returned, is no result."""
+        return self.kind != "returned"
 
 
 def serve(rank: int, job: Job, load: Any, status: Connection, lifeline: int) -> None:
@@ -188,7 +198,7 @@ def _join(rank: int, job: Job) -> None:
         job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
     )
     dist.barrier()
-    calls.log(job.file("calls", rank))
+    calls.log(job.file("calls", rank), job.file("messages", rank) if job.by_nccl else None)
 
 
 def _returned(value: Any) -> Report:
@@ -200,7 +210,7 @@ def _returned(value: Any) -> Report:
     except Exception as error:
         what = f"{type(value).__module__}.{type(value).__qualname__}"
         message = f"its result, a {what}, cannot be sent to the caller: {_describe(error)}"
-        return Report("raised", error=message)
+        return Report("unsent", error=message)
     return Report("returned", buffer.getvalue())
 
 
@@ -209,7 +219,8 @@ def _raised(error: BaseException) -> Report:
     frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in summary]
     text = _describe(error)
     victim = isinstance(error, RuntimeError) and any(w in text.lower() for w in VICTIM_WORDS)
-    return Report("raised", error=text, frames=frames, victim=victim)
+    kind = "exited" if isinstance(error, SystemExit) else "raised"
+    return Report(kind, error=text, frames=frames, victim=victim)
 
 
 def _describe(error: BaseException) -> str:

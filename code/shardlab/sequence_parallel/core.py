@@ -31,8 +31,8 @@ from torch.autograd.function import once_differentiable
 from shardlab.arguments import check_flag, check_kind
 from shardlab.buckets import add_up
 from shardlab.ranks import check_group
-from shardlab.ranks.p2p import carrier
-from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
+from shardlab.ranks.renamed import all_gather_single
+from shardlab.ranks.whole import reduce_scatter
 
 Finish = Callable[[], Tensor]
 
@@ -84,31 +84,12 @@ def _gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:
 
 
 def _scatter(y_BSH: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Start to add up over the ranks; the result returns the sum's [B, s, H] of this rank.
-
-    Every rank sends part j straight to rank j, which adds up what it gets in the order of the
-    ranks: (t-1)/t of the bytes, as any reduce-scatter, where gloo's own would make an all-reduce.
-    """
+    """Start to add up over the ranks; the result returns the sum's [B, s, H] of this rank."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return lambda: y_BSH.clone()
     parts_tBsH = y_BSH.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    if carrier(y_BSH.device, group) == "nccl":
-        total_BsH = torch.empty_like(parts_tBsH[0])
-        parts = parts_tBsH.flatten(0, 1)  # [t B, s, H] to [B, s, H]
-        work = reduce_scatter_single(total_BsH, parts, group=group, async_op=True)
-        return lambda: (work.wait(), total_BsH)[1]
-    received_tBsH = torch.empty_like(parts_tBsH)
-    work = dist.all_to_all_single(received_tBsH, parts_tBsH, group=group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        total_BsH = received_tBsH[0] + received_tBsH[1]
-        for part_BsH in received_tBsH[2:]:
-            total_BsH += part_BsH
-        return total_BsH
-
-    return finish
+    return reduce_scatter(parts_tBsH.flatten(0, 1), group)  # [t B, s, H] to [B, s, H]
 
 
 class AlongSequence:

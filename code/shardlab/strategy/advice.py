@@ -6,34 +6,31 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab.layout import Layout
-from shardlab.machines import RESERVE, Machine, room
+from shardlab.layout.entries import check_tensor_degree
+from shardlab.machines import Machine
 from shardlab.shapes import Config
 
 from .core import Seconds
-from .needs import held, peak
-from .predict import predict
+from .predict import predict, room
 
 
-def fullness(
-    config: Config,
-    machine: Machine,
-    layout: Layout,
-    seq: int | None = None,
-    reserve: float = RESERVE,
-) -> str:
+def fullness(config: Config, machine: Machine, layout: Layout, seq: int | None = None) -> str:
     """Why `layout` does not fit, and one change that would do; "" if it fits.
 
-    Raises ValueError for a shape that cannot be cut so.
+    Bytes are predicted, of the course's own model. Raises ValueError as `predict` does, and for
+    heads that this model cannot be cut into.
     """
-    there, found = room(machine, reserve), held(config, layout, seq)
-    needs = found.peak
-    if needs <= there:
+    check_tensor_degree(config, layout.tp)
+    there, found = room(machine), predict(config, machine, layout, seq=seq).memory
+    if found.reserved <= there:
         return ""
 
     def fits(**change: Any) -> bool:
-        return peak(config, replace(layout, **change), seq) <= there
+        changed = predict(config, machine, replace(layout, **change), seq=seq)
+        return changed.memory.reserved <= there
 
-    words = f"Its fullest GPU needs {needs / 1e9:.1f} GB, and {there / 1e9:.1f} are there."
+    needs = f"{found.reserved / 1e9:.1f} GB"
+    words = f"Its fullest GPU needs {needs}, and {there / 1e9:.1f} are there."
     if layout.tp > 1 and not layout.sequence_parallel and fits(sequence_parallel=True):
         return (
             f"{words} What stands between the cut matrices is whole on each of the t GPUs: "
@@ -44,7 +41,7 @@ def fullness(
     each = layout.batch // layout.dp
     if layout.micro_batch > 1 and fits(micro_batch=1, microbatches=each):
         return f"{words} Micro-batches of fewer sequences would keep less."
-    states = found.parameters + found.gradients + found.optimizer
+    states = found.weights + found.gradients + found.optimizer
     words += f" {states / 1e9:.1f} GB of it are model states"
     if states > there:
         return f"{words}: cut the model into more parts, or let its copies share more."

@@ -8,10 +8,12 @@ The table has the layouts that fit and are fastest: micro-batch and how many, GB
 rank reserves, and that stay free; seconds of a step; MFU as PaLM counts it; with --tokens the days
 and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --cp, --ep, --zero,
 --micro-batch and --recompute keep one value of a layout. --explain shows the first layout part by
-part, --json everything. --emit writes the fastest layout that an engine can run as its
-configuration: deepspeed, fsdp2, torchtitan, megatron, or slurm, a batch file. It is planned with
-the bytes and seconds of that engine's --profile; with slurm, of any. Rates are the profile's, or
-those of a file: --rates.
+part, --json everything. --run trains the first one here, on real ranks, as small as this machine
+can: whether it equals one process, and what each rank holds and sends beside the prediction.
+
+--emit writes the fastest layout that an engine can run as its configuration: deepspeed, fsdp2,
+torchtitan, megatron, or slurm, a batch file. It is planned with the bytes and seconds of that
+engine's --profile; with slurm, of any. Rates are the profile's, or those of a file: --rates.
 
     python -m shardlab strategy --measure --rates here.json
     python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
@@ -59,8 +61,8 @@ from .rates import Rates, known, read
 from .rates import today as rates_today
 
 ENTRIES = "measure", "fit", "predict", "case"
-# Fields of a layout that an option keeps, and the least of each.
-FIXED = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0, "micro_batch": 1}
+# Fields of a layout that an option keeps, and the least of each, or the least and most.
+FIXED = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch"), (1,)) | {"zero": (0, 3)}
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
 ADDED = "predicted_seconds", "predicted_memory_gib", "note"
@@ -92,6 +94,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--measure", action="store_true", default=None, help=words)
     parser.add_argument("--explain", action="store_true", default=None, help="the first, by part")
     parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
+    words = "train the first, small, on ranks of this machine"
+    parser.add_argument("--run", action="store_true", default=None, help=words)
     add("emit", "the fastest layout as a configuration for it", "ENGINE")
     parser.set_defaults(command=_main)
 
@@ -106,8 +110,7 @@ def _main(chosen: argparse.Namespace) -> int:
         raise ValueError(f"{said}: allowed is {allowed}")
     _check_apart(given, (entries + asks)[0])
     if asks:
-        print(_planned(given))
-        return 0
+        return _planned(given)
     if not given.get("rates"):
         raise ValueError(f"rates='': allowed with --{entries[0]} is a file")
     if entries[0] in ("measure", "fit"):
@@ -129,17 +132,17 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
     if what in ENTRIES:
         more = [name for name in given if name not in ("command", what, "rates", "profile")]
         options.apart(given, more, f"with --{what}: allowed are --rates and --profile")
-    forms = [name for name in ("json", "explain", "emit") if name in given]
+    forms = [name for name in ("json", "explain", "run", "emit") if name in given]
     if forms:
         options.apart(given, forms[1:], f"with --{forms[0]}: allowed is one of them")
-    if forms in (["explain"], ["emit"]):
+    if forms and forms != ["json"]:
         options.apart(given, ["top"], f"with --{forms[0]}, which has one layout and no table")
     if "tokens" not in given:
         options.apart(given, ["price"], "alone: allowed with --tokens, of which it is the price")
 
 
-def _planned(given: dict[str, Any]) -> str:
-    """The plan that the options ask for, as text."""
+def _planned(given: dict[str, Any]) -> int:
+    """Print the plan that the options ask for; the status is 1 where its trial is not equal."""
     if "emit" in given:
         given = _for_engine(given)
     if "rates" in given:
@@ -150,27 +153,35 @@ def _planned(given: dict[str, Any]) -> str:
     profile = today(profile)
     asked = _asked(given, rates)
     fixed: dict[str, object] = {
-        name: options.whole(name, given[name], least)
-        for name, least in FIXED.items()
+        name: options.whole(name, given[name], *ends)
+        for name, ends in FIXED.items()
         if name in given
     }
     if "recompute" in given:
         check_one_of(("none", "selective", "full"), recompute=given["recompute"])
         fixed["recompute"] = given["recompute"]
-    job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq, profile, rates
-    found = plan(*job, fixed)
+    job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
+    found = plan(*job, profile, rates, fixed)
     if not found.fits:
-        raise ValueError(short(*job, found))
+        raise ValueError(short(found))
     top = options.whole("top", given.get("top", str(TOP)))
     if "json" in given:
         best = [report.row(asked, one, found.room) for one in found.fits[:top]]
         ruled = dict(found.ruled.most_common())
-        return json.dumps({"best": best, "fit": len(found.fits), "ruled_out": ruled}, indent=1)
-    if "emit" in given:
-        return _emitted(given["emit"], asked, found)
-    if "explain" in given:
-        return report.explained(asked, found.fits[0], found.room, rates)
-    return report.text(asked, found, rates, top)
+        print(json.dumps({"best": best, "fit": len(found.fits), "ruled_out": ruled}, indent=1))
+    elif "emit" in given:
+        print(_emitted(given["emit"], asked, found))
+    elif "explain" in given:
+        print(report.explained(asked, found.fits[0], found.room, rates))
+    elif "run" in given:
+        from .trial import trained  # which loads torch
+
+        text, good = trained(asked.name, asked.config, found.fits[0].layout)
+        print(text)
+        return 0 if good else 1
+    else:
+        print(report.text(asked, found, rates, top))
+    return 0
 
 
 def _for_engine(given: dict[str, Any]) -> dict[str, Any]:

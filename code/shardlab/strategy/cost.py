@@ -96,8 +96,8 @@ def zero_bytes(
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Parts of one step's floor."""
+class Floor:
+    """Seconds of the parts of one step, each at its least."""
 
     arithmetic: float
     tensor: float  # all-reduces inside of layers: others' products can hide them
@@ -116,19 +116,17 @@ class Seconds:
         return self.arithmetic / self.total
 
 
-def seconds(
+def floor(
     config: Config,
     machine: Machine,
     layout: Layout,
     seq: int | None = None,
-    chunks: int | None = None,
     causal: bool = True,
-) -> Seconds:
+) -> Floor:
     """A floor of one step: every GPU at its data sheet's rate, every link full, no latency.
 
-    chunks: v of an interleaved pipeline; by default the layout's. Real steps take about twice as
-    long: products do not reach the data sheet's rate, norms, masks and additions are not counted,
-    and not all traffic is hidden. `predict` says how long.
+    Real steps take about twice as long: products do not reach the data sheet's rate, norms, masks
+    and additions are not counted, and not all traffic is hidden. `predict` says how long.
 
     The copies of one node add up gradients there first, and share the node's links to others: of
     g of them, each carries a g-th. Tensor-parallel ranks stand inside a node if they fit there; a
@@ -140,8 +138,7 @@ def seconds(
     Raises ValueError for what cannot be cut so.
     """
     seq = config.seq if seq is None else seq
-    v = layout.chunks if chunks is None else chunks
-    check_whole(seq=seq, chunks=v)
+    check_whole(seq=seq)
     found = layout.parts(config)
     check_tensor_degree(config, layout.tp)
     check_expert_degree(config, layout.ep)
@@ -155,31 +152,28 @@ def seconds(
     if layout.tp > machine.per_node:
         near = min(near, machine.between * machine.per_node)
     tensor = reduces * 2 * (layout.tp - 1) / layout.tp * stream / near
-    bubble = _bubble(layout, v) * max(arithmetic, tensor)
+    bubble = _bubble(layout) * max(arithmetic, tensor)
 
     messages = 0.0
     if layout.pp > 1:
         link = machine.inside if layout.ranks <= machine.per_node else machine.between
-        messages = 2 * v * stream / layout.tp / link
+        messages = 2 * layout.chunks * stream / layout.tp / link
     data = _data_seconds(config, machine, layout, found)
-    return Seconds(arithmetic, tensor, bubble, data, messages)
+    return Floor(arithmetic, tensor, bubble, data, messages)
 
 
-def _bubble(layout: Layout, chunks: int) -> float:
+def _bubble(layout: Layout) -> float:
     """The bubble as a share of the rest; a backward pass takes twice its forward."""
     p, m = layout.pp, layout.microbatches
     if layout.schedule == "naive":
         return p - 1
     if layout.schedule in ("zb-h2", "zb-v"):
         return 0.0
-    return (p - 1) / (chunks * m) / (3 if layout.schedule == "zb-h1" else 1)
+    return (p - 1) / (layout.chunks * m) / (3 if layout.schedule == "zb-h1" else 1)
 
 
 def _data_seconds(config: Config, machine: Machine, layout: Layout, found: list[Stage]) -> float:
-    held = [
-        sum(memory.parameters(config, layout.tp, stage=stage, ep=layout.ep).values())
-        for stage in found
-    ]
+    held = [sum(memory.parameters(config, layout, stage).values()) for stage in found]
     group, replicas = layout.shards, layout.replicas
     sent = sum(zero_bytes(max(held), layout.zero, group, layout.microbatches).values())
     seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)

@@ -37,7 +37,7 @@ def fit(
     """
     if not measured:
         raise ValueError("measured=0: allowed are 1 or more steps that can be expressed")
-    values = begin.values_of()
+    values = dict(begin)
     guess = dict(values)
     spreads = {name: log(1 + begin.all[name].spread) for name in free}
     curvature: list[list[float]] = []

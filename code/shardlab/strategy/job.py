@@ -5,11 +5,15 @@ Letters as in `cost`.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from shardlab.layout import Layout, Stage
+from shardlab.layout.entries import outside
 from shardlab.machines import Machine
+from shardlab.memory.counting import in_layer
 from shardlab.shapes import Config
 
 from .profile import Profile
@@ -76,25 +80,38 @@ class Job:
         return (config.experts_per_token + config.shared_experts) * config.expert_width
 
 
-def parameters(job: Job, stage: Stage) -> float:
-    """Parameters of one rank of a stage, without the few of norms and biases."""
-    config, h, t = job.config, job.config.hidden, job.layout.tp
-    layers = stage.layers * 2 * h * (h + job.heads)
-    dense = stage.dense if config.experts else stage.layers
-    layers += dense * job.matrices * h * config.ffn_width
-    if config.experts:  # the router stands on every rank
-        shared = job.matrices * h * config.shared_experts * config.expert_width
-        layers += (stage.layers - dense) * (shared + config.experts * h * t)
-    once = stage.embedding and stage.head and config.tied
-    ends = 1 if once else stage.embedding + stage.head
-    return (layers + ends * config.vocab * h) / t + dealt(job, stage)
+@dataclass(frozen=True)
+class _Counts:
+    """Parameters on one rank, of what stages are made of."""
+
+    dense: int  # of a layer without experts
+    sparse: int  # of a layer with some
+    own: int  # of these, those of the rank's own experts
+    embedding: int
+    end: int  # last norm and head
 
 
-def dealt(job: Job, stage: Stage) -> float:
+@lru_cache(maxsize=1024)
+def _counts(config: Config, tp: int, ep: int) -> _Counts:
+    dense = sum(in_layer(config, tp, ep, False).values())
+    sparse = in_layer(config, tp, ep, True) if config.experts else Counter()
+    first, *last = (entry.elements(tp) for entry in outside(config))
+    return _Counts(dense, sum(sparse.values()), sparse["experts"], first, sum(last))
+
+
+def parameters(job: Job, stage: Stage) -> int:
+    """Parameters of one rank of a stage: `memory.parameters`, for a thousand layouts."""
+    config, each = job.config, _counts(job.config, job.layout.tp, job.layout.ep)
+    sparse = stage.layers - stage.dense if config.experts else 0
+    layers = (stage.layers - sparse) * each.dense + sparse * each.sparse
+    once = config.tied and stage.embedding and stage.head
+    return layers + stage.head * each.end + (stage.embedding - once) * each.embedding
+
+
+def dealt(job: Job, stage: Stage) -> int:
     """Of these parameters, those of the rank's own experts."""
-    config, layout = job.config, job.layout
-    one = job.matrices * config.hidden * config.expert_width / layout.tp
-    return (stage.layers - stage.dense) * config.experts // layout.ep * one
+    own = _counts(job.config, job.layout.tp, job.layout.ep).own
+    return (stage.layers - stage.dense) * own
 
 
 def sharded(job: Job, stage: Stage) -> float:

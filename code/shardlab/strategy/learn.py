@@ -12,7 +12,7 @@ from .footprint import footprint
 from .job import Job
 from .predict import check_job
 from .profile import Profile
-from .rates import Rates, guesses
+from .rates import Rates, Values, guesses
 
 Measured = list[tuple[Predict, float]]
 
@@ -74,13 +74,13 @@ def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str
 
 
 def _layer(job: Job, k: int) -> Predict:
-    return lambda rates: layer(job, rates)[k].total
+    return lambda rates: layer(job, Values(**rates))[k].total
 
 
-def _takes(job: Job, known: Mapping[str, float]) -> Predict:
+def _takes(job: Job, known: Values) -> Predict:
     reserved = footprint(job, known).reserved
-    return lambda rates: seconds(job, rates, reserved).total
+    return lambda rates: seconds(job, Values(**rates), reserved).total
 
 
 def _reserves(job: Job) -> Predict:
-    return lambda rates: footprint(job, rates).reserved
+    return lambda rates: footprint(job, Values(**rates)).reserved

@@ -1,4 +1,7 @@
-"""A plan: every layout of a job, predicted; which are fastest, and what ruled out the others."""
+"""A plan: every layout of a job, predicted; which are fastest, and what ruled out the others.
+
+This is the one search. What else chooses, the chart for instance, chooses from its layouts.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, isqrt
 
-from shardlab.arguments import SIZES, check_whole
+from shardlab.arguments import SIZES, check_kind, check_whole
 from shardlab.layout import Layout
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
-from .chart import MOST_GPUS, check_job
 from .cost import flops
 from .job import Job
-from .predict import Prediction, check_rates, of_job
+from .predict import Prediction, check_rates, of_job, room
 from .profile import COURSE, Profile
 from .rates import Rates
 
 LONG = 32_768  # tokens of a sequence, from which on ranks may share it
 CHUNKS = 2, 4  # of a stage, that are tried
+MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
 MORE = 2, 4, 8, 16, 32, 64  # times as many GPUs, tried where nothing fits
 
 
@@ -38,12 +41,19 @@ class Planned:
 
 @dataclass
 class Plan:
-    """Layouts that fit, the fastest first, and how many fell out for which reason."""
+    """What was asked; layouts that fit, the fastest first; how many fell out for which reason."""
 
+    config: Config
+    machine: Machine
+    gpus: int
+    batch: int
+    seq: int
+    profile: Profile
+    rates: Rates | None
+    room: float  # bytes that a rank may reserve
     fits: list[Planned] = field(default_factory=list)
     ruled: Counter[str] = field(default_factory=Counter)
     nearest: Planned | None = None  # of those that do not fit, the one that lacks least
-    room: float = 0.0  # bytes that a rank may reserve
 
 
 def plan(
@@ -68,11 +78,16 @@ def plan(
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
     below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, and for rates of another profile.
     """
-    check_job(machine, gpus, batch)
+    check_kind(Machine, machine=machine)
+    check_whole(1, MOST_GPUS, gpus=gpus)
+    check_whole(1, SIZES, batch=batch)
+    if gpus > (n := machine.per_node) and gpus % n:
+        raise ValueError(f"gpus={gpus}: allowed are 1 to {n}, and whole nodes of {n}")
     seq = config.seq if seq is None else seq
     check_whole(1, SIZES, seq=seq)
     values = check_rates(profile, rates)
-    found = Plan(room=values["limit"] * machine.memory)
+    there = room(machine, values)
+    found = Plan(config, machine, gpus, batch, seq, profile, rates, there)
     work = flops(config, batch * seq, seq, causal=False)
     for layout in layouts(config, machine, gpus, batch, seq, profile, found.ruled):
         if fixed and any(getattr(layout, name) != value for name, value in fixed.items()):
@@ -153,20 +168,17 @@ def divisors(n: int) -> list[int]:
     return small + [n // k for k in reversed(small) if k * k != n]
 
 
-def short(
-    config: Config,
-    machine: Machine,
-    gpus: int,
-    batch: int,
-    seq: int | None,
-    profile: Profile,
-    rates: Rates | None,
-    found: Plan,
-) -> str:
+def short(found: Plan) -> str:
     """Why nothing of `found` fits: what comes nearest, and what would make it fit."""
+    machine, gpus, batch = found.machine, found.gpus, found.batch
     if found.nearest is None:
         why = "; ".join(found.ruled) or "the layouts asked for do not exist"
         return f"gpus={gpus}: no layout can be made: {why}"
+
+    def fits(gpus: int, batch: int, seq: int) -> bool:
+        job = found.config, machine, gpus, batch, seq, found.profile, found.rates
+        return bool(plan(*job).fits)
+
     near = found.nearest
     lacks = near.reserved - found.room
     words = (
@@ -178,9 +190,9 @@ def short(
         more = gpus * times
         if more > MOST_GPUS or (more > machine.per_node and more % machine.per_node):
             continue
-        if plan(config, machine, more, batch * times, seq, profile, rates).fits:
+        if fits(more, batch * times, found.seq):
             return f"{words}; {more} of these GPUs would be enough, with {batch * times} sequences"
-    half = (config.seq if seq is None else seq) // 2
-    if half and plan(config, machine, gpus, batch, half, profile, rates).fits:
+    half = found.seq // 2
+    if half and fits(gpus, batch, half):
         return f"{words}; sequences of {half} tokens would fit"
     return f"{words}; {MORE[-1]} times as many of these GPUs would not help; larger ones would"

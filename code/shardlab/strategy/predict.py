@@ -1,11 +1,13 @@
-"""What a job will take: seconds and bytes, predicted, beside the floor that `cost` counts."""
+"""What a job will take: seconds and bytes, predicted, beside the floor that `cost` counts; and how
+much memory there is for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardlab.arguments import check_whole
+from shardlab.arguments import check_kind, check_whole
 from shardlab.layout import Layout
 from shardlab.layout.entries import check_expert_degree
 from shardlab.machines import Machine
@@ -24,6 +26,15 @@ class Prediction:
 
     seconds: Seconds
     memory: Bytes
+
+
+def room(machine: Machine, rates: Mapping[str, float] | None = None) -> float:
+    """Bytes of one GPU that a rank may reserve: beyond them the allocator begins to retry.
+
+    rates: by default those that are known of the course's own model.
+    """
+    check_kind(Machine, machine=machine)
+    return (known(COURSE.name) if rates is None else rates)["limit"] * machine.memory
 
 
 def predict(
@@ -80,4 +91,13 @@ def check_job(job: Job) -> None:
     check_expert_degree(config, layout.ep)
 
 
-__all__ = ["PROFILES", "Prediction", "check_job", "check_rates", "first_rank", "of_job", "predict"]
+__all__ = [
+    "PROFILES",
+    "Prediction",
+    "check_job",
+    "check_rates",
+    "first_rank",
+    "of_job",
+    "predict",
+    "room",
+]

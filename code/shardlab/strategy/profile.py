@@ -11,6 +11,14 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
+class Wire:
+    """Bytes in which a parameter's gradient and its weight travel."""
+
+    gradient: int
+    weight: int
+
+
+@dataclass(frozen=True)
 class Profile:
     """One implementation. Bytes are for a token, or for a parameter, of the whole model."""
 
@@ -27,7 +35,7 @@ class Profile:
     gradient: int
     optimizer: int
     bucket: int  # more, where copies are not sharded
-    wire: tuple[int, int]  # bytes that a gradient, and a weight, travel in
+    wire: Wire  # bytes that a parameter travels in
     # Work of a step beside the layers.
     update: int  # bytes that the optimizer reads and writes for each parameter it keeps
     accumulate: int  # the same for each micro-batch, where gradients are added up
@@ -56,7 +64,7 @@ NANOTRON = Profile(
     gradient=4,
     optimizer=12,
     bucket=2,
-    wire=(4, 2),
+    wire=Wire(4, 2),
     update=34,
     accumulate=10,
     loss=32,
@@ -83,7 +91,7 @@ MEGATRON = Profile(
     gradient=4,
     optimizer=12,
     bucket=0,
-    wire=(4, 2),
+    wire=Wire(4, 2),
     update=46,  # Adam 30, its norm and unscaling 12, zeroing 4
     accumulate=0,
     loss=32,
@@ -109,7 +117,7 @@ COURSE = Profile(
     gradient=2,
     optimizer=12,
     bucket=2,
-    wire=(2, 2),
+    wire=Wire(2, 2),
     update=34,
     accumulate=6,
     loss=32,
@@ -130,7 +138,7 @@ FSDP2 = replace(
     name="fsdp2",
     gradient=4,
     bucket=0,
-    wire=(4, 2),
+    wire=Wire(4, 2),
     update=40,  # Adam 28, its norm and clipping 12
     accumulate=10,
     interleaves=False,

@@ -29,6 +29,44 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Values:
+    """The numbers alone, as formulas read them; `_GUESSES` says what each one is."""
+
+    # Of a step's seconds.
+    products: float
+    attention: float
+    memory: float
+    elementwise: float
+    scores: float
+    launch: float
+    crossing: float
+    node: float
+    hidden: float
+    beyond: float
+    network: float
+    message: float
+    exposed: float
+    gathers: float
+    hop: float
+    uneven: float
+    step: float
+    limit: float
+    retries: float
+    # Of memory.
+    kept: float
+    fragments: float
+    logit: float
+    late: float
+    settled: float
+    gathered: float
+    fixed: float
+
+    def __getitem__(self, name: str) -> float:
+        """The one of this name."""
+        return getattr(self, name)
+
+
+@dataclass(frozen=True)
 class Rates(Mapping[str, float]):
     """The rates of one profile by name; `rates["launch"]` is the value alone."""
 
@@ -45,9 +83,9 @@ class Rates(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self.all)
 
-    def values_of(self) -> dict[str, float]:
-        """A plain dictionary of the values, which is faster to read many times."""
-        return {name: rate.value for name, rate in self.all.items()}
+    def values_of(self) -> Values:
+        """The values alone, by attribute."""
+        return Values(**self)
 
     def write(self, path: Path) -> None:
         """Into a JSON file."""

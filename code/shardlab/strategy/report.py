@@ -9,8 +9,7 @@ from shardlab import memory
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
-from .cost import DAY
-from .cost import seconds as floor
+from .cost import DAY, floor
 from .plan import Plan, Planned
 from .rates import Rates
 

@@ -20,6 +20,7 @@ from math import gcd
 
 from shardlab import memory
 from shardlab.arguments import check_count, check_kind, check_number, check_whole
+from shardlab.layout import Layout
 from shardlab.shapes import Config
 
 WIDTHS = "heads", "key_value_heads", "ffn_width", "vocab"  # what is cut, besides what follows
@@ -38,7 +39,7 @@ def predicted_states(
     check_degree(config, t)
     check_whole(itemsize=itemsize)
     check_whole(0, bytes_per_state=bytes_per_state)
-    held = sum(memory.parameters(config, tp=t).values())
+    held = sum(memory.parameters(config, Layout(tp=t)).values())
     return {
         "parameters": held * itemsize,
         "gradients": held * itemsize,

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.arguments import check_kind, given
+from shardlab.arguments import check_kind, given, is_whole
 from shardlab.buckets import clip_by_joint_norm
 from shardlab.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
-from shardlab.ranks.renamed import all_gather_single
+from shardlab.ranks.whole import joined
 
 from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, share, take
 
@@ -69,28 +69,14 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
     Raises ValueError for a model that is not parallelized, and for a rank that is none.
     """
     group = _group(model)
-    rank, size = check_group(group)
-    if to is not None and (type(to) is not int or to not in range(size)):
+    _, size = check_group(group)
+    if to is not None and not is_whole(to, 0, size - 1):
         raise ValueError(f"to={to!r}: allowed are None and the group's ranks, 0 to {size - 1}")
     found: dict[str, Tensor] = {}
     for name, parameter, dimension in pieces(model):
-        if dimension is None:
-            if to in (None, rank):
-                found[name] = parameter.detach().clone()
-            continue
-        mine = parameter.detach().contiguous()
-        if to in (None, rank):
-            parts = mine.new_empty((size, *mine.shape))
-        if to is None:
-            all_gather_single(parts.view(-1), mine.view(-1), group=group)  # a share to [t, share]
-        elif to != rank:
-            ranks.isend(mine, to, group).wait()
-        else:
-            parts[rank] = mine
-            for source in (r for r in range(size) if r != rank):
-                ranks.irecv(parts[source], source, group).wait()
-        if to in (None, rank):
-            found[name] = torch.cat(list(parts), dimension)
+        whole = joined(parameter.detach(), dimension, group, to)
+        if whole is not None:
+            found[name] = whole
     return {name: found[first] for name, first in _aliases(model).items() if first in found}
 
 

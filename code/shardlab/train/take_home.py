@@ -87,7 +87,7 @@ class Options:
     tensor: int = option(1, "neighbouring ranks that cut each matrix between them; not with ddp", 1)
     precision: str = option("float32", "of products in forward", *DTYPES)
     compiler: str = option("none", "torch.compile's backend for the blocks, as inductor")
-    workers: int = option(0, "processes of each rank that load data", 0)
+    workers: int = option(0, "processes of each rank that load data", 0, 1000)
     every: int = option(100, "steps from one validation and checkpoint to the next", 1)
     report: int = option(10, "steps from one line of metrics.jsonl to the next", 1)
     resume: str = option(
@@ -105,6 +105,8 @@ class Options:
                 good, said = least <= value <= most, f"numbers from {least:g} to {most:g}"
             if not good:
                 raise Refused(f"{each.name}={value!r}: allowed are {said}")
+        if not self.folder or not self.folder.isprintable():
+            raise Refused(f"folder={self.folder!r}: allowed are names that can be printed")
         if self.hidden % (2 * self.heads):
             raise Refused(f"hidden={self.hidden}: allowed are multiples of {2 * self.heads}")
         if self.tensor > 1 and (self.strategy == "ddp" or self.precision == "fp16"):

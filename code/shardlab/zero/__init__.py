@@ -25,8 +25,9 @@ from torch import nn
 
 from shardlab.arguments import check_flag, told
 
-from .core import Stage, Unit, Zero1, Zero2, Zero3
-from .flat import Flat, Gradients, ReduceScatter, all_gather
+from .core import Unit, Zero1, Zero2, Zero3
+from .flat import Flat, all_gather
+from .gradients import Gradients, Reducer, ReduceScatter
 from .predict import predicted_sent, predicted_states
 from .saved import warm
 from .wrapper import Sharded
@@ -35,8 +36,8 @@ __all__ = [
     "Flat",
     "Gradients",
     "ReduceScatter",
+    "Reducer",
     "Sharded",
-    "Stage",
     "Unit",
     "Zero1",
     "Zero2",

@@ -1,9 +1,9 @@
 """ZeRO's three stages: when weights are gathered, when gradients are sent, and what is kept.
 
-To be read from top to bottom. `Stage` has what they do alike at the end of backward. `Zero1` and
-`Zero2` have the model whole, and gather it anew after each step; `Zero3` gathers each `Unit` of it
-just before it is used, and frees it behind. What is gathered and sent is a flat tensor (`flat`);
-how a sharded model looks to its user stands in `wrapper`. N ranks, P elements.
+`Zero1` and `Zero2` have the model whole, and gather it anew after each step; `Zero3` gathers each
+`Unit` of it just before it is used, and frees it behind. The methods of each stand in the order in
+which a step calls them. What is gathered is a flat tensor (`flat`); how its gradients leave stands
+in `gradients`, and how a sharded model looks to its user in `wrapper`. N ranks, P elements.
 
 Rajbhandari: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020 (arXiv 1910.02054). Zhao: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
@@ -27,47 +27,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardlab import ranks
 from shardlab.buckets import MIB, copy_from_rank_0, in_backward
 
-from .flat import Flat, Gradients
+from .flat import Flat
+from .gradients import Gradients, Reducer
 from .units import Choice, modules_of, names_of, owners
 from .wrapper import Sharded
 
 
-class Stage(Sharded):
-    """What the stages do alike: send gradients while backward computes, and end it together."""
-
-    def _start_over(self) -> None:
-        self._backward.over()
-        self._sent: list[Gradients] = []
-
-    def _send(self, gradients: Gradients) -> None:
-        """Start a reduce-scatter. One at a time is under way, so that only one takes memory."""
-        self._receive()
-        gradients.send()
-        self._sent.append(gradients)
-
-    def _receive(self) -> None:
-        for gradients in self._sent:
-            gradients.receive()
-
-    def _send_rest(self) -> None:
-        raise NotImplementedError
-
-    def _finish(self) -> None:
-        """When backward is over: send what is still here, wait for everything, and begin anew."""
-        self._send_rest()
-        if self._sent:
-            # [trainable parameters]: did any rank have a gradient? Otherwise it is to stay None.
-            had_gradient = torch.cat([g.had_gradient for g in self._sent])
-            work = dist.all_reduce(had_gradient, dist.ReduceOp.MAX, self.group, async_op=True)
-            self._receive()
-            work.wait()
-            parts = had_gradient.split([len(g.had_gradient) for g in self._sent])
-            for gradients, part in zip(self._sent, parts, strict=True):
-                gradients.settle(part)
-        self._start_over()
-
-
-class Zero1(Stage):
+class Zero1(Sharded):
     """Stage 1: parameters and gradients are whole on every rank, the optimizer's states sharded.
 
     Buckets: flat tensors of `bucket_bytes`, the last parameters first, as gradients come; the first
@@ -104,35 +70,37 @@ class Zero1(Stage):
                 copy_from_rank_0([parameter], group)
                 parameter.data = parameter.data.to(compute_dtype or parameter.dtype)
                 self.frozen[name] = parameter
-        self.gradients = [Gradients(flat, self.keep, self.ordered) for flat in self.flats]
-        for gradients in self.gradients:
-            for index, parameter in enumerate([] if late else gradients.flat.parameters):
-                arrived = partial(self._arrived, gradients, index)
-                parameter.register_post_accumulate_grad_hook(arrived)
         self._versions = {flat: flat.shard._version for flat in self.flats}
+        buckets = [Gradients(flat, self.keep, self.ordered) for flat in self.flats]
+        self.reducer = Reducer(buckets, group)
+        self._synchronise = True
+        self._start_over()
+
         flat_of = {p: flat for flat in self.flats for p in flat.parameters}
-        module.register_forward_pre_hook(self._begin)
+        module.register_forward_pre_hook(self._pre_forward)
         for part in module.modules():
             own = part.parameters(recurse=part is not module)
             used = {flat_of[p]: None for p in own if p in flat_of}
             part.register_forward_pre_hook(partial(self._await, used))
         module.register_forward_hook(partial(self._await, self.flats))
-        self._synchronise = True
-        self._start_over()
+        for bucket in [] if late else buckets:
+            for index, parameter in enumerate(bucket.flat.parameters):
+                arrived = partial(self._arrived, bucket, index)
+                parameter.register_post_accumulate_grad_hook(arrived)
 
     def _start_over(self) -> None:
-        super()._start_over()
-        self._next = list(self.gradients)  # to be sent, in one fixed order on all ranks
-        self._pending = {g: len(g.flat.parameters) for g in self.gradients}
+        """Before each backward no gradient has come, and nothing is sent."""
+        self._backward.over()
+        self._unsent = list(self.reducer.gradients)  # in one fixed order on all ranks
+        self._pending = {bucket: len(bucket.flat.parameters) for bucket in self._unsent}
 
-    def _begin(self, *_: Any) -> None:
+    def _pre_forward(self, *_: Any) -> None:
         """Before the module's forward: start to gather what the optimizer has changed."""
         if in_backward():  # recomputing
             return
         self._await(self.flats)  # in case an error ended the last forward halfway
         if self._backward.unfinished:  # an error ended the last backward halfway
-            for gradients in self.gradients:
-                gradients.forget()
+            self.reducer.forget()
             self._start_over()
         news = any(flat.shard._version != self._versions[flat] for flat in self.flats)
         if news and not self._stepped:
@@ -145,28 +113,27 @@ class Zero1(Stage):
     def _await(self, flats: Iterable[Flat], *_: Any) -> None:
         """Before the forward of a module in it: have whole what it uses."""
         for flat in flats:
-            if flat.state == "coming":
+            if flat.state == "gathering":
                 flat.wait()
                 self._versions[flat] = flat.shard._version
 
-    def _arrived(self, gradients: Gradients, index: int, _parameter: Tensor) -> None:
+    def _arrived(self, bucket: Gradients, index: int, _parameter: Tensor) -> None:
         """Autograd calls this when a gradient is complete, all uses of its parameter added up."""
         self._backward.begins(self._finish)
-        gradients.place(index)
-        self._pending[gradients] -= 1
-        while self._synchronise and self._next and not self._pending[self._next[0]]:
-            self._send(self._next.pop(0))
+        bucket.place(index)
+        self._pending[bucket] -= 1
+        while self._synchronise and self._unsent and not self._pending[self._unsent[0]]:
+            self.reducer.send(self._unsent.pop(0))
 
-    def _send_rest(self) -> None:
-        while self._synchronise and self._next:
-            self._send(self._next.pop(0))
+    def _finish(self) -> None:
+        """When backward is over: send what missing gradients have held up, and wait for all."""
+        while self._synchronise and self._unsent:
+            self.reducer.send(self._unsent.pop(0))
+        self.reducer.finish()
+        self._start_over()
 
     def reduce(self) -> None:
         """With `late`: average the gradients that are there, and give pieces their parts."""
-        for gradients in self.gradients:
-            for index, parameter in enumerate(gradients.flat.parameters):
-                if parameter.grad is not None:
-                    gradients.place(index)
         self._finish()
 
     @contextmanager
@@ -187,7 +154,7 @@ class Zero2(Zero1):
 
     A bucket's full gradients live from the first of them to the end of its reduce-scatter. With
     several micro-batches in a step each has to send its own, and shards add up: m micro-batches
-    send m times the gradients of one; there is no `no_sync`, whose whole gradients are stage 1's.
+    send m times the gradients of one; there is no `no_sync`, whose full gradients are stage 1's.
 
     Bytes on the wire: 2P(N-1)/N elements as well (Rajbhandari, section 7.2.1).
     """
@@ -202,14 +169,16 @@ class Unit:
 
     flats: list[Flat]  # one for each kind of parameter in it
     gradients: list[Gradients]  # of those that are trained
+    reshard: bool = False  # free it after its forward
+    prefetch_after: float = 0  # elements of its gradients, when backward gathers the unit ahead
     uses: int = 0  # forwards whose backward is not through
     arrived: int = 0  # elements whose gradients have come
-    left: bool = False  # its gradients are sent
+    sent: bool = False  # its gradients are on their way
 
     def launch(self) -> None:
         """Start to gather, unless it is gathered already."""
         for flat in self.flats:
-            if flat.state == "free":
+            if flat.state == "sharded":
                 flat.gather()
 
     def wait(self) -> None:
@@ -223,8 +192,13 @@ class Unit:
         for flat in self.flats:
             flat.free()
 
+    def start_over(self) -> None:
+        """Between steps a rank has its shard alone."""
+        self.free()
+        self.uses, self.arrived, self.sent = 0, 0, False
 
-class Zero3(Stage):
+
+class Zero3(Sharded):
     """Stage 3: a rank owns a shard of parameters, gradients and optimizer states, and no more.
 
     units: modules, or lists of modules, that are gathered one after another: just before their
@@ -258,57 +232,55 @@ class Zero3(Stage):
         own = {"units": names_of(module, chosen), "reshard": reshard, "prefetch": prefetch}
         super().__init__(module, group, compute_dtype, reduction, **own)
         self.reshard, self.prefetch = reshard, prefetch
-        self.units: list[Unit] = []
+        units_and_rest = []
         for parameters in owners(module, chosen):
             flats = self._shard(parameters, stay=False)
             gradients = [Gradients(f, self.keep, self.ordered) for f in flats if f.trainable]
-            self.units.append(Unit(flats, gradients))
-            for flat in (g.flat for g in gradients):
-                for parameter, size in zip(flat.parameters, flat.sizes, strict=True):
-                    arrived = partial(self._arrived, self.units[-1], size)
-                    parameter.register_post_accumulate_grad_hook(arrived)
-        self.rest = self.units.pop()
-        module.register_forward_pre_hook(self._begin)
-        for unit, modules in zip(self.units, chosen, strict=True):
+            units_and_rest.append(Unit(flats, gradients))
+        *self.units, self.rest = units_and_rest
+        for unit in self.units:
+            unit.reshard = reshard
+            # What an ordered reduce-scatter receives takes up to as much memory as what it sends.
+            # So the first half of a unit's backward hides the gradients of the unit behind it, the
+            # second half the parameters of the unit ahead.
+            if self.ordered:
+                unit.prefetch_after = sum(sum(g.flat.sizes) for g in unit.gradients) / 2
+        self.reducer = Reducer([g for unit in units_and_rest for g in unit.gradients], group)
+        self._order = list(self.units)  # of the last forward
+        self._ran: list[Unit] = []  # in this one
+
+        for unit, modules in zip(units_and_rest, [*chosen, [module]], strict=True):
             for part in modules:
-                part.register_forward_pre_hook(partial(self._before, unit), with_kwargs=True)
-                part.register_forward_hook(partial(self._after, unit))
-        module.register_forward_hook(self._end)
-        self._last = list(self.units)  # the order of the last forward
-        self._sequence: list[Unit] = []  # of this one
-        self._start_over()
+                part.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True)
+                part.register_forward_hook(partial(self._post_forward, unit))
+            for parameter in (p for g in unit.gradients for p in g.flat.parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, unit))
 
     def _start_over(self) -> None:
-        super()._start_over()
+        """Before each forward with its backward nothing is whole, and nothing is sent."""
+        self._backward.over()
         for unit in [*self.units, self.rest]:
-            unit.free()
-            unit.uses, unit.arrived, unit.left = 0, 0, False
+            unit.start_over()
 
-    def _begin(self, *_: Any) -> None:
-        """Before the module's forward: gather the rest, and the first unit behind it."""
+    def _pre_forward(self, unit: Unit, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Before a unit's forward: have it whole, start on the next, and see when it is through.
+
+        The rest's is the module's own: a step begins.
+        """
         if in_backward():  # recomputing
-            return self.rest.wait()
-        if self._backward.unfinished:  # an error ended the last backward halfway
-            for unit in [*self.units, self.rest]:
-                for gradients in unit.gradients:
-                    gradients.forget()
-            self._start_over()
-        self._free_all()
-        self._last, self._sequence = self._sequence or self._last, []
-        self.rest.launch()
-        if self.prefetch and self._last:
-            self._last[0].launch()
-        self.rest.wait()
-
-    def _before(self, unit: Unit, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a unit's forward: have it whole, start on the next, and see when it is through."""
+            return unit.wait()
+        if unit is self.rest:
+            if self._backward.unfinished:  # an error ended the last backward halfway
+                self.reducer.forget()
+                self._start_over()
+            self._free_all()  # in case an error ended the last forward halfway
+            self._order, self._ran = self._ran or self._order, []
+        elif unit not in self._ran:
+            self._ran.append(unit)
+        unit.launch()
+        self._prefetch(self._order, unit)
         unit.wait()
-        if in_backward():
-            return None
-        if unit not in self._sequence:
-            self._sequence.append(unit)
-        self._prefetch(self._last, unit)
-        if not torch.is_grad_enabled():
+        if unit is self.rest or not torch.is_grad_enabled():
             return None
         # Autograd has gone through the unit when it has the gradients of all that went into it.
         # Inputs become aliases, one step later in its graph, which are told from their other uses.
@@ -320,80 +292,67 @@ class Zero3(Stage):
         args, kwargs = tree_map_only(Tensor, alias, (args, kwargs))
         unit.uses += 1
         if aliases:  # otherwise nobody tells, and the unit is through when backward is
-            register_multi_grad_hook(list(aliases.values()), partial(self._done, unit))
+            register_multi_grad_hook(list(aliases.values()), partial(self._post_backward, unit))
         return args, kwargs
 
-    def _after(self, unit: Unit, part: nn.Module, args: Any, output: Any) -> None:
+    def _post_forward(self, unit: Unit, part: nn.Module, args: Any, output: Any) -> None:
         """After a unit's forward: free it, and hear when backward comes to it."""
         if in_backward():
             return
-        if self.reshard or not torch.is_grad_enabled():
-            unit.free()
-        self._hear(unit, output)
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the module's forward: without a backward to come, nothing stays whole."""
-        if not in_backward() and not self._hear(self.rest, output):
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(partial(self._pre_backward, unit))
+        if unit is self.rest and not tensors:  # no backward is to come
             self._free_all()
+        elif unit.reshard or not torch.is_grad_enabled():
+            unit.free()
 
-    def _hear(self, unit: Unit, output: Any) -> bool:
-        """Whether there is a backward to come; `_before_backward` is called when it does."""
-        found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        for tensor in found:
-            tensor.register_hook(partial(self._before_backward, unit))
-        return bool(found)
-
-    def _before_backward(self, unit: Unit, _gradient: Tensor) -> None:
+    def _pre_backward(self, unit: Unit, _gradient: Tensor) -> None:
         """Before a unit's backward: have it whole, and start on the one before."""
         self._backward.begins(self._finish)
         unit.wait()
-        if unit is self.rest or not (self.ordered and unit.gradients):
-            self._prefetch(self._sequence[::-1], unit)
+        if not unit.prefetch_after:
+            self._prefetch(self._ran[::-1], unit)
 
-    def _arrived(self, unit: Unit, size: int, _parameter: Tensor) -> None:
-        """Autograd calls this when a gradient of `size` elements is complete."""
+    def _arrived(self, unit: Unit, parameter: Tensor) -> None:
+        """Autograd calls this when a gradient is complete, all uses of its parameter added up."""
         self._backward.begins(self._finish)
-        if unit.left:
+        if unit.sent:
             raise RuntimeError(
                 "a unit's gradient came after its backward: its parameters are used outside of its "
                 "forward; leave their module out of `units`, so that it belongs to the rest"
             )
-        half = sum(sum(gradients.flat.sizes) for gradients in unit.gradients) / 2
-        before, unit.arrived = unit.arrived, unit.arrived + size
-        if self.ordered and before < half <= unit.arrived and unit is not self.rest:
-            # What an ordered reduce-scatter receives takes up to as much memory as what it sends.
-            # So the first half of a unit's backward hides the gradients of the unit behind it, the
-            # second half the parameters of the unit ahead.
-            self._receive()
-            self._prefetch(self._sequence[::-1], unit)
+        before, unit.arrived = unit.arrived, unit.arrived + parameter.numel()
+        if before < unit.prefetch_after <= unit.arrived:
+            self.reducer.receive()
+            self._prefetch(self._ran[::-1], unit)
 
-    def _done(self, unit: Unit, _gradients: Any) -> None:
+    def _post_backward(self, unit: Unit, _gradients: Any) -> None:
         """After a unit's backward: free it, and send its gradients."""
         unit.uses -= 1
         if unit.uses == 0:
-            self._leave(unit)
+            self._send(unit)
 
-    def _leave(self, unit: Unit) -> None:
+    def _finish(self) -> None:
+        """When backward is over: send whatever came first in forward, and the rest."""
+        for unit in [*self._ran[::-1], self.rest]:
+            if not unit.sent:
+                self._send(unit)
+        self.reducer.finish()
+        self._start_over()
+
+    def _send(self, unit: Unit) -> None:
         unit.free()
-        unit.left = True
+        unit.sent = True
         for gradients in unit.gradients:
-            self._receive()
-            for index, parameter in enumerate(gradients.flat.parameters):
-                if parameter.grad is not None:
-                    gradients.place(index)
-            self._send(gradients)
-
-    def _send_rest(self) -> None:
-        """At the end of backward: whatever came first in forward, and the rest."""
-        for unit in [*self._sequence[::-1], self.rest]:
-            if not unit.left:
-                self._leave(unit)
+            self.reducer.send(gradients)
 
     def _prefetch(self, order: list[Unit], unit: Unit) -> None:
-        """Start to gather the unit after `unit`; after the rest comes the first."""
-        place = order.index(unit) + 1 if unit in order else 0
-        if self.prefetch and place < len(order) and (place or unit is self.rest):
-            order[place].launch()
+        """Start to gather what follows `unit` in `order`, in which the rest comes first."""
+        order = [self.rest, *order]
+        following = order[order.index(unit) + 1 :] if unit in order else []
+        if self.prefetch and following:
+            following[0].launch()
 
     def _free_all(self) -> None:
         for unit in [*self.units, self.rest]:

@@ -1,21 +1,22 @@
-"""One flat tensor: what a rank owns of its parameters and gradients, and how both travel.
+"""One flat tensor of parameters: what a rank owns of it, and how it is gathered and freed.
 
 N ranks. A flat tensor is padded to a multiple of N and falls into N equal shards; shard r belongs
-to rank r. Equal shards are what collectives want; the padding is less than N elements. When any of
-this happens is what ZeRO's stages differ in: see `core`.
+to rank r. Equal shards are what collectives want; the padding is less than N elements. Its
+gradients are `gradients`; when any of this happens is what ZeRO's stages differ in: see `core`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab import ranks
-from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
+from shardlab.ranks.renamed import all_gather_single
+
+State = Literal["sharded", "gathering", "full"]  # what of the parameters is on this rank
 
 
 class Flat:
@@ -23,7 +24,7 @@ class Flat:
 
     full [size]: what the module computes with; its parameters are views into it. shard [size / N]:
     what this rank owns of it, in `master`, the parameters' own dtype. pieces: the shard, cut where
-    parameters begin, for the optimizer. `full` may have another dtype, and may be away: its memory
+    parameters begin, for the optimizer. `full` may have another dtype, and may be empty: its memory
     is given back and taken again behind the tensor's back (`resize_`), so that what autograd has
     saved for backward points into it, and finds what was gathered last.
     """
@@ -31,6 +32,7 @@ class Flat:
     full: Tensor
     shard: Tensor
     pieces: list[nn.Parameter]
+    state: State
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
@@ -70,22 +72,22 @@ class Flat:
             cuts.append(shard[low:high])
         return cuts
 
-    def start(self, whole: Tensor, stay: bool) -> None:
-        """Own a shard of `whole` [size], in the masters' dtype; stay: `full` is there for good."""
-        self.full = whole.to(self.dtype)  # the same tensor where it has that dtype
-        self._apart = not stay or self.full is not whole  # the shard has memory of its own
-        self.shard = whole[self.own].clone() if self._apart else whole[self.own]
+    def start(self, full: Tensor, stay: bool) -> None:
+        """Own a shard of `full` [size], in the masters' dtype; stay: it is there for good."""
+        self.full = full.to(self.dtype)  # the same tensor where it has that dtype
+        self._apart = not stay or self.full is not full  # the shard has memory of its own
+        self.shard = full[self.own].clone() if self._apart else full[self.own]
         self.pieces = [nn.Parameter(cut, self.trainable) for cut in self.cut(self.shard)]
         self._views, self._nothing = self.views(self.full), self.full.new_empty(0)
         self.works: list[dist.Work] = []
-        self._show("whole", self._views)
+        self._show("full", self._views)
         if not stay:
             self.free()
 
     @torch.no_grad()
     def gather(self) -> None:
         """Start to fill `full` with all ranks' shards; nobody has parameters until `wait`."""
-        self._show("coming", [self._nothing] * len(self.sizes))
+        self._show("gathering", [self._nothing] * len(self.sizes))
         self.full.untyped_storage().resize_(self.full.nbytes)  # nothing to do where it has stayed
         if self._apart:
             self.full[self.own] = self.shard  # in the dtype of computing
@@ -95,18 +97,18 @@ class Flat:
         """Have the parameters whole, if they are on their way."""
         for work in self.works:
             work.wait()
-        if self.state == "coming":
+        if self.state == "gathering":
             self.works = []
-            self._show("whole", self._views)
+            self._show("full", self._views)
 
     def free(self) -> None:
         """Give the memory of `full` back, after what is under way."""
         self.wait()
-        if self.state == "whole":
-            self._show("free", [self._nothing] * len(self.sizes))
+        if self.state == "full":
+            self._show("sharded", [self._nothing] * len(self.sizes))
             self.full.untyped_storage().resize_(0)
 
-    def _show(self, state: str, tensors: list[Tensor]) -> None:
+    def _show(self, state: State, tensors: list[Tensor]) -> None:
         self.state = state
         for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
@@ -120,138 +122,3 @@ def all_gather(flat: Tensor, own: slice, group: dist.ProcessGroup) -> dist.Work:
     work = all_gather_single(flat, flat[own], group=group, async_op=True)  # [size / N] to [size]
     assert work is not None
     return work
-
-
-class ReduceScatter:
-    """Starts to add up all ranks' `flat`; `wait` returns this rank's shard of the sum.
-
-    Ordered: every rank sends shard j straight to rank j, which adds up what it gets, in the order
-    of the ranks. It moves as much as any reduce-scatter, (N-1)/N of the bytes, and its sums have
-    the same bits as those of one process that goes through the ranks' shares in that order.
-    Otherwise the backend's own: the way to go on nccl; gloo's makes an all-reduce, of which each
-    rank throws most away.
-    """
-
-    def __init__(self, flat: Tensor, group: dist.ProcessGroup, ordered: bool):
-        self.flat = flat
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.shards = flat.view(self.size, -1)  # [N, size / N]
-        self.works: list[Any] = []
-        if not ordered:
-            self.sum = torch.empty_like(self.shards[0])
-            # [size] to shard
-            work = reduce_scatter_single(self.sum, flat, group=group, async_op=True)
-            self.works.append(work)
-            return
-        self.sum = None
-        self.received = [torch.empty_like(self.shards[0]) for _ in range(self.size - 1)]
-        for step in range(1, self.size):  # to the next rank first: no rank is sent all at once
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            incoming = self.received[source - (source > self.rank)]
-            # [size / N] each
-            self.works.append(ranks.exchange(self.shards[to], to, incoming, source, group))
-
-    def wait(self, output: Tensor | None = None) -> Tensor:
-        """The sum's shard [size / N], in `output`, which may be a part of `flat`, or in its own."""
-        for work in self.works:
-            work.wait()
-        if self.sum is not None:
-            return self.sum if output is None else output.copy_(self.sum)
-        parts = [*self.received]
-        parts.insert(self.rank, self.shards[self.rank])
-        total = parts[0]
-        if output is None:
-            output = torch.empty_like(total)
-        for part in parts[1:-1]:
-            total = torch.add(total, part, out=self.received[0])
-        return torch.add(total, parts[-1], out=output) if self.size > 1 else output.copy_(total)
-
-
-class Gradients:
-    """The gradients of a flat tensor's parameters, from autograd's hands to this rank's pieces.
-
-    `place` moves each one into a flat tensor of their own, `send` starts the reduce-scatter,
-    `receive` gives each piece its part of the average. keep (stage 1): the sum is written where
-    this rank's share stood, and the flat tensor stays for as long as the pieces have gradients.
-    Otherwise (stages 2 and 3) it is given back, and a shard is left.
-    """
-
-    def __init__(self, flat: Flat, keep: bool, ordered: bool):
-        self.flat, self.keep, self.ordered = flat, keep, ordered
-        self.share = 1 / dist.get_world_size(flat.group)
-        self.sending: ReduceScatter | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop what has been collected, and wait for what is under way."""
-        if self.sending is not None:
-            self.sending.wait()
-        for parameter in self.flat.parameters:
-            parameter.grad = None
-        self.sending = self.collected = self.late = None
-        self.placed: set[int] = set()  # numbers of the parameters whose gradients have come
-
-    @torch.no_grad()
-    def place(self, index: int) -> None:
-        """Move a parameter's gradient, times 1/N, to its place, or add it to what is there."""
-        parameter = self.flat.parameters[index]
-        gradient, parameter.grad = parameter.grad, None  # here autograd's tensor is given back
-        if self.collected is None:
-            self._collect()
-        view = self.views[index]
-        if index in self.placed:
-            view.add_(gradient, alpha=self.share)
-        elif gradient.dtype == view.dtype:
-            torch.mul(gradient, self.share, out=view)  # moved and scaled in one pass
-        else:
-            view.copy_(gradient).mul_(self.share)  # widened before it is scaled
-        self.placed.add(index)
-
-    def _collect(self) -> None:
-        self.collected = self.flat.empty(self.flat.master)  # [size]
-        self.views = self.flat.views(self.collected)
-
-    @torch.no_grad()
-    def send(self) -> None:
-        """Start the reduce-scatter; a parameter without a gradient takes part with zeros."""
-        if self.collected is None:
-            self._collect()
-        # Made where it is needed: a list that is copied to a GPU makes this process wait for it.
-        self.had_gradient = torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)
-        for index, view in enumerate(self.views):
-            if index not in self.placed:
-                view.zero_()
-                self.had_gradient[index].zero_()
-        self.sending = ReduceScatter(self.collected, self.flat.group, self.ordered)
-        self.collected, self.views = None, []
-
-    @torch.no_grad()
-    def receive(self) -> None:
-        """Wait for the sum. Pieces get their gradients, but for parameters that had none here."""
-        if self.sending is None:
-            return
-        output = self.sending.flat[self.flat.own] if self.keep else None
-        shard = self.sending.wait(output)  # [size / N]
-        self.sending = None
-        self._give(shard, self.placed)
-        missing = len(self.placed) < len(self.flat.pieces)
-        self.late = (shard, set(range(len(self.flat.pieces))) - self.placed) if missing else None
-        self.placed = set()
-
-    @torch.no_grad()
-    def settle(self, had_gradient: Tensor) -> None:
-        """Give the others theirs, where any rank had one: `had_gradient` [parameters].
-
-        Reading it waits for a GPU: it happens only where a gradient is missing.
-        """
-        if self.late is not None:
-            shard, missing = self.late
-            self._give(shard, {index for index in missing if had_gradient[index] > 0})
-            self.late = None
-
-    def _give(self, shard: Tensor, indices: set[int]) -> None:
-        for index, (piece, part) in enumerate(
-            zip(self.flat.pieces, self.flat.cut(shard), strict=True)
-        ):
-            if index in indices and piece.numel():
-                piece.grad = part if piece.grad is None else piece.grad.add_(part)

@@ -8,7 +8,7 @@ it. Beside its own N-th of everything a rank needs memory for one flat tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .flat import all_gather
+from shardlab.ranks.whole import gathered
+
+from .flat import Flat, all_gather
 
 if TYPE_CHECKING:
     from .wrapper import Sharded
@@ -118,14 +120,38 @@ def _known(model: Sharded, optimizer: torch.optim.Optimizer) -> dict[str, dict[s
                 mine.setdefault(name, {})[key] = value.cpu()
             else:
                 mine.setdefault(name, {})[key] = None
-    everyone: list[Any] = [None] * dist.get_world_size(model.group)
-    dist.all_gather_object(everyone, (mine, wrong), group=model.group)
+    everyone = gathered((mine, wrong), model.group)
     if problems := [problem for _, problem in everyone if problem]:
         text = (
             f"{problems[0]} is no number for each element; allowed are those with no other states"
         )
         raise ValueError(f"optimizer={type(optimizer).__name__}: {text}")
     return {name: of for states, _ in reversed(everyone) for name, of in states.items()}
+
+
+def assembled(flat: Flat, values: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """By name, whole and in the masters' dtype, what pieces of a flat tensor have on all ranks.
+
+    values: this rank's, one for each piece and of its shape; None stands for zeros. Every rank of
+    the flat tensor's group calls it.
+    """
+    full = flat.empty(flat.master).zero_()
+    for value, place in zip(values, flat.cut(full[flat.own]), strict=True):
+        if place.numel() and value is not None:
+            place.copy_(value.detach())
+    all_gather(full, flat.own, flat.group).wait()
+    return dict(zip(flat.names, flat.views(full), strict=True))
+
+
+def deal_out(flat: Flat, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Copy what this rank owns of `values`, whole tensors or rows by name, into its `targets`."""
+    full = flat.empty(flat.master)
+    places = zip(flat.names, flat.views(full), flat.cut(full[flat.own]), strict=True)
+    for name, view, part in places:
+        if name in targets:
+            value = values[name]
+            view.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+            targets[name].copy_(part)
 
 
 def _rows(model: Sharded, values: Mapping[str, Tensor | None]) -> dict[str | None, Tensor]:
@@ -136,12 +162,7 @@ def _rows(model: Sharded, values: Mapping[str, Tensor | None]) -> dict[str | Non
     for flat in model.flats:
         if values.keys().isdisjoint(flat.names):
             continue
-        full = flat.empty(flat.master).zero_()
-        for name, place in zip(flat.names, flat.cut(full[flat.own]), strict=True):
-            if place.numel() and (value := values.get(name)) is not None:
-                place.copy_(value.detach())
-        all_gather(full, flat.own, flat.group).wait()
-        for name, view in zip(flat.names, flat.views(full), strict=True):
+        for name, view in assembled(flat, [values.get(name) for name in flat.names]).items():
             if name not in values:
                 continue
             if not view.dim():
@@ -158,13 +179,5 @@ def _rows(model: Sharded, values: Mapping[str, Tensor | None]) -> dict[str | Non
 def _give(model: Sharded, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Copy what this rank owns of `values`, rows by name, into its `targets`."""
     for flat in model.flats:
-        if targets.keys().isdisjoint(flat.names):
-            continue
-        full = flat.empty(flat.master)
-        for name, view in zip(flat.names, flat.views(full), strict=True):
-            if name in targets:
-                value = values[name]
-                view.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
-        for name, part in zip(flat.names, flat.cut(full[flat.own]), strict=True):
-            if name in targets:
-                targets[name].copy_(part)
+        if not targets.keys().isdisjoint(flat.names):
+            deal_out(flat, values, targets)

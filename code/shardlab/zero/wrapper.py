@@ -20,7 +20,7 @@ from shardlab.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, dea
 from shardlab.ranks.agree import check_state
 
 from . import saved
-from .flat import Flat, all_gather
+from .flat import Flat
 
 
 class Sharded(ranks.Single, nn.Module):
@@ -136,10 +136,8 @@ class Sharded(ranks.Single, nn.Module):
         """
         whole = {name: p.detach().clone() for name, p in self.frozen.items()}
         for flat in self.flats:
-            full = flat.empty(flat.master)
-            full[flat.own] = flat.shard
-            all_gather(full, flat.own, self.group).wait()
-            whole |= zip(flat.names, (view.clone() for view in flat.views(full)), strict=True)
+            full = saved.assembled(flat, flat.pieces)
+            whole |= {name: view.clone() for name, view in full.items()}
         return {
             name: whole[self._names[t]] if t in self._names else t.detach().clone()
             for name, t in self.module.state_dict(keep_vars=True).items()

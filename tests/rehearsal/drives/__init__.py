@@ -15,9 +15,8 @@ TOPICS = [
 def drives(topic: str) -> dict[str, Callable[[], Any]]:
     """The drives of a topic, by name: `topic.function`."""
     module = importlib.import_module(f"{__name__}.{topic}")
-    found = {
-        n: f for n, f in vars(module).items() if getattr(f, "__module__", 0) == module.__name__
-    }
+    named = vars(module) | getattr(module, "DRIVES", {})
+    found = {n: f for n, f in named.items() if getattr(f, "__module__", 0) == module.__name__}
     return {f"{topic}.{n}": f for n, f in found.items() if callable(f) and not n.startswith("_")}
 
 

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 
 from shardlab import context_parallel as cp
 from shardlab import ranks
-from shardlab.model import loss
 
-from .common import LLAMA, alike, batch, near, on, solution, twice, waits, world
+from .common import near, on, solution, world
 
 
 def _attention(way: str, layout: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -75,35 +74,6 @@ def ulysses():
 def ulysses_in_other_dtypes():
     _attention("ulysses", "contiguous", torch.float64, 1e-5)
     _attention("ulysses", "contiguous", torch.bfloat16, 5e-2)
-
-
-def whole_model():
-    group = world()[0]
-    for way in ("ring", "ulysses"):
-        plain, mine = twice(LLAMA)
-        mine = cp.distribute(mine, group, way, "zigzag")
-        x, y = batch(LLAMA)
-        value = loss(mine(cp.share(x, group, "zigzag")), cp.share(y, group, "zigzag"))
-        value.backward()
-        cp.average_gradients(mine, group)
-        wanted = loss(plain(x), y)
-        assert abs(cp.average(value, group) - wanted.item()) < 1e-4
-        wanted.backward()
-        alike(mine, plain)
-
-
-@on(2)  # on a GPU that is shared, messages pass through the host
-def hot_path():
-    group = world()[0]
-    for way in ("ring", "ulysses"):
-        mine = cp.distribute(twice(LLAMA)[1], group, way, "zigzag")
-        x, y = (cp.share(part, group, "zigzag") for part in batch(LLAMA))
-        for step in range(2):
-            with waits() as found:
-                loss(mine(x), y).backward()
-                cp.average_gradients(mine, group)
-            if step:  # the first one makes connections
-                assert not found, f"the host waits at {found}"
 
 
 def block():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardlab import deepspeed_engine as engines
+from shardlab.layout import Layout
 
 from .common import batch, model, near, share, world
 
@@ -11,7 +12,7 @@ def _step(stage: int) -> None:
     _, _, size = world()
     engines.prepare()
     plain = model()
-    settings = engines.config(micro_batch=4 // size, world_size=size, zero=stage)
+    settings = engines.config(Layout(size, zero=stage, micro_batch=4 // size))
     engine = engines.initialize(model(), settings)
     near(engines.weights(engine)["head.weight"], plain.head.weight.cpu(), 0.0)
     engines.step(engine, [tuple(map(share, batch()))])

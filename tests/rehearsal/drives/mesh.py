@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlab import count, mesh, ranks
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout
-from shardlab.model import loss
 
-from .common import GPT2, LLAMA, batch, folder, near, on, solution, twice, waits, world
+from .common import GPT2, LLAMA, batch, folder, near, on, solution, twice, world
 
 
 def _shape(**degrees: int) -> Layout:
@@ -28,63 +27,6 @@ def _job(shape: Layout, config: Any = GPT2, zero: int = 0, sequence: bool = Fals
     m = 1 if shape.dp > 2 else 2
     layout = replace(shape, zero=zero, sequence_parallel=sequence, microbatches=m)
     return plain, mesh.Parallel(mine, mesh.join(layout, world()[0]), layout)
-
-
-def _step(shape: Layout, config: Any = GPT2, zero: int = 0, **options: Any) -> None:
-    plain, job = _job(shape, config, zero, **options)
-    copy, optimizer = dist.get_rank(job.groups.dp), torch.optim.AdamW(job.parameters())
-    x, y = batch(config)
-    with count.sent() as sent:
-        value = job.step(x.chunk(shape.dp)[copy], y.chunk(shape.dp)[copy])
-    mesh.counted(sent, job)
-    wanted = loss(plain(x), y)
-    wanted.backward()
-    near(value, wanted)
-    found = mesh.whole(job, lambda piece: piece.grad)
-    for name, parameter in plain.named_parameters():
-        near(found[name], parameter.grad)
-    near(job.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0), 1e-3)
-    optimizer.step()
-    mesh.held(job, optimizer)
-    job.full_state_dict()
-
-
-@on(1, 2, 4)
-def data_and_tensor():
-    for zero in range(4):
-        _step(_shape(dp=2, tp=2), zero=zero)
-    _step(_shape(dp=2, tp=2), LLAMA, zero=3, sequence=True)
-
-
-@on(1, 2, 4)
-def stages_and_tensor():
-    _step(_shape(pp=2, tp=2), sequence=True)
-    _step(_shape(pp=2), zero=1)
-
-
-@on(4)
-def copies_of_stages():
-    _step(Layout(dp=2, pp=2), zero=1)
-    _step(Layout(dp=2, pp=2, order=("tp", "pp", "dp")), LLAMA)
-
-
-@on(2, 4)  # on a GPU that is shared, messages pass through the host
-def hot_path():
-    size = world()[2]
-    for shape, zero in ((_shape(pp=2, tp=2), 1), (_shape(dp=2, tp=2), 3), (Layout(pp=size), 0)):
-        if shape.pp > 2:
-            continue
-        _, job = _job(shape, replace(GPT2, dropout=0.0), zero)
-        optimizer = torch.optim.AdamW(job.parameters(), foreach=False, capturable=False)
-        x, y = (part.chunk(shape.dp)[dist.get_rank(job.groups.dp)] for part in batch())
-        for step in range(2):
-            with waits() as found:
-                job.step(x, y)
-                job.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step:  # the first one makes connections
-                assert not found, f"the host waits at {found}"
 
 
 @on(1, 2, 4)
@@ -136,3 +78,16 @@ def solution_of_the_norm():
     cut = {name for name, dimension in job.cuts.items() if dimension is not None}
     found = solution("mesh", "ex-mesh-norm")(gradients, cut, job.groups)
     near(found, job.clip_grad_norm_(1e9), 1e-4)
+
+
+@on(1, 2, 4)
+def counted_and_held():
+    for zero in range(4):
+        _, job = _job(shape := _shape(dp=2, tp=2), LLAMA, zero, sequence=True)
+        optimizer = torch.optim.AdamW(job.parameters())
+        x, y = (part.chunk(shape.dp)[job.groups.dp.rank()] for part in batch(LLAMA))
+        with count.sent() as sent:
+            job.step(x, y)
+        mesh.counted(sent, job)
+        optimizer.step()
+        mesh.held(job, optimizer)

@@ -111,10 +111,16 @@ def _look(folder: Path, pids: Sequence[int]) -> Seen:
 
 
 def _hangs(folder: Path, size: int) -> bool:
-    """Whether all ranks have left a record in which they wait: a slow step leaves one as well."""
+    """Whether all ranks have left a record in which they wait, and none is of an earlier step.
+
+    A slow step leaves one as well; it is old once another rank has come through that call.
+    """
     if len(list(folder.glob(f"{flight.PREFIX}*"))) < size:
         return False
-    return all(mine[-1].waiting for mine in flight.read(folder).values())
+    records = flight.read(folder).values()
+    through = {(c.group, c.number) for mine in records for c in mine if not c.waiting}
+    lasts = [mine[-1] for mine in records]
+    return all(last.waiting and (last.group, last.number) not in through for last in lasts)
 
 
 def _stack(pid: int) -> str:

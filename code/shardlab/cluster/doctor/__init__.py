@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab import options, ranks
-from shardlab.arguments import check_number
+from shardlab.arguments import MOST, check_number
 from shardlab.launcher import place
 from shardlab.machines import MACHINES, Machine
 
@@ -44,6 +44,7 @@ from .meet import Meeting, store_of
 from .verdicts import BAD, GOOD, Findings, Verdict, listed
 
 WIDTH = 100
+LONGEST = 10**6  # seconds: the run's own limit, of four times as many, is a year at most
 
 
 # --- three ways to start
@@ -169,7 +170,7 @@ def _number(name: str, given: str | None, otherwise: float) -> float:
     if given is None:
         return otherwise
     value = options.number(name, given, "numbers above 0")
-    check_number(**{name: value})
+    check_number(most=LONGEST if name == "timeout" else MOST, **{name: value})
     return value
 
 

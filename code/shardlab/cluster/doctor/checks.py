@@ -13,8 +13,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from shardlab.machines import RESERVE
-
 from .verdicts import BAD, GOOD, NOTE, Findings, Verdict, count, listed, size, span
 
 SHARE = 0.5  # of what the planner assumes, and of what other ranks compute: below it is bad
@@ -28,6 +26,7 @@ SHARE_GPU = 0.85  # equal GPUs differ by some percent, unless one is hot, capped
 SLOW = 3.0  # times as slow as the median of its kind: then a link is bad
 LATENCY = 2e-3, 1e-4  # seconds above that median which count: a busy host adds one; with nccl
 CLOCK = 0.1  # seconds
+FREE = 0.9  # of a GPU's memory, before a job begins: less, and somebody else is there
 # Settings in which ranks may differ: what is printed and where, and what hosts call their cards.
 OWN = re.compile("DEBUG|_FILE|IFNAME|_HCA|_INTERFACE|NUMA|HOSTID|_CPP_LOG")
 HOST = 2**30  # bytes of the host's memory for each of its ranks
@@ -220,7 +219,7 @@ def device_memory(job: Findings) -> Verdict:
     found = {r: g for r, g in job.of("gpu").items() if g["total"]}
     if not found:
         return Verdict("GPU memory", GOOD, "no GPU")
-    held = {r: g for r, g in found.items() if g["free"] < (1 - RESERVE) * g["total"]}
+    held = {r: g for r, g in found.items() if g["free"] < FREE * g["total"]}
     if held:
         text = ", ".join(
             f"rank {r}: {size(g['free'])} free of {size(g['total'])}" for r, g in held.items()

@@ -32,7 +32,7 @@ from pathlib import Path
 import psutil
 
 from shardlab import options
-from shardlab.arguments import check_whole
+from shardlab.arguments import PROCESSES, check_whole
 
 from . import configuration, daemons
 
@@ -117,7 +117,8 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
     stay, also where nothing of it runs any more. Raises ValueError for bad numbers and for a folder
     that holds something else, SlurmError where Slurm is missing or does not start.
     """
-    check_whole(nodes=nodes, cpus=cpus)
+    check_whole(1, PROCESSES, nodes=nodes)
+    check_whole(cpus=cpus)
     check_whole(0, gpus=gpus)
     if gpus > len(configuration.DEVICES):
         raise ValueError(f"gpus={gpus}: allowed are 0 to {len(configuration.DEVICES)} on each node")

@@ -4,8 +4,10 @@
 
 Reads the records that all ranks left (see `flight`), and compares them as `torchfrtrace` does:
 within a group, the n-th call of one rank must be the n-th call of all. With nccl a host may have
-queued what its GPU never comes to: the states of a call tell. Beyond that it follows who waits for
-whom to the rank at which the waiting begins, which is seldom the one that complained.
+queued what its GPU never comes to: the states of a call tell. Beyond that tool (torch 2.13) it asks
+the majority, where that takes the first record as right; it follows who waits for whom, across
+groups, to the rank at which the waiting begins, which is seldom the one that complained; and says
+what that rank called last.
 """
 
 from __future__ import annotations

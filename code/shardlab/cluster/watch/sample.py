@@ -30,6 +30,7 @@ import psutil
 
 from shardlab import options, show
 from shardlab.arguments import check_number, check_whole
+from shardlab.launcher import local_rank_of, rank_of
 
 from .report import report
 
@@ -70,11 +71,11 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
             continue
         if launcher is None and environment.get("SLURM_JOB_ID") != str(job):
             continue
-        rank = environment.get("RANK", environment.get("SLURM_PROCID", ""))
-        if rank.isdigit():
-            ranked[process.pid] = int(rank)
-            if ranked.get(parent) != int(rank):
-                found.setdefault(int(rank), process.pid)
+        rank = rank_of(environment)
+        if rank is not None:
+            ranked[process.pid] = rank
+            if ranked.get(parent) != rank:
+                found.setdefault(rank, process.pid)
     if launcher is not None and not found:
         own = ""
         with suppress(psutil.Error):
@@ -149,8 +150,7 @@ class Sampler:
         visible = [name.strip() for name in listed.split(",") if name.strip()]
         if not visible:
             return None
-        local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
-        name = visible[int(local) % len(visible)]
+        name = visible[local_rank_of(environment) % len(visible)]
         try:
             if name.isdigit():
                 return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
@@ -264,6 +264,7 @@ def _main(chosen: argparse.Namespace) -> int:
         raise ValueError(f"pid={chosen.pid}, job={chosen.job}: allowed is one of the two")
     which = {n: options.whole(n, getattr(chosen, n)) for n in ("pid", "job") if getattr(chosen, n)}
     times = {n: _seconds(n, getattr(chosen, n)) for n in ("every", "seconds") if getattr(chosen, n)}
+    check_number(**times)
     pids = find(which.get("pid"), which.get("job"))
     if not pids:
         raise ValueError(f"{'pid' if chosen.pid else 'job'}={chosen.pid or chosen.job}: no ranks")

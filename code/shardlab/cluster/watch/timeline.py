@@ -12,8 +12,8 @@ and the ranks of one machine share its clock.
 
 What counts as what: on a GPU its kernels, of which those of nccl are messages, and its copies: to
 another GPU they are messages, within it (and memsets) they compute, and those from and to the host
-are neither. On the CPU torch's operators (aten), and gloo's own spans. `shardlab.overlap` draws the
-same idea for one lesson, from the marks that an emulated wire keeps, without a profiler.
+are neither. On the CPU torch's operators (aten), and gloo's own spans. `data_parallel.overlap`
+draws the same idea for one lesson, from the marks that an emulated wire keeps, without a profiler.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read(folder: str | Path) -> list[Trace]:
     for path in sorted(Path(folder).glob("*.json")):
         try:
             found.append(parse(json.loads(path.read_text("utf-8")), path.stem))
-        except (KeyError, TypeError, json.JSONDecodeError):
+        except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
             raise ValueError(f"{path}: allowed are traces of torch.profiler") from None
     if not found:
         raise ValueError(f"folder={str(folder)!r}: allowed is a folder with traces, rank0.json, …")

@@ -20,28 +20,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlab import options, show
+from shardlab import folder_lock, options, show
 
 from .. import course, selected
-from ..carry import FIGURES, RECORDED, WORK, archive, read, replace
+from ..carry import FIGURES, RECORDED, WORK, archive, replace
 from ..kernel import environment
-from . import child, machine
-from .steps import LONGEST, NEEDS, PARTS, Step, planned, reason
+from . import machine
+from .steps import PARTS, Step, planned
 
 PASSED, HELD, FAILED, LACKING, LEFT = "passed", "there already", "FAILED", "left out", "left"
+ENOUGH = 5.0  # seconds: with less left, no step is begun
 
 
 @dataclass
 class Outcome:
     """What became of a step."""
 
-    step: str
     result: str
     seconds: float | None = None
     says: str = ""
@@ -77,7 +77,7 @@ def _main(chosen: argparse.Namespace) -> int:
     )
     topics = selected(chosen.lesson, root)
     out = root / WORK if chosen.out is None else options.folder("--out", chosen.out).resolve()
-    if lacking := machine.missing(dict.fromkeys(n for part in parts for n in NEEDS[part])):
+    if lacking := machine.missing(dict.fromkeys(n for part in parts for n in PARTS[part][1])):
         needed = f"{sys.executable} -m pip install {' '.join(repr(n) for n in lacking)}"
         raise ValueError(f"this Python lacks {', '.join(lacking)}: {needed}")
     found = machine.look(environment(root))
@@ -85,46 +85,16 @@ def _main(chosen: argparse.Namespace) -> int:
     if not todo:
         raise ValueError(f"nothing to do: no {' and no '.join(parts)} of {', '.join(topics)}")
     (root / WORK / "logs").mkdir(parents=True, exist_ok=True)
-    with _alone(root / WORK / "lock"):
+    with folder_lock.hold(root / WORK, "a run of `gpu`"):
         print(machine.described(found), flush=True)
-        _restore(todo, root, (out / "gpu.zip", root / WORK / "gpu.zip"))
         work = Work(root, out, found, todo, each, limit and begin + limit)
         return work.through(again=chosen.again)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Holds the lock file `path`. Raises ValueError when another process does."""
-    import fcntl
-
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError("another `gpu` runs in this folder: they would disturb") from None
-        yield
-
-
-def _restore(todo: Sequence[Step], root: Path, archives: Sequence[Path]) -> None:
-    """Put in place what archives of earlier calls hold, where it holds and nothing else does."""
-    for path in archives:
-        members = read(path) if path.is_file() else {}
-        for step in todo:
-            data = members.get(step.kept.name)
-            if data is None or step.held(root / step.kept):
-                continue
-            trial = root / WORK / f"trial-{step.kept.name}"
-            replace(trial, data)
-            if step.held(trial):
-                replace(root / step.kept, data)
-            trial.unlink()
 
 
 @dataclass
 class Work:
     """All steps, done one after another."""
 
-    ENOUGH = 5.0  # seconds: with less left, no step is begun
     root: Path
     out: Path
     found: dict[str, Any]
@@ -135,20 +105,18 @@ class Work:
     def through(self, again: bool) -> int:
         """Do what is to be done, and say so; return the exit status. again: what holds as well."""
         tried = self._tried()
-        outcomes = {
-            step.name: Outcome(step.title, LEFT, log=tried.get(step.name, "")) for step in self.todo
-        }
+        outcomes = {step.name: Outcome(LEFT, log=tried.get(step.name, "")) for step in self.todo}
         stop = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             # What was tried in vain comes last: it may take all the time that there is.
             for step in sorted(self.todo, key=lambda step: step.name in tried):
-                said = step.held(self.root / step.kept)
+                said = step.held(self.root)
                 if said is not None and not again:
-                    outcomes[step.name] = Outcome(step.title, HELD, said["seconds"], said["date"])
+                    outcomes[step.name] = Outcome(HELD, said["seconds"], said["date"])
                 elif step.lacks:
-                    outcomes[step.name] = Outcome(step.title, LACKING, None, step.lacks)
-                elif self._seconds() > self.ENOUGH:
-                    print(f"{step.title} …", end="", flush=True)
+                    outcomes[step.name] = Outcome(LACKING, None, step.lacks)
+                elif self._seconds() > ENOUGH:
+                    print(f"{step.name} …", end="", flush=True)
                     outcomes[step.name] = outcome = self._do(step)
                     print(f" {outcome.result}, {outcome.seconds} s {outcome.says}", flush=True)
                     self._write(outcomes)
@@ -167,7 +135,7 @@ class Work:
 
     def _tried(self) -> dict[str, str]:
         """The steps that were tried in vain, and their logs, as the last call left it."""
-        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        with suppress(OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
             last = json.loads((self.root / WORK / "summary.json").read_text("utf-8"))["steps"]
             vain = (FAILED, LEFT)
             return {
@@ -177,90 +145,71 @@ class Work:
 
     def _do(self, step: Step) -> Outcome:
         """Run a step, and keep what it made."""
+        from . import child  # which needs psutil
+
         log = self.root / WORK / f"logs/{step.name}.log"
         output = log.with_suffix(".json") if step.part == "benchmarks" else log
         for path in (log, output):
             path.write_bytes(b"")
-        own, begin = self.each or LONGEST[step.part], time.monotonic()
+        own, begin = self.each or PARTS[step.part][0], time.monotonic()
         limit = min(own, self._seconds())
-        variables = environment(self.root)
-        status = child.run(step.command, log, output, limit, self.root, variables)
+        command = (sys.executable, *step.command)
+        status = child.run(command, log, output, limit, self.root, environment(self.root))
         seconds = round(time.monotonic() - begin, 1)
-        done = Outcome(step.title, PASSED, seconds, "", log.relative_to(self.root).as_posix())
-        said = log.read_text("utf-8", "replace")
+        result, says = FAILED, machine.reason(log.read_text("utf-8", "replace"))
         if status is None and limit < own:
-            done.result, done.says = LEFT, "time was up"
+            result, says = LEFT, "time was up"
         elif status is None:
-            done.result, done.says = FAILED, f"took longer than {own} s: {reason(said)}"
-        elif status:
-            done.result, done.says = FAILED, reason(said)
-        else:
+            says = f"took longer than {own} s: {says}"
+        elif status == 0:
             text = output.read_text("utf-8", "replace")
             try:
-                done.says = step.keep(self.root, text, self.found["facts"], seconds)
+                kept = step.keep(self.root, text, self.found["facts"], seconds)
+                result, says = (PASSED, kept) if kept else (LACKING, says)
             except ValueError as error:
-                done.result, done.says = FAILED, str(error)
-            if not done.says:
-                done.result, done.says = LACKING, reason(said)
-        return done
+                says = str(error)
+        return Outcome(result, seconds, says, log.relative_to(self.root).as_posix())
 
-    def _write(self, outcomes: dict[str, Outcome]) -> None:
+    def _write(self, outcomes: Mapping[str, Outcome]) -> None:
         """The summary, and all that holds in one file: so it is there however the call ends."""
-        summary = {
-            "machine": {k: v for k, v in self.found.items() if k != "why"},
-            "steps": {name: asdict(outcome) for name, outcome in outcomes.items()},
-        }
+        steps = {name: asdict(outcome) for name, outcome in outcomes.items()}
         work = self.root / WORK
-        text = (json.dumps(summary, indent=1) + "\n").encode()
-        replace(work / "summary.json", text)
-        logs = sorted((work / "logs").glob("*.log"))
-        files = [*self._kept(), work / "summary.json", *logs]
-        for folder in dict.fromkeys((work, self.out)):
-            archive(folder / "gpu.zip", self.root, files)
-            if folder != work:
-                replace(folder / "summary.json", text)
+        text = json.dumps({"machine": self.found, "steps": steps}, indent=1) + "\n"
+        for folder in {work, self.out}:
+            replace(folder / "summary.json", text.encode())
+        kept = [self.root / step.kept for step in self.todo if step.held(self.root) is not None]
+        files = [*kept, work / "summary.json", *sorted((work / "logs").glob("*.log"))]
+        archive(self.out / "gpu.zip", self.root, files)
 
-    def _kept(self) -> list[Path]:
-        """The files of all steps that hold."""
-        kept = [(step, self.root / step.kept) for step in self.todo]
-        return [path for step, path in kept if step.held(path) is not None]
-
-    def _say(self, outcomes: dict[str, Outcome]) -> None:
+    def _say(self, outcomes: Mapping[str, Outcome]) -> None:
         """The table, where logs are, and what to commit or to carry."""
         print()
         rows = [
             [
-                outcome.step,
-                outcome.result,
-                "" if outcome.seconds is None else f"{outcome.seconds:.0f}",
-                outcome.log if outcome.result == FAILED else outcome.says,
+                name,
+                one.result,
+                "" if one.seconds is None else f"{one.seconds:.0f}",
+                one.log if one.result == FAILED else one.says,
             ]
-            for outcome in outcomes.values()
+            for name, one in outcomes.items()
         ]
         show.table(rows, ["step", "result", "time (s)", "what it says, or its log"])
         print()
-        for outcome in outcomes.values():
-            if outcome.result == FAILED:
-                print(f"{outcome.step}: {outcome.says}")
+        for name, one in outcomes.items():
+            if one.result == FAILED:
+                print(f"{name}: {one.says}")
         new = self._new()
         if new is None:
             print(f"There is no git here. Carry home: {self.out / 'gpu.zip'}")
             print("There: python -m shardlab record --unpack gpu.zip, and commit what it says.")
-        elif new:
-            print("To commit:", *new, sep="\n    ")
         else:
-            print("Nothing new to commit.")
+            print("To commit:" if new else "Nothing new to commit.", *new, sep="\n    ")
 
     def _new(self) -> list[str] | None:
         """The paths of what was made and is not committed yet; None where there is no git."""
-        rooms = [str(RECORDED), str(FIGURES)]
-        try:
-            done = subprocess.run(
-                ["git", "status", "--porcelain", "--untracked-files=all", "--", *rooms],
-                cwd=self.root,
-                capture_output=True,
-                text=True,
-            )
-        except OSError:
-            return None
-        return None if done.returncode else [line[3:] for line in done.stdout.splitlines()]
+        command = ["git", "status", "--porcelain", "--untracked-files=all", "--"]
+        command += [str(RECORDED), str(FIGURES)]
+        with suppress(OSError):
+            done = subprocess.run(command, cwd=self.root, capture_output=True, text=True)
+            return None if done.returncode else [line[3:] for line in done.stdout.splitlines()]
+        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
 _DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # of prctl
@@ -29,8 +30,8 @@ def run(
 
     What it says goes into the file `log`, what it puts out into `output`: they may be the same.
     """
-    _adopt_orphans(True)
-    others = _descendants(set())
+    others = _started()
+    _prctl(_ADOPT_ORPHANS, 1)  # what a child leaves behind becomes ours, and so can be found
     try:
         with open(log, "ab") as told, open(output, "ab") as put_out:
             process = subprocess.Popen(
@@ -48,52 +49,36 @@ def run(
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process, others)
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(PATIENCE)
+            _end(others)
     finally:
-        _adopt_orphans(False)
+        _prctl(_ADOPT_ORPHANS, 0)
 
 
-def _adopt_orphans(adopt: bool) -> None:
-    """Whether what a child leaves behind becomes a child of this process, and so can be found."""
+def _prctl(what: int, value: int) -> None:
     if _LIBC:
-        _LIBC.prctl(_ADOPT_ORPHANS, int(adopt), 0, 0, 0)
+        _LIBC.prctl(what, value, 0, 0, 0)
 
 
 def _settle_in() -> None:
     """In the child: hear an interrupt, and die with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if _LIBC:
-        _LIBC.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen, others: set[int]) -> None:
-    """End what still runs of `process` and of all that it started; `others` are not its own."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE)
-    deadline = time.monotonic() + PATIENCE
-    while left := _descendants(others) | ({process.pid} if process.poll() is None else set()):
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            if pid != process.pid:
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-        if time.monotonic() > deadline:  # in the driver, perhaps: nothing more can be done
-            return
-        time.sleep(0.02)
+def _started() -> set[psutil.Process]:
+    """All that this process started, and what they did."""
+    return set(psutil.Process().children(recursive=True))
 
 
-def _descendants(others: set[int]) -> set[int]:
-    """Process numbers of all that this process started, and of what they did, but for `others`."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended while we looked
-            fields = status.read_text("utf-8", "replace").rpartition(")")[2].split()
-            parents[int(status.parent.name)] = int(fields[1])
-    found, new = set(), {os.getpid()}
-    while new:
-        new = {pid for pid, parent in parents.items() if parent in new} - found - others
-        found |= new
-    return found
+def _end(others: set[psutil.Process]) -> None:
+    """End all that this process started but `others`."""
+    deadline = time.monotonic() + PATIENCE  # in the driver, perhaps: nothing more can be done
+    while (left := _started() - others) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=0.1)

@@ -12,7 +12,7 @@
 
 A layout that an engine cannot express is refused, with the field and what comes nearest. What no
 layout decides (data, learning rate, checkpoints) has plain values, under a comment that says so.
-The standard library alone.
+Files that are mostly code have a Jinja2 template beside their writer, the others are put together.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from shardlab.arguments import check_whole
 from shardlab.layout import Layout
@@ -189,3 +191,18 @@ def beside(rows: list[tuple[str, str]], mark: str = "#", indent: int = 0) -> lis
     else:
         found = [text for line, why in rows for text in ([f"{mark} {why}"] if why else []) + [line]]
     return [space + text for text in found]
+
+
+def filled(file: str, target: Target, **words: Any) -> str:
+    """The text of `file`, by its template in this folder, which also sees the target's parts."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # torch brings it along
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    known = {"target": target, "at": target.layout, "c": target.config, **words}
+    return environment.get_template(f"{file}.jinja").render(known)

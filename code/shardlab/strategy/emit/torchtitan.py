@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardlab.shapes import Config
 
-from .target import Target, beside
+from .target import Target, beside, filled
 
 FILE = "planned.py"
 LAUNCH = "-m torchtitan.train --module planned --config planned"
@@ -21,6 +21,7 @@ SCHEDULES = {
     "interleaved": "Interleaved1F1B",
     "zb-v": "ZBVZeroBubble",
 }
+RECOMPUTE = {"none": None, "selective": "SelectiveAC", "full": "FullAC"}
 # Shapes that it has by name: layers, heads, hidden, width of the feed-forward network, tied.
 FLAVORS = {
     "1B": (16, 32, 2048, 8192, True),
@@ -34,32 +35,16 @@ FLAVORS = {
 def write(target: Target) -> str:
     """The text of the module; ValueError for what torchtitan cannot do."""
     _check(target)
-    named = flavor(target.config)
-    lines = [
-        '"""torchtitan\'s Llama 3, in a layout that was planned.',
-        "",
-        *target.title(),
-        "",
-        *(f"    {line}" for line in target.torchrun(LAUNCH)),
-        "",
-        "For torchtitan 0.3.0. What is not set here is that of its llama3_8b: optimizer, data,",
-        "tokenizer, checkpoints; options behind the names change it, as --training.steps 100.",
-        '"""',
-        "",
-        *_imports(target, named),
-        "",
-        "",
-        *(_model(target) if named is None else []),
-        "def planned() -> Trainer.Config:",
-        '    """What `--config planned` takes."""',
-        "    config = llama3_8b()",
-        *_shape(target, named),
-        "",
-        *beside(_settings(target), indent=4),
-        *_stages(target),
-        "    return config",
-    ]
-    return "\n".join(lines) + "\n"
+    return filled(
+        FILE,
+        target,
+        title="\n".join(target.title()),
+        launch="\n".join(target.torchrun(LAUNCH)),
+        named=flavor(target.config),
+        recompute=RECOMPUTE[target.layout.recompute],
+        settings="\n".join(beside(_settings(target), indent=4)),
+        parts=tuple(target.parts()) if target.layout.pp > 1 else (),
+    )
 
 
 def flavor(config: Config) -> str | None:
@@ -68,83 +53,6 @@ def flavor(config: Config) -> str | None:
     named = [name for name, has in FLAVORS.items() if has == shape]
     llama = config.vocab == 128_256 and config.key_value_heads == 8 and config.rotary_base == 5e5
     return named[0] if named and llama else None
-
-
-def _imports(target: Target, named: str | None) -> list[str]:
-    lines = []
-    if named is None:
-        lines += ["from functools import partial", "", "from torch import nn"]
-        lines.append("from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm")
-    if target.layout.recompute != "none":
-        kind = "FullAC" if target.layout.recompute == "full" else "SelectiveAC"
-        lines.insert(
-            3 if named is None else 0,
-            f"from torchtitan.distributed.activation_checkpoint import {kind}",
-        )
-    if named is None:
-        lines += [
-            "from torchtitan.models.llama3 import _build_llama3_layers, model_registry",
-            "from torchtitan.models.llama3.config_registry import llama3_8b",
-            "from torchtitan.models.llama3.model import Llama3Model",
-        ]
-    else:
-        if named != "8B":
-            lines.append("from torchtitan.models.llama3 import model_registry")
-        lines.append("from torchtitan.models.llama3.config_registry import llama3_8b")
-    return [*lines, "from torchtitan.trainer import Trainer"]
-
-
-def _model(target: Target) -> list[str]:
-    """The shape in torchtitan's terms, where it has no name for it."""
-    c = target.config
-    return [
-        "def model() -> Llama3Model.Config:",
-        '    """A shape that torchtitan has no name for, from the pieces of those that it has."""',
-        f"    dim, vocab, draw = {c.hidden}, {c.vocab}, nn.init.trunc_normal_",
-        "    return Llama3Model.Config(",
-        "        dim=dim,",
-        "        vocab_size=vocab,",
-        f"        enable_weight_tying={c.tied},",
-        "        tok_embeddings=Embedding.Config(",
-        "            num_embeddings=vocab,",
-        "            embedding_dim=dim,",
-        '            param_init={"weight": partial(nn.init.normal_, std=0.02)},',
-        "        ),",
-        '        norm=RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_}),',
-        "        lm_head=Linear.Config(",
-        "            in_features=dim,",
-        "            out_features=vocab,",
-        '            param_init={"weight": partial(draw, std=dim**-0.5)},',
-        "        ),",
-        "        layers=_build_llama3_layers(",
-        f"            n_layers={c.layers},",
-        "            dim=dim,",
-        f"            n_heads={c.heads},",
-        f"            n_kv_heads={c.key_value_heads},",
-        f"            hidden_dim={c.ffn_width},",
-        '            attn_backend="flex",',
-        "            rope=ComplexRoPE.Config(",
-        f"                dim={c.head_size},",
-        f"                max_seq_len={max(c.seq, target.seq)},",
-        f"                theta={c.rotary_base!r},",
-        "            ),",
-        "        ),",
-        "    )",
-        "",
-        "",
-    ]
-
-
-def _shape(target: Target, named: str | None) -> list[str]:
-    if named == "8B":
-        return []
-    if named is not None:
-        return [f'    config.model_spec = model_registry("{named}")  # the shape that was planned']
-    return [
-        '    config.model_spec = model_registry("8B")',
-        "    config.model_spec.model = model()  # the shape that was planned",
-        f"    config.loss.loss_fn.global_vocab_size = {target.config.vocab}",
-    ]
 
 
 def _settings(target: Target) -> list[tuple[str, str]]:
@@ -193,11 +101,12 @@ def _settings(target: Target) -> list[tuple[str, str]]:
                 target.why_micro_batch(),
             ),
         ]
-    kinds = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
+    kind = RECOMPUTE[at.recompute]
+    saved = f"{kind}.Config()" if kind else "None"
     why = target.why_recompute()
     if at.recompute == "selective":
         why = "saves products and attention, computes the rest again: less than was planned for"
-    rows.append((f"activation_checkpoint = {kinds[at.recompute]}", why))
+    rows.append((f"activation_checkpoint = {saved}", why))
     if at.offload == "parameters":
         why = "weights and optimizer in the host's memory: room, for time"
         rows.append(("training.enable_cpu_offload = True", why))
@@ -205,23 +114,6 @@ def _settings(target: Target) -> list[tuple[str, str]]:
         why = "a captured step can neither send to a stage nor fetch from the host"
         rows.append(("training.disable_cuda_graphs = True", why))
     return [(f"config.{line}", why) for line, why in rows]
-
-
-def _stages(target: Target) -> list[str]:
-    if target.layout.pp == 1:
-        return []
-    parts = target.parts()
-    return [
-        "",
-        "    # What each part holds; by itself torchtitan counts embedding and head as layers.",
-        "    names, first = [], 0",
-        f"    for layers in {tuple(parts)}:",
-        '        names.append([f"layers.{i}" for i in range(first, first + layers)])',
-        "        first += layers",
-        '    names[0].insert(0, "tok_embeddings")',
-        '    names[-1] += ["norm", "lm_head"]',
-        "    config.parallelism.module_fqns_per_model_part = names",
-    ]
 
 
 def _check(target: Target) -> None:

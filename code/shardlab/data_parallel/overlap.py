@@ -17,9 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from . import link, show, text
-from .data_parallel import MIB, Bucket, DataParallel, assign_buckets, average_in_buckets
-from .model import GPT, PRESETS, loss
+from shardlab import link, show, text
+from shardlab.buckets import MIB
+from shardlab.model import GPT, PRESETS, loss
+
+from .core import Bucket, DataParallel, assign_buckets, average_in_buckets
 
 INK = show.INK
 COLORS = show.RANK_COLORS

@@ -1,0 +1,62 @@
+"""Messages between two ranks, noted as they begin, and replayed by nccl's rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Messages that a rank begins at once: "send" or "recv", and its peer.
+Posted = list[tuple[str, int]]
+
+
+class Messages(TorchDispatchMode):
+    """Notes the messages of this rank in the order in which they begin; a batch's, as one."""
+
+    def __enter__(self) -> Messages:
+        self.log: list[Posted] = []
+        self.batch, self._together = dist.batch_isend_irecv, False
+        dist.batch_isend_irecv = self._batched
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        dist.batch_isend_irecv = self.batch
+        super().__exit__(*error)
+
+    def _batched(self, operations: list[dist.P2POp]) -> Any:
+        self.log.append([])
+        self._together = True
+        try:
+            return self.batch(operations)
+        finally:
+            self._together = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(("c10d.send", "c10d.recv_")):
+            if not self._together:
+                self.log.append([])
+            self.log[-1].append(("send" if "send" in str(func) else "recv", args[2]))
+        return func(*args, **(kwargs or {}))
+
+
+def stuck(logs: list[list[Posted]]) -> bool:
+    """Whether ranks would wait for ever where every message waits for its other end.
+
+    As nccl does: it connects two ranks at their first message, and both wait until it is done.
+    """
+    todo = [[set(posted) for posted in log] for log in logs]
+    moved = True
+    while moved:
+        moved = False
+        for rank, mine in enumerate(todo):
+            for kind, peer in list(mine[0]) if mine else ():
+                other = "recv" if kind == "send" else "send"
+                if todo[peer] and (other, rank) in todo[peer][0]:
+                    mine[0].discard((kind, peer))
+                    todo[peer][0].discard((other, rank))
+                    moved = True
+        for mine in todo:
+            while mine and not mine[0]:
+                mine.pop(0)
+    return any(todo)

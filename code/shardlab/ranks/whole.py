@@ -1,0 +1,102 @@
+"""What stands on many ranks, put together: objects, tensors by name, parts of one, and sums.
+
+Every rank of the group calls them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .p2p import carrier, irecv, isend
+from .renamed import all_gather_single, reduce_scatter_single
+
+
+def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of `group` gave, in rank order: anything that can be pickled."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones
+
+
+def named(
+    mine: Mapping[str, Tensor], group: dist.ProcessGroup, places: Mapping[str, int] | None = None
+) -> dict[str, Tensor]:
+    """All ranks' tensors by name, on every rank, whose own are those that it gave.
+
+    Each is sent alone. A name that several ranks have comes from the first of them. places: of a
+    rank's own names in the order of the result, which without it is that of the ranks.
+    """
+    rank, device = dist.get_rank(group), next((t.device for t in mine.values()), None)
+    places = dict.fromkeys(mine, 0) if places is None else places
+    told = gathered([(places[n], n, t.shape, t.dtype) for n, t in mine.items()], group)
+    entries = [(source, *entry) for source, theirs in enumerate(told) for entry in theirs]
+    found: dict[str, Tensor] = {}
+    for source, _, name, shape, dtype in sorted(entries, key=lambda entry: entry[1]):
+        if name in found:
+            continue
+        own = mine[name].contiguous() if source == rank else None
+        found[name] = torch.empty(shape, dtype=dtype, device=device) if own is None else own
+        dist.broadcast(found[name], dist.get_global_rank(group, source), group=group)
+    return found
+
+
+def joined(
+    mine: Tensor, dimension: int | None, group: dist.ProcessGroup, to: int | None = None
+) -> Tensor | None:
+    """The tensor of which each rank has an equal part along `dimension`, a copy; None: all of it.
+
+    to: the rank of the group that gets it, the others get None; None: all of them do.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if dimension is None or size == 1:
+        return mine.clone() if to in (None, rank) else None
+    mine = mine.contiguous()
+    if to not in (None, rank):
+        isend(mine, to, group).wait()
+        return None
+    parts = mine.new_empty((size, *mine.shape))
+    if to is None:
+        all_gather_single(parts.view(-1), mine.view(-1), group=group)  # a part to [t, part]
+    else:
+        parts[rank] = mine
+        for source in (r for r in range(size) if r != rank):
+            irecv(parts[source], source, group).wait()
+    return torch.cat(list(parts), dimension)
+
+
+def reduce_scatter(
+    x: Tensor, group: dist.ProcessGroup, rows: Sequence[int] | None = None
+) -> Callable[[], Tensor]:
+    """Start to add up all ranks' `x`, [sum of rows, …]; the result waits, and returns this rank's.
+
+    Every rank sends part j straight to rank j, which adds up what it gets in the order of the
+    ranks: (N-1)/N of the bytes, as any reduce-scatter, and the same bits from run to run. gloo's
+    own makes an all-reduce, twice as many bytes. nccl's is better, for equal parts: it is taken.
+
+    rows: of each rank, by default equally many.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    equal = rows is None or len(set(rows)) == 1
+    m = len(x) // size if rows is None else rows[rank]
+    if carrier(x.device, group) == "nccl" and equal:
+        total = x.new_empty((m, *x.shape[1:]))
+        work = reduce_scatter_single(total, x, group=group, async_op=True)
+        return lambda: (work.wait(), total)[1]
+    received = x.new_empty((size * m, *x.shape[1:]))
+    cuts = {} if rows is None else {"output_split_sizes": [m] * size, "input_split_sizes": rows}
+    work = dist.all_to_all_single(received, x, group=group, async_op=True, **cuts)
+
+    def finish() -> Tensor:
+        work.wait()
+        first, second, *others = received.view(size, m, *x.shape[1:])
+        total = first + second
+        for part in others:
+            total += part
+        return total
+
+    return finish

@@ -1,0 +1,103 @@
+"""A plan, run: the same cuts of the same kind of model, as small as this machine can train.
+
+Degrees are cut, widths and layers with them; what tells the layout apart stays: which axes there
+are and their order, ZeRO, tokens cut along the tensor group, the pipeline's micro-batches. So what
+each rank holds and sends is predicted by the same formulas that the plan stands on, and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from shardlab import mesh, ranks
+from shardlab.layout import Layout, written
+from shardlab.mesh.command import as_predicted, told
+from shardlab.mesh.job import Job, run
+from shardlab.shapes import Config
+
+MOST_RANKS = 8  # two of each axis that a mesh cuts along
+STEPS = 5
+HEAD, SEQ, EXPERTS = 8, 32, 4  # width of a head, tokens of a sequence, experts
+# Losses are some 5.5, where neighbours in float32 are 5e-7 apart. Five steps with AdamW, which
+# divides by gradients' sizes, were seen to part by 3e-6 at most.
+ROUNDING = 2e-5
+
+
+def small(config: Config, layout: Layout, most: int = MOST_RANKS) -> tuple[Job, list[str]]:
+    """What runs in place of a plan, on `most` ranks, and what of the plan it leaves out, in words.
+
+    Raises ValueError for a model that no mesh trains.
+    """
+    plain: dict[str, Any] = dict(mesh.LEFT_OUT)
+    if layout.schedule not in mesh.SCHEDULES:
+        plain |= {"schedule": "1f1b", "chunks": 1}
+    if layout.pp > 1:  # each micro-batch would send all gradients anew
+        plain["zero"] = min(layout.zero, 1)
+    if config.experts:
+        plain["sequence_parallel"] = False
+    left_out = [
+        f"{n}={getattr(layout, n)}" for n, only in plain.items() if getattr(layout, n) != only
+    ]
+    degrees = _cut({axis: getattr(layout, axis) for axis in mesh.AXES}, most)
+    plain |= {
+        **degrees,
+        "micro_batch": 1,
+        "microbatches": min(layout.microbatches, 2 * degrees["pp"]),
+    }
+    layout = replace(layout, **plain)
+    return Job(_scaled(config, layout), layout, STEPS), left_out
+
+
+def _cut(degrees: dict[str, int], most: int) -> dict[str, int]:
+    """The largest degree goes to a divisor of its own, until the product is `most` or less."""
+    while prod(degrees.values()) > most:
+        axis = max(degrees, key=lambda name: degrees[name])
+        size = degrees[axis]
+        fewer = next((n for n in range(size // 2, 1, -1) if size % n == 0), min(2, size - 1))
+        degrees = {**degrees, axis: fewer}
+    return degrees
+
+
+def _scaled(config: Config, layout: Layout) -> Config:
+    """A model of that kind that `layout` can cut: the same parts, few layers of small widths."""
+    shared = min(2, config.heads // config.key_value_heads)  # queries that share a key
+    narrow = max(2, layout.tp)
+    hidden = narrow * shared * HEAD
+
+    def wide(size: int) -> int:
+        return max(1, round(size * hidden / config.hidden / narrow)) * narrow
+
+    experts = min(config.experts, EXPERTS)
+    return replace(
+        config,
+        vocab=256, seq=SEQ, dropout=0.0, hidden=hidden, heads=narrow * shared, kv_heads=narrow,
+        layers=2 * layout.pp, ffn=wide(config.ffn_width),
+        expert_ffn=wide(config.expert_width) if experts else None,
+        experts=experts, experts_per_token=min(config.experts_per_token, max(1, experts)),
+        dense_layers=min(config.dense_layers, 1),
+    )  # fmt: skip
+
+
+def trained(name: str, config: Config, layout: Layout) -> tuple[str, bool]:
+    """What comes of training a plan small, in lines; and whether it is as predicted and equal.
+
+    Raises RuntimeError as `ranks.run` does.
+    """
+    job, left_out = small(config, layout, min(MOST_RANKS, ranks.max_ranks()))
+    found = run(job)
+    good = as_predicted(found) and equal(found)
+    lines = [
+        f"The plan for {name}: {layout}",
+        f"Run here: {written(job.layout)}",
+    ]
+    if left_out:
+        lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
+    words = "equal to one process but for rounding" if equal(found) else "NOT equal to one process"
+    return "\n".join([*lines, "", told(job, found), words]), good
+
+
+def equal(found: dict[str, Any]) -> bool:
+    """Whether a job's losses and its last gradients are those of one process, up to ROUNDING."""
+    return all(found["differences"][what] <= ROUNDING for what in ("losses", "gradients"))

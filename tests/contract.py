@@ -1,0 +1,313 @@
+"""One contract for every technique: what is parallel trains as one process does.
+
+ROWS is the table: technique, model, plan, what else, and how near. `gaps` trains a row's two sides
+(`sides`), the plain model and the parallel one, some steps of AdamW, and says how far apart they
+are: losses, gradients, norms, the weights at the end and what these compute. The same rows run on
+CPU ranks (test_contract), on pretended GPUs (rehearsal.drives.contract) and on real ones
+(test_gpu).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from devices import here, random_state
+from libraries import Ddp, DeepSpeed, Fsdp
+from sides import (
+    Context,
+    Data,
+    Experts,
+    Masters,
+    Meshed,
+    Part,
+    Pipeline,
+    Side,
+    Tensors,
+    TensorsInCopies,
+    Toy,
+    Zero,
+)
+
+from shardlab import link, ranks
+from shardlab.layout import AXES, Layout
+from shardlab.model import GPT, Config
+
+SIDES: dict[str, type[Side]] = {
+    "one process": Side,
+    "masters": Masters,
+    "data": Data,
+    "DDP": Ddp,
+    "zero": Zero,
+    "FSDP2": Fsdp,
+    "DeepSpeed": DeepSpeed,
+    "pipeline": Pipeline,
+    "tensor": Tensors,
+    "tensor in copies": TensorsInCopies,
+    "context": Context,
+    "experts": Experts,
+    "mesh": Meshed,
+}
+
+
+class Near(NamedTuple):
+    """Largest differences that are allowed, and why they are as they are."""
+
+    losses: float
+    gradients: float
+    norms: float
+    weights: float
+    outputs: float
+    why: str
+
+
+def within(limit: float, why: str, **others: float) -> Near:
+    """The same limit for all, but for some."""
+    return Near(limit, limit, limit, limit, limit, why)._replace(**others)
+
+
+SAME = within(0.0, "the same products of the same numbers, added up in the same order")
+FLOAT64 = within(
+    1e-11,
+    "float64 rounds at 1e-16; sums of a few dozen terms of size 1 in another order, and five AdamW "
+    "steps of 1e-2, which divide by gradients of 1e-4 and more: a wrong formula shows at 1e-3",
+)
+CUT64 = within(1e-10, FLOAT64.why + "; matrices and sequences that are cut have longer sums")
+FLOAT32 = within(
+    1e-5,
+    "float32 rounds at 6e-8, and gradients are of size 1. AdamW divides by the size of a gradient, "
+    "so that where it is all but zero, a step of 1e-2 may change by a part",
+    losses=1e-4,
+    norms=1e-3,
+    weights=2e-2,
+    outputs=2e-1,
+)
+ON_GPU = "on a GPU attention's backward adds up in no fixed order, and kernels in orders of theirs"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of the contract."""
+
+    technique: str
+    case: str
+    config: Config | None  # None: the Toy
+    layout: Layout
+    near: Near
+    sizes: tuple[int, ...]  # sequences of each copy
+    options: dict[str, Any] = field(default_factory=dict)  # of the technique's own function
+    steps: int = 5
+    lr: float = 1e-2
+    dtype: torch.dtype = torch.float64
+    clip: tuple[float, ...] = ()  # limits, one a step, in turn
+    branches: Callable[[int, int], str] | None = None  # of the Toy, by copy and micro-batch
+    set_to_none: bool = True
+    group: str = "world"  # "pairs": two groups of two ranks, in odd order; "slow": over a slow link
+    frozen: tuple[str, ...] = ()  # modules that nobody trains
+    against: str = "one process"
+    balanced: bool = False  # a balancing loss, and biases of routers
+    gpus: bool = False  # runs on GPUs too, pretended and real
+
+    @property
+    def ranks(self) -> int:
+        """How many it takes."""
+        return self.layout.ranks * (2 if self.group == "pairs" else 1)
+
+    @property
+    def name(self) -> str:
+        """By which it is asked for."""
+        words = [f"{self.technique}: {self.case}", str(self.layout)]
+        words += [f"{name}={value}" for name, value in self.options.items()]
+        words += [str(self.dtype).removeprefix("torch.")]
+        said = {
+            "sequence parallel": self.layout.sequence_parallel,
+            f"in {self.group}": self.group != "world",
+            "zeros for None": not self.set_to_none,
+            "clipped": self.clip,
+            f"as {self.against}": self.against != "one process",
+        }
+        return ", ".join(words + [word for word, true in said.items() if true])
+
+    def allowed(self, device: str) -> Near:
+        """How near on this device: what is the same on the CPU is near on a GPU."""
+        if device == "cpu":
+            return self.near
+        there = CUT64 if self.dtype == torch.float64 else FLOAT32
+        limits = (max(pair) for pair in zip(self.near[:-1], there[:-1], strict=True))
+        return Near(*limits, why=ON_GPU)
+
+    def model(self, config: Config | None) -> torch.nn.Module:
+        """A plain one in which every number says something: biases and norms too."""
+        torch.manual_seed(0)
+        model = Toy() if config is None else GPT(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1 and config is not None:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        for name in self.frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return here(model).to(self.dtype)
+
+    def batch(self, step: int) -> list[list[Part]]:
+        """A step's tokens and targets: of each copy, its micro-batches."""
+        generator = torch.Generator().manual_seed(step)
+        vocab, total = (self.config.vocab if self.config else 17), sum(self.sizes)
+        shape = (2, total, self.config.seq) if self.config else (2, total)
+        both = here(torch.randint(vocab, shape, generator=generator))
+        found = []
+        for number, (x, y) in enumerate(zip(*(b.split(self.sizes) for b in both), strict=True)):
+            parts = zip(*(z.tensor_split(self.layout.microbatches) for z in (x, y)), strict=True)
+            uses = self.branches or (lambda *_: None)
+            more = ((uses(number, m),) for m in itertools.count())
+            found.append(
+                [(*part, m if m != (None,) else ()) for part, m in zip(parts, more, strict=False)]
+            )
+        return found
+
+
+def groups(row: Row) -> dict[str, dist.ProcessGroup]:
+    """This rank's group along each axis of the plan."""
+    layout, world = row.layout, dist.group.WORLD
+    wide = [axis for axis in AXES if getattr(layout, axis) > 1]
+    found = {}
+    alone = dist.new_subgroups(1)[0] if len(wide) != 0 else world
+    for axis in AXES:
+        if getattr(layout, axis) == 1:
+            found[axis] = alone
+        elif len(wide) == 1 and row.group == "pairs":
+            halves = [dist.new_group(pair) for pair in ([0, 2], [3, 1])]
+            found[axis] = halves[dist.get_rank() % 2]
+        elif len(wide) == 1:
+            found[axis] = link.slow(1e-4, 1e9) if row.group == "slow" else world
+        else:
+            found[axis] = dist.new_subgroups_by_enumeration(layout.groups(axis))[0]
+    return found
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest difference of what both have, which has to be None in the same places."""
+    worst = 0.0
+    for name, tensor in one.items():
+        wanted = other[name]
+        assert (tensor is None) == (wanted is None), name
+        if tensor is not None and tensor.numel():
+            assert tensor.shape == wanted.shape, name
+            gap = (tensor.double() - wanted.double()).abs().max().item()
+            assert math.isfinite(gap), name
+            worst = max(worst, gap)
+    return worst
+
+
+Watch = Callable[[], AbstractContextManager[list[str]]]
+
+
+def gaps(row: Row, waits: Watch = lambda: nullcontext([])) -> dict[str, float]:
+    """On a rank: how far the two sides of a row are apart after its steps.
+
+    waits: collects the places at which the host waits for a GPU; there are none in a step after the
+    first, which makes connections.
+    """
+    config, device = row.config, ranks.device().type
+    if config and device != "cpu":  # elsewhere dropout has not one process's bits
+        config = replace(config, dropout=0.0)
+    row = replace(row, config=config)
+    plain, own = row.model(config), groups(row)
+    theirs = SIDES[row.against](row, copy.deepcopy(plain), own)
+    mine = SIDES[row.technique](row, plain, own)
+    worst = dict.fromkeys(Near._fields[:-1], 0.0)
+    for step in range(row.steps):
+        found, states = [], []
+        for side in (theirs, mine):
+            side.optimizer.zero_grad(set_to_none=row.set_to_none)
+            torch.manual_seed(step)
+            batch = row.batch(step)
+            with waits() as waited:
+                found.append(side.step(batch))
+            if side is mine and step and config and row.group != "slow":
+                # The Toy's ranks have to say which parameters they used, a slow link its bytes.
+                assert not waited, f"the host waits at {waited}"
+            states.append(random_state())
+        assert torch.equal(*states), "as much is drawn as by one process"
+        differences = compared(row, theirs, mine, *found, step)
+        worst = {name: max(worst[name], differences.get(name, 0.0)) for name in worst}
+        for side in (theirs, mine):
+            side.optimizer.step()
+    at_end = compared_at_end(row, theirs, mine)
+    return {name: max(worst[name], at_end.get(name, 0.0)) for name in worst}
+
+
+def compared(row: Row, theirs: Any, mine: Any, wanted: Any, found: Any, step: int) -> Any:
+    """Losses, gradients and norms of one step, which is clipped where the row says so."""
+    if None in found:
+        found[None] = mine.joined(found[None])
+    both = found.keys() & wanted.keys()
+    assert both or not found
+    differences = {"losses": apart({k: found[k].cpu() for k in both},
+                                   {k: wanted[k].cpu() for k in both})}  # fmt: skip
+    whole = theirs.gradients()
+    gradients = mine.gradients() if whole is not None else None
+    if gradients:
+        parts = {name: g if g is None else mine.part(name, g) for name, g in whole.items()}
+        differences["gradients"] = apart(gradients, parts)
+    if row.clip:
+        limit = row.clip[step % len(row.clip)]
+        norm = mine.clip(limit)
+        assert norm > min(row.clip), "so that the limits are limits"
+        differences["norms"] = abs(norm.item() - theirs.clip(limit).item())
+    return differences
+
+
+def compared_at_end(row: Row, theirs: Any, mine: Any) -> dict[str, float]:
+    """The weights, which go out and come in again, and what these compute of a batch."""
+    found, wanted, differences = mine.weights(), theirs.weights(), {}
+    if found is not None:
+        assert sorted(found) == sorted(theirs.plain.state_dict())
+        found = {name: tensor for name, tensor in found.items() if name != "seen"}
+        differences["weights"] = apart(found, wanted)
+        mine.load(mine.weights())
+        again = mine.weights()
+        assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
+    if row.config and mine.answers and theirs.answers:
+        part = row.batch(row.steps)[mine.copy][0]
+        for side in (theirs, mine):
+            side.model.eval()
+        with torch.no_grad():
+            differences["outputs"] = apart({"": mine.output(part)}, {"": theirs.output(part)})
+    return differences
+
+
+def judged(row: Row, found: dict[str, dict[str, float]], device: str) -> None:
+    """Raise AssertionError where a row is not as near as it says."""
+    near = row.allowed(device)
+    far = {name: gap for name, gap in found[row.name].items() if not gap <= getattr(near, name)}
+    assert not far, f"{row.name}: {far} where {near._asdict()} is allowed"
+
+
+def all_of(rows: list[Row], device: str, waits: Watch = lambda: nullcontext([])) -> dict[str, Any]:
+    """By name of rows that take as many ranks, in one run: the gaps of the worst rank.
+
+    The first row that fails ends the run, and is named.
+    """
+
+    def work() -> dict[str, dict[str, float]]:
+        return {row.name: named(row) for row in rows}
+
+    def named(row: Row) -> dict[str, float]:
+        try:
+            return gaps(row, waits)
+        except Exception as error:
+            error.args = (f"in the row {row.name!r}: {error}",)
+            raise
+
+    found = ranks.run(work, rows[0].ranks, device=device, timeout=300, show=False)
+    return {
+        row.name: {name: max(one[row.name][name] for one in found) for name in found[0][row.name]}
+        for row in rows
+    }

@@ -1,0 +1,98 @@
+"""Production libraries as sides of the contract, beside which ours are held to their bits.
+
+See `sides`: a library's side has the same face.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from sides import Data, Part, Toy, optimizer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from shardlab import ranks
+from shardlab.model import loss
+
+
+class Ddp(Data):
+    """torch's own."""
+
+    def made(self, model: Any, **_: Any) -> Any:
+        self.way = "hooks"
+        unused = {"find_unused_parameters": True} if isinstance(model, Toy) else {}
+        return nn.parallel.DistributedDataParallel(
+            model, process_group=self.groups["dp"], gradient_as_bucket_view=True, **unused
+        )
+
+
+class Fsdp(Data):
+    """torch's fully_shard: stage 2, or with the weights away after forward, 3."""
+
+    def made(self, model: Any, compute_dtype: torch.dtype | None = None, **_: Any) -> Any:
+        self.way = "library"
+        within = init_device_mesh(ranks.device().type, (self.groups["dp"].size(),))
+        options = {"reshard_after_forward": self.row.layout.zero == 3}
+        if compute_dtype:
+            options["mp_policy"] = MixedPrecisionPolicy(compute_dtype, torch.float32)
+        for each in (*model.blocks, model):
+            fully_shard(each, mesh=within, **options)
+        return model
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return {name: p.grad.full_tensor() for name, p in self.named().items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.full_tensor() for name, p in self.plain.state_dict().items()}
+
+
+class DeepSpeed(Data):
+    """DeepSpeed's stages; it says nothing of gradients."""
+
+    answers = False
+
+    def made(self, model: Any, **_: Any) -> Any:
+        self.way = "library"
+        os.environ["DS_ACCELERATOR"] = (
+            ranks.device().type
+        )  # otherwise it looks for one, and says so
+        warnings.filterwarnings("ignore")
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__ = {}  # compile nothing
+        deepspeed.init_distributed()
+        block = 2**16  # elements; by default 2 GB
+        stages = {"stage": self.row.layout.zero, "reduce_bucket_size": block}
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer(model, self.row.lr),
+            config={
+                "train_micro_batch_size_per_gpu": self.row.sizes[0],
+                "gradient_clipping": 0.0,  # 1.0 by default
+                "steps_per_print": 10**9,
+                "zero_optimization": stages | {"stage3_prefetch_bucket_size": block},
+                "zero_allow_untested_optimizer": True,
+            },
+        )
+        return model
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        ((tokens, targets, _),) = batch[self.copy]
+        value = loss(self.engine(tokens), targets)
+        self.engine.backward(value)
+        self.engine.step()
+        return {self.copy: value.detach()}
+
+    def gradients(self) -> None:
+        return None
+
+    def weights(self) -> dict[str, Tensor]:
+        from deepspeed import zero as deepspeeds
+
+        named = self.named()
+        with deepspeeds.GatheredParameters(list(self.plain.parameters())):
+            return {name: parameter.detach().clone() for name, parameter in named.items()}

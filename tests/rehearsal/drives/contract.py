@@ -1,0 +1,41 @@
+"""The rows of the contract on pretended GPUs: what is parallel trains as one process does.
+
+A drive is a technique's rows, of two ranks on one GPU that they share and on two, and of four on
+four. With a GPU for each rank the host waits for none in a step: on one that is shared, messages
+pass through the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import contract
+from rows import ROWS
+
+from rehearsal.machine import HERE, waits
+
+from .common import Drive, on, on_caller
+
+RANKS = {1: 2, 2: 2, 4: 4}  # by GPUs
+
+
+def _drive(technique: str) -> Drive:
+    def drive() -> None:
+        size = RANKS[HERE.gpus]
+        rows = [
+            replace(row, steps=min(2, row.steps))  # operators that are looked at take their time
+            for row in ROWS
+            if row.gpus and (row.technique, row.ranks) == (technique, size)
+        ]
+        shared = {} if HERE.gpus < size else {"waits": waits}
+        found = contract.all_of(rows, "cuda", **shared)
+        for row in rows:
+            contract.judged(row, found, "cpu")  # whose kernels a pretended GPU has
+
+    sizes = {row.ranks for row in ROWS if row.gpus and row.technique == technique}
+    gpus = [number for number, size in RANKS.items() if size in sizes]
+    drive.__module__ = __name__
+    return on_caller(on(*gpus)(drive))
+
+
+DRIVES = {row.technique.replace(" ", "_"): _drive(row.technique) for row in ROWS if row.gpus}

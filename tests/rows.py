@@ -1,0 +1,342 @@
+"""The table of the contract: what has to train as one process does, how near. See `contract`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from contract import CUT64, FLOAT32, FLOAT64, SAME, Row, within
+
+from shardlab.layout import Layout
+from shardlab.model import PRESETS, Config
+from shardlab.pipeline import NAMES
+
+GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
+LLAMA = Config(
+    vocab=64, seq=8, layers=2, heads=8, hidden=64, kv_heads=4, ffn=40, mlp="swiglu", norm="rms",
+    bias=False, tied=False,
+)  # fmt: skip
+UNTIED = replace(GPT2, tied=False, layers=1)
+# On a GPU in 32 bits: two steps, of which the second is what all later ones are.
+F32 = {"dtype": torch.float32, "steps": 2, "near": FLOAT32, "clip": (1e9, 0.1), "gpus": True}
+SIZES = 1, 2, 4  # ranks
+
+
+def row(technique: str, case: str, config: Config | None, layout: Layout, **more: Any) -> Row:
+    """A row of which `more` says what is not as usual."""
+    sizes = more.pop("sizes", (6 if config is None else 2,) * layout.dp)
+    return Row(technique, case, config, layout, more.pop("near", FLOAT64), sizes, **more)
+
+
+# What the ranks do in a step: the branches that copy c uses, its samples, its micro-batches.
+TOYS: dict[str, dict[str, Any]] = {
+    "plain": {"branches": lambda c, m: "lr"},
+    "unused on some": {"branches": lambda c, m: "lr" if c == 0 else "l"},
+    "other order": {"branches": lambda c, m: "lr" if c % 2 else "rl"},
+    "accumulated": {"branches": lambda c, m: "lr", "m": 3},
+    "accumulated, unused": {"branches": lambda c, m: "l" if c else "r", "m": 2},
+    "accumulated, first part alone": {"branches": lambda c, m: "l" if m else "lr", "m": 3},
+    "uneven": {"branches": lambda c, m: "lr", "uneven": True},
+}
+
+
+def toy(technique: str, case: str, n: int, zero: int = 0, **more: Any) -> Row:
+    """The Toy on n copies."""
+    how = dict(TOYS[case])
+    m, uneven = how.pop("m", 1), how.pop("uneven", False)
+    sizes = tuple(6 - 2 * r if r < 3 else 0 for r in range(n)) if uneven else (6 * m,) * n
+    layout = Layout(dp=n, zero=zero, microbatches=m)
+    return row(technique, case, None, layout, sizes=sizes, **how | more)
+
+
+IN_ORDER = within(
+    2e-6, "float32 rounds at 6e-8: gradients up to 1, terms in another order, 5 steps"
+)
+SUMS_OF_SUMS = within(1e-5, IN_ORDER.why + "; sums of sums, which AdamW makes somewhat larger")
+
+
+def data() -> Iterator[Row]:
+    """Data parallelism."""
+    for n in SIZES:
+        for case in TOYS:
+            yield toy("data", case, n, gpus=n > 1)
+            # torch's DDP looks at the last micro-batch alone for what is unused.
+            if n < 4 and case != "accumulated, first part alone":
+                # a + b is b + a, also rounded
+                more = {"dtype": torch.float32, "near": SAME, "against": "DDP"}
+                yield toy("data", case, n, **more)
+        more = {"near": within(1e-10, FLOAT64.why), "sizes": (4,) * n, "lr": 1e-3}
+        more["options"] = {"bucket_bytes": 2**16, "first_bytes": 2**14}
+        yield row("data", "text", PRESETS["nano"], Layout(dp=n), **more)
+        yield row("data", "text", PRESETS["nano"], Layout(dp=n), against="DDP", gpus=n == 2, **more)
+    for case, kept in (("plain", True), ("unused on some", True), ("unused on some", False)):
+        more = {"dtype": torch.float32, "set_to_none": kept}
+        yield toy("data", case, 2, near=SAME, **more)  # one process goes share by share
+        yield toy("data", case, 4, near=IN_ORDER, **more)
+    for way in ("buckets", "parameters"):
+        more = {"near": SAME, "dtype": torch.float32, "options": {"way": way}, "gpus": True}
+        yield row("data", "gpt", GPT2, Layout(dp=2), **more)
+    yield toy("data", "plain", 2, group="pairs", clip=(1e9, 0.1))
+    yield toy("data", "plain", 2, group="slow")
+    yield toy("DDP", "plain", 2, group="slow", gpus=True)
+    for n in (2, 4):
+        yield row("data", "gpt", GPT2, Layout(dp=n), **F32)
+
+
+def zero() -> Iterator[Row]:
+    """ZeRO's stages."""
+    kept = [case for case in TOYS if case not in ("uneven", "accumulated, first part alone")]
+    for stage in (1, 2, 3):
+        for case in kept:
+            # On three ranks no parameter's size, and no flat tensor, falls into equal shards.
+            yield toy("zero", case, 1, stage)
+            yield toy("zero", case, 3, stage)
+            for n in (2, 4):
+                # Halves and quarters are exact, and sums are made in the order of the ranks.
+                near = SUMS_OF_SUMS if case.startswith("accumulated") else SAME
+                yield toy("zero", case, n, stage, near=near, dtype=torch.float32)
+        # Zeros are gradients to AdamW, which then decays weights.
+        more = {"dtype": torch.float32, "set_to_none": False, "near": SAME}
+        yield toy("zero", "unused on some", 2, stage, **more)
+        clip = {"clip": (0.05, 1e9, 0.2), "steps": 3}
+        yield toy("zero", "plain", 2, stage, **clip)
+        yield toy("zero", "plain", 4, stage, near=SUMS_OF_SUMS, dtype=torch.float32, **clip)
+        yield toy("zero", "plain", 2, stage, group="pairs", dtype=torch.float32, near=SAME)
+        yield toy("zero", "plain", 2, stage, group="slow", dtype=torch.float32, near=SAME)
+        yield row("zero", "gpt", GPT2, Layout(dp=2, zero=stage), **F32)
+        yield row("zero", "gpt", GPT2, Layout(dp=4, zero=stage), **F32)
+        narrow = {"compute_dtype": torch.bfloat16}
+        nano = {"sizes": (4, 4), "dtype": torch.float32, "options": narrow, "near": SAME}
+        for beside in ("FSDP2", "masters"):
+            layout = Layout(dp=2, zero=stage)
+            yield row("zero", "bf16", PRESETS["nano"], layout, against=beside, **nano)
+        for n in (2, 4):
+            beside = {"sizes": (4,) * n, "dtype": torch.float32}
+            why = "four terms in another order: AdamW takes another part of a step of 1e-2"
+            near = within(5e-3, why, losses=1e-4)
+            layout = Layout(dp=n, zero=stage)
+            exact = SAME if n == 2 else near  # a + b is b + a, also rounded
+            nano = PRESETS["nano"]
+            yield row("zero", "text", nano, layout, against="FSDP2", near=exact, **beside)
+            yield row("zero", "text", nano, layout, against="DeepSpeed", near=near, **beside)
+    late = {"options": {"late": True}, "near": SUMS_OF_SUMS, "dtype": torch.float32}
+    yield toy("zero", "accumulated, unused", 2, 1, **late)
+    for stage in (2, 3):
+        yield toy("zero", "plain", 2, stage, options={"reduction": "library"})
+        for n in (2, 4):
+            options = {"reduction": "ordered"}
+            yield row("zero", "gpt", GPT2, Layout(dp=n, zero=stage), options=options, **F32)
+
+
+TINY = Config(vocab=32, seq=4, layers=6, heads=2, hidden=16, tied=False)
+TINY_LLAMA = replace(TINY, heads=4, kv_heads=2, hidden=32, mlp="swiglu", norm="rms", bias=False)
+# By stages: micro-batches (fewer than stages, as many, more) and sequences (some do not divide).
+BATCHES = {1: ((1, 2), (5, 7)), 2: ((1, 2), (2, 3), (5, 7)), 4: ((2, 3), (4, 4), (5, 7))}
+SHAPES: dict[str, tuple[Config, dict[int, list[int]]]] = {
+    "tied": (replace(TINY, tied=True), {}),
+    "llama": (TINY_LLAMA, {}),
+    "uneven": (TINY_LLAMA, {2: [1, 5], 4: [0, 2, 3, 1]}),
+    "ends alone": (TINY, {2: [6, 0], 4: [0, 4, 2, 0]}),
+}
+OTHERS = ("1f1b", "interleaved", "zb-h2", "zb-v")
+TWINS = within(
+    5e-5,
+    "one process adds both gradients of the matrix for each micro-batch, two stages once at the "
+    "end: another order of sums, some units of 6e-8, and AdamW steps over gradients of about 1e-3",
+)
+
+
+def staged(name: str, p: int, m: int, **more: Any) -> Layout:
+    """A plan of p stages."""
+    chunks = 2 if p > 1 and name in ("interleaved", "zb-v") else 1
+    return Layout(pp=p, schedule=name, microbatches=m, chunks=chunks, **more)
+
+
+def pipelines() -> Iterator[Row]:
+    """Every schedule of the pipeline."""
+    narrow = {"dtype": torch.float32}
+    tied = replace(TINY, tied=True)
+    for p in (2, 4):
+        more = {"sizes": (4,), "gpus": True, "steps": 2, "near": TWINS, **narrow}
+        yield row("pipeline", "tied", tied, staged("1f1b", p, 4), **more)
+    for p in SIZES:
+        for name in NAMES:
+            for m, sequences in BATCHES[p]:
+                layout = staged(name, p, m)
+                # Eight parts of six blocks: the first is the embedding alone, the last the head.
+                eight = layout.pp * layout.chunks == 8
+                options = {"layers": [0, 1, 1, 1, 1, 1, 1, 0]} if eight else {}
+                more = {"sizes": (sequences,), "options": options, "near": SAME, **narrow}
+                more["gpus"] = (m, sequences) == BATCHES[p][1]
+                yield row("pipeline", f"{name} of {m}", TINY, layout, **more)
+    for name in OTHERS:
+        for again in ("none", "full"):
+            for case, (config, layers) in SHAPES.items():
+                layout = staged(name, 2, 3, recompute=again)
+                options = {"layers": layers[2 * layout.chunks]} if layers else {}
+                more = {"steps": 2, "sizes": (4,), "options": options, **narrow}
+                more["gpus"] = name == "1f1b"
+                near = TWINS if config.tied else SAME
+                yield row("pipeline", f"{case} {name}", config, layout, near=near, **more)
+        # Micro-batches of unequal size, and both ends of a tied matrix.
+        layout = staged(name, 2, 3)
+        yield row("pipeline", f"tied {name}", tied, layout, sizes=(5,))
+    layout = staged("1f1b", 2, 3)
+    over = {"group": "slow", "steps": 2, "sizes": (3,), "near": SAME}
+    yield row("pipeline", "1f1b", TINY_LLAMA, layout, **over, **narrow)
+    far = within(2e-4, "five AdamW steps of 1e-2 over gradients of about 1e-3, themselves 1e-7 off")
+    copies = {"sizes": (3, 3)}
+    copies["gpus"] = True
+    yield row(
+        "pipeline", "replicas", tied, staged("1f1b", 2, 2, dp=2), near=far, **narrow, **copies
+    )
+    yield row("pipeline", "replicas", tied, staged("zb-v", 2, 2, dp=2), **copies)
+
+
+CUT = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "untied": UNTIED,
+    "no bias": replace(GPT2, bias=False, layers=1),
+    "swiglu, bias, tied": replace(LLAMA, bias=True, tied=True, norm="layer", layers=1),
+    "dropout": replace(GPT2, dropout=0.3),
+    "dropout, llama": replace(LLAMA, dropout=0.2, layers=1),
+}
+
+
+def tensors() -> Iterator[Row]:
+    """Tensor parallelism, and sequence parallelism along it."""
+    near = {"near": CUT64, "clip": (1e9, 0.3, 0.1), "sizes": (3,)}
+    for t in SIZES:
+        for case, config in CUT.items():
+            yield row("tensor", case, config, Layout(tp=t), **near)
+        for case in ("llama", "dropout"):
+            layout = Layout(tp=t, recompute="full")
+            yield row("tensor", f"{case}, recomputed", CUT[case], layout, **near)
+        options = {"by_layer": True}
+        yield row("tensor", "layer by layer", LLAMA, Layout(tp=t), options=options, **near)
+        yield row("tensor", "frozen", UNTIED, Layout(tp=t), frozen=("embedding",), **near)
+        along = Layout(tp=t, sequence_parallel=True)
+        for case in ("gpt2", "llama", "dropout"):
+            config = replace(CUT[case], seq=8)
+            yield row("tensor", f"{case}, along", config, along, **near)
+            again = replace(along, recompute="full")
+            yield row("tensor", f"{case}, along", config, again, **near)
+        options = {"keep": True}
+        yield row("tensor", "kept, along", replace(GPT2, seq=8), along, options=options, **near)
+    for group in ("pairs", "slow"):
+        for sequence in (False, True):
+            layout = Layout(tp=2, sequence_parallel=sequence)
+            yield row("tensor", f"in {group}", LLAMA, layout, group=group, **near)
+    for t in (2, 4):
+        for sequence in (False, True):
+            layout = Layout(tp=t, sequence_parallel=sequence)
+            for case in ("gpt2", "llama"):
+                yield row("tensor", case, replace(CUT[case], seq=8), layout, **F32)
+    for stage in (0, 3):
+        layout = Layout(dp=2, tp=2, zero=stage)
+        yield row("tensor in copies", "text", PRESETS["nano"], layout, near=CUT64, steps=3)
+    layout = Layout(pp=2, tp=2, microbatches=2)
+    yield row("pipeline", "of tensors", PRESETS["nano"], layout, near=CUT64, steps=3)
+
+
+def contexts() -> Iterator[Row]:
+    """Contexts that are cut."""
+    dense = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
+    llama = replace(dense, kv_heads=2, mlp="swiglu", norm="rms", bias=False, tied=False)
+    for c in SIZES:
+        for way in ("ring", "ulysses"):
+            for order in ("contiguous", "zigzag"):
+                options = {"way": way, "layout": order}
+                for case, config in (("gpt", dense), ("llama", llama)):
+                    case = f"{case}, {way}, {order}"
+                    more = {"options": options, "near": CUT64}
+                    yield row("context", case, config, Layout(cp=c), **more)
+                if c > 1:
+                    case = f"llama, {way}, {order}"
+                    yield row("context", case, llama, Layout(cp=c), options=options, **F32)
+        options = {"way": "ring", "layout": "zigzag"}
+        layout = Layout(cp=c, recompute="full")
+        yield row("context", "ring", dense, layout, options=options, near=CUT64)
+    for group in ("slow", "pairs"):
+        layout = Layout(cp=2)
+        more = {"options": options, "near": CUT64, "group": group}
+        yield row("context", f"in {group}", dense, layout, **more)
+    for way in ("ring", "ulysses"):
+        options = {"way": way, "layout": "zigzag"}
+        layout = Layout(cp=2, tp=2)
+        yield row("context", f"of tensors, {way}", llama, layout, options=options, near=CUT64)
+
+
+SPARSE = Config(
+    vocab=64, seq=12, layers=2, heads=4, hidden=32, experts=4, expert_ffn=24, mlp="swiglu"
+)
+DEEPSEEK = replace(
+    SPARSE, router="sigmoid", experts=8, experts_per_token=3, shared_experts=1, dense_layers=1
+)
+ROUTED = {
+    "mixtral": replace(SPARSE, bias=False, norm="rms"),
+    "switch": replace(SPARSE, experts_per_token=1, capacity=1.0, mlp="gelu"),
+    "gshard": replace(SPARSE, capacity=0.75),
+    "deepseek": DEEPSEEK,
+}
+BY_TOKENS = within(
+    1e-9,
+    "float64; gradients add up in another order, and AdamW divides small ones by small ones",
+    losses=1e-12,
+)
+
+
+def routed() -> Iterator[Row]:
+    """Experts over ranks."""
+    near = {"near": BY_TOKENS, "balanced": True}
+    one = within(2e-6, "float32; products of other shapes add up in another order", weights=1e-2)
+    for n in SIZES:
+        sizes = {"sizes": (8 // n,) * n}
+        for case, config in ROUTED.items():
+            yield row("experts", case, config, Layout(dp=n, ep=n), **near, **sizes)
+            more = {"dtype": torch.float32, "steps": 1, "near": one, "gpus": True, **sizes}
+            yield row("experts", case, config, Layout(dp=n, ep=n), **more)
+    layout = Layout(dp=4, ep=2)
+    yield row("experts", "copied", DEEPSEEK, layout, sizes=(2,) * 4, **near)
+    more = {"dtype": torch.float32, "steps": 1, "near": one, "gpus": True, "sizes": (2,) * 4}
+    yield row("experts", "copied", ROUTED["mixtral"], layout, **more)
+    for case in ("mixtral", "deepseek"):
+        layout = Layout(dp=2, ep=2, tp=2)
+        more = {"sizes": (4, 4), "near": BY_TOKENS}
+        yield row("experts", f"{case}, of tensors", ROUTED[case], layout, **more)
+
+
+def meshes() -> Iterator[Row]:
+    """Several cuts at once."""
+    gpt = Config(vocab=32, seq=8, layers=2, heads=2, hidden=16)
+    llama = replace(gpt, mlp="swiglu", norm="rms", bias=False, tied=False)
+    drops = replace(gpt, dropout=0.2)
+    eight = Layout(dp=2, pp=2, tp=2, microbatches=2)
+    four = replace(eight, pp=1)
+    along = {"sequence_parallel": True}
+    cases = [
+        (Layout(microbatches=2), gpt, (3,)),
+        (replace(eight, dp=1, schedule="gpipe", **along), gpt, (4,)),
+        (replace(eight, tp=1, zero=1), gpt, (2, 2)),
+        (replace(four, zero=2, **along), drops, (4, 3)),
+        (replace(four, zero=3, microbatches=1, **along), llama, (2, 2)),
+        (replace(four, zero=3, order=("tp", "pp", "dp")), gpt, (2, 3)),
+        (replace(eight, zero=1, **along), gpt, (2, 2)),
+        (replace(eight, zero=1, **along), replace(drops, layers=4), (3, 2)),
+        (eight, replace(llama, dropout=0.1), (2, 3)),
+        (replace(eight, zero=1, order=("pp", "tp", "dp")), gpt, (2, 2)),
+    ]
+    cases += [(Layout(dp=2, zero=s), gpt, (2, 2)) for s in range(4)]
+    cases += [(Layout(tp=2, **along), llama, (2,)), (Layout(pp=2, microbatches=2), gpt, (4,))]
+    for number, (layout, config, sizes) in enumerate(cases):
+        more = {"sizes": sizes, "clip": (0.3,)}
+        yield row("mesh", f"{number}", config, layout, **more)
+        if layout.ranks in (2, 4):
+            narrow = F32 | {"sizes": sizes, "clip": (0.3,)}
+            yield row("mesh", f"{number}", replace(config, dropout=0.0), layout, **narrow)
+
+
+ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes()]

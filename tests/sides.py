@@ -1,0 +1,492 @@
+"""How each technique attaches to a plain model, and trains it: the sides that `contract` compares.
+
+A side is made from a row of the table, a plain model and this rank's groups, by axis. `step` goes
+through forward and backward of a step's batch and says losses by copy, or under None that of the
+whole batch; `gradients` and `weights` go by the plain model's names; `part` is what of a whole
+tensor this rank has. What a side does not say of itself is that of one process.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlab import context_parallel as cp
+from shardlab import data_parallel as dp
+from shardlab import experts, mesh, pipeline, ranks, zero
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp
+from shardlab.model import GPT, loss
+
+SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
+Part = tuple[Tensor, Tensor, tuple[Any, ...]]  # tokens, targets, what else the model is given
+
+
+class Toy(nn.Module):
+    """All that is special at once: tied, frozen, buffer, branches that a rank may not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(17, 12)
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+        self.left = nn.Linear(12, 12)
+        self.right = nn.Linear(12, 12)
+        self.never = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 17, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, branches: str = "lr") -> Tensor:
+        if self.training:
+            self.seen += tokens.shape[0]
+        x = self.frozen(self.embedding(tokens))  # [batch, 12]
+        for branch in branches:
+            x = x + (self.left if branch == "l" else self.right)(x).tanh()
+        return self.head(x)  # [batch, 17]
+
+
+def plain_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy over all tokens."""
+    if logits.dim() == 2:
+        return F.cross_entropy(logits, targets, reduction=reduction)
+    return loss(logits, targets, reduction)
+
+
+def optimizer(model: Any, lr: float = 1e-2) -> torch.optim.AdamW:
+    """With a decay that shows, one tensor after the other: sums then have one order."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, foreach=False)
+
+
+def recomputed(model: GPT) -> GPT:
+    """Each block computes again in backward."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def cut(name: str, whole: Tensor, cuts: dict[str, int | None], group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of a tensor of a tensor-parallel model; a tied head goes by `embedding`."""
+    dimension = cuts.get(name, 0 if cuts else None)
+    if dimension is None:
+        return whole
+    mine = tp.share("size", whole.shape[dimension], group)
+    return whole.narrow(dimension, mine.start, mine.stop - mine.start)
+
+
+class Side:
+    """One process, which goes through the micro-batches of all copies, copy by copy."""
+
+    answers = True  # the trained model can be called
+
+    def __init__(self, row: Any, model: nn.Module, groups: dict[str, dist.ProcessGroup]):
+        self.row, self.groups, self.options = row, groups, dict(row.options)
+        self.plain = model
+        self.model = self.made(model, **self.options)
+        self.optimizer = optimizer(self.model, row.lr)
+        place = {axis: dist.get_rank(group) for axis, group in groups.items()}
+        self.copy = place["dp"]
+        self.number = 0
+
+    def made(self, model: Any, **_: Any) -> Any:
+        drops = self.row.technique == "mesh" and self.row.config.dropout
+        blocks = dict(model.blocks.named_children()) if drops else {}
+        self.drops = mesh.PlacedDropout(blocks) if drops else None
+        return model
+
+    def loss(self, part: Part, reduction: str = "mean") -> Tensor:
+        tokens, targets, more = part
+        return plain_loss(self.model(tokens, *more), targets, reduction)
+
+    def watched(self) -> AbstractContextManager[list[Any]]:
+        """Whatever is routed to experts inside, where a step balances them."""
+        return experts.watch(self.model) if self.row.balanced else nullcontext([])
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        if self.drops:
+            self.drops.begin(self.number)
+        self.number += 1
+        total, found, whole = sum(len(part[0]) for copy in batch for part in copy), {}, 0.0
+        with self.watched() as routed:
+            for number, copy in enumerate(batch):
+                found[number] = torch.zeros(())
+                for part in copy:
+                    if not len(part[0]):
+                        continue
+                    value, weight = self.loss(part), len(part[0]) / total
+                    if self.row.balanced:
+                        whole = whole + value * weight
+                    else:
+                        value.backward(torch.tensor(weight, dtype=value.dtype, device=value.device))
+                    found[number] = found[number].to(value) + value.detach() * weight * len(batch)
+        if self.row.balanced:
+            (whole + 0.1 * experts.balancing_loss(routed)).backward()
+            experts.update_bias(routed, 0.01)
+        if self.drops:
+            self.drops.end()
+        return found | {None: sum(found.values()) / len(batch)}
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return dict(self.plain.named_parameters(remove_duplicate=False))
+
+    def gradients(self) -> dict[str, Tensor | None] | None:
+        return {name: parameter.grad for name, parameter in self.named().items()}
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+    def clip(self, limit: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.plain.parameters(), limit)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.plain.state_dict()
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        self.plain.load_state_dict(weights)
+
+    def joined(self, value: Tensor) -> Tensor:
+        """The whole batch's loss, of what a step says under None."""
+        return value
+
+    def output(self, part: Part) -> Tensor:
+        """Of the trained model, whole, for a micro-batch."""
+        return self.model(part[0], *part[2])
+
+
+class Data(Side):
+    """Data parallelism: by hooks, or by the two plain ways; torch's DDP has the same face."""
+
+    def made(self, model: Any, way: str = "hooks", **options: Any) -> Any:
+        self.way = way
+        if way == "hooks":
+            return dp.DataParallel(model, self.groups["dp"], **(SMALL | options))
+        return model
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return self.model.no_sync() if self.way == "hooks" else nullcontext()
+
+    def mean(self, part: Part, parts: int) -> Tensor:
+        if len(set(self.row.sizes)) == 1:
+            return self.loss(part) / parts
+        return dp.joined_mean(self.loss(part, "sum"), len(part[0]), self.groups["dp"])
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        parts, value = batch[self.copy], 0.0
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            with nullcontext() if last else self.quiet():
+                mine = self.mean(part, len(parts))
+                mine.backward()
+            value = value + mine.detach()
+        if self.way == "parameters":
+            dp.average_gradients(self.model, self.groups["dp"])
+        if self.way == "buckets":
+            dealt = dp.assign_buckets(self.model.parameters(), *SMALL.values())
+            dp.average_in_buckets([dp.Bucket(each, self.groups["dp"]) for each in dealt])
+        return {self.copy: value}
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        found = super().gradients()
+        if self.way == "parameters":  # zeros for what no rank used
+            found = {name: g if g is not None and g.any() else None for name, g in found.items()}
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        assert dp.drift(self.model, self.groups["dp"]) == 0.0
+        return super().weights()
+
+
+class Zero(Data):
+    """ZeRO in its three stages, in several buckets or units."""
+
+    def made(self, model: Any, **options: Any) -> Any:
+        self.way, self.stage = "hooks", self.row.layout.zero
+        if self.stage < 3:
+            options = SMALL | options
+        elif isinstance(model, Toy):
+            # What a rank may leave out can be no unit of its own: `left` and `right` are the rest.
+            options = {"units": [model.frozen]} | options
+        return zero.shard(model, self.groups["dp"], self.stage, **options)
+
+    def quiet(self) -> AbstractContextManager[None]:
+        late = self.options.get("late")
+        return self.model.no_sync() if self.stage == 1 and not late else nullcontext()
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        found = super().step(batch)
+        if self.options.get("late"):
+            assert all(parameter.grad is None for parameter in self.model.parameters())
+            self.model.reduce()
+        return found
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        pieces, found = dict(self.model.named_parameters()), {}
+        for flat in self.model.flats:
+            shard = torch.zeros_like(flat.shard)
+            for cut, piece in zip(flat.cut(shard), flat.pieces, strict=True):
+                if piece.grad is not None:
+                    cut.copy_(piece.grad)
+            full = [torch.empty_like(shard) for _ in range(self.groups["dp"].size())]
+            dist.all_gather(full, shard, group=self.groups["dp"])
+            for name, tensor in zip(flat.names, flat.views(torch.cat(full)), strict=True):
+                made_up = pieces[name].grad is None and not tensor.any()
+                found[name] = None if made_up else tensor
+        return found
+
+    def clip(self, limit: float) -> Tensor:
+        return self.model.clip_grad_norm_(limit)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.model.full_state_dict()
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        self.model.load_full_state_dict(weights)
+
+
+class Masters(Side):
+    """One process that computes in few bits and keeps weights in 32."""
+
+    def made(self, model: Any, compute_dtype: torch.dtype, **_: Any) -> Any:
+        self.drops, self.narrow = None, GPT(model.config).to(ranks.device(), compute_dtype)
+        self.follow(model)
+        return model
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> None:
+        for wide, thin in zip(model.parameters(), self.narrow.parameters(), strict=True):
+            thin.copy_(wide)
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        self.follow(self.model)
+        found = {}
+        for number, ((tokens, targets, _),) in enumerate(batch):
+            self.narrow.zero_grad()
+            value = loss(self.narrow(tokens), targets)
+            value.backward()
+            found[number] = value.detach()
+            for wide, thin in zip(self.model.parameters(), self.narrow.parameters(), strict=True):
+                share = thin.grad.float() / len(batch)
+                wide.grad = share if wide.grad is None else wide.grad + share
+        return found
+
+    def output(self, part: Part) -> Tensor:
+        self.follow(self.model)
+        return self.narrow(part[0])
+
+
+class Pipeline(Side):
+    """A model cut by layers; with more than one copy, replicas of the pipeline."""
+
+    answers = False
+
+    def made(self, model: Any, **options: Any) -> Any:
+        layout = self.row.layout
+        schedule = pipeline.schedule(layout.schedule, layout.pp, layout.microbatches)
+        if layout.dp > 1:
+            options["replicas"] = self.groups["dp"]
+            if dist.get_rank(self.groups["dp"]):  # the first replica's weights are what counts
+                for parameter in model.parameters():
+                    nn.init.zeros_(parameter)
+        self.cuts, self.group = {}, self.groups["tp"]
+        if layout.tp > 1:
+            self.cuts = tp.cuts(tp.parallelize(model, self.group))
+            options["loss"] = partial(tp.loss, group=self.group)
+        self.last = schedule.owner(schedule.parts - 1)[0] == dist.get_rank(self.groups["pp"])
+        return pipeline.distribute(
+            model, schedule, self.groups["pp"], recompute=layout.recompute == "full", **options
+        )
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        parts = batch[self.copy]
+        value = self.model.step(*(torch.cat([part[n] for part in parts]) for n in (0, 1)))
+        assert (value is not None) == self.last
+        return {} if value is None else {self.copy: value}
+
+    def named(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        return cut(name, whole, self.cuts, self.group)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        return None if self.cuts else self.model.full_state_dict()
+
+
+class Tensors(Side):
+    """Tensor parallelism, and sequence parallelism along it; alone, in copies, on cut contexts."""
+
+    def made(self, model: Any, **options: Any) -> Any:
+        layout, self.group = self.row.layout, self.groups["tp"]
+        self.keep = options.pop("keep", False)
+        if layout.sequence_parallel:
+            options["edges"] = sp.AlongSequence(self.keep)
+        elif self.row.options.get("by_layer"):
+            options = {"edges": tp.Edges(tp.copy_to, tp.reduce_from)}
+        model = tp.parallelize(model, self.group, **options)
+        if layout.sequence_parallel:
+            sp.slice_dropouts(model, self.group)
+        self.cuts = tp.cuts(model)
+        return recomputed(model) if layout.recompute == "full" else model
+
+    def loss(self, part: Part, reduction: str = "mean") -> Tensor:
+        return tp.loss(self.model(part[0]), part[1], self.group, reduction)
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        ((part,),) = batch
+        value = self.loss(part)
+        value.backward()
+        if self.row.layout.sequence_parallel:
+            sp.sum_gradients(self.model, self.group)
+        return {None: value.detach()}
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        return cut(name, whole, self.cuts, self.group)
+
+    def clip(self, limit: float) -> Tensor:
+        return tp.clip_grad_norm_(self.model, limit)
+
+    def weights(self) -> dict[str, Tensor]:
+        return tp.full_state_dict(self.model)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        tp.load_full_state_dict(self.model, weights)
+
+    def output(self, part: Part) -> Tensor:
+        return tp.gather_last(self.model(part[0]), self.group)
+
+
+class TensorsInCopies(Tensors):
+    """Tensor parallelism within data parallelism, or within ZeRO."""
+
+    def made(self, model: Any, **options: Any) -> Any:
+        model, stage = super().made(model, **options), self.row.layout.zero
+        if stage:
+            return zero.shard(model, self.groups["dp"], stage)
+        return dp.DataParallel(model, self.groups["dp"])
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        return {self.copy: super().step([batch[self.copy]])[None]}
+
+    def gradients(self) -> dict[str, Tensor | None] | None:
+        return None if self.row.layout.zero else super().gradients()
+
+    def weights(self) -> None:
+        return None
+
+
+class Context(Side):
+    """A sequence cut over ranks; with tensor parallelism, of a model whose heads are cut too."""
+
+    def made(self, model: Any, way: str, layout: str) -> Any:
+        self.layout, self.group, self.cuts = layout, self.groups["cp"], {}
+        if self.row.layout.tp > 1:
+            model = tp.parallelize(model, self.groups["tp"])
+            self.cuts = tp.cuts(model)
+        model = cp.distribute(model, self.group, way, layout)
+        return recomputed(model) if self.row.layout.recompute == "full" else model
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        (((tokens, targets, _),),) = batch
+        tokens, targets = (cp.share(x, self.group, self.layout) for x in (tokens, targets))
+        logits = self.model(tokens)
+        value = tp.loss(logits, targets, self.groups["tp"]) if self.cuts else loss(logits, targets)
+        value.backward()
+        cp.average_gradients(self.model, self.group)
+        return {None: value.detach()}
+
+    def joined(self, value: Tensor) -> Tensor:
+        return torch.tensor(cp.average(value, self.group), dtype=value.dtype)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        return None if self.cuts else super().weights()
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        return cut(name, whole, self.cuts, self.groups["tp"])
+
+    def output(self, part: Part) -> Tensor:
+        logits = self.model(cp.share(part[0], self.group, self.layout))
+        if self.cuts:
+            logits = tp.gather_last(logits, self.groups["tp"])
+        return cp.gather(logits, self.group, self.layout)
+
+
+class Experts(Data):
+    """Experts dealt out to the copies, or to each pair; with tensor parallelism too."""
+
+    def made(self, model: Any) -> Any:
+        layout, world = self.row.layout, self.groups["dp"]
+        self.way, self.group, self.copies, self.cuts = "experts", world, None, {}
+        if layout.ep < layout.dp:
+            pairs = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+            groups = (dist.new_subgroups_by_enumeration(each)[0] for each in pairs)
+            self.group, self.copies = groups
+        if layout.tp > 1:
+            tp.parallelize(model, self.groups["tp"])
+            self.cuts = tp.cuts(model)
+        return experts.parallelize(model, self.group)
+
+    def loss(self, part: Part, reduction: str = "mean") -> Tensor:
+        logits = self.model(part[0])
+        if self.cuts:
+            return tp.loss(logits, part[1], self.groups["tp"])
+        return loss(logits, part[1])
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        (part,), world = batch[self.copy], self.groups["dp"]
+        with self.watched() as routed:
+            value = self.loss(part)
+        balance = 0.1 * experts.balancing_loss(routed, world) if routed else 0.0
+        (value + balance).backward()
+        experts.average_gradients(self.model, world, self.copies)
+        if routed:
+            experts.update_bias(routed, 0.01, world)
+        return {self.copy: value.detach()}
+
+    def output(self, part: Part) -> Tensor:
+        logits = self.model(part[0])
+        return tp.gather_last(logits, self.groups["tp"]) if self.cuts else logits
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        return cut(name, whole, self.cuts, self.groups["tp"])
+
+    def clip(self, limit: float) -> Tensor:
+        return experts.clip_grad_norm_(self.model, limit)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        return None if self.cuts else experts.full_state_dict(self.model)
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        experts.load_full_state_dict(self.model, weights)
+
+
+class Meshed(Side):
+    """Several cuts at once."""
+
+    answers = False
+
+    def made(self, model: Any, **options: Any) -> Any:
+        groups = mesh.join(self.row.layout, dist.group.WORLD)
+        return mesh.Parallel(model, groups, self.row.layout, **options)
+
+    def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
+        mine = batch[self.copy]
+        return {None: self.model.step(*(torch.cat([part[n] for part in mine]) for n in (0, 1)))}
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return mesh.whole(self.model, lambda piece: piece.grad)
+
+    def clip(self, limit: float) -> Tensor:
+        return self.model.clip_grad_norm_(limit)
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.model.full_state_dict()
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """A mesh loads checkpoints alone."""

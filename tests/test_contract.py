@@ -1,0 +1,72 @@
+"""What is parallel trains as one process does: every row of the contract, on ranks of the CPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import contract
+import pytest
+from rows import ROWS
+from torch import nn
+
+from shardlab import context_parallel as cp
+from shardlab import data_parallel, experts
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp
+from shardlab.ranks import RankError
+
+TABLE = {row.name: row for row in ROWS}
+
+
+def test_each_row_has_a_name_of_its_own():
+    assert len(TABLE) == len(ROWS)
+
+
+@cache
+def found(technique: str, size: int) -> dict[str, dict[str, float]] | Exception:
+    """By row, how far apart its sides were on any rank; or the error of the first that failed."""
+    rows = [row for row in ROWS if (row.technique, row.ranks) == (technique, size)]
+    try:
+        return contract.all_of(rows, "cpu")
+    except Exception as error:
+        return error
+
+
+@pytest.mark.timeout(600)  # whoever comes first waits for all rows of as many ranks
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_parallel_trains_as_one_process_does(name):
+    row = TABLE[name]
+    gaps = found(row.technique, row.ranks)
+    if isinstance(gaps, Exception):
+        raise gaps
+    contract.judged(row, gaps, "cpu")
+
+
+# The test of the test: what is left out, and which row of two ranks has to find it.
+LEFT_OUT = {
+    "data": (data_parallel, "average_gradients", lambda row: "way" in row.options),
+    "experts": (experts, "average_gradients", lambda row: True),
+    "context": (cp, "average_gradients", lambda row: True),
+    "tensor": (sp, "sum_gradients", lambda row: row.layout.sequence_parallel),
+}
+
+
+@pytest.mark.parametrize("technique", LEFT_OUT)
+def test_what_is_left_out_is_found(technique, monkeypatch):
+    module, name, finds = LEFT_OUT[technique]
+    monkeypatch.setattr(module, name, lambda *_: None)
+    two = [row for row in ROWS if (row.technique, row.ranks) == (technique, 2)]
+    row = next(row for row in reversed(two) if finds(row))
+    # Weights that drift apart are seen on the ranks, in the row.
+    with pytest.raises((AssertionError, RankError), match="is allowed|in the row"):
+        contract.judged(row, contract.all_of([row], "cpu"), "cpu")
+
+
+def test_a_norm_of_a_part_is_found(monkeypatch):
+    def of_a_part(model, limit):
+        return nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    monkeypatch.setattr(tp, "clip_grad_norm_", of_a_part)
+    row = next(row for row in ROWS if (row.technique, row.ranks) == ("tensor", 2) and row.clip)
+    with pytest.raises(AssertionError, match="norms"):
+        contract.judged(row, contract.all_of([row], "cpu"), "cpu")

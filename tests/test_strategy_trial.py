@@ -1,0 +1,91 @@
+"""A plan, run: what is cut for this machine, and that it equals one process."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlab.__main__ import main
+from shardlab.layout import AXES, Layout
+from shardlab.machines import MACHINES
+from shardlab.mesh import LEFT_OUT, SCHEDULES
+from shardlab.mesh.command import as_predicted
+from shardlab.shapes import PRESETS
+from shardlab.strategy.plan import layouts
+from shardlab.strategy.profile import PROFILES
+from shardlab.strategy.trial import equal, small
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([name for name in PRESETS if name not in ("nano", "micro", "mini")]),
+    st.sampled_from([1, 2, 8, 24, 64, 96, 1024]),
+    st.sampled_from(sorted(PROFILES)),
+    st.data(),
+)
+def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
+    config, machine = PRESETS[model], MACHINES["h100"]
+    asked = config, machine, gpus, 16 * gpus, 32_768, PROFILES[profile]
+    plan = data.draw(st.sampled_from([*layouts(*asked, Counter())] or [Layout()]))
+    job, left_out = small(config, plan)  # Job refuses what a mesh does not train
+    found = job.layout
+    assert 1 <= found.ranks <= 8
+    for axis in set(AXES) - {"cp"}:  # an axis goes only where a machine has no rank left for it
+        wide = getattr(plan, axis)
+        assert getattr(found, axis) <= wide and (getattr(found, axis) > 1) == (wide > 1)
+    assert found.order == plan.order and found.zero in (plan.zero, 1)
+    lost = [name for name, only in LEFT_OUT.items() if getattr(plan, name) != only]
+    lost += ["schedule"] if plan.schedule not in SCHEDULES else []
+    assert {word.partition("=")[0] for word in left_out} >= set(lost)
+    assert found.sequence_parallel == (plan.sequence_parallel and not config.experts)
+    kept = "mlp", "norm", "bias", "tied", "router"
+    assert all(getattr(job.config, name) == getattr(config, name) for name in kept)
+    assert bool(job.config.experts) == bool(config.experts)
+
+
+def test_a_machine_with_room_for_few_ranks_gives_up_axes():
+    job, _ = small(PRESETS["llama-3-8b"], Layout(8, 4, 2, microbatches=8), most=2)
+    assert job.layout.ranks == 2
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "--model llama-3-8b --gpu h100 --gpus 64",
+        "--model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4",
+        "--model mixtral-8x7b --gpu h100 --gpus 64 --tp 4 --pp 2",
+    ],
+)
+def test_a_plan_is_run_and_equals_one_process(capsys, asks):
+    assert main(["strategy", *asks.split(), "--run"]) == 0
+    out = capsys.readouterr().out
+    assert "held and sent as predicted, to the byte" in out
+    assert out.endswith("equal to one process but for rounding\n")
+    ranks = int(re.search(r"^(\d+) ranks: ", out, re.M)[1])
+    assert 2 <= ranks <= 8 and len(re.findall(r"^ +\d+  \d \d \d ", out, re.M)) == ranks
+
+
+def test_what_is_not_as_predicted_or_not_equal_is_said():
+    rank = {"held": {"parameters": 8}, "held_predicted": {"parameters": 8},
+            "sent": {"tp": 4.0}, "sent_predicted": {"tp": 4.0}}  # fmt: skip
+    assert as_predicted({"ranks": [rank, rank]})
+    assert not as_predicted({"ranks": [rank, {**rank, "held": {"parameters": 9}}]})
+    assert not as_predicted({"ranks": [rank, {**rank, "sent": {"tp": 5.0}}]})
+    assert equal({"differences": {"losses": 1e-6, "gradients": 1e-7}})
+    assert not equal({"differences": {"losses": 1e-4, "gradients": 1e-7}})
+    assert not equal({"differences": {"losses": 1e-6, "gradients": 1e-4}})
+
+
+def test_a_model_with_experts_is_refused_with_tokens_cut_before_ranks_start():
+    job, _ = small(PRESETS["mixtral-8x7b"], Layout(tp=2))
+    with pytest.raises(ValueError, match="sequence_parallel=True: allowed with experts=4 is False"):
+        replace(job, layout=replace(job.layout, sequence_parallel=True))
+
+
+def test_a_trial_stands_alone(capsys):
+    words = "--model gpt-2 --gpu a100 --gpus 8 --run"
+    assert main(["strategy", *words.split(), "--json"]) == 2
+    assert "allowed is one of them" in capsys.readouterr().err

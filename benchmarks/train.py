@@ -5,7 +5,7 @@
     python benchmarks/train.py --quick    # toy sizes, seconds: only shows that it runs
 
 Every rank trains three copies of one model in turn, step by step, with DDP and with FSDP2: by the
-loop of code/train.py, out of the script's own functions; by Lightning's Trainer; and by a bare loop
+loop of code/train.py, by the script's own methods; by Lightning's Trainer; and by a bare loop
 (see floor). All ranks start a step together, so each contender meets the same load; the order is
 reversed from round to round. Nobody outside can call a step of the Trainer, so the others have
 their turns while it waits for its next batch. A step lasts from there to the next question for a
@@ -50,15 +50,14 @@ import torch
 import torch.distributed as dist
 from side_by_side import WARM_UP, Step, Times, gpu_model, options, ratio, slowest, turns
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlab import ranks, show
 from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 from shardlab.text import Windows, parts
-from shardlab.train import job, script
-from shardlab.train.spread import Spread
+from shardlab.train import core, take_home
+from shardlab.train.take_home import Options, Training
 
-HOME = script.load("take_home")
 STRATEGIES = ("ddp", "fsdp2")
 RATE, CLIP = 1e-3, 1.0
 APART = 1e-4  # float32: what differs is when the mean over ranks is divided
@@ -69,38 +68,29 @@ Contender = tuple[Step, list[Tensor]]  # its step, and the losses of those that 
 def batches_of(config: Config, batch: int) -> Batches:
     """On a rank: its share of the text, loaded as the script does, again and again."""
     windows = Windows(config.seq, parts()[0])
-    order = HOME.Order(windows, dist.get_world_size(), dist.get_rank(), seed=0, drop_last=True)
+    order = DistributedSampler(windows, seed=0, drop_last=True)
     loader = DataLoader(windows, batch, sampler=order, generator=torch.Generator(), drop_last=True)
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def spread_over(config: Config, strategy: str) -> Spread:
+def spread_over(config: Config, strategy: str) -> nn.Module:
     torch.manual_seed(0)
-    return Spread(GPT(config).to(ranks.device()), strategy)
+    return take_home.spread(GPT(config), Options(strategy=strategy), ranks.device())
 
 
 def by_script(config: Config, strategy: str, batch: int, steps: int, folder: Path) -> Contender:
     """A step of code/train.py: what its loop does with a batch, when it reports every step."""
-    device, losses = ranks.device(), []
-    spread = spread_over(config, strategy)
-    optimizer = torch.optim.AdamW(spread.model.parameters(), lr=RATE)
-    scaler = torch.amp.GradScaler(device.type, enabled=False)
-    loader = batches_of(config, batch)
-    stop = job.Stop()
-    meter = job.Meter(folder, config, steps, batch * dist.get_world_size(), 0, device)
+    losses: list[Tensor] = []
+    loader, world = batches_of(config, batch), dist.get_world_size()
+    how = {"lr": RATE, "clip": CLIP, "batch": batch * world, "micro": batch, "steps": steps}
+    options = Options(folder=str(folder), strategy=strategy, seq=config.seq, **how)
+    training = Training(options, spread_over(config, strategy), ranks.device())
 
     def step() -> None:
-        tokens, targets = next(loader)
-        tokens, targets = tokens.to(device), targets.to(device)
-        optimizer.zero_grad()
-        value = HOME.backward(spread, spread.model, tokens, targets, batch, scaler)
-        scaler.unscale_(optimizer)
-        norm = spread.clip(CLIP)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(HOME.averaged(value.detach()))
-        meter.write(len(losses), loss=losses[-1], norm=norm, scale=scaler.get_scale())
-        assert not stop.on_any_rank(device)
+        value, norm = training.step(*next(loader))
+        losses.append(value)
+        training.report(value, norm)
+        assert not training.stopped
 
     return step, losses
 
@@ -108,7 +98,7 @@ def by_script(config: Config, strategy: str, batch: int, steps: int, folder: Pat
 def bare(config: Config, strategy: str, batch: int, steps: int) -> Contender:
     """A step that does what the mathematics want, and nothing else."""
     device, losses = ranks.device(), []
-    model = spread_over(config, strategy).model
+    model = spread_over(config, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     loaded = itertools.islice(batches_of(config, batch), steps)
     ready = iter([(tokens.to(device), targets.to(device)) for tokens, targets in loaded])
@@ -183,7 +173,7 @@ def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path
     times: Times = {name: [] for name in contenders}
     taken = turns(contenders, rounds, ranks.device(), {}, times)
     by_lightning(config, strategy, InTurn(batches_of(config, batch), taken, steps), folder)
-    means = [HOME.averaged(value).item() for value in bare_losses]
+    means = [core.averaged(value).item() for value in bare_losses]
     if dist.get_rank() == 0:
         lines = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
         found = torch.tensor([[float(line["loss"]) for line in lines], our_losses, means])

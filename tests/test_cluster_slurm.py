@@ -23,7 +23,7 @@ from shardlab.cluster.slurm import configuration, daemons, sessions
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 
 TRAIN = Path(__file__).resolve().parents[1] / "code/train.py"
-SMALL = "--limit 16577 --batch 8 --micro 2 --report 1 --sample 0 --steps"  # and how many of them
+SMALL = "--limit 16577 --batch 8 --micro 2 --report 1 --steps"  # and how many of them
 
 
 @pytest.fixture(scope="module")

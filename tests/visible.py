@@ -20,13 +20,13 @@ from pathlib import Path
 
 from shardlab.record import read
 from shardlab.record.reading import Part, parts
+from shardlab.show.changes import changed
 
 # How fast one reads: prose with formulas and pictures, and code that one wants to understand.
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20
 _TIME = re.compile(r"^It takes about (\d+) minutes to read", re.M)
 _MADE = {"rows", "head", "caption", "cells"}  # by the lessons' custom: parts of a table
 _SHOWS = {"show.table", "show.figure"}
-_GROWING = {"script.show", "script.changes"}
 _COMPARES = {"torch.testing.assert_close", "torch.allclose"}
 
 
@@ -117,7 +117,7 @@ def share_of_proof(text: str) -> tuple[int, int]:
 def shown(text: str) -> dict[Path, set[int]]:
     """By file, the numbers of the lines that show.source puts on the page, blank ones apart.
 
-    So do `script.show` and `script.changes`, of a script that grows.
+    So does `changes`, of what a function became: its lines without those that went.
     """
     names: dict[str, object] = {}
     for cell in cells(text):
@@ -127,12 +127,12 @@ def shown(text: str) -> dict[Path, set[int]]:
     seen: dict[Path, set[int]] = {}
     for cell in cells(text):
         for node in ast.walk(ast.parse(cell.source)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in _GROWING:
-                script, how = names["script"], ast.unparse(node.func).rpartition(".")[2]
-                step, *parts_ = map(ast.literal_eval, node.args)
-                lines = script.seen(step, *parts_, changes=how == "changes")
-                full = {n for n in lines if script.lines[n - 1].strip()}
-                seen.setdefault(script.path.resolve(), set()).update(full)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "changes":
+                pair = (eval(ast.unparse(thing), names) for thing in node.args)
+                old, new = map(inspect.unwrap, pair)
+                path = Path(inspect.getsourcefile(new) or "").resolve()
+                full = {n for sign, n, code in changed(old, new) if n and code and sign != "-"}
+                seen.setdefault(path, set()).update(full)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "show.source":
                 for thing in node.args:
                     try:

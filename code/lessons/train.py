@@ -18,12 +18,12 @@
 #
 # After this lesson you can
 #
-# - take a script for one GPU to many, one small change after another, and show after each that it still trains the same model;
+# - take a script for one GPU to many, in three small steps, and show after each that it still trains the same model;
 # - name the lines that go wrong in silence on more ranks: data, seeds, losses, checkpoints, the loss scale;
 # - stop in the middle of an epoch and go on: bit for bit on as many ranks, to rounding on any number that divides the batch;
 # - start your own jobs from [a script to take home](#the-script-to-take-home).
 #
-# It takes about 45 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It takes about 50 minutes to read and 40 minutes for the exercises. Running it takes a minute.
 # It needs [Data parallelism](data_parallel.md).
 #
 # One thing to wonder about before you start.
@@ -41,6 +41,7 @@ import tempfile
 import threading
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -49,7 +50,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch.distributed.checkpoint import state_dict as by_name
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -60,9 +61,10 @@ from shardlab import ranks, show, text
 from shardlab.check import check
 from shardlab.check.train import four_scripts
 from shardlab.model import GPT, PRESETS, loss
-from shardlab.train import job, script
+from shardlab.show.changes import changes
+from shardlab.train import core, ddp, plain, shares, take_home
 from shardlab.train.scaler import LossScaler
-from shardlab.train.spread import STRATEGIES, Spread
+from shardlab.train.take_home import Training
 
 show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="train-")  # goes with this process
@@ -72,24 +74,24 @@ LONG = {"steps": 300, "limit": 60_000}
 SMALL = {"steps": 12, "every": 6, "limit": 64 * 143 + 1, "sample": 0}
 
 
-def on_ranks(step, size, folder, each=False, show=True, **options):
-    """Run a version on `size` ranks: their losses. each: a folder for each rank."""
+def on_ranks(script, size, folder, each=False, show=True, **options):
+    """Run a script on `size` ranks: their losses. each: a folder for each rank."""
 
     def main():
         own = folder / str(dist.get_rank()) if each else folder
-        return script.load(step).main(folder=own, **options)
+        return script.main(folder=own, **options)
 
     return ranks.run(main, size, show=show)
 
 
 # %%
-asked = on_ranks("plain", 2, FOLDER / "asked", each=True, show=False, **SMALL)
+asked = on_ranks(plain, 2, FOLDER / "asked", each=True, show=False, **SMALL)
 for rank, losses in enumerate(asked):
     print("rank", rank, "begins at", losses[0], "and ends at", losses[-1])
 
 # %% [markdown]
 # Two GPUs were asked for, and each trained the same model on the same text, to the last digit of the loss. The job takes as long as on one GPU, and costs twice as much.
-# The script lacks some twenty lines. This lesson adds them, in an order in which you can check each.
+# The script lacks some forty lines. This lesson adds them, in an order in which you can check each.
 #
 # ## The script for one process
 #
@@ -97,20 +99,20 @@ for rank, losses in enumerate(asked):
 # Whole files are kept apart to validate and to test: windows cut from one file share names and phrases, and would flatter the model.
 
 # %%
-script.show("plain", "main")
+show.source(plain.main, fold=80)
 
 # %% [markdown]
 # It validates every 100 steps, keeps the last and the best weights, and in the end tests the best ones, once.
 # `evaluate` adds up losses and counts tokens. A mean of the batches' means would be another number, as the last batch is short.
 
 # %%
-script.show("plain", "evaluate", "generate")
+show.source(plain.evaluate, plain.generate)
 
 # %% [markdown]
 # 300 steps show that it learns. Before, it writes noise; after, something that looks like Python from a distance.
 
 # %%
-(learned,) = ranks.run(lambda: script.load("plain").main(folder=FOLDER / "learned", **LONG), 1)
+(learned,) = on_ranks(plain, 1, FOLDER / "learned", **LONG)
 
 # %% tags=["hide-input"]
 # Draws the loss over the steps
@@ -127,40 +129,44 @@ show.figure(figure, "The loss falls from 5.5 to about 2.5 nats per byte in 300 s
 # Perplexity is $e^{\text{loss}}$: 12 means that the model hesitates as if between 12 equally likely bytes.
 #
 # From here on, twelve steps on a few kilobytes are enough: what is asked of each change is that it computes the same.
-# `same` runs a version on two ranks, and holds losses and weights against those of the script above in one process.
+# `same` runs a script on two ranks, and holds losses and weights against those of the script above in one process.
 
 # %% tags=["hide-input"]
-# Runs a version on ranks, and holds losses and weights against one process
+# Runs a script on ranks, and holds losses and weights against one process
 
 
 def weights(folder):
-    """The model's weights in a folder, from whichever file the version has written."""
+    """The model's weights in a folder, whichever script has written them."""
     if (folder / "last.pt").exists():
         found = torch.load(folder / "last.pt", "cpu")
         return {name.removeprefix("module."): tensor for name, tensor in found.items()}
     state = {"state": {"model": GPT(PRESETS["nano"]).state_dict()}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this process is alone
-        dcp.load(state, checkpoint_id=folder / "step-000012")
+        dcp.load(state, checkpoint_id=take_home.checkpoints(folder)[-1])
     return state["state"]["model"]
 
 
-plain = ranks.run(lambda: script.load("plain").main(folder=FOLDER / "plain", **SMALL), 1, show=False)[0]
-PLAIN = weights(FOLDER / "plain")
+one = on_ranks(plain, 1, FOLDER / "plain", show=False, **SMALL)[0]
+ONE = weights(FOLDER / "plain")
 
 
-def same(step, size=2, each=False, limit=1e-5, show=False, **options):
-    """Hold a version against one process, and say that it is equal; each rank's losses."""
-    folder = FOLDER / f"{step}-{size}-{len(list(FOLDER.iterdir()))}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        losses = on_ranks(step, size, folder, each, show, **SMALL | options)
-    mean = [sum(values) / size for values in zip(*losses, strict=True)]
-    found = weights(folder / "0" if each else folder)
-    gaps = [abs(a - b) for a, b in zip(mean, plain, strict=True)]
-    moved = max((found[name] - PLAIN[name]).abs().max().item() for name in PLAIN)
+def held(name, losses, folder, limit=1e-5):
+    """Hold losses of some ranks, and the weights in a folder, against one process."""
+    mean = [sum(values) / len(losses) for values in zip(*losses, strict=True)]
+    gaps = [abs(a - b) for a, b in zip(mean, one, strict=True)]
+    found = weights(folder)
+    moved = max((found[name] - ONE[name]).abs().max().item() for name in ONE)
     assert max(gaps) < limit and moved < 50 * limit, (max(gaps), moved)
-    print(f"{step}, {size} ranks: {len(mean)} losses and all weights equal one process's")
+    print(f"{name}, {len(losses)} ranks: {len(mean)} losses and all weights equal one process's")
+
+
+def same(script, size=2, each=False, show=False):
+    """Run a script on ranks, and say that it equals one process; each rank's losses."""
+    name = script.__name__.rpartition(".")[2]
+    folder = FOLDER / f"{name}-{size}"
+    losses = on_ranks(script, size, folder, each, show, **SMALL)
+    held(name, losses, folder / "0" if each else folder)
     return losses
 
 
@@ -168,34 +174,33 @@ def same(step, size=2, each=False, limit=1e-5, show=False, **options):
 # ## Ranks: a process group and a device
 #
 # `torchrun` starts the script once for each GPU, and tells each copy its number in environment variables. `init_process_group` reads them and connects the copies.
+# What ranks need to train one model is ten lines:
 
 # %%
-script.changes("ranks", "main", "end")
+changes(plain.main, ddp.main)
 
 # %% [markdown]
+# And at the end of the file, around `main`:
+#
+# ```python
+# dist.init_process_group()
+# main()
+# dist.destroy_process_group()
+# ```
+#
 # `LOCAL_RANK` counts within a machine, `RANK` over all machines: the device comes from the first, everything else from the second.
 # Without it, all ranks of a machine compute on its first GPU.
 # The remainder is for jobs in which Slurm shows each process one GPU alone, which then is number 0.
 # `destroy_process_group` stands outside of `main` on purpose. Under gloo, a model wrapped by DDP that is the group's last owner can wait for ever for threads that wait for it; when `main` has returned, the model is gone.
 #
-# As a file, the version runs under `torchrun`:
-
-# %%
-(path := FOLDER / "ranks.py").write_text(script.text("ranks"))
-print(f"torchrun --nproc-per-node=2 {path.name}: {len(path.read_text().splitlines())} lines")
-
-# %% [markdown]
+# Each step is a file of its own, and runs under `torchrun`: `torchrun --nproc-per-node=2 -m shardlab.train.ddp`.
 # On this page `ranks.run` starts the ranks, which takes 0.2 s instead of 5.
 #
 # ## Seeds: one for each purpose
 #
 # Weights have to be the same on all ranks, and dropout has to differ: otherwise all ranks drop the same units, and their joined gradient is noisier than one process's.
-# One line between the model and everything else does it:
-
-# %%
-script.changes("seeds", "main")
-
-# %% [markdown]
+# One line between the model and everything else does it: `torch.manual_seed(seed + 1 + rank)`.
+#
 # The order of the data has a seed of its own, as all ranks have to agree on it.
 #
 # ```{admonition} Checked: "manual_seed(1000 + rank) at the top of the script"
@@ -213,8 +218,8 @@ def begins(strategy):
     model = GPT(PRESETS["nano"])
     torch.manual_seed(1000)
     of_rank_0 = GPT(PRESETS["nano"]).state_dict()
-    spread = Spread(model, strategy)
-    found = spread.state(torch.optim.SGD(spread.parameters()))["model"]
+    options = take_home.Options(strategy=strategy)
+    found = by_name.get_model_state_dict(take_home.spread(model, options, ranks.device()))
     whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
     return all(torch.equal(whole[name].cpu(), of_rank_0[name]) for name in of_rank_0)
 
@@ -227,16 +232,13 @@ for strategy in ("ddp", "fsdp2"):
 # %% [markdown]
 # ## The wrapper: gradients averaged
 #
-# One line more, and the ranks train one model: DDP averages the gradients while backward computes them ([how](data_parallel.md#step-3-send-while-backward-still-runs)).
-
-# %%
-script.changes("ddp", "main")
+# The last of the ten lines wraps the model, and the ranks train one: DDP averages the gradients while backward computes them ([how](data_parallel.md#step-3-send-while-backward-still-runs)).
 
 # %% tags=["hide-input"]
 # Holds the wrapped model against one process
 
-losses = same("ddp", each=True)
-assert losses[0] == losses[1] == plain
+losses = same(ddp, each=True)
+assert losses[0] == losses[1] == one
 
 # %% [markdown]
 # The losses are *bit for bit* those of one process, and that is the second surprise: both ranks still read the same batches.
@@ -247,7 +249,7 @@ assert losses[0] == losses[1] == plain
 # `DistributedSampler` deals one order to all ranks, like cards. Rank $r$ of $N$ gets the places $r$, $r+N$, $r+2N$ and so on.
 
 # %%
-script.changes("sampler", "main")
+changes(ddp.main, shares.main)
 
 # %% [markdown]
 # Four things go with it:
@@ -262,7 +264,7 @@ script.changes("sampler", "main")
 # %% tags=["hide-input"]
 # Holds the dealt data against one process
 
-losses = same("sampler", each=True)
+losses = same(shares, each=True)
 assert losses[0] != losses[1]
 
 # %% [markdown]
@@ -275,20 +277,14 @@ assert losses[0] != losses[1]
 # ## Losses: of all ranks
 #
 # A rank's own loss is that of its share. It wanders more than the batch's, and rank 0's is not the job's.
+# The third step reports the mean over all ranks:
 
 # %%
-script.changes("losses", "main", "averaged")
+show.source(core.averaged)
 
 # %% [markdown]
-# The shares are equally large, so a mean of means is right here. `detach` comes first: without it the sum keeps every step's graph alive.
-
-# %% tags=["hide-input"]
-# Holds each rank's losses against one process
-
-losses = same("losses", each=True)
-assert losses[0] == losses[1]
-
-# %% [markdown]
+# The shares are equally large, so a mean of means is right here. The loss is detached before: without it the sum keeps every step's graph alive.
+#
 # ## Validation: each window once
 #
 # 143 windows do not go into 2, 4 or 8 equal shares. A `DistributedSampler` fills up: it repeats the first windows until all ranks have as many, and counts them twice.
@@ -297,30 +293,26 @@ assert losses[0] == losses[1]
 # So the sampler may fill up, as all ranks should make equally many forwards: under FSDP2 each forward is a collective. What it repeats is marked with the target −100, which cross-entropy ignores, and two numbers are added up over the ranks: losses and tokens.
 
 # %%
-script.changes("validation", "evaluate")
+changes(plain.evaluate, core.evaluate)
+
 
 # %% tags=["hide-input"]
 # Table: a validation loss by the number of ranks, filled up and counted once
-
-losses = same("validation", each=True)
-
 
 def filled_up(model, windows):
     """The mean of the ranks' means, over what a sampler gives to each."""
     sampler = DistributedSampler(windows, shuffle=False)
     with torch.no_grad():
         values = [loss(model(a[None]), b[None]) for a, b in (windows[i] for i in sampler)]
-    return script.load("losses").averaged(torch.stack(values).mean()).item()
+    return core.averaged(torch.stack(values).mean()).item()
 
 
 def both_ways():
     torch.set_default_dtype(torch.float64)  # so that what differs is not rounding
     model = GPT(PRESETS["nano"])
-    model.load_state_dict(PLAIN)
+    model.load_state_dict(ONE)
     windows = text.Windows(64, text.parts()[1][: 64 * 5 + 1])
-    exact = script.load("validation").evaluate(
-        model, windows, dist.get_rank(), dist.get_world_size(), size=1
-    )
+    exact = core.evaluate(model, windows, dist.get_rank(), dist.get_world_size(), size=1)
     return filled_up(model, windows), exact
 
 
@@ -337,9 +329,10 @@ show.table(
 # ## One rank prints and writes
 #
 # Until now each rank has had a folder of its own here. In one folder all ranks would write `last.pt` at once.
+# With the mean of the losses and the validation of all, this is the third and last step:
 
 # %%
-script.changes("rank0", "main")
+changes(shares.main, core.main)
 
 
 # %% [markdown]
@@ -374,9 +367,61 @@ except Exception as error:
     print(f"{type(error).__name__}: {str(error).splitlines()[0][:75]}")
 
 # %% tags=["hide-input"]
-# Holds the version in which one rank writes against one process
+# Holds the whole script against one process
 
-_ = same("rank0", show=True)
+losses = same(core, show=True)
+assert losses[0] == losses[1]
+
+# %% [markdown]
+# That is all that data parallelism asks of a script:
+
+# %%
+show.source(core.main)
+
+# %% [markdown]
+# ## What a job asks for besides
+#
+# A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
+# [code/train.py](../code/train.py) has all of that in one file of some 600 lines that needs PyTorch alone: copy it anywhere, and run it under `torchrun`, `srun` or alone.
+# Its model and its data stand at its top, to be replaced by yours: `GPT`, `text` and `Windows`, a hundred lines in all.
+# What follows goes through the rest, one method after the other. `main` asks a `Training` for batches and steps:
+
+# %%
+show.source(take_home.main, Training.batches, Training.step)
+
+# %% [markdown]
+# `batches` deals what is left of an epoch, so that a run that begins in its middle loads nothing twice. `build` is a function that makes the model: this page gives it the course's GPT, the script takes its own.
+
+# %% tags=["hide-input"]
+# Runs the script to take home, and holds it against one process
+
+
+def course_gpt(options):
+    """The model of the scripts above."""
+    return GPT(replace(PRESETS["nano"], dropout=options.dropout))
+
+
+def at_home(size, folder, **options):
+    """Losses of the script to take home on `size` ranks."""
+    options = {"report": 6} | {k: v for k, v in SMALL.items() if k != "sample"} | options
+
+    def main():
+        warnings.simplefilter("ignore")
+        return take_home.main(take_home.Options(folder=str(folder), **options), course_gpt)
+
+    return ranks.run(main, size, show=False)
+
+
+def home(name, size=2, limit=1e-5, **options):
+    """Run the script to take home, and say that it equals one process; each rank's losses."""
+    folder = FOLDER / f"home-{name}-{size}"
+    losses = at_home(size, folder, **options)
+    assert all(own == losses[0] for own in losses)
+    held(name, losses, folder, limit)
+    return losses
+
+
+_ = home("the script to take home")
 
 # %% [markdown]
 # ## Accumulation: several backwards before a step
@@ -384,38 +429,32 @@ _ = same("rank0", show=True)
 # A batch that does not fit is cut into micro-batches whose gradients add up. Each loss is weighted by its share of the batch, so that the sum is the batch's mean.
 
 # %%
-script.changes("accumulate", "main", "backward")
+show.source(Training.backward)
 
 # %% [markdown]
 # DDP would send all gradients in every backward. `no_sync` puts it off until the last, which sends the sums: as many bytes as without accumulation ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
 # Forward has to run inside of it, too.
 #
-# **Clipping** needs no change. The norm is that of the averaged gradient, which all ranks have after the last backward, so all scale by the same number.
+# **Clipping** comes once, after that. The norm is that of the averaged gradient, which all ranks have after the last backward, so all scale by the same number.
 # Clip before, or in each micro-batch, and you clip other vectors: their sum is no clipped gradient, and ranks would scale differently.
 
 # %% tags=["hide-input"]
 # Holds four micro-batches a step against one process
 
-_ = same("accumulate", micro=2)
+_ = home("micro-batches of 2", micro=2)
 
 # %% [markdown]
 # ## bf16: products in 16 bits
 #
 # `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 binary digits.
-# It goes around the model's forward, so that validation computes as training does, with every wrapper.
-
-# %%
-script.changes("precision", "main", "backward")
-
-# %% [markdown]
+# It goes around the model's forward, so that validation computes as training does: `spread` does it, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
 # The scaler does nothing unless `precision="fp16"`: see the next section.
 
 # %% tags=["hide-input"]
 # Holds bf16 on two ranks against float32 in one process, with its own limit
 
-_ = same("precision", micro=2)
-losses = same("precision", micro=2, precision="bf16", limit=2e-2)
-gap = max(abs(a - b) for a, b in zip(losses[0], plain, strict=True))
+losses = home("bf16", micro=2, precision="bf16", limit=2e-2)
+gap = max(abs(a - b) for a, b in zip(losses[0], one, strict=True))
 assert 1e-5 < gap < 5e-3
 print(f"in bf16 the losses are within {gap:.0e} of those in float32")
 
@@ -697,37 +736,30 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 # ## Resume: everything that decides the next step
 #
 # The files so far hold weights. A run that goes on needs more: the optimizer's averages, the scaler, the step, the place in the data, and each rank's random state.
-# `State` names all of it. PyTorch's [distributed checkpoint](checkpoint.md) (DCP) calls its two methods on every rank: that is what `Stateful` is for.
+# `Training` names all of it. PyTorch's [distributed checkpoint](checkpoint.md) (DCP) calls two of its methods on every rank: that is what `Stateful` is for.
 
 # %%
-script.changes("resume", "State", "Order")
+show.source(Training.state_dict, Training.load_state_dict)
 
 # %% [markdown]
 # `get_state_dict` gives weights and optimizer by the plain model's names, whatever wraps it, and `set_state_dict` puts them back.
 # The random state has a name of its own on each rank; what is equal on all of them is written once.
-# A new iterator of a `DataLoader` draws a number from the default generator, from which dropout draws as well. A run that was started twice would drop other units, so loaders now have a generator of their own.
-# `Order` begins where the last run stopped, without loading what lies before.
+# A new iterator of a `DataLoader` draws a number from the default generator, from which dropout draws as well. A run that was started twice would drop other units, so loaders have a generator of their own.
 
 # %%
-script.changes("resume", "save", "load")
+show.source(Training.save, Training.load)
 
 # %% [markdown]
 # A checkpoint is written under a name with a dot, and renamed when all ranks are through, so a killed save leaves the last one as it was. ([Checkpoints](checkpoint.md) has what is left out here, saving in the background for instance.)
-# `Complete` lets other ranks' random states be missing, and nothing else: DCP alone would load a checkpoint with more layers than the model, and with `allow_partial_load=True` one with fewer, both in silence (torch 2.13).
+# Its files have checksums, which all ranks check together before they load.
+# The names of the weights are compared, as other ranks' random states may be missing: DCP alone would load a checkpoint with more layers than the model, and with `allow_partial_load=True` one with fewer, both in silence (torch 2.13).
 #
-# In `main` this is little:
-
-# %%
-script.changes("resume", "main")
-
-# %% [markdown]
 # The proof: 12 steps with dropout on two ranks without a stop; and the same, stopped after step 5, in the middle of an epoch, and started again.
 
 # %%
-dropped = SMALL | {"dropout": 0.1, "show": False}
-whole = on_ranks("resume", 2, FOLDER / "whole", **dropped)[0]
-stopped = on_ranks("resume", 2, FOLDER / "parts", **dropped | {"steps": 5})[0]
-resumed = on_ranks("resume", 2, FOLDER / "parts", **dropped)[0]
+whole = at_home(2, FOLDER / "whole", dropout=0.1)[0]
+stopped = at_home(2, FOLDER / "parts", dropout=0.1, steps=5)[0]
+resumed = at_home(2, FOLDER / "parts", dropout=0.1)[0]
 print("the same losses, bit for bit:", stopped + resumed == whole)
 
 # %% tags=["hide-input"]
@@ -741,62 +773,85 @@ assert stopped + resumed == whole and all(torch.equal(a[name], b[name]) for name
 #
 # ## FSDP2: weights, gradients and optimizer sharded
 #
-# DDP keeps everything on every rank. When that does not fit, FSDP2 is one more difference:
+# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `spread` has both, and all in which they differ is there, in `backward` and in one line of `clip`:
 
 # %%
-script.changes("fsdp2", "main", "backward")
+show.source(take_home.spread, Training.clip)
 
 # %% [markdown]
 # - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed behind it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
 # - **Precision.** The policy replaces `autocast`, in validation as well: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
 # - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: a third fewer bytes on the wire, and all weights in memory ([ZeRO](zero.md) has the figures).
-# - **Accumulation.** Every micro-batch sends. `set_requires_gradient_sync(False)` would put it off until the last, and keep whole gradients in `float32` till then: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
-# - **Clipping.** `clip_grad_norm_` adds up the shards' squares over the ranks by itself. What it returns is a DTensor: `.full_tensor()` before you print it, on all ranks.
+# - **Accumulation.** Every micro-batch sends. `set_requires_gradient_sync(False)` puts it off until the last, and keeps whole gradients in `float32` till then: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
+# - **ZeRO's stages.** With both of these settings FSDP2 holds what [ZeRO-1](zero.md) holds during a step, and with the first alone what ZeRO-2 holds: `--strategy zero1` and `zero2`.
+# - **Clipping.** The norm adds up the shards' squares over the ranks by itself. What comes is a DTensor: `.full_tensor()` before you print it, on all ranks.
+# - **Tensor parallelism.** `--tensor 2` has pairs of ranks cut each matrix between them first ([how](tensor_parallel.md)); FSDP2 then cuts what is left over the copies. Ranks of a pair have the same share of the data.
 
 # %% tags=["hide-input"]
-# Holds FSDP2 on two and on four ranks against one process
+# Table: the strategies against one process
 
-_ = same("fsdp2", micro=4)
-_ = same("fsdp2", size=4, micro=4)
+rows = []
+for strategy, degree in (("ddp", 1), ("zero1", 1), ("zero2", 1), ("fsdp2", 1), ("fsdp2", 2)):
+    folder = FOLDER / f"home-{strategy}-{degree}"
+    how = {"strategy": strategy, "tensor": degree, "micro": 4, "steps": 6}
+    found = at_home(2, folder, **how)
+    gap = max(abs(a - b) for a, b in zip(found[0], one[:6], strict=True))
+    line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert found[0] == found[1] and gap < 1e-5
+    assert {"loss", "norm", "seconds", "tokens_per_second", "memory_bytes"} < set(line)
+    rows.append((strategy, degree, "equal", f"{line['norm']:.4f}"))
+show.table(rows, ["strategy, 2 ranks", "tensor", "losses", "norm of the gradient, step 6"])
 
 # %% [markdown]
 # Checkpoints need no change. Each rank writes its shards, DCP's index says where they lie, and the names are the plain model's.
 # So the run that DDP began goes on under FSDP2, on four ranks instead of two:
 
 # %%
-quietly = SMALL | {"show": False}
-on_ranks("resume", 2, FOLDER / "moved", **quietly | {"steps": 5})
-moved = on_ranks("fsdp2", 4, FOLDER / "moved", **quietly)[0]
+at_home(2, FOLDER / "moved", steps=5)
+moved = at_home(4, FOLDER / "moved", strategy="fsdp2")[0]
 
 # %% tags=["hide-input"]
 # Holds the moved run against one process
 
-gaps = [abs(a - b) for a, b in zip(moved, plain[5:], strict=True)]
+gaps = [abs(a - b) for a, b in zip(moved, one[5:], strict=True)]
 assert max(gaps) < 1e-5
 print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one process's")
+
 
 # %% [markdown]
 # A **full** state dict, for one file that everybody reads, is an option: `get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))` gathers one tensor after another onto rank 0's host.
 #
 # ### A model that no rank holds whole
 #
-# The model was built whole before it was cut. On the device `meta`, tensors have shapes and no storage. So build it there, cut it, give each rank room for its shards, and fill them from rank 0's host, one tensor at a time.
+# The script builds the model on every rank's host before it cuts it. On the device `meta`, tensors have shapes and no storage. So a larger model is built there, cut, given room for its shards, and filled from rank 0's host, one tensor at a time.
 
 # %%
-script.changes("meta", "main")
+def begun_on_meta():
+    """On a rank: how far a model that no rank holds whole is from the plain one."""
+    torch.manual_seed(0)
+    whole = GPT(PRESETS["nano"]).state_dict()
+    weights = dict(whole) if dist.get_rank() == 0 else {}
+    with torch.device("meta"):
+        model = GPT(PRESETS["nano"])
+    take_home.spread(model, take_home.Options(strategy="fsdp2"), ranks.device())
+    model.to_empty(device=ranks.device())
+    whole_ones = by_name.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    by_name.set_model_state_dict(model, weights, options=whole_ones)
+    found = by_name.get_model_state_dict(model)
+    return max((found[n].full_tensor().cpu() - whole[n]).abs().max().item() for n in whole)
+
+
+assert ranks.run(begun_on_meta, 2) == [0, 0]
 
 # %% [markdown]
 # ### Compiled blocks
 #
-# `torch.compile` works on each block before it is sharded: all blocks share one compiled program, and gathering stays outside of it.
-
-# %%
-script.changes("compile", "main")
+# `torch.compile` works on each block before it is sharded, the first lines of `spread`: all blocks share one compiled program, and gathering stays outside of it.
 
 # %% tags=["hide-input"]
-# Holds a model begun on meta, with compiled blocks, against one process
+# Holds compiled blocks against one process
 
-_ = same("compile", micro=4, compiler="aot_eager")  # it begins on meta as well
+_ = home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 
 # %% [markdown]
 # The page uses the backend `aot_eager`, which traces forward and backward and generates no code, as that needs a C++ compiler. On a GPU leave the default, `inductor`, and expect its first step to take a minute.
@@ -1026,18 +1081,12 @@ show.table(
 #
 # ## The script to take home
 #
-# [code/train.py](../code/train.py) is the last version: DDP, FSDP2, the course's ZeRO and its tensor parallelism behind one option, in 250 lines.
-# `Spread` hides where the six strategies differ, which is little:
+# What is left of [code/train.py](../code/train.py) is what a job needs around its training.
+# `report` writes a line of JSON every 10 steps on rank 0, and draws the step where there is a terminal.
+# A signal reaches one rank or all, at any moment; the ranks agree on it in the same message, and the current step becomes the last:
 
 # %%
-show.source(Spread.sync_if, Spread.clip)
-
-# %% [markdown]
-# `job` starts under `torchrun`, `srun` or alone, writes a line of JSON every 10 steps on rank 0, draws a progress bar where there is a terminal, and notices signals.
-# A signal reaches one rank or all, at any moment; the ranks agree on it, and the current step becomes the last:
-
-# %%
-show.source(job.Stop)
+show.source(Training.report)
 
 
 # %% [markdown]
@@ -1050,42 +1099,22 @@ def signalled(folder, **options):
     """On a rank: the script to take home; rank 1 is asked to stop after half a second."""
     if dist.get_rank() == 1:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    return script.load("take_home").main(folder=folder, report=1, **options)
+    return take_home.main(take_home.Options(folder=str(folder), **options), course_gpt)
 
 
-long = {"steps": 2000, "limit": SMALL["limit"], "sample": 0, "every": 2000}
+long = {"steps": 2000, "every": 2000, "report": 1, "limit": SMALL["limit"]}
 made = len(ranks.run(partial(signalled, FOLDER / "signal", **long), 2, show=False)[0])
 print("stopped early:", made < 2000, "-", (FOLDER / "signal/stopped").exists())
 rest = long | {"steps": made + 5}
-rest = on_ranks("take_home", 2, FOLDER / "signal", show=False, **rest)[0]
+rest = at_home(2, FOLDER / "signal", **rest)[0]
 print("the second start made", len(rest), "more steps")
 
 # %% [markdown]
-# All six strategies train the same model. Each line of `metrics.jsonl` has loss, norm, seconds, tokens per second, memory, and MFU where the device's peak is known.
-
-# %% tags=["hide-input"]
-# Table: the six strategies of code/train.py against one process
-
-rows = []
-for strategy in STRATEGIES:
-    degree = 2 if strategy == "tensor" else 1
-    folder = FOLDER / f"home-{strategy}"
-    options = SMALL | {"strategy": strategy, "tensor": degree, "micro": 4, "report": 6}
-    options |= {"steps": 6, "every": 6}
-    found = on_ranks("take_home", 2, folder, show=False, **options)
-    assert found[0] == found[1]
-    gap = max(abs(a - b) for a, b in zip(found[0], plain[:6], strict=True))
-    line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert gap < 1e-5 and {"loss", "norm", "tokens_per_second", "mfu", "memory_bytes"} < set(line)
-    rows.append((strategy, "equal", f"{line['norm']:.4f}"))
-show.table(rows, ["strategy, 2 ranks", "losses", "norm of the gradient, step 6"])
-
-# %% [markdown]
-# `saved` keeps the folder. A second job in it is refused while the first lives, ranks that see different folders are told, and a checkpoint is loaded only if each file has the checksum that was written beside it. Each of these ends all ranks with one line and status 2, as a bad option does.
+# `entered` keeps the folder. A second job in it is refused while the first lives, and ranks that see different folders are told.
+# Each of these, and a damaged checkpoint, ends all ranks with one line and status 2, as a bad option does.
 #
-# What it needs from you is a model and a data set: `GPT`, `Windows` and `parts` stand in three lines of `main`.
-# `ddp` and `fsdp2` take any module, `zero1` to `zero3` nearly any; `tensor` knows this course's GPT.
-# Their checkpoints differ: those of `ddp` and `fsdp2` load on any number of ranks that divides the batch, those of the others on as many as have saved.
+# What it needs from you is a model with a list `blocks`, and three texts. All strategies take any such module; `--tensor` wants the names of its matrices in `CUTS`.
+# Checkpoints load under any strategy, on any number of ranks that divides the batch.
 #
 # ## What goes wrong, and how it looks
 #
@@ -1366,7 +1395,7 @@ check(answer, "states_of_a_job")
 #
 # ## Summary
 #
-# - Twenty lines take a script from one process to many; each is checked by holding losses and weights against one process.
+# - Forty lines take a script from one process to many; each step is checked by holding losses and weights against one process.
 # - The same seed for weights, another for dropout, one for the order of the data.
 # - Sums and counts travel, and are divided once: in training losses, in validation, in accumulation.
 # - One rank writes, under another name first; all ranks write shards.

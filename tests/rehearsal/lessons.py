@@ -26,7 +26,7 @@ NOT_REHEARSED = [
         "torch's context_parallel registers its strategies for CUDA's kernels alone",
     ),
     ("train", 'precision="bf16"', "autocast for CUDA leaves the CPU's operators as they are"),
-    ("train", 'same("compile"', "DTensor makes empty tensors from meta below the mode"),
+    ("train", "begun_on_meta", "DTensor makes empty tensors from meta below the mode"),
     ("tensor_parallel", "profiled", "a profiler counts c10d's operators twice under a mode"),
 ]
 LIMIT = 1500  # seconds for a lesson

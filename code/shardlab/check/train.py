@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import tempfile
@@ -26,7 +27,7 @@ from shardlab.check.forms import (
     on_ranks,
     run_answer,
 )
-from shardlab.train import script
+from shardlab.train import plain, shares
 
 number("validation_filled_up", 58 / 12, "nats", rel=0.002,
        says="Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else.", wrong={
@@ -46,14 +47,14 @@ number("validation_filled_up", 58 / 12, "nats", rel=0.002,
     ),
     says="Right on 2, 3 and 4 ranks, some of them without a token.",
 )
-def _(shares: list[tuple[float, int]]) -> Trial:
-    total, count = map(sum, zip(*shares, strict=True))
-    means = sum(part / max(n, 1) for part, n in shares) / len(shares)
+def _(each: list[tuple[float, int]]) -> Trial:
+    total, count = map(sum, zip(*each, strict=True))
+    means = sum(part / max(n, 1) for part, n in each) / len(each)
     mistakes = {
         "That is the mean of the ranks' means: their shares are not equal.": torch.tensor(means),
         "That is the sum of all losses: divide it by the sum of the counts.": torch.tensor(total),
     }
-    return Trial([Part("the mean", torch.tensor(total / count), mistakes, 1e-5)], shares)
+    return Trial([Part("the mean", torch.tensor(total / count), mistakes, 1e-5)], each)
 
 
 @exercise("my_rest")
@@ -83,7 +84,12 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: whoever goes on, each step sees the windows that one process would see."
 
 
-# Script -> what it lacks, and how its text differs from the version `losses`.
+# What the step `shares` lacks to report the losses of all ranks.
+_REPORTS = {
+    "from .plain import": "from .core import averaged\nfrom .plain import",
+    "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
+}
+# Script -> what it lacks, and how its text differs from that.
 _LACKS = {
     "A": (
         "sampler",
@@ -105,24 +111,29 @@ def four_scripts() -> list[tuple[str, ...]]:
     with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
         count = itertools.count()
 
-        def losses(text: str, size: int) -> list[list[float]]:
-            module = ModuleType("lacking")
-            exec(compile(text, "<a script that lacks a line>", "exec"), module.__dict__)
+        def losses(main: Callable[..., list[float]], size: int) -> list[list[float]]:
             place = Path(folder) / str(next(count))
-            run = lambda: module.main(folder=place / str(dist.get_rank()), **options)  # noqa: E731
+            run = lambda: main(folder=place / str(dist.get_rank()), **options)  # noqa: E731
             return ranks.run(run, size, show=False)
 
-        (one,) = losses(script.text("plain"), 1)
+        (one,) = losses(plain.main, 1)
         for name, (_, changes) in _LACKS.items():
-            text = script.text("losses")
-            for old, new in changes.items():
-                assert text.count(old) == 1, f"the script no longer has {old!r}"
-                text = text.replace(old, new)
-            for rank, found in enumerate(losses(text, 2)):
+            for rank, found in enumerate(losses(_changed(_REPORTS | changes), 2)):
                 gaps = [a - b for a, b in zip(found, one, strict=True)]
                 cells = ["0" if gap == 0 else f"{gap:+.3f}" for gap in gaps]
                 rows.append((name, str(rank), *cells))
     return rows
+
+
+def _changed(changes: dict[str, str]) -> Callable[..., list[float]]:
+    """The `main` of the step `shares`, with other text in some places."""
+    text, module = inspect.getsource(shares), ModuleType(f"{shares.__package__}.changed")
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"the script no longer has {old!r}"
+        text = text.replace(old, new)
+    module.__dict__["__package__"] = shares.__package__
+    exec(compile(text, "<a script that lacks a line>", "exec"), module.__dict__)
+    return module.main
 
 
 _WITHOUT = {

@@ -1,5 +1,5 @@
-"""Write what is made from other files: scripts from lessons, the training script from the source of
-its steps, and the rest from book/topics.yml.
+"""Write what is made from other files: scripts from lessons, code/train.py from the package's own
+copy, which lessons import, and the rest from book/topics.yml.
 
     python -m shardlab pairs            # write what is out of step
     python -m shardlab pairs --check    # only say what is; exit status 1 when something is
@@ -15,12 +15,11 @@ import argparse
 from pathlib import Path
 
 from shardlab import options
-from shardlab.show.growing import Growing
 
 from . import course, index, lessons
 
 SCRIPTS = Path("code/lessons")
-GROWS, TAKEN_HOME = Path("code/shardlab/train/core.py"), Path("code/train.py")
+TAKE_HOME, TAKEN = Path("code/shardlab/train/take_home.py"), Path("code/train.py")
 
 
 def script(topic: str, root: Path) -> str:
@@ -39,8 +38,8 @@ def out_of_step(root: Path) -> dict[Path, str | None]:
     wanted: dict[Path, str | None] = dict.fromkeys((root / SCRIPTS).glob("*.py"))
     wanted |= {root / SCRIPTS / f"{topic}.py": script(topic, root) for topic in lessons(root)}
     wanted |= index.made(root)
-    if (root / GROWS).is_file():
-        wanted[root / TAKEN_HOME] = Growing(root / GROWS).text("take_home")
+    if (root / TAKE_HOME).is_file():
+        wanted[root / TAKEN] = (root / TAKE_HOME).read_text("utf-8")
     return {
         path: text
         for path, text in wanted.items()
@@ -78,7 +77,7 @@ def _main(chosen: argparse.Namespace) -> int:
     for path, text in late.items():
         name = path.relative_to(root)
         source = f"lessons/{path.stem}.md" if name.parent == SCRIPTS else index.TOPICS
-        source = GROWS if name == TAKEN_HOME else source
+        source = TAKE_HOME if name == TAKEN else source
         why = "has no lesson" if text is None else f"differs from {source}"
         print(f"{name} {why}: run `make pairs`")
     return 1 if late else 0

@@ -1,14 +1,6 @@
 """From one training script to many nodes.
 
-`core` is the source of the script in all its steps, which `script` derives from it; the last one is
-`code/train.py`, for readers to take home. What that one imports stands beside it: `spread`, one
-model in six strategies; `job`, its start, stop and log; `options`; `scaler`, fp16's loss scaler.
+`plain`, `ddp`, `shares` and `core` are one script, which takes three steps from one process to many
+ranks. `take_home` is what a real job needs besides, in one file that needs PyTorch alone: its copy
+is `code/train.py`. `scaler` is fp16's loss scaler; `lightning`, the same with Lightning's Trainer.
 """
-
-from shardlab.show.growing import Growing
-
-from . import core  # imported, so that a lesson's key sees it, and what it imports
-
-__all__ = ["script"]
-
-script = Growing(core.__file__)

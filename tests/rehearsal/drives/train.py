@@ -8,50 +8,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab.train import script
+from shardlab.model import GPT, PRESETS
+from shardlab.train import core, plain, take_home
 from shardlab.train.scaler import LossScaler
 
 from .common import folder, model, on, world
 
-SMALL = {"steps": 4, "every": 2, "limit": 64 * 35 + 1, "sample": 4}  # 2 steps an epoch
+SMALL = {"steps": 4, "every": 2, "limit": 64 * 35 + 1}  # 2 steps an epoch
 
 
-def _equal(step: str, **changes: Any) -> None:
+def _equal(**changes: Any) -> None:
+    """The script of the lesson, or, with options, the one to take home."""
     with folder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one = script.load("plain").main(folder=place / f"one-{dist.get_rank()}", **SMALL)
-        found = script.load(step).main(folder=place / step, **SMALL | changes)
+        where = place / f"one-{dist.get_rank()}"
+        one = plain.main(folder=where, sample=4, **SMALL)
+        if changes:
+            options = take_home.Options(folder=str(place / "all"), **SMALL | changes)
+            found = take_home.main(options, lambda _: GPT(PRESETS["nano"]))
+        else:
+            found = core.main(folder=place / "all", sample=4, **SMALL)
     assert max(abs(a - b) for a, b in zip(found, one, strict=True)) < 1e-4, (found, one)
 
 
-@on(1)
-def precision():
-    _equal("precision", micro=4)
-
-
 @on(2)
-def resume():
-    _equal("resume", micro=4)
+def steps():
+    _equal()
 
 
 @on(1)
-def fsdp2():
-    _equal("fsdp2", micro=4)
+def taken_home_ddp():
+    _equal(micro=4, report=2)
 
 
-@on(2, 4)
+@on(1, 2, 4)
 def taken_home():
-    _equal("take_home", strategy="fsdp2", report=2, micro=4)
+    _equal(strategy="fsdp2", report=2, micro=4)
 
 
 @on(2)
-def taken_home_zero():
-    _equal("take_home", strategy="zero3", report=2, micro=4)
+def taken_home_zero1():
+    _equal(strategy="zero1", report=2, micro=4)
 
 
 @on(2)
 def taken_home_tensor():
-    _equal("take_home", strategy="tensor", tensor=2, report=2)
+    _equal(strategy="fsdp2", tensor=2, report=2)
 
 
 @on(2)

@@ -1,0 +1,73 @@
+"""How one function became another, on a page: the lines that came, and those that went."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import inspect
+from pathlib import Path
+from typing import Any
+
+from shardlab import stale
+
+from . import ROOT, Shown, _below_root, _shown
+
+_TINT = {"+": "rgba(0,158,115,.16)", "-": "rgba(213,94,0,.16)", " ": "transparent"}
+
+
+def changes(old: Any, new: Any, context: int = 1) -> Shown:
+    """Show what differs between two functions, classes or modules, with `context` lines around."""
+    stale.notice()
+    old, new = inspect.unwrap(old), inspect.unwrap(new)
+    path, lines = Path(inspect.getsourcefile(new) or "").resolve(), changed(old, new, context)
+    if not lines:
+        raise ValueError(f"new={new!r}: allowed is what differs from {old!r}")
+    first = next((number for sign, number, _ in lines if number and sign != " "), 1)
+    margin = min((len(c) - len(c.lstrip()) for _, n, c in lines if n and c), default=0)
+    marks = [sign for sign, *_ in lines]
+    codes = [code[margin:] if number else code for _, number, code in lines]
+    name = f"new in {getattr(new, '__module__', new.__name__).rpartition('.')[2]}"
+    caption = f"{_below_root(path).removeprefix('code/')}, line {first}"
+    if path.is_relative_to(ROOT):
+        target = f"../{_below_root(path)}#L{first}"
+        caption = f'<a class="source-link" href="{target}">{html.escape(caption)}</a>'
+    page = (
+        f'<div class="shown-source"><p class="source-caption">{html.escape(name)}, from '
+        f'{caption}</p><div class="highlight"><pre>{_tinted(marks, codes)}</pre></div></div>'
+    )
+    plain = [f"{sign} {code}".rstrip() for sign, code in zip(marks, codes, strict=True)]
+    text = "\n".join([f"# {name}, from {_below_root(path)}", *plain])
+    return _shown(page, text, f"{name}: {_below_root(path)}:{first}")
+
+
+def changed(old: Any, new: Any, context: int = 1) -> list[tuple[str, int, str]]:
+    """Sign, line in the file of `new` or of `old`, and text; number 0 for lines that are left out.
+
+    Lines with "-" are numbered in the file of `old`.
+    """
+    (before, start), (after, begin) = (inspect.getsourcelines(thing) for thing in (old, new))
+    before, after = ([line.rstrip("\n") for line in lines] for lines in (before, after))
+    start, begin = max(start, 1), max(begin, 1)  # a module's is 0
+    found: list[tuple[str, int, str]] = []
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for group in matcher.get_grouped_opcodes(context):
+        found += [(" ", 0, "⋯")] * bool(found)
+        for kind, a, b, c, d in group:
+            if kind != "equal":
+                found += [("-", start + n, before[n]) for n in range(a, b)]
+            sign = " " if kind == "equal" else "+"
+            found += [(sign, begin + n, after[n]) for n in range(c, d)]
+    return found
+
+
+def _tinted(marks: list[str], codes: list[str]) -> str:
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    pages = highlight("\n".join(codes), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
+    body = []
+    for sign, code, page in zip(marks, codes, pages.split("\n"), strict=False):
+        style = f"display:inline-block;min-width:100%;background:{_TINT[sign]}"
+        body.append(f'<span style="{style}">{sign} {page if code != "⋯" else code}</span>')
+    return "\n".join(body)

@@ -53,6 +53,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp2")
 SIGNALS = signal.SIGTERM, signal.SIGUSR1  # stop after a step, and save
+# Data sheets' products of matrices in 16 bits, a second, without sparsity.
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -93,6 +95,7 @@ class Options:
     resume: str = option(
         "auto", "from the folder's last checkpoint, or none there", "auto", "never"
     )
+    peak: float = option(0.0, "FLOP/s of a device, to count MFU by; 0: its data sheet's", 0)
     timeout: float = option(600.0, "seconds that a rank waits for another one", 1, 1e9)
 
     def __post_init__(self) -> None:
@@ -264,6 +267,12 @@ class Training(Stateful):
         # With `tensor`, parameters lie on one mesh or another, and are not stepped in one call.
         self.foreach = None if options.tensor == 1 else False
         rate = options.lr
+        # Of a token, forward and backward (Chowdhery et al. 2022, appendix B); here your model's.
+        attention = 12 * options.layers * options.hidden * options.seq
+        self.flops = 6 * sum(p.numel() for p in model.parameters()) + attention
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        known = (peak for gpu, peak in PEAKS.items() if gpu in name)
+        self.peak = options.peak or next(known, None)
         self.optimizer = torch.optim.AdamW(model.parameters(), rate, foreach=self.foreach)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
         self.done, self.best = 0, (math.inf, math.inf)  # steps; lowest validation loss, its step
@@ -410,6 +419,7 @@ class Training(Stateful):
         line = {"loss": loss.item(), "norm": norm.item(), "scale": self.scaler.get_scale()}
         rate = self.options.batch * self.options.seq / seconds
         line |= {"seconds": seconds, "tokens_per_second": rate, "memory_bytes": memory}
+        line["mfu"] = self.flops * rate / self.world / self.peak if self.peak else None
         self.note(time=time.time(), **line)
         if self.rank == 0 and sys.stderr.isatty():
             said = f"\rstep {self.done}/{self.options.steps}, loss={line['loss']:.3f} "

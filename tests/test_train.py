@@ -255,17 +255,20 @@ def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
     ],
 )
 def test_a_strategy_equals_one_process_and_goes_on(changes, one, tmp_path):
-    changes = changes | {"micro": 2, "report": 1}
+    changes = changes | {"micro": 2, "report": 1, "peak": 1e12}
     first = trained(take_home, 4, tmp_path, steps=6, **changes)
     assert apart(first[0], one[0][:6]) < LOSS and all(own == first[0] for own in first)
     assert apart(trained(take_home, 4, tmp_path, **changes)[0], one[0][6:]) < LOSS
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     by_step = {line["step"]: line for line in lines if "loss" in line}
+    parameters = sum(p.numel() for p in GPT(PRESETS["nano"]).parameters())
     assert apart([by_step[n]["loss"] for n in range(1, 11)], one[0]) < LOSS
     for line in by_step.values():
         assert line["memory_bytes"] > 1e6 and line["seconds"] > 0 and line["norm"] > 0
         assert abs(line["time"] - time.time()) < 600
         assert math.isclose(line["tokens_per_second"] * line["seconds"], 16 * 64)
+        flops = line["tokens_per_second"] * (6 * parameters + 12 * 2 * 64 * 64)
+        assert math.isclose(line["mfu"], flops / 4 / 1e12)
     assert [line["step"] for line in lines if "test" in line]
 
 

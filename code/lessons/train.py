@@ -391,6 +391,7 @@ show.source(take_home.main, Training.batches, Training.step)
 
 # %% [markdown]
 # `batches` deals what is left of an epoch, so that a run that begins in its middle loads nothing twice. `build` is a function that makes the model: this page gives it the course's GPT, the script takes its own.
+# Each line of `metrics.jsonl` has loss, norm, seconds, tokens per second, memory, and MFU where the peak of the device is known or given.
 
 # %% tags=["hide-input"]
 # Runs the script to take home, and holds it against one process
@@ -798,7 +799,7 @@ for strategy, degree in (("ddp", 1), ("zero1", 1), ("zero2", 1), ("fsdp2", 1), (
     gap = max(abs(a - b) for a, b in zip(found[0], one[:6], strict=True))
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     assert found[0] == found[1] and gap < 1e-5
-    assert {"loss", "norm", "seconds", "tokens_per_second", "memory_bytes"} < set(line)
+    assert {"loss", "norm", "tokens_per_second", "mfu", "memory_bytes"} < set(line)
     rows.append((strategy, degree, "equal", f"{line['norm']:.4f}"))
 show.table(rows, ["strategy, 2 ranks", "tensor", "losses", "norm of the gradient, step 6"])
 
@@ -854,7 +855,7 @@ assert ranks.run(begun_on_meta, 2) == [0, 0]
 _ = home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 
 # %% [markdown]
-# The page uses the backend `aot_eager`, which traces forward and backward and generates no code, as that needs a C++ compiler. On a GPU leave the default, `inductor`, and expect its first step to take a minute.
+# The page uses the backend `aot_eager`, which traces forward and backward and generates no code, as that needs a C++ compiler. On a GPU take `--compiler inductor`, and expect its first step to take a minute.
 #
 # ## The same with Lightning
 

@@ -123,7 +123,7 @@ SEEDS = [
     ),
     Seed(
         "a list is copied to the GPU at each bucket",
-        "zero/flat.py",
+        "zero/gradients.py",
         "torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "torch.tensor([1] * len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "contract.zero",

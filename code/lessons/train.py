@@ -408,6 +408,8 @@ def at_home(size, folder, **options):
 
     def main():
         warnings.simplefilter("ignore")
+        # With tensor=2 torch says that it adds up a norm in two all-reduces.
+        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
         return take_home.main(take_home.Options(folder=str(folder), **options), course_gpt)
 
     return ranks.run(main, size, show=False)

@@ -87,15 +87,12 @@ def trained(name: str, config: Config, layout: Layout) -> tuple[str, bool]:
     """
     job, left_out = small(config, layout, min(MOST_RANKS, ranks.max_ranks()))
     found = run(job)
-    good = as_predicted(found) and equal(found)
-    lines = [
-        f"The plan for {name}: {layout}",
-        f"Run here: {written(job.layout)}",
-    ]
+    same = equal(found)
+    lines = [f"The plan for {name}: {layout}", f"Run here: {written(job.layout)}"]
     if left_out:
         lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
-    words = "equal to one process but for rounding" if equal(found) else "NOT equal to one process"
-    return "\n".join([*lines, "", told(job, found), words]), good
+    words = "equal to one process but for rounding" if same else "NOT equal to one process"
+    return "\n".join([*lines, "", told(job, found), words]), same and as_predicted(found)
 
 
 def equal(found: dict[str, Any]) -> bool:

@@ -4,7 +4,6 @@ much memory there is for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlab.arguments import check_kind, check_whole
@@ -17,7 +16,7 @@ from .core import Seconds, seconds
 from .footprint import Bytes, footprint, fullest
 from .job import Job
 from .profile import COURSE, PROFILES, Profile
-from .rates import Rates, known
+from .rates import Rates, Values, known
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,13 @@ class Prediction:
     memory: Bytes
 
 
-def room(machine: Machine, rates: Mapping[str, float] | None = None) -> float:
+def room(machine: Machine, rates: Values | None = None) -> float:
     """Bytes of one GPU that a rank may reserve: beyond them the allocator begins to retry.
 
     rates: by default those that are known of the course's own model.
     """
     check_kind(Machine, machine=machine)
-    return (known(COURSE.name) if rates is None else rates)["limit"] * machine.memory
+    return (known(COURSE.name).values_of() if rates is None else rates).limit * machine.memory
 
 
 def predict(
@@ -59,20 +58,20 @@ def predict(
     return of_job(job, check_rates(profile, rates))
 
 
-def of_job(job: Job, rates: Mapping[str, float]) -> Prediction:
+def of_job(job: Job, rates: Values) -> Prediction:
     """What a step of `job` takes. Raises ValueError as `predict` does."""
     check_job(job)
     # The limit beyond which a step takes longer was found where rank 0 alone was watched.
     return Prediction(seconds(job, rates, footprint(job, rates).reserved), fullest(job, rates))
 
 
-def first_rank(job: Job, rates: Mapping[str, float]) -> float:
+def first_rank(job: Job, rates: Values) -> float:
     """Bytes that rank 0, which is on the first stage, reserves. Raises ValueError as `predict`."""
     check_job(job)
     return footprint(job, rates).reserved
 
 
-def check_rates(profile: Profile, rates: Rates | None) -> Mapping[str, float]:
+def check_rates(profile: Profile, rates: Rates | None) -> Values:
     """`rates`, or those that are known, by name. Raises ValueError for those of another profile."""
     rates = known(profile.name) if rates is None else rates
     if rates.profile != profile.name:

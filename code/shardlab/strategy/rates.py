@@ -61,10 +61,6 @@ class Values:
     gathered: float
     fixed: float
 
-    def __getitem__(self, name: str) -> float:
-        """The one of this name."""
-        return getattr(self, name)
-
 
 @dataclass(frozen=True)
 class Rates(Mapping[str, float]):

@@ -33,6 +33,7 @@ from shardlab import (
     machines,
     memory,
     mesh,
+    parity,
     pipeline,
     zero,
 )
@@ -47,7 +48,7 @@ PLAIN = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
 SPARSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, experts=4)
 PACKAGES = (
     buckets, checkpoint, collectives, count, cp, data_parallel, experts, gemm, layout, link,
-    memory, mesh,
+    memory, mesh, parity,
     pipeline, sp, tp, tt, zero,
 )  # fmt: skip
 Row = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]
@@ -69,7 +70,8 @@ OURS = {
     buckets.Backward, buckets.in_backward, count.Held, count.Saved, count.Sent, count.machine,
     count.rates, count.saved, count.sent, link.SlowGroup, link.Helper, link.Moment, link.Wire,
     tt.Mismatch, tt.Verdict, checkpoint.CheckpointError, checkpoint.Training,
-    checkpoint.named_tensors, zero.saved.warm,
+    checkpoint.named_tensors, zero.saved.warm, parity.Finding, parity.Key, parity.Report,
+    parity.Watch,
 }  # fmt: skip
 INNER = {
     **dict.fromkeys((cp.ring_attention, cp.all_to_all_attention), "causal trace"),
@@ -127,6 +129,16 @@ FINE = {
 FINE = {(called(function), name): values for (function, name), values in FINE.items()}
 SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module",
         "x_BaSD": "whole", "tokens_BS": "whole"}  # fmt: skip
+
+
+def one_step(watch: Any) -> None:
+    """A program that trains."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch(model, optimizer)
+    model(torch.ones(3, 2)).square().mean().backward()
+    optimizer.step()
 
 
 def numbers() -> Iterator[Row]:
@@ -281,6 +293,8 @@ def numbers() -> Iterator[Row]:
                                            "restart": 60.0, "failures": 10, "seed": 0}),
         (tt.moved, {"given": "P", "src": "P", "dst": "R"}),
         (tt.combined, {"words": ["R", "R"], "fixed": [True, True], "how": "sum"}),
+        (parity.check, {"plain": one_step, "parallel": one_step, "ranks": 1, "draws": 1,
+                        "timeout": 60.0}),
         (tt.check, {"step": lambda tp: None, "timeout": 60.0, "tp": 2}),
     ]  # fmt: skip
     for function, right in table:

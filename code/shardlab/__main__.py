@@ -49,6 +49,10 @@ COMMANDS = {
         "shardlab.mesh.command",
         "train on any mesh of ranks: what each holds and sends, beside one process",
     ),
+    "parity": (
+        "shardlab.parity.command",
+        "whether a parallel script computes what a plain one does; where not, and why",
+    ),
     "strategy": (
         "shardlab.strategy.command",
         "which layout: seconds and bytes of a step, predicted",

@@ -1,0 +1,16 @@
+"""Is a parallel program the same computation as its plain one? And if not, where and why?
+
+    from shardlab import parity
+
+    print(parity.check(plain, parallel, ranks=2))
+
+Two functions in, of any model and library, one verdict out; see `check`. `core` is the comparison;
+beside it `recording` sees what a program computes, `record` keeps it, `places` proposes where a
+rank's part stands, `noise` measures what rounding does, `causes` and `report` find the words.
+"""
+
+from .programs import check
+from .recording import Key, Watch
+from .report import Finding, Report
+
+__all__ = ["Finding", "Key", "Report", "Watch", "check"]

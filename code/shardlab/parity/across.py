@@ -1,0 +1,88 @@
+"""What only all ranks together show: rows that are nowhere, copies that differ, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .causes import listed, spans
+from .noise import Tolerance
+from .record import Record
+from .recording import BEFORE, Key
+
+
+def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
+    """Of which rows of an output nobody has one, or an equal one; "" where all are there."""
+    whole = near.whole
+    if whole.dim() < 2:
+        return ""
+    had = torch.zeros(whole.shape, dtype=torch.bool)
+    for matcher in ranks:
+        for seen in matcher.seen.get(key, ()):
+            if seen.place is not None:
+                seen.place.mark(had)
+    width = whole.shape[-1]
+    rows, matrix = had.view(-1, width).any(-1), whole.reshape(-1, width)
+    gone = (~rows).nonzero().flatten()
+    if not len(gone) or not rows.any():
+        return ""
+    far = torch.cdist(matrix[gone].double(), matrix[rows].double()).amin(1)
+    gone = gone[far > near.of_row * near.size * width**0.5]
+    said = f"{len(gone)} of {len(matrix)} rows are on no rank ({spans(gone)}): "
+    return said + _who(key, ranks) if len(gone) else ""
+
+
+def _who(key: Key, ranks: list[Any]) -> str:
+    at = {m.rank: [s.place for s in m.seen.get(key, ()) if s.place] for m in ranks}
+    for one, places in at.items():
+        twins = [
+            rank
+            for rank, others in at.items()
+            if rank >= one and others and len(others) == len(places)
+            if all(a.same(b) for a, b in zip(others, places, strict=True))
+        ]
+        if len(twins) > 1:
+            return f"ranks {listed(twins)} have the same ones"
+    return "nobody computed them"
+
+
+def copies_differ(parts: list[tuple[Any, int, Any]]) -> bool:
+    """Whether copies of one thing have other bits on other ranks: they drift apart."""
+    for n, (matcher, _, seen) in enumerate(parts):
+        for other, _, theirs in parts[n + 1 :]:
+            apart = other.rank != matcher.rank and seen.bits != theirs.bits
+            if apart and seen.place and theirs.place and seen.place.same(theirs.place):
+                return True
+    return False
+
+
+def lacks(key: Key, matcher: Any) -> bool:
+    """Whether a rank has a weight, and not the gradient or update that belongs to it."""
+
+    def there(key: Key) -> int:
+        return sum(1 for seen in matcher.seen.get(key, ()) if seen.part.value.numel())
+
+    return there(key) < there(Key(BEFORE, "weights", key.name))
+
+
+def complete(key: Key, plain: Record, matcher: Any) -> bool:
+    """Whether a module has all its children on a rank: a stage of a pipeline is not the model."""
+    prefix = key.name.partition("[")[0]
+    prefix += "." if prefix else ""
+
+    def children(keys: Iterable[Key]) -> set[str]:
+        names = [k.name for k in keys if k.phase in ("forward", "weights")]
+        return {n[len(prefix) :].split(".")[0] for n in names if n.startswith(prefix)} - {""}
+
+    return children(plain.parts) <= children(matcher.seen)
+
+
+def groupings(ranks: int) -> Iterator[list[list[int]]]:
+    """Ways to have groups of equal size: all together, neighbours, every so many."""
+    yield [list(range(ranks))]
+    for size in (s for s in range(2, ranks) if ranks % s == 0):
+        step = ranks // size
+        yield [list(range(i, i + size)) for i in range(0, ranks, size)]
+        yield [list(range(i, ranks, step)) for i in range(step)]

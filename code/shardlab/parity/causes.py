@@ -1,0 +1,402 @@
+"""What is wrong with a tensor, in words: CAUSES, of which the first that fits the numbers speaks.
+
+A new cause is a function of a `Case` that returns a sentence, or "" where it does not fit, and a
+row of CAUSES. Beside them: FACTORS, what a factor may come from; CLUES, what else the comparison
+saw on its way to the first wrong tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .noise import Tolerance, gap, rms
+from .places import Place, by_rows
+from .record import Record
+from .recording import BEFORE, Key
+from .report import Report, called
+
+SAME = 0.01  # factors that differ by less are the same
+
+
+@dataclass
+class Value:
+    """What one rank has of a tensor, and what it should have."""
+
+    rank: int
+    found: Tensor  # in float64; of backward, its rank's factor taken out
+    wanted: Tensor  # in float64
+    place: Place
+    wrong: bool
+    local: Tensor | None  # of a gradient: before anyone averaged it
+
+
+class Case:
+    """A tensor that is wrong on some ranks."""
+
+    def __init__(
+        self, key: Key, plain: Record, ranks: Sequence[Any], near: Tolerance, values: list[Value]
+    ):
+        self.key, self.plain, self.ranks, self.near, self.values = key, plain, ranks, near, values
+        self.wrong = [value for value in values if value.wrong]
+        self.loose = max(3 * near.of_all, 1e-4)
+
+    @property
+    def error(self) -> float:
+        """The largest difference, relative to the tensor's size."""
+        return max(gap(v.found, v.wanted, self.near.size)[0] for v in self.wrong)
+
+    def alike(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two are the same but for rounding."""
+        return one.shape == other.shape and gap(one, other, rms(other))[0] <= self.loose
+
+    def micro_batches(self) -> float:
+        """How many times more often than in the plain program the ranks called a module."""
+        step = [k for k in self.plain.parts if k.phase == "forward" and k.step == self.key.step]
+        calls = (
+            len(m.seen.get(k, ())) / len(self.plain.parts[k]) for m in self.ranks for k in step
+        )
+        return max(calls, default=1.0)
+
+    def whole(self, **other: Any) -> Tensor | None:
+        """Another tensor of the plain run, by what its key has other than this one's."""
+        key = self.key._replace(**other)
+        return self.plain.whole(key) if key in self.plain.parts else None
+
+
+def ratio(found: Tensor, wanted: Tensor) -> float:
+    """The factor by which `found` is nearest to `wanted`."""
+    f, w = found.double().flatten(), wanted.double().flatten()
+    square = (w @ w).item()
+    return (f @ w).item() / square if square else 0.0
+
+
+def same(one: float, other: float) -> bool:
+    """Whether two factors are."""
+    return abs(one - other) <= SAME * max(abs(one), abs(other))
+
+
+def spans(index: Tensor, most: int = 3) -> str:
+    """Numbers in order, in words: 0 to 3, 8."""
+    found: list[list[int]] = []
+    for i in index.tolist():
+        if found and i == found[-1][1] + 1:
+            found[-1][1] = i
+        else:
+            found.append([i, i])
+    said = [f"{a}" if a == b else f"{a} to {b}" for a, b in found[:most]]
+    return ", ".join(said) + (", …" if len(found) > most else "")
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Ranks, in words."""
+    return ", ".join(map(str, numbers))
+
+
+# What a factor may come from: for n ranks and m micro-batches.
+FACTORS: tuple[tuple[Callable[[int, float], float], str], ...] = (
+    (lambda n, m: n, "a sum over {n} ranks that was not averaged"),
+    (lambda n, m: 1 / n, "divided by {n} ranks once too often"),
+    (lambda n, m: m, "{m:g} micro-batches that were not averaged"),
+    (lambda n, m: 1 / m, "divided by {m:g} micro-batches once too often"),
+)
+
+
+def _nothing(case: Case) -> str:
+    if any(value.found.any() for value in case.wrong):
+        return ""
+    return "has not moved" if case.key.phase == "update" else "is zero"
+
+
+def _start(case: Case) -> str:
+    if case.key.phase != "weights":
+        return ""
+    first = case.wrong[0]
+    agree = all(case.alike(v.found, first.found) for v in case.wrong[1:])
+    others = len(case.wrong) == len(case.values) or not agree
+    why = "another seed, or rank 0's were not sent to all" if not others or not agree else (
+        "another seed, or other weights were loaded"
+    )  # fmt: skip
+    return f"are other ones than the plain program begins with: {why}"
+
+
+def _dice(case: Case) -> str:
+    """Dropout, for one."""
+    drew = any(part.drew for part in case.plain.parts[case.key])
+    drew = drew or any(s.part.drew for m in case.ranks for s in m.seen.get(case.key, ()))
+    return (
+        "random numbers are drawn here (dropout?), and not those of the plain program: "
+        "begin each step of both with the same seed, or drop nothing"
+        if drew
+        else ""
+    )
+
+
+def factors(case: Case) -> dict[int, float]:
+    """By rank, if the wrong ones are the right ones times a factor."""
+    found = {v.rank: ratio(v.found, v.wanted) for v in case.wrong}
+    right = (found[v.rank] and case.alike(v.found, found[v.rank] * v.wanted) for v in case.wrong)
+    return found if all(right) else {}
+
+
+def told(by_rank: dict[int, float]) -> str:
+    """Factors of ranks, in words."""
+    return ", ".join(f"rank {rank} {factor:.4g}" for rank, factor in sorted(by_rank.items()))
+
+
+def _factor(case: Case) -> str:
+    """The right one times a factor: one for all ranks, or each its own."""
+    if not (by_rank := factors(case)):
+        return ""
+    c, n, m = next(iter(by_rank.values())), len(case.ranks), case.micro_batches()
+    if not all(same(factor, c) for factor in by_rank.values()):
+        return f"is the right one times a factor of each rank's own: {told(by_rank)}"
+    said = f"is {c:.4g} times the right one"
+    if case.key.phase == "update":
+        return f"{said}: the step's size (learning rate?)"
+    began = [f for r in case.ranks for (step, _), f in r.factors.items() if step == case.key.step]
+    even = began and all(same(f, began[0]) for f in began)
+    if case.key.phase == "gradient" and even and same(c * n, began[0]) and not same(c * n, 1.0):
+        return (
+            f"{said}: averaged over {n} ranks as it should be, but the loss was {c:.4g} times "
+            "the right one already (micro-batches? a division done twice?)"
+        )
+    whys = [why.format(n=n, m=m) for f, why in FACTORS if same(c, f(n, m)) and not same(c, 1.0)]
+    return ": ".join([said, " or ".join(whys)]) if whys else said
+
+
+def _not_summed(case: Case) -> str:
+    """Each rank's own, which nobody added up, or averaged."""
+    if len(case.values) < 2 or len({v.found.shape for v in case.values}) > 1:
+        return ""
+    by_place: list[list[Value]] = []
+    for value in case.values:
+        mine = next((g for g in by_place if g[0].place.same(value.place)), None)
+        by_place.append([value]) if mine is None else mine.append(value)
+    if any(len(group) < 2 for group in by_place):
+        return ""
+    who = " | ".join(listed([v.rank for v in group]) for group in by_place)
+    sums = [(sum(v.found for v in g), g[0].wanted, len(g)) for g in by_place]
+    if all(case.alike(s, w) for s, w, _ in sums):
+        return f"each rank has an addend of its own, and nobody added them up over ranks {who}"
+    if all(case.alike(s / k, w) for s, w, k in sums):
+        return f"each rank has its own, and nobody averaged them over ranks {who}"
+    free = [ratio(s, w) for s, w, _ in sums]
+    if all(c and case.alike(s, c * w) for c, (s, w, _) in zip(free, sums, strict=True)):
+        times = f"{free[0]:.4g} times the right one"
+        return f"each rank has its own; their sum over ranks {who} is {times}"
+    return ""
+
+
+def _mixed(case: Case) -> str:
+    """Made of the ranks' own gradients, but not as their mean."""
+    locals_ = [v.local for v in case.values]
+    first = case.wrong[0]
+    if len(locals_) < 2 or any(x is None or x.shape != first.found.shape for x in locals_):
+        return ""
+    basis = torch.stack([x.double().flatten() for x in locals_], 1)
+    weights = torch.linalg.lstsq(basis, first.found.flatten()[:, None], driver="gelsd").solution
+    if not case.alike((basis @ weights).view(first.found.shape), first.found):
+        return ""
+    shares = weights.flatten().tolist()
+    used = [n for n, share in enumerate(shares) if abs(share) > SAME * max(map(abs, shares))]
+    if len(used) == 1:
+        return f"is rank {case.values[used[0]].rank}'s own gradient: the other ranks' are not in it"
+    if not all(same(share, shares[0]) for share in shares):
+        each = ", ".join(f"{s:.3g}" for s in shares)
+        return (
+            f"is the sum of {each} times the ranks' own gradients, where all should count alike: "
+            "each was clipped, or divided, before they were averaged"
+        )
+    return ""
+
+
+def _gone(case: Case) -> str:
+    value = case.wrong[0]
+    zero = (value.found == 0) & (value.wanted != 0)
+    if not zero.any() or not case.alike(torch.where(zero, value.wanted, value.found), value.wanted):
+        return ""
+    where = spans(zero.flatten().nonzero().flatten())
+    return f"{int(zero.sum())} of {zero.numel()} numbers are zero ({where}), the others right"
+
+
+def _bias(case: Case) -> str:
+    """Too much by the same in every row, and that a weight of the module."""
+    value = case.wrong[0]
+    if value.found.dim() < 2 or case.key.phase != "forward":
+        return ""
+    rest = (value.found - value.wanted).reshape(-1, value.found.shape[-1])
+    mean = rest.mean(0)
+    if gap(rest, mean.expand_as(rest), rms(rest))[0] > 0.05:
+        return ""
+    prefix = case.key.name.partition("[")[0]
+    for key, parts in case.plain.parts.items():
+        bias = parts[0].value.double()
+        if key.phase != "weights" or key.name.rpartition(".")[0] != prefix:
+            continue
+        c = ratio(mean, bias) if bias.dim() == 1 and bias.shape == mean.shape else 0.0
+        if c and gap(mean, c * bias, rms(bias))[0] < 0.05:
+            return f"{key.name} is in it {1 + c:.3g} times"
+    return "every row is off by the same amount"
+
+
+def _rows(case: Case) -> str:
+    value = case.wrong[0]
+    if value.found.dim() < 2:
+        return ""
+    rows = (value.found - value.wanted).reshape(-1, value.found.shape[-1])
+    off = rows.square().mean(-1).sqrt() > case.near.of_row * max(case.near.size, 1e-300)
+    said = f"{int(off.sum())} of {len(off)} rows are wrong ({spans(off.nonzero().flatten())})"
+    elsewhere = by_rows(value.found, case.near.whole)
+    if elsewhere is not None and case.alike(value.found, elsewhere.of(case.near.whole).double()):
+        return f"{said}; they are right rows of the whole that belong elsewhere"
+    return said if 0 < off.sum() < len(off) else ""
+
+
+def _of_before(case: Case) -> str:
+    old = case.whole(step=case.key.step - 1) if case.key.step > 0 else None
+    if old is None or old.shape != case.near.whole.shape:
+        return ""
+    value = case.wrong[0]
+    return (
+        "is that of the step before"
+        if case.alike(value.found, value.place.of(old).double())
+        else ""
+    )
+
+
+def _decay(case: Case) -> str:
+    """What is too much is the weight itself."""
+    weight = case.whole(step=BEFORE, phase="weights")
+    if case.key.phase != "update" or case.key.step or weight is None:
+        return ""
+    value = case.wrong[0]
+    rest, weight = (
+        value.found - value.wanted,
+        value.place.of(weight).double().view(value.found.shape),
+    )
+    c = ratio(rest, weight)
+    if not c or gap(rest, c * weight, rms(c * weight))[0] > 0.05:
+        return ""
+    much = "much" if c > 0 else "little"
+    return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
+
+
+def _another(case: Case) -> str:
+    value = case.wrong[0]
+    alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
+    c = ratio(value.found, value.wanted)
+    near = f", nearest to {c:.3g} times the right one" if c else ""
+    return f"is another one{', the same on all ranks' if alike else ''}{near}"
+
+
+CAUSES = (
+    _nothing, _start, _dice, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before, _decay,
+    _another,
+)  # fmt: skip
+
+
+def cause(case: Case) -> str:
+    """What is wrong with it."""
+    return next(words for each in CAUSES if (words := each(case)))
+
+
+# What else was seen on the way to the first wrong tensor.
+
+
+@dataclass
+class Way:
+    """What the comparison saw."""
+
+    report: Report
+    addends: list[tuple[Key, str]]
+    ranks: Sequence[Any]
+    order: list[Key]
+
+    @property
+    def first(self) -> Key:
+        """The first wrong tensor."""
+        return self.report.findings[0].key
+
+    def factors(self) -> dict[int, float]:
+        """With which each rank's backward began in that step."""
+        step = self.first.step
+        return {m.rank: f for m in self.ranks for (s, _), f in m.factors.items() if s == step}
+
+
+def _began(way: Way) -> str:
+    """Addends that somebody should have added up before."""
+    at, order = way.first, {key: n for n, key in enumerate(way.order)}
+    found = [a for a in way.addends if a[0].step == at.step and order[a[0]] <= order[at]]
+    found = [a for a in found if at.phase in (a[0].phase, "gradient")]
+    if not found:
+        return ""
+    key, who = found[0]
+    return f"it began with the {called(key)}: ranks {who} have addends of it that nobody added up"
+
+
+def _right_until(way: Way) -> str:
+    """The last that was right before it, where outputs are concerned."""
+    at = way.first
+    before = way.order[: way.order.index(at)]
+    right = [k for k in before if k[:2] == at[:2] and k.name and k not in way.report.left_out]
+    told = at.phase == "forward" and right and not _began(way)
+    return f"right until the {called(right[-1])}" if told else ""
+
+
+def _foreign(way: Way) -> str:
+    at = way.first
+    if at.phase != "forward" or at.step < 1:
+        return ""
+    return (
+        "every update of the step before was right: other weights are used than the optimizer left"
+    )
+
+
+def _loss(way: Way) -> str:
+    at = way.first
+    backward = [k for k in way.order if k[:2] == at[:2] and k not in way.report.left_out]
+    if at.phase != "backward" or at not in backward[:2]:
+        return ""
+    return (
+        "every output was right: the loss is another one (its targets, its mask, what divides it)"
+    )
+
+
+def _clipped(way: Way) -> str:
+    """All gradients of the step by one factor for each rank."""
+    findings = [f for f in way.report.findings if f.key[:2] == way.first[:2]]
+    if way.first.phase != "gradient" or len(findings) < 3 or not all(f.factors for f in findings):
+        return ""
+    by_rank: dict[int, float] = {}
+    for finding in findings:
+        for rank, factor in finding.factors.items():
+            if not same(by_rank.setdefault(rank, factor), factor):
+                return ""
+    first = next(iter(by_rank.values()))
+    if all(same(factor, first) for factor in by_rank.values()):
+        return ""
+    return f"all gradients are, by {told(by_rank)}: was each rank's clipped by a norm of its own?"
+
+
+def _uneven(way: Way) -> str:
+    began = way.factors() if way.first.phase in ("gradient", "update") else {}
+    if all(same(factor, next(iter(began.values()))) for factor in began.values()):
+        return ""
+    counts = "is each loss a mean over a rank's own count?"
+    return f"backward began with other factors: {told(began)}; {counts}"
+
+
+CLUES = _began, _right_until, _foreign, _loss, _clipped, _uneven
+
+
+def clues(
+    report: Report, addends: list[tuple[Key, str]], ranks: Sequence[Any], order: list[Key]
+) -> list[str]:
+    """What points to where the first wrong tensor comes from."""
+    way = Way(report, addends, ranks, order)
+    return [said for clue in CLUES if report.findings and (said := clue(way))]

@@ -1,0 +1,385 @@
+"""Do the parts of N ranks make the tensors of one process? And if not, which is the first wrong?
+
+Three rules keep what is ambiguous from hiding a mistake:
+
+1. Ends are strict. What the optimizer sees as a gradient, and what it makes of a weight, stands
+   where the weight itself stood before the first step, with factor 1, on every rank that holds it.
+   Weights are equal before any mistake can act, so where they stand is learned from the truth.
+2. The inside is lenient, and only locates. An output may stand anywhere, or be the sum of several
+   ranks'; in backward each rank has one free factor, for it may divide its loss at the end. An
+   output's gradient stands where the output stood.
+3. Of a weight all places that fit are kept (ones look alike). The set shrinks with every tensor
+   that follows, and never grows.
+
+`Matcher` works on each rank, tensor by tensor as they come, and keeps those that fit nowhere.
+`Judge` sees what all of them found.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import across
+from .causes import Case, Value, cause, clues, factors, ratio
+from .noise import Tolerance, rms, tolerance
+from .places import Place, by_columns, by_rows, pieces, proposals
+from .record import Record
+from .recording import PHASES, Key, Part
+from .report import Finding, Report
+
+FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
+PATIENCE = 8  # misfits of a step's phase after which no more proposals are tried
+ENDS = "gradient", "update"
+
+
+@dataclass
+class Seen:
+    """A part on a rank. Its value is kept where it fits nowhere, else it is on torch's meta."""
+
+    part: Part
+    place: Place | None
+    factor: float = 1.0  # of backward on this rank
+    bits: int = 0  # a checksum: copies have the same
+
+    @property
+    def fits(self) -> bool:
+        """Whether it was found in the plain run's tensor."""
+        return self.part.value.is_meta
+
+
+class Matcher:
+    """A sink on one rank: finds each tensor's place in the plain run's."""
+
+    def __init__(self, plain: Record, rank: int, ranks: int):
+        self.plain, self.rank, self.ranks = plain, rank, ranks
+        self.steps, self.watched, self.optimized, self.clips_later = 0, False, False, False
+        self.seen: dict[Key, list[Seen]] = {}
+        self.owned: dict[tuple[str, int], list[Place]] = {}  # where a weight may stand
+        self.known: dict[tuple, list[Place]] = defaultdict(list)  # where outputs stood, by shape
+        self.stood: dict[tuple[Key, int], Place] = {}  # where an output stands: key, call
+        self.factors: dict[tuple[int, int], float] = {}  # of backward: step, call
+        self.clipped: dict[int, float] = {}  # of all gradients that are clipped later: by step
+        self.misfits: Counter[tuple] = Counter()  # by step and phase
+        self.worst: dict[str, float] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"plain": None}
+
+    def tied(self, name: str, first: str) -> None:
+        """As `Sink` says."""
+
+    def stepped(self, steps: int, clips_later: bool) -> None:
+        """As `Sink` says."""
+        self.steps, self.clips_later = steps, clips_later
+
+    def see(self, key: Key, part: Part) -> None:
+        """Find its place; keep its value where there is none."""
+        key = self.plain.name(key)
+        seen = self.seen.setdefault(key, [])
+        place, factor = self.place(key, part, len(seen))
+        fits, bits = place is not None or self.plain.whole(key) is None, 0
+        if fits:
+            bits = checksum(part.value) if key.phase in ENDS else 0
+            part = replace(part, value=part.value.to("meta"), local=None)
+        else:
+            self.misfits[key[:2]] += 1
+            part = replace(part, value=part.value.clone())
+        seen.append(Seen(part, place, factor, bits))
+
+    def place(self, key: Key, part: Part, number: int) -> tuple[Place | None, float]:
+        """Where it stands in the plain run's tensor, times which factor; `number`: of its key."""
+        whole = self.plain.whole(key)
+        if whole is None or not whole.numel():
+            return None, 1.0
+        near = tolerance(self.plain, key, part.value.dtype)
+        if not part.value.numel():
+            return next(proposals(part.value.shape, whole.shape)), 1.0
+        if key.phase == "weights":
+            return self._weight(key, part, number, near), 1.0
+        if key.phase in ENDS:
+            return self._end(key, part, number, near), 1.0
+        if self.plain.scalar(key):
+            return None, 1.0
+        if key.phase == "forward":
+            return self._output(key, part, near), 1.0
+        return self._output_gradient(key, part, near)
+
+    # Ends: strict
+
+    def _weight(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
+        """All places that fit are kept: those of constants are many."""
+        fits: list[Place] = []
+        for each in self._weight_places(part, near.whole):
+            fits = [p for p in each if self._fits(key, part.value, p, near)]
+            if fits:
+                break
+        self.owned[key.name, number] = fits
+        return fits[0] if fits else None
+
+    def _weight_places(self, part: Part, whole: Tensor) -> Iterator[Iterable[Place]]:
+        value = part.value
+        cut = proposals(value.shape, whole.shape, self.rank, part.start)
+        yield chain(cut, pieces(value, whole, self.ranks) if value.shape != whole.shape else ())
+        for free in (by_rows, by_columns):
+            yield [p for p in [free(value, whole)] if p is not None]
+
+    def _end(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
+        """Where the weight stood, with factor 1."""
+        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        if not near.decides:
+            return owned[0] if owned else None
+        factor = 1.0
+        if key.phase == "gradient" and self.clips_later and owned:  # one for all of the step
+            free = ratio(part.value.view(owned[0].shape), owned[0].of(near.whole))
+            factor = self.clipped.setdefault(key.step, free)
+        fits = [p for p in owned if self._fits(key, part.value.view(p.shape), p, near, factor)]
+        if fits:
+            self.owned[key.name, number] = fits
+        return fits[0] if fits else None
+
+    # The inside: lenient
+
+    def _output(self, key: Key, part: Part, near: Tolerance) -> Place | None:
+        """Anywhere; where outputs of this shape stood before is the likeliest."""
+        value, shape, whole = part.value, tuple(part.value.shape), tuple(near.whole.shape)
+        known = self.known[part.call, shape, whole]
+        # A part of a whole batch that comes call by call begins with its own rank's, or its call's.
+        first = self.rank if whole[:1] == shape[:1] or not part.call else part.call
+        anywhere = self._proposed(key, part, whole, first)
+        place = self._best(
+            key, value, chain(known, self._of_call(key, part, whole), anywhere), near
+        )
+        for free in (by_rows, by_columns):
+            if place is None and self.misfits[key[:2]] < PATIENCE:
+                place = self._best(key, value, [free(value, near.whole)], near)
+        if place is not None:
+            self.stood[key, part.call] = place
+            if not any(place.same(other) for other in known):
+                known.append(place)
+        return place
+
+    def _proposed(
+        self, key: Key, part: Part, whole: tuple[int, ...], first: int
+    ) -> Iterator[Place]:
+        """All of them, or a few where the step is lost already."""
+        all_ = proposals(part.value.shape, whole, first, part.start)
+        return all_ if self.misfits[key[:2]] < PATIENCE else islice(all_, FEW)
+
+    def _of_call(self, key: Key, part: Part, whole: tuple[int, ...]) -> Iterator[Place | None]:
+        """A part of what the same call of the plain run gave."""
+        calls = list(islice(self.plain.calls(key), part.call + 1))
+        if len(self.plain.parts[key]) > 1 and part.call < len(calls):
+            shape, begin = calls[part.call]
+            known = self.known[0, tuple(part.value.shape), tuple(shape)]
+            for place in chain(known, proposals(part.value.shape, shape, self.rank, part.start)):
+                yield place.later(begin, whole)
+
+    def _best(
+        self, key: Key, value: Tensor, places: Iterable[Place | None], near: Tolerance
+    ) -> Place | None:
+        """The best of those that fit, for loose tolerances fit wrong ones; else the first."""
+        best, least = None, 1.0
+        for place in places:
+            if place is None:
+                continue
+            if (off := near.off(value, place.of(near.whole))) <= least:
+                best, least = place, off
+                if near.of_all < 1e-3:
+                    break
+        if best is not None and near.decides:
+            self.worst[key.phase] = max(self.worst.get(key.phase, 0.0), least)
+        return best
+
+    def _output_gradient(self, key: Key, part: Part, near: Tolerance) -> tuple[Place | None, float]:
+        """Where the output stood, times this rank's factor, which the first one decides."""
+        value, forward = part.value, (key._replace(phase="forward"), part.call)
+        if not near.decides:
+            return self.stood.get(forward), 1.0
+        shape, whole = tuple(value.shape), tuple(near.whole.shape)
+        stood = self.stood.get(forward)
+        if stood is not None and stood.shape == shape:
+            places: Iterable[Place] = [stood]
+        else:
+            known = self.known[part.call, shape, whole]
+            places = chain(known, self._proposed(key, part, whole, self.rank))
+        mine = self.factors.get((key.step, part.call))
+        others = [f for (step, _), f in self.factors.items() if step == key.step]
+        for place in places:
+            wanted = place.of(near.whole)
+            free = ratio(value, wanted)
+            for factor in [free] if mine is None else dict.fromkeys([mine, *others]):
+                if factor and self._fits(key, value, place, near, factor):
+                    self.factors.setdefault((key.step, part.call), factor)
+                    return place, factor
+        return None, 1.0
+
+    def _fits(
+        self, key: Key, value: Tensor, place: Place, near: Tolerance, factor: float = 1.0
+    ) -> bool:
+        off = near.off(value, place.of(near.whole), factor)
+        if off <= 1:
+            self.worst[key.phase] = max(self.worst.get(key.phase, 0.0), off)
+        return off <= 1
+
+    def guess(self, key: Key, seen: Seen, number: int) -> Place | None:
+        """The most similar place of what fits nowhere: to say what is wrong with it."""
+        part, whole = seen.part, self.plain.whole(key)
+        stood = self.stood.get((key._replace(phase="forward"), part.call))
+        if key.phase == "backward" and stood is not None and _holds(stood, part.value):
+            return stood
+        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        if key.phase in ENDS:
+            return owned[0] if owned else None
+        known = self.known[part.call, tuple(part.value.shape), tuple(whole.shape)]
+        likely = chain(known, proposals(part.value.shape, whole.shape, self.rank, part.start))
+        apart = lambda p: rms(part.value.double() - p.of(whole).double())  # noqa: E731
+        return min(islice(likely, FEW), key=apart, default=None)
+
+
+def checksum(value: Tensor) -> int:
+    """Of its bits."""
+    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _holds(place: Place, value: Tensor) -> bool:
+    return torch.Size(place.shape).numel() == value.numel()
+
+
+class Judge:
+    """Sees what the matchers of all ranks found, in the order of the plain computation."""
+
+    def __init__(self, plain: Record, ranks: list[Matcher]):
+        self.plain, self.ranks = plain, ranks
+        for matcher in ranks:
+            matcher.plain = plain
+        self.report = Report(len(ranks))
+        self.addends: list[tuple[Key, str]] = []  # outputs and gradients that nobody has summed
+
+    def judge(self) -> Report:
+        """Compare all; see `Report`."""
+        steps = {matcher.steps for matcher in self.ranks}
+        if steps != {self.plain.steps}:  # cannot be told apart
+            took = ", ".join(f"rank {m.rank} {m.steps}" for m in self.ranks)
+            words = f"the plain program took {self.plain.steps} optimizer steps, {took}: a skip?"
+            bad = [m.rank for m in self.ranks if m.steps != self.plain.steps]
+            self._say(Key(min(steps), "update", ""), bad, words)
+            return self.report
+        for key in self.order():
+            first = self.report.first
+            if first is not None and first.key[:2] != key[:2]:
+                break  # what comes after may be its consequence
+            self._one(key)
+        for matcher in self.ranks:
+            for phase, off in matcher.worst.items():
+                self.report.worst[phase] = max(self.report.worst.get(phase, 0.0), off)
+        self.report.clues = clues(self.report, self.addends, self.ranks, self.order())
+        return self.report
+
+    def order(self) -> list[Key]:
+        """Time: phases of each step; modules by their last call; gradients from the end."""
+        place = {key: n for n, key in enumerate(self.plain.parts)}
+        last = {key: -n if key.phase == "gradient" else n for key, n in place.items()}
+        return sorted(place, key=lambda k: (k.step, PHASES.index(k.phase), last[k]))
+
+    def _one(self, key: Key) -> None:
+        whole = self.plain.whole(key)
+        parts = [(m, n, s) for m in self.ranks for n, s in enumerate(m.seen.get(key, ()))]
+        inside = key.phase in ("forward", "backward")
+        if whole is None or not whole.numel() or (inside and (self.plain.scalar(key) or not parts)):
+            self.report.left_out.append(key)
+            return
+        near = [tolerance(self.plain, key, s.part.value.dtype) for _, _, s in parts]
+        if not all(each.decides for each in near):
+            self.report.undecided += 1
+            return
+        self.report.compared += 1
+        left = [one for one in parts if not one[2].fits]
+        if inside:
+            left = [one for one in left if across.complete(key, self.plain, one[0])]
+            if left and not self._summed(key, left):
+                self._wrong(key, parts, left)
+            elif key.phase == "forward" and (words := across.on_no_rank(key, near[0], self.ranks)):
+                self._say(key, [], words)
+            return
+        missing = [m.rank for m in self.ranks if across.lacks(key, m)]
+        if missing:
+            self._say(key, missing, "is not there")
+        elif left:
+            self._wrong(key, parts, left)
+        elif key.phase in ENDS and across.copies_differ(parts):
+            self.report.drifting.append(key)
+
+    def _summed(self, key: Key, left: list[tuple[Matcher, int, Seen]]) -> bool:
+        """Whether sums over groups of ranks fit, where the parts alone do not.
+
+        Such addends are no mistake in themselves. Equal ones are none, even if N halves make a
+        whole: somebody has added them up already, and then divided.
+        """
+        by_call: dict[int, dict[int, Part]] = defaultdict(dict)
+        for matcher, _, seen in left:
+            by_call[seen.part.call][matcher.rank] = seen.part
+        for groups in across.groupings(len(self.ranks)):
+            found = [self._sum(key, parts, group) for parts in by_call.values() for group in groups]
+            if all(f is not False for f in found) and any(found):
+                who = " | ".join(", ".join(map(str, group)) for group in groups)
+                self.addends.append((key, who))
+                return True
+        return False
+
+    def _sum(self, key: Key, parts: dict[int, Part], group: list[int]) -> bool | None:
+        """Whether a group's parts of one call add up to a part of the whole; None: it has none."""
+        mine = [parts[rank] for rank in group if rank in parts]
+        if not mine:
+            return None
+        if len(mine) < 2 or len({part.value.shape for part in mine}) > 1:
+            return False
+        near = tolerance(self.plain, key, mine[0].value.dtype)
+        if all(near.off(part.value, mine[0].value) <= 1 for part in mine[1:]):
+            return False
+        total = sum(part.value.double() for part in mine).to(mine[0].value.dtype)
+        first = self.ranks[group[0]]
+        place, factor = first.place(key, replace(mine[0], value=total), 0)
+        for rank in group if place is not None else ():
+            for seen in self.ranks[rank].seen[key]:
+                seen.place = place if seen.part is parts.get(rank) else seen.place
+            if key.phase == "forward":
+                self.ranks[rank].stood[key, mine[0].call] = place
+        return place is not None
+
+    def _wrong(self, key: Key, parts: list, left: list[tuple[Matcher, int, Seen]]) -> None:
+        """Say what is wrong with those that fit nowhere; they may count as they should be after."""
+        values = []
+        for matcher, number, seen in parts:
+            wrong = any(seen is one for *_, one in left)
+            place = matcher.guess(key, seen, number) if wrong else seen.place
+            if place is None and wrong:
+                shapes = f"{list(seen.part.value.shape)} of {list(self.plain.whole(key).shape)}"
+                self._say(key, [matcher.rank], f"its shape {shapes} is no part of the whole")
+                return
+            if place is None:
+                continue
+            if key.phase == "forward" and wrong:
+                matcher.stood[key, seen.part.call] = place
+            wanted = place.of(self.plain.whole(key)).double().view(seen.part.value.shape)
+            base = matcher.factors.get((key.step, seen.part.call), 1.0)
+            base = base if key.phase == "backward" else 1.0
+            found = wanted if seen.fits else seen.part.value.double() / base
+            values.append(Value(matcher.rank, found, wanted, place, wrong, seen.part.local))
+        near = tolerance(self.plain, key, parts[0][2].part.value.dtype)
+        case = Case(key, self.plain, self.ranks, near, values)
+        bad = sorted({value.rank for value in case.wrong})
+        if key.phase in ENDS or self.report.equal:  # inside, the first alone is worth words
+            self._say(key, bad, cause(case), case.error, near.of_all, factors(case))
+        else:
+            self._say(key, bad, "is another one", case.error, near.of_all)
+
+    def _say(self, key: Key, bad: list[int], words: str, *more: Any) -> None:
+        self.report.findings.append(Finding(key, bad, words, *more))

@@ -1,0 +1,224 @@
+"""Where in a whole tensor a rank's part stands: proposed by CUTS, the likeliest first.
+
+Which proposal is right, numbers decide. Nothing here knows what a module does. A new kind of cut
+is a function of sizes and a row of CUTS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, product
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Index = range | Tensor | None  # along one dimension; None: all of it; -1 in a tensor: padding
+Shape = tuple[int, ...]
+LOOKED_AT = 600  # proposals for one part, at most
+BEGINS = 5000  # places of one flat piece, at most: of a constant it could be any
+ROWS = 8192  # rows of a whole, at most, among which free order is looked for
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """part == whole.view(view)[index of each dimension], or of that, flattened, a piece."""
+
+    view: Shape  # the whole's shape, or that of its rows
+    index: tuple[Index, ...]
+    shape: Shape  # the part's
+    piece: int | None = None  # where it begins in what the cuts leave; behind the end is padding
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What stands there; zeros where it is padding."""
+        x = whole.reshape(self.view)
+        for dimension, index in enumerate(self.index):
+            if isinstance(index, range):
+                along = slice(index.start, index.stop, index.step)
+                x = x[(slice(None),) * dimension + (along,)]
+            elif index is not None:
+                x = x.index_select(dimension, index.clamp_min(0))
+                if (index < 0).any():
+                    shape = [1] * x.dim()
+                    shape[dimension] = -1
+                    x = x.masked_fill((index < 0).view(shape), 0)
+        if self.piece is not None:
+            size = prod(self.shape)
+            x = x.flatten()[self.piece : self.piece + size]
+            x = F.pad(x, (0, size - x.numel()))
+        return x.reshape(self.shape)
+
+    def mark(self, had: Tensor) -> None:
+        """Set what stands there in `had`, a tensor of truth values with the whole's shape."""
+        numbers = self.of(torch.arange(1, had.numel() + 1).view(had.shape))
+        had.view(-1)[numbers[numbers > 0] - 1] = True
+
+    def later(self, numbers: int, whole: Shape) -> Place | None:
+        """The same place in one call's tensor, where it begins so far behind others' calls."""
+        width = prod(self.view[1:])
+        if self.piece is not None or not self.view or not width or numbers % width:
+            return None
+        rows, first = numbers // width, self.index[0]
+        if isinstance(first, Tensor):
+            first = torch.where(first < 0, first, first + rows)
+        else:
+            first = first or range(self.view[0])
+            first = range(first.start + rows, first.stop + rows, first.step)
+        view = (prod(whole) // width, *self.view[1:])
+        return Place(view, (first, *self.index[1:]), self.shape)
+
+    def same(self, other: Place) -> bool:
+        """Whether both were made alike."""
+        return self._words() == other._words()
+
+    def _words(self) -> tuple[object, ...]:
+        index = (tuple(i.tolist()) if isinstance(i, Tensor) else i for i in self.index)
+        return self.view, *index, self.shape, self.piece
+
+
+# Cuts of one dimension: of `total` numbers, `size`. `first`: which of the parts is the likeliest.
+
+
+def _padded(size: int, total: int, first: int) -> Iterator[Index]:
+    """All of them, and padding behind."""
+    if size > total:
+        yield torch.cat((torch.arange(total), torch.full((size - total,), -1)))
+
+
+def _even(size: int, total: int, first: int) -> Iterator[Index]:
+    for n in _order(size, total, first):
+        yield range(n * size, (n + 1) * size)
+
+
+def _zigzag(size: int, total: int, first: int) -> Iterator[Index]:
+    """One early piece and one late, as context parallelism cuts a causal sequence."""
+    if size % 2 == 0:
+        ranks, half = total // size, size // 2
+        for n in _order(size, total, first):
+            late = 2 * ranks - 1 - n
+            pieces = (torch.arange(k * half, (k + 1) * half) for k in (n, late))
+            yield torch.cat(tuple(pieces))
+
+
+def _strided(size: int, total: int, first: int) -> Iterator[Index]:
+    for n in _order(size, total, first):
+        yield range(n, total, total // size)
+
+
+def _in_sections(size: int, total: int, first: int) -> Iterator[Index]:
+    """Of each section a part: gate and up, or queries, keys and values, in one matrix."""
+    for sections in (2, 3):
+        if size % sections == 0 and total % sections == 0:
+            for n in _order(size, total, first):
+                pieces = (s.chunk(total // size)[n] for s in torch.arange(total).chunk(sections))
+                yield torch.cat(tuple(pieces))
+
+
+def _uneven(size: int, total: int, first: int) -> Iterator[Index]:
+    """A part among others of other sizes: from anywhere; or the last of padded ones."""
+    if size < total and total % size:
+        for start in range(-(-total // size) * size)[::size]:
+            piece = torch.arange(start, start + size)
+            yield piece.masked_fill(piece >= total, -1)
+        for start in range(total - size + 1):
+            yield range(start, start + size)
+
+
+def _order(size: int, total: int, first: int) -> Iterator[int]:
+    """The equal parts' numbers, the likeliest first."""
+    if 0 < size < total and total % size == 0:
+        ranks = total // size
+        yield from ((first + n) % ranks for n in range(ranks))
+
+
+CUTS = _padded, _even, _zigzag, _strided, _in_sections, _uneven
+
+
+def proposals(
+    part: Shape, whole: Shape, first: int = 0, start: Shape | None = None
+) -> Iterator[Place]:
+    """Places for a part of this shape in a whole of that one. start: where a DTensor says."""
+    part, whole = tuple(part), tuple(whole)
+    if start is not None and len(part) == len(whole):
+        told = tuple(range(b, b + size) for b, size in zip(start, part, strict=True))
+        if all(r.stop <= total for r, total in zip(told, whole, strict=True)):
+            yield Place(whole, told, part)
+    if prod(part) == 0:
+        yield Place(whole, (range(0),) + (None,) * (len(whole) - 1), part)
+    elif part == whole:
+        yield Place(whole, (None,) * len(whole), part)
+    elif len(part) == len(whole):
+        yield from islice(_cut(part, whole, part, first), LOOKED_AT)
+    elif min(len(part), len(whole)) > 1 and part[-1] == whole[-1]:  # rows, however they are grouped
+        rows = (prod(part[:-1]), part[-1]), (prod(whole[:-1]), whole[-1])
+        if rows[0] == rows[1]:
+            yield Place(whole, (None,) * len(whole), part)
+        else:
+            yield from islice(_cut(*rows, part, first), LOOKED_AT)
+
+
+def _cut(part: Shape, whole: Shape, shape: Shape, first: int) -> Iterator[Place]:
+    differ = [d for d in range(len(whole)) if part[d] != whole[d]]
+    if len(differ) > 2:
+        return
+    ways = ([i for cut in CUTS for i in cut(part[d], whole[d], first)] for d in differ)
+    for chosen in product(*ways):
+        index: list[Index] = [None] * len(whole)
+        for dimension, one in zip(differ, chosen, strict=True):
+            index[dimension] = one
+        yield Place(whole, tuple(index), shape)
+
+
+def pieces(part: Tensor, whole: Tensor, ranks: int) -> Iterator[Place]:
+    """Places of a flat piece of the whole, or of what one cut along a dimension leaves of it."""
+    size, shape = part.numel(), tuple(part.shape)
+    if part.dim() != 1 or not size:
+        return
+    bases: list[tuple[Index, ...]] = [(None,) * whole.dim()]
+    for degree in (d for d in range(2, ranks + 1) if ranks % d == 0):
+        for dimension, total in enumerate(whole.shape):
+            for n in range(degree) if total % degree == 0 else ():
+                index: list[Index] = [None] * whole.dim()
+                index[dimension] = range(n * total // degree, (n + 1) * total // degree)
+                bases.append(tuple(index))
+    view = tuple(whole.shape)
+    for index in bases:
+        cut = [t if i is None else len(i) for i, t in zip(index, whole.shape, strict=True)]
+        base = Place(view, index, (prod(cut),)).of(whole)
+        begins = (base == part[0]).nonzero().flatten()
+        last = part.nonzero().flatten()[-1:]  # what follows it may be padding
+        if len(last):
+            ends = (begins + last < len(base)).nonzero().flatten()
+            begins = begins[ends]
+            begins = begins[base[begins + last] == part[last]]
+        for begin in begins[:BEGINS].tolist():
+            yield Place(view, index, shape, begin)
+
+
+def by_rows(part: Tensor, whole: Tensor) -> Place | None:
+    """Rows in any order: each of the part's is where the whole has the most similar one."""
+    if min(part.dim(), whole.dim()) < 2 or part.shape[-1] != whole.shape[-1] or not part.numel():
+        return None
+    mine, all_ = part.reshape(-1, part.shape[-1]), whole.reshape(-1, whole.shape[-1])
+    if len(all_) > ROWS:
+        return None
+    return Place(tuple(all_.shape), (_nearest(mine, all_), None), tuple(part.shape))
+
+
+def by_columns(part: Tensor, whole: Tensor) -> Place | None:
+    """Columns in any order, of all rows."""
+    if min(part.dim(), whole.dim()) < 2 or part.shape[:-1] != whole.shape[:-1]:
+        return None
+    mine, all_ = part.reshape(-1, part.shape[-1]).T, whole.reshape(-1, whole.shape[-1]).T
+    if not len(mine) <= len(all_) <= ROWS:
+        return None
+    return Place(tuple(all_.T.shape), (None, _nearest(mine, all_)), tuple(part.shape))
+
+
+def _nearest(part: Tensor, whole: Tensor) -> Tensor:
+    """Of each row, the number of the most similar one, by 16 random sums of it."""
+    generator = torch.Generator().manual_seed(0)
+    sketch = torch.randn(part.shape[1], 16, generator=generator)
+    return torch.cdist(part.float() @ sketch, whole.float() @ sketch).argmin(1)

@@ -1,0 +1,320 @@
+"""What a program computes, step by step, as its hooks see it: outputs, gradients, updates.
+
+`watch(model, optimizer)` is all that a program needs: steps are told apart by the optimizer's own
+hooks. Each tensor goes at once to a sink, which keeps it, writes it or compares it. Nothing here
+knows of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from shardlab.arguments import check_all, check_callable, check_kind
+
+# What a library puts between a module and the name that its author gave it.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+PHASES = "weights", "forward", "backward", "gradient", "update"  # in the order of a step
+BEFORE = -1  # the step of weights before the first one
+ENGINES = "deepspeed"  # whose optimizer steps inside of the engine's own step
+
+
+class Key(NamedTuple):
+    """Of which tensor: in which step, in which phase, of which module or parameter."""
+
+    step: int
+    phase: str  # one of PHASES
+    name: str
+
+
+@dataclass
+class Part:
+    """What one call left on one rank."""
+
+    value: Tensor  # detached; whoever keeps it, copies it
+    call: int = 0  # which call of its module in this step
+    start: tuple[int, ...] | None = None  # where a DTensor says that it begins in the whole
+    local: Tensor | None = None  # of a gradient: this rank's own, before anyone averaged it
+    drew: bool = False  # random numbers were drawn since the output before it
+
+
+class Sink(Protocol):
+    """What is told of each tensor, in the order in which they come."""
+
+    def see(self, key: Key, part: Part) -> None:
+        """A tensor: copied if it is kept."""
+
+    def tied(self, name: str, first: str) -> None:
+        """A parameter has two names."""
+
+    def stepped(self, steps: int, clips_later: bool) -> None:
+        """So many steps are through. clips_later: gradients were read before they were clipped."""
+
+
+def author_names(name: str) -> str:
+    """A module's name without what libraries put in between."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
+    """`x` with a quarter of its numbers moved by one unit in the last place, up or down."""
+    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
+    x = x.detach().contiguous()
+    drawn = torch.randint(8, x.shape, generator=generator).to(x.device)
+    moved = (x.view(whole) + (drawn == 0).to(whole) - (drawn == 1).to(whole)).view(x.dtype)
+    return torch.where((x == 0) | ~moved.isfinite(), x, moved)
+
+
+class Watch:
+    """What a program is given: `watch(model, optimizer)`.
+
+    seed: of noise; every output, gradient and first weight is then moved by one unit in the last
+    place, to see what rounding does to all others.
+    """
+
+    def __init__(self, sink: Sink, seed: int | None = None):
+        self.sink, self.step, self.watched, self.optimized = sink, 0, False, False
+        self.noise = None if seed is None else torch.Generator().manual_seed(seed)
+        self.calls: Counter[Key] = Counter()
+        self.before: dict[str, Tensor] = {}
+        self.locals: dict[str, Tensor] = {}
+        self.dice: tuple[Any, ...] = ()  # where random numbers stood at the last output
+
+    def __call__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        rename: Callable[[str], str] = author_names,
+    ) -> Any:
+        """Watch a model, or this rank's parts of one, and its optimizer; returns the model.
+
+        optimizer: several, if each step takes one of each; None for DeepSpeed's engine, which has
+        its own. rename: from a name here to that of the plain model's module or parameter.
+
+        Raises ValueError for other objects, and for a second call.
+        """
+        self.models = list(model) if isinstance(model, (list, tuple)) else [model]
+        several = isinstance(optimizer, (list, tuple))
+        optimizers = list(optimizer) if several else [] if optimizer is None else [optimizer]
+        check_all(nn.Module, model=self.models)
+        check_callable(rename=rename)
+        for one in optimizers:
+            check_kind(torch.optim.Optimizer, optimizer=one)
+        if self.watched:
+            raise ValueError("watch: a second call; needed is one, with a list of several models")
+        _overlook_rehearsals()
+        self.watched, self.rename = True, rename
+        if self.noise is not None:
+            with torch.no_grad():
+                for p in {id(p): p for _, p in self._parameters()}.values():
+                    p.copy_(neighbours(p, self.noise))
+        for name, p in self._once(tell=True):
+            self.sink.see(Key(BEFORE, "weights", name), _part(_readable(p)))
+            if p.requires_grad and p.is_leaf:
+                p.register_hook(self._own_gradient(name))
+        self._keep_weights()
+        for one in self.models:
+            one.register_forward_pre_hook(self._enter)
+            for name, module in one.named_modules():
+                if name or len(self.models) == 1:  # of several parts none is the model
+                    self._hook(rename(name), module)
+        self.optimized = bool(optimizers)
+        if type(model).__module__.startswith(ENGINES):
+            self.optimized = True
+            self._inside_engine(model)
+        else:
+            self._around(optimizers)
+        return model
+
+    # Outputs, and the gradients of outputs
+
+    def _enter(self, _module: nn.Module, _args: Any) -> None:
+        self.dice = _dice()
+
+    def _hook(self, name: str, module: nn.Module) -> None:
+        def after(_module: nn.Module, _args: Any, output: Any) -> Any:
+            dice = _dice()
+            drew, self.dice = dice != self.dice, dice
+            # Computed again in backward, or not trained, or a library's rehearsal.
+            if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or _quiet:
+                return None
+            moved = self.noise is not None and isinstance(output, Tensor)
+            if moved and output.is_floating_point():
+                y = output.detach()
+                output = output + (neighbours(y, self.noise) - y)
+            found = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+            found = [x for x in found if x.is_floating_point()]
+            for number, x in enumerate(found):
+                key = Key(self.step, "forward", name + (f"[{number}]" if number else ""))
+                part = _part(x)
+                part.call, part.drew = self.calls[key], drew
+                self.calls[key] += 1
+                self.sink.see(key, part)
+                if x.requires_grad:
+                    x.register_hook(self._backward(key._replace(phase="backward"), part.call))
+            return output if moved else None
+
+        module.register_forward_hook(after)
+
+    def _backward(self, key: Key, call: int) -> Callable[[Tensor], Tensor | None]:
+        def hook(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:
+                return None
+            part = _part(gradient)
+            part.call = call
+            self.sink.see(key, part)
+            return None if self.noise is None else neighbours(gradient, self.noise)
+
+        return hook
+
+    # Weights, their gradients, and what a step makes of them
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for one in self.models:
+            for name, p in one.named_parameters(remove_duplicate=False):
+                yield self.rename(name), p
+
+    def _once(self, tell: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter by its first name."""
+        first: dict[int, str] = {}
+        for name, p in self._parameters():
+            if first.setdefault(id(p), name) == name:
+                yield name, p
+            elif tell:
+                self.sink.tied(name, first[id(p)])
+
+    def _own_gradient(self, name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is None or isinstance(gradient, DTensor):  # None: it is computed later
+                return
+            had = self.locals.get(name)
+            own = gradient.detach()
+            self.locals[name] = own.clone() if had is None else had + own
+
+        return hook
+
+    def _keep_weights(self) -> None:
+        self.before = {name: _part(_readable(p)).value.clone() for name, p in self._once()}
+
+    def _gradients(self) -> None:
+        for name, p in self._once():
+            if (gradient := _gradient(p)) is not None:
+                part = _part(gradient)
+                part.local = self.locals.pop(name, None)
+                self.sink.see(Key(self.step, "gradient", name), part)
+        self.locals.clear()
+
+    def _updates(self, clips_later: bool = False) -> None:
+        for name, p in self._once():
+            part = _part(_readable(p))
+            wide = torch.promote_types(part.value.dtype, torch.float32)
+            part.value = part.value.to(wide) - self.before[name].to(wide)
+            self.sink.see(Key(self.step, "update", name), part)
+        self._keep_weights()
+        self.step += 1
+        self.sink.stepped(self.step, clips_later)
+
+    def _around(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Gradients as the first of them sees them, updates when all have stepped."""
+        waiting: list[torch.optim.Optimizer] = []
+
+        def before(*_: Any) -> None:
+            if not waiting:
+                self._gradients()
+                waiting.extend(optimizers)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            waiting[:] = [one for one in waiting if one is not optimizer]
+            if not waiting:
+                self._updates()
+
+        for one in optimizers:
+            one.register_step_pre_hook(before)
+            one.register_step_post_hook(after)
+
+    def _inside_engine(self, engine: Any) -> None:
+        """DeepSpeed's: it clips inside of its step, which not every call of it takes."""
+        step = engine.step
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            at_end = engine.is_gradient_accumulation_boundary()
+            if at_end:
+                self._gradients()
+            result = step(*args, **kwargs)
+            if at_end:
+                self._updates(bool(engine.gradient_clipping()))
+            return result
+
+        engine.step = watched
+
+
+def _part(x: Tensor) -> Part:
+    """This rank's own numbers of a tensor, and where a DTensor says that they stand."""
+    x, start = x.detach(), None
+    if isinstance(x, DTensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        if not any(p.is_partial() for p in x.placements):
+            place = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+            start = tuple(place[1])
+        x = x.to_local()
+        x = x.wait() if hasattr(x, "wait") else x
+    return Part(x.cpu(), start=start)
+
+
+def _readable(p: Tensor) -> Tensor:
+    """A parameter as this rank can read it: DeepSpeed's third stage gives it on request."""
+    if hasattr(p, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([p]):
+            return p.detach().clone()
+    return p
+
+
+def _gradient(p: Tensor) -> Tensor | None:
+    """What the optimizer will see: a DTensor's gradient is brought to its weight's placements."""
+    if p.grad is None and (hasattr(p, "_hp_mapping") or hasattr(p, "ds_id")):
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(p)
+    if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+        return p.grad.redistribute(placements=p.placements)
+    return p.grad
+
+
+def _dice() -> tuple[Any, ...]:
+    """Where the random numbers of this process stand."""
+    state = torch.random.default_generator.get_state()
+    offsets = ()
+    if torch.cuda.is_initialized():
+        offsets = tuple(g.get_offset() for g in torch.cuda.default_generators)
+    return hash(state.numpy().tobytes()), *offsets
+
+
+_quiet: list[bool] = []  # while a library rehearses
+
+
+def _overlook_rehearsals() -> None:
+    """torch's pipelines send a micro-batch of made-up numbers first, to learn shapes."""
+    from torch.distributed.pipelining import PipelineStage
+
+    rehearse = getattr(PipelineStage, "_forward_metadata_inference", None)
+    if rehearse is None or rehearse.__name__ == "overlooked":
+        return
+
+    def overlooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _quiet.append(True)
+        try:
+            return rehearse(self, *args, **kwargs)
+        finally:
+            _quiet.pop()
+
+    PipelineStage._forward_metadata_inference = overlooked

@@ -1,0 +1,93 @@
+"""What is said of a comparison: the first tensor that is wrong, on which ranks, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .recording import BEFORE, Key
+
+OF = {
+    "weights": "weights of {}",
+    "forward": "output of {}",
+    "backward": "gradient of the output of {}",
+    "gradient": "gradient of {}",
+    "update": "update of {}",
+}
+
+
+def called(key: Key) -> str:
+    """A tensor in words."""
+    return OF[key.phase].format(key.name or "the model")
+
+
+def when(key: Key) -> str:
+    """In which step, in words."""
+    return "before the first step, " if key.step == BEFORE else f"step {key.step + 1}, "
+
+
+@dataclass
+class Finding:
+    """A tensor that is another one than the plain program's."""
+
+    key: Key
+    ranks: list[int]  # on which
+    words: str  # what is wrong with it
+    error: float | None = None  # relative to its size; None: there is nothing to measure
+    allowed: float = 0.0  # how much of that rounding explains
+    factors: dict[int, float] = field(default_factory=dict)  # of ranks, if nothing else is wrong
+
+    def __str__(self) -> str:
+        who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}: "
+        said = f"{when(self.key)}{called(self.key)}, {who if self.ranks else ''}{self.words}"
+        if self.error is None:
+            return said
+        explains = f"rounding explains {self.allowed:.1e}"
+        return f"{said} (off by {self.error:.1e} of its size; {explains})"
+
+
+@dataclass
+class Report:
+    """Whether all is equal, and what is wrong if not. `str` says it in a few lines."""
+
+    ranks: int
+    findings: list[Finding] = field(default_factory=list)  # in the order of the computation
+    clues: list[str] = field(default_factory=list)  # what else was seen on the way to the first
+    drifting: list[Key] = field(default_factory=list)  # copies near the plain one, and not alike
+    compared: int = 0  # tensors
+    undecided: int = 0  # of which rounding alone makes another one: nothing can be said
+    left_out: list[Key] = field(default_factory=list)  # no part of a whole: a rank's own loss
+    worst: dict[str, float] = field(default_factory=dict)  # by phase, as a part of what is allowed
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the parallel program computes what the plain one does."""
+        return not self.findings
+
+    @property
+    def first(self) -> Finding | None:
+        """What is wrong first; what comes behind may be its consequence."""
+        return self.findings[0] if self.findings else None
+
+    def __str__(self) -> str:
+        if self.equal:
+            worst = max(self.worst.values(), default=0.0)
+            lines = [
+                f"equal: {self.compared} tensors on {self.ranks} ranks; "
+                f"the worst is off by {worst:.0%} of what is allowed to rounding"
+            ]
+            if self.undecided:
+                lines.append(f"  of {self.undecided} more, rounding alone makes other ones")
+            if self.drifting:
+                lines.append(
+                    f"  {len(self.drifting)} are not the same bits on ranks that hold copies, "
+                    f"first the {called(self.drifting[0])}: nobody keeps the copies together"
+                )
+            return "\n".join(lines)
+        lines = [str(self.first), *(f"  {clue}" for clue in self.clues)]
+        alike = [f for f in self.findings if f.key[:2] == self.first.key[:2]]
+        if len(alike) > 1:
+            lines.append(
+                f"  and {len(alike) - 1} more like it in this step; what follows is not judged"
+            )
+        return "\n".join(lines)

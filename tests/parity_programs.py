@@ -1,0 +1,545 @@
+"""Programs that are compared with a plain one: right ones, and wrong ones beside their controls.
+
+A program is a row of the contract (`contract.Row`), trained by its technique's side (`sides`). A
+wrong one is such a row with one mistake: something of a side that is another, or a function that
+does less. Its control is the same row without it, so that an alarm means the mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import sides
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from contract import FLOAT32, SIDES, Row, groups
+from sides import Side, optimizer, plain_loss
+from torch import Tensor, nn
+
+from shardlab import context_parallel as cp
+from shardlab import data_parallel as dp
+from shardlab import experts
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp
+from shardlab.context_parallel import core as cp_core
+from shardlab.layout import Layout
+from shardlab.model import Config
+from shardlab.pipeline.core import Passes
+from shardlab.tensor_parallel import core as tp_core
+
+GPT2 = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
+LLAMA = Config(
+    vocab=64, seq=16, layers=2, heads=8, hidden=64, kv_heads=4, ffn=48, mlp="swiglu", norm="rms",
+    bias=False, tied=False,
+)  # fmt: skip
+UNTIED = replace(GPT2, tied=False)
+SPARSE = replace(
+    LLAMA, experts=4, expert_ffn=24, hidden=32, heads=4, kv_heads=4, experts_per_token=2
+)
+DROPS = replace(GPT2, dropout=0.2)
+CLIP = {"clip": (0.3,)}  # of norms of 1 and more
+Program = Callable[[Any], None]
+
+
+def row(technique: str, config: Config, layout: Layout, **more: Any) -> Row:
+    """Eight sequences in all, one step of float32."""
+    more = {"dtype": torch.float32, "steps": 1, "options": {}} | more
+    sizes = more.pop("sizes", (8 // layout.dp,) * layout.dp)
+    case = more.pop("case", "parity")
+    return Row(technique, case, config, layout, FLOAT32, sizes, **more)
+
+
+def batch(row: Row, step: int) -> tuple[Tensor, ...]:
+    """A step's whole batch."""
+    parts = [part for copy in row.batch(step) for part in copy]
+    return tuple(torch.cat([part[n] for part in parts]) for n in (0, 1))
+
+
+def plain(row: Row) -> Program:
+    """The row's model on one process, which knows nothing of ranks."""
+
+    def program(watch: Any) -> None:
+        model = row.model(row.config)
+        o = optimizer(model, row.lr)
+        watch(model, o)
+        m = row.layout.microbatches if row.layout.pp == 1 else 1
+        for step in range(row.steps):
+            o.zero_grad()
+            torch.manual_seed(step)
+            for tokens, targets in zip(*(x.chunk(m) for x in batch(row, step)), strict=True):
+                (plain_loss(model(tokens), targets) / m).backward()
+            if row.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), row.clip[step % len(row.clip)])
+            o.step()
+
+    return program
+
+
+def watched(side: Side) -> Any:
+    """What of a side is watched: the model, or this rank's parts of it."""
+    if hasattr(side, "engine"):
+        return side.engine
+    model = side.model
+    if side.row.technique == "mesh":
+        return model.sharded if model.sharded is not None else model.pipeline.parts
+    return model.parts if side.row.technique == "pipeline" else model
+
+
+class Shared(nn.Module):
+    """Keys or values of one head, which two ranks hold."""
+
+    def __init__(self, whole: nn.Linear, head: int, size: int, group: Any):
+        super().__init__()
+        self.group = group
+        mine = whole.weight.detach()[head * size : (head + 1) * size]
+        self.weight = nn.Parameter(mine.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(tp.copy_to(x, self.group), self.weight)
+
+
+class Grouped(Side):
+    """Attention over more ranks than there are heads of keys: pairs share one."""
+
+    def made(self, model: Any, summed: bool = True) -> Any:
+        group, config, self.summed, self.shared = self.groups["tp"], model.config, summed, []
+        rank, size = dist.get_rank(group), config.head_size
+        head = rank * config.key_value_heads // dist.get_world_size(group)
+        for block in model.blocks:
+            attention = block.attention
+            for name in ("key", "value"):
+                mine = Shared(getattr(attention, name), head, size, group)
+                setattr(attention, name, mine)
+                self.shared.append(mine.weight)
+            attention.query = tp.ColumnLinear.from_plain(attention.query, group)
+            attention.out = tp.RowLinear.from_plain(attention.out, group)
+        pairs = [[i, i + 1] for i in range(0, dist.get_world_size(group), 2)]
+        self.pair = dist.new_subgroups_by_enumeration(pairs)[0]
+        return model
+
+    def step(self, batch: Any) -> Any:
+        ((part,),) = batch
+        self.loss(part).backward()
+        for weight in self.shared if self.summed else ():
+            dist.all_reduce(weight.grad, group=self.pair)
+
+
+def parallel(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> Program:
+    """The row's technique, with a mistake in its side."""
+
+    def program(watch: Any) -> None:
+        made = Grouped if row.technique == "grouped" else SIDES[row.technique]
+        side = made(row, row.model(row.config), groups(row))
+        mistake(side)
+        watch(watched(side), side.optimizer)
+        for step in range(row.steps):
+            side.optimizer.zero_grad()
+            torch.manual_seed(step)
+            getattr(side, "begin", lambda: None)()
+            side.step(row.batch(step))
+            if row.clip and not hasattr(side, "engine"):
+                side.clip(row.clip[step % len(row.clip)])
+            side.optimizer.step()
+
+    return program
+
+
+def reference(row: Row) -> str:
+    """A name of the row's plain program: rows that share it have the same."""
+    m = row.layout.microbatches if row.layout.pp == 1 else 1
+    same = row.config, sum(row.sizes), row.steps, row.lr, row.dtype, row.clip, m
+    return f"{type(row).__name__} {same}"
+
+
+# Right programs
+
+ONE = Layout(dp=2)
+G = row("data", GPT2, ONE, options={"way": "parameters"})
+
+
+def right() -> Iterator[tuple[str, Row]]:
+    """Every technique of the course, and those of libraries that the contract knows."""
+    for n in (2, 4):
+        for technique in ("data", "DDP"):
+            options = {"bucket_bytes": 20_000, "first_bytes": 4_000} if technique == "data" else {}
+            layout, more = Layout(dp=n), {"options": options}
+            yield f"{technique} {n}", row(technique, GPT2, layout, **more)
+            accumulated = replace(layout, microbatches=2)
+            yield f"{technique} accumulated {n}", row(technique, GPT2, accumulated, **more)
+            yield f"{technique} clipped {n}", row(technique, LLAMA, layout, **more, **CLIP)
+        for stage in (1, 2, 3):
+            for technique, config in (("zero", GPT2), ("zero", LLAMA), ("DeepSpeed", GPT2)):
+                name = f"{technique} {stage} {'llama ' if config is LLAMA else ''}{n}"
+                yield name, row(technique, config, Layout(dp=n, zero=stage))
+        yield f"zero 2 clipped {n}", row("zero", GPT2, Layout(dp=n, zero=2), **CLIP)
+        for stage in (2, 3):
+            yield f"FSDP2 {stage} {n}", row("FSDP2", GPT2, Layout(dp=n, zero=stage))
+        for config, said in ((GPT2, "gpt2"), (LLAMA, "llama")):
+            yield f"tensor {said} {n}", row("tensor", config, Layout(tp=n))
+            along = Layout(tp=n, sequence_parallel=True)
+            yield f"sequence {said} {n}", row("tensor", config, along)
+            for way in ("ring", "ulysses"):
+                for layout in ("zigzag", "contiguous"):
+                    options = {"way": way, "layout": layout}
+                    name = f"context {way} {layout} {said} {n}"
+                    yield name, row("context", config, Layout(cp=n), options=options)
+        yield f"tensor dropout {n}", row("tensor", DROPS, Layout(tp=n))
+        if n == 4:
+            yield "grouped 4", row("grouped", replace(LLAMA, kv_heads=2), Layout(tp=n))
+        yield f"experts {n}", row("experts", SPARSE, Layout(dp=n, ep=n))
+        for name in ("gpipe", "1f1b", "interleaved", "zb-h2", "zb-v"):
+            chunks = 2 if name in ("interleaved", "zb-v") else 1
+            layout = Layout(pp=n, schedule=name, microbatches=4, chunks=chunks)
+            config = replace(GPT2, layers=n * chunks, tied=name in ("1f1b", "gpipe"))
+            yield f"pipeline {name} {n}", row("pipeline", config, layout)
+    for layout, config in (
+        (Layout(tp=2, pp=2, microbatches=2), GPT2),
+        (Layout(dp=2, tp=2, zero=1), GPT2),
+        (Layout(dp=2, tp=2, zero=3), GPT2),
+        (Layout(dp=2, tp=2, zero=3, sequence_parallel=True), LLAMA),
+        (Layout(dp=2, pp=2, zero=1, microbatches=2), GPT2),
+        (Layout(dp=2, pp=2, microbatches=2), UNTIED),
+    ):
+        yield f"mesh {layout}", row("mesh", config, layout, clip=(0.3,))
+    for stage in (0, 3):
+        layout = Layout(dp=2, tp=2, zero=stage)
+        yield f"tensor in copies {stage}", row("tensor in copies", LLAMA, layout)
+
+
+RIGHT = dict(right())
+
+
+# Wrong ones
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A mistake: in a side, in functions (owner, name, what is there in its place), or a row."""
+
+    row: Row
+    place: str  # of the first wrong tensor, and of the words that name it: regular expressions
+    words: str
+    mistake: Callable[[Side], None] = lambda side: None
+    instead: tuple[tuple[Any, str, Any], ...] = ()
+    other: Row | None = None  # the wrong program's, where it is another
+    control: Callable[[Side], None] = lambda side: None  # what the right one has of its own
+
+    def program(self) -> Program:
+        """The wrong program."""
+
+        def program(watch: Any) -> None:
+            with ExitStack() as stack:
+                for owner, name, value in self.instead:
+                    stack.enter_context(mock.patch.object(owner, name, value, create=True))
+                parallel(self.other or self.row, self.mistake)(watch)
+
+        return program
+
+
+def nothing(*_: Any) -> None:
+    """What was forgotten."""
+
+
+def same(x: Tensor, *_: Any) -> Tensor:
+    """No communication."""
+    return x
+
+
+def mean_of(x: Tensor, group: Any) -> Tensor:
+    return tp.reduce_from(x, group) / dist.get_world_size(group)
+
+
+def early_bias(self: Any, x: Tensor) -> Tensor:
+    return self.leave(F.linear(x, self.weight, self.bias), self.group)
+
+
+def unmasked(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+    within = (numbers - own.start).clamp(0, own.stop - own.start - 1)
+    return within, torch.zeros_like(numbers, dtype=torch.bool)
+
+
+def average(module: nn.Module, group: Any, scale: float | None = None, skip: int = 0) -> None:
+    """Gradients over a group; scale: 1 for a sum."""
+    parameters = list(module.parameters())
+    for p in parameters[: len(parameters) - skip]:
+        dist.all_reduce(p.grad, group=group)
+        p.grad *= scale or 1 / dist.get_world_size(group)
+
+
+def from_rank_0(module: nn.Module, group: Any) -> None:
+    for p in module.parameters():
+        dist.broadcast(p.grad, 0, group=group)
+
+
+def clip_first(module: nn.Module, group: Any) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+    average(module, group)
+
+
+def own_seed(self: Row, config: Config) -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return sides.GPT(config)
+
+
+def padded_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    zeros = logits.new_zeros(*logits.shape[:-1], 2)
+    return plain_loss(torch.cat((logits, zeros), -1), targets, reduction)
+
+
+def whole_blocks(layout: Any, ranks: int, rank: int, source: int, causal: bool, share: int) -> list:
+    return [cp_core.Block(slice(0, share), slice(0, share), source == rank)]
+
+
+def second_share(change: Callable[[Tensor, Any, str], Tensor]) -> Callable[..., Tensor]:
+    """cp.share, but for the targets, which come second."""
+    turn = iter(range(10**6))
+
+    def share(x: Tensor, group: Any, layout: str = "zigzag") -> Tensor:
+        return cp_core.share(x, group, layout) if next(turn) % 2 == 0 else change(x, group, layout)
+
+    return share
+
+
+def shifted(x: Tensor, group: Any, layout: str) -> Tensor:
+    y = cp_core.share(x, group, layout)
+    return torch.cat((y[:, 1:], y[:, :1]), 1)
+
+
+class Ignoring(Row):
+    """Of the last sequences, the second half has no targets."""
+
+    def batch(self, step: int) -> list[list[Any]]:
+        found = super().batch(step)
+        for tokens, targets, _ in found[-1]:
+            targets[: len(tokens) // 4 * 3, tokens.shape[1] // 2 :] = -100
+        return found
+
+
+def options_of(**given: float) -> Callable[[Side], None]:
+    """The optimizer's options, times these."""
+
+    def mistake(side: Side) -> None:
+        for group in side.optimizer.param_groups:
+            group.update({name: group[name] * value for name, value in given.items()})
+
+    return mistake
+
+
+def share_of_rank_0(side: Side) -> None:
+    side.copy = 0
+
+
+def undivided(side: Any) -> None:
+    side.mean = lambda part, parts: side.loss(part)
+
+
+def half_the_loss(side: Any) -> None:
+    side.mean = lambda part, parts: side.loss(part) / parts / 2
+
+
+def joined(side: Any) -> None:
+    """The loss of all tokens that have a target, whoever has them."""
+
+    def mean(part: Any, parts: int) -> Tensor:
+        count = int((part[1] != -100).sum())
+        return dp.joined_mean(side.loss(part, "sum"), count, side.groups["dp"])
+
+    side.mean = mean
+
+
+def clipped_before(side: Side) -> None:
+    side.clip = nothing
+
+
+def clipped_locally(side: Side) -> None:
+    side.clip = lambda limit: nn.utils.clip_grad_norm_(side.model.parameters(), limit)
+
+
+def overflow_on_rank_1(side: Side) -> None:
+    step, turn = side.optimizer.step, iter(range(10**6))
+    side.optimizer.step = lambda: step() if next(turn) or dist.get_rank() == 0 else None
+
+
+def stale(side: Side) -> None:
+    """Each rank trains its half of the parameters, and is sent what the others had before."""
+    step, rank, n = side.optimizer.step, dist.get_rank(), dist.get_world_size()
+
+    def stepped() -> None:
+        had = [p.detach().clone() for p in side.model.parameters()]
+        step()
+        with torch.no_grad():
+            for i, (p, old) in enumerate(zip(side.model.parameters(), had, strict=True)):
+                if i % n != rank:
+                    p.copy_(old)
+
+    side.optimizer.step = stepped
+
+
+def one_end(side: Any) -> None:
+    side.model.twin = None
+
+
+def twice_divided(module: nn.Module, *groups: Any, right: Any = experts.average_gradients) -> None:
+    right(module, *groups)
+    for p in experts.own_parameters(module):
+        p.grad /= dist.get_world_size()
+
+
+def own_masks(side: Any) -> None:
+    side.begin = lambda: torch.manual_seed(1000 + dist.get_rank())
+
+
+def data(**more: Any) -> Row:
+    return row("data", more.pop("config", GPT2), more.pop("layout", ONE),
+               options={"way": "parameters"}, **more)  # fmt: skip
+
+
+def averaged_by(function: Callable[..., None]) -> tuple[tuple[Any, str, Any], ...]:
+    return ((dp, "average_gradients", function),)
+
+
+def edges(enter: Any, leave: Any) -> Row:
+    return replace(TENSOR, options={"edges": tp.Edges(enter, leave)})
+
+
+TENSOR = row("tensor", GPT2, Layout(tp=2))
+GROUPED = row("grouped", replace(LLAMA, kv_heads=2), Layout(tp=4))
+ALONG = row("tensor", LLAMA, Layout(tp=2, sequence_parallel=True))
+RING = row("context", GPT2, Layout(cp=2), options={"way": "ring", "layout": "zigzag"})
+CONTIGUOUS = replace(RING, options={"way": "ring", "layout": "contiguous"})
+ZERO = row("zero", GPT2, Layout(dp=2, zero=2))
+PIPE = row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4))
+PARTED = replace(PIPE, config=UNTIED)
+EXPERTS = row("experts", SPARSE, Layout(dp=2, ep=2))
+IGNORING = Ignoring(**{f: getattr(G, f) for f in G.__dataclass_fields__})
+WHOLE = property(lambda self: [1.0] * 99, lambda self, value: None)
+
+WRONG: dict[str, Wrong] = {
+    "tensor: sum of the input's gradient forgotten": Wrong(
+        TENSOR, r"backward blocks\.1\.", "began with .*addends", other=edges(same, tp.reduce_from)
+    ),
+    "tensor: sum of the outputs forgotten": Wrong(
+        TENSOR, r"forward blocks\.0\.attention_norm|forward embedding", "addends",
+        other=edges(tp.copy_to, same),
+    ),
+    "tensor: bias added by each rank": Wrong(
+        TENSOR, r"forward blocks\.0\.attention\.out", r"attention\.out\.bias is in it 2 times",
+        instead=((tp_core.RowLinear, "forward", early_bias),),
+    ),
+    "tensor: mean in place of a sum": Wrong(
+        TENSOR, "forward embedding", "0.5 times .* divided by 2 ranks once too often",
+        other=edges(tp.copy_to, mean_of),
+    ),
+    "tensor: tokens of other ranks not masked": Wrong(
+        TENSOR, "forward embedding", "another one, the same on all|rows are wrong",
+        instead=((tp_core, "own_rows", unmasked),),
+    ),
+    "sequence: gradients of norms not summed": Wrong(
+        ALONG, "gradient norm", "nobody added them up", instead=((sp, "sum_gradients", nothing),)
+    ),
+    "tensor: gradients of shared heads not summed": Wrong(
+        GROUPED, r"gradient .*attention\.(key|value)\.weight",
+        r"nobody added them up over ranks 0, 1 \| 2, 3",
+        other=replace(GROUPED, options={"summed": False}),
+    ),
+    "data: summed, not averaged": Wrong(
+        data(), "gradient ", "2 times .* a sum over 2 ranks that was not averaged",
+        instead=averaged_by(lambda m, g: average(m, g, 1.0)),
+    ),
+    "data: never averaged": Wrong(
+        data(), "gradient ", "nobody averaged them over ranks 0, 1", instead=averaged_by(nothing)
+    ),
+    "data: divided twice": Wrong(
+        data(), "gradient ", "0.5 times .* divided by 2 ranks once too often", mistake=half_the_loss
+    ),
+    "data: a mean of means over other counts": Wrong(
+        IGNORING, "gradient ", "began with other factors: .* count", control=joined,
+    ),
+    "data: the last bucket is dropped": Wrong(
+        data(), "gradient norm", "nobody averaged",
+        instead=averaged_by(lambda m, g: average(m, g, skip=3)),
+    ),
+    "data: rank 0's gradient for all": Wrong(
+        data(), "gradient ", "rank 0's own gradient", instead=averaged_by(from_rank_0)
+    ),
+    "data: the same share on every rank": Wrong(
+        data(), "forward embedding", "no rank .*ranks 0, 1 have the same", mistake=share_of_rank_0
+    ),
+    "data: another seed on each rank": Wrong(
+        data(), "weights ", "another seed", instead=((Row, "model", own_seed),)
+    ),
+    "data: micro-batches' losses not divided": Wrong(
+        data(layout=replace(ONE, microbatches=2)), "gradient ",
+        "2 times .* the loss was 2 times", mistake=undivided,
+    ),
+    "data: clipped before averaging": Wrong(
+        data(**CLIP), "gradient ", "each was clipped", mistake=clipped_before,
+        instead=averaged_by(clip_first),
+    ),
+    "data: one rank skips a step": Wrong(
+        data(steps=2), "update ", "took 2 optimizer steps, rank 0 2, rank 1 1",
+        mistake=overflow_on_rank_1,
+    ),
+    "data: padding in the softmax": Wrong(
+        data(config=UNTIED), "backward head", "every output was right: the loss",
+        instead=((sides, "plain_loss", padded_loss),),
+    ),
+    "context: positions begin at 0 on each rank": Wrong(
+        RING, r"forward blocks\.0\.attention", "rows are wrong",
+        instead=((cp_core, "positions", lambda lay, s, n, r, d=None: torch.arange(s // n)),),
+    ),
+    "context: the mask is forgotten on the ring": Wrong(
+        CONTIGUOUS, r"forward blocks\.0\.attention", "rows are wrong|another one",
+        instead=((cp_core, "blocks", whole_blocks),),
+    ),
+    "context: targets are not in zig-zag": Wrong(
+        RING, "backward head", "every output was right: the loss .*targets",
+        instead=((cp, "share", second_share(
+            lambda x, group, layout: cp_core.share(x, group, "contiguous"))),),
+    ),
+    "context: targets are shifted within a share": Wrong(
+        CONTIGUOUS, "backward head", "every output was right: the loss .*targets",
+        instead=((cp, "share", second_share(shifted)),),
+    ),
+    "context: gradients not averaged": Wrong(
+        RING, "gradient ", "nobody averaged", instead=((cp, "average_gradients", nothing),)
+    ),
+    "zero: clipped by the norm of a piece": Wrong(
+        replace(ZERO, **CLIP), "gradient ", "clipped by a norm of its own",
+        mistake=clipped_locally,
+    ),
+    "zero: weight decay twice": Wrong(
+        ZERO, "update ", "weight is too little in it: weight decay",
+        mistake=options_of(weight_decay=2),
+    ),
+    "zero: learning rate times ranks": Wrong(
+        ZERO, "update ", "2 times the right one: the step's size", mistake=options_of(lr=2)
+    ),
+    "zero: stale weights are gathered": Wrong(
+        data(steps=2), "1 forward embedding", "other weights are used", mistake=stale
+    ),
+    "pipeline: a tied matrix's gradient of one end": Wrong(
+        PIPE, r"gradient embedding\.weight", "nobody added them up", mistake=one_end
+    ),
+    "pipeline: micro-batches count whole": Wrong(
+        PARTED, "gradient ", "4 times .* 4 micro-batches that were not averaged|4 times already",
+        instead=((Passes, "shares", WHOLE),),
+    ),
+    "experts: gradients divided twice": Wrong(
+        EXPERTS, r"gradient blocks\.\d\.ffn\.experts", "0.5 times .*divided by 2 ranks",
+        instead=((experts, "average_gradients", twice_divided),),
+    ),
+    "experts: tokens dropped by a capacity": Wrong(
+        EXPERTS, r"forward blocks\.\d\.ffn\.", "rows are on no rank",
+        other=replace(EXPERTS, config=replace(SPARSE, capacity=0.75)),
+    ),
+    "dropout: other masks on each rank": Wrong(
+        row("tensor", DROPS, Layout(tp=2)), r"forward blocks\.0\.", "random numbers are drawn",
+        mistake=own_masks,
+    ),
+}  # fmt: skip

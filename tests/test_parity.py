@@ -1,0 +1,326 @@
+"""Right programs are silent, wrong ones are named, and beside each its control is silent."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from commands import ran
+from parity_programs import RIGHT, WRONG, Program, Row, parallel, plain, reference
+
+import shardlab
+from shardlab import context_parallel as cp
+from shardlab import parity, ranks
+from shardlab.parity.core import Matcher
+from shardlab.parity.places import by_columns, by_rows, pieces, proposals
+from shardlab.parity.programs import judged, matched, recorded, refuse_plain
+from shardlab.parity.record import Record
+from shardlab.parity.scripts import ASKED
+
+# Of all right programs: those of two ranks that have the most of their own. The rest once a week.
+SHORT = (
+    "data 2", "DDP accumulated 2", "data clipped 2", "zero 1 llama 2", "zero 2 clipped 2",
+    "zero 3 2", "DeepSpeed 2 2", "FSDP2 3 2", "tensor llama 2", "sequence gpt2 2",
+    "context ring zigzag gpt2 2", "context ulysses contiguous llama 2", "experts 2",
+    "pipeline 1f1b 2", "pipeline zb-v 2", "mesh d 2 · t 2, ZeRO-1", "tensor in copies 3",
+)  # fmt: skip
+
+
+def compared(cases: dict[str, tuple[Row, Program]]) -> dict[str, Any]:
+    """By case its report: one start for all plain programs, one for those of as many ranks."""
+    rows = {reference(row): row for row, _ in cases.values()}
+
+    def references() -> dict[str, Record]:
+        return {name: recorded(plain(row)) for name, row in rows.items()}
+
+    (records,) = ranks.run(references, 1, device="cpu", timeout=1200)
+    found = {}
+    for size in sorted({row.ranks for row, _ in cases.values()}):
+        mine = {name: case for name, case in cases.items() if case[0].ranks == size}
+
+        def work(mine: dict = mine) -> dict[str, Matcher]:
+            return {
+                name: matched(program, records[reference(row)])
+                for name, (row, program) in mine.items()
+            }
+
+        each = ranks.run(work, size, device="cpu", timeout=1200, show=False)
+        for name, (row, _) in mine.items():
+            matchers = [one[name] for one in each]
+            found[name] = judged(records[reference(row)], matchers)
+    return found
+
+
+@cache
+def right(whole: bool) -> dict[str, Any]:
+    """Reports on right programs, and on those that stand beside the wrong ones."""
+    rows = {name: row for name, row in RIGHT.items() if whole or name in SHORT}
+    return compared({name: (row, parallel(row)) for name, row in rows.items()})
+
+
+@cache
+def wrong() -> dict[str, Any]:
+    """Reports on wrong programs, and by their reference and technique on their controls."""
+    controls = {
+        control(one.row): (one.row, parallel(one.row, one.control)) for one in WRONG.values()
+    }
+    return compared({name: (one.row, one.program()) for name, one in WRONG.items()} | controls)
+
+
+def control(row: Row) -> str:
+    """A name of what a wrong program would be without its mistake."""
+    return f"{row.technique} {row.layout} {row.options} {reference(row)}"
+
+
+@pytest.mark.timeout(1800)  # whoever comes first waits for all
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_is_silent(name, request):
+    whole = request.config.getoption("--whole")
+    if name not in SHORT and not whole:
+        pytest.skip("--whole compares all of them")
+    report = right(whole)[name]
+    assert report.equal, report
+    assert report.compared > 50 and max(report.worst.values()) < 1
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_found_where_it_is_and_named_and_without_it_all_is_silent(name):
+    one, report = WRONG[name], wrong()[name]
+    assert not report.equal
+    key, words = report.first.key, str(report).replace("\n", " ")
+    assert re.search(one.place, f"{key.step} {key.phase} {key.name}"), report
+    assert re.search(one.words, words), report
+    without = wrong()[control(one.row)]
+    assert without.equal, without
+
+
+# What cannot be compared
+
+
+def trained(steps: int = 1, lr: float = 0.1, **other: Any) -> Program:
+    """A small program that anybody may write."""
+
+    def program(watch: Any) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        model = other.get("model", lambda model: model)(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr)
+        watched = other.get("watched", lambda model, optimizer: (model, optimizer))
+        for _ in range(other.get("calls", 1)):
+            watch(*watched(model, optimizer), **other.get("more", {}))
+        stepped = other.get("stepped", lambda model, optimizer: optimizer)(model, optimizer)
+        for _ in range(steps):
+            model(torch.ones(3, 4)).square().mean().backward()
+            stepped.step()
+
+    return program
+
+
+def renumbered(model: torch.nn.Module) -> torch.nn.Module:
+    """The same layers by other names."""
+    return torch.nn.Sequential(model)
+
+
+class Wider(torch.nn.Sequential):
+    """With a parameter that the plain model has not."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__(model[0], model[1], model[2])
+        self.more = torch.nn.Parameter(torch.zeros(2))
+
+
+def another(model: Any, optimizer: Any) -> Any:
+    """An optimizer that nobody watches."""
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+REFUSED = {  # a plain and a parallel program, and the line that they get
+    "plain: nobody watches": (trained(calls=0), trained(), "plain: it never called watch"),
+    "parallel: nobody watches": (
+        trained(), trained(calls=0), "parallel: rank 0: it never called watch",
+    ),
+    "no optimizer": (
+        trained(watched=lambda model, _: (model,)), trained(), "plain: .* was given no optimizer",
+    ),
+    "no step": (trained(0), trained(), "plain: .*took no step; needed is one"),
+    "another optimizer": (trained(), trained(stepped=another), "parallel: rank 0: .*took no step"),
+    "nothing trained": (trained(lr=0.0), trained(lr=0.0), "plain: no weight moved"),
+    "other steps": (trained(2), trained(3), "took 3 optimizer steps, and the plain program 2"),
+    "other names": (
+        trained(), trained(model=renumbered),
+        r"parallel: it has 4 parameters that the plain one lacks \(0\.0\.bias, .*rename",
+    ),
+    "more names": (trained(), trained(model=Wider), r"it has 1 .*lacks \(more\); give watch"),
+    "watched twice": (trained(calls=2), trained(), "watch: a second call; needed is one"),
+    "no model": (
+        trained(watched=lambda model, optimizer: (3, optimizer)), trained(), "model=.*: allowed",
+    ),
+    "no optimizer's": (
+        trained(watched=lambda model, _: (model, "x")), trained(), "optimizer='x': allowed",
+    ),
+    "no function": (trained(more={"rename": 3}), trained(), "rename=3: allowed is a function"),
+}  # fmt: skip
+
+
+def verdicts(cases: dict[str, tuple[Program, Program]]) -> dict[str, Any]:
+    """Of plain and parallel programs on one rank: the report, or the sentence that refuses."""
+
+    def work() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, (one, other) in cases.items():
+            try:
+                record = recorded(one, 1)
+                refuse_plain(record)
+                found[name] = judged(record, [matched(other, record)])
+            except ValueError as error:
+                found[name] = str(error)
+        return found
+
+    return ranks.run(work, 1, device="cpu")[0]
+
+
+@cache
+def small() -> dict[str, Any]:
+    """Of all that this file asks of small programs."""
+    rename = {"more": {"rename": lambda name: name.partition(".")[2]}}
+    fine = {
+        "renamed": (trained(), trained(model=renumbered, **rename)),
+        "two optimizers": (trained(2), trained(2, watched=halves, stepped=lambda *_: Both())),
+    }
+    return verdicts({name: case[:2] for name, case in REFUSED.items()} | fine)
+
+
+class Both:
+    """Two optimizers, of which each has half of the parameters."""
+
+    made: tuple[Any, ...] = ()
+
+    def step(self) -> None:
+        for one in self.made:
+            one.step()
+
+
+def halves(model: Any, _: Any) -> tuple[Any, Any]:
+    """The model and two optimizers."""
+    first, second = [*model.parameters()][:2], [*model.parameters()][2:]
+    Both.made = torch.optim.SGD(first, 0.1), torch.optim.SGD(second, 0.1)
+    return model, list(Both.made)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compared_gets_a_line_that_says_what_to_do(name):
+    said = small()[name]
+    assert isinstance(said, str), said
+    assert re.search(REFUSED[name][2], said) and re.search("needed|allowed|give watch", said)
+    assert "\n" not in said and len(said) < 300
+
+
+@pytest.mark.parametrize("name", ["renamed", "two optimizers"])
+def test_other_names_and_several_optimizers_are_compared(name):
+    assert small()[name].equal, small()[name]
+
+
+# Where a part stands
+
+
+@pytest.mark.parametrize("ranks_", [2, 4])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x, r, n: x.chunk(n)[r],
+        lambda x, r, n: x.chunk(n, 1)[r],
+        lambda x, r, n: cp.split(x, n, r, "zigzag", 0),
+        lambda x, r, n: x[r::n],
+        lambda x, r, n: torch.cat([part.chunk(n)[r] for part in x.chunk(2)]),
+        lambda x, r, n: torch.cat([part.chunk(n, 1)[r] for part in x.chunk(3, 1)], 1),
+        lambda x, r, n: x.chunk(n)[r].chunk(n, 1)[n - 1 - r],
+        lambda x, r, n: torch.cat((x, x.new_zeros(r + 1, x.shape[1]))),
+        lambda x, r, n: x[r : r + 3],
+    ],
+)
+def test_a_cut_is_among_the_proposals(cut, ranks_):
+    whole = torch.randn(16, 24)
+    for rank in range(ranks_):
+        part = cut(whole, rank, ranks_)
+        found = [p for p in proposals(part.shape, whole.shape, rank) if p.of(whole).equal(part)]
+        assert found
+        had = torch.zeros(whole.shape, dtype=torch.bool)
+        found[0].mark(had)
+        assert had.sum() == min(part.numel(), whole.numel())
+
+
+def test_a_flat_piece_and_rows_in_any_order_are_found():
+    whole = torch.randn(16, 24)
+    piece = whole.chunk(2, 1)[1].flatten()[50:120]
+    assert any(p.of(whole).equal(piece) for p in pieces(piece, whole, 4))
+    order = torch.randperm(16)[:9]
+    assert by_rows(whole[order], whole).of(whole).equal(whole[order])
+    assert by_columns(whole[:, order], whole).of(whole).equal(whole[:, order])
+    ones = torch.ones(40)  # of a constant all places are kept
+    assert len(list(pieces(ones[:10], ones, 2))) >= 31
+
+
+# A folder in place of memory, and scripts in place of functions
+
+
+def test_a_folder_holds_what_memory_would(tmp_path):
+    row = RIGHT["zero 1 llama 2"]
+    report = parity.check(plain(row), parallel(row), 2, draws=1, folder=tmp_path, timeout=300)
+    assert report.equal and report.compared > 50, report
+    record = Record.load(tmp_path)
+    assert (tmp_path / "values").stat().st_size > 10**5
+    assert record.steps == 1 and record.noise
+    assert all(record.whole(key) is not None for key in record.parts)
+
+
+PLAIN = """
+import torch, shardlab
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+shardlab.watch(model, optimizer)
+x = torch.randn(8, 4)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+BEGIN = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+"""
+SUMMED = """
+    for p in model.parameters():  # and nobody divides
+        dist.all_reduce(p.grad)
+    optimizer.step()
+"""
+SUM = BEGIN + PLAIN.replace("model(x)", "model(x.chunk(2)[dist.get_rank()])").replace(
+    "\n    optimizer.step()\n", SUMMED
+)
+
+
+def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "parallel.py").write_text(SUM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", "parallel.py"]
+    status, out, err = ran(
+        capsys, "parity", "--draws", "1", "--folder", "kept", "plain.py", "--", *command
+    )
+    assert status == 1 and not err, err
+    assert "step 1, gradient of 2.bias, ranks 0, 1: is 2 times the right one: a sum over 2" in out
+    assert (tmp_path / "kept/rank-1.pt").exists()
+
+
+def test_without_the_command_a_script_runs_as_it_is(monkeypatch):
+    monkeypatch.delenv(ASKED, raising=False)
+    model = torch.nn.Linear(2, 2)
+    assert shardlab.watch(model, None) is model and not model._forward_hooks

@@ -17,13 +17,18 @@ import sides
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from commands import benchmark
 from contract import FLOAT32, SIDES, Row, groups
 from sides import Side, optimizer, plain_loss
 from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from shardlab import context_parallel as cp
 from shardlab import data_parallel as dp
-from shardlab import experts
+from shardlab import experts, pipeline, ranks
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.context_parallel import core as cp_core
@@ -129,13 +134,58 @@ class Grouped(Side):
             dist.all_reduce(weight.grad, group=self.pair)
 
 
+class DTensors(Side):
+    """torch's parallelize_module; with copies, FSDP2 over it."""
+
+    def made(self, model: Any, **_: Any) -> Any:
+        layout = self.row.layout
+        shape, names = (layout.dp, layout.tp), ("dp", "tp")
+        axes = init_device_mesh(ranks.device().type, shape, mesh_dim_names=names)
+        benchmark("tensor_parallel")["by_torch"](model, axes["tp"])
+        for each in (*model.blocks, model) if layout.dp > 1 else ():
+            fully_shard(each, mesh=axes["dp"])
+        return model
+
+    def step(self, batch: Any) -> Any:
+        (part,) = batch[self.copy]
+        with loss_parallel():
+            self.loss(part).backward()
+
+
+class Staged(Side):
+    """torch's own pipeline."""
+
+    def made(self, model: Any, **_: Any) -> Any:
+        layout, group = self.row.layout, self.groups["pp"]
+        part = pipeline.cut(model, layout.pp)[dist.get_rank(group)]
+        where = dist.get_rank(group), layout.pp, ranks.device()
+        stage = pipelining.PipelineStage(part, *where, group=group)
+        self.last = dist.get_rank(group) == layout.pp - 1
+        self.schedule = pipelining.Schedule1F1B(stage, layout.microbatches, loss_fn=plain_loss)
+        return part
+
+    def step(self, batch: Any) -> Any:
+        tokens, targets = (torch.cat([part[n] for part in batch[0]]) for n in (0, 1))
+        given = (tokens,) if dist.get_rank(self.groups["pp"]) == 0 else ()
+        self.schedule.step(*given, **({"target": targets} if self.last else {}))
+
+
+def clipped_inside(side: Any) -> None:
+    """DeepSpeed clips when it steps."""
+    side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = side.row.clip[0]
+
+
+MORE = {"grouped": Grouped, "DTensor": DTensors, "torch's pipeline": Staged}
+
+
 def parallel(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> Program:
     """The row's technique, with a mistake in its side."""
 
     def program(watch: Any) -> None:
-        made = Grouped if row.technique == "grouped" else SIDES[row.technique]
-        side = made(row, row.model(row.config), groups(row))
+        side = (SIDES | MORE)[row.technique](row, row.model(row.config), groups(row))
         mistake(side)
+        if row.options.get("clips"):
+            clipped_inside(side)
         watch(watched(side), side.optimizer)
         for step in range(row.steps):
             side.optimizer.zero_grad()
@@ -177,7 +227,14 @@ def right() -> Iterator[tuple[str, Row]]:
                 name = f"{technique} {stage} {'llama ' if config is LLAMA else ''}{n}"
                 yield name, row(technique, config, Layout(dp=n, zero=stage))
         yield f"zero 2 clipped {n}", row("zero", GPT2, Layout(dp=n, zero=2), **CLIP)
+        clipped = row("DeepSpeed", GPT2, Layout(dp=n, zero=2), options={"clips": True}, **CLIP)
+        yield f"DeepSpeed 2 clipped {n}", clipped
+        yield f"DTensor {n}", row("DTensor", LLAMA, Layout(tp=n))
+        layout = Layout(pp=n, schedule="1f1b", microbatches=4)
+        yield f"torch's pipeline {n}", row("torch's pipeline", replace(UNTIED, layers=n), layout)
         for stage in (2, 3):
+            layout = Layout(dp=n, zero=stage, microbatches=2)
+            yield f"FSDP2 {stage} accumulated {n}", row("FSDP2", LLAMA, layout, **CLIP)
             yield f"FSDP2 {stage} {n}", row("FSDP2", GPT2, Layout(dp=n, zero=stage))
         for config, said in ((GPT2, "gpt2"), (LLAMA, "llama")):
             yield f"tensor {said} {n}", row("tensor", config, Layout(tp=n))
@@ -206,6 +263,7 @@ def right() -> Iterator[tuple[str, Row]]:
         (Layout(dp=2, pp=2, microbatches=2), UNTIED),
     ):
         yield f"mesh {layout}", row("mesh", config, layout, clip=(0.3,))
+    yield "DTensor over FSDP2", row("DTensor", LLAMA, Layout(dp=2, tp=2))
     for stage in (0, 3):
         layout = Layout(dp=2, tp=2, zero=stage)
         yield f"tensor in copies {stage}", row("tensor in copies", LLAMA, layout)
@@ -274,6 +332,13 @@ def average(module: nn.Module, group: Any, scale: float | None = None, skip: int
 def from_rank_0(module: nn.Module, group: Any) -> None:
     for p in module.parameters():
         dist.broadcast(p.grad, 0, group=group)
+
+
+def a_bit_apart(module: nn.Module, group: Any) -> None:
+    """The average, on rank 1 a unit in the last place larger."""
+    average(module, group)
+    for p in module.parameters():
+        p.grad *= 1 + 2**-23 * dist.get_rank()
 
 
 def clip_first(module: nn.Module, group: Any) -> None:

@@ -311,6 +311,10 @@ MISTAKES = {  # arguments: a word of the line that they get
     ("record", "--unpack", "a.zip", "--archive", "b.zip"): "--unpack",
     ("record", "--unpack", "a.zip", "zero"): "--unpack",
     ("gpu", "--only", "tests", "zero"): "--only=tests",
+    ("parity", "plain.py"): "scripts='plain.py': needed are",
+    ("parity", "none.py", "--", "true"): "plain='none.py': there is no such script",
+    ("parity", "--draws", "0", "none.py", "--", "true"): "draws=0: allowed",
+    ("parity", "--folder", "", __file__, "--", "true"): "folder='': allowed",
     # Numbers that nothing has.
     **{("memory", "--params", "1e9", "--dp", n): "dp=" for n in (HUGE, LONG, "1" + LONG)},
     **{(*PLAN, "--seq", n): "seq=" for n in (HUGE, LONG, "1" + LONG)},

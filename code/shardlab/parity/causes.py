@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .noise import Tolerance, gap, rms
+from .noise import PIECE, Tolerance, gap, rms
 from .places import Place, by_rows
 from .record import Record
 from .recording import BEFORE, Key
@@ -70,9 +70,11 @@ class Case:
 
 def ratio(found: Tensor, wanted: Tensor) -> float:
     """The factor by which `found` is nearest to `wanted`."""
-    f, w = found.double().flatten(), wanted.double().flatten()
-    square = (w @ w).item()
-    return (f @ w).item() / square if square else 0.0
+    product = square = 0.0
+    for f, w in zip(found.flatten().split(PIECE), wanted.flatten().split(PIECE), strict=True):
+        f, w = f.double(), w.double()
+        product, square = product + (f @ w).item(), square + (w @ w).item()
+    return product / square if square else 0.0
 
 
 def same(one: float, other: float) -> bool:

@@ -60,7 +60,7 @@ class Matcher:
 
     def __init__(self, plain: Record, rank: int, ranks: int):
         self.plain, self.rank, self.ranks = plain, rank, ranks
-        self.steps, self.watched, self.optimized, self.clips_later = 0, False, False, False
+        self.steps, self.watched, self.optimized = 0, False, False
         self.seen: dict[Key, list[Seen]] = {}
         self.owned: dict[tuple[str, int], list[Place]] = {}  # where a weight may stand
         self.known: dict[tuple, list[Place]] = defaultdict(list)  # where outputs stood, by shape
@@ -76,9 +76,9 @@ class Matcher:
     def tied(self, name: str, first: str) -> None:
         """As `Sink` says."""
 
-    def stepped(self, steps: int, clips_later: bool) -> None:
+    def stepped(self, steps: int) -> None:
         """As `Sink` says."""
-        self.steps, self.clips_later = steps, clips_later
+        self.steps = steps
 
     def see(self, key: Key, part: Part) -> None:
         """Find its place; keep its value where there is none."""
@@ -137,7 +137,7 @@ class Matcher:
         if not near.decides:
             return owned[0] if owned else None
         factor = 1.0
-        if key.phase == "gradient" and self.clips_later and owned:  # one for all of the step
+        if part.unclipped and owned:  # one for all of the step
             free = ratio(part.value.view(owned[0].shape), owned[0].of(near.whole))
             factor = self.clipped.setdefault(key.step, free)
         fits = [p for p in owned if self._fits(key, part.value.view(p.shape), p, near, factor)]

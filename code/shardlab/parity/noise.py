@@ -18,12 +18,14 @@ from .recording import BEFORE, Key, Part
 
 DRAWS = 3  # runs that are perturbed
 FACTOR = 12.0  # times the largest difference of a draw; right programs need up to 9
+PIECE = 2**20  # numbers that are widened to float64 at a time
 DECIDES = 0.5  # where more than that is allowed, rounding makes another tensor: nothing is said
 
 
 def rms(x: Tensor) -> float:
     """Root mean square."""
-    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
+    total = sum(piece.double().square().sum().item() for piece in x.flatten().split(PIECE))
+    return sqrt(total / x.numel()) if x.numel() else 0.0
 
 
 def eps(dtype: torch.dtype) -> float:
@@ -35,15 +37,20 @@ def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tupl
     """Relative differences from factor times `wanted`: of all numbers, and of the worst row."""
     if not found.numel():
         return 0.0, 0.0
-    f, w = found.double(), wanted.double() * factor
-    apart = f - w
-    if not apart.isfinite().all():
-        same = torch.equal(f.nan_to_num(1e300), w.nan_to_num(1e300))
-        return (0.0, 0.0) if same else (inf, inf)
-    size = max(size * abs(factor), rms(w), 1e-300)
-    rows = apart.view(1, 1) if apart.dim() == 0 else apart.reshape(-1, apart.shape[-1])
-    squares = rows.square().mean(-1)
-    return squares.mean().sqrt().item() / size, squares.max().sqrt().item() / size
+    width = found.shape[-1] if found.dim() > 1 else found.numel()
+    rows = max(1, PIECE // width) * width
+    total = worst = 0.0
+    for f, w in zip(found.flatten().split(rows), wanted.flatten().split(rows), strict=True):
+        apart = f.double() - w.double() * factor
+        if not apart.isfinite().all():
+            f, w = f.double().nan_to_num(1e300), (w.double() * factor).nan_to_num(1e300)
+            if not torch.equal(f, w):
+                return inf, inf
+            apart = f - w
+        squares = apart.view(-1, width).square().sum(1)
+        total, worst = total + squares.sum().item(), max(worst, squares.max().item())
+    size = max(size * abs(factor), rms(wanted) * abs(factor), 1e-300)
+    return sqrt(total / found.numel()) / size, sqrt(worst / width) / size
 
 
 class Noise:
@@ -66,7 +73,7 @@ class Noise:
     def tied(self, name: str, first: str) -> None:
         """As `Sink` says."""
 
-    def stepped(self, steps: int, clips_later: bool) -> None:
+    def stepped(self, steps: int) -> None:
         """As `Sink` says."""
         self.steps = steps
 

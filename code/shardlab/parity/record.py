@@ -49,7 +49,7 @@ class Record:
         """As `Sink` says."""
         self.aliases[name] = first
 
-    def stepped(self, steps: int, clips_later: bool) -> None:
+    def stepped(self, steps: int) -> None:
         """As `Sink` says."""
         self.steps = steps
         self.save()

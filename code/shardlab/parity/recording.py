@@ -43,6 +43,7 @@ class Part:
     start: tuple[int, ...] | None = None  # where a DTensor says that it begins in the whole
     local: Tensor | None = None  # of a gradient: this rank's own, before anyone averaged it
     drew: bool = False  # random numbers were drawn since the output before it
+    unclipped: bool = False  # of a gradient: it is clipped later, inside of the optimizer's step
 
 
 class Sink(Protocol):
@@ -54,8 +55,8 @@ class Sink(Protocol):
     def tied(self, name: str, first: str) -> None:
         """A parameter has two names."""
 
-    def stepped(self, steps: int, clips_later: bool) -> None:
-        """So many steps are through. clips_later: gradients were read before they were clipped."""
+    def stepped(self, steps: int) -> None:
+        """So many steps are through."""
 
 
 def author_names(name: str) -> str:
@@ -203,15 +204,15 @@ class Watch:
     def _keep_weights(self) -> None:
         self.before = {name: _part(_readable(p)).value.clone() for name, p in self._once()}
 
-    def _gradients(self) -> None:
+    def _gradients(self, unclipped: bool = False) -> None:
         for name, p in self._once():
             if (gradient := _gradient(p)) is not None:
                 part = _part(gradient)
-                part.local = self.locals.pop(name, None)
+                part.local, part.unclipped = self.locals.pop(name, None), unclipped
                 self.sink.see(Key(self.step, "gradient", name), part)
         self.locals.clear()
 
-    def _updates(self, clips_later: bool = False) -> None:
+    def _updates(self) -> None:
         for name, p in self._once():
             part = _part(_readable(p))
             wide = torch.promote_types(part.value.dtype, torch.float32)
@@ -219,7 +220,7 @@ class Watch:
             self.sink.see(Key(self.step, "update", name), part)
         self._keep_weights()
         self.step += 1
-        self.sink.stepped(self.step, clips_later)
+        self.sink.stepped(self.step)
 
     def _around(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Gradients as the first of them sees them, updates when all have stepped."""
@@ -246,10 +247,10 @@ class Watch:
         def watched(*args: Any, **kwargs: Any) -> Any:
             at_end = engine.is_gradient_accumulation_boundary()
             if at_end:
-                self._gradients()
+                self._gradients(bool(engine.gradient_clipping()))
             result = step(*args, **kwargs)
             if at_end:
-                self._updates(bool(engine.gradient_clipping()))
+                self._updates()
             return result
 
         engine.step = watched

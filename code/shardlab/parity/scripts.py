@@ -46,9 +46,9 @@ class Saved:
         """As `Sink` says."""
         self.sink.tied(name, first)
 
-    def stepped(self, steps: int, clips_later: bool) -> None:
+    def stepped(self, steps: int) -> None:
         """As `Sink` says."""
-        self.sink.stepped(steps, clips_later)
+        self.sink.stepped(steps)
         self.save()
 
     def save(self) -> None:

@@ -253,16 +253,16 @@ def numbers() -> Iterator[Row]:
         (gemm.check_budget, {"needed": 4, "budget": 8}),
         (gemm.near_square, {"ranks": 6}),
         (gemm.panels, {"inner": 8, "rows": 2, "columns": 2, "width": 2}),
-        (gemm.share, {"size": 8, "ranks": 2, "rank": 1}),
-        (gemm.shares, {"size": 8, "ranks": 2}),
-        (gemm.predict, {**product, "whole": True, "rank": 1}),
-        (gemm.predict, {**product, "way": "summa", "ranks": 4, "whole": False, "rank": 1,
+        (gemm.shard_slice, {"size": 8, "ranks": 2, "rank": 1}),
+        (gemm.shard_sizes, {"size": 8, "ranks": 2}),
+        (gemm.predict, {**product, "full": True, "rank": 1}),
+        (gemm.predict, {**product, "way": "summa", "ranks": 4, "full": False, "rank": 1,
                         "shape": (2, 2), "width": 2}),
-        (gemm.seconds, {**product, "machine": machine, "whole": True}),
+        (gemm.seconds, {**product, "machine": machine, "full": True}),
         (gemm.seconds, {**product, "way": "summa", "ranks": 4, "machine": machine,
-                        "whole": False, "shape": (2, 2), "width": 2}),
+                        "full": False, "shape": (2, 2), "width": 2}),
         (gemm.pays_from, {"way": "rows", "ranks": 2, "machine": machine, "itemsize": 4,
-                          "whole": True, "limit": 2**20}),
+                          "full": True, "limit": 2**20}),
         (gemm.Machine, {"flops": 1e12, "latency": 1e-6, "bandwidth": 1e9}),
         (gemm.shard_throughput, {"M": 4, "N": 4, "K": 4, "degrees": (1, 2), "cut": "columns",
                                  "dtype": torch.float32, "device": torch.device("cpu"),
@@ -536,7 +536,7 @@ def objects(folder: str) -> Iterator[Row]:
 
     yield gemm.by_columns, lambda: {"a_MK": y, "b_Kn": y}
     yield gemm.by_rows, lambda: {"a_mK": y, "b_KN": y}
-    yield gemm.by_inner, lambda: {"a_Mk": y, "b_kN": y, "group": group, "whole": True}
+    yield gemm.by_inner, lambda: {"a_Mk": y, "b_kN": y, "group": group, "full": True}
     yield gemm.cut, lambda: {"way": "rows", "a_MK": y, "b_KN": y, "ranks": 2, "rank": 1}
     yield gemm.gather_columns, lambda: {"c_Mn": y, "columns": 4, "group": group}
     yield gemm.gather_rows, lambda: {"c_mN": y, "rows": 4, "group": group}
@@ -545,7 +545,7 @@ def objects(folder: str) -> Iterator[Row]:
         "group": group, "device": device, "side": 8, "size": 64, "repeats": 1,
     }  # fmt: skip
     yield gemm.multiply, lambda: {
-        "way": "rows", "a_MK": y, "b_KN": y, "group": group, "whole": True,
+        "way": "rows", "a_MK": y, "b_KN": y, "group": group, "full": True,
     }  # fmt: skip
     yield gemm.stopwatch, lambda: {
         "call": lambda: None, "group": group, "repeats": 1, "pick": min,

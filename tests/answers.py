@@ -550,8 +550,8 @@ TENSOR_PARALLEL = {
         (lambda up, b, down, r, n: (up[r::n], b[r::n], down[:, r::n]), None),
         (nothing, "the shapes None"),
         (Swap("up_FH[own]", "up_FH[:, own]"), "Weights of nn.Linear are [out, in]"),
-        (Swap("slice(rank * share, (rank + 1) * share)", "slice(0, share)"), "the same piece"),
-        (Swap("down_HF[:, own]", "down_HF[:, :share]"), "Columns and rows do not match"),
+        (Swap("slice(rank * shard, (rank + 1) * shard)", "slice(0, shard)"), "the same piece"),
+        (Swap("down_HF[:, own]", "down_HF[:, :shard]"), "Columns and rows do not match"),
         (lambda up, rank: up, "raised TypeError"),
     ],
     "my_gated_ffn": [

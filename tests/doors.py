@@ -75,7 +75,9 @@ INNER = {
     **dict.fromkeys((cp.ring_attention, cp.all_to_all_attention), "causal trace"),
     cp.blocks: "causal",
     **dict.fromkeys((cp.block_attention, cp.block_gradients, cp.merge, cp.heads_for_tokens), ""),
-    **dict.fromkeys((tp.ColumnLinear, tp.RowLinear, tp.VocabEmbedding, tp.columns, tp.share), ""),
+    **dict.fromkeys(
+        (tp.ColumnLinear, tp.RowLinear, tp.VocabEmbedding, tp.columns, tp.shard_slice), ""
+    ),
     **dict.fromkeys((tp.ColumnLinear.from_plain, tp.RowLinear.from_plain), ""),
     **dict.fromkeys((tp.VocabEmbedding.from_plain, tp.cut_attention, tp.cut_ffn), ""),
     **dict.fromkeys((tp.copy_to, tp.reduce_from, tp.reduce_from_), "x"),
@@ -436,7 +438,7 @@ def objects(folder: str) -> Iterator[Row]:
     }  # fmt: skip
     for edge in (tp.copy_to, tp.reduce_from, tp.reduce_from_, tp.gather_last, tp.split_last):
         yield edge, lambda: {"x": y, "group": group}
-    yield tp.share, lambda: {"name": "heads", "size": 4, "group": group}
+    yield tp.shard_slice, lambda: {"name": "heads", "size": 4, "group": group}
 
     yield sp.AlongSequence, lambda: {"keep": False}
     yield sp.TokenDropout, lambda: {"p": 0.1, "group": group}

@@ -77,7 +77,7 @@ def cut(name: str, whole: Tensor, cuts: dict[str, int | None], group: dist.Proce
     dimension = cuts.get(name, 0 if cuts else None)
     if dimension is None:
         return whole
-    mine = tp.share("size", whole.shape[dimension], group)
+    mine = tp.shard_slice("size", whole.shape[dimension], group)
     return whole.narrow(dimension, mine.start, mine.stop - mine.start)
 
 

@@ -64,8 +64,8 @@ def _network(size: int) -> dict[str, Tensor]:
 
 
 def _own(rank: int, size: int) -> slice:
-    share = 8 // size
-    return slice(rank * share, (rank + 1) * share)
+    shard = 8 // size
+    return slice(rank * shard, (rank + 1) * shard)
 
 
 def _part(x_BSH: Tensor, up_fH: Tensor, up_bias_f: Tensor, down_Hf: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def _gated(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
     return got, x.grad, up.grad, bias.grad
 
 
-def _gated_whole(network: dict[str, Tensor], own: slice, bias: bool = True) -> list[Tensor]:
+def _gated_plain(network: dict[str, Tensor], own: slice, bias: bool = True) -> list[Tensor]:
     """One process, of the inner columns `own`: Y, and the gradients of x and of up."""
     x_BSH = network["x_BSH"].clone().requires_grad_()
     up_FH = network["up_FH"][own].clone().requires_grad_()
@@ -133,8 +133,8 @@ def _gated_whole(network: dict[str, Tensor], own: slice, bias: bool = True) -> l
 def _(size: int) -> Trial:
     network = _network(size)
     bias_H, every = network["bias_H"], range(size)
-    y, dx, dup = _gated_whole(network, slice(None))
-    parts = [_gated_whole(network, _own(rank, size)) for rank in every]
+    y, dx, dup = _gated_plain(network, slice(None))
+    parts = [_gated_plain(network, _own(rank, size)) for rank in every]
     own = [dup[_own(rank, size)] for rank in every]
     of_y = {
         f"The bias was added {size} times: add it after the sum, once.": y + (size - 1) * bias_H,

@@ -98,7 +98,7 @@ class AlongSequence:
     keep: hold on to what was gathered until backward is over, instead of gathering it again.
     """
 
-    whole = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
+    uncut = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
 
     def __init__(self, keep: bool = False):
         check_flag(keep=keep)

@@ -339,8 +339,8 @@ def triangle(q, size=1):
 
 
 def gathers(q, k, v, group):
-    share, rank, size = q.shape[2], dist.get_rank(group), dist.get_world_size(group)
-    hidden = triangle(q, size)[rank * share : (rank + 1) * share]
+    local_seq, rank, size = q.shape[2], dist.get_rank(group), dist.get_world_size(group)
+    hidden = triangle(q, size)[rank * local_seq : (rank + 1) * local_seq]
     return attend(q, gathered(k, group, 2), gathered(v, group, 2), hidden)
 
 

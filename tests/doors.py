@@ -128,7 +128,7 @@ FINE = {
 }
 FINE = {(called(function), name): values for (function, name), values in FINE.items()}
 SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module",
-        "x_BaSD": "whole", "tokens_BS": "whole"}  # fmt: skip
+        "x_BaSD": "full", "tokens_BS": "full"}  # fmt: skip
 
 
 def numbers() -> Iterator[Row]:
@@ -157,7 +157,7 @@ def numbers() -> Iterator[Row]:
         (cp.pieces, {"layout": "zigzag", "ranks": 2, "rank": 1}),
         (cp.positions, {"layout": "zigzag", "seq": 16, "ranks": 2, "rank": 1}),
         (cp.blocks, {"layout": "zigzag", "ranks": 2, "rank": 1, "source": 0, "causal": True,
-                     "share": 8}),
+                     "local_seq": 8}),
         (cp.grain, {"layout": cut}),
         (cp.context_moments, {"config": PLAIN, "layout": cut, "seq": 16, "way": "ring",
                               "precision": "bf16", "device": "gpu", "attention": "fused"}),
@@ -374,15 +374,15 @@ def objects(folder: str) -> Iterator[Row]:
     yield cp.distribute, lambda: {
         "model": gpt(), "group": group, "attention": "ring", "layout": "zigzag",
     }  # fmt: skip
-    yield cp.gather, lambda: {"share": x, "group": group, "layout": "zigzag", "dim": 1}
+    yield cp.gather, lambda: {"shard": x, "group": group, "layout": "zigzag", "dim": 1}
     yield cp.heads_for_tokens, lambda: {"tensors": [x], "group": group, "layout": "contiguous"}
     yield cp.tokens_for_heads, lambda: {"x_BaSD": x, "group": group, "layout": "contiguous"}
     yield cp.join, lambda: {"parts": [x], "layout": "zigzag", "dim": 1}
     yield cp.merge, lambda: {
         "out_BAsD": x, "lse_BAs": x[..., 0], "block_BAsD": x, "block_lse_BAs": x[..., 0],
     }  # fmt: skip
-    yield cp.share, lambda: {"tokens_BS": tokens, "group": group, "layout": "zigzag"}
-    yield cp.split, lambda: {"whole": x, "ranks": 2, "rank": 1, "layout": "zigzag", "dim": 1}
+    yield cp.shard, lambda: {"tokens_BS": tokens, "group": group, "layout": "zigzag"}
+    yield cp.split, lambda: {"full": x, "ranks": 2, "rank": 1, "layout": "zigzag", "dim": 1}
 
     yield mesh.Parallel, lambda: {
         "model": gpt(), "groups": groups, "layout": layout.Layout(zero=1), "seed": 0,

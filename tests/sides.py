@@ -394,7 +394,7 @@ class Context(Side):
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         (((tokens, targets, _),),) = batch
-        tokens, targets = (cp.share(x, self.group, self.layout) for x in (tokens, targets))
+        tokens, targets = (cp.shard(x, self.group, self.layout) for x in (tokens, targets))
         logits = self.model(tokens)
         value = tp.loss(logits, targets, self.groups["tp"]) if self.cuts else loss(logits, targets)
         value.backward()
@@ -411,7 +411,7 @@ class Context(Side):
         return cut(name, whole, self.cuts, self.groups["tp"])
 
     def output(self, part: Part) -> Tensor:
-        logits = self.model(cp.share(part[0], self.group, self.layout))
+        logits = self.model(cp.shard(part[0], self.group, self.layout))
         if self.cuts:
             logits = tp.gather_last(logits, self.groups["tp"])
         return cp.gather(logits, self.group, self.layout)

@@ -145,7 +145,7 @@ def test_context_parallel_models_pass(attention, layout):
         model = cp_.distribute(GPT(replace(GPT2, tied=True)), cp, attention, layout)
         tt.declare_parameters(model, cp="R")
         x, y = [
-            tt.declare(cp_.share(z, cp, layout), cp="V") for z in torch.randint(0, 64, (2, 2, 16))
+            tt.declare(cp_.shard(z, cp, layout), cp="V") for z in torch.randint(0, 64, (2, 2, 16))
         ]
         tt.declare(loss(model(x), y), cp="P").backward()
         cp_.average_gradients(model, cp)

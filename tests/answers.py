@@ -174,7 +174,7 @@ def all_pieces_to_all(tensor, root, group):
             ranks.irecv(piece, root, group).wait()
 
 
-FORMULA = "size * latency * bandwidth * (1 - share) / share"
+FORMULA = "size * latency * bandwidth * (1 - fraction) / fraction"
 COLLECTIVES = {
     "ring_bytes": [
         (60, "average over the ranks"), (28, "reduce-scatter alone"), (14, "number of elements"),
@@ -205,11 +205,11 @@ COLLECTIVES = {
     ],
     "my_bucket_bytes": [
         (Swap(FORMULA, FORMULA[7:]), "it has to be N times as large"),
-        (Swap("(1 - share) / share", "1 / share"), "The share is of all the time"),
+        (Swap("(1 - fraction) / fraction", "1 / fraction"), "The share is of all the time"),
         (lambda n, a, b, s: a * b / s, "and the share is of all the time"),
         (Swap("return size", "return 2 * size"), "both have bytes"),
         (Swap("return size", "return 2 * (size - 1)"), "Count 2 (N - 1)/N"),
-        (Swap("/ share", "/ share / 4"), "bytes are asked"),
+        (Swap("/ fraction", "/ fraction / 4"), "bytes are asked"),
         (lambda n, a, b, s: collectives.CostModel(a, b).crossover(n), "begins to beat the tree"),
         (lambda n, a, b, s: "25 MB", "should be a number"),
         (lambda n, a: 0, "raised TypeError"),
@@ -676,8 +676,8 @@ TRAIN = {
     ],
     "my_rest": [
         (Swap("done * batch :", ":"), "read again"),
-        (Swap(": whole]", ":]"), "is to be dropped"),
-        (Swap("[rank::size]", "[(n := (whole - done * batch) // size) * rank :][:n]"),
+        (Swap(": full]", ":]"), "is to be dropped"),
+        (Swap("[rank::size]", "[(n := (full - done * batch) // size) * rank :][:n]"),
          "other windows than one process"),
         (Swap("[rank::size]", "[: len(order) // size]"), "the same window"),
         (Swap("[rank::size]", "[rank::size][:-1]"), "windows are read in all"),

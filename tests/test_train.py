@@ -199,7 +199,7 @@ def dealt(script, windows: int, rank: int, world: int, monkeypatch) -> list[list
     }
     for name in stands_in:
         monkeypatch.setattr(script, name, stands_in[name], raising=False)
-    epochs, its = [], SimpleNamespace(options=Options(seed=3), share=rank, shares=world)
+    epochs, its = [], SimpleNamespace(options=Options(seed=3), replica=rank, replicas=world)
     for epoch in (0, 1):
         if script is take_home or not epoch:
             its.done = epoch * (windows // 16)

@@ -774,7 +774,7 @@ CHECKPOINT = {
         (Swap('"wb"', '"xb"'), "the next one raised FileExistsError"),
         (nothing, "does not leave the new content"),
     ],
-    "my_share": [
+    "my_windows": [
         (lambda s, b, r, n: range(s + r, s + b, n), None),
         (Swap("samples + ", ""), "beginning of the data again"),
         (Swap("batch // size", "batch"), "instead of 2: the batch is that of"),

@@ -400,7 +400,7 @@ def objects(folder: str) -> Iterator[Row]:
     yield mesh.held, lambda: (lambda made: {"job": made, "optimizer": adamw(made)})(job())
     yield mesh.join, lambda: {"layout": layout.Layout(), "world": group}
     yield mesh.local, lambda: {"job": job(), "of": lambda piece: piece}
-    yield mesh.whole, lambda: {"job": job(), "of": lambda piece: piece}
+    yield mesh.full_tensors, lambda: {"job": job(), "of": lambda piece: piece}
 
     yield tp.ColumnLinear, lambda: {"group": group, "enter": tp.copy_to}
     yield tp.ColumnLinear.from_plain, lambda: {

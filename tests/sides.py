@@ -480,7 +480,7 @@ class Meshed(Side):
         return {None: self.model.step(*(torch.cat([part[n] for part in mine]) for n in (0, 1)))}
 
     def gradients(self) -> dict[str, Tensor | None]:
-        return mesh.whole(self.model, lambda piece: piece.grad)
+        return mesh.full_tensors(self.model, lambda piece: piece.grad)
 
     def clip(self, limit: float) -> Tensor:
         return self.model.clip_grad_norm_(limit)

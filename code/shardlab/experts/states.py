@@ -15,7 +15,7 @@ from shardlab.buckets import clip_by_joint_norm
 from shardlab.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
-from shardlab.ranks.whole import named
+from shardlab.ranks.gather import named
 
 from .core import ExpertParallel, _group, own_parameters
 

@@ -37,8 +37,8 @@ from shardlab.arguments import (
 )
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import time_limit
+from shardlab.ranks.gather import reduce_scatter
 from shardlab.ranks.renamed import all_gather_single
-from shardlab.ranks.whole import reduce_scatter
 
 from .checks import check_blocks, check_grid, check_product, check_shard, check_way
 

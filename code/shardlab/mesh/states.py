@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardlab import count
 from shardlab.arguments import check_callable, check_kind
-from shardlab.ranks.whole import joined, named
+from shardlab.ranks.gather import joined, named
 from shardlab.zero.saved import assembled, deal_out, warm
 
 Of = Callable[[torch.nn.Parameter], Tensor | None]

@@ -26,7 +26,7 @@ from shardlab import ranks
 from shardlab.arguments import check_callable, check_flag, check_kind, given
 from shardlab.buckets import average_gradients, copy_from_rank_0
 from shardlab.ranks import agree, p2p
-from shardlab.ranks.whole import gathered
+from shardlab.ranks.gather import gathered
 
 from . import deferred
 from .parts import Form, Held

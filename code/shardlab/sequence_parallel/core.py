@@ -31,8 +31,8 @@ from torch.autograd.function import once_differentiable
 from shardlab.arguments import check_flag, check_kind
 from shardlab.buckets import add_up
 from shardlab.ranks import check_group
+from shardlab.ranks.gather import reduce_scatter
 from shardlab.ranks.renamed import all_gather_single
-from shardlab.ranks.whole import reduce_scatter
 
 Finish = Callable[[], Tensor]
 

@@ -17,7 +17,7 @@ from shardlab.buckets import clip_by_joint_norm
 from shardlab.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
-from shardlab.ranks.whole import joined
+from shardlab.ranks.gather import joined
 
 from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, shard_slice, take
 

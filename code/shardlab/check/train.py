@@ -27,7 +27,7 @@ from shardlab.check.forms import (
     on_ranks,
     run_answer,
 )
-from shardlab.train import plain, shares
+from shardlab.train import plain, sampler
 
 number("validation_filled_up", 58 / 12, "nats", rel=0.002,
        says="Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else.", wrong={
@@ -84,7 +84,7 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: whoever goes on, each step sees the windows that one process would see."
 
 
-# What the step `shares` lacks to report the losses of all ranks.
+# What the step `sampler` lacks to report the losses of all ranks.
 _REPORTS = {
     "from .plain import": "from .core import averaged\nfrom .plain import",
     "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
@@ -126,12 +126,12 @@ def four_scripts() -> list[tuple[str, ...]]:
 
 
 def _changed(changes: dict[str, str]) -> Callable[..., list[float]]:
-    """The `main` of the step `shares`, with other text in some places."""
-    text, module = inspect.getsource(shares), ModuleType(f"{shares.__package__}.changed")
+    """The `main` of the step `sampler`, with other text in some places."""
+    text, module = inspect.getsource(sampler), ModuleType(f"{sampler.__package__}.changed")
     for old, new in changes.items():
         assert text.count(old) == 1, f"the script no longer has {old!r}"
         text = text.replace(old, new)
-    module.__dict__["__package__"] = shares.__package__
+    module.__dict__["__package__"] = sampler.__package__
     exec(compile(text, "<a script that lacks a line>", "exec"), module.__dict__)
     return module.main
 

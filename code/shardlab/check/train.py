@@ -63,11 +63,11 @@ def _(answer: Callable[..., Any]) -> str:
     for length, done, batch, size in ((13, 2, 4, 2), (13, 0, 4, 4), (50, 3, 8, 1), (50, 5, 8, 8)):
         order = torch.randperm(length, generator=generator).tolist()
         got = [called(answer, order, done, batch, rank, size) for rank in range(size)]
-        if not all(isinstance(share, list) for share in got):
+        if not all(isinstance(part, list) for part in got):
             raise Wrong(f"A list is due, and your function returned {got[0]!r}.")
         case = f"order of {length}, done={done}, batch={batch}, size={size}"
         due = order[done * batch : length // batch * batch]
-        flat = [window for share in got for window in share]
+        flat = [window for part in got for window in part]
         if sorted(flat) != sorted(due):
             if set(flat) & set(order[: done * batch]):
                 raise Wrong(f"{case}: windows are read again that were read before the stop.")
@@ -78,7 +78,7 @@ def _(answer: Callable[..., Any]) -> str:
             raise Wrong(f"{case}: {len(flat)} windows are read in all, due are {len(due)}.")
         each = batch // size
         for step in range(len(due) // batch):
-            together = {w for share in got for w in share[step * each : (step + 1) * each]}
+            together = {w for part in got for w in part[step * each : (step + 1) * each]}
             if together != set(due[step * batch : (step + 1) * batch]):
                 raise Wrong(f"{case}: step {done + step + 1} sees other windows than one process.")
     return "Right: whoever goes on, each step sees the windows that one process would see."

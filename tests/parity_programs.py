@@ -34,7 +34,6 @@ from shardlab import tensor_parallel as tp
 from shardlab.context_parallel import core as cp_core
 from shardlab.layout import Layout
 from shardlab.model import Config
-from shardlab.pipeline.core import Passes
 from shardlab.tensor_parallel import core as tp_core
 
 GPT2 = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
@@ -91,7 +90,7 @@ def watched(side: Side) -> Any:
         return side.engine
     model = side.model
     if side.row.technique == "mesh":
-        return model.sharded if model.sharded is not None else model.pipeline.parts
+        return model.sharded or model.pipeline.parts
     return model.parts if side.row.technique == "pipeline" else model
 
 
@@ -262,7 +261,8 @@ def right() -> Iterator[tuple[str, Row]]:
         (Layout(dp=2, pp=2, zero=1, microbatches=2), GPT2),
         (Layout(dp=2, pp=2, microbatches=2), UNTIED),
     ):
-        yield f"mesh {layout}", row("mesh", config, layout, clip=(0.3,))
+        along = ", along the sequence" if layout.sequence_parallel else ""
+        yield f"mesh {layout}{along}", row("mesh", config, layout, clip=(0.3,))
     yield "DTensor over FSDP2", row("DTensor", LLAMA, Layout(dp=2, tp=2))
     for stage in (0, 3):
         layout = Layout(dp=2, tp=2, zero=stage)
@@ -293,7 +293,7 @@ class Wrong:
         def program(watch: Any) -> None:
             with ExitStack() as stack:
                 for owner, name, value in self.instead:
-                    stack.enter_context(mock.patch.object(owner, name, value, create=True))
+                    stack.enter_context(mock.patch.object(owner, name, value))
                 parallel(self.other or self.row, self.mistake)(watch)
 
         return program
@@ -361,17 +361,17 @@ def whole_blocks(layout: Any, ranks: int, rank: int, source: int, causal: bool, 
 
 
 def second_share(change: Callable[[Tensor, Any, str], Tensor]) -> Callable[..., Tensor]:
-    """cp.share, but for the targets, which come second."""
+    """cp.shard, but for the targets, which come second."""
     turn = iter(range(10**6))
 
     def share(x: Tensor, group: Any, layout: str = "zigzag") -> Tensor:
-        return cp_core.share(x, group, layout) if next(turn) % 2 == 0 else change(x, group, layout)
+        return cp_core.shard(x, group, layout) if next(turn) % 2 == 0 else change(x, group, layout)
 
     return share
 
 
 def shifted(x: Tensor, group: Any, layout: str) -> Tensor:
-    y = cp_core.share(x, group, layout)
+    y = cp_core.shard(x, group, layout)
     return torch.cat((y[:, 1:], y[:, :1]), 1)
 
 
@@ -449,6 +449,12 @@ def one_end(side: Any) -> None:
     side.model.twin = None
 
 
+def counted_whole(side: Any) -> None:
+    """Each micro-batch's mean as if it were the step's."""
+    right, m = side.model.passes.loss, side.row.layout.microbatches
+    side.model.passes.loss = lambda logits, targets: right(logits, targets) * m
+
+
 def twice_divided(module: nn.Module, *groups: Any, right: Any = experts.average_gradients) -> None:
     right(module, *groups)
     for p in experts.own_parameters(module):
@@ -482,7 +488,6 @@ PIPE = row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4))
 PARTED = replace(PIPE, config=UNTIED)
 EXPERTS = row("experts", SPARSE, Layout(dp=2, ep=2))
 IGNORING = Ignoring(**{f: getattr(G, f) for f in G.__dataclass_fields__})
-WHOLE = property(lambda self: [1.0] * 99, lambda self, value: None)
 
 WRONG: dict[str, Wrong] = {
     "tensor: sum of the input's gradient forgotten": Wrong(
@@ -564,12 +569,12 @@ WRONG: dict[str, Wrong] = {
     ),
     "context: targets are not in zig-zag": Wrong(
         RING, "backward head", "every output was right: the loss .*targets",
-        instead=((cp, "share", second_share(
-            lambda x, group, layout: cp_core.share(x, group, "contiguous"))),),
+        instead=((cp, "shard", second_share(
+            lambda x, group, layout: cp_core.shard(x, group, "contiguous"))),),
     ),
     "context: targets are shifted within a share": Wrong(
         CONTIGUOUS, "backward head", "every output was right: the loss .*targets",
-        instead=((cp, "share", second_share(shifted)),),
+        instead=((cp, "shard", second_share(shifted)),),
     ),
     "context: gradients not averaged": Wrong(
         RING, "gradient ", "nobody averaged", instead=((cp, "average_gradients", nothing),)
@@ -593,7 +598,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "pipeline: micro-batches count whole": Wrong(
         PARTED, "gradient ", "4 times .* 4 micro-batches that were not averaged|4 times already",
-        instead=((Passes, "shares", WHOLE),),
+        mistake=counted_whole,
     ),
     "experts: gradients divided twice": Wrong(
         EXPERTS, r"gradient blocks\.\d\.ffn\.experts", "0.5 times .*divided by 2 ranks",

@@ -85,9 +85,7 @@ def wrong() -> dict[str, Any]:
     controls = {
         control(one.row): (one.row, parallel(one.row, one.control)) for one in WRONG.values()
     }
-    wrong = {
-        name: (one.row, one.program()) for name, one in WRONG.items() | {DRIFTS: QUIET}.items()
-    }
+    wrong = {name: (one.row, one.program()) for name, one in (WRONG | {DRIFTS: QUIET}).items()}
     return compared(wrong | controls)
 
 

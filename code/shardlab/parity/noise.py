@@ -18,14 +18,14 @@ from .recording import BEFORE, Key, Part
 
 DRAWS = 3  # runs that are perturbed
 FACTOR = 12.0  # times the largest difference of a draw; right programs need up to 9
-PIECE = 2**20  # numbers that are widened to float64 at a time
+PIECE = 2**20  # numbers that are compared at a time
 DECIDES = 0.5  # where more than that is allowed, rounding makes another tensor: nothing is said
 
 
 def rms(x: Tensor) -> float:
     """Root mean square."""
-    total = sum(piece.double().square().sum().item() for piece in x.flatten().split(PIECE))
-    return sqrt(total / x.numel()) if x.numel() else 0.0
+    norm = torch.linalg.vector_norm(x.flatten(), dtype=torch.float64).item() if x.numel() else 0.0
+    return norm / sqrt(max(1, x.numel()))
 
 
 def eps(dtype: torch.dtype) -> float:
@@ -34,23 +34,32 @@ def eps(dtype: torch.dtype) -> float:
 
 
 def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tuple[float, float]:
-    """Relative differences from factor times `wanted`: of all numbers, and of the worst row."""
+    """Differences from factor times `wanted`, relative to `size`: of all, and of the worst row."""
     if not found.numel():
         return 0.0, 0.0
     width = found.shape[-1] if found.dim() > 1 else found.numel()
-    rows = max(1, PIECE // width) * width
+    rows, wide = max(1, PIECE // width) * width, torch.promote_types(found.dtype, torch.float32)
+    wide = torch.promote_types(wide, wanted.dtype)
     total = worst = 0.0
     for f, w in zip(found.flatten().split(rows), wanted.flatten().split(rows), strict=True):
-        apart = f.double() - w.double() * factor
-        if not apart.isfinite().all():
-            f, w = f.double().nan_to_num(1e300), (w.double() * factor).nan_to_num(1e300)
-            if not torch.equal(f, w):
+        f, w = f.to(wide), w.to(wide)
+        w = w if factor == 1.0 else w * factor
+        norms = torch.linalg.vector_norm((f - w).view(-1, width), dim=1, dtype=torch.float64)
+        if not norms.isfinite().all():
+            if not torch.equal(f.nan_to_num(), w.nan_to_num()):
                 return inf, inf
-            apart = f - w
-        squares = apart.view(-1, width).square().sum(1)
-        total, worst = total + squares.sum().item(), max(worst, squares.max().item())
-    size = max(size * abs(factor), rms(wanted) * abs(factor), 1e-300)
-    return sqrt(total / found.numel()) / size, sqrt(worst / width) / size
+            norms = torch.zeros_like(norms)
+        total, worst = total + (norms @ norms).item(), max(worst, norms.max().item())
+    size = max(size * abs(factor), 1e-300)
+    return sqrt(total / found.numel()) / size, worst / sqrt(width) / size
+
+
+def size_of(record: Record, key: Key) -> float:
+    """A plain tensor's root mean square, computed once; 0 where there is none."""
+    if key not in record.sizes:
+        whole = record.whole(key)
+        record.sizes[key] = rms(whole) if whole is not None else 0.0
+    return record.sizes[key]
 
 
 class Noise:
@@ -66,9 +75,8 @@ class Noise:
         for other in self.record.parts.get(key, ()):
             if other.call == part.call and other.value.shape == part.value.shape:
                 of_all, of_row = gap(part.value, other.value, 1.0)
-                size = max(1.0, rms(other.value))  # what `gap` divided by
-                self.squares[key] += (of_all * size) ** 2 * part.value.numel()
-                self.row[key] = max(self.row[key], of_row * size)
+                self.squares[key] += of_all**2 * part.value.numel()
+                self.row[key] = max(self.row[key], of_row)
 
     def tied(self, name: str, first: str) -> None:
         """As `Sink` says."""
@@ -81,10 +89,9 @@ class Noise:
         """Relative differences of each tensor."""
         told = {}
         for key, squares in self.squares.items():
-            whole = self.record.whole(key)
-            size = rms(whole) if whole is not None else 0.0
-            if size:
-                told[key] = sqrt(squares / whole.numel()) / size, self.row[key] / size
+            if size := size_of(self.record, key):
+                numbers = self.record.whole(key).numel()
+                told[key] = sqrt(squares / numbers) / size, self.row[key] / size
         return told
 
 
@@ -93,10 +100,10 @@ def largest(record: Record, draws: list[dict[Key, tuple[float, float]]]) -> dict
     found = {}
     for key, parts in record.parts.items():
         least = eps(parts[0].value.dtype)
-        weight = record.whole(Key(BEFORE, "weights", key.name))
-        if key.phase == "update" and weight is not None:  # a difference of two rounded numbers
-            size = rms(record.whole(key))
-            least = max(least, eps(weight.dtype) * rms(weight) / size) if size else least
+        weight, size = Key(BEFORE, "weights", key.name), size_of(record, key)
+        if key.phase == "update" and size:  # a difference of two numbers that were rounded
+            unit = eps(record.parts[weight][0].value.dtype) * size_of(record, weight)
+            least = max(least, unit / size)
         each = [draw.get(key, (0.0, 0.0)) for draw in draws]
         found[key] = max([least, *(d[0] for d in each)]), max([2 * least, *(d[1] for d in each)])
     return found
@@ -129,7 +136,5 @@ def tolerance(record: Record, key: Key, dtype: torch.dtype, factor: float = FACT
     """Of a tensor that a rank has in this dtype."""
     of_all, of_row = record.noise.get(key, (0.0, 0.0))
     least, whole = eps(dtype), record.whole(key)
-    if key not in record.sizes:
-        record.sizes[key] = rms(whole)
     allowed = factor * max(of_all, least), factor * max(of_row, 2 * least)
-    return Tolerance(whole, record.sizes[key], *allowed)
+    return Tolerance(whole, size_of(record, key), *allowed)

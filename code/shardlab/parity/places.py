@@ -52,6 +52,11 @@ class Place:
 
     def mark(self, had: Tensor) -> None:
         """Set what stands there in `had`, a tensor of truth values with the whole's shape."""
+        if self.piece is None and not any(isinstance(index, Tensor) for index in self.index):
+            every = slice(None)
+            cut = (every if i is None else slice(i.start, i.stop, i.step) for i in self.index)
+            had.view(self.view)[tuple(cut)] = True
+            return
         numbers = self.of(torch.arange(1, had.numel() + 1).view(had.shape))
         had.view(-1)[numbers[numbers > 0] - 1] = True
 

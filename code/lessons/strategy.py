@@ -251,7 +251,7 @@ def plain(job, r):
     layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
     stages = at.parts(config)  # unequal: the embedding and the head count, too
     busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
-    held = max(core.parameters(job, s) for s in stages)
+    held = max(job.held(s).all for s in stages)
     gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # float32, all-reduced
     return (m - 1) * max(busy) + sum(busy) + gradients
 

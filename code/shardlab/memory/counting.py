@@ -8,7 +8,7 @@ copy of it.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -93,9 +93,46 @@ def parameter_count(config: Config) -> int:
 
 def in_experts(config: Config, layout: Layout = ALONE, stage: int | Stage | None = None) -> int:
     """Of the `parameters`, those of the rank's experts, which other ranks lack."""
-    here, tp, ep = placed(config, layout, stage), layout.tp, layout.ep
-    check_expert_degree(config, ep)
-    return sum(n * in_layer(config, tp, ep, s)["experts"] for s, n in of_both_kinds(config, here))
+    here = placed(config, layout, stage)
+    check_expert_degree(config, layout.ep)
+    return held_by(config, layout, here).experts
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one rank."""
+
+    all: int
+    experts: int  # of these, its own experts'
+
+    def share(self, layout: Layout) -> int:
+        """Those of which ZeRO leaves the states on the rank: ranks that have the same share them.
+
+        All ranks of a group do, and of an expert an ep-th of these. Shares are rounded up.
+        """
+        shards = layout.shards
+        same = self.all - self.experts
+        return ceil_div(same, shards) + ceil_div(self.experts, shards // layout.ep)
+
+
+def held_by(config: Config, layout: Layout, here: Stage) -> Held:
+    """What a rank of a stage holds, by number alone: for a thousand layouts, and without checks."""
+    ends = here.embedding, here.head
+    return _held(config, layout.tp, layout.ep, here.layers, here.dense, *ends)
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    config: Config, tp: int, ep: int, layers: int, dense: int, embedding: bool, head: bool
+) -> Held:
+    here = Stage((range(layers),), embedding, head, dense)
+    kinds = of_both_kinds(config, here)
+    counts = [(n, in_layer(config, tp, ep, sparse)) for sparse, n in kinds]
+    ends = held(config, replace(here, chunks=()), ep)
+    return Held(
+        sum(n * sum(count.values()) for n, count in counts) + sum(e.elements(tp) for e in ends),
+        sum(n * count["experts"] for n, count in counts),
+    )
 
 
 def largest_parameter(

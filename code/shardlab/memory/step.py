@@ -7,12 +7,12 @@ from typing import Any
 
 from shardlab.arguments import check_count, check_whole
 from shardlab.layout import ALONE, Layout, Stage
-from shardlab.layout.entries import of_kind, of_layer, outside
+from shardlab.layout.entries import check_expert_degree, of_kind, of_layer, outside
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
-from .core import OPTIMIZERS, Recipe, States, check_recipe, states
-from .counting import in_experts, in_layer, of_both_kinds, parameters, placed
+from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
+from .counting import held_by, in_layer, of_both_kinds, placed
 from .units import ceil_div
 
 MIB = 2**20
@@ -98,13 +98,10 @@ def estimate(
         return max(found, key=lambda one: one.peak)
     how: dict[str, Any] = {"attention": attention, "device": device, "stage": stage}
     kept = activations(config, layout, seq, precision, **how)
-    held = sum(parameters(config, layout, here).values())
-    own = in_experts(config, layout, here) if config.experts else 0
-    state = States(0, 0, 0)
-    for params, ranks in ((held - own, shards), (own, shards // layout.ep)):
-        if params:
-            alike = Layout(dp=ranks, zero=zero, offload=layout.offload)  # that have the same
-            state = state.plus(states(params, alike, precision, optimizer))
+    check_expert_degree(config, layout.ep)
+    mine = held_by(config, layout, here)
+    held = mine.all
+    state = states_of(held, mine.share(layout), layout, recipe, optimizer)
     unit = _Unit.of(config, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64
@@ -248,7 +245,7 @@ class _Unit:
 
     @staticmethod
     def of(config: Config, layout: Layout, stage: Stage) -> _Unit:
-        held, tp, ep = parameters(config, layout, stage), layout.tp, layout.ep
+        tp, ep = layout.tp, layout.ep
         inside = sum(
             n * sum(in_layer(config, tp, ep, s).values()) for s, n in of_both_kinds(config, stage)
         )
@@ -259,7 +256,7 @@ class _Unit:
             one["ffn"] + one["experts"],
             # Of experts one comes first, and the shared ones are small.
             max(entry.elements(tp) for entry in downs),
-            sum(held.values()) - inside,
+            held_by(config, layout, stage).all - inside,
             ceil_div(config.vocab, tp) * config.hidden,
             config.tied and stage.embedding and stage.head,
             stage.embedding,

@@ -69,15 +69,9 @@ def parameters(
     ValueError for degrees that do not divide heads, key-value heads, the width of the feed-forward
     network or of an expert (tp), the layers (pp) or the experts (ep).
     """
-    here, tp, ep = placed(config, layout, stage), layout.tp, layout.ep
-    check_expert_degree(config, ep)
-    counts = dict.fromkeys(KINDS, 0)
-    for entry in held(config, replace(here, chunks=()), ep):
-        counts[entry.kind] += entry.elements(tp)
-    for sparse, layers in of_both_kinds(config, here):
-        for kind, elements in in_layer(config, tp, ep, sparse).items():
-            counts["ffn" if kind == "experts" else kind] += layers * elements
-    return counts
+    here = placed(config, layout, stage)
+    check_expert_degree(config, layout.ep)
+    return dict(held_by(config, layout, here).kinds)
 
 
 def of_both_kinds(config: Config, here: Stage) -> list[tuple[bool, int]]:
@@ -104,6 +98,7 @@ class Held:
 
     all: int
     experts: int  # of these, its own experts'
+    kinds: dict[str, int]  # all of them, by part
 
     def share(self, layout: Layout) -> int:
         """Those of which ZeRO leaves the states on the rank: ranks that have the same share them.
@@ -126,13 +121,14 @@ def _held(
     config: Config, tp: int, ep: int, layers: int, dense: int, embedding: bool, head: bool
 ) -> Held:
     here = Stage((range(layers),), embedding, head, dense)
-    kinds = of_both_kinds(config, here)
-    counts = [(n, in_layer(config, tp, ep, sparse)) for sparse, n in kinds]
-    ends = held(config, replace(here, chunks=()), ep)
-    return Held(
-        sum(n * sum(count.values()) for n, count in counts) + sum(e.elements(tp) for e in ends),
-        sum(n * count["experts"] for n, count in counts),
-    )
+    counts, own = dict.fromkeys(KINDS, 0), 0
+    for entry in held(config, replace(here, chunks=()), ep):
+        counts[entry.kind] += entry.elements(tp)
+    for sparse, n in of_both_kinds(config, here):
+        for kind, elements in in_layer(config, tp, ep, sparse).items():
+            counts["ffn" if kind == "experts" else kind] += n * elements
+            own += n * elements if kind == "experts" else 0
+    return Held(sum(counts.values()), own, counts)
 
 
 def largest_parameter(

@@ -102,13 +102,12 @@ def estimate(
     mine = held_by(config, layout, here)
     held = mine.all
     state = states_of(held, mine.share(layout), layout, recipe, optimizer)
-    unit = _Unit.of(config, layout, here)
+    unit = Unit.of(config, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64
     gathered = buckets = 0
     if shards > 1 and zero == 3:
-        layers = unit.layer * ((1 + prefetch) * recipe.compute + recipe.gradients)
-        gathered = recipe.compute * unit.root + max(layers, recipe.gradients * unit.root)
+        gathered = unit.gathered(recipe, prefetch)
     elif layout.dp * layout.cp > 1:
         gradients = held * recipe.gradients
         buckets = gradients if zero == 0 and bucket else min(gradients, bucket)
@@ -162,7 +161,7 @@ def _moments(
     kept: Activations,
     state: States,
     recipe: Recipe,
-    unit: _Unit,
+    unit: Unit,
     earlier: bool,
     zero: int,
     dp: int,
@@ -231,7 +230,7 @@ def _moments(
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """Elements of what is gathered and reduced at once, and of what a layer's gradients are."""
 
     layer: int
@@ -243,15 +242,25 @@ class _Unit:
     first: bool
     last: bool
 
+    def gathered(self, recipe: Recipe, prefetch: int = 1) -> int:
+        """Bytes of whole weights and gradients under ZeRO-3, as FSDP2 has it.
+
+        What is outside of the layers is there for the whole backward; and with it a layer,
+        `prefetch` more, and the gradients of one, or those of what is outside.
+        """
+        layers = self.layer * ((1 + prefetch) * recipe.compute + recipe.gradients)
+        return recipe.compute * self.root + max(layers, recipe.gradients * self.root)
+
     @staticmethod
-    def of(config: Config, layout: Layout, stage: Stage) -> _Unit:
+    def of(config: Config, layout: Layout, stage: Stage) -> Unit:
+        """Of a rank of `stage`."""
         tp, ep = layout.tp, layout.ep
         inside = sum(
             n * sum(in_layer(config, tp, ep, s).values()) for s, n in of_both_kinds(config, stage)
         )
         one = in_layer(config, tp, ep, config.experts > 0)
         downs = (e for e in of_kind(config, config.experts > 0) if e.name.endswith("down.weight"))
-        return _Unit(
+        return Unit(
             sum(one.values()),
             one["ffn"] + one["experts"],
             # Of experts one comes first, and the shared ones are small.

@@ -1,9 +1,9 @@
 """How much memory a stage takes, part by part: what is allocated, and what is reserved with it.
 
-`memory` counts model states, what goes into a layer's products, and micro-batches in flight. What
-an engine has of its own comes on top: tensors by its `Profile`, as its source has them; bytes
-outside of the cut matrices (`kept`), of the loss (`logit`), and of buffers by its `Rates`, which
-are measured.
+`memory` counts model states, what goes into a layer's products, micro-batches in flight, and what
+ZeRO-3 gathers. What an engine has of its own comes on top: tensors by its `Profile`, as its source
+has them; bytes outside of the cut matrices (`kept`), of the loss (`logit`), and of buffers by its
+`Rates`, which are measured.
 
 An allocator reserves more than a program holds: blocks do not fit one into another, and a buffer
 that another stream still reads comes back late. Tools report the reserved bytes.
@@ -28,6 +28,7 @@ from shardlab.memory.core import (
 from shardlab.memory.counting import of_both_kinds
 from shardlab.memory.experts import FLOAT, kept_by_rows
 from shardlab.memory.in_flight import deferred
+from shardlab.memory.step import Unit
 
 from .job import Job
 from .rates import Values
@@ -128,8 +129,7 @@ def _buffers(job: Job, rates: Values, stage: Stage, held: int) -> float:
         return profile.bucket * held
     if layout.zero < 3:
         return rates.gathered * recipe.parameters * held
-    layers = max(1, stage.layers)
-    return (2 * recipe.parameters + recipe.gradients) * held / layers
+    return Unit.of(job.config, layout, stage).gathered(recipe)
 
 
 def _late(job: Job, rates: Values) -> float:

@@ -119,16 +119,16 @@ def states(
 
 
 def states_of(
-    held: int, share: int, layout: Layout, recipe: Recipe, optimizer: str = "adamw"
+    held: int, shard: int, layout: Layout, recipe: Recipe, optimizer: str = "adamw"
 ) -> States:
-    """Bytes of model states on a rank of `held` parameters, of which `share` is what ZeRO leaves.
+    """Bytes of model states on a rank of `held` parameters, of which `shard` is what ZeRO leaves.
 
     Of the layout alone the stage of ZeRO and the offload are read.
     """
     zero, offload = layout.zero, layout.offload
 
     def of(stage: int) -> int:
-        return share if zero >= stage else held
+        return shard if zero >= stage else held
 
     weights = of(3) * recipe.parameters
     gradients = of(2) * recipe.gradients

@@ -100,10 +100,10 @@ class Held:
     experts: int  # of these, its own experts'
     kinds: dict[str, int]  # all of them, by part
 
-    def share(self, layout: Layout) -> int:
-        """Those of which ZeRO leaves the states on the rank: ranks that have the same share them.
+    def shard(self, layout: Layout) -> int:
+        """Those of which ZeRO leaves the states on the rank: ranks that have the same divide them.
 
-        All ranks of a group do, and of an expert an ep-th of these. Shares are rounded up.
+        All ranks of a group do, and of an expert an ep-th of these. Shards are rounded up.
         """
         shards = layout.shards
         same = self.all - self.experts

@@ -101,7 +101,7 @@ def estimate(
     check_expert_degree(config, layout.ep)
     mine = held_by(config, layout, here)
     held = mine.all
-    state = states_of(held, mine.share(layout), layout, recipe, optimizer)
+    state = states_of(held, mine.shard(layout), layout, recipe, optimizer)
     unit = Unit.of(config, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64

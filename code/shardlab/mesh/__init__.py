@@ -15,19 +15,20 @@ SC 2021 (arXiv 2104.04473).
 __all__ = [
     "AXES",
     "Groups",
-    "LEFT_OUT",
+    "Instead",
     "Parallel",
     "PlacedDropout",
     "SCHEDULES",
     "check_cuts",
     "counted",
+    "full_tensors",
     "groups_of",
     "held",
     "join",
+    "left_out",
     "local",
     "predicted_sent",
     "predicted_states",
-    "whole",
 ]
 
 # What needs torch is loaded when it is first asked for: who only looks at groups does not wait for
@@ -35,19 +36,20 @@ __all__ = [
 _LATER = {
     "AXES": "shardlab.mesh.core",
     "Groups": "shardlab.mesh.core",
-    "LEFT_OUT": "shardlab.mesh.predict",
+    "Instead": "shardlab.mesh.predict",
     "Parallel": "shardlab.mesh.core",
     "PlacedDropout": "shardlab.mesh.dropout",
     "SCHEDULES": "shardlab.mesh.predict",
     "check_cuts": "shardlab.mesh.predict",
     "counted": "shardlab.mesh.states",
+    "full_tensors": "shardlab.mesh.states",
     "groups_of": "shardlab.mesh.core",
     "held": "shardlab.mesh.states",
     "join": "shardlab.mesh.core",
+    "left_out": "shardlab.mesh.predict",
     "local": "shardlab.mesh.states",
     "predicted_sent": "shardlab.mesh.predict",
     "predicted_states": "shardlab.mesh.predict",
-    "whole": "shardlab.mesh.states",
 }
 
 

@@ -23,7 +23,7 @@ def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float) ->
     # Sums, of which backward hides a part: two sends of each byte.
     exposed = 2 * job.profile.wire.gradient * rates.exposed
     if layout.replicas > 1:  # groups add up the shards of their gradients, each rank with its like
-        part = job.held(stage).share(layout) * (layout.replicas - 1) / layout.replicas
+        part = job.held(stage).shard(layout) * (layout.replicas - 1) / layout.replicas
         waits += exposed * part / rate(job, rates, layout.replicas, layout.shards)
     if job.config.tied and layout.pp > 1:
         ends = job.config.vocab * job.config.hidden / layout.tp

@@ -323,6 +323,6 @@ def _optimizer(job: Job, rates: Values, stage: Stage) -> float:
     """Seconds in which gradients are added up and weights updated."""
     layout, profile = job.layout, job.profile
     held = job.held(stage)
-    kept = held.share(layout) if layout.zero else held.all
+    kept = held.shard(layout) if layout.zero else held.all
     read = profile.update * kept + profile.accumulate * held.all * layout.microbatches
     return rates.step + read / (rates.memory * job.machine.stream)

@@ -74,7 +74,7 @@ def footprint(job: Job, rates: Values, stage: int = 0) -> Bytes:
 
 def _reserved(job: Job, rates: Values, stage: int, here: Stage) -> Bytes:
     layout, held = job.layout, job.held(here)
-    state = states_of(held.all, held.share(layout), layout, job.profile.recipe)
+    state = states_of(held.all, held.shard(layout), layout, job.profile.recipe)
     flying = in_flight(layout, stage)
     kept = activations(job, rates, here) * flying
     if (waiting := deferred(layout, stage)) and layout.recompute == "none":

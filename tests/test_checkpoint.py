@@ -38,9 +38,9 @@ from shardlab.checkpoint import (
     best_interval,
     complete,
     export,
-    lost_share,
+    lost_fraction,
     named_tensors,
-    simulated_lost_share,
+    simulated_lost_fraction,
 )
 from shardlab.checkpoint import folder as folders
 from shardlab.data_parallel import DataParallel
@@ -933,6 +933,8 @@ def test_what_is_no_training_run_is_named(tmp_path):
             for name in ("model", "optimizer"):
                 with pytest.raises(ValueError, match=f"{name}=None: allowed"):
                     call(replace(good, **{name: None}))
+            with pytest.raises(ValueError, match="training=None: allowed is a"):
+                call(None)
         for name, value in itertools.product(("step", "samples"), (-1, 1.5, True, "7", None)):
             words = f"{name}={value!r}: allowed are whole numbers, 0 or more"
             with pytest.raises(ValueError, match=words):
@@ -1051,15 +1053,15 @@ def test_the_formulas():
     # 120 s to save and one failure in 24 hours: sqrt(2 * 120 * 86,400) s.
     assert best_interval(120, 86_400) == pytest.approx(4553.7, abs=0.1)
     # For rare failures, the textbook's sum: save / interval + half an interval / mtbf.
-    assert lost_share(4553.7, 120, 86_400) == pytest.approx(
+    assert lost_fraction(4553.7, 120, 86_400) == pytest.approx(
         120 / 4553.7 + 4553.7 / 2 / 86_400, 0.05
     )
     for interval in (10.0, 60.0, 300.0):
-        want = lost_share(interval, 5, 400, 20)
+        want = lost_fraction(interval, 5, 400, 20)
         # 20,000 failures: a relative error of about 1 % of the time that is not lost.
-        assert simulated_lost_share(interval, 5, 400, 20) == pytest.approx(want, abs=0.01)
+        assert simulated_lost_fraction(interval, 5, 400, 20) == pytest.approx(want, abs=0.01)
     best = best_interval(5, 4000)
-    assert lost_share(best, 5, 4000) < min(lost_share(best * f, 5, 4000) for f in (0.7, 1.4))
+    assert lost_fraction(best, 5, 4000) < min(lost_fraction(best * f, 5, 4000) for f in (0.7, 1.4))
 
 
 def in_parts(root):

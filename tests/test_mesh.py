@@ -65,31 +65,48 @@ def parallel(config, shape, dtype=torch.float64, seed=0, **options):
 EIGHT = Layout(dp=2, pp=2, tp=2)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("what", ["plain", "sequence", "experts"])
-def test_bytes_held_and_sent_are_as_predicted(zero, what):
-    sequence = what == "sequence"
-    config = replace(GPT2, vocab=30, hidden=20)  # shards that need padding
-    if what == "experts":
-        config = replace(config, experts=4, expert_ffn=12, shared_experts=1, dense_layers=1)
-    shape = Layout(dp=2, tp=2) if zero > 1 else EIGHT
-    shape = replace(shape, zero=zero, sequence_parallel=sequence, microbatches=2)
+PADDED = replace(GPT2, vocab=30, hidden=20)  # shards that need padding
+SPARSE = replace(PADDED, experts=4, expert_ffn=12, shared_experts=1, dense_layers=1)
+ALONG, LOOPED = {"sequence_parallel": True}, {"schedule": "interleaved", "chunks": 2}
+AGAIN = {"recompute": "full"}
+COUNTED = [
+    (config, replace(Layout(dp=2, tp=2) if zero > 1 else EIGHT, zero=zero, **how))
+    for zero in range(4)
+    for config, how in [(PADDED, {}), (PADDED, ALONG), (SPARSE, {}), (PADDED, ALONG | AGAIN)]
+]
+COUNTED += [
+    (replace(PADDED, layers=6), replace(EIGHT, zero=1, **LOOPED, **ALONG)),
+    (replace(SPARSE, layers=4), replace(EIGHT, zero=1, **LOOPED, **AGAIN)),
+    (replace(PADDED, layers=4, tied=False), Layout(dp=2, pp=2, **LOOPED)),
+    (replace(PADDED, layers=8), Layout(pp=4, zero=1, **LOOPED)),
+    (replace(PADDED, layers=4), Layout(dp=2, pp=2, stages=(1, 3), schedule="naive")),
+    (PADDED, Layout(dp=2, tp=2, **AGAIN)),
+    (replace(PADDED, dropout=0.1), Layout(dp=2, tp=2, **AGAIN)),
+    (replace(PADDED, dropout=0.1), Layout(dp=2, tp=2, zero=3, **ALONG, **AGAIN)),
+]
 
-    def work():
-        job, copy = parallel(config, shape, torch.float32)
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_bytes_held_and_sent_are_as_predicted(size):
+    cases = [(config, layout) for config, layout in COUNTED if layout.ranks == size]
+
+    def held_and_sent(config, layout):
+        job, copy = parallel(config, layout, torch.float32)
         optimizer, sizes, rank = adamw(job), [3, 2], dist.get_rank()
         for step in range(2):
             tokens, targets = batch(config, step, sum(sizes))
             with count.sent() as sent:
                 job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
             optimizer.step()
-        sends = mesh.predicted_sent(config, shape, rank, config.seq, sizes[copy])
+        sends = mesh.predicted_sent(config, job.layout, rank, config.seq, sizes[copy])
         sends["pp"] += sends.pop("twin")
         assert mesh.counted(sent, job) == sends
-        assert mesh.held(job, optimizer) == mesh.predicted_states(config, shape, rank)
+        assert mesh.held(job, optimizer) == mesh.predicted_states(config, job.layout, rank)
         return sends
 
-    assert all(sends["tp"] and sends["dp"] for sends in run(work, shape.ranks))
+    for sends in run(lambda: [held_and_sent(*case) for case in cases], size):
+        for (_, layout), each in zip(cases, sends, strict=True):
+            assert all((getattr(layout, axis) > 1) == (each[axis] > 0) for axis in mesh.AXES)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -285,13 +302,17 @@ def refused(seq=None, **options):
         (lambda: EIGHT.leaving(3, lambda rank: {}), "node=3: allowed are divisors of 8 ranks"),
         (lambda: refused(tp=4), "heads=2: allowed on 4 ranks are mul"),
         (lambda: refused(pp=3), "pp=3: allowed are divisors of layers"),
-        (lambda: refused(pp=2, schedule="zb-h1"), "schedule='zb-h1': allowed in a mesh are gpipe"),
+        (lambda: refused(pp=2, schedule="zb-h1"), "schedule='zb-h1': allowed in a mesh are naive"),
         (lambda: refused(zero=4), "zero=4: allowed are 0, 1, 2 and 3"),
         (lambda: refused(pp=2, zero=2), "zero=2 with pp=2: allowed are 0 and 1"),
         (lambda: refused(tp=2, sequence_parallel=True, seq=9), "seq=9: allowed with sequence par"),
         (lambda: refused(cp=2), "cp=2: allowed in a mesh is 1"),
-        (lambda: refused(pp=2, stages=(1, 1)), "stages=.*: allowed in a mesh is 'equal'"),
-        (lambda: refused(recompute="full"), "recompute='full': allowed in a mesh is 'none'"),
+        (lambda: refused(pp=2, **LOOPED), r"pp=2, chunks=2: .* here parts have \[1, 1, 0, 0\]"),
+        (
+            lambda: mesh.check_cuts(replace(GPT2, vocab=2048), Layout(pp=2, stages="nanotron")),
+            r"pp=2, chunks=1: allowed are .* the head; here parts have \[2, 0\]",
+        ),
+        (lambda: refused(recompute="selective"), "recompute='selective': allowed in a mesh are"),
     ],
 )
 def test_what_no_mesh_can_train(make, words):

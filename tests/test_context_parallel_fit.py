@@ -194,26 +194,3 @@ def test_grain() -> None:
     assert grain(Layout(cp=4)) == grain(Layout(tp=8, cp=4)) == 8
     assert grain(Layout(tp=8, cp=4, sequence_parallel=True)) == 4 * 8
     assert grain(Layout(tp=3, cp=2, sequence_parallel=True)) == 2 * math.lcm(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: tokens_that_fit(LLAMA, 0), "budget=0: allowed are numbers above 0"),
-        (lambda: tokens_that_fit(LLAMA, 10**9, 8), "layout=8: allowed is a Layout"),
-        (lambda: tokens_that_fit(LLAMA, 10**9, Layout(tp=3)), "allowed are divisors of heads=32"),
-        (lambda: tokens_that_fit(LLAMA, 10**9, Layout(tp=16)), "divisors of key_value_heads=8"),
-        (lambda: tokens_that_fit(LLAMA, 10**9, way="rign"), "allowed are 'ring' and 'ulysses'"),
-        (lambda: tokens_that_fit(LLAMA, 10**9, Layout(cp=3), "ulysses"), "heads=32: 3 ranks need"),
-        (lambda: tokens_that_fit(LLAMA, 10**9, TWO, attention="plain"), "allowed is 'fused'"),
-        (lambda: tokens_that_fit(Config(dropout=0.1), 10**9, TWO), "dropout=0.1: allowed is 0"),
-        (lambda: context_moments(LLAMA, EIGHT, 100), "multiples of 16; the nearest: 96 and 112"),
-        (lambda: context_moments(LLAMA, EIGHT, 3), "multiples of 16; the nearest: 16"),
-        (lambda: context_moments(LLAMA, Layout(), 0), "seq=0: allowed are whole numbers"),
-        (lambda: context_moments(LLAMA, TWO, 8.5), "seq=8.5: allowed are whole numbers"),
-    ],
-)
-def test_bad_input_is_refused(call: Any, says: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        call()
-    assert says in str(caught.value)

@@ -56,40 +56,6 @@ def test_activations_are_divided_by_the_ranks():  # predicted are the CPU's kern
                 assert counted == (whole + repeated) // size, (way, size)
 
 
-def mistakes():
-    group, found = dist.group.WORLD, {}
-    distributed = cp.distribute(gpt(), group)
-    calls = {
-        "attention": lambda: cp.distribute(gpt(), group, "flash"),
-        "layout": lambda: cp.distribute(gpt(), group, layout="striped"),
-        "dropout": lambda: cp.distribute(gpt(dropout=0.1), group),
-        "again": lambda: cp.distribute(distributed, group),
-        "heads": lambda: cp.distribute(gpt(heads=1), group, "ulysses"),
-        "model": lambda: cp.distribute(torch.nn.Linear(2, 2), group),
-        "seq": lambda: cp.share(torch.zeros(1, 6), group, "zigzag"),
-    }
-    for name, call in calls.items():
-        with count.sent() as sent, pytest.raises(ValueError) as caught:
-            call()
-        assert not sent.calls and not sent.bytes
-        found[name] = str(caught.value)
-    return found
-
-
-def test_mistakes_are_named_before_anything_is_sent():
-    first, second = run(mistakes, 2)
-    assert first == second == {
-        "attention": "attention='flash': allowed are 'ring' and 'ulysses'",
-        "layout": "layout='striped': allowed are 'contiguous' and 'zigzag'",
-        "dropout": "dropout=0.1: allowed is 0 with a context cut",
-        "again": "model: is distributed already; allowed is a plain one",
-        "heads": "heads=1: 2 ranks need a multiple of 2; the nearest is 2. Ring attention takes any"
-        " number",
-        "model": "model=Linear: allowed is a shardlab.model.GPT",
-        "seq": "seq=6: 2 ranks in layout 'zigzag' need a multiple of 4; the nearest are 4 and 8",
-    }  # fmt: skip
-
-
 # On a GPU
 
 NEEDS_A_GPU = pytest.mark.skipif(

@@ -52,12 +52,6 @@ def part(tensor, group):
     return tensor.chunk(group.size())[dist.get_rank(group)]
 
 
-def pairs():
-    """Of four ranks: this one's neighbour and itself; those with the same place in their pair."""
-    layouts = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
-    return [dist.new_subgroups_by_enumeration(layout)[0] for layout in layouts]
-
-
 def sent(choices, dtype, size):
     model = experts.parallelize(gpt(**choices).to(dtype), dist.group.WORLD)
     tokens, targets = (part(x, dist.group.WORLD) for x in batch(0))
@@ -131,6 +125,11 @@ def test_published_numbers():
     assert deepseek.total == 671_026_419_200 - 58 * 256
     looked_up = 129_280 * 7168  # the embedding's rows, of which a token uses one
     assert round((deepseek.active - looked_up) / 1e9) == 37
+
+
+def test_the_fullest_rank_is_waited_for_and_the_fullest_expert_padded_to():
+    assert experts.wait([0.5, 0.25, 0.25, 0.0], 2) == 1.5
+    assert experts.padded(SMALL, 100, 75) == 1.5
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -323,49 +322,3 @@ def test_a_rank_that_skips_the_exchange_is_named():
     with pytest.raises(ranks.RankError) as error:
         run(skips, 4, device="cpu", timeout=5)
     assert error.value.ranks == [1]
-
-
-WRONG = {
-    "experts=4: 3 ranks do not divide them; allowed are [1, 2, 4]": lambda: experts.parallelize(
-        gpt(), dist.group.WORLD
-    ),
-    "model=GPT: allowed is a GPT of shardlab.model with config.experts": lambda: (
-        experts.parallelize(gpt(experts=0), dist.group.WORLD)
-    ),
-    "model=GPT: allowed is what `parallelize` returned": lambda: experts.full_state_dict(gpt()),
-    "group=None: allowed is a process group": lambda: experts.parallelize(gpt(), None),
-    "rate=-1: allowed are numbers from 0": lambda: experts.update_bias([], -1),
-}
-
-
-def refusals():
-    told = []
-    for wrong in WRONG.values():
-        with count.sent() as found, pytest.raises(ValueError) as error:
-            wrong()
-        assert not found.collectives
-        told.append(str(error.value))
-    return told
-
-
-def twice():
-    model = experts.parallelize(gpt(), dist.group.WORLD)
-    with pytest.raises(ValueError, match="dealt out already"):
-        experts.parallelize(model, dist.group.WORLD)
-    alone = pairs()[0]
-    with pytest.raises(ValueError, match=r"data has 2 ranks, the group of experts 4, copies 1"):
-        experts.average_gradients(model, alone)
-
-
-def test_what_cannot_be_right_is_refused_before_anything_is_sent():
-    for told in run(refusals, 3):
-        assert all(said.startswith(want) for said, want in zip(told, WRONG, strict=True)), told
-    run(twice, 4)
-    with pytest.raises(ValueError, match="ranks=0: allowed are whole numbers"):
-        experts.held(SMALL, 0)
-    with pytest.raises(ValueError, match="experts=4: 3 ranks do not divide them"):
-        experts.held(SMALL, 3)
-    with pytest.raises(ValueError, match="dropped=-1: allowed are whole numbers, 0 or more"):
-        experts.predicted_sent(SMALL, 8, dropped=-1)
-    assert experts.wait([0.5, 0.25, 0.25, 0.0], 2) == 1.5
-    assert experts.padded(SMALL, 100, 75) == 1.5

@@ -76,21 +76,3 @@ def test_activations_of_experts() -> None:
     assert two - kept == pytest.approx(rows + wide, rel=0.02)
     again = memory.activations(MIXTRAL, Layout(recompute="ffn"), device="gpu").layer
     assert two - again == wide  # of both experts, half of their wide tensors
-
-
-@pytest.mark.parametrize(
-    ("words", "config", "given"),
-    [
-        ("ep=2: allowed is 1, for a model without experts", PRESETS["nano"], {"ep": 2, "dp": 2}),
-        ("ep=3: allowed are divisors of experts=4", MICRO, {"ep": 3, "dp": 3}),
-        (
-            "ep=4: allowed are divisors of 2, the ranks with the same weights",
-            MICRO,
-            {"ep": 4, "dp": 2},
-        ),
-        ("tp=8: allowed are divisors of", MIXED, {"tp": 8}),
-    ],
-)
-def test_what_cannot_be_is_refused(words: str, config: Config, given: dict) -> None:
-    with pytest.raises(ValueError, match=words):
-        memory.estimate(config, Layout(**given))

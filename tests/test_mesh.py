@@ -11,14 +11,13 @@ from commands import benchmark, ran
 from devices import here
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import count, mesh, ranks
 from shardlab.checkpoint import Checkpoints, Training, export
 from shardlab.layout import Layout, orders
-from shardlab.mesh import groups, picture
+from shardlab.mesh import groups
 from shardlab.model import GPT, Config, loss
-from shardlab.ranks import RankError
 
 GPT2 = Config(vocab=32, seq=8, layers=2, heads=2, hidden=16)
 DEGREES = st.integers(1, 4)
@@ -267,36 +266,6 @@ def test_a_step_without_gradients_has_no_norm():
     assert run(work, 2) == [0.0, 0.0]
 
 
-def refused(seq=None, **options):
-    mesh.check_cuts(GPT2, Layout(**options), seq)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Layout(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
-        (lambda: Layout(pp=2, order=("dp", "tp")), r"order=\('dp', 'tp'\): .* with pp among them"),
-        (lambda: Layout(order=("dp", "dp")), "order=.*: allowed are dp, pp, cp and tp, each once"),
-        (lambda: Layout(order="dp"), "order='dp': allowed are"),
-        (lambda: EIGHT.check(4), "ranks=4: allowed is 8, the product of dp=2, pp=2 and tp=2"),
-        (lambda: EIGHT.place(8), "rank=8: allowed are whole numbers, 0 to 7"),
-        (lambda: EIGHT.leaving(3, lambda rank: {}), "node=3: allowed are divisors of 8 ranks"),
-        (lambda: refused(tp=4), "heads=2: allowed on 4 ranks are mul"),
-        (lambda: refused(pp=3), "pp=3: allowed are divisors of layers"),
-        (lambda: refused(pp=2, schedule="zb-h1"), "schedule='zb-h1': allowed in a mesh are gpipe"),
-        (lambda: refused(zero=4), "zero=4: allowed are 0, 1, 2 and 3"),
-        (lambda: refused(pp=2, zero=2), "zero=2 with pp=2: allowed are 0 and 1"),
-        (lambda: refused(tp=2, sequence_parallel=True, seq=9), "seq=9: allowed with sequence par"),
-        (lambda: refused(cp=2), "cp=2: allowed in a mesh is 1"),
-        (lambda: refused(pp=2, stages=(1, 1)), "stages=.*: allowed in a mesh is 'equal'"),
-        (lambda: refused(recompute="full"), "recompute='full': allowed in a mesh is 'none'"),
-    ],
-)
-def test_what_no_mesh_can_train(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
 def trained(capsys, line):
     return ran(capsys, "mesh", "--steps", "3", *line.split())
 
@@ -367,40 +336,3 @@ def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
         for row in rows:  # none passes over another
             assert all(a[-1] < b[0] for a, b in itertools.pairwise(row))
         assert sorted(sum(sum(rows, []), [])) == list(range(found.ranks))
-
-
-def test_what_no_picture_can_show():
-    with pytest.raises(ValueError, match="node=3: allowed are divisors of 8 ranks"):
-        picture.draw(EIGHT, 3)
-    with pytest.raises(ValueError, match="ranks=128: allowed in a picture are 64"):
-        picture.draw(Layout(dp=128), 8)
-    assert "tensor: 4 × 2 ranks, none leaves its node: [0, 1]" in picture.alt(EIGHT, 4)
-
-
-def test_a_mesh_that_misses_a_rank():
-    def work(how):
-        if how == "too few":
-            mesh.join(Layout(tp=2), dist.group.WORLD)
-        elif how == "names":
-            mesh.groups_of(init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
-        else:
-            numbers = torch.arange(2).view(1, 1, 2)
-            mesh.groups_of(DeviceMesh("cpu", numbers, mesh_dim_names=mesh.AXES))
-
-    for how, words in (
-        ("too few", "ranks=4: allowed is 2, the product of dp=1, pp=1 and tp=2"),
-        ("names", "mesh_dim_names=.*: allowed are dp, pp and tp, each once"),
-        ("misses", "device_mesh: it misses rank [23]; allowed is a mesh with every rank; it has 0"),
-    ):
-        with pytest.raises(RankError, match=words):
-            run(lambda how=how: work(how), 4)
-
-
-def test_sequences_that_the_tensor_group_cannot_share():
-    def work():
-        job, _ = parallel(GPT2, Layout(tp=2), sequence_parallel=True, microbatches=1)
-        tokens, targets = batch(replace(GPT2, seq=7), 0, 2)
-        job.step(tokens, targets)
-
-    with pytest.raises(RankError, match="seq=7: allowed are multiples of 2 ranks"):
-        run(work, 2)

@@ -209,44 +209,6 @@ def test_without_a_capacity_no_token_sees_a_later_one():
         assert bool(apart_BSV[:, :7].abs().max() > 1e-6) is seen
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"experts": -1}, "experts=-1: allowed are whole numbers, 0 or more"),
-        ({"experts_per_token": 5}, "experts_per_token=5: allowed are whole numbers, 1 to 4"),
-        ({"experts_per_token": 0}, "experts_per_token=0: allowed are whole numbers, 1 to 4"),
-        ({"expert_ffn": 0}, "expert_ffn=0: allowed"),
-        ({"shared_experts": -1}, "shared_experts=-1: allowed are whole numbers, 0 or more"),
-        ({"dense_layers": 3}, "dense_layers=3: allowed are whole numbers, 0 to 2"),
-        ({"router": "hash"}, "router='hash': allowed are 'softmax' and 'sigmoid'"),
-        ({"capacity": 0.0}, "capacity=0.0: allowed are numbers above 0"),
-        ({"capacity": -1.0}, "capacity=-1.0: allowed"),
-        ({"capacity": float("nan")}, "capacity=nan: allowed"),
-    ],
-)
-def test_bad_shapes_of_experts(wrong: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        replace(SMALL, **wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"layers": 0}, "layers=0: allowed are whole numbers, 1 or more"),
-        ({"heads": 0}, "heads=0: allowed are whole numbers, 1 or more"),
-        ({"vocab": -1}, "vocab=-1: allowed are whole numbers, 1 or more"),
-        ({"hidden": 30}, "hidden=30: allowed are multiples of 8"),
-        ({"kv_heads": 3}, "kv_heads=3: allowed are divisors of 4"),
-        ({"kv_heads": 0}, "kv_heads=0: allowed are whole numbers, 1 to 4"),
-        ({"mlp": "relu"}, "mlp='relu'.*allowed are 'gelu'"),
-        ({"norm": "batch"}, "norm='batch'.*allowed are"),
-    ],
-)
-def test_bad_shapes(wrong: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        Config(**wrong)
-
-
 def test_the_loss_widens_logits_of_16_bits() -> None:
     logits, targets = torch.randn(1, 4, 256).bfloat16(), torch.arange(4)[None]
     assert loss(logits, targets).dtype == torch.float32

@@ -27,7 +27,6 @@ from shardlab.pipeline import (
     from_text,
     interleaved,
     live,
-    loop,
     needed,
     one_f_one_b,
     other_end,
@@ -36,7 +35,6 @@ from shardlab.pipeline import (
     simulate,
     text,
     validate,
-    vee,
     with_messages,
 )
 from shardlab.pipeline.picture import rows
@@ -474,62 +472,6 @@ def test_blocking_calls_need_another_order() -> None:
     ]
     gpipe = schedule("gpipe", 3, 4)
     validate(replace(gpipe, given=with_messages(gpipe, early=False)), blocking=True)
-
-
-def test_placements_are_judged() -> None:
-    assert loop(2, 2) == ((0, 2), (1, 3)) and vee(2) == ((0, 3), (1, 2))
-    for placement in (((0, 1), (1, 3)), ((0, 2), (1, 4))):
-        with pytest.raises(ValueError, match="each of parts 0 to 3 once, 2 on each of 2 stages"):
-            validate(replace(interleaved(2, 2, 2), placement=placement))
-    with pytest.raises(ValueError, match="orders of 1 stages: allowed is one for each of 2"):
-        validate(replace(one_f_one_b(2, 2), orders=one_f_one_b(2, 2).orders[:1]))
-    with pytest.raises(ValueError, match="stage 0: F2 is none of its passes"):
-        validate(replace(one_f_one_b(2, 3), microbatches=2))
-    with pytest.raises(ValueError, match="part=4: allowed are 0 to 3"):
-        interleaved(2, 2, 2).owner(4)
-
-
-BAD = [
-    (lambda: schedule("1f1c", 2, 2), "schedule='1f1c': allowed are naive, gpipe, 1f1b, interl"),
-    (lambda: schedule("1f1b", 0, 2), "stages=0: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("1f1b", 2, 0), "microbatches=0: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("zb-v", 2, -1), "microbatches=-1: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("gpipe", 2.0, 2), "stages=2.0: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("gpipe", True, 2), "stages=True: allowed are whole numbers, 1 or more"),
-    (lambda: one_f_one_b(2, "4"), "microbatches='4': allowed are whole numbers, 1 or more"),
-    (lambda: interleaved(2, 2, 0), "chunks=0: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("1f1b", 2, 2, 2), "chunks=2: allowed for 1f1b is 1"),
-    (lambda: schedule("zb-v", 2, 2, 3), "chunks=3: allowed for zb-v is 2"),
-    (lambda: simulate(schedule("1f1b", 2, 2), -1), "forward=-1: allowed are numbers from 0"),
-    (lambda: simulate(schedule("1f1b", 2, 2), hop=-0.1), "hop=-0.1: allowed are numbers from 0"),
-    (
-        lambda: simulate(schedule("1f1b", 2, 2), backward_weight=[1, float("nan")]),
-        "backward_weight=nan: allowed are numbers from 0",
-    ),
-    (
-        lambda: simulate(schedule("1f1b", 2, 2), backward_input=[1, 1, 1]),
-        "backward_input has 3 values: allowed are one for all, or one for each of 2 stages",
-    ),
-    (lambda: simulate(schedule("1f1b", 2, 2), "1"), "forward='1': allowed are numbers from 0"),
-    (lambda: from_text("F0 G0"), "stage 0, 'G0': allowed are F, B, I, W, RF, SF, RB, SB"),
-    (lambda: from_text("F0 B-1"), "stage 0, 'B-1': allowed are"),
-    (lambda: from_text(), "rows=.*: allowed is a row of actions for each stage"),
-    (lambda: from_text("F0", placement=((0,), (1,))), "placement=.*: allowed is a row of parts"),
-    (lambda: other_end(one_f_one_b(2, 2), 0, Action("F", 0)), "message=F0: allowed are RF, SF"),
-    (lambda: other_end(one_f_one_b(2, 2), 0, Action("SB", 0)), "SB0 on stage 0: its part has no"),
-    (
-        lambda: text(simulate(one_f_one_b(2, 2)), 39),
-        "width=39: allowed are whole numbers, 40 or more",
-    ),
-    (lambda: draw([]), "timelines=.*: allowed is a list of Timeline"),
-    (lambda: draw(simulate(one_f_one_b(2, 2)), titles=[]), "titles=.*: allowed is one for each"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), BAD, ids=[message[:30] for _, message in BAD])
-def test_bad_input(call, message: str) -> None:
-    with pytest.raises(ValueError, match="^" + message):
-        call()
 
 
 # --- pictures -----------------------------------------------------------------------------------

@@ -286,25 +286,3 @@ def dropped_on_gpu(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_on_a_gpu_takes_the_kernel_of_one_process_and_keeps_a_byte_for_each(dtype):
     assert run(dropped_on_gpu, 2, dtype) == [[True] * 6] * 2
-
-
-def test_mistakes():
-    def work():
-        group, found = dist.group.WORLD, []
-        model = tp.parallelize(gpt(), group, edges=sp.ALONG_SEQUENCE)
-        for call in (
-            lambda: model(here(torch.zeros(1, 15, dtype=torch.int64))),
-            lambda: sp.sum_gradients(gpt(), group),
-            lambda: sp.TokenDropout(1.1, group),
-        ):
-            with count.sent() as sent, pytest.raises(ValueError) as caught:
-                call()
-            assert not sent.calls and not sent.bytes
-            found.append(str(caught.value))
-        return found
-
-    first, second = run(work, 2)
-    assert first == second
-    assert first[0] == "seq=15: allowed are multiples of 2 ranks; nearest: 14 and 16"
-    assert first[1].startswith("model: no part of it is cut by tensor parallelism; allowed is what")
-    assert first[2] == "p=1.1: allowed are numbers from 0 to 1"

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlab import count, ranks, text
 from shardlab import tensor_parallel as tp
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, Block, Config, FeedForward, loss
+from shardlab.model import GPT, PRESETS, Config, FeedForward, loss
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 LLAMA = Config(
@@ -726,88 +726,6 @@ def test_a_bias_in_front_of_the_sum_is_added_by_every_rank():
         assert max(once, often) < 1e-12  # float64
 
 
-WRONG = {
-    "heads": (
-        replace(GPT2, heads=3, hidden=36, ffn=48, vocab=18),
-        "heads=3: allowed on 2 ranks are multiples of 2, such as 2 or 4; "
-        "allowed ranks for this model are 1 and 3",
-    ),
-    "key_value_heads": (
-        replace(LLAMA, kv_heads=1),
-        "key_value_heads=1: allowed on 2 ranks are multiples of 2, such as 2; .* model are 1$",
-    ),
-    "ffn_width": (replace(GPT2, ffn=33), "ffn_width=33: .* such as 32 or 34; .* model are 1$"),
-    "vocab": (replace(GPT2, vocab=257), "vocab=257: .* such as 256 or 258; .* model are 1$"),
-}
-
-
-def bad_input():
-    """Rank 0 alone makes each mistake: an error that had sent something would wait for rank 1."""
-    ones = [dist.new_group([r]) for r in range(2)]
-    cut = tp.parallelize(GPT(GPT2), world())
-    if dist.get_rank():
-        return True
-    with count.sent() as sent:
-        for config, message in WRONG.values():
-            model = GPT(config)
-            shapes = [p.shape for p in model.parameters()]
-            with pytest.raises(ValueError, match=message):
-                tp.parallelize(model, world())
-            assert [p.shape for p in model.parameters()] == shapes  # nothing is half done
-        with pytest.raises(ValueError, match="allowed is a process group that holds this rank"):
-            tp.parallelize(GPT(GPT2), ones[1])
-        with pytest.raises(ValueError, match="it is parallelized already"):
-            tp.parallelize(cut, world())
-        with pytest.raises(ValueError, match="ffn_width=33"):
-            tp.cut_ffn(FeedForward(replace(GPT2, ffn=33)), world())
-        with pytest.raises(ValueError, match="heads=3"):
-            tp.cut_attention(Block(WRONG["heads"][0]).attention, world())
-        with pytest.raises(ValueError, match="out_features=3"):
-            tp.ColumnLinear.from_plain(nn.Linear(4, 3), world())
-        with pytest.raises(ValueError, match="in_features=3"):
-            tp.RowLinear.from_plain(nn.Linear(3, 4), world())
-        with pytest.raises(ValueError, match="num_embeddings=3"):
-            tp.VocabEmbedding.from_plain(nn.Embedding(3, 4), world())
-        with pytest.raises(ValueError, match="last dimension of x=5"):
-            tp.split_last(torch.ones(2, 5), world())
-        with pytest.raises(ValueError, match="tokens: 32 is among them; allowed are 0 to 31"):
-            cut(torch.tensor([[1, 32]]))
-        bad_states(cut)
-        bad_losses()
-    assert not sent.calls and not sent.messages
-    return True
-
-
-def bad_states(model):
-    state = GPT(GPT2).state_dict()
-    first = next(iter(state))
-    for wrong, message in (
-        ({n: t for n, t in state.items() if n != first}, "embedding.weight missing; 1 in all"),
-        (state | {"extra": torch.ones(1)}, "extra not the model's; 1 in all"),
-        (state | {first: torch.ones(3, 3)}, r"shape \[3, 3\]; allowed is \[32, 32\]"),
-        (model.state_dict(), r"shape \[16, 32\]; allowed is \[32, 32\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tp.load_full_state_dict(model, wrong)
-    for call in (tp.full_state_dict, tp.initialize, partial(tp.clip_grad_norm_, limit=1.0)):
-        with pytest.raises(ValueError, match="model=GPT: allowed is what `parallelize` returned"):
-            call(GPT(GPT2))
-
-
-def bad_losses():
-    logits, targets = torch.randn(2, 3, 4), torch.randint(8, (2, 3))
-    for wrong in (targets[:1], targets.float(), targets[..., None]):
-        with pytest.raises(ValueError, match=r"allowed are whole numbers of shape \[2, 3\]"):
-            tp.loss(logits, wrong, world())
-    for number in (-1, 8):
-        with pytest.raises(ValueError, match=f"targets: {number} is among them; .* 0 to 7"):
-            tp.loss(logits, torch.full((2, 3), number), world())
-
-
-def test_bad_input_is_one_error_before_anything_is_sent():
-    assert run(bad_input, 2, device="cpu") == [True, True]
-
-
 def test_degrees():
     assert tp.degrees(GPT2) == [1, 2, 4]
     assert tp.degrees(PRESETS["llama-3-8b"]) == [1, 2, 4, 8]  # it has eight key-value heads
@@ -816,10 +734,3 @@ def test_degrees():
     assert tp.degrees(replace(PRESETS["gpt-2"], vocab=50_304)) == [1, 2, 3, 4, 6, 12]
     for t in tp.degrees(LLAMA):
         tp.predicted_states(LLAMA, t)
-
-
-@pytest.mark.parametrize("t", [0, True, 2.0, 3])
-def test_bad_degrees(t):
-    message = "heads=4: .* model are 1, 2 and 4" if t == 3 else f"t={t}: allowed are whole numbers"
-    with pytest.raises(ValueError, match=message):
-        tp.predicted_states(GPT2, t)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import context_parallel as cp
 from shardlab import count, ranks
-from shardlab.model import GPT, PRESETS, Config, rotate
+from shardlab.model import GPT, Config, rotate
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
 LLAMA = {"kv_heads": 2, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": False}
@@ -121,13 +121,3 @@ def beside_torch():
 def test_ours_equals_torchs_context_parallelism():
     # bfloat16 rounds at 4e-3, and outputs are below 4.
     assert max(ranks.run(beside_torch, 2)) < 0.05
-
-
-def test_a_preset_keeps_its_names_and_states():
-    def work():
-        model = GPT(PRESETS["nano"])
-        names = list(model.state_dict())
-        distributed = cp.distribute(model, dist.group.WORLD)
-        return distributed is model and list(model.state_dict()) == names
-
-    assert run(work, 2) == [True, True]

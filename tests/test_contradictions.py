@@ -10,8 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from commands import ran
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -31,12 +33,14 @@ from shardlab import (
 )
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
+from shardlab import tensor_types as tt
 from shardlab.context_parallel.fit import context_moments, tokens_that_fit
 from shardlab.layout import Layout
 from shardlab.mesh import picture
 from shardlab.model import GPT, Attention, Config, FeedForward, loss
 from shardlab.pipeline import Action, Pipeline, Sleeping, asleep, distribute, schedule, simulate
 from shardlab.shapes import PRESETS
+from shardlab.tensor_types.declared import parse
 
 PLAIN = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 NANO, LLAMA, GPT3 = (PRESETS[name] for name in ("nano", "llama-3-8b", "gpt-3-175b"))
@@ -201,7 +205,20 @@ SEQUENCES: Table = {
     "t=0: allowed are whole numbers": lambda: tp.predicted_states(PLAIN, 0),
     "experts=4: 3 ranks do not divide them": lambda: experts.held(SPARSE, 3),
 }
-ALONE = (MODELS, LAYOUTS, MESHES, MEMORY, STRATEGIES, PRODUCTS, PIPELINES, SEQUENCES)
+LINEAR = nn.Linear(2, 2, bias=False)
+TYPES: Table = {
+    "tp='X': allowed are 'I', 'R', 'V', 'P'": lambda: tt.declare(torch.ones(2), tp="X"),
+    "tp: 'up' is a name too many, or missing": lambda: tt.declare_parameters(
+        LINEAR, tp={"weight": "V", "up": "V"}
+    ),
+    "tp: 'weight' is a name too many, or missing": lambda: tt.declare_parameters(LINEAR, tp={}),
+    "degrees: there is none": lambda: tt.check(lambda: None),
+    "tp=1: allowed": lambda: tt.check(lambda tp: None, tp=1),
+    "allowed are the axes dp, tp": lambda: tt.check(lambda tp: None, dp=2, tp=2),
+    "groups: there is none": lambda: tt.checking().__enter__(),
+    "words='I -> X': allowed is one of I, R, V, P": lambda: parse("I -> X"),
+}
+ALONE = (MODELS, LAYOUTS, MESHES, MEMORY, STRATEGIES, PRODUCTS, PIPELINES, SEQUENCES, TYPES)
 
 
 def said(call: Callable[[], Any]) -> str:
@@ -221,6 +238,82 @@ def missed(table: Table) -> dict[str, str]:
 
 def test_what_does_not_go_together_is_named() -> None:
     assert [missed(table) for table in ALONE] == [{}] * len(ALONE)
+
+
+# --- Options of commands ------------------------------------------------------------------------
+
+SMALL = "--stages 4 --microbatches 6"
+JOB = "--model llama-3-8b --gpu a100-80 --gpus 16"
+LINES = {
+    f"schedule 1f1c {SMALL}": "schedule='1f1c': allowed are naive, gpipe, 1f1b, interleaved",
+    f"schedule {SMALL}": "schedule='': allowed are naive",
+    "schedule 1f1b": "stages='': allowed are whole numbers, 1 or more",
+    "schedule 1f1b --stages 1.5 --microbatches 6": "stages='1.5': allowed are whole numbers",
+    f"schedule 1f1b {SMALL} --chunks 2": "chunks=2: allowed for 1f1b is 1",
+    f"schedule interleaved {SMALL} --chunks": "chunks='': allowed are whole numbers, 1 or more",
+    f"schedule 1f1b {SMALL} --backward-weight nan": "backward_weight=nan: allowed are numbers from",
+    f"schedule 1f1b {SMALL} --forward 1,2": "forward has 2 values: allowed are one for all, or one",
+    f"schedule 1f1b {SMALL} --forward 5e-324": "forward=5e-324: allowed are numbers from 0, above",
+    f"schedule 1f1b {SMALL} --forward 1,1,1,1e308": "forward=1e+308: allowed are numbers from 0",
+    f"schedule 1f1b gpipe {SMALL}": "unrecognized arguments: gpipe",
+    "schedule 1f1b --stages 9999 --microbatches 9999": "stages=9999: allowed are 1 to 1,000",
+    "schedule 1f1b --stages 1000 --microbatches 1000": "allowed are 100,000 at most",
+    "memory --params 7.5e9 --zero 4": "zero=4: allowed are whole numbers, 0 to 3",
+    "memory --params 7.5e9 --zero": "zero='': allowed are whole numbers, 0 to 3",
+    "memory --params many": "params='many': allowed are numbers above 0",
+    "memory --params 0": "params=0: allowed are whole numbers, 1 or more",
+    "memory --params nan": "params=nan: allowed are whole numbers, 1 or more",
+    "memory --params 7.5e9 --precision fp12": "precision='fp12': allowed are",
+    "memory --params 7.5e9 --unit Gb": "unit='Gb': allowed are",
+    "memory --model llama-9": "model='llama-9': allowed are nano",
+    "memory --model gpt-2 --seq -5": "seq=-5: allowed are whole numbers, 1 or more",
+    "memory --model gpt-2 --tp 5": "tp=5: allowed are",
+    "memory --params 1e9 --batch 2": "--batch with --params: allowed with --model",
+    "memory --dp 2": "allowed is exactly one of --params",
+    "memory --params 1e9 --dp 4 --ranks 6": "ranks=6: allowed is 4, the product of",
+    "memory --model gpt-2 --stages half": "stages='half': allowed are equal, ",
+    "memory --model gpt-2 --pp 2 --stages 6,5": "allowed are those with 12 layers",
+    "memory --model gpt-2 --pp 2 --stage 2": "stage=2: allowed are whole numbers, 0 to 1",
+    "memory --model gpt-2 --cp 3": "cp=3: allowed are divisors of seq=1024",
+    "memory --params 1e9 --dp 2 3": "unrecognized arguments: 3",
+    "mesh --dp two": "dp='two': allowed are whole numbers, 1 or more",
+    "mesh --tp 3": "heads=2: allowed on 3 ranks are multiples of 3",
+    "mesh --steps 2": "steps=2: allowed are whole numbers, 3 or more",
+    "mesh --layers 5000": "allowed here are 1,000 at most",
+    "mesh --hidden 65536": "allowed here are 100,000,000 at most",
+    f"mesh --steps {10**18}": "allowed here are 10,000,000 at most",
+    "mesh --dp 3": "batch=8: allowed are multiples of dp=3 copies times 1 micro-batches",
+    "mesh --dp 4 --microbatches 4": "batch=8: allowed are multiples of dp=4 copies times 4 micro",
+    "mesh --dp 64 --batch 64": "ranks=64: allowed on this machine are 1 to",
+    "mesh --pp 2 --zero 3": "zero=3 with pp=2: allowed are 0 and 1",
+    "mesh --budget much": "budget='much': allowed are bytes, such as 2e6",
+    "mesh --budget -1": "budget=-1: allowed are bytes, such as 2e6",
+    "mesh --node 3": "node=3: allowed are divisors of 1 ranks",
+    "mesh --dp 1024 --node 8": "ranks=1024: allowed with --node are 512 at most",
+    "mesh --order tp,dp --node 1": "order='tp,dp': allowed are dp, pp and tp, each once, with",
+    "mesh --layout d2 --dp 2": "dp with --layout, which says it: allowed is one of both",
+    "mesh --layout x2": "layout: 'x2' is no part of one",
+    "mesh --layout c2": "cp=2: allowed in a mesh is 1",
+    "strategy --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed are",
+    "strategy --model gpt-2 --gpus 8": "gpu='': allowed are",
+    "strategy --model gpt-2 --gpu h100": "gpus='': allowed are whole numbers",
+    "strategy --model gpt-2 --gpu h100 --gpus 12": "gpus=12: allowed are 1 to",
+    f"strategy {JOB} --batch {10**18}": "allowed are whole numbers, 1 to 1,000,000,000",
+    f"strategy {JOB} --tokens 0": "tokens=0: allowed are numbers above 0",
+    f"strategy {JOB} --tp 3": "no layout can be made",
+    f"strategy {JOB} --emit nemo": "emit='nemo': allowed are 'deepspeed'",
+    f"strategy {JOB} --pp 2 --emit fsdp2": "emit='fsdp2': none of the 38 layouts",
+    f"strategy {JOB} --config x.json": "--model and --config: allowed is exactly one",
+    "strategy --model llama-3-405b --gpu h100 --gpus 16": "128 of these GPUs would be enough",
+    "strategy --model llama-3-8b --gpu rtx-4090 --gpus 1 --seq 1000001": "larger ones would",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_an_option_that_cannot_be_gets_one_line(capsys: Any, line: str) -> None:
+    status, out, err = ran(capsys, *line.split())
+    assert status == 2 and out == ""
+    assert LINES[line] in err.splitlines()[-1] and "Traceback" not in err
 
 
 # --- On two ranks -------------------------------------------------------------------------------

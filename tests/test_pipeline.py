@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,22 +13,19 @@ from hypothesis import strategies as st
 from timed import on_time
 from torch import nn
 
-from shardlab import count, link, pipeline, ranks
+from shardlab import count, link, ranks
 from shardlab.model import GPT, Config, loss
 from shardlab.pipeline import (
     NAMES,
     Pipeline,
-    Sleeping,
     asleep,
     balance,
     cut,
     distribute,
-    from_text,
     needed,
     other_end,
     schedule,
     simulate,
-    validate,
 )
 from shardlab.pipeline.core import come
 from shardlab.pipeline.deferred import defer, run
@@ -55,25 +50,6 @@ def the_batch(config, size, seed=0):
 def model_of(config, dtype=torch.float32):
     torch.manual_seed(0)
     return here(GPT(config)).to(dtype)
-
-
-def copied():
-    """The messages of two replicas' averages: how often, and for how many parameters."""
-    rank, tied = dist.get_rank(), replace(TINY, tied=True)
-    pipelines = [dist.new_group(members) for members in ([0, 1], [2, 3])]
-    copies = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    options = {"replicas": copies[rank % 2]}
-    pipe = distribute(model_of(tied), schedule("1f1b", 2, 2), pipelines[rank // 2], **options)
-    tokens, targets = (x.chunk(2)[rank // 2] for x in the_batch(tied, 6))
-    pipe.step(tokens, targets)
-    with count.sent() as sent:
-        pipe.step(tokens, targets)
-    return sent.calls["all_reduce"], len(list(pipe.parameters()))
-
-
-def test_replicas_average_once_a_step_and_not_once_a_micro_batch():
-    for calls, parameters in launch(copied, 4, device="auto"):
-        assert calls == parameters
 
 
 def over_a_slow_link():
@@ -173,34 +149,6 @@ def test_with_nccl_pipelines_of_a_group_share_one_group_more(monkeypatch: pytest
 
 
 # What a backward leaves for later
-
-
-def shapes_of_weights(config):
-    torch.manual_seed(0)
-    plain = GPT(config)
-    split = copy.deepcopy(plain)
-    later = defer(split)
-    tokens, targets = the_batch(config, 3)
-    kept = []
-    for _ in range(2):  # the second gradient is added to the first
-        loss(plain(tokens), targets).backward()
-        value = loss(split(tokens), targets)
-        with count.held() as held:
-            value.backward()
-            value = None
-            tasks = later.take()
-            kept.append(held.now)
-            before = [p.grad is None for p in split.parameters() if p.dim() == 2]
-            run(tasks)
-        assert not tasks
-    gradients = zip(plain.parameters(), split.parameters(), strict=True)
-    return all(torch.equal(a.grad, b.grad) for a, b in gradients), before, kept
-
-
-@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gelu", "llama"])
-def test_a_split_backward_gives_the_same_bits(config):
-    equal, _, _ = launch(shapes_of_weights, 1, config)[0]
-    assert equal
 
 
 def autocast():
@@ -326,45 +274,3 @@ def wrong_form():
 def test_an_output_that_is_not_what_between_says_is_named():
     with pytest.raises(ranks.RankError, match=r"F0 made \[2, 4\] .*`between` says that \[2, 3\]"):
         launch(wrong_form, 2)
-
-
-def one_raises():
-    class Broken(Sleeping):
-        def forward(self, x):
-            raise ArithmeticError("no more")
-
-    plan = schedule("1f1b", 3, 4)
-    part = (Broken if dist.get_rank() == 1 else Sleeping)(0.001, 0.001, 0.001)
-    Pipeline([part], plan, dist.group.WORLD, lambda y, _: y.mean()).step(
-        torch.zeros(4, 1), torch.zeros(4, 1)
-    )
-
-
-def test_a_stage_that_raises_is_named():
-    with pytest.raises(ranks.RankError, match="no more") as caught:
-        launch(one_raises, 3)
-    assert caught.value.ranks == [1]
-
-
-# Stage 1 gives back micro-batch 1 first; stage 0 waits for 0 before it sends 1.
-CROSSED = from_text("F0 SF0 RB0 B0 F1 SF1 RB1 B1", "RF0 RF1 F0 F1 B1 SB1 B0 SB0")
-
-
-def hangs():
-    world, part = dist.group.WORLD, Sleeping(0, 0, 0)
-    pipe = Pipeline([part], CROSSED, world, lambda y, _: y.mean(), check=False)
-    pipe.step(torch.zeros(2, 1), torch.zeros(2, 1))
-
-
-def test_a_deadlock_is_seen_before_it_happens_and_named_when_it_does():
-    with pytest.raises(ValueError):
-        validate(CROSSED)
-    with pytest.raises(ranks.RankError, match="Ranks 0 and 1 stood in wait"):
-        launch(hangs, 2, timeout=2.5)
-
-
-def test_schedules_need_no_torch():
-    code = "import sys; from shardlab.pipeline import balance; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        pipeline.nothing  # noqa: B018

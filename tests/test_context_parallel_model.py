@@ -39,7 +39,7 @@ def activations(way):
     config = Config(**(SHAPE | LLAMA | {"seq": 64, "heads": 8, "hidden": 64}))
     torch.manual_seed(0)
     model = cp.distribute(GPT(config), dist.group.WORLD, way, "contiguous")
-    tokens = cp.share(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
+    tokens = cp.shard(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
     with count.saved(model, tokens) as saved:
         model(tokens)
     return config, saved.bytes

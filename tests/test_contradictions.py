@@ -155,10 +155,10 @@ STRATEGIES: Table = {
     "memory=0: allowed are numbers above 0": lambda: replace(A100, memory=0),
 }
 PRODUCTS: Table = {
-    "rank=2: allowed are whole numbers, 0 to 1": lambda: gemm.share(4, 2, 2),
-    "ranks=0: allowed are whole numbers, 1 or more": lambda: gemm.share(4, 0, 0),
+    "rank=2: allowed are whole numbers, 0 to 1": lambda: gemm.shard_slice(4, 2, 2),
+    "ranks=0: allowed are whole numbers, 1 or more": lambda: gemm.shard_slice(4, 0, 0),
     "allowed with way='summa' is False": lambda: gemm.predict("summa", 4, 4, 4, 4),
-    "a grid of 4": lambda: gemm.predict("summa", 4, 4, 4, 4, whole=False, shape=(1, 3)),
+    "a grid of 4": lambda: gemm.predict("summa", 4, 4, 4, 4, full=False, shape=(1, 3)),
     "for way='summa'": lambda: gemm.predict("rows", 4, 4, 4, 4, shape=(2, 2)),
     "ranks=1: allowed are 2 or more": lambda: gemm.pays_from("rows", 1, gemm.Machine(1, 1, 1)),
     "allowed here are 1 to 8": lambda: gemm.shard_throughput(8, 8, 8, (1, 9)),
@@ -419,7 +419,7 @@ def sequences(group: Any, one: Any) -> Table:
             GPT(replace(PLAIN, heads=1)), group, "ulysses"
         ),
         "attention='flash': allowed are 'ring' and": lambda: cp.distribute(plain, group, "flash"),
-        "seq=6: 2 ranks in layout 'zigzag' need a multiple of 4": lambda: cp.share(
+        "seq=6: 2 ranks in layout 'zigzag' need a multiple of 4": lambda: cp.shard(
             torch.zeros(1, 6), group, "zigzag"
         ),
     }

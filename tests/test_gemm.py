@@ -26,15 +26,15 @@ def grids(ranks: int) -> list[tuple[int, int]]:
     return [(p, ranks // p) for p in range(1, ranks + 1) if ranks % p == 0]
 
 
-def way_by_hand(way: str, a: torch.Tensor, b: torch.Tensor, full: Any, group: Any, whole: bool):
+def way_by_hand(way: str, a: torch.Tensor, b: torch.Tensor, exact: Any, group: Any, full: bool):
     """The steps that a reader takes: multiply the parts `a` and `b`, then collect, or do not."""
     if way == "inner":
-        return gemm.by_inner(a, b, group, whole)
+        return gemm.by_inner(a, b, group, full)
     if way == "rows":
         c = gemm.by_rows(a, b)
-        return gemm.gather_rows(c, full.shape[0], group) if whole else c
+        return gemm.gather_rows(c, exact.shape[0], group) if full else c
     c = gemm.by_columns(a, b)
-    return gemm.gather_columns(c, full.shape[1], group) if whole else c
+    return gemm.gather_columns(c, exact.shape[1], group) if full else c
 
 
 def compare(M: int, N: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup) -> list[str]:
@@ -74,17 +74,17 @@ def compare(M: int, N: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup
         return c
 
     for way in gemm.CUTS:
-        for whole in (True, False):
+        for full in (True, False):
             a, b = (x.clone() for x in gemm.cut(way, a_MK, b_KN, size, rank))
-            cost = gemm.predict(way, M, N, K, size, dtype.itemsize, whole, rank)
-            work = functools.partial(way_by_hand, way, a, b, exact, group, whole)
-            c = count_up(f"{way} {whole=}", work, cost, a, b)
-            part = gemm.share(N if way == "columns" else M, size, rank)
-            own = slice(None) if whole else (slice(None), part) if way == "columns" else part
-            judge(f"{way} {whole=}", c, exact[own], allowed[own])
-            same = gemm.multiply(way, a_MK, b_KN, group, whole)  # from views, with their strides
-            judge(f"multiply {way} {whole=}", same.contiguous(), exact[own], allowed[own])
-            if whole:
+            cost = gemm.predict(way, M, N, K, size, dtype.itemsize, full, rank)
+            work = functools.partial(way_by_hand, way, a, b, exact, group, full)
+            c = count_up(f"{way} {full=}", work, cost, a, b)
+            part = gemm.shard_slice(N if way == "columns" else M, size, rank)
+            own = slice(None) if full else (slice(None), part) if way == "columns" else part
+            judge(f"{way} {full=}", c, exact[own], allowed[own])
+            same = gemm.multiply(way, a_MK, b_KN, group, full)  # from views, with their strides
+            judge(f"multiply {way} {full=}", same.contiguous(), exact[own], allowed[own])
+            if full:
                 first = c.clone()
                 dist.broadcast(first, group=group, group_src=0)
                 judge(f"bits of {way}", c, first.double(), torch.zeros_like(allowed))
@@ -136,12 +136,12 @@ def test_a_reduce_scatter_adds_in_the_order_of_the_ranks() -> None:
         total = parts[0][0] @ parts[0][1]
         for a, b in parts[1:]:
             total = total + a @ b
-        ours = gemm.by_inner(*parts[rank], group, whole=False)
+        ours = gemm.by_inner(*parts[rank], group, full=False)
         # Another order of the sum has other bits: this test can fail.
         reverse = parts[3][0] @ parts[3][1]
         for a, b in parts[2::-1]:
             reverse = reverse + a @ b
-        return torch.equal(ours, total[gemm.share(10, 4, rank)]), torch.equal(total, reverse)
+        return torch.equal(ours, total[gemm.shard_slice(10, 4, rank)]), torch.equal(total, reverse)
 
     assert ranks.run(run, 4) == [(True, False)] * 4
 
@@ -165,9 +165,9 @@ def test_whole_numbers_are_exact() -> None:
 
 @given(size=st.integers(0, 1000), number=st.integers(1, 40))
 def test_shares_are_as_equal_as_it_goes(size: int, number: int) -> None:
-    parts = [gemm.share(size, number, rank) for rank in range(number)]
+    parts = [gemm.shard_slice(size, number, rank) for rank in range(number)]
     assert [i for part in parts for i in range(size)[part]] == list(range(size))
-    lengths = gemm.shares(size, number)
+    lengths = gemm.shard_sizes(size, number)
     assert lengths == [part.stop - part.start for part in parts]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] - lengths[-1] <= 1
@@ -183,7 +183,10 @@ def test_panels_have_one_owner_each(inner: int, rows: int, columns: int, width: 
     found = gemm.panels(inner, rows, columns, width)
     assert [k for panel in found for k in range(panel.begin, panel.end)] == list(range(inner))
     for panel in found:
-        of_a, of_b = gemm.share(inner, columns, panel.column), gemm.share(inner, rows, panel.row)
+        of_a, of_b = (
+            gemm.shard_slice(inner, columns, panel.column),
+            gemm.shard_slice(inner, rows, panel.row),
+        )
         assert max(of_a.start, of_b.start) <= panel.begin < panel.end <= min(of_a.stop, of_b.stop)
         assert width is None or panel.end - panel.begin <= width
     if width is None:  # no more of them than the cuts ask for
@@ -216,8 +219,8 @@ def test_the_interface_saw_what_the_formula_says() -> None:
         a_MK, b_KN = torch.randn(n, n), torch.randn(n, n)
         grid = gemm.grid(group, 2, 2)
         works = {
-            (way, whole): functools.partial(gemm.multiply, way, a_MK, b_KN, group, whole)
-            for way, whole in (("rows", True), ("columns", True), ("inner", True), ("inner", False))
+            (way, full): functools.partial(gemm.multiply, way, a_MK, b_KN, group, full)
+            for way, full in (("rows", True), ("columns", True), ("inner", True), ("inner", False))
         }
         works["summa", False] = functools.partial(gemm.summa, *grid.cut(a_MK, b_KN), n, grid)
         found = {}
@@ -234,12 +237,12 @@ def test_the_interface_saw_what_the_formula_says() -> None:
             found[key] = min(readings)
         return found
 
-    for (way, whole), seen in ranks.run(run, 4, device="cpu")[0].items():
-        formula = gemm.predict(way, n, n, n, 4, whole=whole).wire
+    for (way, full), seen in ranks.run(run, 4, device="cpu")[0].items():
+        formula = gemm.predict(way, n, n, n, 4, full=full).wire
         # Headers add some percent, and whatever else talks on this machine more: the upper limit
         # is to catch twice as many bytes, as gloo's own reduce-scatter sends.
         with on_time():
-            assert formula <= seen < 1.6 * formula, (way, whole, seen / formula)
+            assert formula <= seen < 1.6 * formula, (way, full, seen / formula)
 
 
 def test_predictions_by_hand() -> None:
@@ -254,8 +257,8 @@ def test_predictions_by_hand() -> None:
         # A grid of 2 x 2, with panels of 3: 4 x 3 of A and 3 x 2 of B in each of two steps.
         ("summa", False): (4 * 3, 3 * 2, 4 * 2, {"broadcast": (4, 2 * (12 + 6))}, 8 * 6 + 6 * 4),
     }
-    for (way, whole), (a, b, c, collectives, wire) in by_hand.items():
-        cost = gemm.predict(way, 8, 4, 6, 4, 1, whole)
+    for (way, full), (a, b, c, collectives, wire) in by_hand.items():
+        cost = gemm.predict(way, 8, 4, 6, 4, 1, full)
         assert (cost.a, cost.b, cost.c) == (a, b, c), way
         assert (cost.collectives, cost.wire) == (collectives, wire), way
     assert [gemm.predict("inner", 8, 4, 6, 4, 1, rank=r).flops for r in range(4)] == [
@@ -271,7 +274,7 @@ def test_a_budget_is_refused_before_anything_is_allocated() -> None:
         gemm.check_budget(one.held, 512 * 10**6, "8192 x 8192 times 8192 x 8192")
     assert isinstance(caught.value, gemm.OverBudget)
     assert "needs 805.3 MB, which is 293.3 MB more than the budget" in str(caught.value)
-    four = [gemm.predict(way, 8192, 8192, 8192, 4, whole=False).held for way in gemm.WAYS]
+    four = [gemm.predict(way, 8192, 8192, 8192, 4, full=False).held for way in gemm.WAYS]
     rows, columns, inner, summa = four
     assert rows == columns == 1.5 * 4 * 8192**2  # a quarter of two, all of one
     assert inner > rows  # a summand of all of C, and what arrives of it
@@ -291,8 +294,8 @@ def test_seconds_by_hand() -> None:
         ("inner", True): 6 * (1 + 8),
         ("inner", False): 3 * (1 + 8),
     }
-    for (way, whole), communicate in by_hand.items():
-        found = gemm.seconds(way, 8, 4, 6, 4, machine, 1, whole)
+    for (way, full), communicate in by_hand.items():
+        found = gemm.seconds(way, 8, 4, 6, 4, machine, 1, full)
         largest = flops / 4 if way != "inner" else 2 * 8 * 4 * 2
         assert (found.compute, found.communicate) == (largest, communicate), way
         assert found.total == largest + communicate
@@ -313,16 +316,16 @@ def test_seconds_by_hand() -> None:
     flops=st.floats(1e9, 1e15),
     latency=st.floats(1e-6, 1e-2),
     bandwidth=st.floats(1e7, 1e12),
-    whole=st.booleans(),
+    full=st.booleans(),
 )
 def test_it_pays_from_where_both_take_as_long(
-    way: str, number: int, flops: float, latency: float, bandwidth: float, whole: bool
+    way: str, number: int, flops: float, latency: float, bandwidth: float, full: bool
 ) -> None:
-    machine, whole = Machine(flops, latency, bandwidth), whole and way != "summa"
-    n = gemm.pays_from(way, number, machine, whole=whole)
+    machine, full = Machine(flops, latency, bandwidth), full and way != "summa"
+    n = gemm.pays_from(way, number, machine, full=full)
 
     def gain(n: int) -> float:
-        one, split = (gemm.seconds(way, n, n, n, t, machine, whole=whole) for t in (1, number))
+        one, split = (gemm.seconds(way, n, n, n, t, machine, full=full) for t in (1, number))
         return one.total - split.total
 
     if n is None:
@@ -337,7 +340,7 @@ def test_it_pays_from_where_both_take_as_long(
 def test_it_may_never_pay() -> None:
     assert gemm.pays_from("inner", 2, Machine(1e15, 1.0, 1e6)) is None
     # Nothing is sent, nothing is lost.
-    assert gemm.pays_from("rows", 4, Machine(1e15, 1.0, 1e6), whole=False) == 4
+    assert gemm.pays_from("rows", 4, Machine(1e15, 1.0, 1e6), full=False) == 4
 
 
 @pytest.mark.alone
@@ -353,9 +356,9 @@ def test_seconds_on_the_slow_link() -> None:
         grid = gemm.grid(group, 2, 2, slow)
         found: dict[Any, float] = {}
         for way in gemm.CUTS:
-            for whole in (True, False):
-                work = functools.partial(gemm.multiply, way, a_MK, b_KN, wire, whole)
-                found[way, whole, None] = gemm.stopwatch(work, group, 3)
+            for full in (True, False):
+                work = functools.partial(gemm.multiply, way, a_MK, b_KN, wire, full)
+                found[way, full, None] = gemm.stopwatch(work, group, 3)
         for width in (None, 64):
             work = functools.partial(gemm.summa, *grid.cut(a_MK, b_KN), n, grid, width)
             found["summa", False, width] = gemm.stopwatch(work, group, 3)
@@ -371,13 +374,13 @@ def test_seconds_on_the_slow_link() -> None:
             assert 0.8 < machine.bandwidth / bandwidth < 1.3
             assert machine.flops > 1e8
     known = Machine(machines[0].flops, latency, bandwidth)
-    for (way, whole, width), seconds in found.items():
-        predicted = gemm.seconds(way, n, n, n, 4, known, whole=whole, width=width)
+    for (way, full, width), seconds in found.items():
+        predicted = gemm.seconds(way, n, n, n, 4, known, full=full, width=width)
         # Never faster than the wire; above it the room is for a machine with more ranks than
         # cores. The ways differ by more: 2, or all of it.
-        assert 0.99 * predicted.communicate <= seconds, (way, whole, width)
+        assert 0.99 * predicted.communicate <= seconds, (way, full, width)
         with on_time():
-            assert seconds < 1.4 * predicted.total + 0.02, (way, whole, width, seconds, predicted)
+            assert seconds < 1.4 * predicted.total + 0.02, (way, full, width, seconds, predicted)
 
 
 def test_one_rank_has_no_link_to_measure() -> None:

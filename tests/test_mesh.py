@@ -116,7 +116,9 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     def contents(training):
         """Weights, and the first moments that there are."""
         states, model = training.optimizer.state, training.model
-        return mesh.whole(model), mesh.whole(model, lambda p: states.get(p, {}).get("exp_avg"))
+        return mesh.full_tensors(model), mesh.full_tensors(
+            model, lambda p: states.get(p, {}).get("exp_avg")
+        )
 
     def alone():
         """In a plain process: what is loaded."""

@@ -25,7 +25,7 @@ _SIZES = (10, 7, 9)  # M, K, N: neither 2 nor 4 divides K and N, and 3 divides N
 
 
 def _cut(size: int, parts: int) -> list[slice]:
-    return [gemm.share(size, parts, part) for part in range(parts)]
+    return [gemm.shard_slice(size, parts, part) for part in range(parts)]
 
 
 def _matrix(rows: int, columns: int, seed: int) -> Tensor:

@@ -21,13 +21,13 @@ __all__ = [
     "SCHEDULES",
     "check_cuts",
     "counted",
+    "full_tensors",
     "groups_of",
     "held",
     "join",
     "local",
     "predicted_sent",
     "predicted_states",
-    "whole",
 ]
 
 # What needs torch is loaded when it is first asked for: who only looks at groups does not wait for
@@ -41,13 +41,13 @@ _LATER = {
     "SCHEDULES": "shardlab.mesh.predict",
     "check_cuts": "shardlab.mesh.predict",
     "counted": "shardlab.mesh.states",
+    "full_tensors": "shardlab.mesh.states",
     "groups_of": "shardlab.mesh.core",
     "held": "shardlab.mesh.states",
     "join": "shardlab.mesh.core",
     "local": "shardlab.mesh.states",
     "predicted_sent": "shardlab.mesh.predict",
     "predicted_states": "shardlab.mesh.predict",
-    "whole": "shardlab.mesh.states",
 }
 
 

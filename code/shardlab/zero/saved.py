@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardlab.ranks.whole import gathered
+from shardlab.ranks.gather import gathered
 
 from .flat import Flat, all_gather
 

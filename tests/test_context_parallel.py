@@ -164,13 +164,12 @@ def test_output_and_all_three_gradients_equal_one_process(size, seed):
 def test_narrower_numbers_are_as_close_as_their_rounding():
     # float32 rounds at 6e-8, and gradients sum 16 terms of size 1 to 10; bfloat16 at 4e-3, in both
     # of the two that are compared.
-    kinds = itertools.product(WAYS, ((torch.float32, 1e-5), (torch.bfloat16, 0.1)), (True, False))
-    cases, room = [], []
-    for way, (dtype, tolerance), causal in kinds:
-        cases += [(way, 0, (2, 16, 4, 2, 8), dtype, causal, layout) for layout in cp.LAYOUTS]
-        room += [tolerance] * len(cp.LAYOUTS)
+    limits = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+    kinds = list(itertools.product(WAYS, limits, (True, False), cp.LAYOUTS))
+    cases = [(way, 0, (2, 16, 4, 2, 8), *kind) for way, *kind in kinds]
     for results in run(all_gaps, 4, cases):
-        assert all(max(found) < limit for found, limit in zip(results, room, strict=True))
+        for (_, dtype, *_), found in zip(kinds, results, strict=True):
+            assert max(found) < limits[dtype]
 
 
 def other_inputs():
@@ -219,11 +218,11 @@ def test_bytes_on_the_wire_are_those_predicted(size):
     cases = list(itertools.product(WAYS, (1, 2, 4), (torch.float32, torch.bfloat16)))
 
     def work():
-        found = [sent_by(way, (2, 16, 4, kv, 6), dtype) for way, kv, dtype in cases]
-        return zip([(way, kv, dtype.itemsize) for way, kv, dtype in cases], found, strict=True)
+        return [sent_by(way, (2, 16, 4, kv_heads, 6), dtype) for way, kv_heads, dtype in cases]
 
-    for results in run(lambda: list(work()), size):
-        for (way, kv_heads, itemsize), (forward, backward) in results:
+    for results in run(work, size):
+        for (way, kv_heads, dtype), (forward, backward) in zip(cases, results, strict=True):
+            itemsize = dtype.itemsize
             if way == "ring":
                 predicted = cp.ring_sent(2, 16, kv_heads, 6, size, itemsize)
                 assert (forward.bytes, backward.bytes) == (
@@ -320,7 +319,7 @@ def test_memory_is_what_is_predicted(size):
             assert 0.85 < backward / predicted["backward"] <= 1
 
 
-# Order, and time
+# Order
 
 
 def order():

@@ -186,7 +186,7 @@ def recompute_blocks(model: GPT) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-MIXED = [("micro", "fp32"), ("llama", "bf16"), ("dropout", "bf16")]  # shapes, precisions
+MIXED = [("micro", "fp32"), ("llama", "bf16"), ("dropout", "bf16")]  # a shape, a precision
 
 
 @pytest.mark.parametrize(("name", "precision"), MIXED)

@@ -101,7 +101,7 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
             assert again[1] == plain[1] * Fraction(3, 2)
 
 
-# What is kept
+# What waits
 
 
 def two_forwards():
@@ -125,7 +125,7 @@ def test_several_forward_passes_may_wait_for_backward():
     assert run(two_forwards, 2) == [torch.Size([2, 16, 32])] * 2
 
 
-# Dropout, and mistakes
+# Dropout
 
 
 def dropped():

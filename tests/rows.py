@@ -332,6 +332,17 @@ def meshes() -> Iterator[Row]:
         (replace(eight, zero=1, order=("pp", "tp", "dp")), gpt, (2, 2)),
     ]
     cases += [(Layout(dp=2, zero=s), gpt, (2, 2)) for s in range(4)]
+    looped = {"schedule": "interleaved", "chunks": 2}
+    deep, again = replace(gpt, layers=4), {"recompute": "full"}
+    cases += [
+        (replace(eight, dp=1, **looped, **along), deep, (4,)),
+        (replace(eight, tp=1, zero=1, **looped), replace(deep, layers=6), (2, 3)),
+        (replace(eight, zero=1, **looped, **along, **again), replace(drops, layers=4), (3, 2)),
+        (replace(eight, dp=1, pp=4, tp=1, **looped), replace(deep, layers=8), (4,)),
+        (replace(four, zero=3, **again), llama, (2, 2)),
+        (Layout(tp=2, **along, **again), drops, (2,)),
+        (Layout(pp=2, microbatches=3, schedule="naive", **again), gpt, (4,)),
+    ]
     cases += [(Layout(tp=2, **along), llama, (2,)), (Layout(pp=2, microbatches=2), gpt, (4,))]
     for number, (layout, config, sizes) in enumerate(cases):
         more = {"sizes": sizes, "clip": (0.3,)}

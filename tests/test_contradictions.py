@@ -108,12 +108,15 @@ LAYOUTS: Table = {
 MESHES: Table = {
     "heads=2: allowed on 4 ranks are mul": cuts(tp=4),
     "pp=3: allowed are divisors of layers": cuts(pp=3),
-    "schedule='zb-h1': allowed in a mesh are gpipe": cuts(pp=2, schedule="zb-h1"),
+    "schedule='zb-h1': allowed in a mesh are naive": cuts(pp=2, schedule="zb-h1"),
     "zero=2 with pp=2: allowed are 0 and 1": cuts(pp=2, zero=2),
     "seq=9: allowed with sequence par": cuts(tp=2, sequence_parallel=True, seq=9),
     "cp=2: allowed in a mesh is 1": cuts(cp=2),
-    "stages=(1, 1): allowed in a mesh is 'equal'": cuts(pp=2, stages=(1, 1)),
-    "recompute='full': allowed in a mesh is 'none'": cuts(recompute="full"),
+    "recompute='selective': allowed in a mesh are": cuts(recompute="selective"),
+    "here parts have [1, 1, 0, 0]": cuts(pp=2, chunks=2, schedule="interleaved"),
+    "pp=2, chunks=1: allowed are": lambda: mesh.check_cuts(
+        Config(vocab=2048, seq=8, layers=2, heads=2, hidden=16), Layout(pp=2, stages="nanotron")
+    ),
     "node=3: allowed are divisors of 8": lambda: picture.draw(EIGHT, 3),
     "ranks=128: allowed in a picture are 64": lambda: picture.draw(Layout(dp=128), 8),
 }

@@ -63,15 +63,32 @@ def parallel(config, shape, dtype=torch.float64, seed=0, **options):
 EIGHT = Layout(dp=2, pp=2, tp=2)
 
 
-@pytest.mark.parametrize("shape", [EIGHT, Layout(dp=2, tp=2)], ids=str)
-def test_bytes_held_and_sent_are_as_predicted(shape):
-    plain = replace(GPT2, vocab=30, hidden=20)  # shards that need padding
-    mixed = replace(plain, experts=4, expert_ffn=12, shared_experts=1, dense_layers=1)
-    stages = (0, 1) if shape.pp > 1 else (2, 3)
-    kinds = (plain, False), (plain, True), (mixed, False)
+PADDED = replace(GPT2, vocab=30, hidden=20)  # shards that need padding
+SPARSE = replace(PADDED, experts=4, expert_ffn=12, shared_experts=1, dense_layers=1)
+ALONG, LOOPED = {"sequence_parallel": True}, {"schedule": "interleaved", "chunks": 2}
+AGAIN = {"recompute": "full"}
+COUNTED = [
+    (config, replace(Layout(dp=2, tp=2) if zero > 1 else EIGHT, zero=zero, **how))
+    for zero in range(4)
+    for config, how in [(PADDED, {}), (PADDED, ALONG), (SPARSE, {}), (PADDED, ALONG | AGAIN)]
+]
+COUNTED += [
+    (replace(PADDED, layers=6), replace(EIGHT, zero=1, **LOOPED, **ALONG)),
+    (replace(SPARSE, layers=4), replace(EIGHT, zero=1, **LOOPED, **AGAIN)),
+    (replace(PADDED, layers=4, tied=False), Layout(dp=2, pp=2, **LOOPED)),
+    (replace(PADDED, layers=8), Layout(pp=4, zero=1, **LOOPED)),
+    (replace(PADDED, layers=4), Layout(dp=2, pp=2, stages=(1, 3), schedule="naive")),
+    (PADDED, Layout(dp=2, tp=2, **AGAIN)),
+    (replace(PADDED, dropout=0.1), Layout(dp=2, tp=2, **AGAIN)),
+    (replace(PADDED, dropout=0.1), Layout(dp=2, tp=2, zero=3, **ALONG, **AGAIN)),
+]
 
-    def work(config, sequence, zero):
-        layout = replace(shape, zero=zero, sequence_parallel=sequence, microbatches=2)
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_bytes_held_and_sent_are_as_predicted(size):
+    cases = [(config, layout) for config, layout in COUNTED if layout.ranks == size]
+
+    def held_and_sent(config, layout):
         job, copy = parallel(config, layout, torch.float32)
         optimizer, sizes, rank = adamw(job), [3, 2], dist.get_rank()
         for step in range(2):
@@ -79,14 +96,15 @@ def test_bytes_held_and_sent_are_as_predicted(shape):
             with count.sent() as sent:
                 job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
             optimizer.step()
-        sends = mesh.predicted_sent(config, layout, rank, config.seq, sizes[copy])
+        sends = mesh.predicted_sent(config, job.layout, rank, config.seq, sizes[copy])
         sends["pp"] += sends.pop("twin")
-        assert mesh.counted(sent, job) == sends, layout
-        assert mesh.held(job, optimizer) == mesh.predicted_states(config, layout, rank), layout
+        assert mesh.counted(sent, job) == sends
+        assert mesh.held(job, optimizer) == mesh.predicted_states(config, job.layout, rank)
         return sends
 
-    for found in run(lambda: [work(*kind, z) for kind in kinds for z in stages], shape.ranks):
-        assert all(sends["tp"] and sends["dp"] for sends in found)
+    for sends in run(lambda: [held_and_sent(*case) for case in cases], size):
+        for (_, layout), each in zip(cases, sends, strict=True):
+            assert all((getattr(layout, axis) > 1) == (each[axis] > 0) for axis in mesh.AXES)
 
 
 @pytest.mark.parametrize("tied", [False, True])

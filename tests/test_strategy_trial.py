@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from shardlab.__main__ import main
 from shardlab.layout import AXES, Layout
 from shardlab.machines import MACHINES
-from shardlab.mesh import LEFT_OUT, SCHEDULES
 from shardlab.mesh.command import as_predicted
 from shardlab.shapes import PRESETS
 from shardlab.strategy.plan import layouts
@@ -37,10 +36,14 @@ def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
         wide = getattr(plan, axis)
         assert getattr(found, axis) <= wide and (getattr(found, axis) > 1) == (wide > 1)
     assert found.order == plan.order and found.zero in (plan.zero, 1)
-    lost = [name for name, only in LEFT_OUT.items() if getattr(plan, name) != only]
-    lost += ["schedule"] if plan.schedule not in SCHEDULES else []
-    assert {word.partition("=")[0] for word in left_out} >= set(lost)
-    assert found.sequence_parallel == (plan.sequence_parallel and not config.experts)
+    lost = {word.partition("=")[0] for word in left_out}
+    assert lost <= {"cp", "ep", "recompute", "schedule", "chunks", "sequence_parallel", "stages"}
+    kept = {"recompute", "schedule", "chunks", "sequence_parallel", "stages"} - lost
+    if found.pp == 1 or plan.chunks > 2:
+        kept.discard("chunks")
+    assert all(getattr(found, name) == getattr(plan, name) for name in kept)
+    assert not lost & {"schedule", "chunks"} and ("cp" in lost) == (plan.cp > 1)
+    assert plan.recompute == "selective" or "recompute" not in lost
     kept = "mlp", "norm", "bias", "tied", "router"
     assert all(getattr(job.config, name) == getattr(config, name) for name in kept)
     assert bool(job.config.experts) == bool(config.experts)
@@ -56,7 +59,7 @@ def test_a_machine_with_room_for_few_ranks_gives_up_axes():
     [
         "--model llama-3-8b --gpu h100 --gpus 64",
         "--model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4",
-        "--model mixtral-8x7b --gpu h100 --gpus 64 --tp 4 --pp 2",
+        "--model mixtral-8x7b --gpu h100 --gpus 64 --tp 4 --pp 2 --recompute full",
     ],
 )
 def test_a_plan_is_run_and_equals_one_process(capsys, asks):

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardlab import count, ranks, show, text
 from shardlab.model import GPT, PRESETS
-from shardlab.train import core, ddp, plain, shares, take_home
+from shardlab.train import core, ddp, plain, sampler, take_home
 from shardlab.train.take_home import Options, Refused, Training, checkpoints
 
 # 143 windows of each part: 8 steps an epoch, and a ninth for a sampler that fills up on 2, 4, 8 or
@@ -33,7 +33,7 @@ SMALL = {"steps": 10, "every": 5, "limit": 64 * 143 + 1}
 # Sums in another order: a last digit of a loss near 5, and AdamW takes steps of 1e-3 times the sign
 # of gradients near 0, so a weight may differ by a few hundredths of a step.
 LOSS, WEIGHT = 5e-6, 2e-4
-ALONE = (plain, ddp, shares)  # each rank writes: each needs a folder
+ALONE = (plain, ddp, sampler)  # each rank writes: each needs a folder
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ def one(tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
     ("script", "size", "changes"),
     [
         (ddp, 4, {}),
-        (shares, 4, {}),
+        (sampler, 4, {}),
         (core, 4, {}),
         (take_home, 4, {"strategy": "fsdp2", "compiler": "aot_eager"}),
     ],
@@ -153,7 +153,7 @@ def test_a_stop_on_some_ranks_goes_on_with_others(size, first, then, rest, tmp_p
     assert apart(parts, whole) < 2 * LOSS
 
 
-@pytest.mark.parametrize("script", [shares, core])
+@pytest.mark.parametrize("script", [sampler, core])
 def test_a_batch_that_the_ranks_do_not_divide_is_named(script, tmp_path):
     with pytest.raises(ranks.RankError, match="batch=16: allowed are multiples of 3"):
         trained(script, 3, tmp_path)

@@ -523,7 +523,7 @@ for kind, results in cuts.items():
         gap = apart(losses, LOSSES)
         assert gap < 1e-5, (kind, gap)  # float32: sums in another order
         rows.append((kind, rank, f"{held:,}", str(up), digits(gap)))
-whole = sum(p.numel() for p in model().parameters())
+full = sum(p.numel() for p in model().parameters())
 head = [
     "cut",
     "rank",
@@ -531,7 +531,7 @@ head = [
     "shape of the first ffn.up",
     "losses differ by",
 ]
-show.table(rows, head, caption=f"Whole model: {whole:,} parameters, ffn.up (256, 64)")
+show.table(rows, head, caption=f"Whole model: {full:,} parameters, ffn.up (256, 64)")
 
 # %% [markdown]
 # ````{admonition} Checked: "train_batch_size is the batch that the optimizer sees"

@@ -326,7 +326,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # These are the largest differences of any number in the model: another order of sums, no more.
-# In float64 [the tests](../tests/test_mesh.py) hold ten meshes to $10^{-11}$ after each of five steps, all with clipping, some with dropout and uneven batches.
+# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to $10^{-11}$ after each of five steps, all with clipping, some with dropout, uneven batches, chunks and recomputation.
 #
 # ## What each of them needs
 #
@@ -515,6 +515,43 @@ show.table(rows, head)
 
 # %% [markdown]
 # Equal to the byte, padding and single numbers included. The second stage holds more: the last norm, and the tied embedding for a second time.
+#
+# ### Chunks and recomputation
+#
+# A stage may hold several parts of the model, as in [interleaved schedules](pipeline.md), and a block may keep its input alone and compute the rest again in backward, as in [Memory](memory.md).
+# `Parallel` takes both from the layout. What they change of a step's messages, on two stages of two tensor ranks, for the first rank:
+
+# %% tags=["hide-input"]
+# Table: four layers in two or four parts, with and without recomputation
+FOUR, STAGES = replace(SMALL, layers=4), Layout(pp=2, tp=2, micro_batch=2, microbatches=4)
+CHUNKS, AGAIN = {"schedule": "interleaved", "chunks": 2}, {"recompute": "full"}
+want, rows, sends = ranks.run(alone, 1, Job(FOUR, STAGES))[0], [], []
+for how in ({}, CHUNKS, AGAIN, CHUNKS | AGAIN):
+    layout = replace(STAGES, **how)
+    found = ranks.run(train, 4, Job(FOUR, layout))
+    assert all(one["held"] == one["held_predicted"] for one in found)
+    assert all(one["sent"] == one["sent_predicted"] for one in found)
+    gaps = apart(found[0], want)
+    assert gaps["losses"] < 5e-6 and gaps["gradients"] < 1e-5  # float32, as above
+    first = found[0]
+    sends.append(first["sent"])
+    rows.append([str(layout)])
+    for axis in ("tp", "pp"):
+        rows[-1] += [f"{first['sent_predicted'][axis]:,.0f}", f"{first['sent'][axis]:,.0f}"]
+    rows[-1].append(short(gaps["gradients"]))
+tensor, stages = ([each[axis] for each in sends] for axis in ("tp", "pp"))
+assert tensor[0] == tensor[1] < tensor[2] == tensor[3]
+assert stages[0] == stages[2] < stages[1] == stages[3]
+twin = mesh.predicted_sent(FOUR, STAGES, 0)["twin"]
+number = 4  # bytes of the loss, which all stages get
+assert stages[1] - twin - number == 3 * (stages[0] - twin - number)
+assert round(tensor[2] / tensor[0], 2) == 1.22
+head = ["layout"] + [x for a in ("tp", "pp") for x in (f"sends, {a} (B)", "counted")]
+show.table(rows, [*head, "gradients off by"])
+
+# %% [markdown]
+# Two chunks send three times the activations, beside the twin's gradient, which stays: forward from both of the stage's parts, and a gradient back from the second.
+# Recomputation sends 22 % more along the tensor axis: of each layer the first of forward's two sums once more. Behind the second stands nothing that backward needs, and torch stops where it has everything again. Where dropout or experts stand behind it, all of them come again.
 #
 # ### Every order, counted
 #
@@ -781,7 +818,11 @@ said(lambda: EIGHT.check(6))
 said(lambda: Job(replace(SMALL, heads=2), Layout(tp=4)))
 said(lambda: Job(SMALL, replace(EIGHT, zero=3)))
 said(lambda: Job(SMALL, Layout(pp=3)))
+said(lambda: Job(SMALL, Layout(cp=2)))
 
+
+# %% [markdown]
+# The last one names what `Parallel` leaves out: contexts and experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators alone. Most of it has a lesson of its own, without the other cuts; `mesh.left_out(config, layout)` says what of a layout it is.
 
 # %%
 def a_mesh_without_rank_3():

@@ -217,8 +217,8 @@ def order(predicted):
 
 # %%
 floors = [strategy.floor(j.config, j.machine, j.layout, j.seq).total for j in jobs]
-share = statistics.median(f / s for f, s in zip(floors, seconds))
-print("share of a step:", round(share, 2), "order:", round(order(floors), 2))
+fraction = statistics.median(f / s for f, s in zip(floors, seconds))
+print("fraction of a step:", round(fraction, 2), "order:", round(order(floors), 2))
 
 # %% tags=["hide-input"]
 # Holds each measured step to its floor
@@ -696,8 +696,8 @@ shardlab("strategy --model llama-3-8b --gpu h100 --gpus 16 --emit deepspeed", 15
 shardlab("strategy --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536 --emit megatron", 3)
 
 # %% [markdown]
-# `--run` trains the first layout on ranks of this machine: the same cuts, degrees and model as small as it takes.
-# It ends with status 0 only if losses and gradients are those of one process and each rank held and sent what was predicted; what the course's mesh does not train is left out, and said.
+# `--run` trains the first layout on ranks of this machine: the same cuts, schedule and recomputation, with degrees, chunks and model as small as it takes.
+# It ends with status 0 only if losses and gradients are those of one process and each rank held and sent what was predicted; what the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks, is left out, and said.
 
 # %% tags=["measured"]
 shardlab("strategy --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4 --run", 20)

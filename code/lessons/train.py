@@ -62,7 +62,7 @@ from shardlab.check import check
 from shardlab.check.train import four_scripts
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.show.changes import changes
-from shardlab.train import core, ddp, plain, shares, take_home
+from shardlab.train import core, ddp, plain, sampler, take_home
 from shardlab.train.scaler import LossScaler
 from shardlab.train.take_home import Training
 
@@ -249,7 +249,7 @@ assert losses[0] == losses[1] == one
 # `DistributedSampler` deals one order to all ranks, like cards. Rank $r$ of $N$ gets the places $r$, $r+N$, $r+2N$ and so on.
 
 # %%
-changes(ddp.main, shares.main)
+changes(ddp.main, sampler.main)
 
 # %% [markdown]
 # Four things go with it:
@@ -264,7 +264,7 @@ changes(ddp.main, shares.main)
 # %% tags=["hide-input"]
 # Holds the dealt data against one process
 
-losses = same(shares, each=True)
+losses = same(sampler, each=True)
 assert losses[0] != losses[1]
 
 # %% [markdown]
@@ -332,7 +332,7 @@ show.table(
 # With the mean of the losses and the validation of all, this is the third and last step:
 
 # %%
-changes(shares.main, core.main)
+changes(sampler.main, core.main)
 
 
 # %% [markdown]

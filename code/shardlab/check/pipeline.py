@@ -161,8 +161,8 @@ def _cuts(costs: list[float], parts: int) -> tuple[list[float], int, float]:
 
 def _as_good(got: Sequence[int], want: tuple[list[float], int, float]) -> bool:
     costs, parts, best = want
-    whole = len(got) == parts and sum(got) == len(costs) and min(got) > 0
-    return whole and _slowest(costs, got) <= best
+    valid = len(got) == parts and sum(got) == len(costs) and min(got) > 0
+    return valid and _slowest(costs, got) <= best
 
 
 def _why_cut(

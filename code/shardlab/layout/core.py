@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 
 from shardlab.arguments import (
     check_callable,
@@ -28,7 +28,7 @@ from shardlab.arguments import (
 )
 from shardlab.shapes import Config
 
-from .stages import Stage, check_rule, check_schedule, stages
+from .stages import Stage, check_rule, check_schedule, route, stages
 
 AXES = "dp", "pp", "cp", "tp"
 OFFLOADS = "none", "optimizer", "parameters"
@@ -109,6 +109,11 @@ class Layout:
         """What stands on each stage, first to last; errors as those of `stages`."""
         return stages(config, self.pp, self.stages, self.schedule, self.chunks)
 
+    @property
+    def route(self) -> list[int]:
+        """The stages on which the model's parts stand, one for each chunk, in its order."""
+        return route(self.pp, self.schedule, self.chunks)
+
     # Who is with whom.
 
     def check(self, ranks: int) -> None:
@@ -152,15 +157,17 @@ class Layout:
 
     def edges(self, axis: str) -> Iterator[tuple[int, int]]:
         """Who sends to whom, as (from, to): rings of the groups "dp", "cp" and "tp"; both ways
-        between neighbouring stages in "pp"; "twin": between the ends of a pipeline, for tied
-        embeddings.
+        between the stages of neighbouring parts in "pp", once for each part; "twin": between the
+        ends of a pipeline, for tied embeddings.
         """
         for group in self.groups("pp" if axis == "twin" else axis):
+            stages = [group[stage] for stage in self.route] if axis in ("pp", "twin") else []
             if axis == "pp":
-                for stage, later in zip(group[:-1], group[1:], strict=True):
-                    yield from ((stage, later), (later, stage))
-            elif axis == "twin" and len(group) > 1:
-                yield from ((group[0], group[-1]), (group[-1], group[0]))
+                for stage, later in pairwise(stages):
+                    if stage != later:  # at the turn of a V nothing is sent
+                        yield from ((stage, later), (later, stage))
+            elif axis == "twin" and stages[0] != stages[-1]:
+                yield from ((stages[0], stages[-1]), (stages[-1], stages[0]))
             elif axis in ("dp", "cp", "tp") and len(group) > 1:
                 yield from zip(group, [*group[1:], group[0]], strict=True)
 

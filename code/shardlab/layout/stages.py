@@ -81,25 +81,28 @@ def stages(
         layers = list(rule)
         if sum(layers) != config.layers:
             raise ValueError(f"stages={rule}: allowed are those with {config.layers} layers in all")
-    back = schedule == "zb-v" and pp > 1
-    dealt = _dealt(layers, v, back)
-    return [
-        Stage(mine, k == 0, k == (0 if back else last), _dense(config, mine))
-        for k, mine in enumerate(dealt)
-    ]
+    if schedule == "zb-v" and pp > 1:
+        last = 0
+    dealt = _dealt(layers, v, route(pp, schedule, v))
+    return [Stage(mine, k == 0, k == last, _dense(config, mine)) for k, mine in enumerate(dealt)]
 
 
-def _dealt(layers: list[int], chunks: int, back: bool) -> list[tuple[range, ...]]:
-    """The layers of each chunk of each stage; `back`: every second pass begins at the end."""
+def route(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:
+    """The stages on which the model's parts stand, in its order: round and round, or as a V."""
+    check_schedule(pp, schedule, chunks)
+    there = list(range(pp))
+    return there + there[::-1] if schedule == "zb-v" and pp > 1 else there * chunks
+
+
+def _dealt(layers: list[int], chunks: int, order: list[int]) -> list[tuple[range, ...]]:
+    """The layers of each chunk of each stage, which the model passes in that order."""
     found: list[tuple[range, ...]] = [()] * len(layers)
     begin = 0
-    for chunk in range(chunks):
-        order = range(len(layers))
-        for k in reversed(order) if back and chunk % 2 else order:
-            each, more = divmod(layers[k], chunks)
-            end = begin + each + (chunk < more)
-            found[k] = (*found[k], range(begin, end))
-            begin = end
+    for stage in order:
+        each, more = divmod(layers[stage], chunks)
+        end = begin + each + (len(found[stage]) < more)
+        found[stage] = (*found[stage], range(begin, end))
+        begin = end
     return found
 
 

@@ -15,7 +15,7 @@ SC 2021 (arXiv 2104.04473).
 __all__ = [
     "AXES",
     "Groups",
-    "LEFT_OUT",
+    "Instead",
     "Parallel",
     "PlacedDropout",
     "SCHEDULES",
@@ -25,6 +25,7 @@ __all__ = [
     "groups_of",
     "held",
     "join",
+    "left_out",
     "local",
     "predicted_sent",
     "predicted_states",
@@ -35,7 +36,7 @@ __all__ = [
 _LATER = {
     "AXES": "shardlab.mesh.core",
     "Groups": "shardlab.mesh.core",
-    "LEFT_OUT": "shardlab.mesh.predict",
+    "Instead": "shardlab.mesh.predict",
     "Parallel": "shardlab.mesh.core",
     "PlacedDropout": "shardlab.mesh.dropout",
     "SCHEDULES": "shardlab.mesh.predict",
@@ -45,6 +46,7 @@ _LATER = {
     "groups_of": "shardlab.mesh.core",
     "held": "shardlab.mesh.states",
     "join": "shardlab.mesh.core",
+    "left_out": "shardlab.mesh.predict",
     "local": "shardlab.mesh.states",
     "predicted_sent": "shardlab.mesh.predict",
     "predicted_states": "shardlab.mesh.predict",

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from .job import Job
 
 AXES = "dp", "pp", "tp"
-SAID = (*AXES, "zero", "batch", "microbatches", "schedule", "sequence_parallel", "order")
+SAID = (
+    *AXES, "zero", "batch", "microbatches", "schedule", "chunks", "recompute", "sequence_parallel",
+    "order",
+)  # fmt: skip
 MOST = 512  # ranks whose groups are printed
 KNOBS = {  # option: its default, and what it is
     "dp": (1, "copies of the model"),
@@ -46,6 +49,7 @@ KNOBS = {  # option: its default, and what it is
     "seq": (32, "tokens of a sequence"),
     "batch": (8, "sequences of all copies in a step"),
     "microbatches": (None, "of each copy in a step (as many as stages)"),
+    "chunks": (None, "parts of the model on each stage (1; interleaved: 2)"),
     "steps": (5, "of training, 3 or more"),
 }
 
@@ -56,7 +60,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add = partial(options.add, parser)
     for name, (default, told) in KNOBS.items():
         add(name, told if default is None else f"{told} ({default})", "N")
-    add("schedule", "of the pipeline: gpipe or 1f1b (1f1b)", "NAME")
+    add("schedule", "of the pipeline: naive, gpipe, 1f1b or interleaved (1f1b)", "NAME")
+    add("recompute", "in backward: full, each block but its input, or none (none)", "HOW")
     add("budget", "bytes of model states that a rank may hold", "BYTES")
     add("node", "ranks of a node: print the groups, and train nothing", "N")
     add("layout", "all of it in words, as `strategy` writes it, in place of these", "WORDS")
@@ -75,7 +80,7 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.node is not None:
         given = [name for name, value in vars(chosen).items() if value]
         trains = [name for name in KNOBS if name not in AXES]
-        trains += ["schedule", "budget", "sequence_parallel", "untied", "layout"]
+        trains += ["schedule", "recompute", "budget", "sequence_parallel", "untied", "layout"]
         options.apart(given, trains, "with --node, which trains nothing: allowed are dp, pp, tp")
         print(_groups(chosen))
         return 0
@@ -149,11 +154,15 @@ def job_of(chosen: argparse.Namespace) -> Job:
     if batch % (given["dp"] * m):
         allowed = f"multiples of dp={given['dp']} copies times {m} micro-batches"
         raise ValueError(f"batch={batch}: allowed are {allowed}")
+    schedule = "1f1b" if chosen.schedule is None else chosen.schedule
+    fewest = 2 if schedule == "interleaved" and given["pp"] > 1 else 1
     layout = Layout(
         **_degrees(chosen),
         zero=given["zero"],
         sequence_parallel=chosen.sequence_parallel,
-        schedule="1f1b" if chosen.schedule is None else chosen.schedule,
+        schedule=schedule,
+        chunks=given["chunks"] or fewest,
+        recompute=chosen.recompute or "none",
         micro_batch=batch // (given["dp"] * m),
         microbatches=m,
     )

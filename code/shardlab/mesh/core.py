@@ -6,7 +6,8 @@ each of them (`Parallel.__init__`); a training step, in which every group adds u
 its own, which knows nothing of the others: what stands here is the order in which they meet.
 
     tensor      each matrix over t ranks: sums inside of every layer (`tensor_parallel`)
-    pipeline    some layers on each of p stages: activations from stage to stage (`pipeline`)
+    pipeline    some layers on each of p stages, in one part of the model or in several, its
+                chunks: activations from part to part (`pipeline`)
     data        d copies of all this: averages of gradients, once a step; ZeRO shards what the
                 copies would hold twice (`zero`)
 
@@ -31,11 +32,11 @@ from shardlab.arguments import check_kind, check_whole
 from shardlab.buckets import add_up, clip_by_joint_norm
 from shardlab.layout import Layout
 from shardlab.model import GPT
-from shardlab.pipeline import Pipeline, Schedule
+from shardlab.pipeline import Part, Pipeline
 from shardlab.ranks import agree, check_group, check_same
 
 from .dropout import PlacedDropout
-from .predict import check_cuts
+from .predict import check_cuts, layers_of_parts
 from .states import OnMesh
 
 Group = dist.ProcessGroup
@@ -101,10 +102,11 @@ class Parallel(OnMesh):
         optimizer.step(); optimizer.zero_grad()
 
     model: the same on every rank; its modules are used, so let go of it. layout: degrees, those of
-    the groups; schedule, gpipe or 1f1b, and its micro-batches; ZeRO's stage between the copies, 2
+    the groups; schedule, chunks of each stage, micro-batches; ZeRO's stage between the copies, 2
     and 3 without a pipeline alone; sequence_parallel: cut what lies between the matrices by tokens,
-    too. seed: of dropout, which then drops what one process drops (see `dropout`), whatever the
-    layout.
+    too; recompute: "full" keeps of each block its input alone, and computes the rest again in
+    backward, messages too. seed: of dropout, which then drops what one process drops (see
+    `dropout`), whatever the layout.
 
     `parameters()` are what this rank's optimizer trains, by the plain model's names: its part of a
     matrix, or with ZeRO a flat piece of that part.
@@ -124,11 +126,13 @@ class Parallel(OnMesh):
             if (degree := getattr(layout, axis)) != (size := check_group(group)[1]):
                 raise ValueError(f"{axis}={degree}: allowed with this group is {size}")
         self.config, self.layout, self.groups, self.number = model.config, layout, groups, 0
-        schedule = pipeline.schedule(layout.schedule, layout.pp, layout.microbatches)
         self._cut_matrices(model, layout.sequence_parallel)
-        part = self._cut_layers(model, schedule)
-        self._share_copies(part, schedule, layout.sequence_parallel)
-        self.dropout = PlacedDropout(part.blocks, seed) if self.config.dropout else None
+        parts = self._cut_layers(model)
+        blocks = {number: block for part in parts for number, block in part.blocks.items()}
+        if layout.recompute == "full":
+            pipeline.compute_again(list(blocks.values()))
+        self._share_copies(parts)
+        self.dropout = PlacedDropout(blocks, seed) if self.config.dropout else None
 
     def _cut_matrices(self, model: GPT, sequence: bool) -> None:
         """Along tp: t ranks share each matrix, and with `sequence` the tokens in between."""
@@ -142,37 +146,42 @@ class Parallel(OnMesh):
         self.cuts = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
         self.cuts.setdefault("head.weight", 0)  # a tied one goes by the embedding's name so far
 
-    def _cut_layers(self, model: GPT, schedule: Schedule) -> nn.Module:
-        """Along pp: this rank keeps one part of the model. The ends of a tied one are twins."""
-        stage, stages = check_group(self.groups.pp)
-        part = pipeline.cut(model, schedule.parts)[stage]
+    def _cut_layers(self, model: GPT) -> list[Part]:
+        """Along pp: this rank keeps its parts of the model. The ends of a tied one are twins."""
+        layout, (stage, _) = self.layout, check_group(self.groups.pp)
+        m, chunks = layout.microbatches, layout.chunks
+        self.schedule = pipeline.schedule(layout.schedule, layout.pp, m, chunks)
+        parts = pipeline.cut(model, layers_of_parts(model.config, layout))
+        first, last = layout.route[0], layout.route[-1]
         self.twin = None
-        if model.config.tied and stages > 1 and stage in (0, stages - 1):
-            self.twin = model.embedding.weight, stages - 1 - stage  # and where the other one is
-        return part
+        if model.config.tied and first != last and stage in (first, last):
+            other = last if stage == first else first
+            self.twin = model.embedding.weight, other
+        return [parts[number] for number in self.schedule.placement[stage]]
 
-    def _share_copies(self, part: nn.Module, schedule: Schedule, sequence: bool) -> None:
+    def _share_copies(self, parts: list[Part]) -> None:
         """Along dp: average over the copies, or deal out to them what all would hold."""
-        self.plain_form, self.shard = part.between, 1
-        if sequence:
-            self.shard = check_group(self.groups.tp)[1]
-        if self.layout.zero:
-            late = {"late": True} if self.layout.zero == 1 else {}
-            units = {"units": list(part.blocks.values())} if self.layout.zero == 3 else {}
-            part = zero.shard(part, self.groups.dp, self.layout.zero, **late, **units)
-            part.plain_names = True  # its pieces go by the names of the part's parameters
-        self.sharded = part if self.layout.zero else None
+        layout = self.layout
+        self.plain_form = parts[0].between
+        self.shard = layout.tp if layout.sequence_parallel else 1
+        self.sharded = []
+        for part in parts if layout.zero else []:
+            late = {"late": True} if layout.zero == 1 else {}
+            units = {"units": list(part.blocks.values())} if layout.zero == 3 else {}
+            sharded = zero.shard(part, self.groups.dp, layout.zero, **late, **units)
+            sharded.plain_names = True  # its pieces go by the names of the part's parameters
+            self.sharded.append(sharded)
         self.pipeline = Pipeline(
-            [part],
-            schedule,
+            self.sharded or parts,
+            self.schedule,
             self.groups.pp,
             self._loss,
             between=self._form,
-            replicas=None if self.layout.zero else self.groups.dp,
+            replicas=None if layout.zero else self.groups.dp,
             twin=self.twin,
         )
-        if self.sharded is not None:
-            self.sharded.changed()  # the twin of an embedding was copied
+        for sharded in self.sharded:
+            sharded.changed()  # the twin of an embedding was copied
 
     def _form(self, tokens_BS: Tensor) -> pipeline.parts.Form:
         """What travels from stage to stage: [B, S, H], or [B, s, H] of this rank's tokens."""
@@ -205,7 +214,8 @@ class Parallel(OnMesh):
         if self.dropout is not None:
             self.dropout.end()
         if self.layout.zero == 1:
-            self.sharded.reduce()  # dp: the average, of which each copy gets its pieces
+            for part in self.sharded:
+                part.reduce()  # dp: the average, of which each copy gets its pieces
         if self.partly:  # tp: norms and late biases, whose gradients know a t-th of the tokens
             known = [p.grad for name, p in self.named_parameters() if name in self.partly]
             add_up([g for g in known if g is not None], self.groups.tp, joined=True)

@@ -9,8 +9,10 @@ For a rank of stage i, with P elements there after tensor parallelism has cut th
     ZeRO-3         4P/d         4P/d        8P/d
 
     sent           along        bytes in a step, of B sequences of S tokens in this copy
-    tensor         tp           4 all-reduces of 4BSH for each layer, and those at the ends
-    pipeline       pp           4BSH to the next stage, 4BSH back; between the ends the tied twin
+    tensor         tp           4 all-reduces of 4BSH for each layer, and those at the ends; with
+                                recomputation those of forward again, but the layer's last
+    pipeline       pp           4BSH to the next part of the model, 4BSH back; between the ends the
+                                tied twin
     data           dp           an all-reduce of 4P, or ZeRO's halves of it
 
 Everything is float32. Shapes: B sequences of a copy, S tokens, H hidden, V vocabulary.
@@ -18,46 +20,80 @@ Everything is float32. Shapes: B sequences of a copy, S tokens, H hidden, V voca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from shardlab import tensor_parallel
 from shardlab.arguments import check_kind, check_whole, given
 from shardlab.buckets import MIB, deal
-from shardlab.layout import Layout, entries
+from shardlab.layout import Layout, Stage, entries
 from shardlab.shapes import Config
 
-SCHEDULES = "gpipe", "1f1b"  # one part on each stage, and whole backwards
-LEFT_OUT = {  # what it does not do yet, as it stands in a layout
-    "cp": 1, "ep": 1, "replicas": 1, "stages": "equal", "recompute": "none", "offload": "none",
-}  # fmt: skip
+SCHEDULES = "naive", "gpipe", "1f1b", "interleaved"  # those with whole backwards
 ITEM = 4  # bytes
+
+
+class Instead(NamedTuple):
+    """Of a field of a layout that `Parallel` does not run as it stands: what it runs, and why."""
+
+    value: Any
+    why: str
+
+
+def left_out(config: Config, layout: Layout) -> dict[str, Instead]:
+    """What of `layout` no mesh runs, by the names of its fields, with what one runs in its place.
+
+    `layout` with all these values is one that `check_cuts` takes, as far as the model can be cut.
+    """
+    check_kind(Config, config=config)
+    check_kind(Layout, layout=layout)
+    found = {
+        name: Instead(only, f": allowed in a mesh is {only!r}")
+        for name, only in {"cp": 1, "ep": 1, "replicas": 1, "offload": "none"}.items()
+    }
+    if layout.schedule not in SCHEDULES:
+        found["schedule"] = Instead("1f1b", f": allowed in a mesh are {', '.join(SCHEDULES)}")
+        found["chunks"] = Instead(1, ": allowed with schedule='1f1b' is 1")
+    if layout.recompute not in ("none", "full"):
+        found["recompute"] = Instead("none", ": allowed in a mesh are 'none' and 'full'")
+    if layout.zero > 1 and layout.pp > 1:
+        why = f" with pp={layout.pp}: allowed are 0 and 1, since each micro-batch "
+        why += "would send all gradients anew; 2 and 3 with pp=1"
+        found["zero"] = Instead(1, why)
+    if config.experts:
+        why = f": allowed with experts={config.experts} is False"
+        found["sequence_parallel"] = Instead(False, why)
+    return {
+        name: instead for name, instead in found.items() if getattr(layout, name) != instead.value
+    }
 
 
 def check_cuts(config: Config, layout: Layout, seq: int | None = None) -> None:
     """Raise ValueError for what `Parallel` cannot train; `seq`: tokens of a sequence, if known."""
     check_kind(Layout, layout=layout)
     tensor_parallel.predict.check_degree(config, layout.tp)
-    if layout.schedule not in SCHEDULES:
-        allowed = " and ".join(SCHEDULES)
-        raise ValueError(f"schedule={layout.schedule!r}: allowed in a mesh are {allowed}")
-    layout.parts(config)  # refuses stages that the layers do not fill
-    for name, only in LEFT_OUT.items():
-        if (value := getattr(layout, name)) != only:
-            raise ValueError(f"{name}={value!r}: allowed in a mesh is {only!r}")
-    if layout.zero > 1 and layout.pp > 1:
-        raise ValueError(
-            f"zero={layout.zero} with pp={layout.pp}: allowed are 0 and 1, since each micro-batch "
-            "would send all gradients anew; 2 and 3 with pp=1"
+    for name, instead in left_out(config, layout).items():
+        raise ValueError(f"{name}={getattr(layout, name)!r}{instead.why}")
+    sizes = layers_of_parts(config, layout)  # refuses stages that the layers do not fill
+    if 0 in sizes[1:-1] or not layout.parts(config)[layout.route[-1]].head:
+        allowed = (
+            f"as many as give each part layers, and the last the head; here parts have {sizes}"
         )
+        raise ValueError(f"pp={layout.pp}, chunks={layout.chunks}: allowed are {allowed}")
     check_whole(**given(seq=seq))
-    if layout.sequence_parallel and config.experts:
-        words = f"allowed with experts={config.experts} is False"
-        raise ValueError(f"sequence_parallel=True: {words}")
     if layout.sequence_parallel and seq is not None and seq % layout.tp:
         allowed = f"multiples of {layout.tp}"
         raise ValueError(f"seq={seq}: allowed with sequence parallelism are {allowed}")
+
+
+def layers_of_parts(config: Config, layout: Layout) -> list[int]:
+    """How many layers each part of the model has, in the model's order."""
+    stages = layout.parts(config)
+    chunks = [iter(stage.chunks) for stage in stages]
+    return [len(next(chunks[stage])) for stage in layout.route]
 
 
 @dataclass(frozen=True)
@@ -89,7 +125,23 @@ class Shared:
 
 def shared(config: Config, layout: Layout, stage: int) -> list[Shared]:
     """How a stage's parameters are dealt: without ZeRO each one alone, on every copy whole."""
-    there = entries.held(config, layout.parts(config)[stage])
+    return [flat for part in _parts(config, layout, stage) for flat in _dealt(config, layout, part)]
+
+
+def _parts(config: Config, layout: Layout, stage: int) -> list[Stage]:
+    """What stands on a stage, chunk by chunk: ZeRO deals out each alone."""
+    whole = layout.parts(config)[stage]
+    last = len(whole.chunks) - 1
+    return [
+        replace(
+            whole, chunks=(c,), embedding=whole.embedding and not n, head=whole.head and n == last
+        )
+        for n, c in enumerate(whole.chunks)
+    ]
+
+
+def _dealt(config: Config, layout: Layout, part: Stage) -> list[Shared]:
+    there = entries.held(config, part)
     elements = {entry.name: entry.elements(layout.tp) for entry in there}
     copies = layout.dp
     if layout.zero == 0:
@@ -133,31 +185,23 @@ def predicted_sent(
     check_cuts(config, layout, seq)
     batch = layout.micro_batch * layout.microbatches if batch is None else batch
     check_whole(batch=batch)
-    zero, sequence, microbatches = layout.zero, layout.sequence_parallel, layout.microbatches
+    zero, microbatches = layout.zero, layout.microbatches
     place, (d, p, t) = layout.place(rank), (layout.dp, layout.pp, layout.tp)
-    first, last = place["pp"] == 0, place["pp"] == p - 1
     flats = shared(config, layout, place["pp"])
     stream = ITEM * batch * seq * config.hidden  # [B, S, H]
-    half = (t - 1) / t * stream
-    chosen, part = config.experts_per_token, layout.parts(config)[place["pp"]]
-    inside = sum(tensor_parallel.predict.in_layer(config, n, chosen) for n in part.numbers)
-    enters, leaves = inside + last, inside + first
-    tensor = 2 * half * (enters + leaves) + 2 * (t - 1) / t * last * 3 * ITEM * batch * seq
-    if sequence:
-        tensor += half * enters  # gathered once more in backward
-        copy = place["dp"] if zero else 0
-        there = entries.held(config, part)
-        partly = {entry.name for entry in there if entry.partly}
-        own = [item for flat in flats for item in flat.own(copy).items()]
-        tensor += 2 * (t - 1) / t * ITEM * sum(size for name, size in own if name in partly)
-    ways = (not first) + (not last)
+    part = layout.parts(config)[place["pp"]]
+    copy = place["dp"] if zero else 0
+    ways = sum((a, b).count(place["pp"]) for a, b in pairwise(layout.route) if a != b)
+    ends = config.tied and part.embedding != part.head
     along = {
-        "tp": tensor if t > 1 else 0.0,
-        "pp": ways * stream / (t if sequence else 1) + 2 * (p - 1) / p * ITEM,
-        "twin": float(ITEM * config.vocab // t * config.hidden),
+        "tp": _inside(config, layout, part, stream, batch * seq),
+        "pp": ways * stream / (t if layout.sequence_parallel else 1) + 2 * (p - 1) / p * ITEM,
+        "twin": float(ITEM * config.vocab // t * config.hidden) if ends else 0.0,
     }
-    if not config.tied or p == 1 or not (first or last):
-        along["twin"] = 0.0
+    if layout.sequence_parallel:  # gradients of what is whole, but knows its tokens alone
+        partly = {entry.name for entry in entries.held(config, part) if entry.partly}
+        own = [item for flat in flats for item in flat.own(copy).items()]
+        along["tp"] += 2 * (t - 1) / t * ITEM * sum(size for name, size in own if name in partly)
     others = sum(ITEM * (flat.padded - flat.shard) for flat in flats)
     if zero == 0:
         data = 2 * (d - 1) / d * sum(ITEM * flat.padded for flat in flats)
@@ -171,3 +215,24 @@ def predicted_sent(
         data += gathers
     along["dp"] = (data + 2 * (d - 1) / d * (8 + ITEM)) if d > 1 else 0.0
     return along
+
+
+def _inside(config: Config, layout: Layout, part: Stage, stream: int, tokens: int) -> float:
+    """Bytes that leave a rank within its tensor group, for activations of `stream` bytes.
+
+    Whatever enters or leaves a region sends two halves of an all-reduce: with all tokens on each
+    rank, one of the two sends both and the other none; with tokens cut, each sends one.
+    """
+    t, chosen = layout.tp, config.experts_per_token
+    half = (t - 1) / t * stream
+    inside = sum(tensor_parallel.predict.in_layer(config, n, chosen) for n in part.numbers)
+    enters, leaves = inside + part.head, inside + part.embedding
+    sent = 2 * half * (enters + leaves) + 2 * (t - 1) / t * part.head * 3 * ITEM * tokens
+    if layout.sequence_parallel:
+        sent += half * enters  # gathered once more in backward
+    if layout.recompute == "full":
+        again = inside
+        if not config.dropout:  # nothing that backward needs stands behind a dense layer's last sum
+            again -= sum(not config.experts or n < config.dense_layers for n in part.numbers)
+        sent += half * (inside + again if layout.sequence_parallel else 2 * again)
+    return sent

@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardlab import count
 from shardlab.arguments import check_callable, check_kind
+from shardlab.layout.entries import ledger
 from shardlab.ranks.gather import joined, named
+from shardlab.zero.flat import Flat
 from shardlab.zero.saved import assembled, deal_out, warm
 
 Of = Callable[[torch.nn.Parameter], Tensor | None]
@@ -30,8 +32,19 @@ class OnMesh(nn.Module):
     """A model of which each rank has a part: see `core.Parallel`, which has these attributes.
 
     config: the plain model's. groups: three, one for each axis. cuts: by parameter's name, the
-    dimension along which the tensor group cuts it. sharded: what ZeRO shards of it, or None.
+    dimension along which the tensor group cuts it. sharded: its parts, as ZeRO has sharded them; []
+    without.
     """
+
+    def changed(self) -> None:
+        """Pieces have new values, here or on other ranks: all ranks call it."""
+        for part in self.sharded:
+            part.changed()
+
+    @property
+    def flats(self) -> list[Flat]:
+        """What ZeRO has dealt out of them."""
+        return [flat for part in self.sharded for flat in part.flats]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The plain model's state dict, whole and on every rank; every rank has to call it."""
@@ -63,11 +76,11 @@ def local(job: OnMesh, of: Of) -> dict[str, Tensor]:
     """
     check_kind(OnMesh, job=job)
     check_callable(of=of)
-    if job.sharded is None:
+    if not job.sharded:
         pairs = ((name, p, of(p)) for name, p in job.named_parameters())
         return {n: torch.zeros_like(p) if v is None else v.detach() for n, p, v in pairs}
     found: dict[str, Tensor] = {}
-    for flat in job.sharded.flats:
+    for flat in job.flats:
         found |= assembled(flat, [of(p) if p.numel() else None for p in flat.pieces])
     return {name: found[name] for name, _ in job.named_parameters()}
 
@@ -82,7 +95,8 @@ def full_tensors(job: OnMesh, of: Of = lambda piece: piece) -> dict[str, Tensor]
     mine = local(job, of)
     for name, tensor in mine.items():
         mine[name] = joined(tensor, job.cuts[name], job.groups.tp)
-    found = named(mine, job.groups.pp)
+    places = {entry.name: place for place, entry in enumerate(ledger(job.config))}
+    found = named(mine, job.groups.pp, places)
     if job.config.tied:
         found.setdefault("head.weight", found["embedding.weight"])
     return found
@@ -105,8 +119,7 @@ def checkpoint_tensors(
         dist.all_reduce(has, dist.ReduceOp.MAX, group=group)  # a scalar
     if has:
         warm(job.parameters(), optimizer)
-        if job.sharded is not None:  # where a piece was warmed, it was a step: one rank's, all's
-            job.sharded.changed()
+        job.changed()  # where a piece was warmed, it was a step: one rank's, all's
     mesh = DeviceMesh.from_group(job.groups.tp, job.pipeline.device.type)
     states = {name: optimizer.state.get(p, {}) for name, p in job.named_parameters()}
     kinds = sorted({(key, v.dim() > 0) for s in states.values() for key, v in s.items()})
@@ -142,17 +155,16 @@ def restore(job: OnMesh, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     for name, of in states.items():
         if not of:  # of what has had no gradient so far, the optimizer knows nothing
             optimizer.state.pop(own[name], None)
-    if job.sharded is not None:
-        job.sharded.changed()
+    job.changed()
 
 
 def _give(job: OnMesh, values: dict[str, Tensor], target: Callable[[Any], Tensor]) -> None:
     """Copy what is named by parameter, as the tensor group cuts it, into what pieces have of it."""
-    if job.sharded is None:
+    if not job.sharded:
         for name, parameter in job.named_parameters():
             target(parameter).copy_(values[name])
         return
-    for flat in job.sharded.flats:
+    for flat in job.flats:
         deal_out(flat, values, {n: target(p) for n, p in zip(flat.names, flat.pieces, strict=True)})
 
 
@@ -183,8 +195,9 @@ def held(job: OnMesh, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     check_kind(OnMesh, job=job)
     check_kind(torch.optim.Optimizer, optimizer=optimizer)
     trained = list(job.parameters())
-    plain = job.sharded.module if job.sharded else nn.ModuleList(job.pipeline.parts)
-    there = [*plain.parameters(), *trained]  # of a model in shards: what it computes with, pieces
+    plain = [part.module for part in job.sharded] or job.pipeline.parts
+    # Of a model in shards: what it computes with, pieces.
+    there = [*nn.ModuleList(plain).parameters(), *trained]
     kept = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "parameters": count.bytes_of(there),

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardlab.arguments import check_callable, check_flag, check_kind, is_whole, told
 from shardlab.model import GPT
@@ -56,6 +58,17 @@ class Part(nn.Module):
     def between(self, tokens_BS: Tensor) -> Form:
         """Shape [B, S, H] and dtype of what travels from part to part for these tokens."""
         return torch.Size((*tokens_BS.shape, self.hidden)), next(self.parameters()).dtype
+
+
+def compute_again(blocks: Sequence[nn.Module]) -> None:
+    """Keep of each of `blocks` its input alone, and compute the rest again in backward, in place.
+
+    Chen et al. 2016 (arXiv 1604.06174). torch stops as soon as it has again what backward needs.
+    """
+    check_kind(Sequence, blocks=blocks)  # maybe none: a stage with the embedding alone
+    for block in blocks:
+        check_kind(nn.Module, blocks=block)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shardlab.arguments import check_flag, check_kind, check_number, check_numbers, given
 from shardlab.model import GPT, loss
@@ -22,7 +21,7 @@ from shardlab.ranks.agree import check_same, check_whole
 
 from .core import Loss, Pipeline
 from .deferred import Later
-from .parts import Form, cut, stage_of
+from .parts import Form, compute_again, cut, stage_of
 from .schedules import Schedule
 from .simulate import Times
 
@@ -62,9 +61,7 @@ def distribute(
     check_same(group, config=model.config, layers=layers and list(layers))
     mine = [parts[number] for number in schedule.placement[stage]]
     if recompute:
-        for part in mine:
-            for block in part.blocks.values():
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        compute_again([block for part in mine for block in part.blocks.values()])
     ends = [schedule.owner(number)[0] for number in (0, schedule.parts - 1)]
     twin = None
     if model.config.tied and stage in ends and ends[0] != ends[1]:

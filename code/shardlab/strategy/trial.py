@@ -1,8 +1,9 @@
 """A plan, run: the same cuts of the same kind of model, as small as this machine can train.
 
 Degrees are cut, widths and layers with them; what tells the layout apart stays: which axes there
-are and their order, ZeRO, tokens cut along the tensor group, the pipeline's micro-batches. So what
-each rank holds and sends is predicted by the same formulas that the plan stands on, and counted.
+are and their order, ZeRO, tokens cut along the tensor group, recomputation, the pipeline's schedule
+and micro-batches. So what each rank holds and sends is predicted by the same formulas that the plan
+stands on, and counted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shardlab.shapes import Config
 
 MOST_RANKS = 8  # two of each axis that a mesh cuts along
 STEPS = 5
+EVEN = "equal", "megatron"  # rules that fit few layers: those of each stage are the large model's
 HEAD, SEQ, EXPERTS = 8, 32, 4  # width of a head, tokens of a sequence, experts
 # Losses are some 5.5, where neighbours in float32 are 5e-7 apart. Five steps with AdamW, which
 # divides by gradients' sizes, were seen to part by 3e-6 at most.
@@ -30,18 +32,17 @@ def small(config: Config, layout: Layout, most: int = MOST_RANKS) -> tuple[Job, 
 
     Raises ValueError for a model that no mesh trains.
     """
-    plain: dict[str, Any] = dict(mesh.LEFT_OUT)
-    if layout.schedule not in mesh.SCHEDULES:
-        plain |= {"schedule": "1f1b", "chunks": 1}
-    if layout.pp > 1:  # each micro-batch would send all gradients anew
-        plain["zero"] = min(layout.zero, 1)
-    if config.experts:
-        plain["sequence_parallel"] = False
-    left_out = [
-        f"{n}={getattr(layout, n)}" for n, only in plain.items() if getattr(layout, n) != only
-    ]
+    instead = mesh.left_out(config, layout)
+    left_out = [f"{name}={getattr(layout, name)}" for name in instead]
+    rule = layout.stages if layout.stages in EVEN else "equal"
+    if rule != layout.stages:
+        left_out.append(f"stages={layout.stages}")
     degrees = _cut({axis: getattr(layout, axis) for axis in mesh.AXES}, most)
-    plain |= {
+    chunks = min(2, layout.chunks) if degrees["pp"] > 1 else 1
+    plain = {
+        "chunks": chunks,
+        "stages": rule,
+        **{name: one.value for name, one in instead.items()},
         **degrees,
         "micro_batch": 1,
         "microbatches": min(layout.microbatches, 2 * degrees["pp"]),

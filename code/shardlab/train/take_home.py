@@ -201,11 +201,11 @@ def text(options: Options) -> list[Tensor]:
     library = Path(sysconfig.get_paths()["stdlib"]).glob("[!_]*.py")
     files = sorted(library) if options.source == "stdlib" else [Path(options.source)]
     try:
-        whole = bytearray(b"".join(file.read_bytes() for file in files))
+        data = bytearray(b"".join(file.read_bytes() for file in files))
     except OSError as error:
         allowed = f"allowed are stdlib and files that can be read ({error.strerror})"
         raise Refused(f"source={options.source!r}: {allowed}") from None
-    tokens = torch.frombuffer(whole, dtype=torch.uint8) if whole else torch.empty(0)
+    tokens = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
     parts = tokens.tensor_split([len(tokens) * 8 // 10, len(tokens) * 9 // 10])
     return [part[: options.limit or None] for part in parts]
 

@@ -86,6 +86,10 @@ class Side:
 
     answers = True  # the trained model can be called
 
+    @staticmethod
+    def imported() -> None:
+        """Import what takes seconds, before ranks are forked."""
+
     def __init__(self, row: Any, model: nn.Module, groups: dict[str, dist.ProcessGroup]):
         self.row, self.groups, self.options = row, groups, dict(row.options)
         self.plain = model

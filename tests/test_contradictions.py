@@ -268,7 +268,7 @@ LINES = {
     "memory --params nan": "params=nan: allowed are whole numbers, 1 or more",
     "memory --params 7.5e9 --precision fp12": "precision='fp12': allowed are",
     "memory --params 7.5e9 --unit Gb": "unit='Gb': allowed are",
-    "memory --model llama-9": "model='llama-9': allowed are nano",
+    "memory --model llama-9": "model='llama-9': allowed are 'nano'",
     "memory --model gpt-2 --seq -5": "seq=-5: allowed are whole numbers, 1 or more",
     "memory --model gpt-2 --tp 5": "tp=5: allowed are",
     "memory --params 1e9 --batch 2": "--batch with --params: allowed with --model",

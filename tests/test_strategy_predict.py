@@ -10,8 +10,8 @@ from shardlab import memory, strategy
 from shardlab.shapes import PRESETS, Config
 from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn
 from shardlab.strategy.core import layer
-from shardlab.strategy.footprint import activations, fullest
-from shardlab.strategy.job import Job, dealt, parameters
+from shardlab.strategy.footprint import activations, footprint, fullest
+from shardlab.strategy.job import Job
 from shardlab.strategy.predict import of_job
 from shardlab.strategy.rates import PUBLISHED, guesses, known, read
 
@@ -148,23 +148,6 @@ def test_a_layer_keeps_what_korthikanti_count() -> None:
             assert activations(job, rates, stage) == pytest.approx(want)
 
 
-MIXTRAL = PRESETS["mixtral-8x7b"]
-DEALT = Layout(16, pp=4, zero=1, microbatches=16, ep=8)
-
-
-def test_parameters_are_those_that_memory_counts() -> None:
-    mixed = replace(MIXTRAL, dense_layers=3, shared_experts=1, expert_ffn=2048)
-    cuts = Layout(), Layout(pp=2), Layout(tp=4, pp=2)
-    cases = [(PRESETS[name], cut) for name in ("micro", "llama-3-8b") for cut in cuts]
-    cases += [(c, cut) for c in (MIXTRAL, mixed) for cut in (DEALT, Layout(8, 4, 2, ep=4))]
-    for config, layout in cases:
-        job = Job(config, H100, layout, COURSE, 4096)
-        for k, stage in enumerate(layout.parts(config)):
-            want = memory.parameters(config, layout, stage)
-            assert parameters(job, stage) == sum(want.values()), (layout, k)
-            assert dealt(job, stage) == memory.in_experts(config, layout, stage), (layout, k)
-
-
 LAYOUT = Layout(4, 2, 2, 1, 2, 8, sequence_parallel=True)
 
 
@@ -252,6 +235,50 @@ def test_megatron_s_rate_is_carried_to_other_chips_by_their_best_products() -> N
         for machine in (A100, replace(H100, processors=A100.processors))
     ]
     assert found[1] / found[0] == pytest.approx(0.869 / 0.803)
+
+
+MIXTRAL = PRESETS["mixtral-8x7b"]
+DEALT = Layout(16, pp=4, zero=1, microbatches=16, ep=8)
+
+
+MIXED = replace(MIXTRAL, dense_layers=3, shared_experts=1, expert_ffn=2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (PRESETS["gpt-2"], Layout(2, tp=4, pp=2, microbatches=2)),
+        (PRESETS["llama-3-8b"], Layout(8, 2, 2, 1, microbatches=4, sequence_parallel=True)),
+        (PRESETS["llama-3-70b"], Layout(8, zero=3, recompute="norms+ffn")),
+        (MIXTRAL, DEALT),
+        (MIXED, Layout(8, 4, 2, ep=4)),
+    ],
+)
+def test_a_plan_counts_what_memory_does(config: Config, layout: Layout) -> None:
+    """States to the byte. Of layers it leaves out a number or two a row, rotary tables, and the
+    router, and has 8 bytes for each token and width outside of the cut matrices.
+    """
+    job, rates = Job(config, H100, layout, COURSE, 4096), guesses("course").values_of()
+    for k, stage in enumerate(layout.parts(config)):
+        found = footprint(job, rates, k)
+        want = memory.estimate(config, layout, 4096, device="gpu", stage=k)
+        states = found.weights, found.gradients, found.optimizer
+        assert states == (want.parameters, want.gradients, want.optimizer)
+        kept = memory.activations(config, layout, 4096, device="gpu", stage=k)
+        assert found.activations == pytest.approx(kept.all_layers, rel=0.03)
+        assert found.activations < kept.all_layers and kept.layers == stage.layers
+        if layout.zero == 3:  # whole weights and gradients; memory has 16 bytes a token beside them
+            assert found.buffers == want.buffers - 16 * 4096
+
+
+def test_a_model_whose_first_layers_are_dense() -> None:
+    """Three of 32: the step is between those of models in which all layers are of one kind."""
+    layout = Layout(8, 4)
+    dense, mixed, sparse = (
+        strategy.predict(replace(MIXED, **kind), H100, layout, seq=4096).seconds.products
+        for kind in ({"experts": 0, "dense_layers": 0}, {}, {"dense_layers": 0})
+    )
+    assert mixed == pytest.approx((3 * dense + 29 * sparse) / 32, rel=0.02)
 
 
 def test_what_experts_cost() -> None:

@@ -2,9 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import log
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -14,40 +12,13 @@ from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn
 from shardlab.strategy.core import layer
 from shardlab.strategy.footprint import activations, footprint, fullest
 from shardlab.strategy.job import Job
-from shardlab.strategy.predict import first_rank, of_job
+from shardlab.strategy.predict import of_job
 from shardlab.strategy.rates import PUBLISHED, guesses, known, read
 
 NANOTRON, MEGATRON, COURSE = (PROFILES[name] for name in ("nanotron", "megatron", "course"))
 ROWS = files.read_rows("rows", PUBLISHED / "sweep40.csv")
 CASES = {x["id"]: x for x in files.read_cases("cases", PUBLISHED / "megatron.json")}
 H100, A100 = MACHINES["h100"], MACHINES["a100"]
-
-
-def errors(rows: list[dict[str, str]], rates: strategy.Rates) -> tuple[list[float], list[float]]:
-    """Logarithms of predicted over measured seconds, and bytes of rank 0."""
-    times, sizes, values = [], [], rates.values_of()
-    for row in rows:
-        job = files.row_job(row, NANOTRON)
-        seconds, size = files.row_measured(row)
-        times.append(log(of_job(job, values).seconds.total / seconds))
-        sizes.append(log(first_rank(job, values) / size))
-    return times, sizes
-
-
-def typical(logarithms: list[float]) -> float:
-    return median(abs(x) for x in logarithms)
-
-
-def test_runs_of_nanotron_that_were_left_out_of_the_fit() -> None:
-    """Ten times four of the forty are predicted by the others."""
-    times, sizes = [], []
-    for k in range(10):
-        rates = learn.from_rows([r for i, r in enumerate(ROWS) if i % 10 != k], NANOTRON, "")
-        more = errors(ROWS[k::10], rates)
-        times, sizes = times + more[0], sizes + more[1]
-    assert len(times) == len(sizes) == 40
-    assert typical(times) < 0.07 and typical(sizes) < 0.06
-    assert abs(median(times)) < 0.04 and abs(median(sizes)) < 0.04
 
 
 @pytest.mark.parametrize("name", ["nanotron", "megatron"])
@@ -233,41 +204,15 @@ def test_what_each_operator_saves_and_costs() -> None:
     assert both.memory.activations == pytest.approx(base.memory.activations - sum(saved.values()))
 
 
-def test_what_cannot_be_predicted_is_refused() -> None:
-    config = PRESETS["llama-3-8b"]
-    for layout, words in (
-        (Layout(tp=3), "tp=3: allowed are divisors of heads=32"),
-        (Layout(pp=5), "pp=5: allowed are divisors of layers=32"),
-        (Layout(cp=3), "cp=3: allowed are divisors of seq=8192"),
-        (Layout(dp=4, ep=2), "ep=2: allowed is 1"),
-    ):
-        with pytest.raises(ValueError) as error:
-            strategy.predict(config, H100, layout)
-        assert words in str(error.value)
-    with pytest.raises(ValueError, match="allowed is 'megatron'"):
-        strategy.predict(config, H100, Layout(), MEGATRON, guesses("nanotron"))
-    with pytest.raises(ValueError, match="stage=2: allowed are 0 to 1"):
-        footprint(Job(config, H100, Layout(pp=2), COURSE, 8192), guesses("course").values_of(), 2)
-
-
 def test_rates_are_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     known("megatron").write(path)
     assert read(path) == known("megatron")
-    given = json.loads(path.read_text())
-    for broken, words in (
-        ("", "allowed are JSON files in UTF-8"),
-        ("[" * 100_000, "allowed are JSON files in UTF-8"),
-        (json.dumps(given).replace("0.45", "1" + "0" * 400), "a number of 401 digits"),
-        ("[]", "allowed are files that --fit wrote"),
-        (json.dumps(given | {"profile": "other"}), "allowed are files that --fit wrote"),
-        (json.dumps(given | {"rates": {}}), "allowed are files with a 'products' from"),
-    ):
-        path.write_text(broken)
-        with pytest.raises(ValueError, match=words):
-            read(path)
-    with pytest.raises(ValueError, match="No such file"):
-        read(tmp_path / "none.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rates": {}}))
+    with pytest.raises(ValueError, match="allowed are files with a 'products' from"):
+        read(path)
+    with pytest.raises(ValueError, match="allowed is 'megatron'"):
+        strategy.predict(PRESETS["llama-3-8b"], H100, Layout(), MEGATRON, guesses("nanotron"))
 
 
 def test_stages_scatter_gradients_once_a_step() -> None:

@@ -114,6 +114,7 @@ class Row:
     against: str = "one process"
     balanced: bool = False  # a balancing loss, and biases of routers
     gpus: bool = False  # runs on GPUs too, pretended and real
+    weekly: str = ""  # "cpu", "gpus" (pretended) or both: there it waits for --whole
 
     @property
     def ranks(self) -> int:
@@ -132,6 +133,7 @@ class Row:
             "zeros for None": not self.set_to_none,
             "clipped": self.clip,
             f"as {self.against}": self.against != "one process",
+            f"weekly on {self.weekly}": self.weekly,
         }
         return ", ".join(words + [word for word, true in said.items() if true])
 
@@ -269,11 +271,11 @@ def compared_at_end(row: Row, theirs: Any, mine: Any) -> dict[str, float]:
     found, wanted, differences = mine.weights(), theirs.weights(), {}
     if found is not None:
         assert sorted(found) == sorted(theirs.plain.state_dict())
-        found = {name: tensor for name, tensor in found.items() if name != "seen"}
-        differences["weights"] = apart(found, wanted)
-        mine.load(mine.weights())
+        kept = {name: tensor for name, tensor in found.items() if name != "seen"}
+        differences["weights"] = apart(kept, wanted)
+        mine.load(found)
         again = mine.weights()
-        assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
+        assert all(torch.equal(again[name], tensor) for name, tensor in kept.items())
     if row.config and mine.answers and theirs.answers:
         part = row.batch(row.steps)[mine.copy][0]
         for side in (theirs, mine):
@@ -306,6 +308,8 @@ def all_of(rows: list[Row], device: str, waits: Watch = lambda: nullcontext([]))
             error.args = (f"in the row {row.name!r}: {error}",)
             raise
 
+    for row in rows:
+        SIDES[row.against].imported()
     found = ranks.run(work, rows[0].ranks, device=device, timeout=300, show=False)
     return {
         row.name: {name: max(one[row.name][name] for one in found) for name in found[0][row.name]}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardlab import ranks
+from shardlab import deepspeed_engine, ranks
 from shardlab.model import loss
 
 
@@ -54,6 +54,10 @@ class DeepSpeed(Data):
     """DeepSpeed's stages; it says nothing of gradients."""
 
     answers = False
+
+    @staticmethod
+    def imported() -> None:
+        deepspeed_engine.prepare()
 
     def made(self, model: Any, **_: Any) -> Any:
         self.way = "library"

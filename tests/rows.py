@@ -19,8 +19,10 @@ LLAMA = Config(
     bias=False, tied=False,
 )  # fmt: skip
 UNTIED = replace(GPT2, tied=False, layers=1)
-# On a GPU in 32 bits: two steps, of which the second is what all later ones are.
+# On a GPU in 32 bits: two steps, of which the second is what all later ones are. On the CPU the
+# same plan in 64 bits says more.
 F32 = {"dtype": torch.float32, "steps": 2, "near": FLOAT32, "clip": (1e9, 0.1), "gpus": True}
+F32["weekly"] = "cpu"
 SIZES = 1, 2, 4  # ranks
 
 
@@ -61,7 +63,8 @@ def data() -> Iterator[Row]:
     """Data parallelism."""
     for n in SIZES:
         for case in TOYS:
-            yield toy("data", case, n, gpus=n > 1)
+            # Which bucket goes when is said of two GPUs as of four.
+            yield toy("data", case, n, gpus=n > 1, weekly="gpus" if n == 4 else "")
             # torch's DDP looks at the last micro-batch alone for what is unused.
             if n < 4 and case != "accumulated, first part alone":
                 # a + b is b + a, also rounded
@@ -70,6 +73,7 @@ def data() -> Iterator[Row]:
         more = {"near": within(1e-10, FLOAT64.why), "sizes": (4,) * n, "lr": 1e-3}
         more["options"] = {"bucket_bytes": 2**16, "first_bytes": 2**14}
         yield row("data", "text", PRESETS["nano"], Layout(dp=n), **more)
+        more["weekly"] = "" if n == 2 else "cpu"  # beside DDP the Toy goes every way
         yield row("data", "text", PRESETS["nano"], Layout(dp=n), against="DDP", gpus=n == 2, **more)
     for case, kept in (("plain", True), ("unused on some", True), ("unused on some", False)):
         more = {"dtype": torch.float32, "set_to_none": kept}
@@ -113,7 +117,8 @@ def zero() -> Iterator[Row]:
             layout = Layout(dp=2, zero=stage)
             yield row("zero", "bf16", PRESETS["nano"], layout, against=beside, **nano)
         for n in (2, 4):
-            beside = {"sizes": (4,) * n, "dtype": torch.float32}
+            # On two, sums are the library's to the bit; on four they are near, as the plain ones are.
+            beside = {"sizes": (4,) * n, "dtype": torch.float32, "weekly": "cpu" if n == 4 else ""}
             why = "four terms in another order: AdamW takes another part of a step of 1e-2"
             near = within(5e-3, why, losses=1e-4)
             layout = Layout(dp=n, zero=stage)
@@ -134,6 +139,8 @@ TINY = Config(vocab=32, seq=4, layers=6, heads=2, hidden=16, tied=False)
 TINY_LLAMA = replace(TINY, heads=4, kv_heads=2, hidden=32, mlp="swiglu", norm="rms", bias=False)
 # By stages: micro-batches (fewer than stages, as many, more) and sequences (some do not divide).
 BATCHES = {1: ((1, 2), (5, 7)), 2: ((1, 2), (2, 3), (5, 7)), 4: ((2, 3), (4, 4), (5, 7))}
+# Each schedule goes through all three every day; all that it is as data, test_pipeline_schedules.
+DAILY = {1: ((5, 7),), 2: ((1, 2), (2, 3)), 4: ((5, 7),)}
 SHAPES: dict[str, tuple[Config, dict[int, list[int]]]] = {
     "tied": (replace(TINY, tied=True), {}),
     "llama": (TINY_LLAMA, {}),
@@ -160,7 +167,7 @@ def pipelines() -> Iterator[Row]:
     tied = replace(TINY, tied=True)
     for p in (2, 4):
         more = {"sizes": (4,), "gpus": True, "steps": 2, "near": TWINS, **narrow}
-        yield row("pipeline", "tied", tied, staged("1f1b", p, 4), **more)
+        yield row("pipeline", "tied", tied, staged("1f1b", p, 4), weekly="gpus" * (p == 2), **more)
     for p in SIZES:
         for name in NAMES:
             for m, sequences in BATCHES[p]:
@@ -170,14 +177,21 @@ def pipelines() -> Iterator[Row]:
                 options = {"layers": [0, 1, 1, 1, 1, 1, 1, 0]} if eight else {}
                 more = {"sizes": (sequences,), "options": options, "near": SAME, **narrow}
                 more["gpus"] = (m, sequences) == BATCHES[p][1]
+                # Who meets whom first is seen on four GPUs, and on two for what stands for a kind.
+                seen = p == 4 or (p == 2 and name in ("1f1b", "zb-v"))
+                here = (m, sequences) in DAILY[p]
+                more["weekly"] = ", ".join(["cpu"] * (not here) + ["gpus"] * (not seen))
                 yield row("pipeline", f"{name} of {m}", TINY, layout, **more)
     for name in OTHERS:
         for again in ("none", "full"):
-            for case, (config, layers) in SHAPES.items():
+            for number, (case, (config, layers)) in enumerate(SHAPES.items()):
                 layout = staged(name, 2, 3, recompute=again)
                 options = {"layers": layers[2 * layout.chunks]} if layers else {}
                 more = {"steps": 2, "sizes": (4,), "options": options, **narrow}
                 more["gpus"] = name == "1f1b"
+                # Every pair of schedule, shape and recomputation, each day; all three once a week.
+                other = (OTHERS.index(name) + number + (again == "full")) % 2
+                more["weekly"] = "cpu, gpus" * other
                 near = TWINS if config.tied else SAME
                 yield row("pipeline", f"{case} {name}", config, layout, near=near, **more)
         # Micro-batches of unequal size, and both ends of a tied matrix.
@@ -210,22 +224,25 @@ def tensors() -> Iterator[Row]:
     """Tensor parallelism, and sequence parallelism along it."""
     near = {"near": CUT64, "clip": (1e9, 0.3, 0.1), "sizes": (3,)}
     for t in SIZES:
+        # What a model is made of is cut on two ranks as on four.
+        rest = {"weekly": "cpu" if t == 4 else "", **near}
         for case, config in CUT.items():
-            yield row("tensor", case, config, Layout(tp=t), **near)
+            more = near if case in ("gpt2", "llama", "dropout") else rest
+            yield row("tensor", case, config, Layout(tp=t), **more)
         for case in ("llama", "dropout"):
             layout = Layout(tp=t, recompute="full")
             yield row("tensor", f"{case}, recomputed", CUT[case], layout, **near)
         options = {"by_layer": True}
-        yield row("tensor", "layer by layer", LLAMA, Layout(tp=t), options=options, **near)
-        yield row("tensor", "frozen", UNTIED, Layout(tp=t), frozen=("embedding",), **near)
+        yield row("tensor", "layer by layer", LLAMA, Layout(tp=t), options=options, **rest)
+        yield row("tensor", "frozen", UNTIED, Layout(tp=t), frozen=("embedding",), **rest)
         along = Layout(tp=t, sequence_parallel=True)
         for case in ("gpt2", "llama", "dropout"):
             config = replace(CUT[case], seq=8)
             yield row("tensor", f"{case}, along", config, along, **near)
             again = replace(along, recompute="full")
-            yield row("tensor", f"{case}, along", config, again, **near)
+            yield row("tensor", f"{case}, along", config, again, **rest)
         options = {"keep": True}
-        yield row("tensor", "kept, along", replace(GPT2, seq=8), along, options=options, **near)
+        yield row("tensor", "kept, along", replace(GPT2, seq=8), along, options=options, **rest)
     for group in ("pairs", "slow"):
         for sequence in (False, True):
             layout = Layout(tp=2, sequence_parallel=sequence)
@@ -235,6 +252,8 @@ def tensors() -> Iterator[Row]:
             layout = Layout(tp=t, sequence_parallel=sequence)
             for case in ("gpt2", "llama"):
                 yield row("tensor", case, replace(CUT[case], seq=8), layout, **F32)
+    thirds = Config(vocab=15, seq=5, layers=1, heads=6, hidden=24, kv_heads=3, ffn=9, mlp="swiglu")
+    yield row("tensor", "thirds", thirds, Layout(tp=3), **near)
     for stage in (0, 3):
         layout = Layout(dp=2, tp=2, zero=stage)
         yield row("tensor in copies", "text", PRESETS["nano"], layout, near=CUT64, steps=3)
@@ -298,10 +317,11 @@ def routed() -> Iterator[Row]:
         for case, config in ROUTED.items():
             yield row("experts", case, config, Layout(dp=n, ep=n), **near, **sizes)
             more = {"dtype": torch.float32, "steps": 1, "near": one, "gpus": True, **sizes}
+            more["weekly"] = "cpu"
             yield row("experts", case, config, Layout(dp=n, ep=n), **more)
     layout = Layout(dp=4, ep=2)
     yield row("experts", "copied", DEEPSEEK, layout, sizes=(2,) * 4, **near)
-    more = {"dtype": torch.float32, "steps": 1, "near": one, "gpus": True, "sizes": (2,) * 4}
+    more["sizes"] = (2,) * 4
     yield row("experts", "copied", ROUTED["mixtral"], layout, **more)
     for case in ("mixtral", "deepseek"):
         layout = Layout(dp=2, ep=2, tp=2)
@@ -343,7 +363,8 @@ def meshes() -> Iterator[Row]:
     ]
     cases += [(Layout(tp=2, **along), llama, (2,)), (Layout(pp=2, microbatches=2), gpt, (4,))]
     for number, (layout, config, sizes) in enumerate(cases):
-        more = {"sizes": sizes, "clip": (0.3,)}
+        # On eight ranks: 6 is in 7, which drops as well, and the order of 9 is in 5.
+        more = {"sizes": sizes, "clip": (0.3,), "weekly": "cpu" if number in (6, 9) else ""}
         yield row("mesh", f"{number}", config, layout, **more)
         if layout.ranks in (2, 4):
             narrow = F32 | {"sizes": sizes, "clip": (0.3,)}
@@ -353,7 +374,8 @@ def meshes() -> Iterator[Row]:
 ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes()]
 
 
-def on_gpus(technique: str, size: int) -> list[Row]:
+def on_gpus(technique: str, size: int, whole: bool = True) -> list[Row]:
     """The rows of so many ranks that run on GPUs: the second step is what all later ones are."""
     found = [r for r in ROWS if r.gpus and (r.technique, r.ranks) == (technique, size)]
+    found = [r for r in found if whole or "gpus" not in r.weekly]
     return [replace(r, steps=min(2, r.steps)) for r in found]

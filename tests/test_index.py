@@ -203,8 +203,11 @@ ENTRY = """\
 """
 
 
-def test_a_new_lesson_builds(root: Path, tmp_path: Path) -> None:
-    """Its skeleton passes lint, the house's tests and its own, and stands on the map."""
+def test_a_new_lesson_builds(root: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Its skeleton passes lint, the house's tests and its own, and stands on the map.
+
+    With --whole its page is built, too.
+    """
     copy = tmp_path / "course"
     left = shutil.ignore_patterns("_build", "lab", ".venv", ".git", ".*_cache", "__pycache__")
     shutil.copytree(root, copy, ignore=left)
@@ -243,6 +246,8 @@ def test_a_new_lesson_builds(root: Path, tmp_path: Path) -> None:
     tests = ("tests/test_novelty.py", "tests/test_house.py")
     run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", "novelty")
 
+    if not request.config.getoption("--whole"):
+        return
     toc = "format: jb-book\nroot: book/execution\nchapters:\n  - file: lessons/novelty\n"
     (copy / "_toc.yml").write_text(toc)
     for room in ("tests", "benchmarks"):  # every source file would get a page

@@ -121,7 +121,7 @@ class Book:
     def executed(self) -> list[str]:
         """The lessons that the last build executed."""
         lines = [line for line in self.log.splitlines() if line.startswith("executed ")]
-        return [line.split()[1] for line in lines]
+        return sorted(line.split()[1] for line in lines)
 
     def page(self, name: str = "lessons/small") -> str:
         """A page of the site."""

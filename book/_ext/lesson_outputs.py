@@ -33,7 +33,7 @@ from sphinx.errors import SphinxError
 from sphinx.util import logging
 
 from shardlab import record
-from shardlab.record import facts
+from shardlab.record import facts, key
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,8 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
         logger.info("executed %s in %s s%s: %s", name, made["seconds"], twice, why)
 
     todo = [name for name in found if found[name].book is None]
+    # The longest pages begin, so that none is left alone with one at the end.
+    todo.sort(key=lambda name: -key.source(name, root).stat().st_size)
     if todo:
         logger.info("executing %s", ", ".join(todo))
         record.execute_all(todo, root, keep, say, cpu=True)

@@ -30,7 +30,7 @@ class Seed:
     seeded: str
     drive: str
     sign: str
-    gpus: int = 1
+    gpus: int = 2
 
 
 def finding(kind: str) -> str:
@@ -62,7 +62,6 @@ SEEDS = [
         "total = torch.full((), count)",
         "data_parallel.joined_batch",
         finding("group"),
-        gpus=2,
     ),
     Seed(
         "one bucket is not waited for",
@@ -71,7 +70,6 @@ SEEDS = [
         "for bucket in self.buckets[:-1]:\n            bucket.wait()\n        self._start",
         "contract.data",
         finding("race"),
-        gpus=2,
     ),
     Seed(
         "the host's generator",
@@ -96,6 +94,7 @@ SEEDS = [
         "torch.cuda.set_device(local_rank)",
         "ranks.a_device_for_each",
         finding("ordinal"),
+        gpus=1,
     ),
     Seed(
         "a clock that nobody synchronises",
@@ -112,6 +111,7 @@ SEEDS = [
         'return tensor.to("cpu", non_blocking=True) if _through_host(tensor, group) else tensor',
         "ranks.messages",
         finding("race"),
+        gpus=1,
     ),
     Seed(
         "a file that wants a GPU",
@@ -128,7 +128,6 @@ SEEDS = [
         "torch.tensor([1] * len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "contract.zero",
         "the host waits at",
-        gpus=2,
     ),
     Seed(
         "dropout in place, which is another kernel",
@@ -145,7 +144,6 @@ SEEDS = [
         "            for parameter in bucket.parameters:",
         "data_parallel.after_an_interrupted_backward",
         finding("race"),
-        gpus=2,
     ),
     Seed(
         "under torchrun, outside of a run, cuda:0 for all",
@@ -154,7 +152,6 @@ SEEDS = [
         "% gpus if inside is not None else 0)",
         "ranks.under_torchrun",
         "no line 'process 1 cuda:1'",
-        gpus=2,
     ),
     Seed(
         "tied weights: both ends receive first, in different groups",
@@ -182,7 +179,6 @@ SEEDS = [
         "ways = [ranks.isend, ranks.irecv]",
         "cluster.links",
         finding("connection"),
-        gpus=2,
     ),
     Seed(
         "a link's time that is taken while it works",
@@ -191,7 +187,6 @@ SEEDS = [
         "return (clock(torch.device('cpu')) - begin) / (2 * times)",
         "cluster.links",
         finding("clock"),
-        gpus=2,
     ),
 ]
 

@@ -115,14 +115,17 @@ class Matcher:
     # Ends: strict
 
     def _weight(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
-        """All places that fit are kept: those of constants are many."""
-        fits: list[Place] = []
+        """All places that fit are kept: those of constants are many. Same bits, if there are."""
+        fits: list[tuple[float, Place]] = []
         for each in self._weight_places(part, near.whole):
-            fits = [p for p in each if self._fits(key, part.value, p, near)]
-            if fits:
+            offs = ((near.off(part.value, p.of(near.whole)), p) for p in each)
+            if fits := [(off, p) for off, p in offs if off <= 1]:
                 break
-        self.owned[key.name, number] = fits
-        return fits[0] if fits else None
+        least = min((off for off, _ in fits), default=1.0)
+        # Few bits are near to many things: of copies the exact ones are the right ones.
+        kept = [p for off, p in fits if off == 0.0 or least > 0.0]
+        self.owned[key.name, number] = kept
+        return kept[0] if kept else None
 
     def _weight_places(self, part: Part, whole: Tensor) -> Iterator[Iterable[Place]]:
         value = part.value

@@ -20,9 +20,9 @@ def drives(topic: str) -> dict[str, Callable[[], Any]]:
     return {f"{topic}.{n}": f for n, f in found.items() if callable(f) and not n.startswith("_")}
 
 
-def numbers(drive: Callable[[], Any]) -> tuple[int, ...]:
-    """The numbers of GPUs on which a drive runs."""
-    return getattr(drive, "gpus", (1, 2))
+def numbers(drive: Callable[[], Any], whole: bool = True) -> tuple[int, ...]:
+    """The numbers of GPUs on which a drive runs: all, or those of each day."""
+    return getattr(drive, "gpus", (1, 2)) if whole else getattr(drive, "daily", (2,))
 
 
 def result(drive: Callable[[], Any], gpus: int) -> str:

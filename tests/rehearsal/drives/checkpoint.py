@@ -61,7 +61,7 @@ def replicated():
     _saved("replicated")
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2,))
 def sharded():
     _saved("sharded")
 

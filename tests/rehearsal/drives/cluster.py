@@ -28,7 +28,7 @@ class _Alone:
     def waits(self, steps=0): ...
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2, 4))
 def links():
     """Every pair meets once, in rounds that nccl can connect."""
     group, rank, size = world()
@@ -50,7 +50,7 @@ def one_rank():
 
 
 @on_caller
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(1, 2))
 def the_command():
     """Two ranks that share a GPU are found; ranks with one of their own have nothing bad."""
     shown = io.StringIO()

@@ -3,6 +3,10 @@
 A drive is a public function of a topic's file. It runs on every rank, on one pretended GPU (two
 ranks share it, gloo) and on two (nccl), and asserts what it promises. `@on(1, 2, 4)` runs it on
 four as well; `@on_caller` runs it once, in the process that starts ranks.
+
+Each day a drive runs on the most GPUs that it is for: what is wrong on a shared one is wrong on
+two, but for what passes messages, which go through the host there, or asks whose a GPU is. Such a
+drive says so, `@on(1, 2, daily=(1, 2))`; all numbers have their turn with --whole.
 """
 
 from __future__ import annotations
@@ -46,11 +50,11 @@ LLAMA = Config(
 Drive = Callable[[], Any]
 
 
-def on(*gpus: int) -> Callable[[Drive], Drive]:
-    """The numbers of GPUs on which a drive runs."""
+def on(*gpus: int, daily: tuple[int, ...] = ()) -> Callable[[Drive], Drive]:
+    """The numbers of GPUs on which a drive runs, and those on which it does so each day."""
 
     def mark(drive: Drive) -> Drive:
-        drive.gpus = gpus
+        drive.gpus, drive.daily = gpus, daily or (max(gpus),)
         return drive
 
     return mark

@@ -7,6 +7,8 @@ pass through the host.
 
 from __future__ import annotations
 
+import os
+
 import contract
 from rows import ROWS, on_gpus
 
@@ -15,12 +17,13 @@ from rehearsal.machine import HERE, waits
 from .common import Drive, on, on_caller
 
 RANKS = {1: 2, 2: 2, 4: 4}  # by GPUs
+MESSAGES = ("pipeline", "context")  # what passes them: on a shared GPU, through the host
 
 
 def _drive(technique: str) -> Drive:
     def drive() -> None:
         size = RANKS[HERE.gpus]
-        rows = on_gpus(technique, size)
+        rows = on_gpus(technique, size, "REHEARSE_WHOLE" in os.environ)
         shared = {} if HERE.gpus < size else {"waits": waits}
         found = contract.all_of(rows, "cuda", **shared)
         for row in rows:
@@ -29,7 +32,8 @@ def _drive(technique: str) -> Drive:
     sizes = {row.ranks for row in ROWS if row.gpus and row.technique == technique}
     gpus = [number for number, size in RANKS.items() if size in sizes]
     drive.__module__ = __name__
-    return on_caller(on(*gpus)(drive))
+    daily = [number for number in gpus if number > 1 or technique in MESSAGES]
+    return on_caller(on(*gpus, daily=tuple(daily))(drive))
 
 
 DRIVES = {row.technique.replace(" ", "_"): _drive(row.technique) for row in ROWS if row.gpus}

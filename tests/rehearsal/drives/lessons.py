@@ -27,7 +27,7 @@ def _of(lesson: str) -> dict[str, Any]:
 
 
 @on_caller
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2,))
 def fully_shard_in_a_run_on_the_cpu():
     zero, checkpoint = _of("zero"), _of("checkpoint")
 

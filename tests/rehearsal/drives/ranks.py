@@ -15,6 +15,7 @@ from shardlab import ranks
 from .common import near, on, on_caller, world
 
 
+@on(1, 2, daily=(1, 2))
 def messages():
     _, rank, size = world()
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -28,7 +29,7 @@ def messages():
     near(got, torch.full_like(got, before), 0.0)
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(1, 4))
 def exchange():
     _, rank, size = world()
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -44,14 +45,14 @@ def read_on_the_host():
 
 
 @on_caller
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(1, 2))
 def results_come_back_on_the_cpu():
     found = ranks.run(lambda: torch.ones(2, device=ranks.device()), 2)
     assert [str(t.device) for t in found] == ["cpu", "cpu"]
 
 
 @on_caller
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(1, 2))
 def a_device_for_each():
     where = ranks.run(lambda: (str(ranks.device()), dist.get_backend()), 2)
     shared = torch.cuda.device_count() == 1

@@ -41,7 +41,7 @@ def taken_home_ddp():
     _equal(micro=4, report=2)
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2,))
 def taken_home():
     _equal(strategy="fsdp2", report=2, micro=4)
 

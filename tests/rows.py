@@ -73,7 +73,7 @@ def data() -> Iterator[Row]:
         more = {"near": within(1e-10, FLOAT64.why), "sizes": (4,) * n, "lr": 1e-3}
         more["options"] = {"bucket_bytes": 2**16, "first_bytes": 2**14}
         yield row("data", "text", PRESETS["nano"], Layout(dp=n), **more)
-        more["weekly"] = "" if n == 2 else "cpu"
+        more["weekly"] = "" if n == 2 else "cpu"  # beside DDP the Toy goes every way
         yield row("data", "text", PRESETS["nano"], Layout(dp=n), against="DDP", gpus=n == 2, **more)
     for case, kept in (("plain", True), ("unused on some", True), ("unused on some", False)):
         more = {"dtype": torch.float32, "set_to_none": kept}
@@ -117,6 +117,7 @@ def zero() -> Iterator[Row]:
             layout = Layout(dp=2, zero=stage)
             yield row("zero", "bf16", PRESETS["nano"], layout, against=beside, **nano)
         for n in (2, 4):
+            # On two, sums are the library's to the bit; on four they are near it.
             beside = {"sizes": (4,) * n, "dtype": torch.float32, "weekly": "cpu" if n == 4 else ""}
             why = "four terms in another order: AdamW takes another part of a step of 1e-2"
             near = within(5e-3, why, losses=1e-4)
@@ -360,6 +361,7 @@ def meshes() -> Iterator[Row]:
     ]
     cases += [(Layout(tp=2, **along), llama, (2,)), (Layout(pp=2, microbatches=2), gpt, (4,))]
     for number, (layout, config, sizes) in enumerate(cases):
+        # On eight ranks: 6 is in 7, which drops as well, and the order of 9 is in 5.
         more = {"sizes": sizes, "clip": (0.3,), "weekly": "cpu" if number in (6, 9) else ""}
         yield row("mesh", f"{number}", config, layout, **more)
         if layout.ranks in (2, 4):

@@ -1252,9 +1252,9 @@ STRATEGY = {
     "strategy_layout": [
         (stages(dp=2, pp=4, microbatches=128), None), ((8, 8), "should be a strategy.Layout"),
         (stages(pp=4), "there are 64 GPUs"), (stages(microbatches=64), "a step has 256"),
-        (stages(tp=1, pp=64), "cannot be cut"), (Layout(64, microbatches=4), "does not fit"),
-        (stages(dp=8, pp=1, zero=3, microbatches=32), "the longest is: data"),
-        (stages(pp=8, recompute="full"), "above the fastest"),
+        (stages(tp=1, pp=64), "cannot be cut"), (Layout(64, microbatches=4), "are model states"),
+        (stages(dp=8, pp=1, zero=3, microbatches=32), "waits of the copies"),
+        (stages(pp=8, recompute="full"), "done twice"),
     ],
 }  # fmt: skip
 

@@ -3,9 +3,9 @@
 A row is a function and its arguments, made anew for each try, for much changes what it is given.
 A new function gets a row, and each of its arguments a check, or it is named here with the reason:
 
-OURS    what the packages make themselves and hand out: nobody else calls it
-INNER   called in every layer, for every message or by a function that has checked: no check of its
-        own for these arguments (none named: for all of them)
+OURS    what the packages make themselves and hand out, and what is called in every layer, for every
+        message or by a function that has checked: no check of its own
+INNER   the same for these arguments alone
 FINE    values that look wrong, and are allowed; and None, where it is what stands by default
 SAID    what the error calls an argument that has another name in a command or in a formula
 """
@@ -40,7 +40,7 @@ from shardlab import context_parallel as cp
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
-from shardlab.model import GPT, Attention, Experts, FeedForward, loss
+from shardlab.model import GPT, Experts, loss
 from shardlab.shapes import Config
 
 PLAIN = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
@@ -64,7 +64,11 @@ OURS = {
     memory.Activations, memory.Estimate, memory.Recipe, memory.States, experts.Parameters,
     experts.Route, experts.Routed,
     zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Reducer, zero.Sharded, zero.Unit,
-    zero.all_gather, pipeline.Action, pipeline.Part, pipeline.Schedule, pipeline.Span,
+    zero.all_gather, cp.block_attention, cp.block_gradients, cp.merge, cp.heads_for_tokens,
+    tp.ColumnLinear, tp.RowLinear, tp.VocabEmbedding, tp.columns, tp.shard_slice, tp.cut_attention,
+    tp.cut_ffn, buckets.deal, pipeline.needed, pipeline.sent, pipeline.other_end, tt.moved,
+    tt.combined, tt.type_of, count.bytes_of, pipeline.Action, pipeline.Part, pipeline.Schedule,
+    pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,
     buckets.Backward, buckets.in_backward, count.Held, count.Saved, count.Sent, count.machine,
     count.rates, count.saved, count.sent, link.SlowGroup, link.Helper, link.Moment, link.Wire,
@@ -74,15 +78,8 @@ OURS = {
 INNER = {
     **dict.fromkeys((cp.ring_attention, cp.all_to_all_attention), "causal trace"),
     cp.blocks: "causal",
-    **dict.fromkeys((cp.block_attention, cp.block_gradients, cp.merge, cp.heads_for_tokens), ""),
-    **dict.fromkeys(
-        (tp.ColumnLinear, tp.RowLinear, tp.VocabEmbedding, tp.columns, tp.shard_slice), ""
-    ),
-    **dict.fromkeys((tp.ColumnLinear.from_plain, tp.RowLinear.from_plain), ""),
-    **dict.fromkeys((tp.VocabEmbedding.from_plain, tp.cut_attention, tp.cut_ffn), ""),
     **dict.fromkeys((tp.copy_to, tp.reduce_from, tp.reduce_from_), "x"),
     **dict.fromkeys((tp.gather_last, tp.split_last), "x"),
-    buckets.deal: "",
     buckets.clip_by_joint_norm: "owner groups parts",
     **dict.fromkeys(
         (buckets.copy_from_rank_0, buckets.average_gradients), "tensors parameters joined"
@@ -92,9 +89,6 @@ INNER = {
         (experts.exchange, experts.route), "x_RH chosen_TC sent received group experts"
     ),
     **dict.fromkeys((zero.Zero1, zero.Zero2, zero.Zero3), "late reshard prefetch"),
-    **dict.fromkeys((pipeline.needed, pipeline.sent, pipeline.other_end), ""),
-    **dict.fromkeys((tt.moved, tt.combined, tt.type_of), ""),
-    count.bytes_of: "",
     machines.Machine: "name",
     checkpoint.Checkpoints.save: "wait",
 }
@@ -237,9 +231,6 @@ def numbers() -> Iterator[Row]:
         (pipeline.balance, {"costs": [1.0, 2.0, 3.0], "parts": 2}),
         (_text, {"placement": [[0], [1]]}),
         (pipeline.live, {"schedule": one}),
-        (pipeline.needed, {"schedule": one, "stage": 1, "action": pipeline.Action("F", 0)}),
-        (pipeline.sent, {"schedule": one, "stage": 0, "action": pipeline.Action("F", 0)}),
-        (pipeline.other_end, {"schedule": one, "stage": 0, "message": pipeline.Action("SF", 0)}),
         (pipeline.with_messages, {"schedule": one, "early": True}),
         (pipeline.validate, {"schedule": one, "blocking": False}),
         (pipeline.simulate, {"schedule": one, **times, "hop": 0.1}),
@@ -283,8 +274,6 @@ def numbers() -> Iterator[Row]:
         (checkpoint.lost_fraction, {"interval": 600.0, "save": 10.0, "mtbf": 1e4, "restart": 60.0}),
         (checkpoint.simulated_lost_fraction, {"interval": 600.0, "save": 10.0, "mtbf": 1e4,
                                            "restart": 60.0, "failures": 10, "seed": 0}),
-        (tt.moved, {"given": "P", "src": "P", "dst": "R"}),
-        (tt.combined, {"words": ["R", "R"], "fixed": [True, True], "how": "sum"}),
         (tt.check, {"step": lambda tp: None, "timeout": 60.0, "tp": 2}),
     ]  # fmt: skip
     for function, right in table:
@@ -316,10 +305,6 @@ def objects(folder: str) -> Iterator[Row]:
     assert group is not None
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     x, y = torch.ones(2, 4, 8, 8), torch.ones(4, 4)
-
-    def block() -> dict[str, Any]:
-        found = cp.block_attention(x, x, x)
-        return {"y_BAQD": found[0], "lse_BAQ": found[1]}
 
     def routed() -> list[Any]:
         model = gpt(SPARSE)
@@ -369,20 +354,12 @@ def objects(folder: str) -> Iterator[Row]:
     yield cp.ring_attention, lambda: qkv | {"layout": "zigzag", "trace": []}
     yield cp.average, lambda: {"value": torch.ones(()), "group": group}
     yield cp.average_gradients, lambda: {"model": trained(linear(3, 3)), "group": group}
-    yield cp.block_attention, lambda: {"q_BAQD": x, "k_BKTD": x, "v_BKTD": x, "causal": False}
-    yield cp.block_gradients, lambda: {
-        "dy_BAQD": x, "q_BAQD": x, "k_BKTD": x, "v_BKTD": x, **block(), "causal": False,
-    }  # fmt: skip
     yield cp.distribute, lambda: {
         "model": gpt(), "group": group, "attention": "ring", "layout": "zigzag",
     }  # fmt: skip
     yield cp.gather, lambda: {"shard": x, "group": group, "layout": "zigzag", "dim": 1}
-    yield cp.heads_for_tokens, lambda: {"tensors": [x], "group": group, "layout": "contiguous"}
     yield cp.tokens_for_heads, lambda: {"x_BaSD": x, "group": group, "layout": "contiguous"}
     yield cp.join, lambda: {"parts": [x], "layout": "zigzag", "dim": 1}
-    yield cp.merge, lambda: {
-        "out_BAsD": x, "lse_BAs": x[..., 0], "block_BAsD": x, "block_lse_BAs": x[..., 0],
-    }  # fmt: skip
     yield cp.shard, lambda: {"tokens_BS": tokens, "group": group, "layout": "zigzag"}
     yield cp.split, lambda: {"full": x, "ranks": 2, "rank": 1, "layout": "zigzag", "dim": 1}
 
@@ -404,27 +381,8 @@ def objects(folder: str) -> Iterator[Row]:
     yield mesh.local, lambda: {"job": job(), "of": lambda piece: piece}
     yield mesh.full_tensors, lambda: {"job": job(), "of": lambda piece: piece}
 
-    yield tp.ColumnLinear, lambda: {"group": group, "enter": tp.copy_to}
-    yield tp.ColumnLinear.from_plain, lambda: {
-        "linear": linear(3, 3), "group": group, "enter": tp.copy_to,
-    }  # fmt: skip
-    yield tp.RowLinear, lambda: {"group": group, "leave": tp.reduce_from_}
-    yield tp.RowLinear.from_plain, lambda: {
-        "linear": linear(3, 3), "group": group, "leave": tp.reduce_from_,
-    }  # fmt: skip
-    yield tp.VocabEmbedding, lambda: {"group": group, "leave": tp.reduce_from_, "vocabulary": 8}
-    yield tp.VocabEmbedding.from_plain, lambda: {
-        "embedding": nn.Embedding(8, 4), "group": group, "leave": tp.reduce_from_,
-    }  # fmt: skip
     yield tp.Edges, lambda: dict(vars(edges))
     yield tp.Entrance, lambda: {"layers": [linear(3, 3)], "group": group, "edges": edges}
-    yield tp.columns, lambda: {
-        "x": y, "weights": [y], "biases": [None], "group": group, "edges": edges,
-    }  # fmt: skip
-    yield tp.cut_attention, lambda: {
-        "attention": Attention(PLAIN), "group": group, "edges": edges, "dropout": "equal",
-    }  # fmt: skip
-    yield tp.cut_ffn, lambda: {"ffn": FeedForward(PLAIN), "group": group, "edges": edges}
     yield tp.parallelize, lambda: {
         "model": gpt(), "group": group, "edges": edges, "dropout": "equal",
     }  # fmt: skip
@@ -440,7 +398,6 @@ def objects(folder: str) -> Iterator[Row]:
     }  # fmt: skip
     for edge in (tp.copy_to, tp.reduce_from, tp.reduce_from_, tp.gather_last, tp.split_last):
         yield edge, lambda: {"x": y, "group": group}
-    yield tp.shard_slice, lambda: {"name": "heads", "size": 4, "group": group}
 
     yield sp.AlongSequence, lambda: {"keep": False}
     yield sp.TokenDropout, lambda: {"p": 0.1, "group": group}
@@ -469,7 +426,6 @@ def objects(folder: str) -> Iterator[Row]:
     }  # fmt: skip
     yield data_parallel.drift, lambda: {"module": linear(3, 3), "group": group}
 
-    yield buckets.deal, lambda: {"parameters": [y], "bucket_bytes": 8.0, "first_bytes": 8.0}
     yield buckets.copy_from_rank_0, lambda: {"tensors": [y], "group": group}
     yield buckets.average_gradients, lambda: {
         "parameters": list(linear(3, 3).parameters()), "group": group, "joined": True,
@@ -559,7 +515,6 @@ def objects(folder: str) -> Iterator[Row]:
 
     yield link.slow, lambda: {"latency": 0.0, "bandwidth": 1e9, "group": group}
 
-    yield count.bytes_of, lambda: {"tensors": [y]}
     yield count.clock, lambda: {"device": device}
     yield _entered(count.held), lambda: {"device": device, "trace": False}
     yield count.states, lambda: (lambda m: {"module": m, "optimizer": adamw(m)})(linear(3, 3))
@@ -569,7 +524,6 @@ def objects(folder: str) -> Iterator[Row]:
     yield tt.declare, lambda: {"x": torch.ones(2), "tp": "R"}
     yield tt.declare_parameters, lambda: {"module": linear(3, 3), "tp": "R"}
     yield _entered(tt.checking), lambda: {"tp": group}
-    yield tt.type_of, lambda: {"x": torch.ones(2)}
 
     yield checkpoint.Checkpoints, lambda: {
         "folder": folder, "group": group, "keep": 2, "timeout": 60.0,

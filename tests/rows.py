@@ -252,6 +252,8 @@ def tensors() -> Iterator[Row]:
             layout = Layout(tp=t, sequence_parallel=sequence)
             for case in ("gpt2", "llama"):
                 yield row("tensor", case, replace(CUT[case], seq=8), layout, **F32)
+    thirds = Config(vocab=15, seq=5, layers=1, heads=6, hidden=24, kv_heads=3, ffn=9, mlp="swiglu")
+    yield row("tensor", "thirds", thirds, Layout(tp=3), **near)
     for stage in (0, 3):
         layout = Layout(dp=2, tp=2, zero=stage)
         yield row("tensor in copies", "text", PRESETS["nano"], layout, near=CUT64, steps=3)

@@ -207,6 +207,20 @@ class Data(Side):
         return super().weights()
 
 
+def whole_gradients(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Of a ZeRO model, put together from the pieces of all ranks; zeros where there are none."""
+    found = {}
+    for flat in model.flats:
+        shard = torch.zeros_like(flat.shard)
+        for cut, piece in zip(flat.cut(shard), flat.pieces, strict=True):
+            if piece.grad is not None:
+                cut.copy_(piece.grad)
+        full = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(full, shard, group=group)
+        found |= zip(flat.names, flat.views(torch.cat(full)), strict=True)
+    return found
+
+
 class Zero(Data):
     """ZeRO in its three stages, in several buckets or units."""
 
@@ -232,16 +246,9 @@ class Zero(Data):
 
     def gradients(self) -> dict[str, Tensor | None]:
         pieces, found = dict(self.model.named_parameters()), {}
-        for flat in self.model.flats:
-            shard = torch.zeros_like(flat.shard)
-            for cut, piece in zip(flat.cut(shard), flat.pieces, strict=True):
-                if piece.grad is not None:
-                    cut.copy_(piece.grad)
-            full = [torch.empty_like(shard) for _ in range(self.groups["dp"].size())]
-            dist.all_gather(full, shard, group=self.groups["dp"])
-            for name, tensor in zip(flat.names, flat.views(torch.cat(full)), strict=True):
-                made_up = pieces[name].grad is None and not tensor.any()
-                found[name] = None if made_up else tensor
+        for name, tensor in whole_gradients(self.model, self.groups["dp"]).items():
+            made_up = pieces[name].grad is None and not tensor.any()
+            found[name] = None if made_up else tensor
         return found
 
     def clip(self, limit: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 import pickle
 from dataclasses import replace
@@ -91,6 +92,11 @@ CLIPPED = {
 }
 
 
+def all_clips():
+    dtypes = torch.float32, torch.float64, torch.bfloat16
+    return {(way, dtype): clips(way, dtype) for way in CLIPPED for dtype in dtypes}
+
+
 def clips(way, dtype):
     """Of limits, those for which this clips as torch does, and those that it refuses."""
     serial = gpt(SPARSE if way == "experts" else DENSE, dtype)
@@ -122,13 +128,12 @@ def clips(way, dtype):
     return like_torch, refused
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", CLIPPED)
-def test_limits_are_what_they_are_to_torch_and_without_a_meaning_are_refused(way, dtype):
-    for like_torch, refused in ranks.run(clips, 2, way, dtype, timeout=100):
-        assert like_torch == ["0.1", "0", "0.0", "inf", "1000000000.0"]
-        # torch turns gradients round with the first two, and makes nan of them with the third.
-        assert refused == ["-0.1", "-inf", "nan"]
+def test_limits_are_what_they_are_to_torch_and_without_a_meaning_are_refused():
+    for found in ranks.run(all_clips, 2, timeout=90):
+        for case, (like_torch, refused) in found.items():
+            assert like_torch == ["0.1", "0", "0.0", "inf", "1000000000.0"], case
+            # torch turns gradients round with the first two, and makes nan of them with the third.
+            assert refused == ["-0.1", "-inf", "nan"], case
 
 
 # Copies and pickles of a model that knows its group.
@@ -143,10 +148,6 @@ COPIED = {
     "sequence": lambda group: tp.parallelize(gpt(), group, sp.ALONG_SEQUENCE),
     "experts": lambda group: experts.parallelize(gpt(SPARSE), group),
 }
-
-
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
 
 
 def through_file(model):
@@ -165,29 +166,28 @@ def gradients_of(model, way, group):
     return [p.grad for p in model.parameters()]
 
 
-def copies(way, copied, slow):
+def copies():
     """A copy computes what the model computes, with weights of its own, and in the same group."""
-    group = dist.new_group([1, 0])
-    if slow:
-        group = link.slow(1e-4, 1e9, group)
-    model = COPIED[way](group)
-    other = copied(model)
-    mine, theirs = list(model.parameters()), list(other.parameters())
-    assert all(p.equal(q) and p is not q for p, q in zip(mine, theirs, strict=True))
-    with torch.no_grad():
-        for p in mine:
-            p.fill_(0.1)  # a copy that looked at these would find other gradients
-    found = gradients_of(other, way, group)
-    assert all(p.grad is None for p in mine)
-    wanted = gradients_of(COPIED[way](group), way, group)
-    assert all(x.equal(y) for x, y in zip(found, wanted, strict=True))
+    pair = dist.new_group([1, 0])
+    ways = itertools.product(COPIED, (copy.deepcopy, through_file), (False, True))
+    for case in ways:
+        way, copied, slow = case
+        group = link.slow(1e-4, 1e9, pair) if slow else pair
+        model = COPIED[way](group)
+        other = copied(model)
+        mine, theirs = list(model.parameters()), list(other.parameters())
+        assert all(p.equal(q) and p is not q for p, q in zip(mine, theirs, strict=True)), case
+        with torch.no_grad():
+            for p in mine:
+                p.fill_(0.1)  # a copy that looked at these would find other gradients
+        found = gradients_of(other, way, group)
+        assert all(p.grad is None for p in mine), case
+        wanted = gradients_of(COPIED[way](group), way, group)
+        assert all(x.equal(y) for x, y in zip(found, wanted, strict=True)), case
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["", "slow"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_file])
-@pytest.mark.parametrize("way", COPIED)
-def test_a_copy_of_a_parallel_model_is_one(way, copied, slow):
-    ranks.run(copies, 2, way, copied, slow, timeout=100)
+def test_a_copy_of_a_parallel_model_is_one():
+    ranks.run(copies, 2, timeout=90)
 
 
 HEARD = {
@@ -199,12 +199,11 @@ HEARD = {
 
 
 def not_copied():
-    for way, make in HEARD.items():
+    for make in HEARD.values():
         model = make(dist.group.WORLD)
         for copied in (copy.deepcopy, pickle.dumps):
             with pytest.raises(ValueError, match="allowed is to copy or pickle the plain model"):
                 copied(model)
-            assert way
 
 
 def test_what_hooks_on_parameters_make_is_not_copied_in_silence():
@@ -230,8 +229,9 @@ def staged(**options):
     def make(group):
         schedule = options.get("schedule", pipeline.schedule("1f1b", 3, 4))
         more = {name: value for name, value in options.items() if name not in ("schedule", "model")}
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)  # on each rank
         if more.pop("replicated", False):
-            more["replicas"] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            more["replicas"] = alone
         model = gpt(options.get("model", replace(DENSE, layers=3)))
         return pipeline.distribute(model, schedule, group, **more)
 
@@ -342,26 +342,32 @@ DIFFER = {
 }
 
 
-def disagree(way):
+def disagree():
     """For each argument, what is raised where rank 2 of three gives another one than the rest."""
-    make, others = DIFFER[way]
-    make(dist.group.WORLD)  # where all agree, nothing is raised
     told = {}
-    for name, other in others.items():
-        with pytest.raises(ValueError) as error:
-            (other if dist.get_rank() == 2 else make)(dist.group.WORLD)
-        told[name] = str(error.value)
+    for way, (make, others) in DIFFER.items():
+        make(dist.group.WORLD)  # where all agree, nothing is raised
+        for name, other in others.items():
+            told[way, name] = "nothing"
+            try:
+                (other if dist.get_rank() == 2 else make)(dist.group.WORLD)
+            except ValueError as error:
+                told[way, name] = str(error)
     return told
 
 
-@pytest.mark.parametrize("way", DIFFER)
-def test_ranks_that_were_given_other_arguments_are_named_on_all_ranks(way):
-    one, *rest = ranks.run(disagree, 3, way, timeout=100)
+def test_ranks_that_were_given_other_arguments_are_named_on_all_ranks():
+    named(ranks.run(disagree, 3, timeout=90))
+
+
+def named(found):
+    """found: by rank, what was raised by technique and argument."""
+    one, *rest = found
     assert all(each == one for each in rest)
-    for name, said in one.items():
+    for (way, name), said in one.items():
         argument, _, field = name.partition(".")
-        assert said.startswith(f"{argument}: ranks 0 and 1 have {field}"), (name, said)
-        assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, said
+        assert said.startswith(f"{argument}: ranks 0 and 1 have {field}"), (way, name, said)
+        assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, (way, said)
 
 
 def far_apart():
@@ -397,14 +403,17 @@ def norm_of_ones(way, dropped):
     return norm.double().square().item(), norm.dtype, numbers
 
 
-@pytest.mark.parametrize("way", CLIPPED)
-def test_a_norm_of_16_bit_gradients_is_not_rounded_to_16_bits(way):
+def norms_of_ones():
+    return {(way, some): norm_of_ones(way, some) for way in CLIPPED for some in (False, True)}
+
+
+def test_a_norm_of_16_bit_gradients_is_not_rounded_to_16_bits():
     """bf16 knows no number between 256 and 258; a gradient that one rank lacks counts as zeros."""
-    for dropped in (False, True):
-        found = ranks.run(norm_of_ones, 2, way, dropped, timeout=100)
-        for square, dtype, numbers in found:
-            assert dtype == torch.float32
-            assert square == pytest.approx(numbers, rel=1e-6)  # float32: a root, then its square
+    for found in ranks.run(norms_of_ones, 2, timeout=90):
+        for case, (square, dtype, numbers) in found.items():
+            assert dtype == torch.float32, case
+            # Float32: a root, then its square.
+            assert square == pytest.approx(numbers, rel=1e-6), case
 
 
 # What is given at every call is asked for at the first.
@@ -475,11 +484,7 @@ def disagree_at_a_call():
 
 
 def test_limits_layouts_dimensions_and_reductions_that_differ_are_named_at_the_first_call():
-    one, *rest = ranks.run(disagree_at_a_call, 3, timeout=100)
-    assert all(each == one for each in rest)
-    for (way, name), said in one.items():
-        assert said.startswith(f"{name}: ranks 0 and 1 have "), (way, name, said)
-        assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, said
+    named(ranks.run(disagree_at_a_call, 3, timeout=100))
 
 
 def asked_once():

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from commands import benchmark
-from test_pipeline_torch import THEIRS
 from timed import on_time
 
 from shardlab import pipeline, show
@@ -90,9 +89,10 @@ def test_zero():
 def test_pipeline():
     found, printed = rows("pipeline", ["slow"])
     names = [row["case"].split(":")[0] for row in found]
-    assert names == list(THEIRS)
+    theirs = benchmark("pipeline")["THEIRS"]
+    assert names == list(theirs)
     for name, row in zip(names, found, strict=True):
-        assert row["against"] == f"torch {THEIRS[name].__name__}"
+        assert row["against"] == f"torch {theirs[name]}"
     assert {row["case"].split(":")[0] for row in printed["predictions"]} == set(pipeline.NAMES)
     for row in printed["predictions"]:
         assert list(row) == [

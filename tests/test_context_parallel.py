@@ -1,7 +1,7 @@
 """Attention over a sequence that is cut equals one process's; counted work, bytes and memory."""
 
+import itertools
 import random
-import time
 from fractions import Fraction
 
 import pytest
@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timed import on_time
 
 from shardlab import context_parallel as cp
-from shardlab import count, link, ranks
+from shardlab import count, ranks
 from shardlab.context_parallel import core, kernel
 
 WAYS = {"ring": cp.ring_attention, "ulysses": cp.all_to_all_attention}
@@ -143,7 +142,7 @@ def all_gaps(cases):
 
 @pytest.mark.parametrize("size", SIZES)
 @given(seed=st.integers(0, 2**31))
-@settings(max_examples=2)
+@settings(max_examples=1)
 def test_output_and_all_three_gradients_equal_one_process(size, seed):
     draw = random.Random(seed)
     cases = []
@@ -162,35 +161,15 @@ def test_output_and_all_three_gradients_equal_one_process(size, seed):
             assert max(found) < 1e-12, (case, found)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
-def test_narrower_numbers_are_as_close_as_their_rounding(dtype, tolerance):
+def test_narrower_numbers_are_as_close_as_their_rounding():
     # float32 rounds at 6e-8, and gradients sum 16 terms of size 1 to 10; bfloat16 at 4e-3, in both
     # of the two that are compared.
-    cases = [
-        (way, 0, (2, 16, 4, 2, 8), dtype, causal, layout)
-        for way in WAYS
-        for causal in (True, False)
-        for layout in cp.LAYOUTS
-    ]
+    limits = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+    kinds = list(itertools.product(WAYS, limits, (True, False), cp.LAYOUTS))
+    cases = [(way, 0, (2, 16, 4, 2, 8), *kind) for way, *kind in kinds]
     for results in run(all_gaps, 4, cases):
-        assert max(map(max, results)) < tolerance
-
-
-def odd_groups():
-    """Groups that are not the world: ranks 3 and 1 in this order, and all on a slow wire."""
-    shape = 1, 12, 4, 2, 8
-    found = []
-    pair = dist.new_group([1, 3])
-    slow = link.slow(1e-4, 1e9)
-    for way in WAYS:
-        if dist.get_rank() in (1, 3):
-            found += gaps(way, 0, shape, torch.float64, True, "zigzag", pair)
-        found += gaps(way, 0, (1, 16, 4, 2, 8), torch.float64, True, "zigzag", slow)
-    return max(found)
-
-
-def test_any_group_and_a_slow_link():
-    assert max(run(odd_groups, 4)) < 1e-12
+        for (_, dtype, *_), found in zip(kinds, results, strict=True):
+            assert max(found) < limits[dtype]
 
 
 def other_inputs():
@@ -235,16 +214,15 @@ def sent_by(way, shape, dtype):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_bytes_on_the_wire_are_those_predicted(size, kv_heads):
-    shape = 2, 16, 4, kv_heads, 6
+def test_bytes_on_the_wire_are_those_predicted(size):
+    cases = list(itertools.product(WAYS, (1, 2, 4), (torch.float32, torch.bfloat16)))
 
     def work():
-        pairs = [(way, dtype) for way in WAYS for dtype in (torch.float32, torch.bfloat16)]
-        return {(way, dtype.itemsize): sent_by(way, shape, dtype) for way, dtype in pairs}
+        return [sent_by(way, (2, 16, 4, kv_heads, 6), dtype) for way, kv_heads, dtype in cases]
 
     for results in run(work, size):
-        for (way, itemsize), (forward, backward) in results.items():
+        for (way, kv_heads, dtype), (forward, backward) in zip(cases, results, strict=True):
+            itemsize = dtype.itemsize
             if way == "ring":
                 predicted = cp.ring_sent(2, 16, kv_heads, 6, size, itemsize)
                 assert (forward.bytes, backward.bytes) == (
@@ -274,18 +252,17 @@ def traced(layout, causal):
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
-@pytest.mark.parametrize("layout", cp.LAYOUTS)
-def test_blocks_that_ranks_compute_are_those_predicted(size, layout):
-    for causal in (True, False):
-        predicted = cp.score_turns(layout, 48, size, causal)
-        for rank, trace in enumerate(run(traced, size, layout, causal)):
+def test_blocks_that_ranks_compute_are_those_predicted(size):
+    cases = list(itertools.product(cp.LAYOUTS, (True, False)))
+    for rank, traces in enumerate(run(lambda: [traced(*case) for case in cases], size)):
+        for (layout, causal), trace in zip(cases, traces, strict=True):
             for backward in (False, True):
                 found = [0] * size
                 for work in trace:
                     assert work.source == (rank - work.turn) % size and work.seconds > 0
                     if work.backward == backward:
                         found[work.turn] += work.block.pairs
-                assert found == predicted[rank]
+                assert found == cp.score_turns(layout, 48, size, causal)[rank]
 
 
 def memory(way, shape, dtype, layout):
@@ -342,81 +319,7 @@ def test_memory_is_what_is_predicted(size):
             assert 0.85 < backward / predicted["backward"] <= 1
 
 
-# Bad input
-
-
-def message(call, *args, **kwargs):
-    with count.sent() as sent:
-        try:
-            call(*args, **kwargs)
-        except ValueError as error:
-            assert not sent.bytes and not sent.calls
-            return str(error)
-    return "no error"
-
-
-def mistakes():
-    group, other = dist.group.WORLD, dist.new_group([0])
-    x, good = torch.zeros, torch.zeros(1, 4, 6, 8)
-    ring, ulysses = cp.ring_attention, cp.all_to_all_attention
-    found = {
-        "seq": message(cp.split, x(1, 10), 2, 0, "zigzag"),
-        "short": message(cp.split, x(1, 1), 2, 0, "contiguous"),
-        "layout": message(ring, good, good, good, group, True, "striped"),
-        "rank": message(cp.pieces, "zigzag", 2, 2),
-        "odd": message(ring, *[x(1, 4, 3, 8)] * 3, group),
-        "odd in all-to-all": message(ulysses, *[x(1, 4, 3, 8)] * 3, group, True, "zigzag"),
-        "dims": message(ring, good[0], good, good, group),
-        "tokens": message(ring, good, x(1, 4, 8, 8), x(1, 4, 8, 8), group),
-        "values": message(ring, good, good, x(1, 2, 6, 8), group),
-        "grouped": message(ulysses, good, x(1, 3, 6, 8), x(1, 3, 6, 8), group),
-        "dtype": message(ring, good.double(), good, good, group),
-        "heads": message(ulysses, *[x(1, 3, 6, 8)] * 3, group),
-        "way": message(cp.attention_memory, "two", 1, 8, 2, 2, 4),
-        "predicted": message(cp.score_turns, "contiguous", 9, 2),
-    }
-    if dist.get_rank() == 1:
-        found["group"] = message(ring, good, good, good, other)
-    return found
-
-
-MISTAKES = {
-    "seq": "seq=10: 2 ranks in layout 'zigzag' need a multiple of 4; the nearest are 8 and 12",
-    "short": "seq=1: 2 ranks in layout 'contiguous' need a multiple of 2; the nearest is 2",
-    "layout": "layout='striped': allowed are 'contiguous' and 'zigzag'",
-    "rank": "rank=2: allowed are whole numbers, 0 to 1",
-    "odd": "3 tokens: layout 'zigzag' needs an even number on each rank; the nearest are 2 and 4",
-    "odd in all-to-all": "q_BAsD has 3 tokens: layout 'zigzag' needs an even number on each rank",
-    "dims": "q [4, 6, 8], k [1, 4, 6, 8], v [1, 4, 6, 8]: allowed are q [B, A, s, D] and k, v [B,",
-    "tokens": "k [1, 4, 8, 8], v [1, 4, 8, 8]: batch, tokens and size of a head have to agree",
-    "values": "k [1, 4, 6, 8], v [1, 2, 6, 8]: allowed are q [B, A, s, D] and k, v [B, K, s, D]",
-    "grouped": "v [1, 3, 6, 8]: allowed numbers of key and value heads divide 4",
-    "dtype": "q, k, v are torch.float64 on cpu, torch.float32 on cpu, torch.float32 on cpu",
-    "heads": "heads=3: 2 ranks need a multiple of 2; the nearest are 2 and 4. Ring attention takes",
-    "way": "way='two': allowed are 'one', 'ring' and 'ulysses'",
-    "predicted": "seq=9: 2 ranks in layout 'contiguous' need a multiple of 2; the nearest are 8",
-}
-
-
-def test_mistakes_are_named_before_anything_is_sent():
-    first, second = run(mistakes, 2)
-    assert second.pop("group").endswith("allowed is a process group that holds this rank")
-    assert first == second and list(first) == list(MISTAKES)
-    for name, expected in MISTAKES.items():
-        assert expected in first[name], name
-
-
-def test_key_value_heads_that_cannot_be_shared_out():
-    def work():
-        q, k = torch.zeros(1, 12, 2, 4), torch.zeros(1, 3, 2, 4)
-        return message(cp.all_to_all_attention, q, k, k, dist.group.WORLD)
-
-    assert run(work, 2)[0] == (
-        "kv_heads=3: 2 ranks need a multiple or a divisor of 2. Ring attention takes any number"
-    )
-
-
-# Order, and time
+# Order
 
 
 def order():
@@ -450,30 +353,3 @@ def test_messages_are_on_their_way_while_a_rank_computes():
     last_back = ["differentiate", "wait", "send", "wait"]  # and home
     for did in run(order, 3):
         assert did == turn * 2 + last + first_back + back + last_back
-    assert run(order, 1) == [["attend", "differentiate"]]
-
-
-def busy(layout):
-    """Seconds in which this rank keeps a core busy, in forward and backward of ring attention."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-    *whole, _ = tensors(0, 1, 4096, 2, 2, 64, torch.float32)
-    mine = [cp.split(x, n, rank, layout, 2).clone().requires_grad_() for x in whole]
-    best = float("inf")
-    for _ in range(3):
-        begin = time.thread_time()  # not the time in which it waits, or another has its core
-        cp.ring_attention(*mine, dist.group.WORLD, True, layout).sum().backward()
-        best = min(best, time.thread_time() - begin)
-    return best
-
-
-@pytest.mark.alone
-def test_the_busiest_rank_has_less_to_do_with_the_zig_zag():
-    def work():
-        return busy("contiguous"), busy("zigzag")
-
-    first, last = run(work, 2)
-    # Of two ranks the last has 3/4 of the work when contiguous: 3 times the first one's, and 1.5
-    # times a half.
-    with on_time():
-        assert last[0] > 1.8 * first[0], (first, last)
-        assert max(first[1], last[1]) < 0.85 * last[0], (first, last)

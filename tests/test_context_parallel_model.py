@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import context_parallel as cp
 from shardlab import count, ranks
-from shardlab.model import GPT, PRESETS, Config, rotate
+from shardlab.model import GPT, Config, rotate
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
 LLAMA = {"kv_heads": 2, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": False}
@@ -54,40 +54,6 @@ def test_activations_are_divided_by_the_ranks():  # predicted are the CPU's kern
             repeated = keys if (way, size) == ("ulysses", 4) else 0
             for _, counted in run(activations, size, way, device="cpu"):
                 assert counted == (whole + repeated) // size, (way, size)
-
-
-def mistakes():
-    group, found = dist.group.WORLD, {}
-    distributed = cp.distribute(gpt(), group)
-    calls = {
-        "attention": lambda: cp.distribute(gpt(), group, "flash"),
-        "layout": lambda: cp.distribute(gpt(), group, layout="striped"),
-        "dropout": lambda: cp.distribute(gpt(dropout=0.1), group),
-        "again": lambda: cp.distribute(distributed, group),
-        "heads": lambda: cp.distribute(gpt(heads=1), group, "ulysses"),
-        "model": lambda: cp.distribute(torch.nn.Linear(2, 2), group),
-        "seq": lambda: cp.shard(torch.zeros(1, 6), group, "zigzag"),
-    }
-    for name, call in calls.items():
-        with count.sent() as sent, pytest.raises(ValueError) as caught:
-            call()
-        assert not sent.calls and not sent.bytes
-        found[name] = str(caught.value)
-    return found
-
-
-def test_mistakes_are_named_before_anything_is_sent():
-    first, second = run(mistakes, 2)
-    assert first == second == {
-        "attention": "attention='flash': allowed are 'ring' and 'ulysses'",
-        "layout": "layout='striped': allowed are 'contiguous' and 'zigzag'",
-        "dropout": "dropout=0.1: allowed is 0 with a context cut",
-        "again": "model: is distributed already; allowed is a plain one",
-        "heads": "heads=1: 2 ranks need a multiple of 2; the nearest is 2. Ring attention takes any"
-        " number",
-        "model": "model=Linear: allowed is a shardlab.model.GPT",
-        "seq": "seq=6: 2 ranks in layout 'zigzag' need a multiple of 4; the nearest are 4 and 8",
-    }  # fmt: skip
 
 
 # On a GPU
@@ -155,13 +121,3 @@ def beside_torch():
 def test_ours_equals_torchs_context_parallelism():
     # bfloat16 rounds at 4e-3, and outputs are below 4.
     assert max(ranks.run(beside_torch, 2)) < 0.05
-
-
-def test_a_preset_keeps_its_names_and_states():
-    def work():
-        model = GPT(PRESETS["nano"])
-        names = list(model.state_dict())
-        distributed = cp.distribute(model, dist.group.WORLD)
-        return distributed is model and list(model.state_dict()) == names
-
-    assert run(work, 2) == [True, True]

@@ -1,4 +1,4 @@
-"""The lab of `deepspeed_engine`: four ways, one result; and a breakdown that adds up."""
+"""The lab of `deepspeed_engine`: a breakdown that adds up. Four ways, one result: the lesson."""
 
 from __future__ import annotations
 
@@ -20,19 +20,6 @@ TASK = lab.Task(batch=2, prompt=8, new=4, seq=16, steps=2)
 def one() -> list[lab.Report]:
     """What one process computes, with plain torch."""
     return lab.run("one", 2, TASK, device="cpu")
-
-
-@pytest.mark.parametrize("way", ["data", "zero3", "tensor"])
-def test_each_way_is_one_process(way: str, one: list[lab.Report]) -> None:
-    inference, training = lab.run(way, 2, TASK, device="cpu")
-    assert torch.equal(inference.outcome, one[0].outcome)  # greedy: whole numbers
-    # float32 rounds at 6e-8; losses are near 8, and sums are taken in another order.
-    assert (training.outcome - one[1].outcome).abs().max() < 1e-5
-    assert training.outcome[-1] < training.outcome[0] - 0.1  # it did train
-    for report, alone in zip((inference, training), one, strict=True):
-        assert (report.ranks, report.tokens, report.flops) == (2, alone.tokens, alone.flops)
-        # Copies and gathered layers move more than one process does, cut matrices at least as much.
-        assert report.moved > alone.moved
 
 
 def test_breakdown(one: list[lab.Report]) -> None:
@@ -88,30 +75,20 @@ def test_generation_is_that_of_transformers() -> None:
     assert torch.equal(lab.generate(model, tokens_BS, 6), want[:, 9:])
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    for given, words in (
         ({"way": "five"}, "way='five': allowed are 'one', 'data', 'zero3', 'tensor'"),
         ({"way": "data", "size": 0}, "size=0: allowed are whole numbers, 1 or more"),
         ({"price": -1}, "price=-1: allowed are numbers from 0"),
         ({"way": "data", "size": 3}, "batch=2: allowed are multiples of the 3 ranks"),
         ({"way": "tensor", "size": 4}, "size=4: allowed are divisors of 2"),
-    ],
-)
-def test_bad_input(given: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        lab.run(**{"way": "one", "task": TASK, **given})
-
-
-def test_bad_task() -> None:
+        ({"model": str(tmp_path)}, "a gpt2; allowed are those of type llama"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            lab.run(**{"way": "one", "task": TASK, **given})
     with pytest.raises(ValueError, match="new=0: allowed are whole numbers, 1 or more"):
         lab.Task(new=0)
-
-
-def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="a gpt2; allowed are those of type llama"):
-        lab.run("one", task=TASK, model=str(tmp_path))
 
 
 def test_a_model_from_a_folder(tmp_path: Path, one: list[lab.Report]) -> None:

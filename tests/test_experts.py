@@ -1,7 +1,7 @@
 """What experts over ranks hold, send and leave out; they equal one process: `rows.routed`."""
 
 import copy
-import pickle
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -52,13 +52,7 @@ def part(tensor, group):
     return tensor.chunk(group.size())[dist.get_rank(group)]
 
 
-def pairs():
-    """Of four ranks: this one's neighbour and itself; those with the same place in their pair."""
-    layouts = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
-    return [dist.new_subgroups_by_enumeration(layout)[0] for layout in layouts]
-
-
-def sent(choices, dtype, size):
+def sent(choices, dtype):
     model = experts.parallelize(gpt(**choices).to(dtype), dist.group.WORLD)
     tokens, targets = (part(x, dist.group.WORLD) for x in batch(0))
     with experts.watch(model) as routed, count.sent() as found:
@@ -70,14 +64,14 @@ def sent(choices, dtype, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case", ["gshard", "deepseek"])
-def test_bytes_of_all_to_alls_are_those_predicted(case, dtype, size):
-    config = replace(SMALL, **CASES[case])
-    found = run(sent, size, CASES[case], dtype, size)
-    handed = sum(payload for (_, payload), _ in found)
-    assert handed == sum(sum(want.values()) for _, want in found)
-    assert {calls for (calls, _), _ in found} == {experts.predicted_calls(config)}
+def test_bytes_of_all_to_alls_are_those_predicted(size):
+    cases = list(itertools.product(("gshard", "deepseek"), (torch.float32, torch.float64)))
+    results = run(lambda: [sent(CASES[case], dtype) for case, dtype in cases], size)
+    for (case, _), found in zip(cases, zip(*results, strict=True), strict=True):
+        config = replace(SMALL, **CASES[case])
+        handed = sum(payload for (_, payload), _ in found)
+        assert handed == sum(sum(want.values()) for _, want in found)
+        assert {calls for (calls, _), _ in found} == {experts.predicted_calls(config)}
 
 
 def random_routes(cases):
@@ -116,8 +110,8 @@ def random_routes(cases):
 SHAPES = st.tuples(st.integers(0, 12), st.integers(1, 4), st.integers(1, 5))
 
 
-@settings(max_examples=4)
-@given(st.integers(1, 4), st.lists(SHAPES, min_size=4, max_size=8))
+@settings(max_examples=2)
+@given(st.integers(2, 4), st.lists(SHAPES, min_size=4, max_size=8))
 def test_every_row_finds_its_expert_and_its_way_back(size, cases):
     assert all(run(random_routes, size, cases))
 
@@ -133,17 +127,22 @@ def test_published_numbers():
     assert round((deepseek.active - looked_up) / 1e9) == 37
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_held_parameters_are_those_counted(case, size):
-    config = replace(SMALL, **CASES[case])
-    assert experts.parameters(config).total == parameter_count(config)
+def test_the_fullest_rank_is_waited_for_and_the_fullest_expert_padded_to():
+    assert experts.wait([0.5, 0.25, 0.25, 0.0], 2) == 1.5
+    assert experts.padded(SMALL, 100, 75) == 1.5
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_held_parameters_are_those_counted(size):
+    configs = [replace(SMALL, **choices) for choices in CASES.values()]
+    for config in configs:
+        assert experts.parameters(config).total == parameter_count(config)
 
     def counted():
-        model = experts.parallelize(GPT(config), dist.group.WORLD)
-        return sum(p.numel() for p in model.parameters())
+        models = [experts.parallelize(GPT(config), dist.group.WORLD) for config in configs]
+        return [sum(p.numel() for p in model.parameters()) for model in models]
 
-    assert run(counted, size) == [experts.held(config, size)] * size
+    assert run(counted, size) == [[experts.held(config, size) for config in configs]] * size
 
 
 def states():
@@ -156,67 +155,29 @@ def states():
     found = experts.full_state_dict(model)
     assert found.keys() == other.state_dict().keys()
     assert all(found[name].equal(tensor) for name, tensor in other.state_dict().items())
-    with pytest.raises(ValueError, match=r"state: .*experts.3.up.weight missing"):
-        less = dict(other.state_dict())
-        del less["blocks.1.ffn.experts.3.up.weight"]
-        experts.load_full_state_dict(model, less)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_state_fits_any_ranks(size):
-    run(states, size)
+def test_a_state_of_another_model_goes_in_and_comes_out():
+    run(states, 2)
 
 
-def test_the_balancing_loss_is_one_for_each_even_layer_and_pulls_towards_even():
+def test_the_balancing_loss_is_one_for_each_even_layer():
+    """That it evens loads, and that the bias does, the lesson shows."""
     model = gpt(layers=1)
-    tokens, _ = batch(0)
     with experts.watch(model) as routed:
-        model(tokens)
+        model(batch(0)[0])
     (one,) = routed
     assert one.count_E.sum() == 8 * 12 * 2
     even = one._replace(scores_BSE=torch.full_like(one.scores_BSE, 0.25))
     assert experts.balancing_loss([even]).item() == pytest.approx(1)
-    model = gpt(layers=1)
-    with torch.no_grad():
-        model.blocks[0].ffn.router.score.weight *= 40  # so that experts differ in load
-    optimizer = torch.optim.Adam(model.blocks[0].ffn.router.parameters(), 0.05)
-    fullest = []
-    for _ in range(40):
-        with experts.watch(model) as routed:
-            model(tokens)
-        experts.balancing_loss(routed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        fullest.append(experts.loads(routed).max().item())
-    assert fullest[0] > 0.35 and sum(fullest[-20:]) / 20 < 0.28  # even is 0.25
-
-
-def test_the_bias_evens_loads_and_moves_no_weight():
-    model = gpt(layers=1)
-    with torch.no_grad():
-        model.blocks[0].ffn.router.score.weight *= 40
-    before, tokens = copy.deepcopy(model), batch(0)[0]
-    fullest = []
-    for _ in range(40):
-        with experts.watch(model) as routed, torch.no_grad():
-            model(tokens)
-        experts.update_bias(routed, 0.005)
-        fullest.append(experts.loads(routed).max().item())
-    assert fullest[0] > 0.35 and sum(fullest[-20:]) / 20 < 0.31  # same tokens go to the same
-    assert all(p.equal(q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
 
 
 CONVERT = {
     "bfloat16": lambda model: model.bfloat16(),
-    "to": lambda model: model.to(torch.bfloat16),
-    "half": lambda model: model.half(),
     "from double": lambda model: model.double().to("cpu", torch.bfloat16),
-    "a copy": lambda model: copy.deepcopy(model.bfloat16()),
     "a copy converted": lambda model: copy.deepcopy(model).bfloat16(),
-    "pickled": lambda model: pickle.loads(pickle.dumps(model.bfloat16())),
     "from meta": lambda model: filled(GPT(model.config).to("meta", torch.bfloat16), model),
     "made in 16 bits": lambda model: made(model),
-    "loaded": lambda model: loaded(model, torch.float32),
     "loaded from 16 bits": lambda model: loaded(model, torch.bfloat16),
     "assigned from 16 bits": lambda model: loaded(model, torch.bfloat16, assign=True),
 }
@@ -282,15 +243,14 @@ def in_micro_batches():
     assert mine.equal(theirs) and mine.abs().max().item() == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_micro_batches_of_a_step_count_as_one_batch(size):
-    run(in_micro_batches, size)
+def test_micro_batches_of_a_step_count_as_one_batch():
+    run(in_micro_batches, 2)
 
 
-def without_tokens(choices):
+def without_tokens():
     """Rank 1 has no tokens: its experts compute, and learn from, those of rank 0."""
     world = dist.group.WORLD
-    serial = gpt(**choices)
+    serial = gpt(**CASES["gshard"])
     model = experts.parallelize(copy.deepcopy(serial), world)
     tokens, targets = batch(0)
     mine = slice(None) if dist.get_rank() == 0 else slice(0)
@@ -306,66 +266,5 @@ def without_tokens(choices):
             torch.testing.assert_close(parameter.grad, whole[name].grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["gshard", "deepseek"])
-def test_a_rank_without_tokens_takes_part(case):
-    run(without_tokens, 2, CASES[case])
-
-
-def skips():
-    """Rank 1 has no tokens and goes home early; the others wait for it."""
-    model = experts.parallelize(gpt(), dist.group.WORLD)
-    tokens, _ = batch(0)
-    if dist.get_rank() != 1:
-        model(tokens)
-
-
-def test_a_rank_that_skips_the_exchange_is_named():
-    with pytest.raises(ranks.RankError) as error:
-        run(skips, 4, device="cpu", timeout=5)
-    assert error.value.ranks == [1]
-
-
-WRONG = {
-    "experts=4: 3 ranks do not divide them; allowed are [1, 2, 4]": lambda: experts.parallelize(
-        gpt(), dist.group.WORLD
-    ),
-    "model=GPT: allowed is a GPT of shardlab.model with config.experts": lambda: (
-        experts.parallelize(gpt(experts=0), dist.group.WORLD)
-    ),
-    "model=GPT: allowed is what `parallelize` returned": lambda: experts.full_state_dict(gpt()),
-    "group=None: allowed is a process group": lambda: experts.parallelize(gpt(), None),
-    "rate=-1: allowed are numbers from 0": lambda: experts.update_bias([], -1),
-}
-
-
-def refusals():
-    told = []
-    for wrong in WRONG.values():
-        with count.sent() as found, pytest.raises(ValueError) as error:
-            wrong()
-        assert not found.collectives
-        told.append(str(error.value))
-    return told
-
-
-def twice():
-    model = experts.parallelize(gpt(), dist.group.WORLD)
-    with pytest.raises(ValueError, match="dealt out already"):
-        experts.parallelize(model, dist.group.WORLD)
-    alone = pairs()[0]
-    with pytest.raises(ValueError, match=r"data has 2 ranks, the group of experts 4, copies 1"):
-        experts.average_gradients(model, alone)
-
-
-def test_what_cannot_be_right_is_refused_before_anything_is_sent():
-    for told in run(refusals, 3):
-        assert all(said.startswith(want) for said, want in zip(told, WRONG, strict=True)), told
-    run(twice, 4)
-    with pytest.raises(ValueError, match="ranks=0: allowed are whole numbers"):
-        experts.held(SMALL, 0)
-    with pytest.raises(ValueError, match="experts=4: 3 ranks do not divide them"):
-        experts.held(SMALL, 3)
-    with pytest.raises(ValueError, match="dropped=-1: allowed are whole numbers, 0 or more"):
-        experts.predicted_sent(SMALL, 8, dropped=-1)
-    assert experts.wait([0.5, 0.25, 0.25, 0.0], 2) == 1.5
-    assert experts.padded(SMALL, 100, 75) == 1.5
+def test_a_rank_without_tokens_takes_part():
+    run(without_tokens, 2)

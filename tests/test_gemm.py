@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import here
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed import on_time
 
@@ -18,8 +18,6 @@ from shardlab import count, gemm, link, ranks
 from shardlab.gemm import Machine
 
 HALF_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-# Each example starts processes: few examples, each with many shapes in one run.
-few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 sizes = st.integers(1, 17)
 ALWAYS = [(1, 1, 1), (10, 9, 7), (8, 12, 16), (3, 2, 2)]  # M, N, K; 1 and 2: some have nothing
 
@@ -111,8 +109,8 @@ def all_cases(shapes: list[tuple[int, int, int]]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@few
-@given(shapes=st.lists(st.tuples(sizes, sizes, sizes), min_size=2, max_size=4))
+@settings(max_examples=1)  # which starts ranks, and has many shapes
+@given(shapes=st.lists(st.tuples(sizes, sizes, sizes), min_size=6, max_size=6))
 def test_equals_matmul_and_costs_what_was_predicted(
     size: int, shapes: list[tuple[int, int, int]]
 ) -> None:
@@ -210,31 +208,6 @@ def test_a_grid_holds_each_element_once(M: int, N: int, K: int, number: int) -> 
 # ------------------------------------------------------------------------------- bytes
 
 
-@given(
-    M=sizes, N=sizes, K=sizes, number=st.integers(1, 9), way=st.sampled_from(gemm.WAYS),
-    full=st.booleans(),
-)  # fmt: skip
-def test_bytes_of_all_ranks_together(
-    M: int, N: int, K: int, number: int, way: str, full: bool
-) -> None:
-    full = full and way != "summa"
-    costs = [gemm.predict(way, M, N, K, number, 4, full, r) for r in range(number)]
-    assert len({cost.wire for cost in costs}) == 1
-    assert sum(cost.flops for cost in costs) == 2 * M * N * K
-    rows, columns = gemm.near_square(number)
-    even = way == "inner" or {"rows": M, "columns": N}.get(way, number) % number == 0
-    formula = {
-        ("rows", True): (number - 1) * M * N,
-        ("columns", True): (number - 1) * M * N,
-        ("inner", True): 2 * (number - 1) * M * N,
-        ("inner", False): (number - 1) * M * N,
-        ("summa", False): (columns - 1) * M * K + (rows - 1) * K * N,
-    }.get((way, full), 0)
-    padding = {"rows": N, "columns": M}.get(way, 0) * number * (number - 1)
-    extra = costs[0].wire - 4 * formula
-    assert extra == 0 if even or not full else 0 <= extra <= 4 * padding
-
-
 @pytest.mark.alone
 def test_the_interface_saw_what_the_formula_says() -> None:
     if count.wire_bytes() is None:
@@ -300,24 +273,12 @@ def test_a_budget_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(MemoryError) as caught:
         gemm.check_budget(one.held, 512 * 10**6, "8192 x 8192 times 8192 x 8192")
     assert isinstance(caught.value, gemm.OverBudget)
-    assert str(caught.value) == (
-        "8192 x 8192 times 8192 x 8192 needs 805.3 MB, which is 293.3 MB more than the budget of "
-        "512.0 MB"
-    )
+    assert "needs 805.3 MB, which is 293.3 MB more than the budget" in str(caught.value)
     four = [gemm.predict(way, 8192, 8192, 8192, 4, full=False).held for way in gemm.WAYS]
     rows, columns, inner, summa = four
     assert rows == columns == 1.5 * 4 * 8192**2  # a quarter of two, all of one
     assert inner > rows  # a summand of all of C, and what arrives of it
     assert summa == (3 / 4 + 2 / 2) * 4 * 8192**2  # a quarter of each, and two panels of each
-
-
-def test_narrow_panels_hold_less() -> None:
-    held = [
-        gemm.predict("summa", 4096, 4096, 4096, 16, full=False, width=width).held
-        for width in (None, 256, 64, 8)
-    ]
-    assert held == sorted(held, reverse=True)
-    assert held[-1] < 1.02 * 3 * 4 * 4096**2 / 16  # almost nothing but the blocks
 
 
 # ------------------------------------------------------------------------------- seconds
@@ -431,106 +392,16 @@ def test_one_rank_has_no_link_to_measure() -> None:
     assert gemm.seconds("inner", 4, 4, 4, 1, machine).communicate == 0
 
 
-@pytest.mark.parametrize(
-    ("cut", "expected"),
-    [
+def test_shards_are_the_largest_shares() -> None:
+    for cut, sizes in (
         ("rows", [(20, 12, 9), (10, 12, 9), (7, 12, 9)]),
         ("columns", [(20, 12, 9), (20, 6, 9), (20, 4, 9)]),
         ("inner", [(20, 12, 9), (20, 12, 5), (20, 12, 3)]),
-    ],
-)
-def test_shards_are_the_largest_shares(cut: str, expected: list[tuple[int, int, int]]) -> None:
-    cpu = torch.device("cpu")
-    found = gemm.shard_throughput(20, 12, 9, (1, 2, 3), cut, torch.float64, cpu, repeats=1)
-    assert [(shard.M, shard.N, shard.K) for shard in found] == expected
-    assert [shard.degree for shard in found] == [1, 2, 3]
-    for shard in found:
-        assert shard.seconds > 0
-        assert shard.flops * shard.seconds == pytest.approx(2 * shard.M * shard.N * shard.K)
-
-
-# ------------------------------------------------------------------------------- bad input
-
-
-def test_bad_input_is_refused_before_anything_is_sent() -> None:
-    def run() -> list[tuple[str, str, Any]]:
-        group, rank = dist.group.WORLD, dist.get_rank()
-        a, b = torch.zeros(8, 4), torch.zeros(4, 6)
-        grid = gemm.grid(group, 2, 2)
-        two = dist.new_group([0, 1])
-        block = torch.zeros(4, 2)
-        cases = {
-            "the inner dimensions are 4 and 6": lambda: gemm.by_rows(a, b.T),
-            "[8] @": lambda: gemm.by_columns(torch.zeros(8), b),
-            "list @": lambda: gemm.by_inner([[1.0]], b, group),
-            "torch.float32 on cpu and torch.float64 on cpu": lambda: gemm.by_rows(a, b.double()),
-            "[8, 4] @ [5, 6]": lambda: gemm.by_inner(a, torch.zeros(5, 6), group, False),
-            "group=None": lambda: gemm.by_inner(a, b, None),
-            "has 2 of 8 rows": lambda: gemm.gather_rows(torch.zeros(3, 6), 8, group),
-            "has 3 of 12 columns": lambda: gemm.gather_columns(torch.zeros(3, 2), 12, group),
-            "way='diagonal': allowed are 'rows', 'columns', 'inner'": lambda: gemm.multiply(
-                "diagonal", a, b, group
-            ),
-            "rows=3, columns=2: 6 ranks, and the group has 4; allowed are 1 x 4, 2 x 2, 4 x 1": (
-                lambda: gemm.grid(group, 3, 2)
-            ),
-            "rows=0": lambda: gemm.grid(group, 0, 4),
-            "columns of A and": lambda: gemm.summa(block, block.T, 7, grid),
-            "the two factors have to be of one kind": lambda: gemm.summa(
-                block, block.T.double(), 4, grid
-            ),
-            "width=0": lambda: gemm.summa(block, block.T, 4, grid, 0),
-        }
-        if rank >= 2:
-            cases["a process group that holds this rank"] = lambda: gemm.by_inner(a, b, two)
-        found = []
-        for expected, call in cases.items():
-            with count.sent() as sent:
-                try:
-                    call()
-                except ValueError as error:
-                    found.append((expected, str(error), sent.collectives))
-                except Exception as error:
-                    kind = f"{type(error).__name__}, no ValueError: {error}"
-                    found.append((expected, kind, sent.collectives))
-                else:
-                    found.append((expected, "nothing was raised", sent.collectives))
-        return found
-
-    for found in ranks.run(run, 4):
-        for expected, message, sent in found:
-            assert expected in message
-            assert sent == {}, expected
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: gemm.shard_slice(-1, 2, 0), "size=-1: allowed are whole numbers, 0 or more"),
-        (lambda: gemm.shard_slice(4, 0, 0), "ranks=0: allowed are whole numbers, 1 or more"),
-        (lambda: gemm.shard_slice(4, 2, 2), "rank=2: allowed are whole numbers, 0 to 1"),
-        (lambda: gemm.shard_slice(4, 2, True), "rank=True"),
-        (lambda: gemm.predict("cubes", 1, 1, 1, 1), "'columns', 'inner', 'summa'"),
-        (lambda: gemm.predict("rows", 0, 1, 1, 1), "M=0"),
-        (lambda: gemm.predict("rows", 1, 1, 1.5, 1), "K=1.5"),
-        (
-            lambda: gemm.predict("rows", 4, 4, 4, 2, rank=2),
-            "rank=2: allowed are whole numbers, 0 to 1",
-        ),
-        (lambda: gemm.predict("summa", 4, 4, 4, 4), "allowed with way='summa' is False"),
-        (lambda: gemm.predict("summa", 4, 4, 4, 4, full=False, shape=(1, 3)), "a grid of 4"),
-        (lambda: gemm.predict("rows", 4, 4, 4, 4, shape=(2, 2)), "for way='summa'"),
-        (lambda: gemm.panels(4, 2, 2, -1), "width=-1"),
-        (lambda: gemm.pays_from("rows", 1, Machine(1, 1, 1)), "ranks=1: allowed are 2 or more"),
-        (lambda: Machine(0, 1, 1), "flops=0: allowed are numbers above 0"),
-        (lambda: Machine(1, -1, 1), "latency=-1: allowed are numbers from 0"),
-        (lambda: gemm.check_budget(-1, 2), "needed=-1"),
-        (lambda: gemm.check_budget(1, math.nan), "budget=nan"),
-        (lambda: gemm.shard_throughput(8, 8, 8, (1, 9)), "allowed here are 1 to 8"),
-        (lambda: gemm.shard_throughput(8, 8, 8, (1,), "summa"), "cut='summa'"),
-    ],
-)
-def test_bad_numbers_are_refused(call: Any, says: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        call()
-    assert says in str(caught.value)
+    ):
+        cpu = torch.device("cpu")
+        found = gemm.shard_throughput(20, 12, 9, (1, 2, 3), cut, torch.float64, cpu, repeats=1)
+        assert [(shard.M, shard.N, shard.K) for shard in found] == sizes
+        assert [shard.degree for shard in found] == [1, 2, 3]
+        for shard in found:
+            assert shard.seconds > 0
+            assert shard.flops * shard.seconds == pytest.approx(2 * shard.M * shard.N * shard.K)

@@ -87,105 +87,84 @@ def test_operations_are_right_and_take_their_time():
                     assert 0.97 * predicted < measured < 1.25 * predicted + 0.01, (name, measured)
 
 
-def test_messages_queue_on_one_wire():
-    def work() -> float:
-        slow = link.slow(0.0, BANDWIDTH)
-        x, y = torch.ones(SIZE // 4), torch.empty(SIZE // 4)
+def messages() -> list[float]:
+    """Seconds of four messages on one wire, of a late receive, and of compute beside a sum."""
+    peer = 1 - dist.get_rank()
+    slow, late = link.slow(0.0, BANDWIDTH), link.slow(0.01, BANDWIDTH)
+    x, y, whole = torch.ones(SIZE // 4), torch.empty(SIZE // 4), torch.ones(SIZE)
 
-        def four() -> None:
-            peer = 1 - dist.get_rank()
-            out = [ranks.isend(x, peer, slow) for _ in range(4)]
-            for _ in range(4):
-                ranks.irecv(y, peer, slow).wait()
-            for message in out:
-                message.wait()
+    def four() -> None:
+        out = [ranks.isend(x, peer, slow) for _ in range(4)]
+        for _ in range(4):
+            ranks.irecv(y, peer, slow).wait()
+        for message in out:
+            message.wait()
 
-        return timed(four)
-
-    for seconds in ranks.run(work, 2):
-        with on_time():
-            assert 0.97 * 4 * SIZE / BANDWIDTH < seconds < 1.25 * 4 * SIZE / BANDWIDTH + 0.01
-
-
-def test_a_message_sets_off_when_its_receive_is_posted():
-    def work() -> float:
-        slow = link.slow(0.01, BANDWIDTH)
-        x, peer = torch.ones(SIZE // 4), 1 - dist.get_rank()
-
-        def late() -> None:
-            if peer:  # rank 0
-                ranks.isend(x, peer, slow).wait()
-            else:
-                time.sleep(0.05)
-                ranks.irecv(x, peer, slow).wait()
-
-        return timed(late)
-
-    expected = 0.05 + 0.01 + SIZE / BANDWIDTH
-    with on_time():
-        assert 0.97 * expected < ranks.run(work, 2)[1] < 1.2 * expected + 0.01
-
-
-def test_a_message_that_was_waited_for_is_over():
-    """gloo's own handle waits for ever when it is waited for twice; this one asks it once."""
-
-    def work() -> bool:
-        slow = link.slow(1e-3, 1e9)
-        if dist.get_rank() == 0:
-            handle = dist.isend(torch.ones(3), 1, group=slow)
+    def received_late() -> None:
+        if peer:  # rank 0
+            ranks.isend(x, peer, late).wait()
         else:
-            handle = dist.irecv(torch.empty(3), 0, group=slow)
+            time.sleep(0.05)
+            ranks.irecv(x, peer, late).wait()
+
+    def overlapped() -> None:
+        handle = dist.all_reduce(whole, group=slow, async_op=True)
+        time.sleep(0.08)  # the wire needs 0.096 s
         handle.wait()
-        return handle.is_completed()
 
-    assert ranks.run(work, 2, timeout=20) == [True, True]
+    return [timed(call) for call in (four, received_late, overlapped)]
 
 
-def test_compute_goes_on_while_the_wire_is_busy():
-    def work() -> float:
-        slow = link.slow(0.0, BANDWIDTH)
-        x = torch.ones(SIZE)
-
-        def overlapped() -> None:
-            handle = dist.all_reduce(x, group=slow, async_op=True)
-            time.sleep(0.08)  # the wire needs 0.096 s
-            handle.wait()
-
-        return timed(overlapped)
-
-    for seconds in ranks.run(work, 2):
+def test_messages_queue_set_off_when_both_ends_are_there_and_leave_compute_alone():
+    each, expected = SIZE / BANDWIDTH, 0.05 + 0.01 + SIZE / BANDWIDTH
+    for rank, (four, late, overlapped) in enumerate(ranks.run(messages, 2)):
         with on_time():
-            assert 0.096 * 0.97 < seconds < 0.14  # one after the other they would take 0.176
+            assert 0.97 * 4 * each < four < 1.25 * 4 * each + 0.01
+            assert rank == 0 or 0.97 * expected < late < 1.2 * expected + 0.01
+            assert 0.096 * 0.97 < overlapped < 0.14  # one after the other they would take 0.176
 
 
-def test_torchs_ddp_runs_on_it_and_is_counted():
-    def work() -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[int, int]]]:
-        torch.manual_seed(0)
-        slow = link.slow(1e-4, 1e9)
-        plain = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 5))
-        x = torch.randn(2, 4, 50)
-        model = nn.parallel.DistributedDataParallel(plain, process_group=slow)
-        with count.sent() as sent:
-            model(x[dist.get_rank()]).sum().backward()
-        got = plain[0].weight.grad.clone()
-        plain.zero_grad()
-        (plain(x.flatten(0, 1)).sum() / 2).backward()
-        return got, plain[0].weight.grad, sent.collectives
+def on_a_slow_group() -> dict[str, object]:
+    """What libraries do on one: torch's DDP, a mesh, a batch of messages, a second wait."""
+    found: dict[str, object] = {}
+    torch.manual_seed(0)
+    group, me = link.slow(0.05, 1e9), dist.get_rank()
+    plain = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 5))
+    x = torch.randn(2, 4, 50)
+    model = nn.parallel.DistributedDataParallel(plain, process_group=group)
+    with count.sent() as sent:
+        model(x[me]).sum().backward()
+    got = plain[0].weight.grad.clone()
+    plain.zero_grad()
+    (plain(x.flatten(0, 1)).sum() / 2).backward()
+    torch.testing.assert_close(got, plain[0].weight.grad)
+    found["sent"] = sent.collectives
 
-    for got, want, collectives in ranks.run(work, 2):
-        torch.testing.assert_close(got, want)
-        assert collectives == {"all_reduce": (1, 4 * (50 * 50 + 50 + 50 * 5 + 5))}
+    # FSDP2 is given a mesh, and a mesh looks its group up by name.
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, ranks.device().type)
+    found["mesh"] = mesh.get_group() is group
+
+    # torch asks the group for its backend there, from 2.15 on.
+    got, begin = torch.zeros(3), time.monotonic()
+    ranks.exchange(torch.full((3,), me + 1.0), 1 - me, got, 1 - me, group).wait()
+    found["exchange"] = got.tolist(), time.monotonic() - begin >= 0.05
+
+    # gloo's own handle waits for ever when it is waited for twice; this one asks it once.
+    ends = (dist.isend, dist.irecv)
+    handle = ends[me](torch.ones(3), 1 - me, group=group)
+    handle.wait()
+    found["over"] = handle.is_completed()
+    return found
 
 
-def test_a_failure_underneath_is_not_swallowed():
-    def work() -> None:
-        slow = link.slow(0.0, 1e9)
-        if dist.get_rank() == 0:
-            raise ValueError("boom")
-        dist.all_reduce(torch.ones(1), group=slow)
-
-    with pytest.raises(ranks.RankError, match="rank 0 of 2 raised ValueError: boom"):
-        ranks.run(work, 2)
+def test_libraries_run_on_it_and_are_counted():
+    for rank, found in enumerate(ranks.run(on_a_slow_group, 2, timeout=20)):
+        assert found == {
+            "sent": {"all_reduce": (1, 4 * (50 * 50 + 50 + 50 * 5 + 5))},
+            "mesh": True,
+            "exchange": ([2.0 - rank] * 3, True),
+            "over": True,
+        }
 
 
 # A GPU's stream that is busy until a moment, without a GPU: operations are queued behind its work.
@@ -218,46 +197,24 @@ class OnGpu(torch.Tensor):
     is_cuda, device = True, torch.device("cuda", 0)
 
 
-@pytest.fixture
-def busy_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Busy)
-    monkeypatch.setattr(torch.cuda, "Stream", Busy)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+def on_a_busy_gpu() -> tuple[float, list[float], list[float]]:
+    """When two sums were queued; when they began and ended; seconds of messages with a late end."""
+    for name, stands in {"Event": Busy, "Stream": Busy}.items():
+        setattr(torch.cuda, name, stands)
+    torch.cuda.device = lambda _: contextlib.nullcontext()
+    slow, me = link.slow(0.0, BANDWIDTH), dist.get_rank()  # all-reduce of SIZE: 0.096 s
+    x = torch.ones(SIZE).as_subclass(OnGpu)
+    dist.barrier()
+    begin = time.monotonic()
+    Busy.until = begin + BUSY
+    handles = [dist.all_reduce(x, group=slow, async_op=True) for _ in range(2)]
+    queued = time.monotonic() - begin
+    handles[1].wait()
+    assert time.monotonic() - begin > 0.99 * (BUSY + 2 * 0.096)
+    log = [t - begin for entry in slow.log for t in entry[2:]]
 
-
-@pytest.mark.usefixtures("busy_gpu")
-def test_on_a_gpu_the_clock_starts_when_the_stream_is_so_far():
-    def work() -> tuple[float, float, list[float]]:
-        slow = link.slow(0.0, BANDWIDTH)  # all-reduce of SIZE: 0.096 s
-        x = torch.ones(SIZE).as_subclass(OnGpu)
-        dist.barrier()
-        begin = time.monotonic()
-        Busy.until = begin + BUSY
-        handles = [dist.all_reduce(x, group=slow, async_op=True) for _ in range(2)]
-        queued = time.monotonic() - begin
-        handles[1].wait()
-        return (
-            queued,
-            time.monotonic() - begin,
-            [t - begin for entry in slow.log for t in entry[2:]],
-        )
-
-    for queued, waited, log in ranks.run(work, 2, device="cpu"):
-        with on_time():
-            assert queued < 0.1  # the host was not stopped
-        assert waited > 0.99 * (BUSY + 2 * 0.096)
-        called, begun, over, called_too, begun_too, over_too = log
-        with on_time():
-            assert called == pytest.approx(BUSY, abs=0.02) == called_too
-            assert begun == called and over == pytest.approx(BUSY + 0.096, abs=0.02)
-            assert begun_too == over and over_too == pytest.approx(BUSY + 2 * 0.096, abs=0.02)
-
-
-@pytest.mark.usefixtures("busy_gpu")
-@pytest.mark.parametrize("late", [0, 1], ids=["sender", "receiver"])
-def test_on_a_gpu_a_message_sets_off_when_both_streams_are_so_far(late: int):
-    def work() -> float:
-        slow, me = link.slow(0.01, BANDWIDTH), dist.get_rank()
+    slow, seconds = link.slow(0.01, BANDWIDTH), []
+    for late in (0, 1):  # the sender, then the receiver
         x = torch.full((SIZE // 4,), float(me)).as_subclass(OnGpu)
         answer = torch.zeros(1)
         dist.barrier()
@@ -269,59 +226,22 @@ def test_on_a_gpu_a_message_sets_off_when_both_streams_are_so_far(late: int):
             dist.recv(answer, 1)
         else:
             handle = dist.irecv(x, 0, group=slow)
-        queued = time.monotonic() - begin
+        queued = max(queued, (time.monotonic() - begin) * me)
         handle.wait()
-        seconds = time.monotonic() - begin
+        seconds.append(time.monotonic() - begin)
         if me == 1:
+            assert x[0].item() == 0
             dist.send(answer, 0)
-            assert queued < 0.1 and x[0].item() == 0
-        return seconds
+    return queued, log, seconds
 
+
+def test_on_a_gpu_the_clock_starts_when_the_streams_are_so_far():
     expected = BUSY + 0.01 + SIZE / BANDWIDTH
-    seconds = ranks.run(work, 2, device="cpu")[1]
-    with on_time():
-        assert 0.97 * expected < seconds < 1.2 * expected + 0.01
-
-
-@pytest.mark.parametrize(
-    ("latency", "bandwidth", "message"),
-    [
-        (-1.0, 1e9, "latency=-1.0: allowed are numbers from 0"),
-        (float("nan"), 1e9, "latency=nan"),
-        (0.0, 0.0, "bandwidth=0.0: allowed are numbers above 0"),
-    ],
-)
-def test_bad_input(latency: float, bandwidth: float, message: str):
-    with pytest.raises(ValueError, match=message):
-        link.slow(latency, bandwidth)
-
-
-def test_an_unknown_operation():
-    with pytest.raises(ValueError, match="operation='scan': allowed are all_reduce"):
-        link.ring_seconds("scan", 1, 2, 0.0, 1.0)
-
-
-def test_a_mesh_stands_on_a_slow_group() -> None:
-    """FSDP2 is given a mesh, and a mesh looks its group up by name."""
-
-    def found() -> bool:
-        group = link.slow(0, 1e9)
-        mesh = dist.device_mesh.DeviceMesh.from_group(group, ranks.device().type)
-        return mesh.get_group() is group
-
-    assert ranks.run(found, 2) == [True, True]
-
-
-def test_messages_in_both_directions_go_in_a_batch() -> None:
-    """torch asks the group for its backend there, from 2.15 on."""
-
-    def work() -> tuple[list[float], float]:
-        group = link.slow(0.05, 1e9)
-        me = dist.get_rank(group)
-        got = torch.zeros(3)
-        begin = time.monotonic()
-        ranks.exchange(torch.full((3,), me + 1.0), 1 - me, got, 1 - me, group).wait()
-        return got.tolist(), time.monotonic() - begin
-
-    (first, seconds), (second, _) = ranks.run(work, 2)
-    assert first == [2.0] * 3 and second == [1.0] * 3 and seconds >= 0.05
+    for rank, (queued, log, seconds) in enumerate(ranks.run(on_a_busy_gpu, 2, device="cpu")):
+        called, begun, over, called_too, begun_too, over_too = log
+        with on_time():
+            assert queued < 0.1  # the host was not stopped
+            assert called == pytest.approx(BUSY, abs=0.02) == called_too
+            assert begun == called and over == pytest.approx(BUSY + 0.096, abs=0.02)
+            assert begun_too == over and over_too == pytest.approx(BUSY + 2 * 0.096, abs=0.02)
+            assert rank == 0 or all(0.97 * expected < s < 1.2 * expected + 0.01 for s in seconds)

@@ -9,12 +9,10 @@ GPUs: the same by the allocator's own counters. There a kernel may keep a random
 
 from __future__ import annotations
 
-import ast
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,10 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, memory, show, text
+from shardlab import count, memory
 from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 
@@ -149,8 +146,7 @@ def check(
     assert measured.peak == pytest.approx(found.peak, rel=0.05)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(("precision", "batch"), [("fp32", 1), ("bf16", 4)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_step_holds_what_was_predicted(name: str, precision: str, batch: int) -> None:
     config = SHAPES[name]
@@ -178,7 +174,7 @@ shapes = st.builds(
 
 
 # Without shrinking: an example takes a step of training, and any failing one tells enough.
-@settings(deadline=None, max_examples=12, phases=[Phase.reuse, Phase.generate])
+@settings(deadline=None, max_examples=6, phases=[Phase.reuse, Phase.generate])
 @given(shapes, st.integers(1, 3), st.sampled_from(sorted(DTYPES)))
 def test_any_shape(config: Config, batch: int, precision: str) -> None:
     measured = Step(config, precision, "cpu").measure(batch, config.seq)
@@ -190,8 +186,10 @@ def recompute_blocks(model: GPT) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", ["micro", "llama", "dropout"])
+MIXED = [("micro", "fp32"), ("llama", "bf16"), ("dropout", "bf16")]  # a shape, a precision
+
+
+@pytest.mark.parametrize(("name", "precision"), MIXED)
 def test_full_recomputation(name: str, precision: str) -> None:
     config, batch = SHAPES[name], 4
     step = Step(config, precision, "cpu")
@@ -200,8 +198,7 @@ def test_full_recomputation(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["fused", "plain"])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", ["micro", "llama"])
+@pytest.mark.parametrize(("name", "precision"), MIXED[:2])
 def test_selective_recomputation(
     name: str, precision: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,9 +245,8 @@ def compute_again(model: GPT, operators: str) -> None:
             ffn.forward = forward
 
 
-@pytest.mark.parametrize("operators", ["norms", "ffn", "norms+ffn", "attention+norms+ffn"])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", ["micro", "llama", "dropout"])
+@pytest.mark.parametrize("operators", ["norms", "ffn", "attention+norms+ffn"])
+@pytest.mark.parametrize(("name", "precision"), MIXED)
 def test_recomputation_by_operator(
     name: str, precision: str, operators: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,8 +286,7 @@ def softmax_in_its_dtype(
     return F.dropout(weights_BASS, dropout_p) @ v_BASD  # [B, A, S, S] @ [B, A, S, D]
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", ["long", "llama", "dropout"])
+@pytest.mark.parametrize(("name", "precision"), [("long", "fp32"), *MIXED[1:]])
 def test_attention_that_keeps_its_scores_in_16_bits(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,70 +357,6 @@ def test_llama_3_8b_on_many_ranks() -> None:
 # On a GPU: the lesson's own cells, without one.
 
 
-class Allocator:
-    """torch.cuda of a GPU with `total` bytes, and what torch keeps when tensors are gone."""
-
-    def __init__(self, total: int):
-        self.total, self.kept, self.allocated = total, 0, 0
-        self.get_device_name = lambda: "a GPU"
-        self.memory_reserved, self.memory_allocated = lambda: self.kept, lambda: self.allocated
-
-    def mem_get_info(self) -> tuple[int, int]:
-        return self.total - self.kept, self.total
-
-    def empty_cache(self) -> None:
-        self.kept = self.allocated
-
-
-def lesson_cell(words: str) -> str:
-    source = (show.ROOT / "code/lessons/memory.py").read_text("utf-8")
-    (cell,) = (c for c in source.split("# %%") if words in c and not c.startswith(" [markdown]"))
-    return cell.partition("\n")[2]
-
-
-def test_the_lesson_measures_every_model_that_the_gpu_holds(capsys) -> None:
-    gpu, measured = Allocator(140 * 10**9), []
-
-    def compare(config: Config, batch: int, device: str) -> list[tuple[str, int, int]]:
-        peak = memory.estimate(
-            config, Layout(micro_batch=batch), precision="fp32", device="gpu"
-        ).peak
-        gpu.kept = max(gpu.kept, peak)  # its tensors are gone, the allocator has their memory
-        measured.append(config.hidden)
-        return [("peak", peak, peak)]
-
-    def table(rows: list, head: list, caption: str) -> None: ...
-
-    names = {"torch": SimpleNamespace(cuda=gpu), "show": SimpleNamespace(table=table)}
-    names |= {"compare": compare, "off": lambda *_: "0", "memory": memory, "Config": Config}
-    names["Layout"] = Layout
-    exec(lesson_cell("LARGER = {"), names | {"SHAPE": SHAPES["nano"], "GPU": True, "head": []})
-    assert measured == [SHAPES["nano"].hidden, 2048, 2560, 4096]
-    assert "more than" not in capsys.readouterr().out
-
-
-def test_the_lesson_makes_its_model_where_it_is_to_be() -> None:
-    made = []
-
-    class Made(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
-                made.append((result.device.type, result.numel()))
-            return result
-
-    names = {"Config": Config, "GPT": GPT, "torch": torch, "text": text}
-    cell = ast.parse(lesson_cell("def training("))
-    cell.body = [node for node in cell.body if getattr(node, "name", "") == "training"]
-    config = SHAPES["micro"]
-    with Made():
-        exec(compile(cell, "memory.py", "exec"), names | {"SHAPE": config}, names)
-        model, *_ = names["training"](config, 1, "meta")
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    # On the CPU there are tokens, and no weights.
-    assert max(size for device, size in made if device == "cpu") <= 2 * config.seq
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
@@ -442,19 +373,3 @@ def test_a_step_on_a_gpu_holds_what_was_predicted(
         recompute_blocks(step.model)
     measured = step.measure(batch, config.seq)
     check(config, precision, measured, batch, "cuda", recompute=recompute)
-
-
-def test_the_helper_trains() -> None:
-    """The measured step is a real one: the loss falls, in both precisions."""
-    config = SHAPES["nano"]
-    for precision in DTYPES:
-        step = Step(config, precision, "cpu")
-        tokens_BS = torch.randint(0, config.vocab, (2, config.seq))
-        losses = []
-        for _ in range(3):
-            value = loss(step.model(tokens_BS), tokens_BS)
-            value.backward()
-            step.update()
-            step.model.zero_grad()
-            losses.append(value.item())
-        assert losses == sorted(losses, reverse=True) and isinstance(step.model, nn.Module)

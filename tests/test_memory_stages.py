@@ -141,24 +141,3 @@ def test_ranks_that_share_a_sequence_or_groups_of_copies() -> None:
     assert memory.activations(config, Layout(cp=2)) == half
     groups = memory.estimate(config, Layout(dp=8, zero=3, replicas=4))
     assert groups.optimizer == memory.estimate(config, Layout(dp=2, zero=3)).optimizer
-
-
-@pytest.mark.parametrize(
-    ("words", "given"),
-    [
-        ("cp=3: allowed are divisors of seq=64", {"cp": 3}),
-        ("attention='plain': allowed with cp=2 is 'fused'", {"cp": 2, "attention": "plain"}),
-        ("replicas=3: allowed are divisors of dp=8", {"dp": 8, "replicas": 3, "zero": 1}),
-        ("replicas=2: allowed with zero=0 is 1", {"dp": 8, "replicas": 2}),
-        ("schedule='2f2b': allowed are 'naive'", {"schedule": "2f2b"}),
-        ("chunks=1: allowed with schedule='interleaved'", {"pp": 2, "schedule": "interleaved"}),
-        (r"stages=\(1, 2\): allowed are those with 2 layers", {"pp": 2, "stages": (1, 2)}),
-        (r"stages=\(2,\): allowed are equal", {"pp": 2, "stages": (2,)}),
-        ("recompute='norms\\+gelu': allowed are 'none'", {"recompute": "norms+gelu"}),
-        ("recompute='ffn\\+ffn': allowed are 'none'", {"recompute": "ffn+ffn"}),
-    ],
-)
-def test_what_cannot_be_is_refused(words: str, given: dict) -> None:
-    with pytest.raises(ValueError, match=words):
-        attention = given.pop("attention", "fused")
-        memory.estimate(PRESETS["nano"], Layout(**given), attention=attention)

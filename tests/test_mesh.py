@@ -7,18 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from commands import benchmark, ran
+from commands import ran
 from devices import here
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlab import count, mesh, ranks
 from shardlab.checkpoint import Checkpoints, Training, export
-from shardlab.layout import Layout, orders
-from shardlab.mesh import groups, picture
-from shardlab.model import GPT, Config, loss
-from shardlab.ranks import RankError
+from shardlab.layout import Layout
+from shardlab.mesh import groups
+from shardlab.model import GPT, Config
 
 GPT2 = Config(vocab=32, seq=8, layers=2, heads=2, hidden=16)
 DEGREES = st.integers(1, 4)
@@ -159,7 +157,6 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     others = [
         (first, True),
         (replace(first, pp=1), True),  # p changes no sum
-        (Layout(dp=4, tp=2, zero=1), False),
         (Layout(dp=2, tp=2, zero=3), False),
         (Layout(), False),
     ]
@@ -198,20 +195,6 @@ def test_groups_are_those_of_torchs_mesh(dp, pp, tp, order):
     assert all(found.rank(**found.place(rank)) == rank for rank in range(found.ranks))
 
 
-def test_ranks_join_the_groups_that_torch_would_give_them():
-    shape = Layout(dp=2, tp=2)
-
-    def work():
-        ours = mesh.join(shape, dist.group.WORLD)
-        kind = ranks.device().type
-        theirs = init_device_mesh(kind, (2, 1, 2), mesh_dim_names=mesh.AXES)
-        pairs = zip(ours, mesh.groups_of(theirs), strict=True)
-        return [tuple(map(dist.get_process_group_ranks, pair)) for pair in pairs]
-
-    for axis in zip(*run(work, 4), strict=True):
-        assert all(ours == theirs for ours, theirs in axis)
-
-
 @given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS, data=st.data())
 def test_what_leaves_a_node_is_what_neighbours_beyond_it_are_sent(dp, pp, tp, order, data):
     found = Layout(dp=dp, pp=pp, tp=tp, order=order)
@@ -231,93 +214,12 @@ def test_what_leaves_a_node_is_what_neighbours_beyond_it_are_sent(dp, pp, tp, or
     assert sum(leaving["pp"]) <= 2.0 * found.ranks
 
 
-def test_tensor_innermost_leaves_least():
-    config = replace(GPT2, hidden=32, layers=4)
-
-    def beyond(shape):
-        sent = [mesh.predicted_sent(config, shape, rank, 16, 8) for rank in range(8)]
-        return sum(map(sum, shape.leaving(4, sent.__getitem__).values()))
-
-    totals = {shape.order: beyond(shape) for shape in orders(EIGHT)}
-    assert len(totals) == 6
-    assert min(totals, key=totals.get)[-1] == "tp" and max(totals, key=totals.get)[0] == "tp"
-
-
-def test_two_axes_are_those_of_fully_shard_and_parallelize_module():
-    config = replace(GPT2, heads=4, kv_heads=4, tied=False)
-    contenders = benchmark("mesh")
-
-    def work():
-        steps = {name: contenders[name](config, 2) for name in ("ours", "theirs")}
-        for _ in range(3):
-            for step, _ in steps.values():
-                step()
-        full = mesh.full_tensors(steps["ours"][1])
-        pairs = [(full[n], p.full_tensor()) for n, p in steps["theirs"][1].named_parameters()]
-        full_at_start = contenders["built"](config).state_dict()
-        moved = max(gap(w, full_at_start[n]) for n, w in full.items())
-        return max(gap(ours, theirs) for ours, theirs in pairs), moved
-
-    for apart, moved in run(work, 4):
-        # float32; three steps of AdamW at 1e-3, which divides by gradients that may be about 0
-        assert apart < 1e-4 < 1e-3 < moved
-
-
-def test_more_on_a_copy_weighs_more():
-    def work():  # one step without weights: the mean of means
-        job, copy = parallel(GPT2, Layout(dp=2), microbatches=1)
-        tokens, targets = batch(GPT2, 0, 5)
-        part = (tokens.split([4, 1])[copy], targets.split([4, 1])[copy])
-        wanted = loss(plain(GPT2)(tokens), targets)
-        means = loss(plain(GPT2)(part[0]), part[1])
-        value = job.step(*part)
-        dist.all_reduce(means)
-        return gap(value, wanted), gap(means / 2, wanted)
-
-    for ours, naive in run(work, 2):
-        assert ours < 1e-12 and naive > 1e-3
-
-
 def test_a_step_without_gradients_has_no_norm():
     def work():
         job, _ = parallel(GPT2, Layout(dp=2), zero=1)
         return job.clip_grad_norm_(1.0).item()
 
     assert run(work, 2) == [0.0, 0.0]
-
-
-def refused(seq=None, **options):
-    mesh.check_cuts(GPT2, Layout(**options), seq)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Layout(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
-        (lambda: Layout(pp=2, order=("dp", "tp")), r"order=\('dp', 'tp'\): .* with pp among them"),
-        (lambda: Layout(order=("dp", "dp")), "order=.*: allowed are dp, pp, cp and tp, each once"),
-        (lambda: Layout(order="dp"), "order='dp': allowed are"),
-        (lambda: EIGHT.check(4), "ranks=4: allowed is 8, the product of dp=2, pp=2 and tp=2"),
-        (lambda: EIGHT.place(8), "rank=8: allowed are whole numbers, 0 to 7"),
-        (lambda: EIGHT.leaving(3, lambda rank: {}), "node=3: allowed are divisors of 8 ranks"),
-        (lambda: refused(tp=4), "heads=2: allowed on 4 ranks are mul"),
-        (lambda: refused(pp=3), "pp=3: allowed are divisors of layers"),
-        (lambda: refused(pp=2, schedule="zb-h1"), "schedule='zb-h1': allowed in a mesh are naive"),
-        (lambda: refused(zero=4), "zero=4: allowed are 0, 1, 2 and 3"),
-        (lambda: refused(pp=2, zero=2), "zero=2 with pp=2: allowed are 0 and 1"),
-        (lambda: refused(tp=2, sequence_parallel=True, seq=9), "seq=9: allowed with sequence par"),
-        (lambda: refused(cp=2), "cp=2: allowed in a mesh is 1"),
-        (lambda: refused(pp=2, **LOOPED), r"pp=2, chunks=2: .* here parts have \[1, 1, 0, 0\]"),
-        (
-            lambda: mesh.check_cuts(replace(GPT2, vocab=2048), Layout(pp=2, stages="nanotron")),
-            r"pp=2, chunks=1: allowed are .* the head; here parts have \[2, 0\]",
-        ),
-        (lambda: refused(recompute="selective"), "recompute='selective': allowed in a mesh are"),
-    ],
-)
-def test_what_no_mesh_can_train(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 def trained(capsys, line):
@@ -352,36 +254,6 @@ def test_a_budget_is_met_before_anything_starts(capsys):
     assert status == 1 and json.loads(out) == {"fits": False, "needs": 538624, "budget": 1e5}
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--dp two", "dp='two': allowed are whole numbers, 1 or more"),
-        ("--tp 3", "heads=2: allowed on 3 ranks are multiples of 3"),
-        ("--zero -1", "zero=-1: allowed are whole numbers, 0 to 3"),
-        ("--steps 2", "steps=2: allowed are whole numbers, 3 or more"),
-        ("--layers 5000", "allowed here are 1,000 at most"),
-        ("--hidden 65536", "allowed here are 100,000,000 at most"),
-        (f"--steps {10**18}", "allowed here are 10,000,000 at most"),
-        ("--dp 3", "batch=8: allowed are multiples of dp=3 copies times 1 micro-batches"),
-        ("--dp 4 --microbatches 4", "batch=8: allowed are multiples of dp=4 copies times 4 micro"),
-        ("--dp 64 --batch 64", "ranks=64: allowed on this machine are 1 to"),
-        ("--pp 2 --zero 3", "zero=3 with pp=2: allowed are 0 and 1"),
-        ("--budget much", "budget='much': allowed are bytes, such as 2e6"),
-        ("--budget -1", "budget=-1: allowed are bytes, such as 2e6"),
-        ("--node 3", "node=3: allowed are divisors of 1 ranks"),
-        ("--dp 1024 --node 8", "ranks=1024: allowed with --node are 512 at most"),
-        ("--order tp,dp --node 1", "order='tp,dp': allowed are dp, pp and tp, each once, with"),
-        ("--layout d2 --dp 2", "dp with --layout, which says it: allowed is one of both"),
-        ("--layout x2", "layout: 'x2' is no part of one"),
-        ("--layout c2", "cp=2: allowed in a mesh is 1"),
-        ("--schedule vee", "schedule='vee': allowed are 'naive', 'gpipe', '1f1b'"),
-    ],
-)
-def test_options_that_are_refused(capsys, line, words):
-    status, _, err = ran(capsys, "mesh", *line.split())
-    assert status == 2 and words in err
-
-
 @given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS)
 def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
     found = Layout(dp=dp, pp=pp, tp=tp, order=order)
@@ -390,40 +262,3 @@ def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
         for row in rows:  # none passes over another
             assert all(a[-1] < b[0] for a, b in itertools.pairwise(row))
         assert sorted(sum(sum(rows, []), [])) == list(range(found.ranks))
-
-
-def test_what_no_picture_can_show():
-    with pytest.raises(ValueError, match="node=3: allowed are divisors of 8 ranks"):
-        picture.draw(EIGHT, 3)
-    with pytest.raises(ValueError, match="ranks=128: allowed in a picture are 64"):
-        picture.draw(Layout(dp=128), 8)
-    assert "tensor: 4 × 2 ranks, none leaves its node: [0, 1]" in picture.alt(EIGHT, 4)
-
-
-def test_a_mesh_that_misses_a_rank():
-    def work(how):
-        if how == "too few":
-            mesh.join(Layout(tp=2), dist.group.WORLD)
-        elif how == "names":
-            mesh.groups_of(init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
-        else:
-            numbers = torch.arange(2).view(1, 1, 2)
-            mesh.groups_of(DeviceMesh("cpu", numbers, mesh_dim_names=mesh.AXES))
-
-    for how, words in (
-        ("too few", "ranks=4: allowed is 2, the product of dp=1, pp=1 and tp=2"),
-        ("names", "mesh_dim_names=.*: allowed are dp, pp and tp, each once"),
-        ("misses", "device_mesh: it misses rank [23]; allowed is a mesh with every rank; it has 0"),
-    ):
-        with pytest.raises(RankError, match=words):
-            run(lambda how=how: work(how), 4)
-
-
-def test_sequences_that_the_tensor_group_cannot_share():
-    def work():
-        job, _ = parallel(GPT2, Layout(tp=2), sequence_parallel=True, microbatches=1)
-        tokens, targets = batch(replace(GPT2, seq=7), 0, 2)
-        job.step(tokens, targets)
-
-    with pytest.raises(RankError, match="seq=7: allowed are multiples of 2 ranks"):
-        run(work, 2)

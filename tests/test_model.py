@@ -35,12 +35,6 @@ def test_gpt_counts_differ_by_the_learned_positions_alone():
     assert round(parameter_count(PRESETS["gpt-3-175b"]) / 1e9) == 175
 
 
-def test_counting_a_large_model_takes_no_memory():
-    with torch.device("meta"):
-        model = GPT(PRESETS["llama-3-405b"])
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-
-
 def test_a_count_by_hand():
     config = Config(vocab=10, hidden=8, heads=2, layers=3, kv_heads=1, mlp="swiglu", norm="rms")
     block = (8 * 8 + 8) + 2 * (8 * 4 + 4) + (8 * 8 + 8) + 2 * (8 * 32 + 32) + (32 * 8 + 8) + 2 * 8
@@ -138,12 +132,6 @@ def test_the_model_knows_nothing_of_parallelism(root):
     assert isinstance(GPT(PRESETS["nano"]), nn.Module)
 
 
-def test_mixtral_has_the_published_number_of_parameters():
-    # 46.7 billion, and 12.9 for each token (arXiv 2401.04088, Table 1); the released model's count.
-    assert parameter_count(PRESETS["mixtral-8x7b"]) == 46_702_792_704
-    assert round(parameter_count(replace(PRESETS["mixtral-8x7b"], experts=2)) / 1e8) == 129
-
-
 def test_experts_stand_in_all_layers_but_the_dense_ones():
     config = replace(SMALL, dense_layers=1, shared_experts=2, expert_ffn=8, bias=False)
     kinds = [type(block.ffn) for block in GPT(config).blocks]
@@ -207,44 +195,6 @@ def test_without_a_capacity_no_token_sees_a_later_one():
         model = GPT(replace(SMALL, capacity=capacity)).double()
         apart_BSV = model(tokens_BS) - model(changed_BS)
         assert bool(apart_BSV[:, :7].abs().max() > 1e-6) is seen
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"experts": -1}, "experts=-1: allowed are whole numbers, 0 or more"),
-        ({"experts_per_token": 5}, "experts_per_token=5: allowed are whole numbers, 1 to 4"),
-        ({"experts_per_token": 0}, "experts_per_token=0: allowed are whole numbers, 1 to 4"),
-        ({"expert_ffn": 0}, "expert_ffn=0: allowed"),
-        ({"shared_experts": -1}, "shared_experts=-1: allowed are whole numbers, 0 or more"),
-        ({"dense_layers": 3}, "dense_layers=3: allowed are whole numbers, 0 to 2"),
-        ({"router": "hash"}, "router='hash': allowed are 'softmax' and 'sigmoid'"),
-        ({"capacity": 0.0}, "capacity=0.0: allowed are numbers above 0"),
-        ({"capacity": -1.0}, "capacity=-1.0: allowed"),
-        ({"capacity": float("nan")}, "capacity=nan: allowed"),
-    ],
-)
-def test_bad_shapes_of_experts(wrong: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        replace(SMALL, **wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"layers": 0}, "layers=0: allowed are whole numbers, 1 or more"),
-        ({"heads": 0}, "heads=0: allowed are whole numbers, 1 or more"),
-        ({"vocab": -1}, "vocab=-1: allowed are whole numbers, 1 or more"),
-        ({"hidden": 30}, "hidden=30: allowed are multiples of 8"),
-        ({"kv_heads": 3}, "kv_heads=3: allowed are divisors of 4"),
-        ({"kv_heads": 0}, "kv_heads=0: allowed are whole numbers, 1 to 4"),
-        ({"mlp": "relu"}, "mlp='relu'.*allowed are 'gelu'"),
-        ({"norm": "batch"}, "norm='batch'.*allowed are"),
-    ],
-)
-def test_bad_shapes(wrong: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        Config(**wrong)
 
 
 def test_the_loss_widens_logits_of_16_bits() -> None:

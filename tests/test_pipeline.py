@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,22 +13,19 @@ from hypothesis import strategies as st
 from timed import on_time
 from torch import nn
 
-from shardlab import count, link, pipeline, ranks
+from shardlab import count, link, ranks
 from shardlab.model import GPT, Config, loss
 from shardlab.pipeline import (
     NAMES,
     Pipeline,
-    Sleeping,
     asleep,
     balance,
     cut,
     distribute,
-    from_text,
     needed,
     other_end,
     schedule,
     simulate,
-    validate,
 )
 from shardlab.pipeline.core import come
 from shardlab.pipeline.deferred import defer, run
@@ -55,25 +50,6 @@ def the_batch(config, size, seed=0):
 def model_of(config, dtype=torch.float32):
     torch.manual_seed(0)
     return here(GPT(config)).to(dtype)
-
-
-def copied():
-    """The messages of two replicas' averages: how often, and for how many parameters."""
-    rank, tied = dist.get_rank(), replace(TINY, tied=True)
-    pipelines = [dist.new_group(members) for members in ([0, 1], [2, 3])]
-    copies = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    options = {"replicas": copies[rank % 2]}
-    pipe = distribute(model_of(tied), schedule("1f1b", 2, 2), pipelines[rank // 2], **options)
-    tokens, targets = (x.chunk(2)[rank // 2] for x in the_batch(tied, 6))
-    pipe.step(tokens, targets)
-    with count.sent() as sent:
-        pipe.step(tokens, targets)
-    return sent.calls["all_reduce"], len(list(pipe.parameters()))
-
-
-def test_replicas_average_once_a_step_and_not_once_a_micro_batch():
-    for calls, parameters in launch(copied, 4, device="auto"):
-        assert calls == parameters
 
 
 def over_a_slow_link():
@@ -173,34 +149,6 @@ def test_with_nccl_pipelines_of_a_group_share_one_group_more(monkeypatch: pytest
 
 
 # What a backward leaves for later
-
-
-def shapes_of_weights(config):
-    torch.manual_seed(0)
-    plain = GPT(config)
-    split = copy.deepcopy(plain)
-    later = defer(split)
-    tokens, targets = the_batch(config, 3)
-    kept = []
-    for _ in range(2):  # the second gradient is added to the first
-        loss(plain(tokens), targets).backward()
-        value = loss(split(tokens), targets)
-        with count.held() as held:
-            value.backward()
-            value = None
-            tasks = later.take()
-            kept.append(held.now)
-            before = [p.grad is None for p in split.parameters() if p.dim() == 2]
-            run(tasks)
-        assert not tasks
-    gradients = zip(plain.parameters(), split.parameters(), strict=True)
-    return all(torch.equal(a.grad, b.grad) for a, b in gradients), before, kept
-
-
-@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gelu", "llama"])
-def test_a_split_backward_gives_the_same_bits(config):
-    equal, _, _ = launch(shapes_of_weights, 1, config)[0]
-    assert equal
 
 
 def autocast():
@@ -316,84 +264,6 @@ def test_a_measured_timeline_is_the_simulated_one():
 # What goes wrong
 
 
-def all_the_mistakes():
-    world, plan = dist.group.WORLD, schedule("1f1b", 2, 2)
-    model, rank = model_of(TINY), dist.get_rank()
-    tokens, targets = the_batch(TINY, 2)
-    alone = [dist.new_group([r]) for r in range(2)]
-    pipe = distribute(model, plan, world)
-
-    def with_parts(*parts, **options):
-        return Pipeline(parts, plan, world, loss, **options)
-
-    mistakes = [
-        lambda: distribute(model, schedule("gpipe", 4, 2), world),
-        lambda: distribute(model, plan, alone[rank]),
-        lambda: distribute(model, plan, alone[1 - rank]),
-        lambda: distribute(model_of(replace(TINY, layers=1)), plan, world),
-        lambda: distribute(model, plan, world, layers=[4, 3]),
-        lambda: distribute(model, plan, world, layers=[2, 2, 2]),
-        lambda: distribute(model, schedule("gpipe" if rank else "1f1b", 2, 2), world),
-        lambda: distribute(model, from_text("F0 B0 F1 B1", "F0 F1 B0"), world),
-        lambda: with_parts(nn.Linear(2, 2)),
-        lambda: with_parts(*[Sleeping(0, 0, 0)] * (1 + rank)),
-        lambda: with_parts(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])),
-        lambda: pipe.step(tokens[:1], targets[:1]),
-        lambda: pipe.step(tokens, targets[:1]),
-        lambda: torch.no_grad()(pipe.step)(tokens, targets),
-        lambda: pipe.timeline(),
-        lambda: asleep(plan, world, forward=-1),
-        lambda: asleep(plan, world, backward_weight=[1, 2, 3]),
-        lambda: asleep(plan, world, size=0),
-        lambda: Sleeping(0.1, -0.1, 0.1),
-        lambda: distribute(model, "1f1b", world),
-        lambda: cut(model, [3, 0, 3]),
-        lambda: cut(model, 9),
-        lambda: balance([1, 2], 3),
-        lambda: balance([1, float("nan")], 1),
-    ]
-    said = []
-    for mistake in mistakes:
-        with pytest.raises(ValueError) as caught:
-            mistake()
-        said.append(str(caught.value))
-    return said
-
-
-WHAT = [
-    "group has 2 ranks: allowed are 4, one for each stage of gpipe",
-    "group has 1 ranks: allowed are 2",
-    "allowed is a process group that holds this rank",
-    "layers=2: allowed are 1 to 1 parts of a model with 1 layers",
-    "layers=[4, 3]: allowed are whole numbers whose sum is 6",
-    "layers=[2, 2, 2]: allowed is one number for each of 2 parts",
-    "schedule: rank 0 has '1f1b (",
-    "B1",  # is missing on stage 1
-    "rank 0 of the group: between=None: Linear does not say what it gives",
-    "rank 1 of the group: parts has 2 modules: allowed is 1, one for each chunk",
-    "rank 0 of the group: parts are on several devices (cpu, meta): allowed is one",
-    "tokens has 1 sequences: allowed are 2 or more for 2 micro-batches",
-    "tokens has 2 sequences, targets 1",
-    "torch.no_grad()",
-    "record=False",
-    "forward=-1: allowed are numbers from 0",
-    "backward_weight=[1, 2, 3]: allowed are seconds",
-    "size=0: allowed are whole numbers, 1 or more",
-    "backward_input=-0.1: allowed are numbers from 0",
-    "schedule='1f1b': allowed is what pipeline.schedule(...) returns",
-    "layers=[3, 0, 3]: allowed are whole numbers whose sum is 6, 0 at the ends alone",
-    "layers=9: allowed are 1 to 6 parts of a model with 6 layers",
-    "parts=3: allowed are whole numbers, 1 to 2",
-    "costs[1]=nan: allowed are numbers from 0",
-]
-
-
-def test_every_mistake_is_named_on_every_rank():
-    for said in launch(all_the_mistakes, 2):
-        for text, expected in zip(said, WHAT, strict=True):
-            assert expected in text
-
-
 def wrong_form():
     plan = schedule("gpipe", 2, 1)
     part = nn.Linear(3, 4)
@@ -404,45 +274,3 @@ def wrong_form():
 def test_an_output_that_is_not_what_between_says_is_named():
     with pytest.raises(ranks.RankError, match=r"F0 made \[2, 4\] .*`between` says that \[2, 3\]"):
         launch(wrong_form, 2)
-
-
-def one_raises():
-    class Broken(Sleeping):
-        def forward(self, x):
-            raise ArithmeticError("no more")
-
-    plan = schedule("1f1b", 3, 4)
-    part = (Broken if dist.get_rank() == 1 else Sleeping)(0.001, 0.001, 0.001)
-    Pipeline([part], plan, dist.group.WORLD, lambda y, _: y.mean()).step(
-        torch.zeros(4, 1), torch.zeros(4, 1)
-    )
-
-
-def test_a_stage_that_raises_is_named():
-    with pytest.raises(ranks.RankError, match="no more") as caught:
-        launch(one_raises, 3)
-    assert caught.value.ranks == [1]
-
-
-# Stage 1 gives back micro-batch 1 first; stage 0 waits for 0 before it sends 1.
-CROSSED = from_text("F0 SF0 RB0 B0 F1 SF1 RB1 B1", "RF0 RF1 F0 F1 B1 SB1 B0 SB0")
-
-
-def hangs():
-    world, part = dist.group.WORLD, Sleeping(0, 0, 0)
-    pipe = Pipeline([part], CROSSED, world, lambda y, _: y.mean(), check=False)
-    pipe.step(torch.zeros(2, 1), torch.zeros(2, 1))
-
-
-def test_a_deadlock_is_seen_before_it_happens_and_named_when_it_does():
-    with pytest.raises(ValueError):
-        validate(CROSSED)
-    with pytest.raises(ranks.RankError, match="Ranks 0 and 1 stood in wait"):
-        launch(hangs, 2, timeout=2.5)
-
-
-def test_schedules_need_no_torch():
-    code = "import sys; from shardlab.pipeline import balance; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        pipeline.nothing  # noqa: B018

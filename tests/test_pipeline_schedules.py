@@ -1,11 +1,8 @@
 """Schedules as data: valid for every p, m, v; what papers print; torch's own orders; deadlocks."""
 
 import graphlib
-import json
 import random
 import re
-import subprocess
-import sys
 from collections import deque
 from dataclasses import replace
 from fractions import Fraction
@@ -16,34 +13,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab import ranks, show
+from shardlab import ranks
 from shardlab.pipeline import (
     NAMES,
     Action,
     Schedule,
-    Span,
     Timeline,
-    draw,
     from_text,
     interleaved,
     live,
-    loop,
     needed,
     one_f_one_b,
     other_end,
     schedule,
-    sent,
     simulate,
     text,
     validate,
-    vee,
     with_messages,
 )
 from shardlab.pipeline.picture import rows
 from shardlab.show.drawing import canvas
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @st.composite
@@ -109,17 +101,6 @@ def test_a_receive_is_posted_one_pass_before_it_is_needed(made: Schedule) -> Non
             for i, receive in enumerate(row):
                 # Earlier only where one that follows from the same stage has to be.
                 assert posted[receive] == min(best[later] for later in row[i:])
-
-
-@QUICK
-@given(schedules())
-def test_late_receives_stand_right_before_their_pass(made: Schedule) -> None:
-    late = replace(made, given=with_messages(made, early=False))
-    validate(late)
-    for stage, actions in enumerate(late.actions):
-        for i, action in enumerate(actions):
-            if len(action.kind) == 1 and (receive := needed(late, stage, action)):
-                assert receive in actions[:i]
 
 
 def arrives(made: Schedule) -> None:
@@ -209,37 +190,6 @@ def test_shuffled_orders_are_refused_exactly_when_they_cannot_end(
     except ValueError as error:
         assert not ends
         assert re.search(r"deadlock: stage|stands before", str(error))
-
-
-@QUICK
-@given(schedules(4, 5), st.integers(0, 10**6))
-def test_shuffled_messages_are_refused_exactly_when_the_wrong_one_would_come(
-    made: Schedule, seed: int
-) -> None:
-    chance = random.Random(seed)
-    actions = [list(row) for row in made.actions]
-    row = chance.choice(actions)
-    places = [i for i, action in enumerate(row) if len(action.kind) == 2]
-    if not places:
-        return
-    i = chance.choice(places)
-    row.insert(min(len(row), max(0, i + chance.randint(-4, 4))), row.pop(i))
-    shuffled = replace(made, given=tuple(map(tuple, actions)))
-    in_time = True
-    for stage, done in enumerate(shuffled.actions):
-        for i, action in enumerate(done):
-            receive = needed(made, stage, action)
-            send = sent(made, stage, action)
-            in_time &= not receive or receive in done[:i]
-            in_time &= not send or send[0] in done[i:]
-    try:
-        validate(shuffled)
-        assert in_time
-        arrives(shuffled)
-    except ValueError:
-        if in_time:
-            with pytest.raises(AssertionError, match="another message|waits for ever"):
-                arrives(shuffled)
 
 
 @QUICK
@@ -397,10 +347,6 @@ def test_zb_v_has_no_bubble_for_equal_times() -> None:
             assert simulate(schedule("zb-v", p, 2 * p - 2), 1, 1, 1, 0).bubble > 0
 
 
-def test_four_stages_and_four_microbatches_are_57_percent_busy() -> None:
-    assert 1 - simulate(schedule("gpipe", 4, 4)).bubble == pytest.approx(4 / 7)
-
-
 # --- by hand, and wrong -------------------------------------------------------------------------
 
 
@@ -476,79 +422,7 @@ def test_blocking_calls_need_another_order() -> None:
     validate(replace(gpipe, given=with_messages(gpipe, early=False)), blocking=True)
 
 
-def test_placements_are_judged() -> None:
-    assert loop(2, 2) == ((0, 2), (1, 3)) and vee(2) == ((0, 3), (1, 2))
-    for placement in (((0, 1), (1, 3)), ((0, 2), (1, 4))):
-        with pytest.raises(ValueError, match="each of parts 0 to 3 once, 2 on each of 2 stages"):
-            validate(replace(interleaved(2, 2, 2), placement=placement))
-    with pytest.raises(ValueError, match="orders of 1 stages: allowed is one for each of 2"):
-        validate(replace(one_f_one_b(2, 2), orders=one_f_one_b(2, 2).orders[:1]))
-    with pytest.raises(ValueError, match="stage 0: F2 is none of its passes"):
-        validate(replace(one_f_one_b(2, 3), microbatches=2))
-    with pytest.raises(ValueError, match="part=4: allowed are 0 to 3"):
-        interleaved(2, 2, 2).owner(4)
-
-
-BAD = [
-    (lambda: schedule("1f1c", 2, 2), "schedule='1f1c': allowed are naive, gpipe, 1f1b, interl"),
-    (lambda: schedule("1f1b", 0, 2), "stages=0: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("1f1b", 2, 0), "microbatches=0: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("zb-v", 2, -1), "microbatches=-1: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("gpipe", 2.0, 2), "stages=2.0: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("gpipe", True, 2), "stages=True: allowed are whole numbers, 1 or more"),
-    (lambda: one_f_one_b(2, "4"), "microbatches='4': allowed are whole numbers, 1 or more"),
-    (lambda: interleaved(2, 2, 0), "chunks=0: allowed are whole numbers, 1 or more"),
-    (lambda: schedule("1f1b", 2, 2, 2), "chunks=2: allowed for 1f1b is 1"),
-    (lambda: schedule("zb-v", 2, 2, 3), "chunks=3: allowed for zb-v is 2"),
-    (lambda: simulate(schedule("1f1b", 2, 2), -1), "forward=-1: allowed are numbers from 0"),
-    (lambda: simulate(schedule("1f1b", 2, 2), hop=-0.1), "hop=-0.1: allowed are numbers from 0"),
-    (
-        lambda: simulate(schedule("1f1b", 2, 2), backward_weight=[1, float("nan")]),
-        "backward_weight=nan: allowed are numbers from 0",
-    ),
-    (
-        lambda: simulate(schedule("1f1b", 2, 2), backward_input=[1, 1, 1]),
-        "backward_input has 3 values: allowed are one for all, or one for each of 2 stages",
-    ),
-    (lambda: simulate(schedule("1f1b", 2, 2), "1"), "forward='1': allowed are numbers from 0"),
-    (lambda: from_text("F0 G0"), "stage 0, 'G0': allowed are F, B, I, W, RF, SF, RB, SB"),
-    (lambda: from_text("F0 B-1"), "stage 0, 'B-1': allowed are"),
-    (lambda: from_text(), "rows=.*: allowed is a row of actions for each stage"),
-    (lambda: from_text("F0", placement=((0,), (1,))), "placement=.*: allowed is a row of parts"),
-    (lambda: other_end(one_f_one_b(2, 2), 0, Action("F", 0)), "message=F0: allowed are RF, SF"),
-    (lambda: other_end(one_f_one_b(2, 2), 0, Action("SB", 0)), "SB0 on stage 0: its part has no"),
-    (
-        lambda: text(simulate(one_f_one_b(2, 2)), 39),
-        "width=39: allowed are whole numbers, 40 or more",
-    ),
-    (lambda: draw([]), "timelines=.*: allowed is a list of Timeline"),
-    (lambda: draw(simulate(one_f_one_b(2, 2)), titles=[]), "titles=.*: allowed is one for each"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), BAD, ids=[message[:30] for _, message in BAD])
-def test_bad_input(call, message: str) -> None:
-    with pytest.raises(ValueError, match="^" + message):
-        call()
-
-
 # --- pictures -----------------------------------------------------------------------------------
-
-
-def test_the_picture_has_a_box_for_every_pass(tmp_path: Path) -> None:
-    made = [simulate(schedule(name, 4, 8)) for name in ("1f1b", "zb-h1", "zb-v")]
-    for timeline in made:
-        path = show.svg(draw(timeline, label="ms"), tmp_path / "one.svg", "a timeline")
-        page = path.read_text("utf-8")
-        assert re.search(r">stage 3<", page) and ">ms<" in page
-        assert f"bubble {100 * timeline.bubble:.1f} %" in page
-        numbers = [n for n in re.findall(r">(\d+)</text>", page) if int(n) < 8]
-        assert len(numbers) >= sum(map(len, timeline.spans))  # and a tick or two
-    several = draw(made, titles=list("xyz"), notes=[["note"] * 4] * 3, heads=["head"] * 3)
-    page = show.svg(several, tmp_path / "all.svg", "three timelines").read_text("utf-8")
-    assert page.count(">note<") == 12 and page.count(">head<") == 3 and ">backward, whole<" in page
-    again = draw(made, titles=list("xyz"), notes=[["note"] * 4] * 3, heads=["head"] * 3)
-    assert show.svg(again, tmp_path / "all.svg", "three timelines").read_text("utf-8") == page
 
 
 def hops(most: float) -> st.SearchStrategy[float]:
@@ -567,19 +441,6 @@ def test_all_the_grey_is_the_bubble(made: Schedule, hop: float) -> None:
     assert idle == pytest.approx(timeline.bubble * made.stages * timeline.cost, abs=1e-4)
     assert all(patch.get_x() > 1 - 1e-6 for patch in grey)
     plt.close(figure)
-
-
-def test_measured_times_are_drawn_as_simulated_ones(tmp_path: Path) -> None:
-    timeline = simulate(schedule("gpipe", 2, 3))
-    shift = 1234.5  # a clock that began long ago
-    spans = [[Span(*s[:3], s.begin + shift, s.end + shift) for s in row] for row in timeline.spans]
-    measured = Timeline(timeline.schedule, tuple(map(tuple, spans)))
-    assert measured.cost == timeline.cost and measured.bubble == pytest.approx(timeline.bubble)
-    assert text(measured) == text(timeline)
-    pages = [
-        show.svg(draw(t), tmp_path / "x.svg", "x").read_text("utf-8") for t in (timeline, measured)
-    ]
-    assert pages[0] == pages[1]
 
 
 @QUICK
@@ -604,30 +465,3 @@ def test_the_picture_in_characters() -> None:
     painted = text(simulate(schedule("zb-v", 2, 2)), 60, color=True)
     assert painted.count("\033[48;5;74;") == 2 * 2 + 1 and painted.count("\033[48;5;117;") == 2 * 2
     assert painted.count("\033[0m") == 6 * 2 * 2 + 3 and "░" not in painted
-
-
-# --- without torch ------------------------------------------------------------------------------
-
-ALONE = """
-import json, sys
-class Nothing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "numpy", "matplotlib"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Nothing())
-sys.path.insert(0, sys.argv[1])
-from shardlab import pipeline
-made = [pipeline.simulate(pipeline.schedule(name, 4, 6)) for name in pipeline.NAMES]
-print(json.dumps([timeline.bubble for timeline in made]))
-assert all(pipeline.text(timeline) for timeline in made)
-"""
-
-
-def test_schedules_need_nothing_but_the_standard_library() -> None:
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", ALONE, ROOT / "code"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [simulate(schedule(name, 4, 6)).bubble for name in NAMES]

@@ -168,20 +168,7 @@ def test_what_is_said_has_the_pages_order_and_what_is_there_is_kept_at_once(book
     assert kept == ["third", "first"] or kept == ["first", "third"]
 
 
-def test_a_build_says_a_line_for_each_page_in_their_order(book):
-    text = (book.root / "lessons/small.md").read_text()
-    line = "  - file: lessons/small\n"
-    book.edit(
-        "_toc.yml", line, line + line.replace("small", "fine") + line.replace("small", "able")
-    )
-    book.write("lessons/fine.md", text)
-    book.write("lessons/able.md", text.replace("print(", "import time; time.sleep(2); print("))
-    book.built()
-    assert book.executed == ["able", "fine", "small"]
-    assert all(book.log.count(f"executed {name} in") == 1 for name in book.executed)
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch, how):
     with tempfile.TemporaryDirectory() as folder:  # a short name: sockets' names have an end
         monkeypatch.setenv("TMPDIR", folder)

@@ -14,83 +14,15 @@ import stat
 import subprocess
 import sys
 import tempfile
-from functools import partial
 
 import doors
 import pytest
 import torch
-import torch.distributed as dist
 from commands import printed_to, ran
 
-from shardlab import context_parallel as cp
-from shardlab import data_parallel, options, ranks, show, zero
-from shardlab import sequence_parallel as sp
-from shardlab import tensor_parallel as tp
+from shardlab import options, ranks, show
 from shardlab.__main__ import COMMANDS
 from shardlab.cluster.command import PARTS
-from shardlab.model import GPT, Config
-
-AVERAGES = data_parallel.average_gradients, cp.average_gradients
-
-
-def gpt():
-    return GPT(Config(vocab=64, seq=16, layers=2, heads=4, hidden=32))
-
-
-def refusals():
-    """Of the public functions of every technique, for what people give by mistake."""
-    group, plain = dist.group.WORLD, torch.nn.Linear(3, 3)
-    sharded = [zero.shard(torch.nn.Linear(3, 3), group, stage) for stage in (1, 2, 3)]
-    cut = tp.parallelize(gpt(), group)
-    x = torch.ones(2, 4, 3)
-    calls = {
-        "stage": [
-            lambda bad=bad: zero.shard(plain, group, bad) for bad in (1.0, [], None, "1", True, 4)
-        ],
-        "limit": [
-            lambda clip=clip, bad=bad: clip(bad)
-            for clip in (*(m.clip_grad_norm_ for m in sharded), partial(tp.clip_grad_norm_, cut))
-            for bad in ("1", None, True, [])
-        ],
-        "state": [
-            *(lambda model=model: model.load_full_state_dict(None) for model in sharded),
-            *(lambda model=model: model.load_full_state_dict({"weight": 1}) for model in sharded),
-            lambda: tp.load_full_state_dict(cut, None),
-        ],
-        "to": [lambda bad=bad: tp.full_state_dict(cut, bad) for bad in (0.0, "0", True, 1)],
-        "units": [lambda bad=bad: zero.shard(plain, group, 3, units=bad) for bad in (5, [None])],
-        "backwards": [lambda: zero.predicted_sent(sharded[0], "1")],
-        "module": [lambda f=f: f(None, group) for f in AVERAGES],
-        "group": [
-            *(lambda f=f, bad=bad: f(plain, bad) for f in AVERAGES for bad in (None, "world")),
-            lambda: data_parallel.drift(plain, None),
-            lambda: cp.gather(x, None),
-            lambda: sp.sum_gradients(plain, None),
-            lambda: sp.TokenDropout(0.1, None),
-        ],
-        "model": [lambda: sp.sum_gradients(None, group), lambda: sp.sum_gradients(3, group)],
-        "p": [lambda bad=bad: sp.TokenDropout(bad, group) for bad in ("1", None, math.nan, 2, -1)],
-        "seq": [lambda bad=bad: cp.positions("zigzag", bad, 2, 0) for bad in ("8", None, 8.0)],
-        "rank": [lambda bad=bad: cp.split(x, 2, bad) for bad in (None, "0", 2, 0.0)],
-        "ranks": [lambda bad=bad: cp.split(x, bad, 0) for bad in (None, "2", 0, True)],
-        "count": [
-            lambda bad=bad: data_parallel.joined_mean(x.sum(), bad, group)
-            for bad in (None, "1", math.nan, 1.5, True)
-        ],
-    }
-    for name, wrong in calls.items():
-        for number, call in enumerate(wrong):
-            try:
-                call()
-            except ValueError as error:
-                assert str(error).startswith((f"{name}=", f"{name}:")), (name, number, error)
-                assert "allowed" in str(error), (name, number, error)
-            else:
-                raise AssertionError(f"{name}, case {number}: nothing was raised")
-
-
-def test_mistakes_are_named_and_what_is_allowed_is_said():
-    ranks.run(refusals, 1, device="cpu")
 
 
 class Strange:
@@ -109,6 +41,8 @@ def wrong(right):
         return [*objects, "1", True, 1.5, math.nan, math.inf, -1, 10**30]
     if isinstance(right, float):
         return [*objects, "1", True, math.nan, -1.0, 1e300, 10**400]
+    if isinstance(right, dict) and all(map(torch.is_tensor, right.values())):
+        return [*objects, 3, {"weight": 1}]
     if isinstance(right, str):
         return [None, 3, "x", [], Strange()]
     if isinstance(right, torch.nn.Module):
@@ -244,24 +178,23 @@ def test_a_terminal_of_the_plain_locale_gets_plain_characters() -> None:
     assert done.returncode == 0 and "1 x 1,024 tokens" in done.stdout and not done.stderr
 
 
-def test_the_list_and_a_mistyped_command_import_no_topic() -> None:
+def test_the_list_and_mistyped_commands_import_no_topic() -> None:
     program = (
         "import sys; from shardlab.__main__ import main\n"
         "assert main([]) == 0 and main(['memori']) == 2\n"
+        "assert main(['cluster', 'run', '--at', 'nowhere', 'x.py']) == 2\n"
         "heavy = {'torch', 'numpy', 'psutil', 'yaml', 'shardlab.memory', 'shardlab.record'}\n"
         "assert not heavy & {*sys.modules}, heavy & {*sys.modules}\n"
     )
     done = fresh(["-c", program])
     assert done.returncode == 0, done.stderr
     assert all(f"    {name} " in done.stdout for name in COMMANDS)
-    assert done.stderr.count("\n") == 1 and "memory" in done.stderr
+    assert done.stderr.count("\n") == 2 and "memory" in done.stderr
 
 
 LACKING = {
-    "torch": ["mesh", "--steps", "3"],
-    "torch, at once": ["doctor"],
-    "psutil": ["cluster", "status"],
-    "psutil, to watch": ["cluster", "watch", "none", "--pid", "1"],
+    "torch": ["doctor"],
+    "psutil": ["cluster", "watch", "none", "--pid", "1"],
     "matplotlib": ["schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--svg", "none.svg"],
     "yaml": ["lesson", "none"],
 }
@@ -270,20 +203,23 @@ LACKING = {
 @pytest.mark.parametrize("lacks", LACKING)
 def test_what_is_not_installed_is_named_with_how_to_get_it(tmp_path, monkeypatch, lacks) -> None:
     monkeypatch.chdir(tmp_path)
-    name = lacks.partition(",")[0]
     program = (
-        f"import sys; sys.modules[{name!r}] = None\n"
+        f"import sys; sys.modules[{lacks!r}] = None\n"
         "from shardlab.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     done = fresh(["-c", program], *LACKING[lacks])
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert f"lacks {name}: " in done.stderr and "-m pip install " in done.stderr
+    assert f"lacks {lacks}: " in done.stderr and "-m pip install " in done.stderr
     assert not any(tmp_path.iterdir())
 
 
 PLAN = ["strategy", "--model", "gpt-2", "--gpu", "h100", "--gpus", "8"]
 SMALL = ["schedule", "1f1b", "--stages", "2", "--microbatches", "2"]
 HUGE, LONG = "1" + 30 * "0", 4001 * "1"
+AT = ["cluster", "run", "--at"]
+MEET = [*AT, "127.0.0.1:29400"]
+WATCH = ["cluster", "watch", "none"]
+MINE = [*WATCH, "--pid", str(os.getpid())]
 MISTAKES = {  # arguments: a word of the line that they get
     **{(*command, "--no-such"): "--no-such" for command in ALL if command[-1] not in FOLDER},
     **{("cluster", part, "none", "--no-such"): "--no-such" for part in FOLDER},
@@ -311,6 +247,43 @@ MISTAKES = {  # arguments: a word of the line that they get
     ("record", "--unpack", "a.zip", "--archive", "b.zip"): "--unpack",
     ("record", "--unpack", "a.zip", "zero"): "--unpack",
     ("gpu", "--only", "tests", "zero"): "--only=tests",
+    ("gpu", "--only", "films"): "--only='films': allowed are tests, lessons, benchmarks",
+    ("gpu", "--limit", "soon"): "--limit='soon': allowed are whole numbers, 1 or more",
+    ("gpu", "--each", "0"): "--each=0: allowed",
+    # What is not there, or is something else.
+    ("gpu", "tiny"): "no such lesson: tiny; allowed are",
+    ("record", "zero", "tiny"): "no such lesson: tiny; allowed are",
+    ("record", "zero", "--archive", "/proc/all.zip"): "archive='/proc/all.zip': allowed are files",
+    ("doctor", "--ranks", "0"): "ranks=0: allowed",
+    ("doctor", "--folder", "/nowhere/at/all"): "folder='/nowhere/at/all': allowed",
+    ("doctor", "--needs", "much"): "needs='much': allowed",
+    ("doctor", "--timeout", "-1"): "timeout=-1.0: allowed",
+    ("doctor", "--timeout", "1e18"): "timeout=1e+18: allowed",
+    ("doctor", "--machine", "tpu"): "machine='tpu': allowed",
+    ("doctor", "--device", "tpu"): "device='tpu': allowed",
+    (*MEET, "--ranks", "0", __file__): "ranks=0: allowed are whole numbers, 1",
+    (*MEET, "--ranks", "", __file__): "ranks='': allowed are whole numbers, 1 or more",
+    (*MEET, "--ranks", "1000000", __file__): "ranks=1000000: allowed are whole numbers, 1 to 1,000",
+    (*MEET, "--restarts", "-1", __file__): "restarts=-1: allowed are whole numbers, 0 or more",
+    (*MEET, "--nodes", "2:1", __file__): "nodes=2:1: allowed are LEAST:MOST",
+    (*MEET, "--nodes", "two", __file__): "nodes='two': allowed are LEAST:MOST",
+    (*MEET, "--patience", "0", __file__): "patience=0.0: allowed are numbers above 0",
+    (*MEET, "--patience", "soon", __file__): "patience='soon': allowed are numbers of seconds",
+    (*MEET, "--logs", __file__, __file__): "this is a file; allowed is a folder",
+    (*MEET, "missing.py"): "script='missing.py': there is no such file",
+    (*AT, "node1", __file__): "at='node1': allowed is HOST:PORT",
+    (*AT, "node1:70000", __file__): "at='node1:70000': allowed is HOST:PORT",
+    (*AT, "no.such.host.invalid:1", __file__): "allowed are hosts that have an address",
+    (*WATCH,): "pid=None, job=None",
+    (*WATCH, "--draw"): "samples",
+    (*WATCH, "--pid", "one"): "pid='one'",
+    (*WATCH, "--pid", "1", "--job", "2"): "one of the two",
+    (*WATCH, "--pid", "4194305"): "processes that run here",
+    (*WATCH, "--pid", str(10**18)): "processes that run here",
+    (*WATCH, "--job", "987656"): "no ranks",
+    (*MINE, "--every", "often"): "every='often'",
+    (*MINE, "--every", "0"): "every=0",
+    (*MINE, "--every", "inf"): "every=inf",
     # Numbers that nothing has.
     **{("memory", "--params", "1e9", "--dp", n): "dp=" for n in (HUGE, LONG, "1" + LONG)},
     **{(*PLAN, "--seq", n): "seq=" for n in (HUGE, LONG, "1" + LONG)},
@@ -328,6 +301,7 @@ def test_a_mistake_gets_one_line(capsys, arguments, word) -> None:
     status, out, err = ran(capsys, *arguments)
     assert status == 2 and out == ""
     assert err.count("\n") == 1 and word in err and len(err) < 500, err
+    assert not os.path.exists(WATCH[-1])
 
 
 # --- Files and folders that commands write and read --------------------------------------------

@@ -1,7 +1,5 @@
 """Which layout: against printed step times, against the other modules, and the chart's promises."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -20,17 +18,10 @@ from shardlab import (
     zero,
 )
 from shardlab.shapes import PRESETS, Config
-from shardlab.strategy import MACHINES, RUNGS, Layout, Machine, Plan
+from shardlab.strategy import MACHINES, RUNGS, Layout, Plan
 
 GPT3, A100 = PRESETS["gpt-3-175b"], MACHINES["a100"]
-V100 = Machine("V100", 32e9, 16, 150e9, 12.5e9, 125e12)  # DGX-2H: NVLink of 300 GB/s, 16 GPUs
 few = settings(max_examples=8, deadline=None)
-
-
-def test_the_standard_library_is_all_it_needs() -> None:
-    code = "import sys, shardlab.strategy; print({'torch', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def gpt(layers: int, hidden: int, heads: int, seq: int = 2048) -> Config:
@@ -46,78 +37,25 @@ def paper_flops(config: Config, batch: int) -> float:
 
 
 # Narayanan et al. 2021, Table 1: layers, hidden, heads; batch, micro-batch, t, p, d; chunks (from
-# the scripts in Megatron-LM's repository); TFLOP/s that each A100 reached, with full recomputation.
+# the scripts in Megatron-LM's repository), all with full recomputation.
 TABLE_1 = [
-    (24, 2304, 24, 512, 16, 1, 1, 32, 1, 137),
-    (36, 4096, 32, 512, 16, 4, 1, 32, 1, 142),
-    (48, 8192, 64, 1536, 4, 8, 2, 32, 1, 138),
-    (80, 12_288, 96, 2304, 2, 8, 8, 24, 2, 148),
-    (128, 25_600, 160, 3072, 1, 8, 64, 6, 1, 163),
+    (24, 2304, 24, 512, 16, 1, 1, 32, 1),
+    (36, 4096, 32, 512, 16, 4, 1, 32, 1),
+    (48, 8192, 64, 1536, 4, 8, 2, 32, 1),
+    (80, 12_288, 96, 2304, 2, 8, 8, 24, 2),
+    (128, 25_600, 160, 3072, 1, 8, 64, 6, 1),
 ]
 
 
-@pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row[0]}x{row[1]}")
-def test_no_step_of_the_paper_is_below_the_floor(row: tuple[int, ...]) -> None:
-    layers, hidden, heads, batch, b, t, p, d, chunks, teraflops = row
-    config = gpt(layers, hidden, heads)
-    layout = Layout(d, t, p, micro_batch=b, microbatches=batch // d // b, recompute="full")
-    assert layout.batch == batch
-    work = strategy.flops(config, batch * 2048, recompute="full", causal=False)
-    assert work == pytest.approx(paper_flops(config, batch), rel=1e-9)
-    step = work / (layout.ranks * teraflops * 1e12)
-    if chunks > 1:
-        layout = replace(layout, schedule="interleaved", chunks=chunks)
-    found = strategy.floor(config, A100, layout)
-    assert 0.4 < found.total / step < 0.65
-    assert memory.estimate(config, layout, device="gpu").peak < 80e9  # they ran
-
-
-# Korthikanti et al. 2022 (arXiv 2205.05198), Tables 3 and 5: batch 4 on t = 8; batch 64 on t = 8,
-# p = 8 with 3 chunks; seconds of a step with full recomputation, and with selective recomputation
-# and sequence parallelism.
-@pytest.mark.parametrize(
-    ("config", "layout", "full", "selective"),
-    [
-        (gpt(48, 6144, 64), Layout(1, 8, 1, micro_batch=4), 1.42, 1.10),
-        (
-            gpt(96, 12_288, 96),
-            Layout(1, 8, 8, microbatches=64, schedule="interleaved", chunks=3),
-            18.13,
-            13.75,
-        ),
-    ],
-)
-def test_seconds_of_korthikanti(
-    config: Config, layout: Layout, full: float, selective: float
-) -> None:
-    again = replace(layout, recompute="full")
-    some = replace(layout, recompute="selective", sequence_parallel=True)
-    slow, fast = (strategy.floor(config, A100, x).total for x in (again, some))
-    assert 0.4 < slow / full < 0.6 and 0.4 < fast / selective < 0.6
-    # What it gains by not recomputing everything, predicted within a twentieth.
-    assert slow / fast == pytest.approx(full / selective, rel=0.05)
-
-
-# Megatron-LM's repository, images/tables.tex of 2020: layers, hidden, heads, t; milliseconds of a
-# step with batch 8 on V100s, with batch 16 on A100s, and with 128 copies of that.
-MEGATRON_2020 = [
-    (24, 1920, 15, 1, 1121, 1076, 1153),
-    (30, 2304, 18, 2, 1093, 1026, 1101),
-    (36, 3072, 24, 4, 1238, 1162, 1242),
-]
-
-
-@pytest.mark.parametrize("row", MEGATRON_2020, ids=lambda row: f"t{row[3]}")
-def test_milliseconds_of_megatron_2020(row: tuple[int, ...]) -> None:
-    layers, hidden, heads, t, *printed = row
-    config = gpt(layers, hidden, heads, seq=1024)
-    for machine, b, copies, ms in zip(
-        (V100, A100, A100), (8, 16, 16), (1, 1, 128), printed, strict=True
-    ):
-        layout = Layout(copies, t, micro_batch=b, recompute="full")
-        found = strategy.floor(config, machine, layout)
-        assert 0.35 < found.total / (ms / 1e3) < 0.6
-        assert found.data < found.arithmetic  # so hidden: print adds 7 % for 128 copies
+def test_operations_are_those_of_the_paper() -> None:
+    for layers, hidden, heads, batch, b, t, p, d, chunks in TABLE_1:
+        config = gpt(layers, hidden, heads)
+        work = strategy.flops(config, batch * 2048, recompute="full", causal=False)
+        assert work == pytest.approx(paper_flops(config, batch), rel=1e-9)
+        layout = Layout(d, t, p, micro_batch=b, microbatches=batch // d // b, recompute="full")
+        if chunks > 1:
+            layout = replace(layout, schedule="interleaved", chunks=chunks)
+        assert memory.estimate(config, layout, device="gpu").peak < 80e9  # they ran
 
 
 def test_days_of_training() -> None:
@@ -290,34 +228,6 @@ def test_what_is_short_is_said() -> None:
     with pytest.raises(ValueError, match=r"copies that cannot share the batch evenly"):
         alone = replace(PRESETS["gpt-2"], heads=1, layers=1)
         strategy.choose(strategy.plan(alone, A100, 8, 3))
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: replace(A100, memory=0), "memory=0: allowed are numbers above 0"),
-        (lambda: replace(A100, per_node=2.5), "per_node=2.5: allowed are whole"),
-        (lambda: strategy.room("a100"), "machine='a100': allowed is a Machine"),
-        (lambda: Layout(dp=0), "dp=0: allowed are whole numbers, 1 or more"),
-        (lambda: Layout(tp=True), "tp=True: allowed are"),
-        (lambda: Layout(zero=4), "zero=4: allowed are 0, 1, 2 and 3"),
-        (lambda: Layout(recompute="some"), "recompute='some': allowed are"),
-        (lambda: strategy.predict(GPT3, A100, Layout(tp=5)), "tp=5: allowed are divisors of heads"),
-        (lambda: strategy.floor(GPT3, A100, Layout(pp=5)), "pp=5: allowed are divisors of"),
-        (lambda: strategy.flops(GPT3, 0), "tokens=0: allowed are"),
-        (lambda: strategy.flops(GPT3, 8, recompute="x"), "recompute='x': allowed are"),
-        (lambda: strategy.zero_bytes(8, 4, 2), "zero=4: allowed are"),
-        (lambda: strategy.zero_bytes(8, 1, 0), "dp=0: allowed are"),
-        (lambda: strategy.training_days(1e9, 0, 8, 1e12), "tokens=0: allowed are"),
-        (lambda: strategy.plan(GPT3, A100, 12, 512), "gpus=12: allowed are 1 to 8, and whole"),
-        (lambda: strategy.plan(GPT3, A100, 64, 0), "batch=0: allowed are"),
-        (lambda: strategy.plan(GPT3, "a100", 64, 64), "machine='a100': allowed is a Machine"),
-    ],
-)
-def test_bad_input_is_refused_in_words(call, words: str) -> None:
-    with pytest.raises(ValueError) as error:
-        call()
-    assert words in str(error.value)
 
 
 def test_advice() -> None:

@@ -2,9 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import log
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -13,41 +11,14 @@ from shardlab.shapes import PRESETS, Config
 from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn
 from shardlab.strategy.core import layer
 from shardlab.strategy.footprint import activations, footprint, fullest
-from shardlab.strategy.job import Job, dealt, parameters
-from shardlab.strategy.predict import first_rank, of_job
+from shardlab.strategy.job import Job
+from shardlab.strategy.predict import of_job
 from shardlab.strategy.rates import PUBLISHED, guesses, known, read
 
 NANOTRON, MEGATRON, COURSE = (PROFILES[name] for name in ("nanotron", "megatron", "course"))
 ROWS = files.read_rows("rows", PUBLISHED / "sweep40.csv")
 CASES = {x["id"]: x for x in files.read_cases("cases", PUBLISHED / "megatron.json")}
 H100, A100 = MACHINES["h100"], MACHINES["a100"]
-
-
-def errors(rows: list[dict[str, str]], rates: strategy.Rates) -> tuple[list[float], list[float]]:
-    """Logarithms of predicted over measured seconds, and bytes of rank 0."""
-    times, sizes, values = [], [], rates.values_of()
-    for row in rows:
-        job = files.row_job(row, NANOTRON)
-        seconds, size = files.row_measured(row)
-        times.append(log(of_job(job, values).seconds.total / seconds))
-        sizes.append(log(first_rank(job, values) / size))
-    return times, sizes
-
-
-def typical(logarithms: list[float]) -> float:
-    return median(abs(x) for x in logarithms)
-
-
-def test_runs_of_nanotron_that_were_left_out_of_the_fit() -> None:
-    """Ten times four of the forty are predicted by the others."""
-    times, sizes = [], []
-    for k in range(10):
-        rates = learn.from_rows([r for i, r in enumerate(ROWS) if i % 10 != k], NANOTRON, "")
-        more = errors(ROWS[k::10], rates)
-        times, sizes = times + more[0], sizes + more[1]
-    assert len(times) == len(sizes) == 40
-    assert typical(times) < 0.07 and typical(sizes) < 0.06
-    assert abs(median(times)) < 0.04 and abs(median(sizes)) < 0.04
 
 
 @pytest.mark.parametrize("name", ["nanotron", "megatron"])
@@ -177,16 +148,6 @@ def test_a_layer_keeps_what_korthikanti_count() -> None:
             assert activations(job, rates, stage) == pytest.approx(want)
 
 
-def test_parameters_are_those_that_memory_counts() -> None:
-    for name in ("micro", "gpt-2", "llama-3-8b", "llama-3-70b"):
-        config = PRESETS[name]
-        for layout in (Layout(), Layout(pp=2), Layout(tp=4, pp=2)):
-            job = Job(config, H100, layout, COURSE, config.seq)
-            for k, stage in enumerate(layout.parts(config)):
-                want = sum(memory.parameters(config, layout, k).values())
-                assert parameters(job, stage) == want
-
-
 LAYOUT = Layout(4, 2, 2, 1, 2, 8, sequence_parallel=True)
 
 
@@ -243,41 +204,15 @@ def test_what_each_operator_saves_and_costs() -> None:
     assert both.memory.activations == pytest.approx(base.memory.activations - sum(saved.values()))
 
 
-def test_what_cannot_be_predicted_is_refused() -> None:
-    config = PRESETS["llama-3-8b"]
-    for layout, words in (
-        (Layout(tp=3), "tp=3: allowed are divisors of heads=32"),
-        (Layout(pp=5), "pp=5: allowed are divisors of layers=32"),
-        (Layout(cp=3), "cp=3: allowed are divisors of seq=8192"),
-        (Layout(dp=4, ep=2), "ep=2: allowed is 1"),
-    ):
-        with pytest.raises(ValueError) as error:
-            strategy.predict(config, H100, layout)
-        assert words in str(error.value)
-    with pytest.raises(ValueError, match="allowed is 'megatron'"):
-        strategy.predict(config, H100, Layout(), MEGATRON, guesses("nanotron"))
-    with pytest.raises(ValueError, match="stage=2: allowed are 0 to 1"):
-        footprint(Job(config, H100, Layout(pp=2), COURSE, 8192), guesses("course").values_of(), 2)
-
-
 def test_rates_are_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     known("megatron").write(path)
     assert read(path) == known("megatron")
-    given = json.loads(path.read_text())
-    for broken, words in (
-        ("", "allowed are JSON files in UTF-8"),
-        ("[" * 100_000, "allowed are JSON files in UTF-8"),
-        (json.dumps(given).replace("0.45", "1" + "0" * 400), "a number of 401 digits"),
-        ("[]", "allowed are files that --fit wrote"),
-        (json.dumps(given | {"profile": "other"}), "allowed are files that --fit wrote"),
-        (json.dumps(given | {"rates": {}}), "allowed are files with a 'products' from"),
-    ):
-        path.write_text(broken)
-        with pytest.raises(ValueError, match=words):
-            read(path)
-    with pytest.raises(ValueError, match="No such file"):
-        read(tmp_path / "none.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rates": {}}))
+    with pytest.raises(ValueError, match="allowed are files with a 'products' from"):
+        read(path)
+    with pytest.raises(ValueError, match="allowed is 'megatron'"):
+        strategy.predict(PRESETS["llama-3-8b"], H100, Layout(), MEGATRON, guesses("nanotron"))
 
 
 def test_stages_scatter_gradients_once_a_step() -> None:
@@ -306,15 +241,44 @@ MIXTRAL = PRESETS["mixtral-8x7b"]
 DEALT = Layout(16, pp=4, zero=1, microbatches=16, ep=8)
 
 
-def test_parameters_of_experts_are_those_that_memory_counts() -> None:
-    mixed = replace(MIXTRAL, dense_layers=3, shared_experts=1, expert_ffn=2048)
-    for config in (MIXTRAL, mixed):
-        for layout in (Layout(), DEALT, Layout(8, 4, 2, ep=4)):
-            job = Job(config, H100, layout, COURSE, 4096)
-            for k, stage in enumerate(layout.parts(config)):
-                want = memory.parameters(config, layout, stage)
-                assert parameters(job, stage) == sum(want.values()), k
-                assert dealt(job, stage) == memory.in_experts(config, layout, stage), k
+MIXED = replace(MIXTRAL, dense_layers=3, shared_experts=1, expert_ffn=2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (PRESETS["gpt-2"], Layout(2, tp=4, pp=2, microbatches=2)),
+        (PRESETS["llama-3-8b"], Layout(8, 2, 2, 1, microbatches=4, sequence_parallel=True)),
+        (PRESETS["llama-3-70b"], Layout(8, zero=3, recompute="norms+ffn")),
+        (MIXTRAL, DEALT),
+        (MIXED, Layout(8, 4, 2, ep=4)),
+    ],
+)
+def test_a_plan_counts_what_memory_does(config: Config, layout: Layout) -> None:
+    """States to the byte. Of layers it leaves out a number or two a row, rotary tables, and the
+    router, and has 8 bytes for each token and width outside of the cut matrices.
+    """
+    job, rates = Job(config, H100, layout, COURSE, 4096), guesses("course").values_of()
+    for k, stage in enumerate(layout.parts(config)):
+        found = footprint(job, rates, k)
+        want = memory.estimate(config, layout, 4096, device="gpu", stage=k)
+        states = found.weights, found.gradients, found.optimizer
+        assert states == (want.parameters, want.gradients, want.optimizer)
+        kept = memory.activations(config, layout, 4096, device="gpu", stage=k)
+        assert found.activations == pytest.approx(kept.all_layers, rel=0.03)
+        assert found.activations < kept.all_layers and kept.layers == stage.layers
+        if layout.zero == 3:  # whole weights and gradients; memory has 16 bytes a token beside them
+            assert found.buffers == want.buffers - 16 * 4096
+
+
+def test_a_model_whose_first_layers_are_dense() -> None:
+    """Three of 32: the step is between those of models in which all layers are of one kind."""
+    layout = Layout(8, 4)
+    dense, mixed, sparse = (
+        strategy.predict(replace(MIXED, **kind), H100, layout, seq=4096).seconds.products
+        for kind in ({"experts": 0, "dense_layers": 0}, {}, {"dense_layers": 0})
+    )
+    assert mixed == pytest.approx((3 * dense + 29 * sparse) / 32, rel=0.02)
 
 
 def test_what_experts_cost() -> None:

@@ -16,7 +16,6 @@ from shardlab import tensor_parallel as tp_
 from shardlab import tensor_types as tt
 from shardlab.tensor_types import programs
 from shardlab.tensor_types.adjoint import disproof
-from shardlab.tensor_types.declared import parse
 
 
 def world():
@@ -73,29 +72,6 @@ def test_of_1500_random_programs_all_that_pass_are_right(request):
     if not request.config.getoption("--whole"):
         pytest.skip("1,500 programs take a minute: --whole")
     assert sound(1500, seed=0) == (452, 832, 1048)  # the lesson says so
-
-
-def plain_sum(y, group):
-    y = y.clone()
-    dist.all_reduce(y, group=group)  # autograd knows nothing of it, and hands gradients on
-    return y
-
-
-def judged_with_plain_sums(chosen):
-    operators = OPERATORS | {"g": plain_sum}
-    wrong = [programs.wrong_gradients(p, s, world(), operators) for s, p in enumerate(chosen)]
-    return [
-        (programs.refusal(p, world(), operators), w) for p, w in zip(chosen, wrong, strict=True)
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:c10d")
-def test_a_plain_all_reduce_is_judged_as_what_it_does_to_gradients():
-    chosen = programs.draw(60, seed=3)
-    found = ranks.run(judged_with_plain_sums, 2, chosen, show=False)[0]
-    assert [bool(why) for why, _ in found] == [bool(w) for w in ranks.pretend(refusals, 2, chosen)]
-    passed = [wrong for why, wrong in found if not why]
-    assert len(passed) > 15 and not any(passed)
 
 
 def test_a_wrong_gradient_is_found_by_finite_differences():
@@ -500,34 +476,6 @@ def test_a_mismatch_survives_python_and_processes():
     error = tt.Mismatch.of("P", ["P"])
     error.line = "a.py:1: x"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
-# Bad input: one clear ValueError before anything starts.
-
-
-def test_bad_input_is_refused():
-    x = torch.ones(2)
-    with pytest.raises(ValueError, match="tp='X': allowed are 'I', 'R', 'V', 'P'"):
-        tt.declare(x, tp="X")
-    with pytest.raises(ValueError, match="no 'weight'|'weight' is a name too many, or missing"):
-        tt.declare_parameters(nn.Linear(2, 2, bias=False), tp={})
-    with pytest.raises(ValueError, match="tp: 'up' is a name too many, or missing"):
-        tt.declare_parameters(nn.Linear(2, 2, bias=False), tp={"weight": "V", "up": "V"})
-    with pytest.raises(ValueError, match="degrees: there is none"):
-        tt.check(lambda: None)
-    with pytest.raises(ValueError, match="tp=1: allowed"):
-        tt.check(lambda tp: None, tp=1)
-    with pytest.raises(ValueError, match="tp=2.5: allowed"):
-        tt.check(lambda tp: None, tp=2.5)
-    with pytest.raises(ValueError, match="step: .*; allowed are the axes dp, tp"):
-        tt.check(lambda tp: None, dp=2, tp=2)
-    with pytest.raises(ValueError, match="groups: there is none"), tt.checking():
-        pass
-    with pytest.raises(ValueError, match="tp=3: allowed is a process group"), tt.checking(tp=3):
-        pass
-    for words in ("I", "I -> X", "-> I", 3):
-        with pytest.raises(ValueError, match="words=.*: allowed is one of I, R, V, P"):
-            parse(words)
 
 
 def test_an_axis_that_is_not_in_the_mesh_is_refused():

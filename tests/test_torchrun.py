@@ -45,7 +45,9 @@ def under_torchrun(
     return subprocess.run(command, capture_output=True, text=True, timeout=150)
 
 
-def test_runs_of_every_kind_and_what_stands_between_them(tmp_path: Path) -> None:
+def test_runs_of_every_kind_what_stands_between_them_and_an_error_at_the_end(
+    tmp_path: Path,
+) -> None:
     done = under_torchrun(
         tmp_path,
         3,
@@ -55,9 +57,9 @@ def test_runs_of_every_kind_and_what_stands_between_them(tmp_path: Path) -> None
             dist.all_reduce(x)
             return x
 
-        def fails():
+        def fails(words):
             if dist.get_rank() == 1:
-                raise ValueError("boom")
+                raise ValueError(words)
             dist.barrier()
 
         def ends(how):
@@ -67,20 +69,20 @@ def test_runs_of_every_kind_and_what_stands_between_them(tmp_path: Path) -> None
 
         print([x.tolist() for x in run(work, 2, 1) + run(work, 3, 10)])
         try:
-            run(fails, 2)
+            run(fails, 2, "boom")
         except RankError as error:
             print(error.ranks, str(error).splitlines()[0])
         print([x.tolist() for x in run(work, 4, 1)])  # more ranks than torchrun started
         for how in ("exits", "hangs"):
             try:
-                run(ends, 2, how, timeout=4, apart=True)
+                run(ends, 2, how, timeout=2, apart=True)
             except RankError as error:
                 print(error.ranks)
         print(ranks.pretend(dist.get_world_size, 512))
-        print([x.tolist() for x in run(work, 3, 1)])
+        print([x.tolist() for x in run(work, 3, 1)], flush=True)
+        run(fails, 3, "of its own")
         """,
     )
-    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     beside = [line for line in lines if "beside" in line]  # one for each run elsewhere
     assert [line.split(" beside")[0] for line in beside] == ["[work on 4 ranks"] + 2 * [
@@ -94,27 +96,10 @@ def test_runs_of_every_kind_and_what_stands_between_them(tmp_path: Path) -> None
         "[1]",
         "512",
         "[[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]",
-    ]
-
-
-def test_an_error_is_said_once(tmp_path: Path) -> None:
-    done = under_torchrun(
-        tmp_path,
-        4,
-        """
-        def fails():
-            if dist.get_rank() == 2:
-                raise ValueError("of its own")
-            dist.barrier()
-
-        run(dist.barrier, 4)
-        run(dist.barrier, 4)
-        run(fails, 4)
-        """,
-    )
+    ], done.stderr
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "ValueError: of its own" in line]
-    assert len(said) == 1 and "rank 2 of 4" in said[0] and said[0].count("[rank") == 0
+    assert len(said) == 1 and "rank 1 of 3" in said[0] and said[0].count("[rank") == 0
     assert done.stderr.count("in fails") == 1  # where, and no rank's complaint beside it
 
 
@@ -166,11 +151,24 @@ def test_a_process_that_hangs_ends_the_job_with_the_cause(tmp_path: Path) -> Non
         assert cause in done.stderr
 
 
-def test_arguments_results_and_random_numbers_are_the_callers(tmp_path: Path) -> None:
+def test_what_reaches_ranks_what_they_give_back_and_what_they_leave(tmp_path: Path) -> None:
+    """As a gloo group's last owner torch's DDP may wait in its destructor for ever."""
     done = under_torchrun(
         tmp_path,
         2,
         """
+        import gc, weakref
+
+        gc.disable()
+        dist.models = []  # in a module: what a function changes of its script's is a copy
+        destroy = dist.destroy_process_group
+
+        def watched(*args):
+            say("alive:", sum(model() is not None for model in dist.models))
+            destroy(*args)
+
+        dist.destroy_process_group = watched
+
         big = torch.arange(5_000_000.0)  # 20 MB; the launcher's store takes 8 MiB at once
         first, second = run(lambda: big * (1 + dist.get_rank()), 2)
         assert torch.equal(first, big) and torch.equal(second, 2 * big)
@@ -189,27 +187,13 @@ def test_arguments_results_and_random_numbers_are_the_callers(tmp_path: Path) ->
 
         # A process that has been a rank is no good father of ranks: torch caches its place.
         assert run(offset, 2) == run(offset, 2, apart=True) == [[[0, 0]], [[2, 0]]]
-        """,
-    )
-    assert done.returncode == 0, done.stderr
 
+        def stores():  # a group of an ended run calls its store no more
+            dist.barrier()
+            gc.collect()
+            return sum(type(thing).__name__ == "_Heedful" for thing in gc.get_objects())
 
-def test_the_model_goes_before_its_group(tmp_path: Path) -> None:
-    """As a gloo group's last owner torch's DDP may wait in its destructor for ever."""
-    done = under_torchrun(
-        tmp_path,
-        2,
-        """
-        import gc, weakref
-        gc.disable()
-        dist.models = []  # in a module: what a function changes of its script's is a copy
-        destroy = dist.destroy_process_group
-
-        def watched(*args):
-            say("alive:", sum(model() is not None for model in dist.models))
-            destroy(*args)
-
-        dist.destroy_process_group = watched
+        assert [run(stores, 2) for _ in range(2)] == [[1, 1]] * 2
 
         def work(fail):
             model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -227,47 +211,8 @@ def test_the_model_goes_before_its_group(tmp_path: Path) -> None:
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["alive: 0"] * 4
-
-
-def test_runs_leave_no_store_behind(tmp_path: Path) -> None:
-    """A group of an ended run calls it no more."""
-    done = under_torchrun(
-        tmp_path,
-        2,
-        """
-        import gc
-
-        def stores():
-            dist.barrier()
-            gc.collect()
-            return sum(type(thing).__name__ == "_Heedful" for thing in gc.get_objects())
-
-        print([run(stores, 2) for _ in range(3)])
-        """,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str([[1, 1]] * 3)]
-
-
-def test_set_ups_script_would_end_with_torchs_ddp_too(tmp_path: Path) -> None:
-    ours = "DataParallel(GPT(config).to(device), dist.group.WORLD)"
-    theirs = "torch.nn.parallel.DistributedDataParallel(GPT(config).to(device))"
-    assert ours in TRAIN
-    watch = """
-    import gc
-    destroy = dist.destroy_process_group
-
-    def watched():
-        kinds = [type(thing).__name__ for thing in gc.get_objects()]
-        say("alive:", kinds.count("DistributedDataParallel"))
-        destroy()
-
-    dist.destroy_process_group = watched
-    """
-    done = under_torchrun(tmp_path, 2, textwrap.dedent(watch) + TRAIN.replace(ours, theirs))
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if "step" not in line] == ["alive: 0"] * 2
+    said = [line for line in done.stdout.splitlines() if "beside" not in line]
+    assert said == ["alive: 0"] * 7 * 2  # runs, processes
 
 
 def test_deepspeed_in_one_run_after_another(tmp_path: Path) -> None:
@@ -299,6 +244,26 @@ def test_deepspeed_in_one_run_after_another(tmp_path: Path) -> None:
         """,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_set_ups_script_would_end_with_torchs_ddp_too(tmp_path: Path) -> None:
+    ours = "DataParallel(GPT(config).to(device), dist.group.WORLD)"
+    theirs = "torch.nn.parallel.DistributedDataParallel(GPT(config).to(device))"
+    assert ours in TRAIN
+    watch = """
+    import gc
+    destroy = dist.destroy_process_group
+
+    def watched():
+        kinds = [type(thing).__name__ for thing in gc.get_objects()]
+        say("alive:", kinds.count("DistributedDataParallel"))
+        destroy()
+
+    dist.destroy_process_group = watched
+    """
+    done = under_torchrun(tmp_path, 2, textwrap.dedent(watch) + TRAIN.replace(ours, theirs))
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "step" not in line] == ["alive: 0"] * 2
 
 
 def test_what_a_process_of_torchruns_starts_is_not_torchruns(tmp_path: Path) -> None:

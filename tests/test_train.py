@@ -16,7 +16,6 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ import torch.distributed.checkpoint as dcp
 
 from shardlab import count, ranks, show, text
 from shardlab.model import GPT, PRESETS
-from shardlab.show import changes as pages
 from shardlab.train import core, ddp, plain, sampler, take_home
 from shardlab.train.take_home import Options, Refused, Training, checkpoints
 
@@ -89,8 +87,6 @@ def one(tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
         (ddp, 4, {}),
         (sampler, 4, {}),
         (core, 4, {}),
-        (take_home, 4, {"micro": 2}),
-        (take_home, 1, {"strategy": "fsdp2"}),
         (take_home, 4, {"strategy": "fsdp2", "compiler": "aot_eager"}),
     ],
 )
@@ -104,25 +100,6 @@ def test_a_script_equals_one_process(script, size, changes, one, tmp_path):
     assert max((found[name] - one[1][name]).abs().max() for name in found) < WEIGHT
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "come", "go"),
-    [(plain, ddp, 7, 0), (ddp, sampler, 5, 4), (sampler, core, 14, 11)],
-)
-def test_a_step_changes_what_its_page_says_and_nothing_else(old, new, come, go):
-    shown = pages.changes(old.main, new.main).text.splitlines()
-    signs = [sign for sign, number, _ in pages.changed(old.main, new.main) if number]
-    assert (signs.count("+"), signs.count("-")) == (come, go)
-    marks = [line[0] for line in shown if line[:1] in ("+", "-")]
-    assert marks == [sign for sign in signs if sign != " "]
-    with pytest.raises(ValueError, match="allowed is what differs"):
-        pages.changes(old.main, old.main)
-
-
-def test_four_ranks_without_a_group_train_four_models(one, tmp_path):
-    losses = trained(plain, 4, tmp_path)
-    assert losses == [one[0]] * 4
-
-
 def test_the_model_of_the_script_to_take_home_is_trained_alike(tmp_path):
     def main(strategy, tensor, size):
         options = {"strategy": strategy, "tensor": tensor, "micro": 3} | SMALL
@@ -134,7 +111,7 @@ def test_the_model_of_the_script_to_take_home_is_trained_alike(tmp_path):
 
     alone = main("ddp", 1, 1)
     assert alone[-1] < alone[0] - 0.5
-    for strategy, tensor in (("ddp", 1), ("zero2", 1), ("fsdp2", 2)):
+    for strategy, tensor in (("ddp", 1), ("fsdp2", 2)):
         assert apart(main(strategy, tensor, 4), alone) < LOSS
 
 
@@ -149,8 +126,8 @@ def test_half_precision_is_near(one, tmp_path):
     assert 1e-6 < apart(losses[0], one[0]) < 1e-2
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_stop_within_an_epoch_changes_no_bit(size, tmp_path):
+def test_a_stop_within_an_epoch_changes_no_bit(tmp_path):
+    size = 2
     dropped = {"dropout": 0.1, "micro": 3}
     whole = trained(take_home, size, tmp_path / "whole", **dropped)[0]
     parts = []
@@ -164,7 +141,6 @@ def test_a_stop_within_an_epoch_changes_no_bit(size, tmp_path):
 @pytest.mark.parametrize(
     ("size", "first", "then", "rest"),
     [
-        (2, {}, 1, {}),
         (4, {}, 8, {"strategy": "zero1"}),
         (1, {}, 4, {"strategy": "fsdp2", "tensor": 2}),
         (4, {"strategy": "fsdp2", "tensor": 2}, 2, {}),
@@ -175,59 +151,6 @@ def test_a_stop_on_some_ranks_goes_on_with_others(size, first, then, rest, tmp_p
     parts = trained(take_home, size, tmp_path / "parts", steps=11, **first)[0]  # in epoch 2
     parts += trained(take_home, then, tmp_path / "parts", steps=20, **rest)[0]  # into the third
     assert apart(parts, whole) < 2 * LOSS
-
-
-class Dealt(Exception):
-    """Has the loader that a script made, before it trains."""
-
-
-def dealt(script, windows: int, rank: int, world: int, monkeypatch) -> list[list[list[int]]]:
-    """Which windows a rank gets in each step of two epochs, as the script's `main` deals them."""
-
-    def loader(data, *arguments, **options):
-        raise Dealt(torch.utils.data.DataLoader(list(range(len(data))), *arguments, **options))
-
-    class Ranks:
-        get_rank, get_world_size = staticmethod(lambda: rank), staticmethod(lambda: world)
-
-    stands_in = {
-        "dist": Ranks,
-        "GPT": lambda _: torch.nn.Linear(1, 1),
-        "DistributedDataParallel": lambda model: model,
-        "DataLoader": loader,
-        "Windows": lambda _seq, _part: range(windows),
-        "print": lambda *_: None,
-    }
-    for name in stands_in:
-        monkeypatch.setattr(script, name, stands_in[name], raising=False)
-    epochs, its = [], SimpleNamespace(options=Options(seed=3), replica=rank, replicas=world)
-    for epoch in (0, 1):
-        if script is take_home or not epoch:
-            its.done = epoch * (windows // 16)
-            with pytest.raises(Dealt) as made:
-                if script is take_home:
-                    Training.batches(its, range(windows))
-                script.main(folder="/tmp", seed=3)
-            (loader_,) = made.value.args
-        if script is plain:
-            loader_.sampler.generator.manual_seed(3 + epoch)
-        elif script is not take_home:
-            loader_.sampler.set_epoch(epoch)
-        epochs.append([batch.tolist() for batch in loader_])
-    return epochs
-
-
-@pytest.mark.parametrize("script", [sampler, core, take_home])
-def test_each_step_sees_the_windows_of_one_process_whatever_the_size(script, monkeypatch):
-    for windows in (16, 31, 32, 33, 40, 45, *range(46, 65), 131, 143, 157, 250):
-        one = dealt(plain, windows, 0, 1, monkeypatch)
-        for world in (1, 2, 4, 8, 16):
-            parts = [dealt(script, windows, rank, world, monkeypatch) for rank in range(world)]
-            for epoch in (0, 1):
-                assert {len(share[epoch]) for share in parts} == {windows // 16}
-                for number, batch in enumerate(one[epoch]):
-                    together = [window for share in parts for window in share[epoch][number]]
-                    assert sorted(together) == sorted(batch), (windows, world, epoch, number)
 
 
 @pytest.mark.parametrize("script", [sampler, core])
@@ -248,7 +171,6 @@ def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
     "changes",
     [
         {},
-        {"strategy": "zero1"},
         {"strategy": "zero2"},
         {"strategy": "fsdp2"},
         {"strategy": "zero1", "tensor": 2},
@@ -306,7 +228,7 @@ def test_in_bf16_validation_is_bf16_whichever_the_wrapper(tmp_path):
         assert 1e-6 < abs(found[name] - found["float32"]) < 1e-2
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_path):
     def kept():
         training = on_a_rank(strategy=strategy, micro=1, folder=str(tmp_path))
@@ -333,9 +255,8 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
             assert grown < 0.5 * whole  # its quarter
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_checkpoint_of_another_model_is_not_loaded(strategy, tmp_path):
-    how = {"strategy": strategy, "steps": 5}
+def test_a_checkpoint_of_another_model_is_not_loaded(tmp_path):
+    how = {"strategy": "fsdp2", "steps": 5}
     trained(take_home, 2, tmp_path / "nano", **how)
     trained(take_home, 2, tmp_path / "deep", layers=4, **how)
     for folder, layers in (("nano", 4), ("deep", 2)):
@@ -343,7 +264,7 @@ def test_a_checkpoint_of_another_model_is_not_loaded(strategy, tmp_path):
             trained(take_home, 2, tmp_path / folder, layers=layers, **how)
 
     def wider():
-        options = Options(folder=str(tmp_path / "nano"), strategy=strategy)
+        options = Options(folder=str(tmp_path / "nano"), strategy="fsdp2")
         return take_home.main(options, lambda _: GPT(replace(PRESETS["nano"], hidden=128)))
 
     with pytest.raises(ranks.RankError, match="does not fit: Size mismatch"):
@@ -358,12 +279,6 @@ def test_a_loss_that_is_nan_is_no_best_unless_there_is_no_other(tmp_path, monkey
     trained(take_home, 1, tmp_path / "later", steps=4, every=2)
     lines = (tmp_path / "later/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1]) == {"step": 2, "test": 4.0}
-
-
-def test_checkpoints_go_by_number(tmp_path):
-    for step in (1_000_000, 999_900, 5):
-        (tmp_path / f"step-{step:06d}").mkdir()
-    assert [int(path.name[5:]) for path in checkpoints(tmp_path)] == [5, 999_900, 1_000_000]
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
@@ -449,6 +364,12 @@ def steps_of(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in found if "loss" in line}
 
 
+def unbroken(folder: Path, steps: int) -> list[float]:
+    """The losses of a job that nobody stops."""
+    options = Options(folder=str(folder), limit=SMALL["limit"], every=5, steps=steps)
+    return ranks.run(lambda: take_home.main(options), 1, show=False, device="cpu")[0]
+
+
 def until(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 90
     while max(steps_of(folder), default=0) < step:
@@ -463,8 +384,7 @@ def rank_processes(process: subprocess.Popen[str]) -> list[int]:
 
 
 def test_a_job_is_stopped_by_signals_and_goes_on_with_more_ranks(tmp_path):
-    ended(begin(tmp_path / "whole", 0, "--steps", "30"))
-    whole = list(steps_of(tmp_path / "whole").values())
+    whole = unbroken(tmp_path / "whole", 30)
     folder = tmp_path / "job"
     first = begin(folder, 2, "--steps", "100000")
     until(folder, 7)
@@ -490,8 +410,7 @@ def test_a_job_is_stopped_by_signals_and_goes_on_with_more_ranks(tmp_path):
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
-    ended(begin(tmp_path / "whole", 0, "--steps", "20"))
-    whole = list(steps_of(tmp_path / "whole").values())
+    whole = unbroken(tmp_path / "whole", 20)
     folder = tmp_path / "job"
     process = begin(folder, 2, "--steps", "20000")
     until(folder, 8)
@@ -583,8 +502,8 @@ def test_ranks_that_see_another_last_checkpoint_are_told(tmp_path, monkeypatch):
         ranks.run(refused, 2, show=False, device="cpu")
 
 
-@pytest.mark.parametrize("folder", ["/proc/none", "file/below"])
-def test_a_folder_that_cannot_be_written_is_named(folder, tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    folder = "file/below"
     (tmp_path / "file").write_text("")
     words = f"folder={str(tmp_path / folder)!r}: allowed are"
     output = ended(begin(tmp_path / folder, 0), status=2)
@@ -613,17 +532,6 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     assert "process" in ranks.run(inside, 1, show=False, device="cpu")[0]
 
 
-def test_a_text_that_is_too_short_is_named(tmp_path):
-    (path := tmp_path / "text").write_bytes(bytes(1000))
-    Options(source=str(path), batch=12).check(1)
-    for batch in (13, 16, 10**18):
-        with pytest.raises(Refused, match="has a part of 800 bytes: allowed are more than"):
-            Options(source=str(path), batch=batch).check(1)
-    path.write_bytes(b"")
-    with pytest.raises(Refused, match="has a part of 0 bytes"):
-        Options(source=str(path)).check(1)
-
-
 def test_in_a_terminal_rank_0_draws_a_bar(tmp_path):
     import pty
     import termios
@@ -642,37 +550,33 @@ def test_in_a_terminal_rank_0_draws_a_bar(tmp_path):
     assert done.returncode == 0 and "3/3" in drawn and "loss=" in drawn
 
 
+def test_an_unknown_strategy_of_lightning_is_named():
+    pytest.importorskip("pytorch_lightning")
+    from shardlab.train import lightning
+
+    with pytest.raises(ValueError, match="strategy='fsdp'"):
+        lightning.fit("fsdp", 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"source": "/no/such"}, "source='/no/such': allowed are stdlib and files that"),
         ({"steps": 0}, "steps=0: allowed are numbers from 1"),
-        ({"steps": 10**30}, "steps=1000000000000000000000000000000: allowed are numbers"),
         ({"batch": 6}, "batch=6: allowed are multiples of 4"),
         ({"heads": 3}, "hidden=64: allowed are multiples of 6"),
-        ({"layers": 0}, "layers=0: allowed are"),
-        ({"micro": 0}, "micro=0: allowed are"),
-        ({"lr": -1.0}, "lr=-1.0: allowed are numbers from 0"),
-        ({"lr": math.inf}, "lr=inf: allowed are numbers from 0 to"),
         ({"lr": math.nan}, "lr=nan: allowed are"),
         ({"micro": 2**63}, "micro=9223372036854775808: allowed are numbers from 1 to"),
-        ({"clip": -1.0}, "clip=-1.0: allowed are"),
-        ({"seed": -1}, "seed=-1: allowed are"),
         ({"seed": 2**64}, "seed=18446744073709551616: allowed are numbers from 0 to"),
         ({"dropout": 1.0}, "dropout=1.0: allowed are numbers from 0 to 0.99"),
         ({"limit": 100}, "source='stdlib' has a part of 100 bytes"),
-        ({"report": 0}, "report=0: allowed are"),
         ({"precision": "fp8"}, "precision='fp8': allowed are float32, bf16, fp16"),
         ({"strategy": "fsdp1"}, "strategy='fsdp1': allowed are ddp, zero1, zero2, fsdp2"),
         ({"tensor": 2}, "tensor=2 with strategy='ddp'"),
         ({"tensor": 3, "strategy": "fsdp2"}, "tensor=3: allowed are divisors of 4 ranks"),
         ({"tensor": 2, "strategy": "fsdp2", "precision": "fp16"}, "precision='fp16': allowed is 1"),
-        ({"workers": -1}, "workers=-1: allowed are"),
-        ({"workers": 10**6}, "workers=1000000: allowed are numbers from 0 to 1000"),
         *(({"folder": name}, f"folder={name!r}: allowed") for name in ("", "a\nb")),
         ({"timeout": 0.0}, "timeout=0.0: allowed are"),
-        ({"timeout": math.inf}, "timeout=inf: allowed are numbers from 1 to 1e+09"),
-        ({"timeout": 1e300}, "timeout=1e+300: allowed are"),
         ({"compiler": "nonsense"}, "compiler='nonsense': allowed are none, aot_eager"),
         ({"resume": "yes"}, "resume='yes': allowed are auto, never"),
     ],
@@ -683,25 +587,16 @@ def test_bad_options_are_named(changes, words):
         Options(**changes).check(4)
 
 
-def test_a_folder_that_does_not_fit_is_named(tmp_path):
+def test_what_a_job_is_given_and_cannot_be_is_one_line(tmp_path):
     (tmp_path / "broken/step-000001").mkdir(parents=True)
-    (tmp_path / "file").write_text("")
     for folder, changes, words in (
         ("broken", ["--resume", "never"], "has checkpoints: allowed is resume='auto'"),
         ("broken", [], "is no whole checkpoint"),
-        ("file", [], "allowed are folders that can be written"),
+        ("never", ["--stepz", "1"], "train.py: unrecognized arguments: --stepz 1"),
+        ("never", ["--steps", "0"], "train.py: steps=0: allowed are numbers from 1 to 1e+18"),
     ):
         output = ended(begin(tmp_path / folder, 0, *changes), status=2)
         assert "Traceback" not in output and words in output.splitlines()[-1]
-
-
-def test_a_bad_option_starts_nothing(tmp_path):
-    for words, said in (
-        (["--steps", "many"], "train.py: argument --steps: invalid int value: 'many'"),
-        (["--stepz", "1"], "train.py: unrecognized arguments: --stepz 1"),
-        (["--steps", "0"], "train.py: steps=0: allowed are numbers from 1 to 1e+18"),
-    ):
-        assert ended(begin(tmp_path / "never", 0, *words), status=2).splitlines() == [said]
     assert not (tmp_path / "never").exists()
 
 

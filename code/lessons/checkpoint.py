@@ -578,7 +578,7 @@ show.table(rows, [*head, "unfinished saves left"])
 
 # %% [markdown]
 # Whatever an unfinished save has left is cleared away by the next one.
-# [The tests](../tests/test_checkpoint.py) kill twenty times at random, also in saves that run in the background, and then once at *every* operation on a file that a save makes, from the first to the last.
+# [The tests](../tests/test_checkpoint.py) kill ten times at random, also in saves that run in the background, and then once at *every* operation on a file that a save makes, from the first to the last.
 #
 # What a kill does not test is a power cut: only `fsync` helps there, and only as far as the disk tells the truth.
 # And it needs a file system with atomic renames. Object stores have none; there, write a small file last that says what is complete.

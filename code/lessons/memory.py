@@ -363,6 +363,8 @@ show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
 show.source(
     memory.core.sizes,
     memory.core.kept_by_norm,
+    memory.core.kept_by_projections,
+    memory.core.kept_by_softmax,
     memory.core.kept_by_attention,
     memory.core.kept_by_ffn,
     memory.core.layer_parts,

@@ -92,7 +92,7 @@ points = [(one.reserved / GB, one.seconds, one.layout) for one in found.fits]
 alt = (
     f"{fits} dots: what a layout reserves on its fullest GPU, and the seconds of its step. "
     "At every fullness there are fast and slow ones. The two of copies alone are fastest, with "
-    "74 and 76 s at 71 and 47 GB; those with stages take up to 130 s."
+    "74 and 76 s at 75 and 51 GB; those with stages take up to 130 s."
 )
 show.figure(measured.layouts(points), alt, "strategy-layouts")
 
@@ -251,7 +251,7 @@ def plain(job, r):
     layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
     stages = at.parts(config)  # unequal: the embedding and the head count, too
     busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
-    held = max(core.parameters(job, s) for s in stages)
+    held = max(job.held(s).all for s in stages)
     gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # float32, all-reduced
     return (m - 1) * max(busy) + sum(busy) + gradients
 

@@ -91,6 +91,11 @@ class Config:
         """Width of one expert's feed-forward network."""
         return self.ffn_width if self.expert_ffn is None else self.expert_ffn
 
+    @property
+    def chosen_width(self) -> int:
+        """Width of the experts that one token goes through: those it chose, and the shared ones."""
+        return (self.experts_per_token + self.shared_experts) * self.expert_width
+
     def places(self, seq: int) -> int | None:
         """How many of a sequence's `seq` tokens an expert takes; None: all that come.
 

@@ -463,14 +463,3 @@ def nobody_waits(seen: list[Seen]) -> str:
         "another one. Let even ranks send first and odd ones receive first, or begin both at once: "
         "ranks.exchange, or dist.batch_isend_irecv."
     )
-
-
-def laid_out(answer: Any, kind: type, gpus: int, batch: int) -> None:
-    """Refuse what is no layout (`kind`: strategy.Layout), or one of other GPUs or sequences."""
-    if not isinstance(answer, kind):
-        raise Wrong(f"The answer should be a strategy.Layout, not a {type(answer).__name__}.")
-    if answer.ranks != gpus:
-        degrees = "d · t · p" + (" · c" if answer.cp > 1 else "")
-        raise Wrong(f"{degrees} = {answer.ranks}; there are {gpus} GPUs.")
-    if answer.batch != batch:
-        raise Wrong(f"d · b · m = {answer.batch} sequences; a step has {batch}.")

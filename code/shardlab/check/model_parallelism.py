@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import ranks, strategy
-from shardlab.check import Wrong, exercise
-from shardlab.check.forms import Kind, Part, Trial, cases, laid_out, number, on_ranks
+from shardlab.check import exercise
+from shardlab.check.forms import Kind, Part, Trial, cases, number, on_ranks
+from shardlab.check.layouts import laid_out
 from shardlab.shapes import PRESETS
-from shardlab.strategy import MACHINES, Layout
+from shardlab.strategy import MACHINES
 
 _ON_GRID = 2e-4  # float32, values up to about 100, sums made in another order
 
@@ -226,16 +227,4 @@ _GPUS, _BATCH, _MOST = 64, 512, 71.0  # seconds
 
 @exercise("my_layout")
 def _layout(answer: Any) -> str:
-    laid_out(answer, Layout, _GPUS, _BATCH)
-    try:
-        full = strategy.fullness(_MODEL, _GPU, answer)
-        found = strategy.predict(_MODEL, _GPU, answer)
-    except ValueError as error:
-        raise Wrong(f"The model cannot be cut so: {error}.") from None
-    if full:
-        raise Wrong(full)
-    needs, taken = f"{found.memory.reserved / 1e9:.1f} GB", found.seconds.total
-    if taken > _MOST:
-        slow = strategy.slowness(_MODEL, _GPU, answer)
-        raise Wrong(f"It fits, with {needs} on the fullest GPU, but it is too slow. {slow}")
-    return f"Right: {needs} on the fullest GPU, and a step of some {taken:.1f} s."
+    return laid_out(answer, strategy, _MODEL, _GPU, _GPUS, _BATCH, lambda: _MOST)

@@ -10,9 +10,9 @@ from typing import Any
 
 from shardlab import strategy
 from shardlab.check import Wrong, exercise
-from shardlab.check.forms import called, laid_out, number
+from shardlab.check.forms import called, number
+from shardlab.check.layouts import laid_out
 from shardlab.shapes import PRESETS
-from shardlab.strategy import Layout
 
 _NEAR = 0.05  # of the two constants: measurements scatter by 1 %
 
@@ -88,20 +88,5 @@ def _least() -> float:
 
 @exercise("strategy_layout")
 def _layout(answer: Any) -> str:
-    laid_out(answer, Layout, _GPUS, _BATCH)
-    try:
-        found = strategy.predict(_MODEL, _GPU, answer)
-    except ValueError as error:
-        raise Wrong(f"The model cannot be cut so: {error}.") from None
-    needs, has = found.memory.reserved, strategy.room(_GPU)
-    if needs > has:
-        words = f"{needs / 1e9:.1f} GB on the fullest GPU, which may reserve {has / 1e9:.1f}."
-        raise Wrong(f"It does not fit: {words}")
-    taken = found.seconds.total
-    if taken > _SLOWER * _least():
-        parts = vars(found.seconds)
-        waits = {k: v for k, v in parts.items() if k not in ("products", "attention")}
-        worst = max(waits, key=waits.__getitem__)
-        more = f"{taken:.0f} s a step, {taken / _least() - 1:.0%} above the fastest."
-        raise Wrong(f"It fits, and takes {more} Of its waits the longest is: {worst}.")
-    return f"Right: {needs / 1e9:.1f} GB, {taken:.0f} s a step; the fastest takes {_least():.0f} s."
+    words = laid_out(answer, strategy, _MODEL, _GPU, _GPUS, _BATCH, lambda: _SLOWER * _least())
+    return f"{words} The fastest takes {_least():.1f} s."

@@ -30,14 +30,15 @@ def machine() -> list[tuple[str, str]]:
         facts.append(("multiprocessors", str(gpu.multi_processor_count)))
     if facts:
         return facts
-    facts = [("GPU", "none"), ("processor", _processor()), ("cores", str(os.cpu_count()))]
+    facts = [("GPU", "none"), ("processor", processor()), ("cores", str(os.cpu_count()))]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         facts.append(("memory", f"{memory / 1e9:.1f} GB"))
     return [*facts, ("vector instructions", torch.backends.cpu.get_cpu_capability())]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name, as Linux tells it, or as Python knows it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -74,13 +74,12 @@ def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) ->
 
 
 def _parts(
-    config: Config, z: Sizes, again: frozenset[str], kind: str, device: str, tp: int
+    config: Config, z: Sizes, again: frozenset[str], kind: str, device: str
 ) -> dict[str, int]:
     """What one layer keeps, by part: of one with experts, if the model has some."""
     parts = layer_parts(config, z, again, kind, device)
     if config.experts:
-        tokens = z.rows_of_a_head // 4
-        parts["ffn"] = kept_by_experts(config, tokens, z.element, tp, "ffn" in again)
+        parts["ffn"] = kept_by_experts(config, z, "ffn" in again)
     return parts
 
 
@@ -96,7 +95,7 @@ def _backward(
     Where a cut part ends, sequence parallelism gathers a gradient; where it begins, the gradients
     of all layers there are held while that of their input is on its way.
     """
-    whole = _parts(config, z, frozenset(), kind, device, tp)
+    whole = _parts(config, z, frozenset(), kind, device)
     kept = sum(parts.values()) - parts["ffn_dropout"]
     kept += max(whole[part] - parts[part] for part in ("ffn", "ffn_norm"))
     down = (2 if config.dropout else 1) * z.stream + z.wide + z.edge
@@ -163,7 +162,7 @@ def activations(
     again = computed_again(recompute)
     # Full recomputation keeps a layer's input; backward computes the rest again, all of it.
     kind = kernel(config, attention, device)
-    parts = _parts(config, z, again, kind, device, tp)
+    parts = _parts(config, z, again, kind, device)
     backward = _backward(config, z, parts, kind, device, tp)
     layer = shared = sum(parts.values())
     if recompute == "full":

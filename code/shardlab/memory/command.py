@@ -24,9 +24,10 @@ from functools import partial
 from typing import Any
 
 from shardlab import memory, options
+from shardlab.arguments import check_one_of
 from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout
 from shardlab.memory.units import whole
-from shardlab.shapes import PRESETS, Config
+from shardlab.shapes import PRESETS
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 # Options that say something about activations, and so need a model's shape.
@@ -111,7 +112,8 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, int], str]:
         layout.check(ranks)
     if "model" in settings:
         name = settings.pop("model")
-        config = _config(name)
+        check_one_of(PRESETS, model=name)
+        config = PRESETS[name]
         counted = memory.estimate(config, layout, **({"device": "gpu"} | settings))
         batch, seq = layout.micro_batch, settings.get("seq", config.seq)
         params, of = memory.parameter_count(config), f", {batch} × {seq:,} tokens on each rank"
@@ -174,12 +176,6 @@ def _table(found: dict[str, int], title: str, unit: str, known: bool) -> str:
     rule = "  " + "-" * (wide + 2 + far)
     lines.insert(len(PARTS), rule)
     return "\n".join([title, "", "  on each rank", *lines])
-
-
-def _config(name: str) -> Config:
-    if name not in PRESETS:
-        raise ValueError(f"model={name!r}: allowed are {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 def _whole(name: str, given: str) -> int:

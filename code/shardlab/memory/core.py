@@ -39,7 +39,9 @@ few times: gathered, in another order, or received in parts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardlab.arguments import check_kind, check_one_of
 from shardlab.layout import ALONE, Layout
@@ -71,6 +73,7 @@ PRECISIONS: dict[str, Recipe] = {
     "8-bit": Recipe(2, 2, 4, 1, 2, "bfloat16, float32 master weights, 8-bit states", 2048),
 }
 OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states a parameter
+WIDE: dict[str, int] = {"gelu": 2, "swiglu": 4}  # tensors that a feed-forward network keeps
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,6 @@ class States:
     def total(self) -> int:
         """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer
-
-    def plus(self, other: States) -> States:
-        """Both."""
-        return States(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def check_recipe(precision: str, optimizer: str) -> Recipe:
@@ -114,12 +113,22 @@ def states(
     Raises ValueError for unknown names, and numbers that are none.
     """
     check_kind(Layout, layout=layout)
-    recipe, zero, offload = check_recipe(precision, optimizer), layout.zero, layout.offload
+    recipe = check_recipe(precision, optimizer)
     held = ceil_div(whole("params", params), layout.tp * layout.pp)
-    share = ceil_div(held, layout.shards)
+    return states_of(held, ceil_div(held, layout.shards), layout, recipe, optimizer)
+
+
+def states_of(
+    held: int, shard: int, layout: Layout, recipe: Recipe, optimizer: str = "adamw"
+) -> States:
+    """Bytes of model states on a rank of `held` parameters, of which `shard` is what ZeRO leaves.
+
+    Of the layout alone the stage of ZeRO and the offload are read.
+    """
+    zero, offload = layout.zero, layout.offload
 
     def of(stage: int) -> int:
-        return share if zero >= stage else held
+        return shard if zero >= stage else held
 
     weights = of(3) * recipe.parameters
     gradients = of(2) * recipe.gradients
@@ -155,11 +164,13 @@ class Sizes:
     rows: int  # a float32 for each query and head
     rows_of_a_head: int
     wide: int  # the feed-forward network's inner tensor
+    chosen: int  # the same of a token's experts, together
     tables: int  # cosines and sines
     logits_fp32: int
     element: int
 
 
+@lru_cache(maxsize=1024)
 def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence: bool) -> Sizes:
     """Sizes for `element` bytes an element; `sequence`: the stream is cut along the sequence."""
     b_s, h = batch * seq, config.hidden
@@ -180,6 +191,7 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
         rows=b_s * config.heads * 4 // tp,
         rows_of_a_head=b_s * 4,
         wide=b_s * config.ffn_width * element // tp,
+        chosen=b_s * config.chosen_width * element // tp,
         tables=4 * seq * (config.head_size // 2) * element,
         logits_fp32=b_s * -(-config.vocab // tp) * 4,
         element=element,
@@ -202,18 +214,27 @@ def kept_by_norm(config: Config, z: Sizes, device: str, again: bool = False) -> 
     return 2 * z.stream_fp32 + z.tokens + z.stream  # input and normalised input in float32
 
 
+def kept_by_projections(z: Sizes) -> int:
+    """Queries, keys, values, which attention's core takes, and its output, which `out` takes."""
+    return 2 * z.query + 2 * z.key
+
+
+def kept_by_softmax(z: Sizes, dropout: bool, device: str) -> int:
+    """Its results in the stream's dtype; with dropout its mask, and what that leaves of them."""
+    mask = z.scores // 4 if device == "gpu" else z.halves
+    return z.halves + (mask + z.halves if dropout else 0)
+
+
 def kept_by_attention(config: Config, z: Sizes, again: bool, kind: str, device: str) -> int:
     """Kept from the projections to the input of the output projection."""
-    inputs = z.query + 2 * z.key
     if again:
-        return inputs + z.tables + z.query  # the core's inputs, and its output for `out`
-    if kind == "plain-16":  # keys and values repeated for every head, and softmax's results
-        mask = (z.scores // 4 if device == "gpu" else z.halves) + z.halves
-        return 4 * z.query + z.halves + (mask if config.dropout else 0) + z.tables
+        return kept_by_projections(z) + z.tables
+    if kind == "plain-16":  # keys and values repeated for every head
+        return 4 * z.query + kept_by_softmax(z, config.dropout > 0, device) + z.tables
     if kind == "fused":
         # A CPU's kernel puts out heads before tokens: `out` keeps a copy in the other order.
         copied = device == "cpu" and z.rows > z.rows_of_a_head
-        return inputs + z.tables + (2 if copied else 1) * z.query + z.rows
+        return kept_by_projections(z) + z.tables + (z.query if copied else 0) + z.rows
     kept = 3 * z.heads_fp32 + z.scores + z.query  # keys and values repeated for every head
     if config.dropout:
         mask = z.scores // 4 if device == "gpu" else z.scores
@@ -228,9 +249,14 @@ def kept_by_dropout(config: Config, z: Sizes, device: str) -> int:
     return z.stream // z.element if device == "gpu" else z.stream
 
 
+def wide_tensors(config: Config, again: bool, kept: Mapping[str, int] = WIDE) -> int:
+    """That a network's products and its nonlinearity need; again: of the products alone."""
+    return WIDE[config.mlp] // 2 if again else kept[config.mlp]
+
+
 def kept_by_ffn(config: Config, z: Sizes, again: bool = False) -> int:
-    """The wide tensors that its products and its nonlinearity need; again: these alone."""
-    return (2 if config.mlp == "swiglu" else 1) * (1 if again else 2) * z.wide
+    """The wide tensors of a feed-forward network."""
+    return wide_tensors(config, again) * z.wide
 
 
 def kernel(config: Config, attention: str, device: str) -> str:

@@ -8,7 +8,7 @@ copy of it.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -69,15 +69,9 @@ def parameters(
     ValueError for degrees that do not divide heads, key-value heads, the width of the feed-forward
     network or of an expert (tp), the layers (pp) or the experts (ep).
     """
-    here, tp, ep = placed(config, layout, stage), layout.tp, layout.ep
-    check_expert_degree(config, ep)
-    counts = dict.fromkeys(KINDS, 0)
-    for entry in held(config, replace(here, chunks=()), ep):
-        counts[entry.kind] += entry.elements(tp)
-    for sparse, layers in of_both_kinds(config, here):
-        for kind, elements in in_layer(config, tp, ep, sparse).items():
-            counts["ffn" if kind == "experts" else kind] += layers * elements
-    return counts
+    here = placed(config, layout, stage)
+    check_expert_degree(config, layout.ep)
+    return dict(held_by(config, layout, here).kinds)
 
 
 def of_both_kinds(config: Config, here: Stage) -> list[tuple[bool, int]]:
@@ -93,9 +87,48 @@ def parameter_count(config: Config) -> int:
 
 def in_experts(config: Config, layout: Layout = ALONE, stage: int | Stage | None = None) -> int:
     """Of the `parameters`, those of the rank's experts, which other ranks lack."""
-    here, tp, ep = placed(config, layout, stage), layout.tp, layout.ep
-    check_expert_degree(config, ep)
-    return sum(n * in_layer(config, tp, ep, s)["experts"] for s, n in of_both_kinds(config, here))
+    here = placed(config, layout, stage)
+    check_expert_degree(config, layout.ep)
+    return held_by(config, layout, here).experts
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one rank."""
+
+    all: int
+    experts: int  # of these, its own experts'
+    kinds: dict[str, int]  # all of them, by part
+
+    def shard(self, layout: Layout) -> int:
+        """Those of which ZeRO leaves the states on the rank: ranks that have the same divide them.
+
+        All ranks of a group do, and of an expert an ep-th of these. Shards are rounded up.
+        """
+        shards = layout.shards
+        same = self.all - self.experts
+        return ceil_div(same, shards) + ceil_div(self.experts, shards // layout.ep)
+
+
+def held_by(config: Config, layout: Layout, here: Stage) -> Held:
+    """What a rank of a stage holds, by number alone: for a thousand layouts, and without checks."""
+    ends = here.embedding, here.head
+    return _held(config, layout.tp, layout.ep, here.layers, here.dense, *ends)
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    config: Config, tp: int, ep: int, layers: int, dense: int, embedding: bool, head: bool
+) -> Held:
+    here = Stage((range(layers),), embedding, head, dense)
+    counts, own = dict.fromkeys(KINDS, 0), 0
+    for entry in held(config, replace(here, chunks=()), ep):
+        counts[entry.kind] += entry.elements(tp)
+    for sparse, n in of_both_kinds(config, here):
+        for kind, elements in in_layer(config, tp, ep, sparse).items():
+            counts["ffn" if kind == "experts" else kind] += n * elements
+            own += n * elements if kind == "experts" else 0
+    return Held(sum(counts.values()), own, counts)
 
 
 def largest_parameter(

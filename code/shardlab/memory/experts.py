@@ -16,24 +16,23 @@ from __future__ import annotations
 
 from shardlab.shapes import Config
 
+from .core import Sizes, wide_tensors
+
 INTEGER, FLOAT = 8, 4  # bytes
 
 
-def kept_by_experts(
-    config: Config, tokens: int, element: int, tp: int = 1, again: bool = False
-) -> int:
-    """Bytes that a layer's experts keep of `tokens` tokens; again: nonlinearities are recomputed.
+def kept_by_rows(config: Config, z: Sizes) -> int:
+    """What a token's experts get, and what they give back."""
+    return 2 * config.experts_per_token * z.stream
+
+
+def kept_by_experts(config: Config, z: Sizes, again: bool = False) -> int:
+    """Bytes that a layer's router and experts keep; again: nonlinearities are recomputed.
 
     Without shared experts nothing of a token is kept but what its own experts keep.
     """
-    rows = tokens * config.experts_per_token
-    wide = (2 if config.mlp == "swiglu" else 1) * (1 if again else 2)
-    widths = rows * config.expert_width + tokens * config.shared_experts * config.expert_width
-    return (
-        2 * rows * config.hidden * element
-        + wide * widths * element // tp
-        + kept_by_router(config, tokens, element)
-    )
+    router = kept_by_router(config, z.tokens // FLOAT, z.element)
+    return kept_by_rows(config, z) + wide_tensors(config, again) * z.chosen + router
 
 
 def kept_by_router(config: Config, tokens: int, element: int) -> int:

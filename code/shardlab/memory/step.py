@@ -7,12 +7,12 @@ from typing import Any
 
 from shardlab.arguments import check_count, check_whole
 from shardlab.layout import ALONE, Layout, Stage
-from shardlab.layout.entries import of_kind, of_layer, outside
+from shardlab.layout.entries import check_expert_degree, of_kind, of_layer, outside
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
-from .core import OPTIMIZERS, Recipe, States, check_recipe, states
-from .counting import in_experts, in_layer, of_both_kinds, parameters, placed
+from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
+from .counting import held_by, in_layer, of_both_kinds, placed
 from .units import ceil_div
 
 MIB = 2**20
@@ -98,20 +98,16 @@ def estimate(
         return max(found, key=lambda one: one.peak)
     how: dict[str, Any] = {"attention": attention, "device": device, "stage": stage}
     kept = activations(config, layout, seq, precision, **how)
-    held = sum(parameters(config, layout, here).values())
-    own = in_experts(config, layout, here) if config.experts else 0
-    state = States(0, 0, 0)
-    for params, ranks in ((held - own, shards), (own, shards // layout.ep)):
-        if params:
-            alike = Layout(dp=ranks, zero=zero, offload=layout.offload)  # that have the same
-            state = state.plus(states(params, alike, precision, optimizer))
-    unit = _Unit.of(config, layout, here)
+    check_expert_degree(config, layout.ep)
+    mine = held_by(config, layout, here)
+    held = mine.all
+    state = states_of(held, mine.shard(layout), layout, recipe, optimizer)
+    unit = Unit.of(config, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64
     gathered = buckets = 0
     if shards > 1 and zero == 3:
-        layers = unit.layer * ((1 + prefetch) * recipe.compute + recipe.gradients)
-        gathered = recipe.compute * unit.root + max(layers, recipe.gradients * unit.root)
+        gathered = unit.gathered(recipe, prefetch)
     elif layout.dp * layout.cp > 1:
         gradients = held * recipe.gradients
         buckets = gradients if zero == 0 and bucket else min(gradients, bucket)
@@ -165,7 +161,7 @@ def _moments(
     kept: Activations,
     state: States,
     recipe: Recipe,
-    unit: _Unit,
+    unit: Unit,
     earlier: bool,
     zero: int,
     dp: int,
@@ -234,7 +230,7 @@ def _moments(
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """Elements of what is gathered and reduced at once, and of what a layer's gradients are."""
 
     layer: int
@@ -246,20 +242,30 @@ class _Unit:
     first: bool
     last: bool
 
+    def gathered(self, recipe: Recipe, prefetch: int = 1) -> int:
+        """Bytes of whole weights and gradients under ZeRO-3, as FSDP2 has it.
+
+        What is outside of the layers is there for the whole backward; and with it a layer,
+        `prefetch` more, and the gradients of one, or those of what is outside.
+        """
+        layers = self.layer * ((1 + prefetch) * recipe.compute + recipe.gradients)
+        return recipe.compute * self.root + max(layers, recipe.gradients * self.root)
+
     @staticmethod
-    def of(config: Config, layout: Layout, stage: Stage) -> _Unit:
-        held, tp, ep = parameters(config, layout, stage), layout.tp, layout.ep
+    def of(config: Config, layout: Layout, stage: Stage) -> Unit:
+        """Of a rank of `stage`."""
+        tp, ep = layout.tp, layout.ep
         inside = sum(
             n * sum(in_layer(config, tp, ep, s).values()) for s, n in of_both_kinds(config, stage)
         )
         one = in_layer(config, tp, ep, config.experts > 0)
         downs = (e for e in of_kind(config, config.experts > 0) if e.name.endswith("down.weight"))
-        return _Unit(
+        return Unit(
             sum(one.values()),
             one["ffn"] + one["experts"],
             # Of experts one comes first, and the shared ones are small.
             max(entry.elements(tp) for entry in downs),
-            sum(held.values()) - inside,
+            held_by(config, layout, stage).all - inside,
             ceil_div(config.vocab, tp) * config.hidden,
             config.tied and stage.embedding and stage.head,
             stage.embedding,

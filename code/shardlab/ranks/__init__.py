@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from shardlab import stale
+from shardlab.launcher import local_rank_of
 
 from . import blame, pretended, stacks, start, torchrun, worker
 from .agree import (
@@ -128,8 +129,7 @@ def device() -> torch.device:
     inside, gpus = worker._inside, torch.cuda.device_count()
     if not gpus or (inside is not None and inside.device == "cpu"):
         return torch.device("cpu")
-    started = inside is not None or torchrun.launched()
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus if started else 0)
+    return torch.device("cuda", local_rank_of(os.environ) % gpus)
 
 
 def run(

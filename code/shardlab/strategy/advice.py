@@ -54,7 +54,7 @@ def slowness(config: Config, machine: Machine, layout: Layout, seq: int | None =
     Seconds are predicted, of the course's own model. Raises ValueError as `predict` does.
     """
     found = predict(config, machine, layout, seq=seq).seconds
-    words = f"A step takes some {found.total:.3g} s."
+    words = f"A step takes some {_digits(found.total)} s."
     if layout.tp > machine.per_node:
         return (
             f"{words} t = {layout.tp} reaches beyond a node of {machine.per_node}: the sums of "
@@ -64,7 +64,12 @@ def slowness(config: Config, machine: Machine, layout: Layout, seq: int | None =
     most = max(losses, key=lambda name: losses[name])
     if losses[most] < 0.01 * found.total:
         return words
-    return f"{words} {losses[most]:.2g} s of it {most}"
+    return f"{words} {_digits(losses[most])} s of it {most}"
+
+
+def _digits(seconds: float) -> str:
+    """Three of them, and no exponent."""
+    return f"{float(f'{seconds:.3g}'):,g}"
 
 
 def waits(layout: Layout, found: Seconds) -> dict[str, float]:

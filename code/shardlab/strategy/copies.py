@@ -9,7 +9,7 @@ from math import ceil
 
 from shardlab.layout import Stage
 
-from .job import Job, dealt, parameters, sharded
+from .job import Job
 from .rates import Values
 
 
@@ -23,7 +23,7 @@ def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float) ->
     # Sums, of which backward hides a part: two sends of each byte.
     exposed = 2 * job.profile.wire.gradient * rates.exposed
     if layout.replicas > 1:  # groups add up the shards of their gradients, each rank with its like
-        part = sharded(job, stage) * (layout.replicas - 1) / layout.replicas
+        part = job.held(stage).shard(layout) * (layout.replicas - 1) / layout.replicas
         waits += exposed * part / rate(job, rates, layout.replicas, layout.shards)
     if job.config.tied and layout.pp > 1:
         ends = job.config.vocab * job.config.hidden / layout.tp
@@ -61,8 +61,9 @@ def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> f
 
 def _once(job: Job, rates: Values, stage: Stage) -> float:
     """Seconds in which a byte of each parameter is scattered, or gathered, in a group of copies."""
-    group, ep, own = job.layout.shards, job.layout.ep, dealt(job, stage)
-    taken = (parameters(job, stage) - own) * (group - 1) / group / rate(job, rates, group)
+    group, ep, held = job.layout.shards, job.layout.ep, job.held(stage)
+    own = held.experts
+    taken = (held.all - own) * (group - 1) / group / rate(job, rates, group)
     if own and group > ep:  # the ranks that have the same experts
         same = group // ep
         taken += own * (same - 1) / same / rate(job, rates, same, ep)

@@ -22,7 +22,7 @@ from shardlab.layout.core import computed_again
 from shardlab.machines import MACHINES
 
 from . import copies
-from .job import Job, parameters, sharded
+from .job import Job
 from .rates import Values
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
@@ -102,7 +102,7 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     m, v = layout.microbatches, layout.chunks
     forward, backward = layer(job, rates)
     each, head = forward.plus(backward), _head(job, rates)
-    plain = _Work().plus(*layer(job, rates, dense=True)) if job.config.dense_layers else each
+    plain = _Work.plus(*layer(job, rates, dense=True)) if job.config.dense_layers else each
     found = layout.parts(job.config)
     work = [
         _Work().plus(each, stage.layers - stage.dense).plus(plain, stage.dense)
@@ -116,7 +116,7 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     else:
         weights = backward.products / BACKWARD
         bubble = others * _left(layout, forward.total, backward.total, weights) / v
-    fullest = max(found, key=lambda stage: parameters(job, stage))
+    fullest = max(found, key=lambda stage: job.held(stage).all)
     busy = slowest.total * m
     first = forward.total * fullest.layers  # what hides the weights that come for it
     data = copies.seconds(job, rates, fullest, busy, first)
@@ -322,7 +322,7 @@ def _messages(job: Job, rates: Values) -> float:
 def _optimizer(job: Job, rates: Values, stage: Stage) -> float:
     """Seconds in which gradients are added up and weights updated."""
     layout, profile = job.layout, job.profile
-    held = parameters(job, stage)
-    kept = sharded(job, stage) if layout.zero else held
-    read = profile.update * kept + profile.accumulate * held * layout.microbatches
+    held = job.held(stage)
+    kept = held.shard(layout) if layout.zero else held.all
+    read = profile.update * kept + profile.accumulate * held.all * layout.microbatches
     return rates.step + read / (rates.memory * job.machine.stream)

@@ -1,5 +1,10 @@
 """How much memory a stage takes, part by part: what is allocated, and what is reserved with it.
 
+`memory` counts model states, what goes into a layer's products, micro-batches in flight, and what
+ZeRO-3 gathers. What an engine has of its own comes on top: tensors by its `Profile`, as its source
+has them; bytes outside of the cut matrices (`kept`), of the loss (`logit`), and of buffers by its
+`Rates`, which are measured.
+
 An allocator reserves more than a program holds: blocks do not fit one into another, and a buffer
 that another stream still reads comes back late. Tools report the reserved bytes.
 """
@@ -12,9 +17,20 @@ from math import exp
 from shardlab.layout import Stage
 from shardlab.layout.core import computed_again
 from shardlab.memory import in_flight
+from shardlab.memory.core import (
+    Sizes,
+    kept_by_projections,
+    kept_by_softmax,
+    sizes,
+    states_of,
+    wide_tensors,
+)
+from shardlab.memory.counting import of_both_kinds
+from shardlab.memory.experts import FLOAT, kept_by_rows
 from shardlab.memory.in_flight import deferred
+from shardlab.memory.step import Unit
 
-from .job import Job, parameters, sharded
+from .job import Job
 from .rates import Values
 
 GIB = 2**30
@@ -50,27 +66,24 @@ def footprint(job: Job, rates: Values, stage: int = 0) -> Bytes:
 
     Raises ValueError for layers that the stages cannot share, and for a stage that is not there.
     """
-    layout, profile, config = job.layout, job.profile, job.config
+    layout = job.layout
     if isinstance(stage, bool) or stage not in range(layout.pp):
         raise ValueError(f"stage={stage!r}: allowed are 0 to {layout.pp - 1}")
-    here = layout.parts(config)[stage]
-    held, part, zero = parameters(job, here), sharded(job, here), layout.zero
-    weights = profile.weight * (part if zero == 3 else held)
-    gradients = profile.gradient * (part if zero >= 2 else held)
-    optimizer = profile.optimizer * (part if zero >= 1 else held)
-    if layout.offload != "none":
-        optimizer = 0.0
-        gradients = 0.0 if zero >= 2 else gradients
-    if layout.offload == "parameters":
-        weights = 0.0
+    return _reserved(job, rates, stage, layout.parts(job.config)[stage])
+
+
+def _reserved(job: Job, rates: Values, stage: int, here: Stage) -> Bytes:
+    layout, held = job.layout, job.held(here)
+    state = states_of(held.all, held.shard(layout), layout, job.profile.recipe)
     flying = in_flight(layout, stage)
     kept = activations(job, rates, here) * flying
     if (waiting := deferred(layout, stage)) and layout.recompute == "none":
         without = replace(job, layout=replace(layout, recompute="selective"))
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
-    logits = rates.logit * job.tokens * config.vocab / layout.tp if here.head else 0.0
+    logits = rates.logit * _sizes(job).logits_fp32 / FLOAT if here.head else 0.0
     return Bytes(
-        weights, gradients, optimizer, kept, logits, _buffers(job, rates, here, held),
+        state.parameters, state.gradients, state.optimizer, kept, logits,
+        _buffers(job, rates, here, held.all),
         kept * (rates.fragments - 1), _late(job, rates), rates.fixed * GIB,
     )  # fmt: skip
 
@@ -80,42 +93,43 @@ def fullest(job: Job, rates: Values) -> Bytes:
 
     The second keeps a micro-batch less than the first, and may have a layer more.
     """
+    here = job.layout.parts(job.config)
     some = {0, min(1, job.layout.pp - 1), job.layout.pp - 1}
-    return max((footprint(job, rates, k) for k in some), key=lambda found: found.reserved)
+    found = (_reserved(job, rates, k, here[k]) for k in some)
+    return max(found, key=lambda one: one.reserved)
 
 
 def activations(job: Job, rates: Values, stage: Stage) -> float:
     """Bytes that the layers of a stage keep for one micro-batch."""
-    config, profile, layout = job.config, job.profile, job.layout
-    h, t = config.hidden, layout.tp
-    if layout.recompute == "full":  # each layer's input; and one layer, while it is recomputed
-        return stage.layers * job.stream / job.sequence
-    again = computed_again(layout.recompute)
-    network = profile.swiglu if config.mlp == "swiglu" else profile.gelu
-    if "ffn" in again:  # what the wide products put out is kept, and not what becomes of it
-        network = 4 if config.mlp == "swiglu" else 2
-    outside = rates.kept - (2 * 2 if "norms" in again else 0)  # two norms' outputs, in 16 bits
-    inside = profile.cut * 2 * (h + job.heads)
+    config, profile, z = job.config, job.profile, _sizes(job)
+    if job.layout.recompute == "full":  # each layer's input
+        return stage.layers * z.stream
+    again = computed_again(job.layout.recompute)
+    each = rates.kept * z.stream / z.element - (2 * z.stream if "norms" in again else 0)
+    each += kept_by_projections(z)
     if profile.attention == "plain" and "attention" not in again:
-        inside += profile.scores * config.heads * job.seq
-    each = stage.layers * (outside * h / job.sequence + inside / t)
-    dense = stage.dense if config.experts else stage.layers
-    for layers, none in ((dense, True), (stage.layers - dense, False)):
-        rows = 0 if none else 2 * 2 * config.experts_per_token * h  # to the experts, and from them
-        each += layers * (network * job.width(none) / t + rows / job.sequence)
-    return job.tokens * each
+        # Those who have it train with dropout. Keys come from all ranks that share a sequence.
+        each += kept_by_softmax(z, True, "gpu") * job.layout.cp
+    wide = wide_tensors(config, "ffn" in again, profile.wide)
+    network = {False: wide * z.wide, True: wide * z.chosen + kept_by_rows(config, z)}
+    return sum(n * (each + network[sparse]) for sparse, n in of_both_kinds(config, stage))
 
 
-def _buffers(job: Job, rates: Values, stage: Stage, held: float) -> float:
-    layout, profile = job.layout, job.profile
+def _sizes(job: Job) -> Sizes:
+    """Bytes of the tensors of a micro-batch, in 16 bits."""
+    layout, seq = job.layout, job.seq // job.layout.cp
+    return sizes(job.config, layout.micro_batch, seq, 2, layout.tp, job.sequence > 1)
+
+
+def _buffers(job: Job, rates: Values, stage: Stage, held: int) -> float:
+    layout, profile, recipe = job.layout, job.profile, job.profile.recipe
     if layout.dp * layout.cp == 1:
         return 0.0
     if layout.zero == 0:
         return profile.bucket * held
     if layout.zero < 3:
-        return rates.gathered * profile.weight * held
-    layers = max(1, stage.layers)
-    return (2 * profile.weight + profile.gradient) * held / layers
+        return rates.gathered * recipe.parameters * held
+    return Unit.of(job.config, layout, stage).gathered(recipe)
 
 
 def _late(job: Job, rates: Values) -> float:

@@ -5,15 +5,12 @@ Letters as in `cost`.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil
 
 from shardlab.layout import Layout, Stage
-from shardlab.layout.entries import outside
 from shardlab.machines import Machine
-from shardlab.memory.counting import in_layer
+from shardlab.memory.counting import Held, held_by
 from shardlab.shapes import Config
 
 from .profile import Profile
@@ -75,49 +72,8 @@ class Job:
     def width(self, dense: bool) -> float:
         """Of the feed-forward networks that one token goes through in a layer."""
         config = self.config
-        if dense or not config.experts:
-            return config.ffn_width
-        return (config.experts_per_token + config.shared_experts) * config.expert_width
+        return config.ffn_width if dense or not config.experts else config.chosen_width
 
-
-@dataclass(frozen=True)
-class _Counts:
-    """Parameters on one rank, of what stages are made of."""
-
-    dense: int  # of a layer without experts
-    sparse: int  # of a layer with some
-    own: int  # of these, those of the rank's own experts
-    embedding: int
-    end: int  # last norm and head
-
-
-@lru_cache(maxsize=1024)
-def _counts(config: Config, tp: int, ep: int) -> _Counts:
-    dense = sum(in_layer(config, tp, ep, False).values())
-    sparse = in_layer(config, tp, ep, True) if config.experts else Counter()
-    first, *last = (entry.elements(tp) for entry in outside(config))
-    return _Counts(dense, sum(sparse.values()), sparse["experts"], first, sum(last))
-
-
-def parameters(job: Job, stage: Stage) -> int:
-    """Parameters of one rank of a stage: `memory.parameters`, for a thousand layouts."""
-    config, each = job.config, _counts(job.config, job.layout.tp, job.layout.ep)
-    sparse = stage.layers - stage.dense if config.experts else 0
-    layers = (stage.layers - sparse) * each.dense + sparse * each.sparse
-    once = config.tied and stage.embedding and stage.head
-    return layers + stage.head * each.end + (stage.embedding - once) * each.embedding
-
-
-def dealt(job: Job, stage: Stage) -> int:
-    """Of these parameters, those of the rank's own experts."""
-    own = _counts(job.config, job.layout.tp, job.layout.ep).own
-    return (stage.layers - stage.dense) * own
-
-
-def sharded(job: Job, stage: Stage) -> float:
-    """The parameters of which ZeRO leaves the states on a rank.
-
-    Those that have the same share them: all ranks of a group, or an ep-th of these.
-    """
-    own, shards = dealt(job, stage), job.layout.shards
-    return (parameters(job, stage) - own) / shards + own / (shards / job.layout.ep)
+    def held(self, stage: Stage) -> Held:
+        """Parameters of one rank of a stage."""
+        return held_by(self.config, self.layout, stage)

@@ -7,7 +7,10 @@ emitted for. What is counted from their source stands here; what has to be measu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from shardlab.memory.core import PRECISIONS, WIDE, Recipe
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,9 @@ class Profile:
     name: str
     stages: str  # rule by which it cuts a pipeline: see `stages`
     attention: str  # "flash" keeps no scores and computes no masked pairs; "plain" does both
-    # Activations that a layer keeps, for each token, inside of the cut matrices: divided by t.
-    cut: float  # bytes times the width of queries, keys, values and output together
-    gelu: float  # bytes times F of a feed-forward network
-    swiglu: float
-    scores: float  # bytes of a plain attention's score, with its masks
-    # States, for each parameter on a rank.
-    weight: int
-    gradient: int
-    optimizer: int
-    bucket: int  # more, where copies are not sharded
+    wide: Mapping[str, int]  # tensors that a feed-forward network keeps, by its kind
+    recipe: Recipe  # of model states
+    bucket: int  # bytes of a parameter more, where copies are not sharded
     wire: Wire  # bytes that a parameter travels in
     # Work of a step beside the layers.
     update: int  # bytes that the optimizer reads and writes for each parameter it keeps
@@ -56,13 +52,8 @@ NANOTRON = Profile(
     name="nanotron",
     stages="nanotron",
     attention="flash",
-    cut=2,
-    gelu=6,
-    swiglu=8,  # gate and up, SiLU of the gate, and the product
-    scores=5,
-    weight=2,
-    gradient=4,
-    optimizer=12,
+    wide={**WIDE, "gelu": 3},
+    recipe=PRECISIONS["bf16-fp32-gradients"],
     bucket=2,
     wire=Wire(4, 2),
     update=34,
@@ -83,13 +74,8 @@ MEGATRON = Profile(
     name="megatron",
     stages="megatron",
     attention="plain",
-    cut=2,
-    gelu=4,  # 19 sbh of the network, less what stands outside: 16 for F = 4h
-    swiglu=6,
-    scores=5,
-    weight=2,
-    gradient=4,
-    optimizer=12,
+    wide={**WIDE, "swiglu": 3},  # SiLU is computed again in backward; gelu: 16 sbh for F = 4h
+    recipe=PRECISIONS["bf16-fp32-gradients"],
     bucket=0,
     wire=Wire(4, 2),
     update=46,  # Adam 30, its norm and unscaling 12, zeroing 4
@@ -109,13 +95,8 @@ COURSE = Profile(
     name="course",
     stages="equal",
     attention="flash",
-    cut=2,
-    gelu=4,
-    swiglu=8,
-    scores=4,
-    weight=2,
-    gradient=2,
-    optimizer=12,
+    wide=WIDE,
+    recipe=PRECISIONS["bf16"],
     bucket=2,
     wire=Wire(2, 2),
     update=34,
@@ -136,7 +117,7 @@ COURSE = Profile(
 FSDP2 = replace(
     COURSE,
     name="fsdp2",
-    gradient=4,
+    recipe=PRECISIONS["bf16-fp32-gradients"],
     bucket=0,
     wire=Wire(4, 2),
     update=40,  # Adam 28, its norm and clipping 12
@@ -150,7 +131,8 @@ TORCHTITAN = replace(FSDP2, name="torchtitan", captured=True, interleaves=True)
 
 # DeepSpeed 0.19.8: gradients in the 16-bit type, unless data_types says otherwise, and for the step
 # a copy of its share in float32; ZeRO-1 and 2 gather when the step is over.
-DEEPSPEED = replace(COURSE, name="deepspeed", optimizer=16, ahead=False, interleaves=False)
+_COPIED = replace(PRECISIONS["bf16"], master=4 + 4, about="with a copy of gradients in float32")
+DEEPSPEED = replace(COURSE, name="deepspeed", recipe=_COPIED, ahead=False, interleaves=False)
 
 PROFILES = {
     profile.name: profile for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED)

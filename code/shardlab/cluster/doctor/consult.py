@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardlab import ranks
+
 from . import checks, examine, folder, pairs
 from .meet import Meeting
 from .verdicts import BAD, Findings
@@ -76,7 +78,8 @@ def _work(meeting: Meeting, settings: Settings, group: Callable[[str], Any]) -> 
 
     def devices() -> dict[str, Any]:
         nonlocal device
-        device = _device(settings)
+        if settings.device != "cpu" and (device := ranks.device()).type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
         return examine.gpu(device)
 
     part("cores", examine.cores)
@@ -114,16 +117,6 @@ def _speed(meeting: Meeting, device: torch.device, hosts: list[str]) -> Any:
             found = examine.speed(device)
         meeting.together(f"speed {turn}")
     return found
-
-
-def _device(settings: Settings) -> torch.device:
-    """The rank's own: the GPU with its local number, as a training script would take it."""
-    gpus = torch.cuda.device_count()
-    if settings.device == "cpu" or not gpus:
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
-    torch.cuda.set_device(device)  # of this thread
-    return device
 
 
 def _plan(meeting: Meeting) -> str:

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from shardlab.count import clock
+from shardlab.count.speed import processor
 
 Facts = dict[str, Any]
 LIMITS = ("nofile", "nproc", "memlock", "core")
@@ -58,7 +59,7 @@ def environment() -> Facts:
 def gpu(device: torch.device) -> Facts:
     """This rank's device. A GPU's `id` is its own, whatever number it has in this process."""
     if device.type != "cuda":
-        return {"kind": "cpu", "name": _cpu_name(), "id": None, "free": None, "total": None}
+        return {"kind": "cpu", "name": processor(), "id": None, "free": None, "total": None}
     free, total = torch.cuda.mem_get_info(device)
     about = torch.cuda.get_device_properties(device)
     return {
@@ -147,7 +148,7 @@ def speed(device: torch.device, windows: int = 5) -> Facts:
     side, few, dtype = (8192, 4, torch.float16) if cuda else (256, 4, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     torch.mm(a, b)
-    name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
+    name = torch.cuda.get_device_name(device) if cuda else processor()
     found: Facts = {"kind": device.type, "name": name, "flops": 0.0, "fraction": 0.0}
     for _ in range(windows):
         begin, core, done, passed = clock(device), time.thread_time(), 0, 0.0
@@ -165,15 +166,6 @@ def speed(device: torch.device, windows: int = 5) -> Facts:
 def now() -> float:
     """This host's clock, seconds of the epoch."""
     return time.time()
-
-
-def _cpu_name() -> str:
-    """The processor's name, as Linux tells it, or as Python knows it."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _driver() -> str:

@@ -103,24 +103,24 @@ def row(case: str, size: int, kind: str, times: dict[str, torch.Tensor], repeats
     """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
     chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
     full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
-    ratios, shares = [], []
+    ratios, fractions = [], []
     for repeat in range(repeats):
         middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
         work = middle.get("work", middle["wire"]) if full else 0.0
         outside = middle["compute"] - middle["backward"]
         floor = max(middle["compute"] + work, outside + middle["wire"])
         ratios.append(middle["ours"] / middle["theirs"])
-        shares.append((floor / middle["ours"], floor / middle["theirs"]))
-    share, share_against = (statistics.median(side) for side in zip(*shares, strict=True))
+        fractions.append((floor / middle["ours"], floor / middle["theirs"]))
+    fraction, fraction_against = (statistics.median(side) for side in zip(*fractions, strict=True))
     return {
         "case": case,
         "against": "torch DDP",
         "ranks": size,
         "link": kind,
         **ratio(ratios),
-        "floor": round(share, 4),
+        "floor": round(fraction, 4),
         "seconds": round(times["ours"].median().item(), 4),
-        "floor_against": round(share_against, 4),
+        "floor_against": round(fraction_against, 4),
     }
 
 

@@ -67,7 +67,7 @@ def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
     from deepspeed.moe.layer import MoE
 
     number, rank = len(layer.experts), dist.get_rank(group)
-    share = number // group.size()
+    local_experts = number // group.size()
     with deepspeed_engine.start.quiet():
         deepspeed.init_distributed(dist_backend=dist.get_backend(group))
         theirs = MoE(
@@ -84,7 +84,7 @@ def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
     inner = theirs.deepspeed_moe
     inner.gate.wg.load_state_dict(layer.router.score.state_dict())
     for own, network in enumerate(inner.experts.deepspeed_experts):
-        network.load_state_dict(layer.experts[rank * share + own].state_dict())
+        network.load_state_dict(layer.experts[rank * local_experts + own].state_dict())
     return theirs.to(ranks.device())
 
 
@@ -170,7 +170,7 @@ def sent(config: Config, uneven: bool, tokens: int) -> list[int]:
 
 
 def row(
-    case: str, size: int, kind: str, times: dict[str, torch.Tensor], share: float, repeats: int
+    case: str, size: int, kind: str, times: dict[str, torch.Tensor], sent: float, repeats: int
 ) -> dict[str, Any]:
     """One line of the result, see above; `seconds` go into the table alone."""
     chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
@@ -186,7 +186,7 @@ def row(
         "link": kind,
         **ratio(ratios),
         "floor": round(statistics.median(floors), 4),
-        "sent_ratio": round(share, 4),
+        "sent_ratio": round(sent, 4),
         "seconds": round(times[OURS].median().item(), 4),
     }
 

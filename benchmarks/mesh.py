@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from side_by_side import Step, Times, alternately, gpu_model, options, peak, ratio, slowest
-from tensor_parallel import by_torch, dividing, share_of
+from tensor_parallel import by_torch, dividing, shard_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
@@ -111,7 +111,7 @@ def batch_of(config: Config, batch: int, copy: int) -> tuple[torch.Tensor, torch
 def bare(config: Config, batch: int) -> Step:
     """Compute alone: a model as large as a rank's share, whose optimizer has a piece of each."""
     shape = shape_of()
-    model = share_of(config, shape.tp)
+    model = shard_of(config, shape.tp)
     tokens_BS, targets_BS = (x % (config.vocab // shape.tp) for x in batch_of(config, batch, 0))
     parameters = list(model.parameters())
     pieces = [torch.nn.Parameter(p.detach().flatten()[:: shape.dp].clone()) for p in parameters]
@@ -136,17 +136,17 @@ def messages(config: Config, batch: int) -> Step:
     shards = mesh.predict.shared(config, shape, 0)
     other = 1 - dist.get_rank(groups.dp)
     coming = torch.zeros(max(flat.shard for flat in shards), device=device)
-    wholes = [(torch.zeros(flat.padded, device=device), flat.rest) for flat in shards]
+    flats = [(torch.zeros(flat.padded, device=device), flat.rest) for flat in shards]
 
     def step() -> None:
         for _ in range(2 * (1 + 2 * config.layers)):  # forward and backward
             dist.all_reduce(x_BSH, group=groups.tp)
         for row in rows:  # the loss
             dist.all_reduce(row, group=groups.tp)
-        for whole, rest in wholes:
-            share = whole[: len(whole) // shape.dp]
+        for full, rest in flats:
+            shard = full[: len(full) // shape.dp]
             for _ in range(2 if rest else 3):  # gathered in forward and backward; gradients
-                ranks.exchange(share, other, coming[: len(share)], other, groups.dp).wait()
+                ranks.exchange(shard, other, coming[: len(shard)], other, groups.dp).wait()
 
     return step
 
@@ -168,20 +168,20 @@ def row(
 ) -> dict[str, Any]:
     """One line of the result, see above; `seconds` go into the table alone."""
     chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
-    ratios, shares = [], []
+    ratios, fractions = [], []
     for repeat in range(repeats):
         middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
         ratios.append(middle[OURS] / middle[THEIRS])
         full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
         floor = middle["compute"] + (middle["wire"] if full else 0.0)
-        shares.append(floor / middle[OURS])
+        fractions.append(floor / middle[OURS])
     return {
         "case": case,
         "against": THEIRS,
         "ranks": size,
         "link": kind,
         **ratio(ratios),
-        "floor": round(statistics.median(shares), 4),
+        "floor": round(statistics.median(fractions), 4),
         "peak_ratio": round(peaks[0] / peaks[1], 4),
         "peak_bytes": peaks,
         "seconds": round(times[OURS].median().item(), 4),

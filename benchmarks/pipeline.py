@@ -71,7 +71,7 @@ Naps = tuple[float, ...]
 def ours(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
     """Our contender: its training step on this rank."""
     schedule = pipeline.schedule(name, group.size(), microbatches)
-    piped = pipeline.distribute(whole(config), schedule, group)
+    piped = pipeline.distribute(plain(config), schedule, group)
     optimizer = torch.optim.AdamW(piped.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -86,7 +86,7 @@ def theirs(name: str, config: Config, batch: Tensor, microbatches: int, group: A
     """Torch's contender, from the same parts on the same stages."""
     schedule = pipeline.schedule(name, group.size(), microbatches)
     mine = schedule.placement[group.rank()]
-    parts = pipeline.cut(whole(config), schedule.parts)
+    parts = pipeline.cut(plain(config), schedule.parts)
     modules = nn.ModuleList(parts[part] for part in mine)
     stages = [
         pipelining.PipelineStage(parts[part], part, schedule.parts, batch.device, group=group)
@@ -107,7 +107,7 @@ def theirs(name: str, config: Config, batch: Tensor, microbatches: int, group: A
     return step
 
 
-def whole(config: Config) -> GPT:
+def plain(config: Config) -> GPT:
     """The model, the same for all contenders and on all ranks."""
     torch.manual_seed(0)
     return GPT(config).to(ranks.device())
@@ -117,7 +117,7 @@ class Alone:
     """A stage's passes and its optimizer without a message; where it splits, in two halves."""
 
     def __init__(self, schedule: pipeline.Schedule, config: Config, batch: Tensor):
-        parts = pipeline.cut(whole(config), schedule.parts)
+        parts = pipeline.cut(plain(config), schedule.parts)
         self.mine = [parts[part] for part in schedule.placement[dist.get_rank()]]
         self.later = [pipeline.defer(part) if schedule.splits else None for part in self.mine]
         self.batches = batch.tensor_split(schedule.microbatches)
@@ -246,24 +246,24 @@ def row(name: str, case: str, microbatches: int, kind: str, results: list, repea
     pair = [name, f"torch {THEIRS[name]}"]
     seconds = slowest([{key: r[key] for key in pair} for r in results])
     each = len(seconds[name]) // repeats
-    ratios, shares = [], []
+    ratios, fractions = [], []
     for repeat in range(repeats):
         rounds = slice(repeat * each, (repeat + 1) * each)
         spent = alone(results, layout(schedule), rounds)
         mine, other = (seconds[key][rounds].median().item() for key in pair)
         least = floor(schedule, spent, results[0]["hop"][0], apart(kind, size))
         ratios.append(mine / other)
-        shares.append((least / mine, least / other))
-    share, share_against = (statistics.median(side) for side in zip(*shares, strict=True))
+        fractions.append((least / mine, least / other))
+    fraction, fraction_against = (statistics.median(side) for side in zip(*fractions, strict=True))
     return {
         "case": f"{name}: {case}",
         "against": pair[1],
         "ranks": size,
         "link": kind,
         **ratio(ratios),
-        "floor": round(share, 4),
+        "floor": round(fraction, 4),
         "seconds": round(seconds[name].median().item(), 4),
-        "floor_against": round(share_against, 4),
+        "floor_against": round(fraction_against, 4),
     }
 
 
@@ -288,7 +288,7 @@ def record(
             piped = pipeline.asleep(schedule, group, *naps, size, record=True)
             steps[name] = recorded(piped, torch.zeros(microbatches, 1))
         else:
-            piped = pipeline.distribute(whole(config), schedule, group, record=True)
+            piped = pipeline.distribute(plain(config), schedule, group, record=True)
             steps[name] = recorded(piped, batch)
             steps.setdefault(layout(schedule), Alone(schedule, config, batch))
     times: dict[str, list[Any]] = {name: [] for name in steps}
@@ -384,8 +384,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
 
-def percent(*shares: float) -> str:
-    return " to ".join(f"{100 * share:+.1f}" for share in shares) + " %"
+def percent(*fractions: float) -> str:
+    return " to ".join(f"{100 * fraction:+.1f}" for fraction in fractions) + " %"
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.
     return step
 
 
-def share_of(config: Config, size: int) -> GPT:
+def shard_of(config: Config, size: int) -> GPT:
     """A model as large as one rank's share, which knows of no others: attention by fewer heads."""
     model = GPT(config)
     for block in model.blocks:
@@ -156,7 +156,7 @@ def share_of(config: Config, size: int) -> GPT:
 
 def bare(config: Config, size: int, tokens_BS: torch.Tensor, chain: bool) -> Step:
     """Compute alone. chain: without the gradients of weights and the optimizer."""
-    model, tokens_BS = share_of(config, size), tokens_BS % (config.vocab // size)
+    model, tokens_BS = shard_of(config, size), tokens_BS % (config.vocab // size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     if chain:
         model.requires_grad_(False)
@@ -233,14 +233,14 @@ def where(config: Config, batch: int, name: str) -> dict[str, float]:
 
 def split(events: Any) -> dict[str, float]:
     """The profile of a step, in its parts."""
-    (whole,) = (e for e in events if e.name == "the step")
-    plain, dispatched = operations(whole)
+    (full,) = (e for e in events if e.name == "the step")
+    plain, dispatched = operations(full)
     moved = [e for e in events if e.name.startswith(("gloo:", "c10d::", "_c10d_functional::"))]
     kernels, both = length(plain), length(plain + moved)
     return {
         "kernels": kernels,
         "messages": both - kernels,
-        "rest": whole.cpu_time_total / 1e3 - both,
+        "rest": full.cpu_time_total / 1e3 - both,
         "operations": len(plain),
         "dispatched": dispatched,
     }
@@ -276,7 +276,7 @@ def row(
     """One line of the result, see above; `seconds` go into the table alone."""
     chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
     full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
-    ratios, shares = [], []
+    ratios, fractions = [], []
     for repeat in range(repeats):
         middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
         work = middle.get("work", middle["wire"]) if full else 0.0
@@ -286,14 +286,14 @@ def row(
             middle["compute"] + work,
         )
         ratios.append(middle[OURS] / middle[theirs])
-        shares.append(floor / middle[OURS])
+        fractions.append(floor / middle[OURS])
     return {
         "case": case,
         "against": theirs,
         "ranks": size,
         "link": kind,
         **ratio(ratios),
-        "floor": round(statistics.median(shares), 4),
+        "floor": round(statistics.median(fractions), 4),
         "peak_ratio": round(peaks[OURS] / peaks[theirs], 4),
         "peak_bytes": [peaks[OURS], peaks[theirs]],
         "seconds": round(times[OURS].median().item(), 4),

@@ -188,21 +188,21 @@ def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path
 def row(case: str, size: int, kind: str, times: dict[str, Tensor], repeats: int) -> dict[str, Any]:
     """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
     chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
-    ratios, shares = [], []
+    ratios, fractions = [], []
     for repeat in range(repeats):
         middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
         ratios.append(middle["ours"] / middle["theirs"])
-        shares.append([middle["bare"] / middle[name] for name in ("ours", "theirs")])
-    share, share_against = (statistics.median(side) for side in zip(*shares, strict=True))
+        fractions.append([middle["bare"] / middle[name] for name in ("ours", "theirs")])
+    fraction, fraction_against = (statistics.median(side) for side in zip(*fractions, strict=True))
     return {
         "case": case,
         "against": "Lightning's Trainer",
         "ranks": size,
         "link": kind,
         **ratio(ratios),
-        "floor": round(share, 4),
+        "floor": round(fraction, 4),
         "seconds": round(times["ours"].median().item(), 4),
-        "floor_against": round(share_against, 4),
+        "floor_against": round(fraction_against, 4),
     }
 
 

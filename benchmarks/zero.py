@@ -219,21 +219,21 @@ def row(
     """One line of the result, see above; `seconds` go into the table alone."""
     chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
     full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
-    ratios, shares = [], []
+    ratios, fractions = [], []
     for repeat in range(repeats):
         middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
         wire = middle[f"wire {ours}"]
         work = middle.get(f"work {ours}", wire) if full else 0.0
         floor = max(middle["compute"] + work, middle["optimizer"] + wire)
         ratios.append(middle[ours] / middle[theirs])
-        shares.append(floor / middle[ours])
+        fractions.append(floor / middle[ours])
     return {
         "case": f"{ours}: {case}",
         "against": theirs,
         "ranks": size,
         "link": kind,
         **ratio(ratios),
-        "floor": round(statistics.median(shares), 4),
+        "floor": round(statistics.median(fractions), 4),
         "peak_ratio": round(peaks[ours] / peaks[theirs], 4),
         "peak_bytes": [peaks[ours], peaks[theirs]],
         "seconds": round(times[ours].median().item(), 4),

@@ -149,10 +149,10 @@ def draw_messages() -> None:
     )
 
 
-def shade(share: float) -> str:
+def shade(fraction: float) -> str:
     """Paper for 0, full colour for 1."""
     paper, full = (253, 243, 235), tuple(int(COLORS[5][i : i + 2], 16) for i in (1, 3, 5))
-    mixed = (round(a + share * (b - a)) for a, b in zip(paper, full, strict=True))
+    mixed = (round(a + fraction * (b - a)) for a, b in zip(paper, full, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
@@ -212,8 +212,8 @@ def simulated(name: str, microbatches: int, **times: float) -> pipeline.Timeline
     return pipeline.simulate(pipeline.schedule(name, 4, microbatches), **times)
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
 
 
 def draw_microbatches() -> None:

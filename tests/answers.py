@@ -174,7 +174,7 @@ def all_pieces_to_all(tensor, root, group):
             ranks.irecv(piece, root, group).wait()
 
 
-FORMULA = "size * latency * bandwidth * (1 - share) / share"
+FORMULA = "size * latency * bandwidth * (1 - fraction) / fraction"
 COLLECTIVES = {
     "ring_bytes": [
         (60, "average over the ranks"), (28, "reduce-scatter alone"), (14, "number of elements"),
@@ -205,11 +205,11 @@ COLLECTIVES = {
     ],
     "my_bucket_bytes": [
         (Swap(FORMULA, FORMULA[7:]), "it has to be N times as large"),
-        (Swap("(1 - share) / share", "1 / share"), "The share is of all the time"),
+        (Swap("(1 - fraction) / fraction", "1 / fraction"), "The share is of all the time"),
         (lambda n, a, b, s: a * b / s, "and the share is of all the time"),
         (Swap("return size", "return 2 * size"), "both have bytes"),
         (Swap("return size", "return 2 * (size - 1)"), "Count 2 (N - 1)/N"),
-        (Swap("/ share", "/ share / 4"), "bytes are asked"),
+        (Swap("/ fraction", "/ fraction / 4"), "bytes are asked"),
         (lambda n, a, b, s: collectives.CostModel(a, b).crossover(n), "begins to beat the tree"),
         (lambda n, a, b, s: "25 MB", "should be a number"),
         (lambda n, a: 0, "raised TypeError"),
@@ -339,8 +339,8 @@ def triangle(q, size=1):
 
 
 def gathers(q, k, v, group):
-    share, rank, size = q.shape[2], dist.get_rank(group), dist.get_world_size(group)
-    hidden = triangle(q, size)[rank * share : (rank + 1) * share]
+    local_seq, rank, size = q.shape[2], dist.get_rank(group), dist.get_world_size(group)
+    hidden = triangle(q, size)[rank * local_seq : (rank + 1) * local_seq]
     return attend(q, gathered(k, group, 2), gathered(v, group, 2), hidden)
 
 
@@ -550,8 +550,8 @@ TENSOR_PARALLEL = {
         (lambda up, b, down, r, n: (up[r::n], b[r::n], down[:, r::n]), None),
         (nothing, "the shapes None"),
         (Swap("up_FH[own]", "up_FH[:, own]"), "Weights of nn.Linear are [out, in]"),
-        (Swap("slice(rank * share, (rank + 1) * share)", "slice(0, share)"), "the same piece"),
-        (Swap("down_HF[:, own]", "down_HF[:, :share]"), "Columns and rows do not match"),
+        (Swap("slice(rank * shard, (rank + 1) * shard)", "slice(0, shard)"), "the same piece"),
+        (Swap("down_HF[:, own]", "down_HF[:, :shard]"), "Columns and rows do not match"),
         (lambda up, rank: up, "raised TypeError"),
     ],
     "my_gated_ffn": [
@@ -676,8 +676,8 @@ TRAIN = {
     ],
     "my_rest": [
         (Swap("done * batch :", ":"), "read again"),
-        (Swap(": whole]", ":]"), "is to be dropped"),
-        (Swap("[rank::size]", "[(n := (whole - done * batch) // size) * rank :][:n]"),
+        (Swap(": full]", ":]"), "is to be dropped"),
+        (Swap("[rank::size]", "[(n := (full - done * batch) // size) * rank :][:n]"),
          "other windows than one process"),
         (Swap("[rank::size]", "[: len(order) // size]"), "the same window"),
         (Swap("[rank::size]", "[rank::size][:-1]"), "windows are read in all"),
@@ -774,7 +774,7 @@ CHECKPOINT = {
         (Swap('"wb"', '"xb"'), "the next one raised FileExistsError"),
         (nothing, "does not leave the new content"),
     ],
-    "my_share": [
+    "my_windows": [
         (lambda s, b, r, n: range(s + r, s + b, n), None),
         (Swap("samples + ", ""), "beginning of the data again"),
         (Swap("batch // size", "batch"), "instead of 2: the batch is that of"),

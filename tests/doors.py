@@ -75,7 +75,9 @@ INNER = {
     **dict.fromkeys((cp.ring_attention, cp.all_to_all_attention), "causal trace"),
     cp.blocks: "causal",
     **dict.fromkeys((cp.block_attention, cp.block_gradients, cp.merge, cp.heads_for_tokens), ""),
-    **dict.fromkeys((tp.ColumnLinear, tp.RowLinear, tp.VocabEmbedding, tp.columns, tp.share), ""),
+    **dict.fromkeys(
+        (tp.ColumnLinear, tp.RowLinear, tp.VocabEmbedding, tp.columns, tp.shard_slice), ""
+    ),
     **dict.fromkeys((tp.ColumnLinear.from_plain, tp.RowLinear.from_plain), ""),
     **dict.fromkeys((tp.VocabEmbedding.from_plain, tp.cut_attention, tp.cut_ffn), ""),
     **dict.fromkeys((tp.copy_to, tp.reduce_from, tp.reduce_from_), "x"),
@@ -127,7 +129,7 @@ FINE = {
 }
 FINE = {(called(function), name): values for (function, name), values in FINE.items()}
 SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module",
-        "x_BaSD": "whole", "tokens_BS": "whole"}  # fmt: skip
+        "x_BaSD": "full", "tokens_BS": "full"}  # fmt: skip
 
 
 def numbers() -> Iterator[Row]:
@@ -156,7 +158,7 @@ def numbers() -> Iterator[Row]:
         (cp.pieces, {"layout": "zigzag", "ranks": 2, "rank": 1}),
         (cp.positions, {"layout": "zigzag", "seq": 16, "ranks": 2, "rank": 1}),
         (cp.blocks, {"layout": "zigzag", "ranks": 2, "rank": 1, "source": 0, "causal": True,
-                     "share": 8}),
+                     "local_seq": 8}),
         (cp.grain, {"layout": cut}),
         (cp.context_moments, {"config": PLAIN, "layout": cut, "seq": 16, "way": "ring",
                               "precision": "bf16", "device": "gpu", "attention": "fused"}),
@@ -255,16 +257,16 @@ def numbers() -> Iterator[Row]:
         (gemm.check_budget, {"needed": 4, "budget": 8}),
         (gemm.near_square, {"ranks": 6}),
         (gemm.panels, {"inner": 8, "rows": 2, "columns": 2, "width": 2}),
-        (gemm.share, {"size": 8, "ranks": 2, "rank": 1}),
-        (gemm.shares, {"size": 8, "ranks": 2}),
-        (gemm.predict, {**product, "whole": True, "rank": 1}),
-        (gemm.predict, {**product, "way": "summa", "ranks": 4, "whole": False, "rank": 1,
+        (gemm.shard_slice, {"size": 8, "ranks": 2, "rank": 1}),
+        (gemm.shard_sizes, {"size": 8, "ranks": 2}),
+        (gemm.predict, {**product, "full": True, "rank": 1}),
+        (gemm.predict, {**product, "way": "summa", "ranks": 4, "full": False, "rank": 1,
                         "shape": (2, 2), "width": 2}),
-        (gemm.seconds, {**product, "machine": machine, "whole": True}),
+        (gemm.seconds, {**product, "machine": machine, "full": True}),
         (gemm.seconds, {**product, "way": "summa", "ranks": 4, "machine": machine,
-                        "whole": False, "shape": (2, 2), "width": 2}),
+                        "full": False, "shape": (2, 2), "width": 2}),
         (gemm.pays_from, {"way": "rows", "ranks": 2, "machine": machine, "itemsize": 4,
-                          "whole": True, "limit": 2**20}),
+                          "full": True, "limit": 2**20}),
         (gemm.Machine, {"flops": 1e12, "latency": 1e-6, "bandwidth": 1e9}),
         (gemm.shard_throughput, {"M": 4, "N": 4, "K": 4, "degrees": (1, 2), "cut": "columns",
                                  "dtype": torch.float32, "device": torch.device("cpu"),
@@ -278,8 +280,8 @@ def numbers() -> Iterator[Row]:
                                 "recompute": "full", "reshard": True, "timeout": 60.0}),
         (count.wire_bytes, {"interface": "lo"}),
         (checkpoint.best_interval, {"save": 10.0, "mtbf": 1e4}),
-        (checkpoint.lost_share, {"interval": 600.0, "save": 10.0, "mtbf": 1e4, "restart": 60.0}),
-        (checkpoint.simulated_lost_share, {"interval": 600.0, "save": 10.0, "mtbf": 1e4,
+        (checkpoint.lost_fraction, {"interval": 600.0, "save": 10.0, "mtbf": 1e4, "restart": 60.0}),
+        (checkpoint.simulated_lost_fraction, {"interval": 600.0, "save": 10.0, "mtbf": 1e4,
                                            "restart": 60.0, "failures": 10, "seed": 0}),
         (tt.moved, {"given": "P", "src": "P", "dst": "R"}),
         (tt.combined, {"words": ["R", "R"], "fixed": [True, True], "how": "sum"}),
@@ -374,15 +376,15 @@ def objects(folder: str) -> Iterator[Row]:
     yield cp.distribute, lambda: {
         "model": gpt(), "group": group, "attention": "ring", "layout": "zigzag",
     }  # fmt: skip
-    yield cp.gather, lambda: {"share": x, "group": group, "layout": "zigzag", "dim": 1}
+    yield cp.gather, lambda: {"shard": x, "group": group, "layout": "zigzag", "dim": 1}
     yield cp.heads_for_tokens, lambda: {"tensors": [x], "group": group, "layout": "contiguous"}
     yield cp.tokens_for_heads, lambda: {"x_BaSD": x, "group": group, "layout": "contiguous"}
     yield cp.join, lambda: {"parts": [x], "layout": "zigzag", "dim": 1}
     yield cp.merge, lambda: {
         "out_BAsD": x, "lse_BAs": x[..., 0], "block_BAsD": x, "block_lse_BAs": x[..., 0],
     }  # fmt: skip
-    yield cp.share, lambda: {"tokens_BS": tokens, "group": group, "layout": "zigzag"}
-    yield cp.split, lambda: {"whole": x, "ranks": 2, "rank": 1, "layout": "zigzag", "dim": 1}
+    yield cp.shard, lambda: {"tokens_BS": tokens, "group": group, "layout": "zigzag"}
+    yield cp.split, lambda: {"full": x, "ranks": 2, "rank": 1, "layout": "zigzag", "dim": 1}
 
     yield mesh.Parallel, lambda: {
         "model": gpt(), "groups": groups, "layout": layout.Layout(zero=1), "seed": 0,
@@ -400,7 +402,7 @@ def objects(folder: str) -> Iterator[Row]:
     yield mesh.held, lambda: (lambda made: {"job": made, "optimizer": adamw(made)})(job())
     yield mesh.join, lambda: {"layout": layout.Layout(), "world": group}
     yield mesh.local, lambda: {"job": job(), "of": lambda piece: piece}
-    yield mesh.whole, lambda: {"job": job(), "of": lambda piece: piece}
+    yield mesh.full_tensors, lambda: {"job": job(), "of": lambda piece: piece}
 
     yield tp.ColumnLinear, lambda: {"group": group, "enter": tp.copy_to}
     yield tp.ColumnLinear.from_plain, lambda: {
@@ -438,7 +440,7 @@ def objects(folder: str) -> Iterator[Row]:
     }  # fmt: skip
     for edge in (tp.copy_to, tp.reduce_from, tp.reduce_from_, tp.gather_last, tp.split_last):
         yield edge, lambda: {"x": y, "group": group}
-    yield tp.share, lambda: {"name": "heads", "size": 4, "group": group}
+    yield tp.shard_slice, lambda: {"name": "heads", "size": 4, "group": group}
 
     yield sp.AlongSequence, lambda: {"keep": False}
     yield sp.TokenDropout, lambda: {"p": 0.1, "group": group}
@@ -539,7 +541,7 @@ def objects(folder: str) -> Iterator[Row]:
 
     yield gemm.by_columns, lambda: {"a_MK": y, "b_Kn": y}
     yield gemm.by_rows, lambda: {"a_mK": y, "b_KN": y}
-    yield gemm.by_inner, lambda: {"a_Mk": y, "b_kN": y, "group": group, "whole": True}
+    yield gemm.by_inner, lambda: {"a_Mk": y, "b_kN": y, "group": group, "full": True}
     yield gemm.cut, lambda: {"way": "rows", "a_MK": y, "b_KN": y, "ranks": 2, "rank": 1}
     yield gemm.gather_columns, lambda: {"c_Mn": y, "columns": 4, "group": group}
     yield gemm.gather_rows, lambda: {"c_mN": y, "rows": 4, "group": group}
@@ -548,7 +550,7 @@ def objects(folder: str) -> Iterator[Row]:
         "group": group, "device": device, "side": 8, "size": 64, "repeats": 1,
     }  # fmt: skip
     yield gemm.multiply, lambda: {
-        "way": "rows", "a_MK": y, "b_KN": y, "group": group, "whole": True,
+        "way": "rows", "a_MK": y, "b_KN": y, "group": group, "full": True,
     }  # fmt: skip
     yield gemm.stopwatch, lambda: {
         "call": lambda: None, "group": group, "repeats": 1, "pick": min,

@@ -77,7 +77,7 @@ def cut(name: str, whole: Tensor, cuts: dict[str, int | None], group: dist.Proce
     dimension = cuts.get(name, 0 if cuts else None)
     if dimension is None:
         return whole
-    mine = tp.share("size", whole.shape[dimension], group)
+    mine = tp.shard_slice("size", whole.shape[dimension], group)
     return whole.narrow(dimension, mine.start, mine.stop - mine.start)
 
 
@@ -394,7 +394,7 @@ class Context(Side):
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         (((tokens, targets, _),),) = batch
-        tokens, targets = (cp.share(x, self.group, self.layout) for x in (tokens, targets))
+        tokens, targets = (cp.shard(x, self.group, self.layout) for x in (tokens, targets))
         logits = self.model(tokens)
         value = tp.loss(logits, targets, self.groups["tp"]) if self.cuts else loss(logits, targets)
         value.backward()
@@ -411,7 +411,7 @@ class Context(Side):
         return cut(name, whole, self.cuts, self.groups["tp"])
 
     def output(self, part: Part) -> Tensor:
-        logits = self.model(cp.share(part[0], self.group, self.layout))
+        logits = self.model(cp.shard(part[0], self.group, self.layout))
         if self.cuts:
             logits = tp.gather_last(logits, self.groups["tp"])
         return cp.gather(logits, self.group, self.layout)
@@ -480,7 +480,7 @@ class Meshed(Side):
         return {None: self.model.step(*(torch.cat([part[n] for part in mine]) for n in (0, 1)))}
 
     def gradients(self) -> dict[str, Tensor | None]:
-        return mesh.whole(self.model, lambda piece: piece.grad)
+        return mesh.full_tensors(self.model, lambda piece: piece.grad)
 
     def clip(self, limit: float) -> Tensor:
         return self.model.clip_grad_norm_(limit)

@@ -159,7 +159,7 @@ def gradients_of(model, way, group):
     tokens, targets = batch()
     if way in ("ring", "ulysses"):
         layout = "zigzag" if way == "ring" else "contiguous"
-        tokens, targets = (cp.share(x, group, layout) for x in (tokens, targets))
+        tokens, targets = (cp.shard(x, group, layout) for x in (tokens, targets))
     torch.manual_seed(5)
     model(tokens).square().sum().backward()
     return [p.grad for p in model.parameters()]

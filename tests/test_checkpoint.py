@@ -38,9 +38,9 @@ from shardlab.checkpoint import (
     best_interval,
     complete,
     export,
-    lost_share,
+    lost_fraction,
     named_tensors,
-    simulated_lost_share,
+    simulated_lost_fraction,
 )
 from shardlab.checkpoint import folder as folders
 from shardlab.data_parallel import DataParallel
@@ -1189,7 +1189,7 @@ def test_what_is_no_training_run_is_named(tmp_path):
             Checkpoints(tmp_path, timeout=bad) and best_interval(bad, 1)
     for bad in (-1, "1", float("nan"), True):
         with pytest.raises(ValueError, match="restart=.*: allowed are numbers from 0"):
-            lost_share(1, 1, 1, bad)
+            lost_fraction(1, 1, 1, bad)
 
 
 def test_dcp_alone_loads_a_flipped_bit_without_a_word(tmp_path):
@@ -1393,15 +1393,15 @@ def test_the_formulas():
     # 120 s to save and one failure in 24 hours: sqrt(2 * 120 * 86,400) s.
     assert best_interval(120, 86_400) == pytest.approx(4553.7, abs=0.1)
     # For rare failures, the textbook's sum: save / interval + half an interval / mtbf.
-    assert lost_share(4553.7, 120, 86_400) == pytest.approx(
+    assert lost_fraction(4553.7, 120, 86_400) == pytest.approx(
         120 / 4553.7 + 4553.7 / 2 / 86_400, 0.05
     )
     for interval in (10.0, 60.0, 300.0):
-        want = lost_share(interval, 5, 400, 20)
+        want = lost_fraction(interval, 5, 400, 20)
         # 20,000 failures: a relative error of about 1 % of the time that is not lost.
-        assert simulated_lost_share(interval, 5, 400, 20) == pytest.approx(want, abs=0.01)
+        assert simulated_lost_fraction(interval, 5, 400, 20) == pytest.approx(want, abs=0.01)
     best = best_interval(5, 4000)
-    assert lost_share(best, 5, 4000) < min(lost_share(best * f, 5, 4000) for f in (0.7, 1.4))
+    assert lost_fraction(best, 5, 4000) < min(lost_fraction(best * f, 5, 4000) for f in (0.7, 1.4))
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), "1", True])
@@ -1409,9 +1409,9 @@ def test_the_formulas_refuse(value):
     with pytest.raises(ValueError, match="save=.*: allowed are numbers above 0"):
         best_interval(value, 1)
     with pytest.raises(ValueError, match="mtbf=.*: allowed are numbers above 0"):
-        lost_share(1, 1, value)
+        lost_fraction(1, 1, value)
     with pytest.raises(ValueError, match="restart=-1: allowed are"):
-        lost_share(1, 1, 1, -1)
+        lost_fraction(1, 1, 1, -1)
 
 
 def held_up(root, pause):

@@ -317,7 +317,8 @@ def healthy(ranks=4, hosts=1, kind="cpu"):
                 "free": 9000 * GB, "files": None, "type": "lustre",
             },
             "speed": {
-                "kind": kind, "name": gpu["name"], "flops": 700e12 if cuda else 5e10, "share": 1.0,
+                "kind": kind, "name": gpu["name"], "flops": 700e12 if cuda else 5e10,
+                "fraction": 1.0,
             },
             "clock": {"ahead": 0.0, "within": 1e-4},
             "pairs": [

@@ -49,12 +49,12 @@ def test_the_zig_zag_of_three_ranks():
 @given(st.sampled_from(cp.LAYOUTS), st.integers(1, 8), st.integers(1, 3), st.booleans())
 @settings(max_examples=40)
 def test_blocks_are_the_mask_and_each_pair_once(layout, n, unit, causal):
-    share = unit * (2 if layout == "zigzag" else 1)
-    computed = torch.zeros(n * share, n * share, dtype=torch.int64)
+    local_seq = unit * (2 if layout == "zigzag" else 1)
+    computed = torch.zeros(n * local_seq, n * local_seq, dtype=torch.int64)
     for rank in range(n):
         for source in range(n):
-            mine, theirs = (cp.positions(layout, n * share, n, r) for r in (rank, source))
-            for block in cp.blocks(layout, n, rank, source, causal, share):
+            mine, theirs = (cp.positions(layout, n * local_seq, n, r) for r in (rank, source))
+            for block in cp.blocks(layout, n, rank, source, causal, local_seq):
                 rows, columns = mine[block.queries], theirs[block.keys]
                 pairs = torch.ones(len(rows), len(columns), dtype=torch.int64)
                 pairs = pairs.tril() if block.causal else pairs
@@ -66,13 +66,13 @@ def test_blocks_are_the_mask_and_each_pair_once(layout, n, unit, causal):
 
 @given(st.integers(1, 16), st.integers(1, 4))
 def test_zig_zag_shares_out_equal_work_in_every_turn(n, unit):
-    share = 2 * unit
-    turns = cp.score_turns("zigzag", n * share, n)
-    own, others = share * (share + 1) // 2, share * share // 2
+    local_seq = 2 * unit
+    turns = cp.score_turns("zigzag", n * local_seq, n)
+    own, others = local_seq * (local_seq + 1) // 2, local_seq * local_seq // 2
     assert turns == [[own] + [others] * (n - 1)] * n
-    assert sum(map(sum, turns)) == n * share * (n * share + 1) // 2
-    lazy, busy = (cp.score_pairs("contiguous", n * share, n, rank) for rank in (0, n - 1))
-    assert (lazy, busy) == (own, own + (n - 1) * share * share)
+    assert sum(map(sum, turns)) == n * local_seq * (n * local_seq + 1) // 2
+    lazy, busy = (cp.score_pairs("contiguous", n * local_seq, n, rank) for rank in (0, n - 1))
+    assert (lazy, busy) == (own, own + (n - 1) * local_seq * local_seq)
 
 
 # The parts of the mathematics

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab import count, memory, ranks
-from shardlab.context_parallel import average_gradients, distribute, share
+from shardlab.context_parallel import average_gradients, distribute, shard
 from shardlab.context_parallel.fit import (
     WAYS,
     context_moments,
@@ -53,7 +53,7 @@ def peak_of_a_step(config: Config, seq: int, way: str) -> int:
         model.zero_grad()
         tokens_BS, targets_BS = torch.randint(0, config.vocab, (2, 1, length))
         layout = "zigzag" if dist.get_world_size() > 1 else "contiguous"
-        tokens_Bs, targets_Bs = (share(x, group, layout).clone() for x in (tokens_BS, targets_BS))
+        tokens_Bs, targets_Bs = (shard(x, group, layout).clone() for x in (tokens_BS, targets_BS))
         del tokens_BS, targets_BS
         gc.collect()
         with count.held(model, optimizer, tokens_Bs, targets_Bs) as held:

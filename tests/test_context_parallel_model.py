@@ -39,7 +39,7 @@ def activations(way):
     config = Config(**(SHAPE | LLAMA | {"seq": 64, "heads": 8, "hidden": 64}))
     torch.manual_seed(0)
     model = cp.distribute(GPT(config), dist.group.WORLD, way, "contiguous")
-    tokens = cp.share(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
+    tokens = cp.shard(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
     with count.saved(model, tokens) as saved:
         model(tokens)
     return config, saved.bytes
@@ -66,7 +66,7 @@ def mistakes():
         "again": lambda: cp.distribute(distributed, group),
         "heads": lambda: cp.distribute(gpt(heads=1), group, "ulysses"),
         "model": lambda: cp.distribute(torch.nn.Linear(2, 2), group),
-        "seq": lambda: cp.share(torch.zeros(1, 6), group, "zigzag"),
+        "seq": lambda: cp.shard(torch.zeros(1, 6), group, "zigzag"),
     }
     for name, call in calls.items():
         with count.sent() as sent, pytest.raises(ValueError) as caught:

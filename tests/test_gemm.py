@@ -28,15 +28,15 @@ def grids(ranks: int) -> list[tuple[int, int]]:
     return [(p, ranks // p) for p in range(1, ranks + 1) if ranks % p == 0]
 
 
-def way_by_hand(way: str, a: torch.Tensor, b: torch.Tensor, full: Any, group: Any, whole: bool):
+def way_by_hand(way: str, a: torch.Tensor, b: torch.Tensor, exact: Any, group: Any, full: bool):
     """The steps that a reader takes: multiply the parts `a` and `b`, then collect, or do not."""
     if way == "inner":
-        return gemm.by_inner(a, b, group, whole)
+        return gemm.by_inner(a, b, group, full)
     if way == "rows":
         c = gemm.by_rows(a, b)
-        return gemm.gather_rows(c, full.shape[0], group) if whole else c
+        return gemm.gather_rows(c, exact.shape[0], group) if full else c
     c = gemm.by_columns(a, b)
-    return gemm.gather_columns(c, full.shape[1], group) if whole else c
+    return gemm.gather_columns(c, exact.shape[1], group) if full else c
 
 
 def compare(M: int, N: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup) -> list[str]:
@@ -76,17 +76,17 @@ def compare(M: int, N: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup
         return c
 
     for way in gemm.CUTS:
-        for whole in (True, False):
+        for full in (True, False):
             a, b = (x.clone() for x in gemm.cut(way, a_MK, b_KN, size, rank))
-            cost = gemm.predict(way, M, N, K, size, dtype.itemsize, whole, rank)
-            work = functools.partial(way_by_hand, way, a, b, exact, group, whole)
-            c = count_up(f"{way} {whole=}", work, cost, a, b)
-            part = gemm.share(N if way == "columns" else M, size, rank)
-            own = slice(None) if whole else (slice(None), part) if way == "columns" else part
-            judge(f"{way} {whole=}", c, exact[own], allowed[own])
-            same = gemm.multiply(way, a_MK, b_KN, group, whole)  # from views, with their strides
-            judge(f"multiply {way} {whole=}", same.contiguous(), exact[own], allowed[own])
-            if whole:
+            cost = gemm.predict(way, M, N, K, size, dtype.itemsize, full, rank)
+            work = functools.partial(way_by_hand, way, a, b, exact, group, full)
+            c = count_up(f"{way} {full=}", work, cost, a, b)
+            part = gemm.shard_slice(N if way == "columns" else M, size, rank)
+            own = slice(None) if full else (slice(None), part) if way == "columns" else part
+            judge(f"{way} {full=}", c, exact[own], allowed[own])
+            same = gemm.multiply(way, a_MK, b_KN, group, full)  # from views, with their strides
+            judge(f"multiply {way} {full=}", same.contiguous(), exact[own], allowed[own])
+            if full:
                 first = c.clone()
                 dist.broadcast(first, group=group, group_src=0)
                 judge(f"bits of {way}", c, first.double(), torch.zeros_like(allowed))
@@ -138,12 +138,12 @@ def test_a_reduce_scatter_adds_in_the_order_of_the_ranks() -> None:
         total = parts[0][0] @ parts[0][1]
         for a, b in parts[1:]:
             total = total + a @ b
-        ours = gemm.by_inner(*parts[rank], group, whole=False)
+        ours = gemm.by_inner(*parts[rank], group, full=False)
         # Another order of the sum has other bits: this test can fail.
         reverse = parts[3][0] @ parts[3][1]
         for a, b in parts[2::-1]:
             reverse = reverse + a @ b
-        return torch.equal(ours, total[gemm.share(10, 4, rank)]), torch.equal(total, reverse)
+        return torch.equal(ours, total[gemm.shard_slice(10, 4, rank)]), torch.equal(total, reverse)
 
     assert ranks.run(run, 4) == [(True, False)] * 4
 
@@ -167,9 +167,9 @@ def test_whole_numbers_are_exact() -> None:
 
 @given(size=st.integers(0, 1000), number=st.integers(1, 40))
 def test_shares_are_as_equal_as_it_goes(size: int, number: int) -> None:
-    parts = [gemm.share(size, number, rank) for rank in range(number)]
+    parts = [gemm.shard_slice(size, number, rank) for rank in range(number)]
     assert [i for part in parts for i in range(size)[part]] == list(range(size))
-    lengths = gemm.shares(size, number)
+    lengths = gemm.shard_sizes(size, number)
     assert lengths == [part.stop - part.start for part in parts]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] - lengths[-1] <= 1
@@ -185,7 +185,10 @@ def test_panels_have_one_owner_each(inner: int, rows: int, columns: int, width: 
     found = gemm.panels(inner, rows, columns, width)
     assert [k for panel in found for k in range(panel.begin, panel.end)] == list(range(inner))
     for panel in found:
-        of_a, of_b = gemm.share(inner, columns, panel.column), gemm.share(inner, rows, panel.row)
+        of_a, of_b = (
+            gemm.shard_slice(inner, columns, panel.column),
+            gemm.shard_slice(inner, rows, panel.row),
+        )
         assert max(of_a.start, of_b.start) <= panel.begin < panel.end <= min(of_a.stop, of_b.stop)
         assert width is None or panel.end - panel.begin <= width
     if width is None:  # no more of them than the cuts ask for
@@ -209,13 +212,13 @@ def test_a_grid_holds_each_element_once(M: int, N: int, K: int, number: int) -> 
 
 @given(
     M=sizes, N=sizes, K=sizes, number=st.integers(1, 9), way=st.sampled_from(gemm.WAYS),
-    whole=st.booleans(),
+    full=st.booleans(),
 )  # fmt: skip
 def test_bytes_of_all_ranks_together(
-    M: int, N: int, K: int, number: int, way: str, whole: bool
+    M: int, N: int, K: int, number: int, way: str, full: bool
 ) -> None:
-    whole = whole and way != "summa"
-    costs = [gemm.predict(way, M, N, K, number, 4, whole, r) for r in range(number)]
+    full = full and way != "summa"
+    costs = [gemm.predict(way, M, N, K, number, 4, full, r) for r in range(number)]
     assert len({cost.wire for cost in costs}) == 1
     assert sum(cost.flops for cost in costs) == 2 * M * N * K
     rows, columns = gemm.near_square(number)
@@ -226,10 +229,10 @@ def test_bytes_of_all_ranks_together(
         ("inner", True): 2 * (number - 1) * M * N,
         ("inner", False): (number - 1) * M * N,
         ("summa", False): (columns - 1) * M * K + (rows - 1) * K * N,
-    }.get((way, whole), 0)
+    }.get((way, full), 0)
     padding = {"rows": N, "columns": M}.get(way, 0) * number * (number - 1)
     extra = costs[0].wire - 4 * formula
-    assert extra == 0 if even or not whole else 0 <= extra <= 4 * padding
+    assert extra == 0 if even or not full else 0 <= extra <= 4 * padding
 
 
 @pytest.mark.alone
@@ -243,8 +246,8 @@ def test_the_interface_saw_what_the_formula_says() -> None:
         a_MK, b_KN = torch.randn(n, n), torch.randn(n, n)
         grid = gemm.grid(group, 2, 2)
         works = {
-            (way, whole): functools.partial(gemm.multiply, way, a_MK, b_KN, group, whole)
-            for way, whole in (("rows", True), ("columns", True), ("inner", True), ("inner", False))
+            (way, full): functools.partial(gemm.multiply, way, a_MK, b_KN, group, full)
+            for way, full in (("rows", True), ("columns", True), ("inner", True), ("inner", False))
         }
         works["summa", False] = functools.partial(gemm.summa, *grid.cut(a_MK, b_KN), n, grid)
         found = {}
@@ -261,12 +264,12 @@ def test_the_interface_saw_what_the_formula_says() -> None:
             found[key] = min(readings)
         return found
 
-    for (way, whole), seen in ranks.run(run, 4, device="cpu")[0].items():
-        formula = gemm.predict(way, n, n, n, 4, whole=whole).wire
+    for (way, full), seen in ranks.run(run, 4, device="cpu")[0].items():
+        formula = gemm.predict(way, n, n, n, 4, full=full).wire
         # Headers add some percent, and whatever else talks on this machine more: the upper limit
         # is to catch twice as many bytes, as gloo's own reduce-scatter sends.
         with on_time():
-            assert formula <= seen < 1.6 * formula, (way, whole, seen / formula)
+            assert formula <= seen < 1.6 * formula, (way, full, seen / formula)
 
 
 def test_predictions_by_hand() -> None:
@@ -281,8 +284,8 @@ def test_predictions_by_hand() -> None:
         # A grid of 2 x 2, with panels of 3: 4 x 3 of A and 3 x 2 of B in each of two steps.
         ("summa", False): (4 * 3, 3 * 2, 4 * 2, {"broadcast": (4, 2 * (12 + 6))}, 8 * 6 + 6 * 4),
     }
-    for (way, whole), (a, b, c, collectives, wire) in by_hand.items():
-        cost = gemm.predict(way, 8, 4, 6, 4, 1, whole)
+    for (way, full), (a, b, c, collectives, wire) in by_hand.items():
+        cost = gemm.predict(way, 8, 4, 6, 4, 1, full)
         assert (cost.a, cost.b, cost.c) == (a, b, c), way
         assert (cost.collectives, cost.wire) == (collectives, wire), way
     assert [gemm.predict("inner", 8, 4, 6, 4, 1, rank=r).flops for r in range(4)] == [
@@ -301,7 +304,7 @@ def test_a_budget_is_refused_before_anything_is_allocated() -> None:
         "8192 x 8192 times 8192 x 8192 needs 805.3 MB, which is 293.3 MB more than the budget of "
         "512.0 MB"
     )
-    four = [gemm.predict(way, 8192, 8192, 8192, 4, whole=False).held for way in gemm.WAYS]
+    four = [gemm.predict(way, 8192, 8192, 8192, 4, full=False).held for way in gemm.WAYS]
     rows, columns, inner, summa = four
     assert rows == columns == 1.5 * 4 * 8192**2  # a quarter of two, all of one
     assert inner > rows  # a summand of all of C, and what arrives of it
@@ -310,7 +313,7 @@ def test_a_budget_is_refused_before_anything_is_allocated() -> None:
 
 def test_narrow_panels_hold_less() -> None:
     held = [
-        gemm.predict("summa", 4096, 4096, 4096, 16, whole=False, width=width).held
+        gemm.predict("summa", 4096, 4096, 4096, 16, full=False, width=width).held
         for width in (None, 256, 64, 8)
     ]
     assert held == sorted(held, reverse=True)
@@ -330,8 +333,8 @@ def test_seconds_by_hand() -> None:
         ("inner", True): 6 * (1 + 8),
         ("inner", False): 3 * (1 + 8),
     }
-    for (way, whole), communicate in by_hand.items():
-        found = gemm.seconds(way, 8, 4, 6, 4, machine, 1, whole)
+    for (way, full), communicate in by_hand.items():
+        found = gemm.seconds(way, 8, 4, 6, 4, machine, 1, full)
         largest = flops / 4 if way != "inner" else 2 * 8 * 4 * 2
         assert (found.compute, found.communicate) == (largest, communicate), way
         assert found.total == largest + communicate
@@ -352,16 +355,16 @@ def test_seconds_by_hand() -> None:
     flops=st.floats(1e9, 1e15),
     latency=st.floats(1e-6, 1e-2),
     bandwidth=st.floats(1e7, 1e12),
-    whole=st.booleans(),
+    full=st.booleans(),
 )
 def test_it_pays_from_where_both_take_as_long(
-    way: str, number: int, flops: float, latency: float, bandwidth: float, whole: bool
+    way: str, number: int, flops: float, latency: float, bandwidth: float, full: bool
 ) -> None:
-    machine, whole = Machine(flops, latency, bandwidth), whole and way != "summa"
-    n = gemm.pays_from(way, number, machine, whole=whole)
+    machine, full = Machine(flops, latency, bandwidth), full and way != "summa"
+    n = gemm.pays_from(way, number, machine, full=full)
 
     def gain(n: int) -> float:
-        one, split = (gemm.seconds(way, n, n, n, t, machine, whole=whole) for t in (1, number))
+        one, split = (gemm.seconds(way, n, n, n, t, machine, full=full) for t in (1, number))
         return one.total - split.total
 
     if n is None:
@@ -376,7 +379,7 @@ def test_it_pays_from_where_both_take_as_long(
 def test_it_may_never_pay() -> None:
     assert gemm.pays_from("inner", 2, Machine(1e15, 1.0, 1e6)) is None
     # Nothing is sent, nothing is lost.
-    assert gemm.pays_from("rows", 4, Machine(1e15, 1.0, 1e6), whole=False) == 4
+    assert gemm.pays_from("rows", 4, Machine(1e15, 1.0, 1e6), full=False) == 4
 
 
 @pytest.mark.alone
@@ -392,9 +395,9 @@ def test_seconds_on_the_slow_link() -> None:
         grid = gemm.grid(group, 2, 2, slow)
         found: dict[Any, float] = {}
         for way in gemm.CUTS:
-            for whole in (True, False):
-                work = functools.partial(gemm.multiply, way, a_MK, b_KN, wire, whole)
-                found[way, whole, None] = gemm.stopwatch(work, group, 3)
+            for full in (True, False):
+                work = functools.partial(gemm.multiply, way, a_MK, b_KN, wire, full)
+                found[way, full, None] = gemm.stopwatch(work, group, 3)
         for width in (None, 64):
             work = functools.partial(gemm.summa, *grid.cut(a_MK, b_KN), n, grid, width)
             found["summa", False, width] = gemm.stopwatch(work, group, 3)
@@ -410,13 +413,13 @@ def test_seconds_on_the_slow_link() -> None:
             assert 0.8 < machine.bandwidth / bandwidth < 1.3
             assert machine.flops > 1e8
     known = Machine(machines[0].flops, latency, bandwidth)
-    for (way, whole, width), seconds in found.items():
-        predicted = gemm.seconds(way, n, n, n, 4, known, whole=whole, width=width)
+    for (way, full, width), seconds in found.items():
+        predicted = gemm.seconds(way, n, n, n, 4, known, full=full, width=width)
         # Never faster than the wire; above it the room is for a machine with more ranks than
         # cores. The ways differ by more: 2, or all of it.
-        assert 0.99 * predicted.communicate <= seconds, (way, whole, width)
+        assert 0.99 * predicted.communicate <= seconds, (way, full, width)
         with on_time():
-            assert seconds < 1.4 * predicted.total + 0.02, (way, whole, width, seconds, predicted)
+            assert seconds < 1.4 * predicted.total + 0.02, (way, full, width, seconds, predicted)
 
 
 def test_one_rank_has_no_link_to_measure() -> None:
@@ -503,10 +506,10 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: gemm.share(-1, 2, 0), "size=-1: allowed are whole numbers, 0 or more"),
-        (lambda: gemm.share(4, 0, 0), "ranks=0: allowed are whole numbers, 1 or more"),
-        (lambda: gemm.share(4, 2, 2), "rank=2: allowed are whole numbers, 0 to 1"),
-        (lambda: gemm.share(4, 2, True), "rank=True"),
+        (lambda: gemm.shard_slice(-1, 2, 0), "size=-1: allowed are whole numbers, 0 or more"),
+        (lambda: gemm.shard_slice(4, 0, 0), "ranks=0: allowed are whole numbers, 1 or more"),
+        (lambda: gemm.shard_slice(4, 2, 2), "rank=2: allowed are whole numbers, 0 to 1"),
+        (lambda: gemm.shard_slice(4, 2, True), "rank=True"),
         (lambda: gemm.predict("cubes", 1, 1, 1, 1), "'columns', 'inner', 'summa'"),
         (lambda: gemm.predict("rows", 0, 1, 1, 1), "M=0"),
         (lambda: gemm.predict("rows", 1, 1, 1.5, 1), "K=1.5"),
@@ -515,7 +518,7 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
             "rank=2: allowed are whole numbers, 0 to 1",
         ),
         (lambda: gemm.predict("summa", 4, 4, 4, 4), "allowed with way='summa' is False"),
-        (lambda: gemm.predict("summa", 4, 4, 4, 4, whole=False, shape=(1, 3)), "a grid of 4"),
+        (lambda: gemm.predict("summa", 4, 4, 4, 4, full=False, shape=(1, 3)), "a grid of 4"),
         (lambda: gemm.predict("rows", 4, 4, 4, 4, shape=(2, 2)), "for way='summa'"),
         (lambda: gemm.panels(4, 2, 2, -1), "width=-1"),
         (lambda: gemm.pays_from("rows", 1, Machine(1, 1, 1)), "ranks=1: allowed are 2 or more"),

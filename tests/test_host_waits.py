@@ -77,7 +77,7 @@ def step_of(name):
         model = cp.distribute(gpt(), group, name)
 
         def step(x, y):
-            x, y = (cp.share(part, group) for part in (x, y))
+            x, y = (cp.shard(part, group) for part in (x, y))
             loss(model(x), y).backward()
             cp.average_gradients(model, group)
 

@@ -136,7 +136,9 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     def contents(training):
         """Weights, and the first moments that there are."""
         states, model = training.optimizer.state, training.model
-        return mesh.whole(model), mesh.whole(model, lambda p: states.get(p, {}).get("exp_avg"))
+        return mesh.full_tensors(model), mesh.full_tensors(
+            model, lambda p: states.get(p, {}).get("exp_avg")
+        )
 
     def alone():
         """In a plain process: what is loaded."""
@@ -250,7 +252,7 @@ def test_two_axes_are_those_of_fully_shard_and_parallelize_module():
         for _ in range(3):
             for step, _ in steps.values():
                 step()
-        full = mesh.whole(steps["ours"][1])
+        full = mesh.full_tensors(steps["ours"][1])
         pairs = [(full[n], p.full_tensor()) for n, p in steps["theirs"][1].named_parameters()]
         full_at_start = contenders["built"](config).state_dict()
         moved = max(gap(w, full_at_start[n]) for n, w in full.items())

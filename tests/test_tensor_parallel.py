@@ -63,7 +63,7 @@ def own(tensor, dimension, group):
     """This rank's part of a whole tensor."""
     if dimension is None:
         return tensor
-    part = tp.share("size", tensor.shape[dimension], group)
+    part = tp.shard_slice("size", tensor.shape[dimension], group)
     return tensor.narrow(dimension, part.start, part.stop - part.start)
 
 
@@ -506,7 +506,7 @@ def states_there_and_back():
         tp.load_full_state_dict(tp.parallelize(empty, group), wanted)
         assert all(map(torch.equal, empty.parameters(), model.parameters()))
         assert (empty.head.weight is empty.embedding.weight) == config.tied
-        # Its shares take a t-th of the bytes: nothing keeps a whole matrix alive.
+        # Its shards take a t-th of the bytes: nothing keeps a whole matrix alive.
         held = count.bytes_of(empty.parameters())
         assert held == 2 * tp.predicted_states(config, size)["parameters"]
         assert held == count.bytes_of(model.parameters())

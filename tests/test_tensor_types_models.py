@@ -62,7 +62,7 @@ def addend(value, dp, tp):
 
 
 def update(model, dp, tp, sums=None, times=1, group=None, clip=tp_.clip_grad_norm_):
-    sums = (model.edges.whole == "R") if sums is None else sums
+    sums = (model.edges.uncut == "R") if sums is None else sums
     for _ in range(sums):
         sp.sum_gradients(model, tp)
     for _ in range(times):
@@ -145,7 +145,7 @@ def test_context_parallel_models_pass(attention, layout):
         model = cp_.distribute(GPT(replace(GPT2, tied=True)), cp, attention, layout)
         tt.declare_parameters(model, cp="R")
         x, y = [
-            tt.declare(cp_.share(z, cp, layout), cp="V") for z in torch.randint(0, 64, (2, 2, 16))
+            tt.declare(cp_.shard(z, cp, layout), cp="V") for z in torch.randint(0, 64, (2, 2, 16))
         ]
         tt.declare(loss(model(x), y), cp="P").backward()
         cp_.average_gradients(model, cp)
@@ -278,7 +278,7 @@ MISTAKES = {  # name: options, words of the message
     ),
     "not gathered": ({"edges": tp_.Edges(tp_.copy_to, sp.ALONG_SEQUENCE.leave)}, "I meets V"),
     "slice in backward": (
-        {"edges": tp_.Edges(slice_of_gradient, sp.ALONG_SEQUENCE.leave, whole="R")}, "I meets V",
+        {"edges": tp_.Edges(slice_of_gradient, sp.ALONG_SEQUENCE.leave, uncut="R")}, "I meets V",
     ),
     "loss of gathered logits": ({"logits": tp_.gather_last}, "split_last (I -> V) first"),
     "gathered logits that add up in backward": (

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from shardlab import count, ranks, show, text
 from shardlab.model import GPT, PRESETS
 from shardlab.show import changes as pages
-from shardlab.train import core, ddp, plain, shares, take_home
+from shardlab.train import core, ddp, plain, sampler, take_home
 from shardlab.train.take_home import Options, Refused, Training, checkpoints
 
 # 143 windows of each part: 8 steps an epoch, and a ninth for a sampler that fills up on 2, 4, 8 or
@@ -35,7 +35,7 @@ SMALL = {"steps": 10, "every": 5, "limit": 64 * 143 + 1}
 # Sums in another order: a last digit of a loss near 5, and AdamW takes steps of 1e-3 times the sign
 # of gradients near 0, so a weight may differ by a few hundredths of a step.
 LOSS, WEIGHT = 5e-6, 2e-4
-ALONE = (plain, ddp, shares)  # each rank writes: each needs a folder
+ALONE = (plain, ddp, sampler)  # each rank writes: each needs a folder
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -87,7 +87,7 @@ def one(tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
     ("script", "size", "changes"),
     [
         (ddp, 4, {}),
-        (shares, 4, {}),
+        (sampler, 4, {}),
         (core, 4, {}),
         (take_home, 4, {"micro": 2}),
         (take_home, 1, {"strategy": "fsdp2"}),
@@ -105,7 +105,8 @@ def test_a_script_equals_one_process(script, size, changes, one, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "come", "go"), [(plain, ddp, 7, 0), (ddp, shares, 5, 4), (shares, core, 14, 11)]
+    ("old", "new", "come", "go"),
+    [(plain, ddp, 7, 0), (ddp, sampler, 5, 4), (sampler, core, 14, 11)],
 )
 def test_a_step_changes_what_its_page_says_and_nothing_else(old, new, come, go):
     shown = pages.changes(old.main, new.main).text.splitlines()
@@ -199,7 +200,7 @@ def dealt(script, windows: int, rank: int, world: int, monkeypatch) -> list[list
     }
     for name in stands_in:
         monkeypatch.setattr(script, name, stands_in[name], raising=False)
-    epochs, its = [], SimpleNamespace(options=Options(seed=3), share=rank, shares=world)
+    epochs, its = [], SimpleNamespace(options=Options(seed=3), replica=rank, replicas=world)
     for epoch in (0, 1):
         if script is take_home or not epoch:
             its.done = epoch * (windows // 16)
@@ -216,7 +217,7 @@ def dealt(script, windows: int, rank: int, world: int, monkeypatch) -> list[list
     return epochs
 
 
-@pytest.mark.parametrize("script", [shares, core, take_home])
+@pytest.mark.parametrize("script", [sampler, core, take_home])
 def test_each_step_sees_the_windows_of_one_process_whatever_the_size(script, monkeypatch):
     for windows in (16, 31, 32, 33, 40, 45, *range(46, 65), 131, 143, 157, 250):
         one = dealt(plain, windows, 0, 1, monkeypatch)
@@ -229,7 +230,7 @@ def test_each_step_sees_the_windows_of_one_process_whatever_the_size(script, mon
                     assert sorted(together) == sorted(batch), (windows, world, epoch, number)
 
 
-@pytest.mark.parametrize("script", [shares, core])
+@pytest.mark.parametrize("script", [sampler, core])
 def test_a_batch_that_the_ranks_do_not_divide_is_named(script, tmp_path):
     with pytest.raises(ranks.RankError, match="batch=16: allowed are multiples of 3"):
         trained(script, 3, tmp_path)

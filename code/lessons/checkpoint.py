@@ -68,8 +68,8 @@ from shardlab.checkpoint import (
     complete,
     core,
     export,
-    lost_share,
-    simulated_lost_share,
+    lost_fraction,
+    simulated_lost_fraction,
 )
 from shardlab.model import GPT, PRESETS, loss, parameter_count
 
@@ -100,9 +100,9 @@ def sharded(preset="nano", dtype=torch.float32, lr=1e-3):
 def train(training, steps):
     """Steps on this rank's share of each batch; the mean losses over all ranks."""
     rank, size, losses = dist.get_rank(), dist.get_world_size(), []
-    share = BATCH // size
+    each = BATCH // size
     for _ in range(steps):
-        tokens, targets = text.batch(64, share, start=training.samples + rank * share)
+        tokens, targets = text.batch(64, each, start=training.samples + rank * each)
         training.optimizer.zero_grad()
         value = loss(training.model(tokens), targets)
         value.backward()
@@ -567,12 +567,12 @@ for delay, victims in KILLS.items():
     except ranks.RankError:
         pass  # this was meant to happen
     promised = int(Path(f"{path}.promised").read_text().split()[-1])
-    step, whole = current(path)
+    step, complete = current(path)
     # A rank may die after the rename, and before the note.
-    assert whole and promised <= step <= promised + 1
+    assert complete and promised <= step <= promised + 1
     left = sum(name.startswith(".saving") for name in os.listdir(path))
     rows.append((", ".join(map(str, victims)), delay, promised, step, "yes", left))
-head = ["killed: rank", "after (s)", "last step promised", "current", "whole"]
+head = ["killed: rank", "after (s)", "last step promised", "current", "complete"]
 show.table(rows, [*head, "unfinished saves left"])
 
 
@@ -779,14 +779,14 @@ show.table(rows, [*head, "pieces", "more bytes per piece"])
 # {cite}`young1974checkpoint`. The exact share for failures that strike at any moment alike, in a save or a restart too, is {cite:t}`daly2006checkpoint`'s.
 
 # %%
-show.source(best_interval, lost_share)
+show.source(best_interval, lost_fraction)
 
 # %% [markdown]
 # The picture shows that share for 16,384 GPUs and five minutes to restart. The dots are a job that is played through until it has failed 20,000 times.
 # The valleys are flat, and steep on their left sides.
 
 # %% tags=["hide-input"]
-# Draws the share of time lost over the interval between saves
+# Draws the fraction of time lost over the interval between saves
 
 mtbf, restart = 54 * 24 * 3600 / 419, 300.0  # seconds
 intervals = [60 * 1.15**i for i in range(38)]  # 1 minute to 3 hours
@@ -795,15 +795,15 @@ for save, color, place in (
     (120, show.RANK_COLORS[0], 34),
     (5, show.RANK_COLORS[5], 2.2),
 ):
-    shares = [100 * lost_share(i, save, mtbf, restart) for i in intervals]
-    axes.plot([i / 60 for i in intervals], shares, color=color)
-    for interval, share in list(zip(intervals, shares, strict=True))[2::6]:
-        played = 100 * simulated_lost_share(interval, save, mtbf, restart)
-        assert abs(played - share) < 1.5  # 20,000 failures: an error of about 1 in 100
+    fractions = [100 * lost_fraction(i, save, mtbf, restart) for i in intervals]
+    axes.plot([i / 60 for i in intervals], fractions, color=color)
+    for interval, fraction in list(zip(intervals, fractions, strict=True))[2::6]:
+        played = 100 * simulated_lost_fraction(interval, save, mtbf, restart)
+        assert abs(played - fraction) < 1.5  # 20,000 failures: an error of about 1 in 100
         axes.plot(interval / 60, played, "o", color=color, ms=5)
     best = best_interval(save, mtbf)
-    least = 100 * lost_share(best, save, mtbf, restart)
-    assert 100 * lost_share(2 * best, save, mtbf, restart) < least + 5
+    least = 100 * lost_fraction(best, save, mtbf, restart)
+    assert 100 * lost_fraction(2 * best, save, mtbf, restart) < least + 5
     axes.plot(best / 60, least, "*", color=color, ms=15)
     words = (
         f"a save holds up for {save} s:\nbest {best / 60:.0f} min, {least:.0f} % lost"
@@ -1052,8 +1052,8 @@ show.table(rows, head)
 
 # %%
 def windows(position, rank, size):
-    share = BATCH // size
-    return range(position + rank * share, position + (rank + 1) * share)
+    each = BATCH // size
+    return range(position + rank * each, position + (rank + 1) * each)
 
 
 def seen(way):
@@ -1104,15 +1104,15 @@ def only_rank_0(path):
 
 run(only_rank_0, 4, FOLDER / "rank0.pt")
 state = torch.load(FOLDER / "rank0.pt", weights_only=True)
-whole = GPT(PRESETS["nano"]).state_dict()
-share = sum(v.numel() for v in state.values()) / sum(v.numel() for v in whole.values())
-print("share of the numbers that was saved:", share)
-print("norm.weight:", len(state["norm.weight"]), "of", len(whole["norm.weight"]))
+full = GPT(PRESETS["nano"]).state_dict()
+fraction = sum(v.numel() for v in state.values()) / sum(v.numel() for v in full.values())
+print("fraction of the numbers that was saved:", fraction)
+print("norm.weight:", len(state["norm.weight"]), "of", len(full["norm.weight"]))
 
 # %% tags=["hide-input"]
-# Holds the share: a quarter, on four ranks
+# Holds the fraction: a quarter, on four ranks
 
-assert share == 0.25
+assert fraction == 0.25
 
 
 # %% [markdown]
@@ -1232,38 +1232,38 @@ check(answer, "checkpoint_interval")
 # ```
 #
 # ```{exercise-start} Whose turn is it (medium)
-# :label: ex-checkpoint-share
+# :label: ex-checkpoint-windows
 # ```
 #
 # All ranks together have trained on `samples` windows. Return the numbers of the windows that this rank takes in the next step, in which all ranks together take `batch`.
 # The check stops and goes on with 4, 2, 1 and 8 ranks.
 
 # %%
-def my_share(samples, batch, rank, size):
+def my_windows(samples, batch, rank, size):
     pass  # your code
 
 
-check(my_share)
+check(my_windows)
 
 
 # %% [markdown]
 # ```{exercise-end}
 # ```
 #
-# ```{solution-start} ex-checkpoint-share
-# :label: sol-checkpoint-share
+# ```{solution-start} ex-checkpoint-windows
+# :label: sol-checkpoint-windows
 # :class: dropdown
 # ```
 #
 # The position is one number for all, and the ranks cut what follows it.
 
 # %%
-def my_share(samples, batch, rank, size):
-    share = batch // size
-    return range(samples + rank * share, samples + (rank + 1) * share)
+def my_windows(samples, batch, rank, size):
+    each = batch // size
+    return range(samples + rank * each, samples + (rank + 1) * each)
 
 
-check(my_share)
+check(my_windows)
 
 
 # %% [markdown]

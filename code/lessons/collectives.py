@@ -433,7 +433,7 @@ show.source(collectives.all_to_all)
 
 # %% tags=["hide-input"]
 # Holds every collective against torch's, on 1 to 4 ranks
-def whole_tensors(x, group):
+def full_tensors(x, group):
     """Collectives that work in place: name, our result, torch's."""
     pairs = {
         "broadcast": (collectives.broadcast, dist.broadcast, (0,)),
@@ -485,7 +485,7 @@ def compare(dtype):
     dist.all_reduce(magnitude)
     allowed = 2 * (size - 1) * ROUNDING[dtype] * magnitude.max().item()
     found = {}
-    for name, a, b in (*whole_tensors(x, group), *in_pieces(x, group)):
+    for name, a, b in (*full_tensors(x, group), *in_pieces(x, group)):
         found[name] = (a.cpu().double() - b.double()).abs().max().item(), allowed
     return found
 
@@ -1319,11 +1319,11 @@ check(broadcast_large)
 # ```
 #
 # Gradients are joined into buckets, and a ring all-reduces each of them on `size` ranks. A message takes `latency` seconds and its bytes over `bandwidth`, in bytes per second.
-# Return the smallest bucket, in bytes, of whose all-reduce at most the share `share` is latency: 0.1 for a tenth of its time. Take the pieces as equal.
+# Return the smallest bucket, in bytes, of whose all-reduce at most `fraction` is latency: 0.1 for a tenth of its time. Take the pieces as equal.
 # What does that say about buckets on a thousand ranks?
 
 # %%
-def my_bucket_bytes(size, latency, bandwidth, share):
+def my_bucket_bytes(size, latency, bandwidth, fraction):
     pass  # your code
 
 
@@ -1340,11 +1340,11 @@ check(my_bucket_bytes)
 # ```
 #
 # $2(N-1)$ messages, each of an $N$-th of the bucket $n$: latency is $\alpha / (\alpha + \beta n / N)$ of the time, whatever the number of messages.
-# So $n = N \frac{\alpha}{\beta} \frac{1 - \text{share}}{\text{share}}$: on a thousand ranks buckets have to be a hundred times what suits ten, or the ring is the wrong way.
+# So $n = N \frac{\alpha}{\beta} \frac{1 - \text{fraction}}{\text{fraction}}$: on a thousand ranks buckets have to be a hundred times what suits ten, or the ring is the wrong way.
 
 # %%
-def my_bucket_bytes(size, latency, bandwidth, share):
-    return size * latency * bandwidth * (1 - share) / share
+def my_bucket_bytes(size, latency, bandwidth, fraction):
+    return size * latency * bandwidth * (1 - fraction) / fraction
 
 
 check(my_bucket_bytes)

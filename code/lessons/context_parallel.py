@@ -69,14 +69,14 @@ def gap(a, b):
 def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
     """This rank's queries, keys and values, cut from the same everywhere: leaves."""
     generator = torch.Generator().manual_seed(0)
-    whole = (
+    full = (
         torch.randn(1, n, seq, size, generator=generator, dtype=dtype).to(
             ranks.device()
         )
         for n in (heads, kv_heads, kv_heads)
     )
     N, rank = dist.get_world_size(), dist.get_rank()
-    return [cp.split(x, N, rank, layout, dim=2).clone().requires_grad_() for x in whole]
+    return [cp.split(x, N, rank, layout, dim=2).clone().requires_grad_() for x in full]
 
 
 # %% [markdown]
@@ -158,8 +158,8 @@ def ring(q, k, v):
 # Holds the plain ring against one process, on 2, 3 and 4 ranks
 def ring_gap():
     mine = [x.detach() for x in qkv("contiguous", 48, 4, 4)]
-    whole = [cp.gather(x, dist.group.WORLD, "contiguous", dim=2) for x in mine]
-    right = F.scaled_dot_product_attention(*whole)
+    full = [cp.gather(x, dist.group.WORLD, "contiguous", dim=2) for x in mine]
+    right = F.scaled_dot_product_attention(*full)
     return gap(right.chunk(dist.get_world_size(), 2)[dist.get_rank()], ring(*mine))
 
 
@@ -199,9 +199,9 @@ def both_rings(way, seq=2048):
     with count.held(*mine) as held:
         y = way(*mine)
     y.sum().backward()
-    whole = qkv_of_one(seq)
-    F.scaled_dot_product_attention(*whole).sum().backward()
-    right = whole[1].grad.chunk(dist.get_world_size(), 2)[dist.get_rank()]
+    full = qkv_of_one(seq)
+    F.scaled_dot_product_attention(*full).sum().backward()
+    right = full[1].grad.chunk(dist.get_world_size(), 2)[dist.get_rank()]
     return held.peak, gap(right, mine[1].grad) / right.abs().max().item()
 
 
@@ -332,9 +332,9 @@ for layout in cp.LAYOUTS:
         pairs, seconds = result[layout]
         want = cp.score_pairs(layout, seq, N, rank)
         assert pairs == want
-        share = f"{100 * pairs / (seq * (seq + 1) / 2):.1f}"
+        fraction = f"{100 * pairs / (seq * (seq + 1) / 2):.1f}"
         took = f"{100 * seconds / all_seconds:.0f}"
-        rows.append((layout, rank, f"{want:,}", f"{pairs:,}", share, took))
+        rows.append((layout, rank, f"{want:,}", f"{pairs:,}", fraction, took))
     slowest[layout] = max(result[layout][1] for result in WORK) / all_seconds
 even = slowest["contiguous"] > 0.36 > slowest["zigzag"]
 show.timed(even, "the slowest rank has over 36 % of the time, and less in zig-zag")
@@ -389,8 +389,8 @@ def all_to_all(q, k, v):
 def swap_gap():
     N, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     mine = [x.detach() for x in qkv("contiguous", 48, 4, 4)]
-    whole = [cp.gather(x, group, "contiguous", dim=2) for x in mine]
-    right = F.scaled_dot_product_attention(*whole, is_causal=True)
+    full = [cp.gather(x, group, "contiguous", dim=2) for x in mine]
+    right = F.scaled_dot_product_attention(*full, is_causal=True)
     calls = []
     for way in (all_to_all, partial(cp.all_to_all_attention, group=group)):
         with count.sent() as sent:
@@ -442,7 +442,7 @@ show.source(cp.average_gradients)
 def train_step(model, optimizer, tokens, targets, layout):
     """Loss of a step on this rank's tokens, averaged over the ranks."""
     group = dist.group.WORLD
-    tokens, targets = (cp.share(x, group, layout) for x in (tokens, targets))
+    tokens, targets = (cp.shard(x, group, layout) for x in (tokens, targets))
     value = loss(model(tokens), targets)
     optimizer.zero_grad()
     value.backward()
@@ -473,16 +473,16 @@ def attention_gaps(attention, layout):
     gaps = [0.0, 0.0]
     for causal in (True, False):
         mine = qkv(layout, 64)
-        whole = [cp.gather(x, group, layout, dim=2).requires_grad_() for x in mine]
+        full = [cp.gather(x, group, layout, dim=2).requires_grad_() for x in mine]
         right = F.scaled_dot_product_attention(
-            *whole, is_causal=causal, enable_gqa=True
+            *full, is_causal=causal, enable_gqa=True
         )
         got = attention(*mine, group, causal=causal, layout=layout)
         weights = torch.arange(right.numel(), device=right.device).view_as(right).sin()
         (right * weights).sum().backward()
         (got * cp.split(weights, N, rank, layout, dim=2)).sum().backward()
         pairs = [(right, got)]
-        pairs += [(x.grad, y.grad) for x, y in zip(whole, mine, strict=True)]
+        pairs += [(x.grad, y.grad) for x, y in zip(full, mine, strict=True)]
         out, *back = (gap(cp.split(a, N, rank, layout, dim=2), b) for a, b in pairs)
         gaps = [max(gaps[0], out), max(gaps[1], *back)]
     return gaps
@@ -620,8 +620,8 @@ def forwards(times):
     overlapped = partial(cp.ring_attention, causal=False, layout="contiguous")
     ways = (overlapped, fast), (one_after_the_other, slow), (overlapped, slow)
     found = {}
-    for share, repeats in times.items():
-        mine = [x.detach() for x in qkv("contiguous", 2 * share, dtype=torch.float32)]
+    for local_seq, repeats in times.items():
+        mine = [x.detach() for x in qkv("contiguous", 2 * local_seq, dtype=torch.float32)]
         took = [[], [], []]
         for _ in range(repeats):
             for seconds, (way, group) in zip(took, ways, strict=True):
@@ -629,7 +629,7 @@ def forwards(times):
                 begin = time.perf_counter()
                 way(*mine, group=group)
                 seconds.append(time.perf_counter() - begin)
-        found[share] = [min(seconds) for seconds in took]  # what disturbs only adds
+        found[local_seq] = [min(seconds) for seconds in took]  # what disturbs only adds
     return found
 
 
@@ -638,15 +638,15 @@ TIMES = ranks.run(forwards, 2, {128: 12, 3072: 3}, device="cpu")[0]
 # %% tags=["hide-input", "measured"]
 # Table: seconds of a forward on the slow wire, predicted and measured
 rows, ratios = [], []
-for share, (without, plain_, slow) in TIMES.items():
-    c, w = without / 2, 2 * 2 * 32 * share * 4 / BANDWIDTH  # keys, values
+for local_seq, (without, plain_, slow) in TIMES.items():
+    c, w = without / 2, 2 * 2 * 32 * local_seq * 4 / BANDWIDTH  # keys, values
     for name, want, took in (
         ("one after the other", c + w + c, plain_),
         ("overlapped", max(c, w) + c, slow),
     ):
         cells = (f"{1e3 * seconds:.1f}" for seconds in (2 * c, w, want, took))
         off = f"{100 * (took / want - 1):+.0f}"
-        rows.append((share, name, *cells, off, f"{took / without:.2f}"))
+        rows.append((local_seq, name, *cells, off, f"{took / without:.2f}"))
     ratios.append(slow / without)
 show.timed(ratios[0] > 1.2 * ratios[1], "with few tokens the wire costs 1.2 times as much")
 head = [
@@ -808,14 +808,14 @@ def beside_context_parallel():
     ours = cp.gather(cp.ring_attention(*mine, group), group, dim=2)
     buffers = [cp.gather(x, group, dim=2) for x in mine]
     mesh = init_device_mesh("cuda", (N,))
-    shared = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2])
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), shared:
+    sharded = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), sharded:
         theirs = F.scaled_dot_product_attention(*buffers, is_causal=True)
     right = F.scaled_dot_product_attention(
         *(cp.gather(x, group, dim=2) for x in mine), is_causal=True
     )
-    share = cp.split(right, N, dist.get_rank(), "zigzag", dim=2)
-    return gap(ours, right), gap(theirs, share)
+    shard = cp.split(right, N, dist.get_rank(), "zigzag", dim=2)
+    return gap(ours, right), gap(theirs, shard)
 
 
 # %% tags=["hide-input"]
@@ -935,7 +935,7 @@ show.table(rows, [*head, "queries' weights (%)", "loss after 20 steps"])
 def refused():
     group, q = dist.group.WORLD, torch.zeros(1, 6, 5, 8)
     for attempt in (
-        lambda: cp.share(torch.zeros(1, 250), group, "zigzag"),
+        lambda: cp.shard(torch.zeros(1, 250), group, "zigzag"),
         lambda: cp.all_to_all_attention(q, q, q, group),
     ):
         try:

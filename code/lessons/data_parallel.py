@@ -75,7 +75,7 @@ def model_and_optimizer(lr=1e-3):
     return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-def share(step, size=4, rank=None):
+def local_batch(step, size=4, rank=None):
     """This rank's `size` windows of text for a step: tokens, targets: [size, 64]."""
     rank, count_ = dist.get_rank() if rank is None else rank, dist.get_world_size()
     tokens, targets = text.batch(64, size, start=(step * count_ + rank) * size)
@@ -96,7 +96,7 @@ def train_alone(steps):
     model, optimizer = model_and_optimizer()
     begin = count.clock(ranks.device())  # it waits for the GPU, if there is one
     for step in range(steps):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
         optimizer.step()
@@ -159,7 +159,7 @@ def average(model):
 def train_together():
     model, optimizer = model_and_optimizer()
     for step in range(5):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
         average(model)
@@ -259,16 +259,16 @@ def compare(dtype, sizes):
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models]
     total, gradients = 64 * sum(sizes), [0.0] * 3
     for step in range(5):
-        shares = [share(step, max(sizes), r) for r in range(len(sizes))]
-        shares = [(x[:n], y[:n]) for (x, y), n in zip(shares, sizes, strict=True)]
+        batches = [local_batch(step, max(sizes), r) for r in range(len(sizes))]
+        batches = [(x[:n], y[:n]) for (x, y), n in zip(batches, sizes, strict=True)]
         for optimizer in optimizers:
             optimizer.zero_grad()
-        x, y = shares[rank]
+        x, y = batches[rank]
         for model in (ours, torchs):
             joined_mean(loss(model(x), y, "sum"), y.numel(), world).backward()
-        for x, y in shares:
+        for x, y in batches:
             (loss(one_by_one(x), y, "sum") / total).backward()
-        x, y = (torch.cat(part) for part in zip(*shares, strict=True))
+        x, y = (torch.cat(part) for part in zip(*batches, strict=True))
         (loss(joined(x), y, "sum") / total).backward()
         for i, model in enumerate((torchs, one_by_one, joined)):
             pairs = [[p.grad for p in m.parameters()] for m in (ours, model)]
@@ -497,7 +497,7 @@ show.table(
 def held(way):
     model, optimizer = model_and_optimizer()
     wrapped = DataParallel(model, dist.group.WORLD) if way == "ours" else model
-    tokens, targets = share(0)
+    tokens, targets = local_batch(0)
     loss(wrapped(tokens), targets).backward()
     optimizer.step()
 
@@ -910,7 +910,7 @@ def drift_with_hook(right):
         parameter.register_post_accumulate_grad_hook(average)
     found = []
     for step in range(5):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
         optimizer.step()
@@ -944,14 +944,14 @@ def short_batch(joined):
     plain, _ = model_and_optimizer()
     model = DataParallel(copy.deepcopy(plain), dist.group.WORLD)
     sizes = [6, 6, 6, 1]
-    shares = [share(0, 6, rank) for rank in range(4)]
-    shares = [(x[:n], y[:n]) for (x, y), n in zip(shares, sizes, strict=True)]
-    tokens, targets = shares[dist.get_rank()]
+    batches = [local_batch(0, 6, rank) for rank in range(4)]
+    batches = [(x[:n], y[:n]) for (x, y), n in zip(batches, sizes, strict=True)]
+    tokens, targets = batches[dist.get_rank()]
     summed = loss(model(tokens), targets, "sum")
     own_mean = summed / targets.numel()
     right = joined_mean(summed, targets.numel(), dist.group.WORLD)
     (right if joined else own_mean).backward()
-    tokens, targets = (torch.cat(part) for part in zip(*shares, strict=True))
+    tokens, targets = (torch.cat(part) for part in zip(*batches, strict=True))
     loss(plain(tokens), targets).backward()
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     want = torch.cat([p.grad.flatten() for p in plain.parameters()])
@@ -989,7 +989,7 @@ def norms(forget):
     for step in range(4):
         if not forget:
             model.zero_grad()
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         loss(model(tokens), targets).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         found.append(gradient.norm().item())
@@ -1000,7 +1000,7 @@ def traffic(forget):
     model = DataParallel(model_and_optimizer()[0], dist.group.WORLD)
     with count.sent() as sent:
         for part in range(4):
-            tokens, targets = share(part)
+            tokens, targets = local_batch(part)
             if forget or part == 3:
                 (loss(model(tokens), targets) / 4).backward()
             else:
@@ -1055,7 +1055,7 @@ def around(wrap):
     wrapped = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         optimizer.zero_grad()
         loss(wrapped.module(tokens), targets).backward()
         optimizer.step()
@@ -1086,7 +1086,7 @@ def skips_one():
         Bucket(dealt, dist.group.WORLD)
         for dealt in assign_buckets(model.parameters(), 2**16, 2**14)
     ]
-    tokens, targets = share(0)
+    tokens, targets = local_batch(0)
     loss(model(tokens), targets).backward()
     average_in_buckets(buckets[:-1] if dist.get_rank() == 1 else buckets)
 
@@ -1354,10 +1354,10 @@ check(my_accumulate)
 # ```
 #
 # On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward hides as much of the all-reduce as it takes time.
-# Return the least number of micro-batches with which ranks wait for at most the share `share` of the step. Latency and the first bucket's backward do not count.
+# Return the least number of micro-batches with which ranks wait for at most `fraction` of the step. Latency and the first bucket's backward do not count.
 
 # %%
-def my_micro_batches(size, n, bandwidth, forward, backward, share):
+def my_micro_batches(size, n, bandwidth, forward, backward, fraction):
     pass  # your code
 
 
@@ -1377,10 +1377,10 @@ check(my_micro_batches)
 # So a slow link is paid for with a larger batch, which the learning rate has to bear.
 
 # %%
-def my_micro_batches(size, n, bandwidth, forward, backward, share):
+def my_micro_batches(size, n, bandwidth, forward, backward, fraction):
     waiting = max(0, 2 * (n - 1) / n * size / bandwidth - backward)
     m = 1
-    while waiting > share * (waiting + m * (forward + backward)):
+    while waiting > fraction * (waiting + m * (forward + backward)):
         m += 1
     return m
 

@@ -65,7 +65,7 @@ def model():
     return GPT(SHAPE)
 
 
-def share(step, rank=None):
+def local_batch(step, rank=None):
     """One rank's two windows of text for a step: tokens, targets: [2, 64]."""
     rank = dist.get_rank() if rank is None else rank
     return text.batch(64, 2, start=(2 * step + rank) * 2)
@@ -74,7 +74,7 @@ def share(step, rank=None):
 def joined(step):
     """The windows of both ranks: [4, 64]."""
     return [
-        torch.cat(side) for side in zip(share(step, 0), share(step, 1), strict=True)
+        torch.cat(side) for side in zip(local_batch(step, 0), local_batch(step, 1), strict=True)
     ]
 
 
@@ -124,7 +124,7 @@ def plain_script(settings):
     engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
     losses = []
     for step in range(STEPS):
-        tokens, targets = share(step)  # this rank's part of the batch
+        tokens, targets = local_batch(step)  # this rank's part of the batch
         value = loss(engine(tokens), targets)
         engine.backward(value)
         engine.step()
@@ -229,7 +229,7 @@ def train(cases):
         engine = de.initialize(model(), settings)
         parts, losses, seconds = engine.gradient_accumulation_steps(), [], []
         for step in range(STEPS):
-            chunks = (side.chunk(parts) for side in share(step))
+            chunks = (side.chunk(parts) for side in local_batch(step))
             begin = time.perf_counter()
             losses.append(de.step(engine, list(zip(*chunks, strict=True))))
             seconds.append(time.perf_counter() - begin)
@@ -382,7 +382,7 @@ show.table(
 # %%
 def peak(cases):
     """On a rank: the most bytes that training holds, for each configuration."""
-    batches, found = [share(step) for step in range(3)], {}
+    batches, found = [local_batch(step) for step in range(3)], {}
     for name, settings in cases.items():
         with count.held() as held:
             engine = de.initialize(model(), settings)
@@ -446,7 +446,7 @@ show.source(de.recompute)
 # %%
 def saved_bytes():
     """On a rank: bytes saved for backward, and the loss after a step, three ways."""
-    tokens, targets = share(0)
+    tokens, targets = local_batch(0)
     found = []
     for section, asked in (("none", False), ("full", False), ("full", True)):
         settings = de.config(sharded(1, recompute=section))
@@ -523,7 +523,7 @@ for kind, results in cuts.items():
         gap = apart(losses, LOSSES)
         assert gap < 1e-5, (kind, gap)  # float32: sums in another order
         rows.append((kind, rank, f"{held:,}", str(up), digits(gap)))
-whole = sum(p.numel() for p in model().parameters())
+full = sum(p.numel() for p in model().parameters())
 head = [
     "cut",
     "rank",
@@ -531,7 +531,7 @@ head = [
     "shape of the first ffn.up",
     "losses differ by",
 ]
-show.table(rows, head, caption=f"Whole model: {whole:,} parameters, ffn.up (256, 64)")
+show.table(rows, head, caption=f"Whole model: {full:,} parameters, ffn.up (256, 64)")
 
 # %% [markdown]
 # ````{admonition} Checked: "train_batch_size is the batch that the optimizer sees"
@@ -890,7 +890,7 @@ def by_hand(stage):
     engine = de.initialize(model(), de.config(sharded(stage, micro_batch=1, microbatches=2)))
     losses = []
     for step in range(STEPS):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         for x, y in zip(tokens.chunk(2), targets.chunk(2), strict=True):
             value = loss(engine(x), y)
             try:

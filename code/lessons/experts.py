@@ -181,8 +181,8 @@ def plain_gap():
     x_TH, router_HE = normal(0, 64, 32), normal(1, 32, 8)
     up_EHF, down_EFH = normal(2, 8, 32, 64) / 6, normal(3, 8, 64, 32) / 8
     networks = list(zip(up_EHF, down_EFH, strict=True))
-    share = 8 // dist.get_world_size()
-    own = networks[dist.get_rank() * share :][:share]
+    local_experts = 8 // dist.get_world_size()
+    own = networks[dist.get_rank() * local_experts :][:local_experts]
     y_TH = over_ranks(mine(x_TH), router_HE, own)
     return apart(y_TH, mine(one_process(x_TH, router_HE, networks)))
 
@@ -326,10 +326,10 @@ def gradients():
 want, off = ranks.run(gradients, 1)[0], []
 for rank, (found, cuts) in enumerate(ranks.run(with_tensor, 4)):
     for name, gradient in found.items():
-        whole = want[name]
+        full = want[name]
         if cuts[name] is not None:
-            whole = whole.chunk(2, cuts[name])[rank % 2]
-        off.append(apart(gradient, whole))
+            full = full.chunk(2, cuts[name])[rank % 2]
+        off.append(apart(gradient, full))
 assert max(off) < 1e-12  # float64
 print("2 x 2 ranks: every gradient is a part of one process's")
 
@@ -459,7 +459,7 @@ show.figure(figure, alt, "experts-collapse")
 rows, last = [], {}
 for way, (loads, value) in TRAINED.items():
     last[way] = sorted((100 * loads[-10:, -1].mean(0)).tolist(), reverse=True)
-    rows.append((WAYS[way], f"{value:.2f}", *(f"{share:.0f}" for share in last[way])))
+    rows.append((WAYS[way], f"{value:.2f}", *(f"{percent:.0f}" for percent in last[way])))
 values = [value for _, value in TRAINED.values()]
 assert max(values) < 1.02 * min(values)
 assert last["nothing"][0] > 90 and last["nothing"][4] < 2

@@ -203,10 +203,10 @@ assert max(map(max, off)) == 0
 #
 # ## The core: any sizes, and C may stay cut
 #
-# `share` says who has which rows. Nothing has to divide: of 10 rows four ranks have 3, 3, 2 and 2.
+# `shard_slice` says who has which rows. Nothing has to divide: of 10 rows four ranks have 3, 3, 2 and 2.
 
 # %%
-show.source(gemm.share, gemm.cut, gemm.by_rows, gemm.by_columns)
+show.source(gemm.shard_slice, gemm.cut, gemm.by_rows, gemm.by_columns)
 
 # %% [markdown]
 # To gather, the shorter shares are padded, and the padding is dropped where it arrives.
@@ -218,7 +218,7 @@ show.source(gemm.share, gemm.cut, gemm.by_rows, gemm.by_columns)
 show.source(gemm.core._padded, gemm.gather_rows, gemm.gather_columns)
 
 # %% [markdown]
-# By the inner dimension, `whole=False` leaves each rank its own rows of the sum.
+# By the inner dimension, `full=False` leaves each rank its own rows of the sum.
 
 # %%
 show.source(gemm.by_inner, gemm.core.reduce_scatter)
@@ -254,8 +254,8 @@ measured = ranks.run(held_by_four, 4, device="cpu")[0]
 # %% tags=["hide-input"]
 # Table: bytes held by a rank, predicted and measured
 rows = []
-for (name, (way, whole)), peak in zip(WAYS.items(), measured, strict=True):
-    cost = gemm.predict(way, M, N, K, ranks=4, whole=whole)
+for (name, (way, full)), peak in zip(WAYS.items(), measured, strict=True):
+    cost = gemm.predict(way, M, N, K, ranks=4, full=full)
     assert peak == cost.held
     parts = (f"{size / 1e6:.2f}" for size in (cost.a, cost.b, cost.c, cost.held))
     fits = "yes" if cost.held <= BUDGET else "no"
@@ -377,7 +377,7 @@ def differences(dtype):
         pairs = [
             (way, gemm.multiply(way, a_MK, b_KN, group), right) for way in gemm.CUTS
         ]
-        cut = gemm.multiply("inner", a_MK, b_KN, group, whole=False)
+        cut = gemm.multiply("inner", a_MK, b_KN, group, full=False)
         gathered = gemm.gather_rows(cut, sizes[0], group)
         pairs.append(("inner, reduce-scattered", gathered, right))
         for shape in GRIDS[dist.get_world_size()]:
@@ -452,20 +452,20 @@ def bytes_sent():
     a_MK, b_KN = random(*SHAPE)
     grid = gemm.grid(group, 2, 2)
 
-    def multiply(way, whole):
+    def multiply(way, full):
         if way == "summa":
             return gemm.summa(*grid.cut(a_MK, b_KN), SHAPE[1], grid)
-        return gemm.multiply(way, a_MK, b_KN, group, whole)
+        return gemm.multiply(way, a_MK, b_KN, group, full)
 
-    for way, whole in CASES:
+    for way, full in CASES:
         with count.sent() as sent:
-            multiply(way, whole)
+            multiply(way, full)
         readings = []
         for _ in range(3):  # the least of three: others may use the interface, too
             dist.barrier()
             before = count.wire_bytes()
             dist.barrier()
-            multiply(way, whole)
+            multiply(way, full)
             dist.barrier()
             readings.append((count.wire_bytes() or 0) - (before or 0))
             dist.barrier()
@@ -475,16 +475,16 @@ def bytes_sent():
 
 by_rank, rows = ranks.run(bytes_sent, 4, device="cpu"), []
 m, k, n = SHAPE
-for number, (way, whole) in enumerate(CASES):
+for number, (way, full) in enumerate(CASES):
     for rank, found in enumerate(by_rank):
         shape = (2, 2) if way == "summa" else None
-        cost = gemm.predict(way, m, n, k, 4, whole=whole, rank=rank, shape=shape)
+        cost = gemm.predict(way, m, n, k, 4, full=full, rank=rank, shape=shape)
         assert found[number][0] == cost.collectives  # calls and bytes, exactly
     seen = by_rank[0][number][1]
     # Headers add some percent, other traffic of the machine more; nothing takes away.
     near = not seen or 1 <= seen / cost.wire < 1.25
     show.timed(near, f"{way}: the formula's bytes, +25 %")
-    name = f"{way}, C on all" if whole else f"{way}, C cut"
+    name = f"{way}, C on all" if full else f"{way}, C cut"
     calls = ", ".join(
         f"{times} {what}" for what, (times, _) in cost.collectives.items()
     )
@@ -509,13 +509,13 @@ show.table(
 # %% tags=["hide-input"]
 # Table: bytes held and received by rows and on a grid
 side, rows = 16384, []
-whole = 2 * side**2  # bytes of one matrix in 16 bits
+full = 2 * side**2  # bytes of one matrix in 16 bits
 for t in (4, 16, 64, 256):
     p = int(t**0.5)
-    one_d = gemm.predict("rows", side, side, side, t, 2, whole=False)
-    received = collectives.bytes_sent("all_gather", whole, 2, t, 0)  # sent = received
+    one_d = gemm.predict("rows", side, side, side, t, 2, full=False)
+    received = collectives.bytes_sent("all_gather", full, 2, t, 0)  # sent = received
     two_d = gemm.predict(
-        "summa", side, side, side, t, 2, whole=False, shape=(p, p), width=256
+        "summa", side, side, side, t, 2, full=False, shape=(p, p), width=256
     )
     cells = (one_d.held, two_d.held, received, two_d.wire / t)
     rows.append((t, *(f"{value / 1e6:,.0f}" for value in cells)))
@@ -815,8 +815,8 @@ def with_dtensor():
         with CommDebugMode() as first:
             c = a @ b
         with CommDebugMode() as second:
-            whole = c.full_tensor()
-        off = (whole - a_MK @ b_KN).abs().max().item()
+            full = c.full_tensor()
+        off = (full - a_MK @ b_KN).abs().max().item()
         found[way] = ", ".join(map(str, c.placements)), calls(first), calls(second), off
     return found
 

@@ -364,8 +364,8 @@ def norms():
     local = nn.utils.get_total_norm([p.grad for p in job.parameters()])
     square = local.square()
     dist.all_reduce(square)
-    whole = nn.utils.get_total_norm([p.grad for p in reference.parameters()])
-    return [x.item() for x in (whole, job.clip_grad_norm_(1e9), square.sqrt(), local)]
+    full = nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    return [x.item() for x in (full, job.clip_grad_norm_(1e9), square.sqrt(), local)]
 
 
 found = ranks.run(norms, 4)
@@ -405,7 +405,7 @@ def faulty(fault, sizes=(3, 1)):
     job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
     reference = model_of(SMALL)
     loss(reference(tokens), targets).backward()
-    found = mesh.whole(job, lambda piece: piece.grad)
+    found = mesh.full_tensors(job, lambda piece: piece.grad)
     wanted = {n: p.grad for n, p in reference.named_parameters()}
     return {n: ((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items()}
 
@@ -453,7 +453,7 @@ rows = []
 for seeded in ("one seed", "by rank", "by copy"):
     found = ranks.run(masks, 4, seeded, device="cpu")
     alike = [(found[0] == found[other]).float().mean().item() for other in (1, 2)]
-    rows.append([seeded, *(f"{100 * share:.0f} %" for share in alike)])
+    rows.append([seeded, *(f"{100 * fraction:.0f} %" for fraction in alike)])
     right = alike[0] == 1 and abs(alike[1] - 0.5) < 0.1
     assert right == (seeded == "by copy")
 show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
@@ -480,7 +480,7 @@ def dropped():
             part.backward()
             value = value - part.detach()
     drops.end()
-    found = mesh.whole(job, lambda piece: piece.grad)
+    found = mesh.full_tensors(job, lambda piece: piece.grad)
     off = max(gap(found[n], p.grad) for n, p in reference.named_parameters())
     return abs(value.item()), off
 
@@ -621,7 +621,7 @@ def side_by_side():
             optimizer.step()
             if step < 4:
                 optimizer.zero_grad()
-    full = mesh.whole(ours)
+    full = mesh.full_tensors(ours)
     # It gathers along one axis after the other, and warns that this is slow.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     off = max(gap(full[n], p.full_tensor()) for n, p in theirs.named_parameters())
@@ -680,11 +680,11 @@ def hybrid():
 # Table: what hybrid sharding sends, counted, and on 64 GPUs
 off, inside, outside, tensors = ranks.run(hybrid, 4, show=False)[0]
 assert off < 1e-4  # float32, after AdamW
-whole = 4 * sum(p.numel() for p in GPT(UNTIED).parameters())
+full = 4 * sum(p.numel() for p in GPT(UNTIED).parameters())
 rest = 4 * sum(p.numel() for n, p in GPT(UNTIED).named_parameters() if "blocks" not in n)
 # Halves: gathered in forward, gathered in backward but for the rest, gradients; a byte a tensor.
-assert inside == (3 * whole - rest) / 2 + tensors
-assert outside == whole / 2  # 2 (2-1)/2 of this rank's half
+assert inside == (3 * full - rest) / 2 + tensors
+assert outside == full / 2  # 2 (2-1)/2 of this rank's half
 print(f"4 ranks: weights as fully_shard's, off by {short(off)}; ", end="")
 print(f"{inside:,.0f} B to the shards, {outside:,.0f} B to the copies, as predicted")
 P, NODES, G = 4 * 8.03e9, 8, 8  # bytes of the weights in float32

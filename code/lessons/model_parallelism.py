@@ -80,7 +80,7 @@ def batch(step):
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def my_share(*tensors):
+def local_batch(*tensors):
     """Of each tensor the sequences that are this rank's: two of eight on four ranks."""
     return [tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in tensors]
 
@@ -302,7 +302,7 @@ print(ranks.run(hello, 4))
 FOUR = {}  # what each technique held and sent on four ranks: filled below
 
 
-def whole(found):
+def full(found):
     """All ranks' weights: cut tensors joined, stages one behind the other."""
     if len(found[0].weights) < len(ONE.weights):
         return [w for rank in found for w in rank.weights]
@@ -324,7 +324,7 @@ def apart(found, one):
         [x for x in step if x is not None] for step in zip(*(r.losses for r in found))
     ]
     losses = [sum(step) / len(step) for step in known]
-    pairs = zip(whole(found), one.weights, strict=True)
+    pairs = zip(full(found), one.weights, strict=True)
     in_weights = max((a - b).abs().max().item() for a, b in pairs)
     return max(abs(a - b) for a, b in zip(losses, one.losses, strict=True)), in_weights
 
@@ -353,7 +353,7 @@ def data_parallel():
     optimizer = adamw(model.parameters())
     losses = []
     for step in range(STEPS):
-        tokens, targets = my_share(*batch(step))  # two of the eight sequences
+        tokens, targets = local_batch(*batch(step))  # two of the eight sequences
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -365,7 +365,7 @@ def data_parallel():
 
 
 # %% [markdown]
-# Two things are new against one process: `my_share`, and the all-reduce behind backward.
+# Two things are new against one process: `local_batch`, and the all-reduce behind backward.
 # It averages because a loss is a mean: the mean of four means over equally many sequences is the mean over all.
 
 # %% tags=["hide-input"]
@@ -394,7 +394,7 @@ def averaging(what, kind):
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer, losses = sgd if kind == "SGD" else adamw(model.parameters()), []
     for step in range(STEPS):
-        tokens, targets = my_share(*batch(step))
+        tokens, targets = local_batch(*batch(step))
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -455,7 +455,7 @@ assert [round(100 * SPEEDUP[n] / n) for n in SPEEDUP] == [100, 99, 17]
 # Holds that lesson's module against one process, and counts its calls
 def in_buckets():
     return train(
-        DataParallel(small_gpt(), dist.group.WORLD), lambda step: my_share(*batch(step))
+        DataParallel(small_gpt(), dist.group.WORLD), lambda step: local_batch(*batch(step))
     )
 
 
@@ -637,11 +637,11 @@ assert [found.peak_activations[0] for found in drawn.values()] == [16, 4]
 class CutFeedForward(nn.Module):
     """This rank's columns of the first matrix, and its rows of the second."""
 
-    def __init__(self, whole):
+    def __init__(self, full):
         super().__init__()
         rank, n = dist.get_rank(), dist.get_world_size()  # nn.Linear keeps W transposed
-        self.up = nn.Parameter(whole.up.weight.chunk(n, 0)[rank].clone())
-        self.down = nn.Parameter(whole.down.weight.chunk(n, 1)[rank].clone())
+        self.up = nn.Parameter(full.up.weight.chunk(n, 0)[rank].clone())
+        self.down = nn.Parameter(full.down.weight.chunk(n, 1)[rank].clone())
 
     def forward(self, x_BSH):
         inner_BSf = F.gelu(Copy.apply(x_BSH) @ self.up.T)  # [B, S, H] @ [H, f]
@@ -733,7 +733,7 @@ beside_one_process("tensor parallel", everything_cut)
 # `````
 
 # %% tags=["hide-input"]
-# Table: bytes that a GPU sends in a step, as a copy and as a share
+# Table: bytes that a GPU sends in a step, as a copy and as a shard
 rows = []
 jobs = [
     (name, PRESETS[name], 8, 8, 2) for name in ("gpt-2", "llama-3-8b", "gpt-3-175b")
@@ -741,21 +741,21 @@ jobs = [
 for name, config, n, sequences, size in [("the small GPT", SHAPE, 4, BATCH, 4), *jobs]:
     tokens_, params = sequences * config.seq, memory.parameter_count(config)
     copies = 2 * (n - 1) / n * params * size
-    shares = 8 * (n - 1) / n * config.layers * config.hidden * tokens_ * size
+    shards = 8 * (n - 1) / n * config.layers * config.hidden * tokens_ * size
     equal_at = params / (4 * config.layers * config.hidden)
-    assert (shares > copies) == (tokens_ > equal_at)
-    sizes = f"{copies / 1e6:,.0f}", f"{shares / 1e6:,.0f}"
+    assert (shards > copies) == (tokens_ > equal_at)
+    sizes = f"{copies / 1e6:,.0f}", f"{shards / 1e6:,.0f}"
     rows.append((name, n, f"{tokens_:,}", *sizes, f"{equal_at:,.0f}"))
     if config is SHAPE:  # the loss and the embedding send some more
         assert abs(FOUR["data parallel"][0].sent / copies - 1) < 1e-3
-        assert 1 <= FOUR["tensor parallel"][0].sent / shares < 1.2
+        assert 1 <= FOUR["tensor parallel"][0].sent / shards < 1.2
 assert [
     float(row[4].replace(",", "")) > float(row[3].replace(",", "")) for row in rows
 ] == [
     *[True] * 3,
     False,
 ]
-head = ["model", "GPUs", "tokens in a step", "copies send (MB)", "shares send (MB)"]
+head = ["model", "GPUs", "tokens in a step", "copies send (MB)", "shards send (MB)"]
 show.table(rows, [*head, "equal at (tokens)"])
 
 
@@ -783,7 +783,7 @@ def zero_2():
     optimizer = adamw([mine])
     losses = []
     for step in range(STEPS):
-        tokens, targets = my_share(*batch(step))
+        tokens, targets = local_batch(*batch(step))
         value = loss(model(tokens), targets)
         value.backward()
         gradients = parameters_to_vector(p.grad for p in model.parameters())
@@ -807,7 +807,7 @@ def zero_2():
 # %%
 def zero_3():
     model = zero.shard(small_gpt(), dist.group.WORLD, stage=3)
-    return train(model, lambda step: my_share(*batch(step)))
+    return train(model, lambda step: local_batch(*batch(step)))
 
 
 # %% tags=["hide-input"]
@@ -821,7 +821,7 @@ def peak(technique):
 def real_zero_2():
     return train(
         zero.shard(small_gpt(), dist.group.WORLD, 2),
-        lambda step: my_share(*batch(step)),
+        lambda step: local_batch(*batch(step)),
     )
 
 
@@ -907,9 +907,9 @@ for name, (states, sent) in PREDICTED.items():
         assert SENT["ZeRO-2"] < SENT[name] < 1.5 * SENT["ZeRO-2"]
     else:
         assert abs(SENT[name] / sent - 1) < 1e-3, (name, SENT[name], sent)
-    shares = f"{states / P:.1f}", f"{HELD[name] / P:.1f}"
+    states_ = f"{states / P:.1f}", f"{HELD[name] / P:.1f}"
     wire = "-" if sent is None else f"{sent / 1e6:.2f}", f"{SENT[name] / 1e6:.2f}"
-    rows.append((name, *shares, *wire, f"{CALLS[name]:.0f}"))
+    rows.append((name, *states_, *wire, f"{CALLS[name]:.0f}"))
 head = ["four ranks", "states (B/parameter): predicted", "counted"]
 head += ["sent in a step (MB): predicted", "counted", "calls"]
 show.table(rows, head, caption="The fullest rank")
@@ -1038,7 +1038,7 @@ def by_deepspeed(settings):
     engine = de.initialize(small_gpt(), settings)
     losses = []
     for step in range(STEPS):
-        tokens, targets = my_share(*batch(step))
+        tokens, targets = local_batch(*batch(step))
         for part in (slice(0, 2), slice(2, 4)):  # two micro-batches
             value = loss(engine(tokens[part]), targets[part])
             engine.backward(value)

@@ -193,15 +193,15 @@ def naive(microbatches):
     return mine.timeline()
 
 
-whole, looped = (ranks.run(naive, 4, m, device="cpu")[0] for m in (1, 4))
-shares = {m: 1 - timeline.bubble for m, timeline in ((1, whole), (4, looped))}
+at_once, looped = (ranks.run(naive, 4, m, device="cpu")[0] for m in (1, 4))
+busy = {m: 1 - timeline.bubble for m, timeline in ((1, at_once), (4, looped))}
 # One at a time is 25 % at most. What is missing are messages and a busy machine.
-assert max(shares.values()) < 0.26, shares
-show.timed(min(shares.values()) > 0.05, "a stage works 5 to 25 % of the step")
-print(f"a stage works {100 * shares[1]:.0f} % of the step with the batch at once,")
-print(f"and {100 * shares[4]:.0f} % with four micro-batches in a loop")
+assert max(busy.values()) < 0.26, busy
+show.timed(min(busy.values()) > 0.05, "a stage works 5 to 25 % of the step")
+print(f"a stage works {100 * busy[1]:.0f} % of the step with the batch at once,")
+print(f"and {100 * busy[4]:.0f} % with four micro-batches in a loop")
 show.figure(
-    pipeline.draw(whole, label="time (s)"),
+    pipeline.draw(at_once, label="time (s)"),
     "A measured training step of four stages: forward goes down the stages one after "
     "the other, backward comes up again, and at each moment one stage works.",
     "pipeline_measured_naive",
@@ -462,7 +462,7 @@ for name, lost in idle.items():
     together = 1 - 3 * m / (max(ends) - min(stage[0].begin for stage in timeline.spans))
     sends = sum(action.kind in ("SF", "SB") for action in schedule.actions[1])
     held = " ".join(f"{most:g}" for most in timeline.peak_activations)
-    bubbles = (f"{100 * share:.1f}" for share in (predicted, timeline.bubble, together))
+    bubbles = (f"{100 * fraction:.1f}" for fraction in (predicted, timeline.bubble, together))
     rows.append((name, *bubbles, held, sends))
 head = ["schedule", "bubble: formula (%)", "simulated (%)", "if all end together (%)"]
 show.table(rows, [*head, "held", "messages sent by stage 1"])
@@ -1040,10 +1040,10 @@ for p in (2, 4, 8, 16):
         pipeline.simulate(pipeline.schedule(name, p, 4 * p)).bubble for name in names
     ]
     assert abs(found[0] - (p - 1) / (5 * p - 1)) < 1e-12
-    shares = zip(names.values(), found, strict=True)
+    bubbles = zip(names.values(), found, strict=True)
     print(
         f"p = {p:2}:",
-        ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares),
+        ", ".join(f"{name} {100 * bubble:.1f} %" for name, bubble in bubbles),
     )
 
 # %% [markdown]
@@ -1232,11 +1232,11 @@ def two_by_two(m):
     schedule = pipeline.schedule("1f1b", 2, m)
     options = {"replicas": replicas[stage]}
     mine = pipeline.distribute(plain(SMALL), schedule, pipelines[copy_], **options)
-    shares = [batch(8, step, SMALL.seq) for step in (0, 1)]  # a batch for each copy
+    batches = [batch(8, step, SMALL.seq) for step in (0, 1)]  # a batch for each copy
     with count.sent() as sent:
-        mine.step(*shares[copy_])
+        mine.step(*batches[copy_])
     alone = plain(SMALL)
-    for tokens, targets in shares:
+    for tokens, targets in batches:
         for x, y in zip(tokens.chunk(m), targets.chunk(m), strict=True):
             (loss(alone(x), y) / m / 2).backward()
     want = dict(alone.named_parameters())

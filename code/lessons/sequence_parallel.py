@@ -249,8 +249,8 @@ right = y_BSH.detach(), *(x.grad for x in leaves), norm.weight.grad
 rows = []
 for t in (2, 4):
     parts = list(zip(*ranks.run(on_a_rank, t, device="cpu"), strict=True))
-    whole = [torch.cat(p, dim) for p, dim in zip(parts, (1, 1, 1, 0), strict=False)]
-    gaps = [gap(a, b) for a, b in zip((*whole, parts[4][0]), right, strict=True)]
+    full = [torch.cat(p, dim) for p, dim in zip(parts, (1, 1, 1, 0), strict=False)]
+    gaps = [gap(a, b) for a, b in zip((*full, parts[4][0]), right, strict=True)]
     # Float64 has 16 digits, and gradients here are of some hundreds.
     assert max(gaps) < 1e-11, gaps
     rows.append((t, *(f"{each:.0e}" for each in gaps)))
@@ -378,9 +378,9 @@ def against_one_process():
 def largest_gradient(alone, model):
     """The largest difference of a gradient from the same slice of one process's."""
     size, rank, gaps = dist.get_world_size(), dist.get_rank(), []
-    cuts, whole = tp.cuts(model), dict(alone.named_parameters())
+    cuts, full = tp.cuts(model), dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
-        right = whole[name].grad
+        right = full[name].grad
         if cuts[name] is not None:
             right = right.chunk(size, cuts[name])[rank]
         gaps.append(gap(right, parameter.grad))
@@ -533,7 +533,7 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 # %%
 def by_torch(model):
     """torch's plan for tensor and sequence parallelism, applied to the plain GPT."""
-    along, whole = (Shard(1),), (Replicate(),)
+    along, replicated = (Shard(1),), (Replicate(),)
     plan = {
         "embedding": torchs.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(1)
@@ -546,7 +546,7 @@ def by_torch(model):
     for part, last in (("attention", "out"), ("ffn", "down")):
         plan[f"blocks.*.{part}_norm"] = torchs.SequenceParallel()
         plan[f"blocks.*.{part}"] = torchs.PrepareModuleInput(
-            input_layouts=along, desired_input_layouts=whole
+            input_layouts=along, desired_input_layouts=replicated
         )
         plan[f"blocks.*.{part}.{last}"] = torchs.RowwiseParallel(
             output_layouts=Shard(1)

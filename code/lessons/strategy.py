@@ -217,8 +217,8 @@ def order(predicted):
 
 # %%
 floors = [strategy.floor(j.config, j.machine, j.layout, j.seq).total for j in jobs]
-share = statistics.median(f / s for f, s in zip(floors, seconds))
-print("share of a step:", round(share, 2), "order:", round(order(floors), 2))
+fraction = statistics.median(f / s for f, s in zip(floors, seconds))
+print("fraction of a step:", round(fraction, 2), "order:", round(order(floors), 2))
 
 # %% tags=["hide-input"]
 # Holds each measured step to its floor

@@ -266,7 +266,7 @@ found = {t: ranks.run(train_once, t, plain_ffn) for t in (2, 4)}
 
 # %% tags=["hide-input"]
 # Holds output and gradients against one process
-def whole_ffn(x_TH, w1_HF, w2_FH):
+def full_ffn(x_TH, w1_HF, w2_FH):
     return gelu(x_TH @ w1_HF) @ w2_FH
 
 
@@ -284,17 +284,17 @@ def sums_of(network):
     return [sent.calls["all_reduce"] for sent in (forward, backward)]
 
 
-want = ranks.run(train_once, 1, whole_ffn)[0]
+want = ranks.run(train_once, 1, full_ffn)[0]
 for t, results in found.items():
     # Of a matrix each rank has the gradient of its own share, and zeros elsewhere.
     y, dx, dw1, dw2 = zip(*results, strict=True)
     off = [
-        max(apart(one, whole) for one in ones)
-        for ones, whole in zip((y, dx), want, strict=False)
+        max(apart(one, full) for one in ones)
+        for ones, full in zip((y, dx), want, strict=False)
     ]
     off += [
-        apart(sum(ones), whole)
-        for ones, whole in zip((dw1, dw2), want[2:], strict=True)
+        apart(sum(ones), full)
+        for ones, full in zip((dw1, dw2), want[2:], strict=True)
     ]
     # Float32: sums of up to 2048 products, in another order; entries are about 1.
     assert max(off) < 1e-5, off
@@ -445,12 +445,12 @@ for size in (2, 4, 8):
     )  # what others send, rank 0 receives
     assert through_0 == 2 * (size - 1) * S and in_ring == 2 * 2 * (size - 1) * S // size
     assert sum(have_it) == 1
-    shares = (
+    cells = (
         f"{sum(have_it)} of {size}",
         f"{through_0 / 1e6:.2f}",
         f"{in_ring / 1e6:.2f}",
     )
-    rows.append((size, *shares, f"{through_0 / in_ring:.0f}"))
+    rows.append((size, *cells, f"{through_0 / in_ring:.0f}"))
 head = ["ranks", "have the sum after the plus", "in and out of rank 0: copies (MB)"]
 show.table(rows, [*head, "of each rank: all-reduce (MB)", "ratio"])
 
@@ -489,7 +489,7 @@ def biased_rows():
     linear = nn.Linear(256, 64).to(ranks.device())
     x_TI, group = normal(0, 16, 256), dist.group.WORLD
     want_TO = linear(x_TI)
-    x_Ti = x_TI[:, tp.share("inputs", 256, group)]
+    x_Ti = x_TI[:, tp.shard_slice("inputs", 256, group)]
     right = tp.RowLinear.from_plain(linear, group)
     y_TO = x_Ti @ right.weight.T + linear.bias  # [T, i] @ [i, O], and the mistake
     dist.all_reduce(y_TO)
@@ -516,21 +516,21 @@ for t in (2, 4, 8):
 # The plain version takes an attention of the plain model. Its weights are those of `nn.Linear`, so columns are dimension 0:
 
 # %%
-def plain_attention(x_BSH, whole):
-    """What `whole` computes, by this rank's heads of it and all the others'."""
+def plain_attention(x_BSH, attention):
+    """What `attention` computes, by this rank's heads of it and all the others'."""
     x_BSH = CopyTo.apply(x_BSH)
     q_BaSD, k_BkSD, v_BkSD = (
         F.linear(x_BSH, cut(layer.weight, 0))  # [B, S, H] @ [H, a D]
-        .unflatten(-1, (-1, whole.config.head_size))
+        .unflatten(-1, (-1, attention.config.head_size))
         .transpose(1, 2)
-        for layer in (whole.query, whole.key, whole.value)
+        for layer in (attention.query, attention.key, attention.value)
     )
-    q_BaSD, k_BkSD = (rotate(x, whole.config.rotary_base) for x in (q_BaSD, k_BkSD))
+    q_BaSD, k_BkSD = (rotate(x, attention.config.rotary_base) for x in (q_BaSD, k_BkSD))
     y_BaSD = F.scaled_dot_product_attention(
         q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True
     )
     y_BSh = y_BaSD.transpose(1, 2).flatten(-2)
-    return ReduceFrom.apply(F.linear(y_BSh, cut(whole.out.weight, 1)))
+    return ReduceFrom.apply(F.linear(y_BSh, cut(attention.out.weight, 1)))
 
 
 # %% tags=["hide-input"]
@@ -655,8 +655,8 @@ def of_loss(which):
     group = dist.group.WORLD
     logits_BSV = normal(0, B, S, V)
     targets_BS = torch.arange(B * S, device=ranks.device()).view(B, S) * 7 % V
-    wholes = logits_BSV.clone().requires_grad_()
-    want = loss(wholes, targets_BS)
+    full = logits_BSV.clone().requires_grad_()
+    want = loss(full, targets_BS)
     want.backward()
     mine = cut(logits_BSV, 2).requires_grad_()
     with count.held(mine.detach(), targets_BS) as held, count.sent() as sent:
@@ -666,7 +666,7 @@ def of_loss(which):
             value = tp.loss(mine, targets_BS, group)
         value.backward()
         held_most = held.peak - mine.nbytes - targets_BS.nbytes
-    off = apart(value, want), apart(mine.grad, cut(wholes.grad, 2))
+    off = apart(value, want), apart(mine.grad, cut(full.grad, 2))
     rows = embedding_apart(group)
     return max(*off, rows), held_most / mine.nbytes, sent.payload["all_reduce"]
 
@@ -760,11 +760,11 @@ CASES = {
 
 def gradients_apart(alone, cut_, group):
     """By parameter: how far its gradient is from this rank's part of one process's."""
-    whole = dict(alone.named_parameters())
+    full = dict(alone.named_parameters())
     for (name, p), dim in zip(
         cut_.named_parameters(), tp.cuts(cut_).values(), strict=True
     ):
-        want = whole[name].grad
+        want = full[name].grad
         yield apart(p.grad, want if dim is None else cut(want, dim))
 
 
@@ -794,8 +794,8 @@ def compare(config, dtype):
             found.append(max(gradients_apart(alone, cut_, group)))
         for _, _, optimizer in models:
             optimizer.step()
-    weights, whole = alone.state_dict(), tp.full_state_dict(cut_)
-    return [*found, max(apart(weights[name], whole[name]) for name in weights)]
+    weights, full = alone.state_dict(), tp.full_state_dict(cut_)
+    return [*found, max(apart(weights[name], full[name]) for name in weights)]
 
 
 def compare_all(names):
@@ -1030,7 +1030,7 @@ def in_pieces(rounds):
     """On a rank: seconds of the product, of 1 and of 8 pieces over a wire; gap."""
     group, size = link.slow(1e-4, 100e6), (1024, 1024, 1024)
     x_Ti, w_iO = normal(dist.get_rank(), *size[:2]), normal(1, *size[1:]) / 32
-    whole_TO = row_in_pieces(x_Ti, w_iO, 1, dist.group.WORLD)
+    full_TO = row_in_pieces(x_Ti, w_iO, 1, dist.group.WORLD)
     calls = (
         lambda: x_Ti @ w_iO,
         *(lambda n=n: row_in_pieces(x_Ti, w_iO, n, group) for n in (1, 8)),
@@ -1043,18 +1043,18 @@ def in_pieces(rounds):
             begin = time.perf_counter()
             y_TO = call()
             found[-1].append(time.perf_counter() - begin)
-    return found[1:], apart(y_TO, whole_TO)
+    return found[1:], apart(y_TO, full_TO)
 
 
 found, off = ranks.run(in_pieces, 2, 10, device="cpu")[0]
-product, whole, pieces = map(statistics.median, zip(*found, strict=True))
+product, unsplit, pieces = map(statistics.median, zip(*found, strict=True))
 wire = 2e-4 + 4 * 1024 * 1024 / 100e6
 assert off < 1e-4  # float32, entries up to 6
 less = statistics.median(c / b for _, b, c in found)
 show.timed(less < 0.95, "in 8 pieces it takes less than 95 % of the time")
-hidden = (whole - pieces) / min(product, wire)
+hidden = (unsplit - pieces) / min(product, wire)
 print(f"product alone {1e3 * product:.0f} ms, its sum on the wire {1e3 * wire:.0f} ms")
-print(f"in 1 piece {1e3 * whole:.0f} ms, in 8 pieces {1e3 * pieces:.0f} ms: ", end="")
+print(f"in 1 piece {1e3 * unsplit:.0f} ms, in 8 pieces {1e3 * pieces:.0f} ms: ", end="")
 print(
     f"{100 * hidden:.0f} % of the shorter is hidden; the same sum, up to {short(off)}"
 )
@@ -1109,7 +1109,7 @@ show.table(
 # %%
 def by_torch(model, group, enter_once=True):
     """The same cuts with DTensor."""
-    column, row, whole = ColwiseParallel, RowwiseParallel, (Replicate(),)
+    column, row, replicated = ColwiseParallel, RowwiseParallel, (Replicate(),)
     plan = {
         "embedding": row(input_layouts=Replicate()),
         "head": column(output_layouts=Shard(-1), use_local_output=False),
@@ -1120,7 +1120,7 @@ def by_torch(model, group, enter_once=True):
         plan[f"blocks.*.{name}"] = column()
     for name in ("attention", "ffn") if enter_once else ():
         plan[f"blocks.*.{name}"] = PrepareModuleInput(
-            input_layouts=whole, desired_input_layouts=whole
+            input_layouts=replicated, desired_input_layouts=replicated
         )
     mesh = DeviceMesh.from_group(group, ranks.device().type)
     return parallelize_module(model, mesh, plan, src_data_rank=None)
@@ -1262,15 +1262,15 @@ def train(edges, steps=80):
         optimizer.zero_grad()
         value = our_step(model, step % 20, 4)
         optimizer.step()
-        found.append((value.item(), whole_apart(model, group)))
+        found.append((value.item(), replicated_apart(model, group)))
     return found
 
 
-def whole_apart(model, group):
+def replicated_apart(model, group):
     """Largest difference between ranks in a parameter that all of them have whole."""
     named, cuts = dict(model.named_parameters()), tp.cuts(model)
-    whole = [named[name].detach().view(-1) for name in named if cuts[name] is None]
-    mine = torch.cat(whole)
+    replicated = [named[name].detach().view(-1) for name in named if cuts[name] is None]
+    mine = torch.cat(replicated)
     root = mine.clone()
     dist.broadcast(root, 0, group=group)
     difference = (mine - root).abs().max()
@@ -1322,7 +1322,7 @@ show.figure(
 
 # %% [markdown]
 # It trains. Who has no second curve beside it blames the learning rate.
-# Each rank's gradients lack what the other rank's part of the network says. So parameters that both hold whole, norms and the biases behind sums, drift apart. *That* is the test, `whole_apart`: they must stay equal, to the bit.
+# Each rank's gradients lack what the other rank's part of the network says. So parameters that both hold whole, norms and the biases behind sums, drift apart. *That* is the test, `replicated_apart`: they must stay equal, to the bit.
 # [Tensor types](tensor_types.md) finds the line before the program runs.
 #
 # ### Dropout: ranks with seeds of their own, or with one seed too many
@@ -1348,7 +1348,7 @@ def dropped(seed_of_its_own):
         optimizer.zero_grad()
         value = our_step(model, step)
         optimizer.step()
-    return value.item(), streams[0], whole_apart(model, group)
+    return value.item(), streams[0], replicated_apart(model, group)
 
 
 def heads_alike():
@@ -1368,11 +1368,11 @@ for own in (False, True):
     print(f"between regions, {name}: loss of step 20 {value:.2f}, ", end="")
     print(f"streams of ranks {apart(stream, other):.2f} apart, norms {norms:.4f}")
 same = torch.stack(ranks.run(heads_alike, 2, device="cpu"))
-share = (same[0] == same[1]).float().mean().item()
-print(f"within attention, one seed: {100 * share:.0f} % of rank 1's mask is rank 0's")
+fraction = (same[0] == same[1]).float().mean().item()
+print(f"within attention, one seed: {100 * fraction:.0f} % of rank 1's mask is rank 0's")
 own = (same[0, 0] == same[0, 1]).float().mean().item()
 print(f"of two heads of one rank: {100 * own:.0f} % of one mask is the other's")
-assert share == 1.0
+assert fraction == 1.0
 
 # %% [markdown]
 # Of one rank's heads 82 % would agree by chance, $0.9^2 + 0.1^2$; of two ranks' all do, so that heads drop in pairs.
@@ -1402,7 +1402,7 @@ show.source(_own)
 # Table: a network of shards that were drawn in three ways
 def feed_forward(how, group, wide=64, inner=256):
     """Column- and row-parallel weights of nn.Linear, drawn in one of three ways."""
-    share = inner // dist.get_world_size(group)
+    shard = inner // dist.get_world_size(group)
     if how == "whole, then cut":
         torch.manual_seed(0)
         up, down = (
@@ -1413,7 +1413,7 @@ def feed_forward(how, group, wide=64, inner=256):
             down, group
         )
     torch.manual_seed(dist.get_rank(group) if how == "each its own seed" else 0)
-    up, down = nn.Linear(wide, share, bias=False), nn.Linear(share, wide, bias=False)
+    up, down = nn.Linear(wide, shard, bias=False), nn.Linear(shard, wide, bias=False)
     first, second = tp.ColumnLinear(group), tp.RowLinear(group)
     first.weight, second.weight, first.bias, second.bias = (
         up.weight,
@@ -1475,7 +1475,7 @@ assert torch.equal(*shards)
 # So draw each matrix whole, from one seed, and keep your part. A model that is too large to be whole anywhere is drawn matrix by matrix: `tp.initialize` gives it the numbers that one process would have drawn.
 
 # %%
-def never_whole():
+def never_full():
     group = dist.group.WORLD
     with torch.device("meta"):
         model = GPT(MODEL)
@@ -1503,10 +1503,10 @@ def same_bits(found, want):
 
 
 want = plain(MODEL).state_dict()
-whole = sum(4 * tensor.numel() for tensor in want.values())
-for peak, drawn in ranks.run(never_whole, 4, device="cpu"):
-    assert peak < 0.7 * whole and same_bits(drawn, want)
-print(f"drawn on 4 ranks: at most {peak:,} B held of {whole:,} B; the same bits")
+full = sum(4 * tensor.numel() for tensor in want.values())
+for peak, drawn in ranks.run(never_full, 4, device="cpu"):
+    assert peak < 0.7 * full and same_bits(drawn, want)
+print(f"drawn on 4 ranks: at most {peak:,} B held of {full:,} B; the same bits")
 state = ranks.run(five_steps, 4, MODEL)[0]
 state = {name: tensor.cpu() for name, tensor in state.items()}
 assert all(same_bits(ranks.run(resumed, t, state)[0], state) for t in (1, 2))
@@ -1626,8 +1626,8 @@ check(my_ffn_shards)
 
 # %%
 def my_ffn_shards(up_FH, up_bias_F, down_HF, rank, size):
-    share = len(up_FH) // size
-    own = slice(rank * share, (rank + 1) * share)
+    shard = len(up_FH) // size
+    own = slice(rank * shard, (rank + 1) * shard)
     return up_FH[own], up_bias_F[own], down_HF[:, own]
 
 

@@ -557,7 +557,7 @@ def on_ranks(options):
     return bug(dist.group.WORLD, options)
 
 
-[(whole, wanted)] = ranks.run(on_ranks, 1, {})  # on one rank nothing is cut
+[(full, wanted)] = ranks.run(on_ranks, 1, {})  # on one rank nothing is cut
 rows = []
 for name, options in (
     ("right", {}),
@@ -566,7 +566,7 @@ for name, options in (
 ):
     output, worst = 0.0, (0.0, "")
     for rank, (y, gradients) in enumerate(ranks.run(on_ranks, 2, options)):
-        output = max(output, off(y, whole))
+        output = max(output, off(y, full))
         for which, gradient in gradients.items():
             want = wanted[which]
             want = want.chunk(2, PARTS[which])[rank] if which in PARTS else want
@@ -805,7 +805,7 @@ def by_tensor(
 
 def by_data(
     dp,
-    share=((0, 2), (2, 4)),
+    batches=((0, 2), (2, 4)),
     scale=1.0,
     steps=1,
     after=data_parallel.average_gradients,
@@ -813,7 +813,7 @@ def by_data(
     """The same of data parallelism, on this rank's share of the batch."""
     model = plain()
     tt.declare_parameters(model, dp="R")
-    x, y = [tt.declare(part[slice(*share[dp.rank()])], dp="V") for part in joint()]
+    x, y = [tt.declare(part[slice(*batches[dp.rank()])], dp="V") for part in joint()]
     for _ in range(steps):  # and nobody sets gradients to zero
         value = loss(model(x), y)
         tt.declare(value * scale, dp="P").backward()
@@ -846,8 +846,8 @@ def far(step, options, clipped):
     group, alone = dist.group.WORLD, plain()
     value, gradients = step(group, **options)
     x, y = joint()
-    whole = loss(alone(x), y)
-    whole.backward()
+    full = loss(alone(x), y)
+    full.backward()
     if clipped:
         nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
     dims = {}
@@ -858,7 +858,7 @@ def far(step, options, clipped):
         want, dim = parameter.grad, dims.get(name)
         want = want if dim is None else cut(want, dim, group)
         worst = max(worst, ((gradients[name] - want).norm() / want.norm()).item())
-    return abs(value.item() / whole.item() - 1), worst
+    return abs(value.item() / full.item() - 1), worst
 
 
 def measured(step, options):
@@ -869,9 +869,9 @@ def measured(step, options):
     return *(max(each) for each in zip(*found, strict=True)), verdict
 
 
-def percent(share):
+def percent(fraction):
     """With two digits; 0 is rounding."""
-    return "0" if share < 1e-10 else f"{100 * share:.{0 if share > 0.1 else 2}f}"
+    return "0" if fraction < 1e-10 else f"{100 * fraction:.{0 if fraction > 0.1 else 2}f}"
 
 
 def clipped_own(model, group):
@@ -899,7 +899,7 @@ def apart_at_start(model, tp):
 
 UNSEEN = {
     "the loss divided by N, and its gradients averaged": (by_data, {"scale": 1 / 2}),
-    "means of unequal batches, averaged": (by_data, {"share": ((0, 3), (3, 4))}),
+    "means of unequal batches, averaged": (by_data, {"batches": ((0, 3), (3, 4))}),
     "weights that started apart": (by_tensor, {"prepare": apart_at_start}),
     "a factor that differs by rank": (
         by_tensor,
@@ -949,10 +949,10 @@ print(tt.check(without_gradients, tp=2))
 # The mistakes that were run: lesson, name, step and what is wrong with it
 def equal_shards(model, tp):
     """Each rank draws with one seed, in its small shapes: all have the first part."""
-    whole = dict(plain().named_parameters())
+    full = dict(plain().named_parameters())
     for name, parameter, dim in tensor_parallel.states.pieces(model):
         if dim is not None:
-            parameter.data.copy_(whole[name].chunk(tp.size(), dim)[0])
+            parameter.data.copy_(full[name].chunk(tp.size(), dim)[0])
 
 
 def parameters_averaged(model, dp):
@@ -992,7 +992,7 @@ RUN = [
         {"after": parameters_averaged},
     ),
     ("data_parallel", "gone round the wrapper", by_data, {"after": nothing}),
-    ("data_parallel", "means of unequal batches", by_data, {"share": ((0, 3), (3, 4))}),
+    ("data_parallel", "means of unequal batches", by_data, {"batches": ((0, 3), (3, 4))}),
     ("data_parallel", "zero_grad forgotten (step 2)", by_data, {"steps": 2}),
     ("pipeline", "gradients m times too large", by_data, {"scale": 4.0}),
 ]

@@ -62,7 +62,7 @@ from shardlab.check import check
 from shardlab.check.train import four_scripts
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.show.changes import changes
-from shardlab.train import core, ddp, plain, shares, take_home
+from shardlab.train import core, ddp, plain, sampler, take_home
 from shardlab.train.scaler import LossScaler
 from shardlab.train.take_home import Training
 
@@ -220,8 +220,8 @@ def begins(strategy):
     of_rank_0 = GPT(PRESETS["nano"]).state_dict()
     options = take_home.Options(strategy=strategy)
     found = by_name.get_model_state_dict(take_home.spread(model, options, ranks.device()))
-    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
-    return all(torch.equal(whole[name].cpu(), of_rank_0[name]) for name in of_rank_0)
+    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+    return all(torch.equal(full[name].cpu(), of_rank_0[name]) for name in of_rank_0)
 
 
 for strategy in ("ddp", "fsdp2"):
@@ -249,7 +249,7 @@ assert losses[0] == losses[1] == one
 # `DistributedSampler` deals one order to all ranks, like cards. Rank $r$ of $N$ gets the places $r$, $r+N$, $r+2N$ and so on.
 
 # %%
-changes(ddp.main, shares.main)
+changes(ddp.main, sampler.main)
 
 # %% [markdown]
 # Four things go with it:
@@ -264,7 +264,7 @@ changes(ddp.main, shares.main)
 # %% tags=["hide-input"]
 # Holds the dealt data against one process
 
-losses = same(shares, each=True)
+losses = same(sampler, each=True)
 assert losses[0] != losses[1]
 
 # %% [markdown]
@@ -332,7 +332,7 @@ show.table(
 # With the mean of the losses and the validation of all, this is the third and last step:
 
 # %%
-changes(shares.main, core.main)
+changes(sampler.main, core.main)
 
 
 # %% [markdown]
@@ -760,16 +760,16 @@ show.source(Training.save, Training.load)
 # The proof: 12 steps with dropout on two ranks without a stop; and the same, stopped after step 5, in the middle of an epoch, and started again.
 
 # %%
-whole = at_home(2, FOLDER / "whole", dropout=0.1)[0]
+unbroken = at_home(2, FOLDER / "unbroken", dropout=0.1)[0]
 stopped = at_home(2, FOLDER / "parts", dropout=0.1, steps=5)[0]
 resumed = at_home(2, FOLDER / "parts", dropout=0.1)[0]
-print("the same losses, bit for bit:", stopped + resumed == whole)
+print("the same losses, bit for bit:", stopped + resumed == unbroken)
 
 # %% tags=["hide-input"]
 # Holds losses and weights of the stopped run against the run without a stop
 
-a, b = weights(FOLDER / "whole"), weights(FOLDER / "parts")
-assert stopped + resumed == whole and all(torch.equal(a[name], b[name]) for name in a)
+a, b = weights(FOLDER / "unbroken"), weights(FOLDER / "parts")
+assert stopped + resumed == unbroken and all(torch.equal(a[name], b[name]) for name in a)
 
 # %% [markdown]
 # Four ranks could have gone on as well, or one: they deal what is left of the order. Then dropout draws other numbers, and without dropout losses are equal to rounding.
@@ -832,16 +832,16 @@ print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one pro
 def begun_on_meta():
     """On a rank: how far a model that no rank holds whole is from the plain one."""
     torch.manual_seed(0)
-    whole = GPT(PRESETS["nano"]).state_dict()
-    weights = dict(whole) if dist.get_rank() == 0 else {}
+    full = GPT(PRESETS["nano"]).state_dict()
+    weights = dict(full) if dist.get_rank() == 0 else {}
     with torch.device("meta"):
         model = GPT(PRESETS["nano"])
     take_home.spread(model, take_home.Options(strategy="fsdp2"), ranks.device())
     model.to_empty(device=ranks.device())
-    whole_ones = by_name.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    by_name.set_model_state_dict(model, weights, options=whole_ones)
+    full_options = by_name.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    by_name.set_model_state_dict(model, weights, options=full_options)
     found = by_name.get_model_state_dict(model)
-    return max((found[n].full_tensor().cpu() - whole[n]).abs().max().item() for n in whole)
+    return max((found[n].full_tensor().cpu() - full[n]).abs().max().item() for n in full)
 
 
 assert ranks.run(begun_on_meta, 2) == [0, 0]
@@ -1241,8 +1241,8 @@ check(my_rest)
 
 # %%
 def my_rest(order, done, batch, rank, size):
-    whole = len(order) // batch * batch
-    return order[done * batch : whole][rank::size]
+    full = len(order) // batch * batch
+    return order[done * batch : full][rank::size]
 
 
 check(my_rest)
@@ -1380,10 +1380,10 @@ check(answer, "states_of_a_job")
 # With `autocast` and with FSDP2's policy alike, weights, gradients and AdamW's two averages are kept in `float32`: 16 bytes a parameter.
 
 # %%
-whole = 16 * 1.3e9 / 1e9
-answer = {"ddp": whole, "fsdp2": whole / 8}
+full = 16 * 1.3e9 / 1e9
+answer = {"ddp": full, "fsdp2": full / 8}
 buckets, casts = 4 * 1.3, 2 * 1.3  # GB: copies of the gradients, of the weights in bfloat16
-print(f"left of 40 GB: ddp {40 - whole - buckets - casts:.0f}, fsdp2 {40 - whole / 8:.0f}")
+print(f"left of 40 GB: ddp {40 - full - buckets - casts:.0f}, fsdp2 {40 - full / 8:.0f}")
 check(answer, "states_of_a_job")
 
 # %% [markdown]

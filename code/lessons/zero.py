@@ -72,7 +72,7 @@ def job(stage, config=PRESETS["nano"], group=None, **options):
     return model, adamw(model.parameters())
 
 
-def share(step, size=1, rank=None):
+def local_batch(step, size=1, rank=None):
     """This rank's `size` windows of text for a step: tokens, targets: [size, 64]."""
     rank, count_ = dist.get_rank() if rank is None else rank, dist.get_world_size()
     tokens, targets = text.batch(64, size, start=(step * count_ + rank) * size)
@@ -83,7 +83,7 @@ def train(model, optimizer, steps, first=0):
     """Train on this rank's share; the losses."""
     losses = []
     for step in range(first, first + steps):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -208,7 +208,7 @@ def stage_1(model, group, steps):
     own.grad = torch.empty_like(own)
     optimizer = adamw([own])
     for step in range(steps):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         loss(model(tokens), targets).backward()
         gradient = parameters_to_vector(p.grad for p in model.parameters())
         reduce_scatter_single(own.grad, gradient / size, group=group)  # [P] to [P/N]
@@ -227,7 +227,7 @@ def one_process(model, size, steps):
     optimizer = adamw(model.parameters())
     for step in range(steps):
         for rank in range(size):
-            tokens, targets = share(step, rank=rank)
+            tokens, targets = local_batch(step, rank=rank)
             (loss(model(tokens), targets) / size).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -285,7 +285,7 @@ def stage_2(model, group, steps):
     for p in own:
         p.register_post_accumulate_grad_hook(lambda p: reduce(p, own[p], group))
     for step in range(steps):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         loss(model(tokens), targets).backward()
         optimizer.step()
         for p in own:
@@ -331,7 +331,7 @@ def stage_3(model, group, steps):
         module.register_forward_pre_hook(gather)
         module.register_forward_hook(free)
     for step in range(steps):
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         loss(model(tokens), targets).backward()
         optimizer.step()
     model.apply(gather)  # for whoever reads the weights afterwards
@@ -543,10 +543,10 @@ def compare(stage, clip, dtype):
             optimizer.zero_grad()
         values = []
         for other in range(size):
-            tokens, targets = share(step, rank=other)
+            tokens, targets = local_batch(step, rank=other)
             values.append(loss(alone(tokens), targets))
             (values[-1] / size).backward()
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         value = loss(model(tokens), targets)
         value.backward()
         if clip:
@@ -670,7 +670,7 @@ show.table(
 # %%
 def activations(stage):
     model, _ = job(stage)
-    tokens, targets = share(0)
+    tokens, targets = local_batch(0)
     # Autograd also notes the gathered weights; they are no activations.
     gathered = [flat.full for flat in model.flats] if stage == 3 else []
     with count.saved(model, model.module, tokens, targets, *gathered) as saved:
@@ -711,7 +711,7 @@ DEEP = Config(seq=64, layers=12, heads=4, hidden=128)
 def peak(make):
     """Bytes at the peak of a step of make()'s model, and bytes of its states."""
     model, optimizer = make()
-    tokens, targets = share(0, 1)
+    tokens, targets = local_batch(0, 1)
     for _ in range(2):  # the first step creates the optimizer's states
         with count.held(model, getattr(model, "module", model), optimizer) as held:
             optimizer.zero_grad()
@@ -857,7 +857,7 @@ def accumulate(stage, micro_batches=4):
 
     def backwards():
         for part in range(micro_batches):
-            tokens, targets = share(part)
+            tokens, targets = local_batch(part)
             quiet = stage == 1 and part < micro_batches - 1
             with model.no_sync() if quiet else contextlib.nullcontext():
                 (loss(model(tokens), targets) / micro_batches).backward()
@@ -1164,9 +1164,9 @@ def clipped(local):
         for optimizer in sgd:
             optimizer.zero_grad()
         for other in range(dist.get_world_size()):
-            tokens, targets = share(step, rank=other)
+            tokens, targets = local_batch(step, rank=other)
             (loss(alone(tokens), targets) / dist.get_world_size()).backward()
-        tokens, targets = share(step)
+        tokens, targets = local_batch(step)
         loss(model(tokens), targets).backward()
         nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
         if local:
@@ -1220,7 +1220,7 @@ def validate_on_rank_0():
     model, optimizer = job(3)
     train(model, optimizer, 1)
     if dist.get_rank() == 0:
-        tokens, targets = share(1)
+        tokens, targets = local_batch(1)
         with torch.no_grad():
             print("validation loss:", loss(model(tokens), targets).item())
 

@@ -145,14 +145,14 @@ def clip_by_joint_norm(
     limit: float,
     groups: Sequence[dist.ProcessGroup],
     parts: Iterable[nn.Parameter],
-    whole: Iterable[nn.Parameter] = (),
+    replicated: Iterable[nn.Parameter] = (),
     copies: Iterable[nn.Parameter] = (),
     alike: Sequence[dist.ProcessGroup] = (),
 ) -> torch.Tensor:
     """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
 
     Every number counts once. parts: parameters of which each rank of `groups` has its own part, or
-    which it alone counts; their squares are added up over these groups. whole: those that all ranks
+    which it alone counts; their squares are added up over these groups. replicated: those all ranks
     of them have. copies: those that another rank counts; they are only scaled. alike: groups whose
     ranks all find the same norm. A gradient of None is zeros.
 
@@ -161,8 +161,8 @@ def clip_by_joint_norm(
     """
     check_number(0, math.inf, limit=limit)
     check_same_once(owner, "clip", *groups, *alike, limit=float(limit))
-    parts, whole, copies = list(parts), list(whole), list(copies)
-    everything = parts + whole + copies
+    parts, replicated, copies = list(parts), list(replicated), list(copies)
+    everything = parts + replicated + copies
     wide = reduce(torch.promote_types, (p.dtype for p in everything), torch.float32)
 
     def squares(parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -175,6 +175,6 @@ def clip_by_joint_norm(
     total = squares(parts)
     for group in groups:
         dist.all_reduce(total, group=group)  # one number
-    norm = (total + squares(whole)).sqrt().to(wide)
+    norm = (total + squares(replicated)).sqrt().to(wide)
     nn.utils.clip_grads_with_norm_(everything, limit, norm)
     return norm

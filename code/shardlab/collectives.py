@@ -215,13 +215,13 @@ def critical_path(name: str, size: int) -> tuple[int, float]:
     rank 0's wire without waiting for one another's latency.
     """
     check_count(size=size)
-    rounds, steps, share = len(_powers(size)), size - 1, (size - 1) / size
+    rounds, steps, fraction = len(_powers(size)), size - 1, (size - 1) / size
     paths = dict.fromkeys(["broadcast", "reduce"], (rounds, float(rounds)))
-    paths |= dict.fromkeys(["reduce_scatter", "all_gather", "all_to_all"], (steps, share))
+    paths |= dict.fromkeys(["reduce_scatter", "all_gather", "all_to_all"], (steps, fraction))
     paths |= {"message": (1, 1.0), "barrier": (rounds, 0.0)}
     paths["all_reduce naive"] = (2 * min(steps, 1), 2.0 * steps)
     paths["all_reduce tree"] = (2 * rounds, 2.0 * rounds)
-    paths["all_reduce ring"] = (2 * steps, 2 * share)
+    paths["all_reduce ring"] = (2 * steps, 2 * fraction)
     return _pick(paths, name)
 
 

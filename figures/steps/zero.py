@@ -20,7 +20,7 @@ class Moment:
 
     head: str
     alt: str
-    whole: tuple[int, ...] = ()  # blocks whose weights every rank has whole
+    gathered: tuple[int, ...] = ()  # blocks whose weights every rank has whole
     own: tuple[int, ...] = ()  # blocks of which a rank has the gradients of its own batch
     averaged: tuple[int, ...] = ()  # blocks of which it has its shard of the average
     does: dict[int, str] = field(default_factory=dict)  # by block: words over its weights
@@ -39,7 +39,7 @@ MOMENTS = (
         "forward begins",
         "Block 1 is gathered: each rank sends its piece, and every rank now has all four pieces "
         "of block 1. Of blocks 2 and 3 each rank still has its own piece alone.",
-        whole=(1,),
+        gathered=(1,),
         does={1: "gather"},
         came=(1,),
     ),
@@ -47,7 +47,7 @@ MOMENTS = (
         "forward of block 1",
         "Every rank computes the forward of block 1 while block 2 is gathered: blocks 1 and 2 are "
         "whole on every rank, block 3 is in shards.",
-        whole=(1, 2),
+        gathered=(1, 2),
         does={1: "forward", 2: "gather"},
         came=(2,),
     ),
@@ -55,21 +55,21 @@ MOMENTS = (
         "forward of block 2",
         "Block 1 is freed, down to each rank's own piece. Every rank computes the forward of "
         "block 2 while block 3 is gathered: blocks 2 and 3 are whole.",
-        whole=(2, 3),
+        gathered=(2, 3),
         does={1: "freed", 2: "forward", 3: "gather"},
         came=(3,),
     ),
     Moment(
         "forward of block 3",
         "Block 2 is freed. Every rank computes the forward of block 3, the only one that is whole.",
-        whole=(3,),
+        gathered=(3,),
         does={2: "freed", 3: "forward"},
     ),
     Moment(
         "loss",
         "Block 3 was freed after its forward like the others. While every rank computes its loss, "
         "block 3 is gathered again, for backward.",
-        whole=(3,),
+        gathered=(3,),
         does={3: "gather"},
         came=(3,),
     ),
@@ -78,7 +78,7 @@ MOMENTS = (
         "Every rank computes the backward of block 3 while block 2 is gathered: blocks 2 and 3 are "
         "whole. In the lower table every rank has all four pieces of block 3's gradients, of its "
         "own batch.",
-        whole=(2, 3),
+        gathered=(2, 3),
         own=(3,),
         does={2: "gather", 3: "backward"},
         gradients={3: "own batch"},
@@ -90,7 +90,7 @@ MOMENTS = (
         "the average over all four ranks. Every rank computes the backward of block 2, whose "
         "gradients it now has of its own batch, while block 1 is gathered: blocks 1 and 2 are "
         "whole.",
-        whole=(1, 2),
+        gathered=(1, 2),
         own=(2,),
         averaged=(3,),
         does={1: "gather", 2: "backward", 3: "freed"},
@@ -101,7 +101,7 @@ MOMENTS = (
         "backward of block 1",
         "Block 2's weights are freed and its gradients reduce-scattered. Every rank computes the "
         "backward of block 1, the only one that is whole, and has its gradients of its own batch.",
-        whole=(1,),
+        gathered=(1,),
         own=(1,),
         averaged=(2, 3),
         does={1: "backward", 2: "freed"},
@@ -125,7 +125,7 @@ def place(top: float, block: int, rank: int, piece: int) -> Place:
 
 def weights(moment: Moment, block: int, rank: int, piece: int) -> Cell:
     """A piece of the weights has the colour of the rank that it belongs to."""
-    return (piece,) if block in moment.whole or piece == rank else ()
+    return (piece,) if block in moment.gathered or piece == rank else ()
 
 
 def gradients(moment: Moment, block: int, rank: int, piece: int) -> Cell:

@@ -116,8 +116,8 @@ SEEDS = [
     Seed(
         "a file that wants a GPU",
         "checkpoint/one_file.py",
-        "_write(path, {name: tensor.cpu() for name, tensor in whole.items()})",
-        "_write(path, dict(whole))",
+        "_write(path, {name: tensor.cpu() for name, tensor in full.items()})",
+        "_write(path, dict(full))",
         "checkpoint.weights_for_a_machine_without_a_gpu",
         "the file's weights are on",
     ),

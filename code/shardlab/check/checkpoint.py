@@ -139,7 +139,7 @@ def _names(answer: Callable[..., Any]) -> set[str]:
     return found
 
 
-@exercise("my_share")
+@exercise("my_windows")
 def _(answer: Callable[..., Any]) -> str:
     samples, batch = 0, 8
     for size, steps in ((4, 3), (2, 2), (1, 1), (8, 2)):
@@ -194,15 +194,15 @@ def _boxes(shape: tuple[int, int], cut: tuple[int, int]) -> list[_Box]:
     return [((row, column), (rows, columns)) for (row, rows), (column, columns) in both]
 
 
-def _inside(whole: torch.Tensor, box: _Box) -> torch.Tensor:
+def _inside(full: torch.Tensor, box: _Box) -> torch.Tensor:
     (row, column), (rows, columns) = box
-    return whole[row : row + rows, column : column + columns]
+    return full[row : row + rows, column : column + columns]
 
 
 @exercise("my_pieces")
 def _(answer: Callable[..., Any]) -> str:
     for shape, old, new in _CUTS:
-        whole = torch.arange(shape[0] * shape[1]).view(shape)
+        full = torch.arange(shape[0] * shape[1]).view(shape)
         files = {f"{i}.pt": box for i, box in enumerate(_boxes(shape, old))}
         saved = [(file, *box) for file, box in files.items()]
         for box in _boxes(shape, new):
@@ -213,10 +213,10 @@ def _(answer: Callable[..., Any]) -> str:
             plan = called(answer, saved, *box)
             if plan is None:
                 raise Wrong("There is no answer yet: return a list of (file, theirs, mine).")
-            wanted = _inside(whole, box)
+            wanted = _inside(full, box)
             found = torch.full_like(wanted, -1)
             for file, theirs, mine in plan:
-                source = _inside(whole, files[file])
+                source = _inside(full, files[file])
                 if not set(source.flatten().tolist()) & set(wanted.flatten().tolist()):
                     raise Wrong(f"{where}, nothing in {file} is of use: leave it out.")
                 if not source[theirs].numel():

@@ -142,8 +142,8 @@ def _(size: int, elements: int, root: int) -> Trial:
     return Trial([Part(what, values[root], mistakes)], size=size)
 
 
-def _bucket(size: float, latency: float, bandwidth: float, share: float) -> float:
-    return size * latency * bandwidth * (1 - share) / share
+def _bucket(size: float, latency: float, bandwidth: float, fraction: float) -> float:
+    return size * latency * bandwidth * (1 - fraction) / fraction
 
 
 cases(
@@ -152,7 +152,7 @@ cases(
     _bucket,
     kind=REAL,
     equal=close(1e-3),
-    says="Right: N α B (1 - share)/share, so twice the ranks want buckets of twice the size.",
+    says="Right: N α B (1 - fraction)/fraction, so twice the ranks want buckets of twice the size.",
     mistakes={
         "That is right for one message, and the ring's messages are only an N-th of the bucket: "
         "with N ranks it has to be N times as large.": lambda n, a, b, s: _bucket(1, a, b, s),

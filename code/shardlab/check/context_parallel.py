@@ -185,9 +185,9 @@ def _blocks(seen: list[Seen]) -> str:
 )
 def _(size: int) -> Trial:
     q, k, v = zip(*(_heads(rank) for rank in range(size)), strict=True)
-    keys, values, share = torch.cat(k, 2), torch.cat(v, 2), q[0].shape[2]
-    hidden = torch.ones(size * share, size * share).triu(1).bool().split(share)
-    triangle = torch.ones(share, share).triu(1).bool()
+    keys, values, local_seq = torch.cat(k, 2), torch.cat(v, 2), q[0].shape[2]
+    hidden = torch.ones(size * local_seq, size * local_seq).triu(1).bool().split(local_seq)
+    triangle = torch.ones(local_seq, local_seq).triu(1).bool()
     each = [
         [_attend(q[r], k[i], v[i], triangle if i == r else None) for i in range(r + 1)]
         for r in range(size)
@@ -220,9 +220,9 @@ def _plan(
         if states / (ranks if slips.get("shared") else 1) + kept * seq / ranks > memory:
             continue
         narrow = heads if slips.get("ungrouped") else kv_heads
-        whole = slips.get("indivisible") or (heads % ranks == 0 and kv_heads % ranks == 0)
+        divides = slips.get("indivisible") or (heads % ranks == 0 and kv_heads % ranks == 0)
         fewer = heads + narrow < ranks * narrow
-        return ranks, "none" if ranks == 1 else "all-to-all" if fewer and whole else "ring"
+        return ranks, "none" if ranks == 1 else "all-to-all" if fewer and divides else "ring"
     return None
 
 

@@ -60,7 +60,7 @@ class _Toy(nn.Module):
         return torch.cat([p.detach().flatten() for p in self.parameters()])
 
 
-def _share(rank: int, part: int = 0) -> Tensor:
+def _local_batch(rank: int, part: int = 0) -> Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * rank + part))
 
 
@@ -68,14 +68,14 @@ def _local(rank: int, extra: bool, parts: Sequence[int] = (0,)) -> Tensor:
     """The gradient that one rank computes alone, summed over its micro-batches."""
     model = _Toy()
     for part in parts:
-        model(_share(rank, part), extra).backward()
+        model(_local_batch(rank, part), extra).backward()
     return model.gradients()
 
 
 def _average(answer: Callable[..., Any], size: int, users: Sequence[int]) -> tuple[Tensor, bool]:
     """The gradients; and whether a layer that nobody used has one now."""
     rank, model = dist.get_rank(), _Toy()
-    model(_share(rank), rank in users).backward()
+    model(_local_batch(rank), rank in users).backward()
     answer(model, dist.group.WORLD)
     if not torch.equal(model.weights(), _Toy().weights()):
         raise Wrong(
@@ -120,7 +120,7 @@ _COUNTS = (4, 1, 2)
 
 
 def _samples(rank: int) -> Tensor:
-    return torch.cat([_share(rank), _share(rank, 1)])[: _COUNTS[rank]]  # [samples, 3]
+    return torch.cat([_local_batch(rank), _local_batch(rank, 1)])[: _COUNTS[rank]]  # [samples, 3]
 
 
 def _joined(answer: Callable[..., Any], size: int) -> Any:
@@ -167,7 +167,7 @@ def _accumulated(answer: Callable[..., Any], size: int, parts: int) -> tuple[Any
     rank = dist.get_rank()
     model = DataParallel(_Toy(), dist.group.WORLD, bucket_bytes=64, first_bytes=64)
     with count.sent() as sent:
-        answer(model, lambda x: model(x, True), [_share(rank, part) for part in range(parts)])
+        answer(model, lambda x: model(x, True), [_local_batch(rank, part) for part in range(parts)])
     return model.module.gradients(), sent.calls["all_reduce"], len(model.buckets)
 
 
@@ -210,16 +210,16 @@ def _micro_batches(
     bandwidth: float,
     forward: float,
     backward: float,
-    share: float,
+    fraction: float,
     how: str = "",
 ) -> int:
-    """Micro-batches until waiting is at most `share` of the step; how "": right, else a mistake."""
+    """Micro-batches until at most `fraction` of the step is waiting. how "": right, else a slip."""
     wire = size / bandwidth * (1 if how == "ring" else 2 * (n - 1) / n)
     for m in range(1, 10_000):
         hidden = {"none": 0.0, "all": m * backward}.get(how, backward)
         work = m * (backward if how == "forward" else forward + backward)
         waiting = max(0.0, wire - hidden)
-        if waiting <= share * (work + (0 if how == "work" else waiting)):
+        if waiting <= fraction * (work + (0 if how == "work" else waiting)):
             return m
     raise AssertionError
 

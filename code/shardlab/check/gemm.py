@@ -25,7 +25,7 @@ _SIZES = (10, 7, 9)  # M, K, N: neither 2 nor 4 divides K and N, and 3 divides N
 
 
 def _cut(size: int, parts: int) -> list[slice]:
-    return [gemm.share(size, parts, part) for part in range(parts)]
+    return [gemm.shard_slice(size, parts, part) for part in range(parts)]
 
 
 def _matrix(rows: int, columns: int, seed: int) -> Tensor:
@@ -189,7 +189,7 @@ def _(size: int) -> Trial:
 
 def _held(M: int, K: int, N: int, size: int, cut_result: bool = False) -> dict[str, int]:
     """Elements of A, B and C on the rank with the most."""
-    m, k, n = (-(-whole // size) for whole in (M, K, N))
+    m, k, n = (-(-full // size) for full in (M, K, N))
     inner = M * k + k * N + (m * N if cut_result else M * N)
     return {"rows": m * K + K * N + m * N, "columns": M * K + K * n + M * n, "inner": inner}
 

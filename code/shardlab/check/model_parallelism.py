@@ -102,8 +102,8 @@ number("gpus_needed", 24, "GPUs",
 })  # fmt: skip
 
 
-def _traffic(params: int, d: int, m: int, share: bool = True, nbytes: int = 2) -> list[float]:
-    once = nbytes * params * ((d - 1) / d if share else 1)
+def _traffic(params: int, d: int, m: int, keeps_own: bool = True, nbytes: int = 2) -> list[float]:
+    once = nbytes * params * ((d - 1) / d if keeps_own else 1)
     return [2 * once, 2 * once, (m + 1) * once, 3 * m * once]
 
 
@@ -143,7 +143,7 @@ cases(
     equal=_alike,
     says="Right: stages 0 and 1 send the same, and m micro-batches multiply 2 and 3.",
     mistakes={
-        "A rank keeps its own share: (d−1)/d of everything travels.": {"share": False},
+        "A rank keeps its own share: (d−1)/d of everything travels.": {"keeps_own": False},
         "Each number has 2 bytes.": {"nbytes": 1},
         "That is for one micro-batch, in stages 2 and 3, too.": lambda n, d, m: _traffic(n, d, 1),
     },
@@ -200,7 +200,7 @@ def _(copies: int, shards: int) -> Trial:
         ],
         "It lacks the other shards' part of the sum.": [own[:, s].mean() for _, s in places],
     }
-    share = [torch.stack([row[s] for row in ours]).mean(0) for s in range(shards)]
+    shard = [torch.stack([row[s] for row in ours]).mean(0) for s in range(shards)]
     mixed = torch.stack([gradient for row in ours for gradient in row])
     other_rows = "ranks of the tensor group hold other rows."
     gradients = {
@@ -210,12 +210,12 @@ def _(copies: int, shards: int) -> Trial:
         f"It was added up over all ranks; {other_rows}": mixed.sum(0),
         "It is the gradient of this copy's sequences alone.": [ours[c][s] for c, s in places],
         "The copies' gradients were added up, not averaged.": [
-            copies * share[s] for _, s in places
+            copies * shard[s] for _, s in places
         ],
     }
     parts = [
         Part("the loss", own.sum(1).mean(), losses, _ON_GRID),
-        Part("the gradient", [share[s] for _, s in places], gradients, _ON_GRID),
+        Part("the gradient", [shard[s] for _, s in places], gradients, _ON_GRID),
     ]
     return Trial(parts, size=copies * shards)
 

@@ -161,8 +161,8 @@ def _cuts(costs: list[float], parts: int) -> tuple[list[float], int, float]:
 
 def _as_good(got: Sequence[int], want: tuple[list[float], int, float]) -> bool:
     costs, parts, best = want
-    whole = len(got) == parts and sum(got) == len(costs) and min(got) > 0
-    return whole and _slowest(costs, got) <= best
+    valid = len(got) == parts and sum(got) == len(costs) and min(got) > 0
+    return valid and _slowest(costs, got) <= best
 
 
 def _why_cut(
@@ -336,13 +336,13 @@ cases(
     apart=True,  # a loop that never ends would hold up the page
 )
 
-_SHARE = "The bubble is (p-1)/(m+p-1), a share of the whole step."
+_FRACTION = "The bubble is (p-1)/(m+p-1), a share of the whole step."
 _HELD = "1F1B's first stage holds up to p micro-batches, each of batch/m sequences."
 cases(
     "my_microbatches",
     (
         ((4, 64, 0.21, 64), 16, "Asked for is the smallest m that divides the batch and fits."),
-        ((4, 60, 0.21, 60), 12, _SHARE),
+        ((4, 60, 0.21, 60), 12, _FRACTION),
         ((4, 64, 0.21, 8), 32, _HELD),
         ((8, 512, 0.11, 64), 64, _HELD),
         ((8, 4, 0.75, 4), 4, "With fewer micro-batches than stages it holds all, and no more."),

@@ -72,13 +72,13 @@ cases(
 )
 
 
-_B, _SHARE, _H, _F = 2, 3, 4, 5
+_B, _SHARD, _H, _F = 2, 3, 4, 5
 
 
 def _tokens(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's share of the stream, its columns, and what it does with the result: a factor."""
     generator = torch.Generator().manual_seed(rank)
-    shapes = (_B, _SHARE, _H), (_H, _F), (_B, size * _SHARE, _F)
+    shapes = (_B, _SHARD, _H), (_H, _F), (_B, size * _SHARD, _F)
     return tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
 
 
@@ -102,9 +102,9 @@ def _column(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
 
 
 def _gathers_again(seen: list[Seen]) -> str:
-    whole = len(seen) * _B * _SHARE * _H * 8
+    full = len(seen) * _B * _SHARD * _H * 8
     asked = min(sum(one.sent.calls.values()) + one.sent.messages for one in seen)
-    if max(one.more[0] for one in seen) < whole and asked > 2:  # one forward, two backward
+    if max(one.more[0] for one in seen) < full and asked > 2:  # one forward, two backward
         return ""
     return (
         "All of it is right, but what was gathered is kept until backward. Keep the share "
@@ -121,9 +121,9 @@ def _gathers_again(seen: list[Seen]) -> str:
 )
 def _(size: int) -> Trial:
     x, w, factors = zip(*(_tokens(rank, size) for rank in range(size)), strict=True)
-    whole, mixed = torch.cat(x, 1), torch.cat(x).view(_B, size * _SHARE, _H)
+    full, mixed = torch.cat(x, 1), torch.cat(x).view(_B, size * _SHARD, _H)
     each = [f @ w_HF.T for f, w_HF in zip(factors, w, strict=True)]
-    shares = [f.chunk(size, 1)[rank] for rank, f in enumerate(factors)]
+    shards = [f.chunk(size, 1)[rank] for rank, f in enumerate(factors)]
     turned = {
         "An all-gather puts one rank's tensor behind the other's, whole batches: bring the tokens "
         "of one sequence together before reshaping (torch.cat(…, dim=1)).": [
@@ -136,13 +136,13 @@ def _(size: int) -> Trial:
     }
     mine = {
         "It is that of this rank's tokens alone: all tokens went through these columns.": [
-            a.flatten(0, 1).T @ f.flatten(0, 1) for a, f in zip(x, shares, strict=True)
+            a.flatten(0, 1).T @ f.flatten(0, 1) for a, f in zip(x, shards, strict=True)
         ]
     }
-    dw = [whole.flatten(0, 1).T @ f.flatten(0, 1) for f in factors]
+    dw = [full.flatten(0, 1).T @ f.flatten(0, 1) for f in factors]
     # float64, sums of a few numbers of order 1
     parts = [
-        Part("the output", [whole @ one for one in w], turned, 1e-12),
+        Part("the output", [full @ one for one in w], turned, 1e-12),
         Part("the gradient of x_BsH", sum(each).chunk(size, 1), alone, 1e-12),
         Part("the gradient of w_HF", dw, mine, 1e-12),
     ]

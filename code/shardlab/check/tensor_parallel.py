@@ -64,8 +64,8 @@ def _network(size: int) -> dict[str, Tensor]:
 
 
 def _own(rank: int, size: int) -> slice:
-    share = 8 // size
-    return slice(rank * share, (rank + 1) * share)
+    shard = 8 // size
+    return slice(rank * shard, (rank + 1) * shard)
 
 
 def _part(x_BSH: Tensor, up_fH: Tensor, up_bias_f: Tensor, down_Hf: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def _gated(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
     return got, x.grad, up.grad, bias.grad
 
 
-def _gated_whole(network: dict[str, Tensor], own: slice, bias: bool = True) -> list[Tensor]:
+def _gated_plain(network: dict[str, Tensor], own: slice, bias: bool = True) -> list[Tensor]:
     """One process, of the inner columns `own`: Y, and the gradients of x and of up."""
     x_BSH = network["x_BSH"].clone().requires_grad_()
     up_FH = network["up_FH"][own].clone().requires_grad_()
@@ -133,8 +133,8 @@ def _gated_whole(network: dict[str, Tensor], own: slice, bias: bool = True) -> l
 def _(size: int) -> Trial:
     network = _network(size)
     bias_H, every = network["bias_H"], range(size)
-    y, dx, dup = _gated_whole(network, slice(None))
-    parts = [_gated_whole(network, _own(rank, size)) for rank in every]
+    y, dx, dup = _gated_plain(network, slice(None))
+    parts = [_gated_plain(network, _own(rank, size)) for rank in every]
     own = [dup[_own(rank, size)] for rank in every]
     of_y = {
         f"The bias was added {size} times: add it after the sum, once.": y + (size - 1) * bias_H,
@@ -209,15 +209,15 @@ cases(
 )
 
 
-_TOKENS, _SHARE = (2, 3), 16  # tokens; entries of the vocabulary on each rank
+_TOKENS, _SHARD = (2, 3), 16  # tokens; entries of the vocabulary on each rank
 
 
 def _logits(size: int, ties: bool) -> Tensor:
     """[B, S, V] logits, all below 0; `ties`: whole numbers, of which many are equal."""
     generator = torch.Generator().manual_seed(size + ties)
     if ties:
-        return torch.randint(-4, 0, (*_TOKENS, size * _SHARE), generator=generator).float()
-    return -torch.rand(*_TOKENS, size * _SHARE, generator=generator) - 1
+        return torch.randint(-4, 0, (*_TOKENS, size * _SHARD), generator=generator).float()
+    return -torch.rand(*_TOKENS, size * _SHARD, generator=generator) - 1
 
 
 def _per_token(seen: list[Seen]) -> int:
@@ -225,9 +225,9 @@ def _per_token(seen: list[Seen]) -> int:
 
 
 def _no_logits(seen: list[Seen]) -> str:
-    if (sent := _per_token(seen)) < 4 * _SHARE:
+    if (sent := _per_token(seen)) < 4 * _SHARD:
         return ""
-    words = f"Right, but a rank with {_SHARE} logits a token sent {sent} bytes for each"
+    words = f"Right, but a rank with {_SHARD} logits a token sent {sent} bytes for each"
     return f"{words}: do without sending logits."
 
 
@@ -243,14 +243,14 @@ def _(size: int, ties: bool) -> Trial:
     logits_BSV = _logits(size, ties)
     parts = logits_BSV.chunk(size, -1)
     local = torch.stack([part.argmax(-1) for part in parts])
-    numbers = local + _SHARE * torch.arange(size)[:, None, None]
+    numbers = local + _SHARD * torch.arange(size)[:, None, None]
     has_it = torch.stack([part.amax(-1) for part in parts]) == logits_BSV.amax(-1)
     mistakes = {
         "It is each rank's own likeliest entry: which rank has the largest logit of all?": list(
             numbers
         ),
         "It is a number in the rank's own part; entries of rank r begin at r v.": local.where(
-            has_it, torch.tensor(size * _SHARE)
+            has_it, torch.tensor(size * _SHARD)
         ).amin(0),
         "The numbers of all ranks were added up; only one of them is meant.": numbers.sum(0),
         "Of equal logits the largest number won; one process takes the smallest.": numbers.where(

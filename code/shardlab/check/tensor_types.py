@@ -162,10 +162,10 @@ def _trained(answer: Callable[..., Any]) -> Any:
 
 @exercise("my_network")
 def _(answer: Callable[..., Any]) -> str:
-    whole = {name: x.cpu().requires_grad_(name != "dy") for name, x in _network().items()}
-    y = F.silu(F.linear(whole["x"], whole["gate"])) * F.linear(whole["x"], whole["up"])
-    y = F.linear(y * whole["scale"], whole["down"]) + whole["bias"]
-    y.backward(whole["dy"])
+    full = {name: x.cpu().requires_grad_(name != "dy") for name, x in _network().items()}
+    y = F.silu(F.linear(full["x"], full["gate"])) * F.linear(full["x"], full["up"])
+    y = F.linear(y * full["scale"], full["down"]) + full["bias"]
+    y.backward(full["dy"])
 
     def network(*given: Any) -> Any:
         return answer(*given)
@@ -191,7 +191,7 @@ def _(answer: Callable[..., Any]) -> str:
             gap = (mine - y.detach()).abs().max().item()
             raise Wrong(f"The output of rank {rank} is off by {gap:.3g}.")
         for name, gradient in gradients.items():
-            want = whole[name].grad
+            want = full[name].grad
             want = want.chunk(size, _CUT[name])[rank] if name in _CUT else want
             if gradient is None or not torch.allclose(gradient, want):
                 said = "" if verdict else f" The checker:\n{verdict.message}"

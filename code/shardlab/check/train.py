@@ -27,7 +27,7 @@ from shardlab.check.forms import (
     on_ranks,
     run_answer,
 )
-from shardlab.train import plain, shares
+from shardlab.train import plain, sampler
 
 number("validation_filled_up", 58 / 12, "nats", rel=0.002,
        says="Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else.", wrong={
@@ -63,11 +63,11 @@ def _(answer: Callable[..., Any]) -> str:
     for length, done, batch, size in ((13, 2, 4, 2), (13, 0, 4, 4), (50, 3, 8, 1), (50, 5, 8, 8)):
         order = torch.randperm(length, generator=generator).tolist()
         got = [called(answer, order, done, batch, rank, size) for rank in range(size)]
-        if not all(isinstance(share, list) for share in got):
+        if not all(isinstance(part, list) for part in got):
             raise Wrong(f"A list is due, and your function returned {got[0]!r}.")
         case = f"order of {length}, done={done}, batch={batch}, size={size}"
         due = order[done * batch : length // batch * batch]
-        flat = [window for share in got for window in share]
+        flat = [window for part in got for window in part]
         if sorted(flat) != sorted(due):
             if set(flat) & set(order[: done * batch]):
                 raise Wrong(f"{case}: windows are read again that were read before the stop.")
@@ -78,13 +78,13 @@ def _(answer: Callable[..., Any]) -> str:
             raise Wrong(f"{case}: {len(flat)} windows are read in all, due are {len(due)}.")
         each = batch // size
         for step in range(len(due) // batch):
-            together = {w for share in got for w in share[step * each : (step + 1) * each]}
+            together = {w for part in got for w in part[step * each : (step + 1) * each]}
             if together != set(due[step * batch : (step + 1) * batch]):
                 raise Wrong(f"{case}: step {done + step + 1} sees other windows than one process.")
     return "Right: whoever goes on, each step sees the windows that one process would see."
 
 
-# What the step `shares` lacks to report the losses of all ranks.
+# What the step `sampler` lacks to report the losses of all ranks.
 _REPORTS = {
     "from .plain import": "from .core import averaged\nfrom .plain import",
     "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
@@ -126,12 +126,12 @@ def four_scripts() -> list[tuple[str, ...]]:
 
 
 def _changed(changes: dict[str, str]) -> Callable[..., list[float]]:
-    """The `main` of the step `shares`, with other text in some places."""
-    text, module = inspect.getsource(shares), ModuleType(f"{shares.__package__}.changed")
+    """The `main` of the step `sampler`, with other text in some places."""
+    text, module = inspect.getsource(sampler), ModuleType(f"{sampler.__package__}.changed")
     for old, new in changes.items():
         assert text.count(old) == 1, f"the script no longer has {old!r}"
         text = text.replace(old, new)
-    module.__dict__["__package__"] = shares.__package__
+    module.__dict__["__package__"] = sampler.__package__
     exec(compile(text, "<a script that lacks a line>", "exec"), module.__dict__)
     return module.main
 

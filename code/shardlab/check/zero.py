@@ -83,7 +83,7 @@ def _mixed(answer: Callable[..., Any], size: int) -> Tensor:
 
 def _alone(
     size: int,
-    share: float | None = None,
+    scale: float | None = None,
     decay: float = _DECAY,
     narrow_sum: bool = False,
     narrow_step: bool = False,
@@ -96,7 +96,7 @@ def _alone(
     for step in range(_STEPS):
         gradients = [_gradient(r, step) for r in range(size) if only in (None, r)]
         total = sum(g if narrow_sum else g.float() for g in gradients)
-        moment = decay * moment + (total * (share or 1 / size)).float()
+        moment = decay * moment + (total * (scale or 1 / size)).float()
         if narrow_step:
             weights = weights - (_LR * moment).bfloat16()
         else:

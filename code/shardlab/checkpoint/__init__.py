@@ -25,7 +25,7 @@ number of ranks can read what another number wrote. This package adds what DCP l
 """
 
 from .core import Checkpoints, Training, named_tensors
-from .cost import best_interval, lost_share, simulated_lost_share
+from .cost import best_interval, lost_fraction, simulated_lost_fraction
 from .folder import MANIFEST, CheckpointError, complete
 from .one_file import export
 
@@ -37,7 +37,7 @@ __all__ = [
     "best_interval",
     "complete",
     "export",
-    "lost_share",
-    "simulated_lost_share",
+    "lost_fraction",
+    "simulated_lost_fraction",
     "named_tensors",
 ]

@@ -91,13 +91,13 @@ def size(tensors: Shapes) -> int:
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The manifest's words on a run, from what each of its ranks says: a rank may have a part."""
     groups = [part["parameter groups"] for part in parts]
-    whole = [sorted({n for names in same for n in names}) for same in zip(*groups, strict=True)]
-    twice = [name for name, times in Counter(n for of in whole for n in of).items() if times > 1]
+    merged = [sorted({n for names in same for n in names}) for same in zip(*groups, strict=True)]
+    twice = [name for name, times in Counter(n for of in merged for n in of).items() if times > 1]
     if twice:
         text = f"{min(twice)} is in one on some ranks, in another one on others"
         raise ValueError(f"parameter groups: {text}; allowed is the same on all ranks")
     tensors = {name: of for part in parts for name, of in part["tensors"].items()}
-    return parts[0] | {"parameter groups": whole, "tensors": tensors}
+    return parts[0] | {"parameter groups": merged, "tensors": tensors}
 
 
 def leave_out(state: dict[str, Any], saved: Shapes) -> None:

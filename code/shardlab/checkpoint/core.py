@@ -351,8 +351,8 @@ class Checkpoints:
         self.members.check_same(step=step)
         folder = self.members.first(lambda: files.choose(self.root, step))
         manifest = self.members.first(lambda: files.read_manifest(folder))
-        share = sorted(manifest["files"])[self.members.rank :: self.members.size]
-        self.members.agree(files.damage(folder, manifest["files"], share))
+        mine = sorted(manifest["files"])[self.members.rank :: self.members.size]
+        self.members.agree(files.damage(folder, manifest["files"], mine))
         rest = contents.unpack(folder / "rest.pt")
         with named_tensors(training, to_load=True) as tensors:
             contents.leave_out(tensors, manifest["tensors"])

@@ -23,8 +23,8 @@ def best_interval(save: float, mtbf: float) -> float:
     return math.sqrt(2 * save * mtbf)
 
 
-def lost_share(interval: float, save: float, mtbf: float, restart: float = 0.0) -> float:
-    """The share of all time that saving, work done twice and restarts take: 0 to 1.
+def lost_fraction(interval: float, save: float, mtbf: float, restart: float = 0.0) -> float:
+    """The fraction of all time that saving, work done twice and restarts take: 0 to 1.
 
     Exact for failures that strike at any moment alike, also during a save or a restart (Daly:
     the expected time for `interval` seconds of work is mtbf e^(restart/mtbf)
@@ -36,7 +36,7 @@ def lost_share(interval: float, save: float, mtbf: float, restart: float = 0.0) 
     return 1 - interval / expected
 
 
-def simulated_lost_share(
+def simulated_lost_fraction(
     interval: float,
     save: float,
     mtbf: float,
@@ -44,7 +44,7 @@ def simulated_lost_share(
     failures: int = 20_000,
     seed: int = 0,
 ) -> float:
-    """The same share, of a job that is played through until it has failed `failures` times."""
+    """The same fraction, of a job that is played through until it has failed `failures` times."""
     check_number(interval=interval, save=save, mtbf=mtbf)
     check_number(0, restart=restart)
     check_count(failures=failures)

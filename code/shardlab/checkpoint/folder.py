@@ -158,8 +158,8 @@ def _wrong(manifest: dict[str, Any]) -> str | None:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             return f"files: {name!r} is none in this folder"
     groups = manifest.get("parameter groups")
-    whole = isinstance(groups, list) and all(isinstance(of, list) for of in groups)
-    if not whole or any(type(name) is not str for of in groups for name in of):
+    are_lists = isinstance(groups, list) and all(isinstance(of, list) for of in groups)
+    if not are_lists or any(type(name) is not str for of in groups for name in of):
         return f"parameter groups is {groups!r}, allowed are lists of names"
     random = (f"random-{rank}.pt" for rank in range(manifest["ranks"]))  # a number without a bound
     for name in chain((".metadata", "rest.pt"), random):

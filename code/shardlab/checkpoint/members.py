@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardlab import ranks
-from shardlab.ranks.whole import gathered
+from shardlab.ranks.gather import gathered
 
 from .folder import CheckpointError
 

@@ -37,28 +37,28 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
     if not path.parent.is_dir():
         raise ValueError(f"path={str(path)!r}: there is no folder {path.parent}")
     if hasattr(model, "full_state_dict"):
-        whole = model.full_state_dict()
+        full = model.full_state_dict()
     else:
         module = model.module if isinstance(model, DataParallel) else model
         sharded = any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
         options = StateDictOptions(full_state_dict=sharded, cpu_offload=sharded)
-        whole = get_model_state_dict(module, options=options)
+        full = get_model_state_dict(module, options=options)
     problem: list[str | None] = [None]
     if group is None or dist.get_rank(group) == 0:
-        problem = [_write(path, {name: tensor.cpu() for name, tensor in whole.items()})]
+        problem = [_write(path, {name: tensor.cpu() for name, tensor in full.items()})]
     if group is not None:  # which also waits until the file is there
         dist.broadcast_object_list(problem, group_src=0, group=group)
     if problem[0]:
         raise CheckpointError(problem[0])
 
 
-def _write(path: Path, whole: dict[str, torch.Tensor]) -> str | None:
+def _write(path: Path, full: dict[str, torch.Tensor]) -> str | None:
     """Write the file beside its place, and put it there; what has kept it from being written."""
     beside = path.with_name(f".{path.name}.saving")
     try:
         beside.unlink(missing_ok=True)  # left by a process that was killed
         with open(beside, "wb") as file:
-            torch.save(whole, file)
+            torch.save(full, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -66,7 +66,7 @@ def _write(path: Path, whole: dict[str, torch.Tensor]) -> str | None:
         reason = said(error)
         with suppress(OSError):
             beside.unlink()
-        needed = sum(tensor.nbytes for tensor in whole.values())
+        needed = sum(tensor.nbytes for tensor in full.values())
         room = no_room(path.parent, needed) if is_full(reason) else ""
         return f"{path}: not written: {cause(reason)}{room}"
     return None

@@ -1,6 +1,6 @@
 """Context parallelism: a sequence cut over ranks in the whole model, in attention too.
 
-`distribute(model, group, …)` lets a plain GPT work on this rank's tokens, `share` deals them out,
+`distribute(model, group, …)` lets a plain GPT work on this rank's tokens, `shard` deals them out,
 `average_gradients` comes after backward. In attention a rank needs the other ranks' tokens: by
 `ring_attention`, whose keys and values go round, or by `all_to_all_attention`, which trades tokens
 for heads and back.
@@ -19,7 +19,7 @@ from .core import (
     distribute,
     merge,
     ring_attention,
-    share,
+    shard,
 )
 from .fit import context_moments, grain, tokens_table, tokens_that_fit
 from .kernel import Gradients, block_attention, block_gradients
@@ -52,7 +52,7 @@ __all__ = [
     "ring_sent",
     "score_pairs",
     "score_turns",
-    "share",
+    "shard",
     "split",
     "tokens_for_heads",
     "tokens_table",

@@ -16,7 +16,7 @@ The other one is `all_to_all_attention`: see `ulysses`.
 
     model = distribute(GPT(config), group, attention="ring", layout="zigzag")
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens_Bs, targets_Bs = (share(x, group, "zigzag") for x in batch)
+    tokens_Bs, targets_Bs = (shard(x, group, "zigzag") for x in batch)
     loss(model(tokens_Bs), targets_Bs).backward()
     average_gradients(model, group)
     optimizer.step()
@@ -176,11 +176,11 @@ class Block(NamedTuple):
 
 
 def blocks(
-    layout: str, ranks: int, rank: int, source: int, causal: bool, share: int
+    layout: str, ranks: int, rank: int, source: int, causal: bool, local_seq: int
 ) -> list[Block]:
     """What `rank` has to compute with the keys of `source`: nothing, or one block.
 
-    share: tokens on each rank. Without a mask that is always everything. With it, a rank's own keys
+    local_seq: tokens on each rank. Without a mask that is always everything. With it, its own keys
     are half masked in either layout, because its tokens stand in order. Of another rank's keys,
 
     - contiguous: all or none, as they come before or after;
@@ -190,15 +190,15 @@ def blocks(
     """
     check_layout(layout)
     check_rank(ranks, rank=rank, source=source)
-    check_whole(share=share)
-    whole, half = slice(0, share), share // 2
+    check_whole(local_seq=local_seq)
+    full, half = slice(0, local_seq), local_seq // 2
     if not causal or source == rank:
-        return [Block(whole, whole, causal)]
+        return [Block(full, full, causal)]
     if layout == "contiguous":
-        return [Block(whole, whole, False)] if source < rank else []
+        return [Block(full, full, False)] if source < rank else []
     if source < rank:
-        return [Block(whole, slice(0, half), False)]
-    return [Block(slice(half, share), whole, False)]
+        return [Block(full, slice(0, half), False)]
+    return [Block(slice(half, local_seq), full, False)]
 
 
 class Work(NamedTuple):
@@ -220,7 +220,7 @@ class _Ring:
     size: int
     causal: bool
     layout: str
-    share: int  # tokens on each rank
+    local_seq: int  # tokens on each rank
     trace: list[Work] | None
 
     def pack(self, k_BKsD: Tensor, v_BKsD: Tensor) -> Any:
@@ -234,7 +234,7 @@ class _Ring:
     def work(self, turn: int, device: torch.device, backward: bool = False) -> Iterator[Block]:
         """The blocks of a turn; whoever takes the next one has computed the last."""
         source = (self.rank - turn) % self.size
-        for block in blocks(self.layout, self.size, self.rank, source, self.causal, self.share):
+        for block in blocks(self.layout, self.size, self.rank, source, self.causal, self.local_seq):
             if self.trace is None:
                 yield block
                 continue
@@ -251,7 +251,7 @@ def distribute(
 ) -> GPT:
     """Let `model` work on this rank's tokens of a context that `group` shares; the same, in place.
 
-    Forward then takes `share(tokens_BS, …)` [B, s] and gives logits [B, s, V]. Parameters stay as
+    Forward then takes `shard(tokens_BS, …)` [B, s] and gives logits [B, s, V]. Parameters stay as
     they are, and whole: states are loaded and saved as ever. attention: "ring" or "ulysses".
 
     Raises ValueError, before anything is sent, for other names, dropout, a model that is
@@ -296,7 +296,7 @@ def _attention(
     return module.out(y_BAsD.transpose(1, 2).flatten(-2))  # [B, s, A*D] @ [A*D, H]
 
 
-def share(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -> Tensor:
+def shard(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -> Tensor:
     """This rank's tokens [B, s] of a batch that every rank has.
 
     Raises ValueError, naming the nearest that would do, for a sequence that cannot be shared out.

@@ -41,18 +41,18 @@ def positions(
     return split(torch.arange(seq, device=device), ranks, rank, layout, dim=0)
 
 
-def split(whole: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """A rank's share of `whole` along `dim`: a view when contiguous, a copy when zig-zag."""
-    check_kind(Tensor, whole=whole)
-    check_whole(-whole.dim(), whole.dim() - 1, dim=dim)
-    check_seq(whole.shape[dim], ranks, layout)
+def split(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int = 1) -> Tensor:
+    """A rank's shard of `full` along `dim`: a view when contiguous, a copy when zig-zag."""
+    check_kind(Tensor, full=full)
+    check_whole(-full.dim(), full.dim() - 1, dim=dim)
+    check_seq(full.shape[dim], ranks, layout)
     mine = pieces(layout, ranks, rank)
-    parts = whole.chunk(ranks * len(mine), dim)
+    parts = full.chunk(ranks * len(mine), dim)
     return parts[mine[0]] if len(mine) == 1 else torch.cat([parts[i] for i in mine], dim)
 
 
 def join(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """The whole from all ranks' shares, given in rank order: the inverse of `split`."""
+    """The full tensor from all ranks' shards, given in rank order: the inverse of `split`."""
     check_layout(layout)
     check_all(Tensor, parts=parts)
     check_whole(-parts[0].dim(), parts[0].dim() - 1, dim=dim)
@@ -62,17 +62,17 @@ def join(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def gather(share: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """The whole on every rank, put together by an all-gather; without gradients, to compare with.
+def gather(shard: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim: int = 1) -> Tensor:
+    """The full tensor on every rank, by an all-gather; without gradients, to compare with.
 
-    Each rank sends its share to N - 1 others.
+    Each rank sends its shard to N - 1 others.
     """
     check_layout(layout)
-    check_kind(Tensor, share=share)
-    check_whole(-share.dim(), share.dim() - 1, dim=dim)
+    check_kind(Tensor, shard=shard)
+    check_whole(-shard.dim(), shard.dim() - 1, dim=dim)
     _, ranks = check_call("gather", group, layout=layout, dim=dim)
-    parts = share.new_empty((ranks, *share.shape))
-    all_gather_single(parts.flatten(0, 1), share.detach().contiguous(), group=group)
+    parts = shard.new_empty((ranks, *shard.shape))
+    all_gather_single(parts.flatten(0, 1), shard.detach().contiguous(), group=group)
     return join(list(parts), layout, dim)
 
 
@@ -127,8 +127,8 @@ def check_shapes(q_BAsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, layout: str) ->
     shapes = f"q {list(q_BAsD.shape)}, k {list(k_BKsD.shape)}, v {list(v_BKsD.shape)}"
     if q_BAsD.dim() != 4 or k_BKsD.shape != v_BKsD.shape or k_BKsD.dim() != 4:
         raise ValueError(f"{shapes}: allowed are q [B, A, s, D] and k, v [B, K, s, D]")
-    batch, heads, share, size = q_BAsD.shape
-    if (batch, share, size) != (k_BKsD.shape[0], *k_BKsD.shape[2:]) or 0 in q_BAsD.shape:
+    batch, heads, local_seq, size = q_BAsD.shape
+    if (batch, local_seq, size) != (k_BKsD.shape[0], *k_BKsD.shape[2:]) or 0 in q_BAsD.shape:
         raise ValueError(
             f"{shapes}: batch, tokens and size of a head have to agree, and be above 0"
         )
@@ -137,10 +137,10 @@ def check_shapes(q_BAsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, layout: str) ->
     if len({(x.dtype, x.device) for x in (q_BAsD, k_BKsD, v_BKsD)}) > 1:
         kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q_BAsD, k_BKsD, v_BKsD))
         raise ValueError(f"q, k, v are {kinds}: allowed is one dtype, on one device")
-    if layout == "zigzag" and share % 2:
+    if layout == "zigzag" and local_seq % 2:
         raise ValueError(
-            f"q_BAsD has {share} tokens: layout 'zigzag' needs an even number on each rank; "
-            f"the nearest are {share - 1} and {share + 1}"
+            f"q_BAsD has {local_seq} tokens: layout 'zigzag' needs an even number on each rank; "
+            f"the nearest are {local_seq - 1} and {local_seq + 1}"
         )
 
 

@@ -30,9 +30,9 @@ def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[
 
 
 def _turns(layout: str, seq: int, ranks: int, rank: int, causal: bool) -> list[int]:
-    share = seq // ranks
+    local_seq = seq // ranks
     return [
-        sum(b.pairs for b in blocks(layout, ranks, rank, (rank - turn) % ranks, causal, share))
+        sum(b.pairs for b in blocks(layout, ranks, rank, (rank - turn) % ranks, causal, local_seq))
         for turn in range(ranks)
     ]
 

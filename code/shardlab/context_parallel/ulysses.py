@@ -71,8 +71,8 @@ def tokens_for_heads(
     In memory a token's heads stand side by side, as the model's next step wants them.
     """
     _, ranks = check_group(group)
-    shares = [split(x_BaSD, ranks, rank, layout, dim=2) for rank in range(ranks)]
-    y_BsNaD = _AllToAll.apply(torch.stack(shares), group).permute(1, 3, 0, 2, 4)
+    shards = [split(x_BaSD, ranks, rank, layout, dim=2) for rank in range(ranks)]
+    y_BsNaD = _AllToAll.apply(torch.stack(shards), group).permute(1, 3, 0, 2, 4)
     return y_BsNaD.contiguous().flatten(2, 3).transpose(1, 2)
 
 

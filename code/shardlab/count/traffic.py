@@ -62,14 +62,14 @@ class Sent:
         (Thakur et al. 2005, section 4). Raises ValueError for other collectives.
         """
         check_count(ranks=ranks)
-        shares = {"all_reduce": 2 / ranks, "all_gather": 1, "reduce_scatter": 1 / ranks}
-        shares["all_to_all"] = 1 / ranks
+        factors = {"all_reduce": 2 / ranks, "all_gather": 1, "reduce_scatter": 1 / ranks}
+        factors["all_to_all"] = 1 / ranks
         found = float(self.bytes)
         for name, payload in self.payload.items():
-            kind = next((kind for kind in shares if name.startswith(kind)), None)
+            kind = next((kind for kind in factors if name.startswith(kind)), None)
             if kind is None:
-                raise ValueError(f"{name} was called: allowed are {', '.join(shares)}")
-            found += (ranks - 1) * shares[kind] * payload
+                raise ValueError(f"{name} was called: allowed are {', '.join(factors)}")
+            found += (ranks - 1) * factors[kind] * payload
         return found
 
 

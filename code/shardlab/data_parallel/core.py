@@ -69,7 +69,7 @@ class Bucket:
         check_all(nn.Parameter, parameters=parameters)
         self.parameters = parameters
         self.group = group
-        self.share = 1 / dist.get_world_size(group)
+        self.scale = 1 / dist.get_world_size(group)
         sizes = [p.numel() for p in parameters]
         self.flat = parameters[0].detach().new_zeros(sum(sizes) + len(sizes))
         *pieces, self.had_gradient = self.flat.split([*sizes, len(sizes)])
@@ -92,14 +92,14 @@ class Bucket:
 
     def launch(self) -> None:
         """Start adding `flat` up over the ranks, and return at once."""
-        self.had_gradient.fill_(self.share)
+        self.had_gradient.fill_(self.scale)
         self.absent = [i for i in self.pending if self.parameters[i].grad is None]
         for index in self.pending:
             if index in self.absent:
                 self.views[index].zero_()  # the last step's gradient still stood there
                 self.had_gradient[index] = 0
             else:
-                self.place(index, self.share)
+                self.place(index, self.scale)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)  # [numel + params]
 
     def launch_broken(self) -> None:
@@ -216,7 +216,7 @@ class DataParallel(ranks.Single, nn.Module):
         self._backward.begins(self._finish if self._synchronise else None)
         if not self._synchronise:
             return bucket.place(index, 1)
-        bucket.place(index, bucket.share)
+        bucket.place(index, bucket.scale)
         bucket.pending.discard(index)
         while self._sent < len(self.buckets) and not self.buckets[self._sent].pending:
             self.buckets[self._sent].launch()

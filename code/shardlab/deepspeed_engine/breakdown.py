@@ -137,29 +137,29 @@ def inference_flops(shape: Any, batch: int, prompt: int, new: int) -> int:
     return batch * (body + len(passes) * 2 * head)
 
 
-def training_moved(whole: int, own: int, gathered: bool) -> int:
+def training_moved(read: int, own: int, gathered: bool) -> int:
     """Bytes to and from memory in one step of one rank, activations not counted.
 
-    whole: parameters that its forward pass reads; own: those that its optimizer keeps, of which
+    read: parameters that its forward pass reads; own: those that its optimizer keeps, of which
     gradient (read), parameter and two moments (read and written) pass. gathered: ZeRO-3 first
     writes the parameters, once forward and once backward.
     """
-    passes = 2 * whole + (2 * whole if gathered else 0) + whole  # the last: gradients written
+    passes = 2 * read + (2 * read if gathered else 0) + read  # the last: gradients written
     return _BYTES * (passes + own * (1 + 2 * 3))
 
 
 def inference_moved(
-    shape: Any, whole: int, batch: int, prompt: int, new: int, share: int, gathered: bool
+    shape: Any, read: int, batch: int, prompt: int, new: int, degree: int, gathered: bool
 ) -> int:
     """Bytes to and from memory of one rank that generates: weights of each pass, and the cache.
 
-    whole: parameters that a pass reads. batch: sequences of this rank. share: ranks that divide
+    read: parameters that a pass reads. batch: sequences of this rank. degree: ranks that divide
     the heads, and so the cache of keys and values [L, 2, batch, context, keys].
     """
     head = shape.hidden_size // shape.num_attention_heads
-    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head // share
+    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head // degree
     cache = prompt + sum(prompt + i for i in range(1, new)) + prompt + new - 1  # read; written
-    return _BYTES * (new * whole * (2 if gathered else 1) + batch * token * cache)
+    return _BYTES * (new * read * (2 if gathered else 1) + batch * token * cache)
 
 
 def table(reports: Sequence[Report], caption: str = "") -> show.Shown:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.ranks.whole import gathered
+from shardlab.ranks.gather import gathered
 
 from .core import folder_of
 from .pipe import full_names, is_pipeline

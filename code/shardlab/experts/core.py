@@ -91,11 +91,11 @@ def route(chosen_TC: Tensor, experts: int, group: Group) -> Route:
     dist.all_to_all_single(received_E, count_Y[1:].contiguous(), group=group)  # [N * e]
     numbers = torch.cat((count_Y, received_E)).tolist()
     dropped, counts, received = numbers[0], numbers[1 : experts + 1], numbers[experts + 1 :]
-    share = experts // ranks
+    local_experts = experts // ranks
     return Route(
         number_X.argsort(stable=True)[dropped:],
-        [sum(counts[rank * share :][:share]) for rank in range(ranks)],
-        [received[rank * share :][:share] for rank in range(ranks)],
+        [sum(counts[rank * local_experts :][:local_experts]) for rank in range(ranks)],
+        [received[rank * local_experts :][:local_experts] for rank in range(ranks)],
         dropped,
     )
 
@@ -109,8 +109,8 @@ class ExpertParallel(nn.Module):
         check_kind(Experts, plain=plain)
         self.group, self.total = group, len(plain.experts)
         check_experts(self.total, ranks)
-        share = self.total // ranks
-        self.own = range(rank * share, (rank + 1) * share)
+        local_experts = self.total // ranks
+        self.own = range(rank * local_experts, (rank + 1) * local_experts)
         self.router, self.shared = plain.router, plain.shared
         # By their numbers among all, so that names of parameters stay the plain model's.
         self.experts = nn.ModuleDict({str(e): plain.experts[e] for e in self.own})
@@ -293,8 +293,8 @@ def balancing_loss(routed: Sequence[Routed], group: Group | None = None) -> Tens
         torch.cat([one.scores_BSE.flatten(0, 1) for one in each])
         for each in by_router(routed).values()
     ]
-    shares = [scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in scores]
-    score_LE = torch.stack([share_TE.mean(0) for share_TE in shares])
+    fractions = [scores_TE / scores_TE.sum(-1, keepdim=True) for scores_TE in scores]
+    score_LE = torch.stack([fraction_TE.mean(0) for fraction_TE in fractions])
     return load_LE.shape[-1] * (load_LE * score_LE).sum()
 
 

@@ -100,8 +100,8 @@ def wait(load_E: Sequence[float], ranks: int) -> float:
     check_count(ranks=ranks)
     check_experts(len(load_E), ranks)
     check_number(sum_of_load_E=sum(load_E))
-    share = len(load_E) // ranks
-    each = [sum(load_E[rank * share :][:share]) for rank in range(ranks)]
+    local_experts = len(load_E) // ranks
+    each = [sum(load_E[rank * local_experts :][:local_experts]) for rank in range(ranks)]
     return max(each) * ranks / sum(each)
 
 

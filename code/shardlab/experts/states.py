@@ -15,7 +15,7 @@ from shardlab.buckets import clip_by_joint_norm
 from shardlab.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
-from shardlab.ranks.whole import named
+from shardlab.ranks.gather import named
 
 from .core import ExpertParallel, _group, own_parameters
 
@@ -59,8 +59,8 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     the first call's limits differ.
     """
     group, own = _group(model), dict.fromkeys(own_parameters(model))
-    whole = [p for p in model.parameters() if p not in own]
-    return clip_by_joint_norm(model, limit, [group], own, whole=whole)
+    replicated = [p for p in model.parameters() if p not in own]
+    return clip_by_joint_norm(model, limit, [group], own, replicated=replicated)
 
 
 def _names(model: GPT) -> dict[str, tuple[int | None, str]]:

@@ -19,8 +19,8 @@ from .core import (
     grid,
     multiply,
     panels,
-    share,
-    shares,
+    shard_sizes,
+    shard_slice,
     summa,
 )
 from .cost import (
@@ -62,9 +62,9 @@ __all__ = [
     "pays_from",
     "predict",
     "seconds",
-    "share",
+    "shard_sizes",
+    "shard_slice",
     "shard_throughput",
-    "shares",
     "stopwatch",
     "summa",
 ]

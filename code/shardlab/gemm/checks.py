@@ -36,13 +36,13 @@ def check_kind(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"{kinds}: the two factors have to be of one kind")
 
 
-def check_share(name: str, x: Tensor, dim: int, counts: Sequence[int], rank: int) -> None:
+def check_shard(name: str, x: Tensor, dim: int, counts: Sequence[int], rank: int) -> None:
     """Raise ValueError unless `x` has counts[rank] rows (`dim` 0) or columns (1)."""
     if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[dim] != counts[rank]:
-        whole, size = sum(counts), len(counts)
+        total, size = sum(counts), len(counts)
         raise ValueError(
-            f"{name} of {_given(x)}: rank {rank} of {size} has {counts[rank]} of {whole} "
-            f"{('rows', 'columns')[dim]} (`share({whole}, {size}, {rank})`)"
+            f"{name} of {_given(x)}: rank {rank} of {size} has {counts[rank]} of {total} "
+            f"{('rows', 'columns')[dim]} (`shard_slice({total}, {size}, {rank})`)"
         )
 
 

@@ -37,15 +37,15 @@ from shardlab.arguments import (
 )
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import time_limit
+from shardlab.ranks.gather import reduce_scatter
 from shardlab.ranks.renamed import all_gather_single
-from shardlab.ranks.whole import reduce_scatter
 
-from .checks import check_blocks, check_grid, check_product, check_share, check_way
+from .checks import check_blocks, check_grid, check_product, check_shard, check_way
 
 CUTS = "rows", "columns", "inner"
 
 
-def share(size: int, ranks: int, rank: int) -> slice:
+def shard_slice(size: int, ranks: int, rank: int) -> slice:
     """The part of `size` things that belongs to `rank`: as equal as it goes, the longer ones first.
 
     Of 10 on 4 ranks: 0 to 3, 3 to 6, 6 to 8, 8 to 10. With fewer things than ranks some are empty.
@@ -58,10 +58,10 @@ def share(size: int, ranks: int, rank: int) -> slice:
     return slice(begin, begin + each + (rank < longer))
 
 
-def shares(size: int, ranks: int) -> list[int]:
+def shard_sizes(size: int, ranks: int) -> list[int]:
     """How many of `size` things each rank gets."""
     check_count(ranks=ranks)
-    return [part.stop - part.start for part in (share(size, ranks, r) for r in range(ranks))]
+    return [part.stop - part.start for part in (shard_slice(size, ranks, r) for r in range(ranks))]
 
 
 def cut(way: str, a_MK: Tensor, b_KN: Tensor, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -69,10 +69,10 @@ def cut(way: str, a_MK: Tensor, b_KN: Tensor, ranks: int, rank: int) -> tuple[Te
     check_way(way, CUTS)
     check_product(a_MK, b_KN)
     if way == "rows":
-        return a_MK[share(len(a_MK), ranks, rank)], b_KN
+        return a_MK[shard_slice(len(a_MK), ranks, rank)], b_KN
     if way == "columns":
-        return a_MK, b_KN[:, share(b_KN.shape[1], ranks, rank)]
-    inner = share(len(b_KN), ranks, rank)
+        return a_MK, b_KN[:, shard_slice(b_KN.shape[1], ranks, rank)]
+    inner = shard_slice(len(b_KN), ranks, rank)
     return a_MK[:, inner], b_KN[inner]
 
 
@@ -93,8 +93,8 @@ def gather_rows(c_mN: Tensor, rows: int, group: Group) -> Tensor:
     """All of C, c_MN, on every rank, from each rank's rows. rows: M."""
     rank, size = check_group(group)
     check_whole(0, rows=rows)
-    counts = shares(rows, size)
-    check_share("c_mN", c_mN, 0, counts, rank)
+    counts = shard_sizes(rows, size)
+    check_shard("c_mN", c_mN, 0, counts, rank)
     if size == 1:
         return c_mN
     piece = _padded(c_mN, 0, counts[0])  # [m, N], m as on the rank with the most
@@ -113,8 +113,8 @@ def gather_columns(c_Mn: Tensor, columns: int, group: Group) -> Tensor:
     """
     rank, size = check_group(group)
     check_whole(0, columns=columns)
-    counts = shares(columns, size)
-    check_share("c_Mn", c_Mn, 1, counts, rank)
+    counts = shard_sizes(columns, size)
+    check_shard("c_Mn", c_Mn, 1, counts, rank)
     if size == 1:
         return c_Mn
     piece = _padded(c_Mn, 1, counts[0])  # [M, n], n as on the rank with the most
@@ -141,41 +141,43 @@ def _gathered(x: Tensor, group: Group) -> Tensor:
 
 
 @torch.no_grad()
-def by_inner(a_Mk: Tensor, b_kN: Tensor, group: Group, whole: bool = True) -> Tensor:
+def by_inner(a_Mk: Tensor, b_kN: Tensor, group: Group, full: bool = True) -> Tensor:
     """C from its columns of A and its rows of B: every rank's product is a summand of all of C.
 
-    whole: all of C, c_MN, on every rank, by an all-reduce; otherwise this rank's rows of it, c_mN,
+    full: all of C, c_MN, on every rank, by an all-reduce; otherwise this rank's rows of it, c_mN,
     by a reduce-scatter, which moves half as much. All ranks bring the same M and N; their k may
     differ. Sums are made in the tensors' own type.
     """
     check_product(a_Mk, b_kN)
-    check_flag(whole=whole)
+    check_flag(full=full)
     _, size = check_group(group)
     summand_MN = a_Mk @ b_kN  # [M, k] @ [k, N]
     if size == 1:
         return summand_MN
-    if whole:
+    if full:
         dist.all_reduce(summand_MN, group=group)  # [M, N]
         return summand_MN
-    return reduce_scatter(summand_MN, group, shares(len(summand_MN), size))()  # [M, N] to [m, N]
+    return reduce_scatter(
+        summand_MN, group, shard_sizes(len(summand_MN), size)
+    )()  # [M, N] to [m, N]
 
 
-def multiply(way: str, a_MK: Tensor, b_KN: Tensor, group: Group, whole: bool = True) -> Tensor:
+def multiply(way: str, a_MK: Tensor, b_KN: Tensor, group: Group, full: bool = True) -> Tensor:
     """C by one of the three cuts, from an A and a B that all ranks have in full: to compare them.
 
-    whole: c_MN on every rank; otherwise this rank's part: of "columns" its columns, of the other
+    full: c_MN on every rank; otherwise this rank's part: of "columns" its columns, of the other
     two its rows.
     """
     rank, size = check_group(group)
-    check_flag(whole=whole)
+    check_flag(full=full)
     a, b = cut(way, a_MK, b_KN, size, rank)
     if way == "inner":
-        return by_inner(a, b, group, whole)
+        return by_inner(a, b, group, full)
     if way == "rows":
         c_mN = by_rows(a, b)
-        return gather_rows(c_mN, len(a_MK), group) if whole else c_mN
+        return gather_rows(c_mN, len(a_MK), group) if full else c_mN
     c_Mn = by_columns(a, b)
-    return gather_columns(c_Mn, b_KN.shape[1], group) if whole else c_Mn
+    return gather_columns(c_Mn, b_KN.shape[1], group) if full else c_Mn
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,8 @@ class Grid:
 
     def block(self, x: Tensor) -> Tensor:
         """This rank's block of any matrix; a view."""
-        down = share(x.shape[0], self.rows, self.row)
-        across = share(x.shape[1], self.columns, self.column)
+        down = shard_slice(x.shape[0], self.rows, self.row)
+        across = shard_slice(x.shape[1], self.columns, self.column)
         return x[down, across]
 
 
@@ -248,7 +250,7 @@ def panels(inner: int, rows: int, columns: int, width: int | None = None) -> lis
     found = []
     for column in range(columns):
         for row in range(rows):
-            a, b = share(inner, columns, column), share(inner, rows, row)
+            a, b = shard_slice(inner, columns, column), shard_slice(inner, rows, row)
             low, high = max(a.start, b.start), min(a.stop, b.stop)
             for begin in range(low, high, width or max(1, high - low)):
                 found.append(Panel(begin, min(high, begin + (width or high)), column, row))
@@ -264,7 +266,10 @@ def summa(a_mk: Tensor, b_kn: Tensor, inner: int, grid: Grid, width: int | None 
     """
     check_kind(Grid, grid=grid)
     check_whole(0, inner=inner)
-    row, column = share(inner, grid.rows, grid.row), share(inner, grid.columns, grid.column)
+    row, column = (
+        shard_slice(inner, grid.rows, grid.row),
+        shard_slice(inner, grid.columns, grid.column),
+    )
     check_blocks(a_mk, b_kn, column, row, inner)
     steps = panels(inner, grid.rows, grid.columns, width)
     m, n = a_mk.shape[0], b_kn.shape[1]

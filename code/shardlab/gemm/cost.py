@@ -27,7 +27,7 @@ from shardlab.arguments import (
 from shardlab.link import ring_seconds
 
 from .checks import check_way
-from .core import CUTS, panels, share, shares
+from .core import CUTS, panels, shard_sizes, shard_slice
 
 WAYS = (*CUTS, "summa")
 
@@ -60,34 +60,34 @@ def predict(
     K: int,
     ranks: int,
     itemsize: int = 4,
-    whole: bool = True,
+    full: bool = True,
     rank: int = 0,
     shape: tuple[int, int] | None = None,
     width: int | None = None,
 ) -> Cost:
     """The cost of the product of M x K and K x N on `ranks` ranks, for `rank`: exact for any sizes.
 
-    way: "rows", "columns", "inner" or "summa"; on one rank all are the plain product. whole: all of
+    way: "rows", "columns", "inner" or "summa"; on one rank all are the plain product. full: all of
     C on every rank ("summa" leaves it cut: pass False). shape: rows and columns of SUMMA's grid,
     by default `near_square`; width: of its panels. `held` is for ranks on CPUs, over gloo.
     """
-    _check(way, M, N, K, ranks, itemsize, whole, shape)
-    share(M, ranks, rank)  # refuses a rank that is not there
+    _check(way, M, N, K, ranks, itemsize, full, shape)
+    shard_slice(M, ranks, rank)  # refuses a rank that is not there
     if way == "summa":
         return _summa(M, N, K, shape or near_square(ranks), itemsize, rank, width)
     cut = {"rows": M, "columns": N, "inner": K}[way]
-    own, longest = shares(cut, ranks)[rank], shares(cut, ranks)[0]
+    own, longest = shard_sizes(cut, ranks)[rank], shard_sizes(cut, ranks)[0]
     m, n, k = (own if way == w else size for w, size in (("rows", M), ("columns", N), ("inner", K)))
     a, b, c = (x * itemsize for x in (m * k, k * n, m * n))
     S = M * N * itemsize
     flops, held = 2 * m * n * k, a + b + c
-    if ranks == 1 or (way != "inner" and not whole):
+    if ranks == 1 or (way != "inner" and not full):
         return Cost(flops, a, b, c, held)
-    if way == "inner" and whole:
+    if way == "inner" and full:
         calls = {"all_reduce": (1, S)}
         return Cost(flops, a, b, S, held, calls, 2 * (ranks - 1) * S)
     if way == "inner":
-        mine = shares(M, ranks)[rank] * N * itemsize
+        mine = shard_sizes(M, ranks)[rank] * N * itemsize
         calls = {"all_to_all_single": (1, S)}  # a reduce-scatter: see `by_inner`
         return Cost(flops, a, b, mine, held + (ranks + 1) * mine, calls, (ranks - 1) * S)
     piece = longest * S // cut
@@ -103,8 +103,8 @@ def _summa(
 ) -> Cost:
     rows, columns = shape
     row, column = divmod(rank, columns)
-    m, n = shares(M, rows)[row], shares(N, columns)[column]
-    a, b = m * shares(K, columns)[column] * itemsize, shares(K, rows)[row] * n * itemsize
+    m, n = shard_sizes(M, rows)[row], shard_sizes(N, columns)[column]
+    a, b = m * shard_sizes(K, columns)[column] * itemsize, shard_sizes(K, rows)[row] * n * itemsize
     c = m * n * itemsize
     steps = panels(K, rows, columns, width)
     widest = max(step.end - step.begin for step in steps)
@@ -165,7 +165,7 @@ def seconds(
     ranks: int,
     machine: Machine,
     itemsize: int = 4,
-    whole: bool = True,
+    full: bool = True,
     shape: tuple[int, int] | None = None,
     width: int | None = None,
 ) -> Seconds:
@@ -175,8 +175,8 @@ def seconds(
     `link.ring_seconds` has them. SUMMA's row and column of the grid have a link of their own each.
     """
     check_kind(Machine, machine=machine)
-    _check(way, M, N, K, ranks, itemsize, whole, shape)
-    cost = predict(way, M, N, K, ranks, itemsize, whole, 0, shape, width)
+    _check(way, M, N, K, ranks, itemsize, full, shape)
+    cost = predict(way, M, N, K, ranks, itemsize, full, 0, shape, width)
     compute = cost.flops / machine.flops
     link = machine.latency, machine.bandwidth
     if way == "summa":
@@ -200,7 +200,7 @@ def _pipelined(
 ) -> Seconds:
     """SUMMA, step by step: the next panel sets out when the product of this one is due."""
     rows, columns = shape
-    m, n = shares(M, rows)[0], shares(N, columns)[0]
+    m, n = shard_sizes(M, rows)[0], shard_sizes(N, columns)[0]
     link = machine.latency, machine.bandwidth
     widths = [step.end - step.begin for step in panels(K, rows, columns, width)]
 
@@ -223,7 +223,7 @@ def pays_from(
     ranks: int,
     machine: Machine,
     itemsize: int = 4,
-    whole: bool = True,
+    full: bool = True,
     limit: int = 2**20,
 ) -> int | None:
     """The side of square matrices from which the product on `ranks` ranks beats one rank's.
@@ -234,10 +234,10 @@ def pays_from(
 
     def faster(step: int) -> bool:
         n = step * ranks
-        one, split = (seconds(way, n, n, n, r, machine, itemsize, whole) for r in (1, ranks))
+        one, split = (seconds(way, n, n, n, r, machine, itemsize, full) for r in (1, ranks))
         return split.total < one.total
 
-    _check(way, 1, 1, 1, ranks, itemsize, whole, None)
+    _check(way, 1, 1, 1, ranks, itemsize, full, None)
     check_kind(Machine, machine=machine)
     check_whole(limit=limit)
     if ranks == 1:
@@ -261,15 +261,15 @@ def _check(
     K: int,
     ranks: int,
     itemsize: int,
-    whole: bool,
+    full: bool,
     shape: tuple[int, int] | None,
 ) -> None:
     check_way(way, WAYS)
     check_whole(1, M=M, N=N, K=K, itemsize=itemsize)
     check_count(ranks=ranks)
-    check_flag(whole=whole)
-    if way == "summa" and whole:
-        raise ValueError("whole=True: allowed with way='summa' is False, for it leaves C in blocks")
+    check_flag(full=full)
+    if way == "summa" and full:
+        raise ValueError("full=True: allowed with way='summa' is False, for it leaves C in blocks")
     pair = isinstance(shape, tuple) and len(shape) == 2 and all(type(n) is int for n in shape)
     if shape is not None and (way != "summa" or not pair or shape[0] * shape[1] != ranks):
         raise ValueError(

@@ -26,7 +26,7 @@ from shardlab.arguments import (
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
 
-from .core import CUTS, shares
+from .core import CUTS, shard_sizes
 from .cost import Machine
 
 SIDE = 2**20  # of a matrix that is really multiplied: no memory holds a larger one
@@ -150,7 +150,7 @@ def shard_throughput(
         full = {"rows": M, "columns": N, "inner": K}
         if not 1 <= degree <= full[cut]:
             raise ValueError(f"degrees={degrees}: allowed here are 1 to {full[cut]}")
-        full[cut] = shares(full[cut], degree)[0]
+        full[cut] = shard_sizes(full[cut], degree)[0]
         sizes.append((full["rows"], full["columns"], full["inner"]))
     works = [_product(*size, dtype, device) for size in sizes]
     times: list[list[float]] = [[] for _ in works]

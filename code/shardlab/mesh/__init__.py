@@ -21,6 +21,7 @@ __all__ = [
     "SCHEDULES",
     "check_cuts",
     "counted",
+    "full_tensors",
     "groups_of",
     "held",
     "join",
@@ -28,7 +29,6 @@ __all__ = [
     "local",
     "predicted_sent",
     "predicted_states",
-    "whole",
 ]
 
 # What needs torch is loaded when it is first asked for: who only looks at groups does not wait for
@@ -42,6 +42,7 @@ _LATER = {
     "SCHEDULES": "shardlab.mesh.predict",
     "check_cuts": "shardlab.mesh.predict",
     "counted": "shardlab.mesh.states",
+    "full_tensors": "shardlab.mesh.states",
     "groups_of": "shardlab.mesh.core",
     "held": "shardlab.mesh.states",
     "join": "shardlab.mesh.core",
@@ -49,7 +50,6 @@ _LATER = {
     "local": "shardlab.mesh.states",
     "predicted_sent": "shardlab.mesh.predict",
     "predicted_states": "shardlab.mesh.predict",
-    "whole": "shardlab.mesh.states",
 }
 
 

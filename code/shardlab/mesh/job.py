@@ -22,7 +22,7 @@ from shardlab.shapes import Config
 
 from .core import Parallel, join
 from .predict import check_cuts, predicted_sent, predicted_states
-from .states import counted, held, whole
+from .states import counted, full_tensors, held
 
 RATE = 1e-3
 # What a machine without a GPU trains in minutes; beyond it a run would not end.
@@ -102,12 +102,12 @@ def train(job: Job) -> dict[str, Any]:
         seconds.append(clock(device) - begin)
     with count.sent() as sent, count.held(model, optimizer, device=device) as most:
         losses.append(model.step(*batches[-1]))
-    gradients = whole(model, lambda piece: piece.grad)
+    gradients = full_tensors(model, lambda piece: piece.grad)
     found = held(model, optimizer)
     optimizer.step()
     predicted = job.sent(rank)
     predicted["pp"] += predicted.pop("twin")
-    weights = whole(model)
+    weights = full_tensors(model)
     return {
         "losses": [value.item() for value in losses],
         "gradients": gradients if rank == 0 else {},

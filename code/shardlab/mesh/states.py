@@ -1,8 +1,9 @@
 """What a model on a mesh looks like from outside: whole tensors from all ranks, and back.
 
 A whole tensor is found in two steps: the pieces that ZeRO has dealt out to the copies make a part
-as the tensor group cuts it (`local`), and the group's parts the whole (`whole`). A checkpoint takes
-the first step alone: torch.distributed.checkpoint does the second, for whatever ranks read it.
+as the tensor group cuts it (`local`), and the group's parts all of it (`full_tensors`). A
+checkpoint takes the first step alone: torch.distributed.checkpoint does the second, for whatever
+ranks read it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardlab import count
 from shardlab.arguments import check_callable, check_kind
 from shardlab.layout.entries import ledger
-from shardlab.ranks.whole import joined, named
+from shardlab.ranks.gather import joined, named
 from shardlab.zero.flat import Flat
 from shardlab.zero.saved import assembled, deal_out, warm
 
@@ -47,7 +48,7 @@ class OnMesh(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The plain model's state dict, whole and on every rank; every rank has to call it."""
-        return whole(self)
+        return full_tensors(self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a rank's own tensors are no model."""
@@ -85,10 +86,10 @@ def local(job: OnMesh, of: Of) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def whole(job: OnMesh, of: Of = lambda piece: piece) -> dict[str, Tensor]:
+def full_tensors(job: OnMesh, of: Of = lambda piece: piece) -> dict[str, Tensor]:
     """`of` each parameter of the plain model, whole and in its order, on every rank.
 
-    whole(job): the plain model's state dict. whole(job, lambda piece: piece.grad): its gradients.
+    full_tensors(job): the plain model's state dict; with `lambda piece: piece.grad`, its gradients.
     Every rank calls it; beside the result one tensor at a time is in memory.
     """
     mine = local(job, of)

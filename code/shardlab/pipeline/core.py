@@ -26,7 +26,7 @@ from shardlab import ranks
 from shardlab.arguments import check_callable, check_flag, check_kind, given
 from shardlab.buckets import average_gradients, copy_from_rank_0
 from shardlab.ranks import agree, p2p
-from shardlab.ranks.whole import gathered
+from shardlab.ranks.gather import gathered
 
 from . import deferred
 from .parts import Form, Held
@@ -56,7 +56,7 @@ class Passes:
     def begin(self, tokens_BS: Tensor, targets_BS: Tensor, m: int) -> None:
         """Begin a step of m micro-batches, which differ by a sequence at most."""
         self.tokens, self.targets = tokens_BS.tensor_split(m), targets_BS.tensor_split(m)
-        self.shares = [len(tokens) / len(tokens_BS) for tokens in self.tokens]
+        self.scales = [len(tokens) / len(tokens_BS) for tokens in self.tokens]
         self.live: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = {}
         self.undone: dict[tuple[int, int], list[deferred.Task]] = {}
         self.value: Tensor | None = None  # the loss, where the last part is
@@ -66,7 +66,7 @@ class Passes:
         x = self.tokens[i] if x is None else x.requires_grad_()
         y = self.parts[chunk](x)
         if chunk == self.last:
-            y = self.loss(y, self.targets[i]) * self.shares[i]  # its share of the mean
+            y = self.loss(y, self.targets[i]) * self.scales[i]  # its part of the mean
             self.value = y.detach() if self.value is None else self.value + y.detach()
         # Backward needs the graph that leads to y, and not y: that goes once it is sent.
         self.live[i, chunk] = x, get_gradient_edge(y) if y.requires_grad else None

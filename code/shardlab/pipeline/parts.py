@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlab.arguments import check_callable, check_flag, check_kind, is_whole, told
 from shardlab.model import GPT
 from shardlab.ranks import Single, agree, check_group
-from shardlab.ranks.whole import gathered, named
+from shardlab.ranks.gather import gathered, named
 
 from .schedules import Schedule
 from .simulate import balance

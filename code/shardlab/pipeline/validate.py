@@ -122,8 +122,8 @@ def _passes(schedule: Schedule, stage: int, order: tuple[Action, ...]) -> None:
                 )
             if b not in place and not (x in place and w in place):
                 absent = " and ".join(name(a) for a in (x, w) if a not in place)
-                whole = absent if x in place or w in place else f"{name(b)} (or {absent})"
-                raise _wrong(schedule, f"stage {stage}: {whole} is missing")
+                needed = absent if x in place or w in place else f"{name(b)} (or {absent})"
+                raise _wrong(schedule, f"stage {stage}: {needed} is missing")
             steps = [f, b] if b in place else [f, x, w]
             for first, then in zip(steps, steps[1:], strict=False):
                 if place[then] < place[first]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardlab.arguments import check_bytes, check_number, check_whole
 
 from . import worker
-from .whole import gathered
+from .gather import gathered
 
 __all__ = [
     "check_bytes",

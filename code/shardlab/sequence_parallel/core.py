@@ -31,8 +31,8 @@ from torch.autograd.function import once_differentiable
 from shardlab.arguments import check_flag, check_kind
 from shardlab.buckets import add_up
 from shardlab.ranks import check_group
+from shardlab.ranks.gather import reduce_scatter
 from shardlab.ranks.renamed import all_gather_single
-from shardlab.ranks.whole import reduce_scatter
 
 Finish = Callable[[], Tensor]
 
@@ -70,15 +70,15 @@ def _gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return lambda: x_BsH.clone()
-    batch, share, hidden = x_BsH.shape
-    parts = x_BsH.new_empty((ranks * batch, share, hidden))
+    batch, local_seq, hidden = x_BsH.shape
+    parts = x_BsH.new_empty((ranks * batch, local_seq, hidden))
     work = all_gather_single(parts, x_BsH.contiguous(), group=group, async_op=True)  # t [B, s, H]
 
     def finish() -> Tensor:
         work.wait()
         # Ranks come first in memory, sequences have to; one sequence is in order already.
         # (Megatron's tensors are [S, B, H], where there is never anything to copy.)
-        return parts.view(ranks, batch, share, hidden).transpose(0, 1).flatten(1, 2)
+        return parts.view(ranks, batch, local_seq, hidden).transpose(0, 1).flatten(1, 2)
 
     return finish
 
@@ -98,7 +98,7 @@ class AlongSequence:
     keep: hold on to what was gathered until backward is over, instead of gathering it again.
     """
 
-    whole = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
+    uncut = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
 
     def __init__(self, keep: bool = False):
         check_flag(keep=keep)

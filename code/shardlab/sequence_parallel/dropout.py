@@ -39,8 +39,10 @@ class TokenDropout(nn.Module):
         rank, ranks = check_group(self.group)
         if x_BsH.is_cuda and self.p < 1:
             return _Fused.apply(x_BsH, self.p, rank, ranks)
-        batch, share, *rest = x_BsH.shape
-        ones_BSH = torch.ones((batch, ranks * share, *rest), dtype=x_BsH.dtype, device=x_BsH.device)
+        batch, local_seq, *rest = x_BsH.shape
+        ones_BSH = torch.ones(
+            (batch, ranks * local_seq, *rest), dtype=x_BsH.dtype, device=x_BsH.device
+        )
         mask_BSH = F.dropout(ones_BSH, self.p, inplace=True)  # 0, or 1 / (1 - p)
         # A copy: backward keeps it, and a view would keep the whole mask alive.
         return x_BsH * mask_BSH.chunk(ranks, 1)[rank].clone()
@@ -59,10 +61,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BsH: Tensor, p: float, rank: int, ranks: int) -> Tensor:
-        batch, share, *rest = x_BsH.shape
-        whole_BSH = x_BsH.new_empty((batch, ranks * share, *rest))
-        whole_BSH.chunk(ranks, 1)[rank].copy_(x_BsH)
-        y_BSH, mask_BSH = torch.native_dropout(whole_BSH, p, True)
+        batch, local_seq, *rest = x_BsH.shape
+        full_BSH = x_BsH.new_empty((batch, ranks * local_seq, *rest))
+        full_BSH.chunk(ranks, 1)[rank].copy_(x_BsH)
+        y_BSH, mask_BSH = torch.native_dropout(full_BSH, p, True)
         ctx.scale = 1 / (1 - p)
         # Copies: views would keep the wholes alive.
         ctx.save_for_backward(mask_BSH.chunk(ranks, 1)[rank].clone())

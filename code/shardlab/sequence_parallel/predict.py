@@ -34,7 +34,7 @@ def edges_sent(
           "gradients"                                   one all-reduce of norms' and late biases'
 
     "calls": of all collectives; "all_gather", "reduce_scatter", "all_reduce": bytes handed to them
-    (of an all-gather: the share). Without what the loss sends, which is the same either way.
+    (of an all-gather: the shard). Without what the loss sends, which is the same either way.
     """
     check_kind(Config, config=config)
     check_whole(batch=batch, seq=seq, itemsize=itemsize)
@@ -42,8 +42,8 @@ def edges_sent(
     check_flag(along_sequence=along_sequence, keep=keep)
     if along_sequence:
         check_seq(seq, ranks)
-    edges, whole = 2 * config.layers + 1, batch * seq * config.hidden * itemsize
-    half = whole * (ranks - 1) // ranks  # of a collective that is half an all-reduce
+    edges, full = 2 * config.layers + 1, batch * seq * config.hidden * itemsize
+    half = full * (ranks - 1) // ranks  # of a collective that is half an all-reduce
     again = edges if along_sequence and not keep else 0
     norm = config.hidden * (2 if config.norm == "layer" and config.bias else 1)
     biases = 2 * config.layers * config.hidden if config.bias else 0
@@ -53,11 +53,11 @@ def edges_sent(
         "backward": (2 * edges + again) * half,
         "gradients": 2 * gradients * (ranks - 1) // ranks,
         "calls": 4 * edges + again + 1,
-        "all_gather": (2 * edges + again) * (whole // ranks),
-        "reduce_scatter": 2 * edges * whole,
+        "all_gather": (2 * edges + again) * (full // ranks),
+        "reduce_scatter": 2 * edges * full,
         "all_reduce": gradients,
     }
     if not along_sequence:
         found |= {"gradients": 0, "calls": 2 * edges, "all_gather": 0, "reduce_scatter": 0}
-        found["all_reduce"] = 2 * edges * whole
+        found["all_reduce"] = 2 * edges * full
     return found if ranks > 1 else dict.fromkeys(found, 0)

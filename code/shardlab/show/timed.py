@@ -17,7 +17,7 @@ import time
 
 UNSEEN = "Not seen in this run: "  # how the line begins
 BUSY = "too busy to judge"
-_SHARE = 0.15  # of the cores, with others: below it, a quiet machine's own services
+_FRACTION = 0.15  # of the cores, with others: below it, a quiet machine's own services
 # Computes without pause from a moment on, in seconds of the clock that all processes share.
 _SPIN = """\
 import sys, time
@@ -38,11 +38,11 @@ def timed(holds: bool, claim: str) -> bool:
 
 def unseen(claim: str) -> str:
     """The line: what was not seen, and whether this machine can tell."""
-    share = others()
-    if share >= _SHARE:
-        why = f"this machine is {BUSY}, other work takes {share:.0%} of its cores"
+    fraction = others()
+    if fraction >= _FRACTION:
+        why = f"this machine is {BUSY}, other work takes {fraction:.0%} of its cores"
     else:
-        why = f"other work takes {share:.0%} of this machine's cores, so it may be another kind"
+        why = f"other work takes {fraction:.0%} of this machine's cores, so it may be another kind"
     return f"{UNSEEN}{claim} ({why}). Run it again when nothing else runs."
 
 

@@ -90,9 +90,9 @@ def zero_bytes(
         raise ValueError(f"zero={zero!r}: allowed are 0, 1, 2 and 3")
     check_whole(params=params, dp=dp, microbatches=microbatches)
     m = microbatches
-    share = ceil_div(params, dp) * (dp - 1)
+    others = ceil_div(params, dp) * (dp - 1)
     gradients, weights = {0: (2, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero]
-    return {"gradients": gradients * share * gradient, "weights": weights * share * weight}
+    return {"gradients": gradients * others * gradient, "weights": weights * others * weight}
 
 
 @dataclass(frozen=True)

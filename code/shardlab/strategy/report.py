@@ -180,17 +180,17 @@ def explained(asked: Asked, planned: Planned, room: float, rates: Rates) -> str:
     seconds = [["a step", "s", "%", ""]]
     for name, words in PARTS.items():
         if part := one["seconds_by_part"][name]:
-            share = f"{100 * part / one['seconds']:.1f}"
-            seconds.append([name, f"{part:.3f}", share, words])
+            percent = f"{100 * part / one['seconds']:.1f}"
+            seconds.append([name, f"{part:.3f}", percent, words])
     floors = "no step is faster: the data sheet's rates, all traffic hidden"
-    share = f"{100 * one['floor_seconds'] / one['seconds']:.1f}"
+    percent = f"{100 * one['floor_seconds'] / one['seconds']:.1f}"
     seconds.append(["together", f"{one['seconds']:.3f}", "100.0", ""])
-    seconds.append(["floor", f"{one['floor_seconds']:.3f}", share, floors])
+    seconds.append(["floor", f"{one['floor_seconds']:.3f}", percent, floors])
     sizes = [["the fullest rank", "GB", "%", ""]]
     for name, words in PIECES.items():
         if part := one["bytes_by_part"][name]:
-            share = f"{100 * part / one['reserved_bytes']:.1f}"
-            sizes.append([name, f"{part / 1e9:.2f}", share, words])
+            percent = f"{100 * part / one['reserved_bytes']:.1f}"
+            sizes.append([name, f"{part / 1e9:.2f}", percent, words])
     sizes.append(["together", f"{one['reserved_bytes'] / 1e9:.2f}", "100.0", "reserved"])
     sizes.append(["room", f"{room / 1e9:.2f}", "", "beyond it the allocator retries"])
     lines += [*aligned(seconds), "", *aligned(sizes), "", *_origins(rates)]

@@ -29,7 +29,7 @@ from .core import (
     parallelize,
     reduce_from,
     reduce_from_,
-    share,
+    shard_slice,
 )
 from .cross_entropy import loss
 from .gather import gather_last, split_last
@@ -71,7 +71,7 @@ __all__ = [
     "predicted_states",
     "reduce_from",
     "reduce_from_",
-    "share",
+    "shard_slice",
     "split_last",
     "words",
 ]

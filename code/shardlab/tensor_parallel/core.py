@@ -100,7 +100,7 @@ REPLICATED = Edges(copy_to, reduce_from_, handed_on, added_up)
 # Layers of which each of t ranks has a t-th.
 
 
-def share(name: str, size: int, group: Group) -> slice:
+def shard_slice(name: str, size: int, group: Group) -> slice:
     """Which part of `size` is this rank's; `name` is what the size is called.
 
     Raises ValueError where the group's ranks do not divide it, with the nearest sizes that they do.
@@ -112,9 +112,9 @@ def share(name: str, size: int, group: Group) -> slice:
     return slice(rank * part, (rank + 1) * part)
 
 
-def take(whole: Tensor, dimension: int, part: slice) -> Tensor:
-    """The part of `whole` along a dimension: a view."""
-    return whole.narrow(dimension, part.start, part.stop - part.start)
+def take(full: Tensor, dimension: int, part: slice) -> Tensor:
+    """The part of `full` along a dimension: a view."""
+    return full.narrow(dimension, part.start, part.stop - part.start)
 
 
 class Cut(nn.Module):
@@ -130,7 +130,7 @@ class Cut(nn.Module):
 
     def keep(self, plain: nn.Module) -> None:
         """Take over the parameters of `plain`, this rank's share of those that are cut."""
-        part = share(self.along, getattr(plain, self.along), self.group)
+        part = shard_slice(self.along, getattr(plain, self.along), self.group)
         for name, parameter in plain._parameters.items():
             if parameter is None:  # a bias that is not there
                 self.register_parameter(name, None)
@@ -213,7 +213,7 @@ def cut_ffn(ffn: FeedForward, group: Group, edges: Edges = REPLICATED) -> None:
     The function between the matrices acts on each feature alone, so every rank can apply it to its
     own. Were the first matrix cut by rows, it would have to wait for a sum.
     """
-    share("ffn_width", ffn.up.out_features, group)
+    shard_slice("ffn_width", ffn.up.out_features, group)
     first = ("up", "gate") if ffn.gate is not None else ("up",)
     for name in first:
         setattr(ffn, name, ColumnLinear.from_plain(getattr(ffn, name), group, edges.enter))
@@ -227,7 +227,7 @@ def cut_attention(
     """Leave this rank its heads of `attention`, in place: [B, S, H] to [B, S, H] as before."""
     config, first = attention.config, ("query", "key", "value")
     for name in ("heads", "key_value_heads"):
-        share(name, getattr(config, name), group)
+        shard_slice(name, getattr(config, name), group)
     for name in first:  # heads stand side by side in the outputs
         plain = getattr(attention, name)
         setattr(attention, name, ColumnLinear.from_plain(plain, group, edges.enter))
@@ -250,7 +250,7 @@ class VocabEmbedding(Cut):
     def __init__(self, group: Group, leave: Edge, vocabulary: int):
         super().__init__()
         self.group, self.leave, self.vocabulary = group, leave, vocabulary
-        self.own = share("num_embeddings", vocabulary, group)
+        self.own = shard_slice("num_embeddings", vocabulary, group)
 
     @classmethod
     def from_plain(

@@ -110,8 +110,8 @@ def attend(
     scores_BaSS = (q_BaSD * half) @ (k_BkSD * half).transpose(-2, -1)  # [.., S, D] @ [.., D, S]
     later_SS = scores_BaSS.new_full((sequence, sequence), -math.inf).triu_(1)
     weights_BaSS = (scores_BaSS + later_SS).softmax(-1)
-    whole = batch, heads * group.size(), sequence, sequence
-    mask_BASS = weights_BaSS.new_empty(whole).bernoulli_(1 - dropout_p)
+    full = batch, heads * group.size(), sequence, sequence
+    mask_BASS = weights_BaSS.new_empty(full).bernoulli_(1 - dropout_p)
     begin = dist.get_rank(group) * heads
     mask_BaSS = mask_BASS[:, begin : begin + heads] / (1 - dropout_p)
     return ((weights_BaSS * mask_BaSS) @ v_BkSD).to(dtype)  # [.., S, S] @ [.., S, D]

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
 
-from .core import Group, share
+from .core import Group, shard_slice
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
@@ -32,7 +32,7 @@ def split_last(x: Tensor, group: Group) -> Tensor:
 
     Raises ValueError where the ranks do not divide n.
     """
-    share("last dimension of x", x.shape[-1], group)
+    shard_slice("last dimension of x", x.shape[-1], group)
     return _SplitLast.apply(x, group) if check_group(group)[1] > 1 else x
 
 
@@ -46,7 +46,7 @@ class _GatherLast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return dx[..., share("last dimension", dx.shape[-1], ctx.group)], None
+        return dx[..., shard_slice("last dimension", dx.shape[-1], ctx.group)], None
 
 
 class _SplitLast(torch.autograd.Function):
@@ -55,7 +55,7 @@ class _SplitLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x[..., share("last dimension of x", x.shape[-1], group)].contiguous()
+        return x[..., shard_slice("last dimension of x", x.shape[-1], group)].contiguous()
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:

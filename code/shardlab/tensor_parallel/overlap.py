@@ -41,7 +41,7 @@ class Edges:
     gives the result; `back` may change what it is given. With them, `columns` sends while it
     computes; None: `enter` and the layers behind it stand one after the other. keep: hold on to
     what has entered until backward; otherwise to what was there before, which enters once more.
-    whole: what a parameter that no rank cuts is over the ranks, in the words of `tensor_types`.
+    uncut: what a parameter that no rank cuts is over the ranks, in the words of `tensor_types`.
     """
 
     enter: Edge
@@ -49,13 +49,13 @@ class Edges:
     begin: Callable[[Tensor, Group], Finish] | None = None
     back: Callable[[Tensor, Group], Finish] | None = None
     keep: bool = True
-    whole: str = "I"
+    uncut: str = "I"
 
     def __post_init__(self) -> None:
         check_callable(enter=self.enter, leave=self.leave)
         check_callable(**given(begin=self.begin, back=self.back))
         check_flag(keep=self.keep)
-        check_one_of(("I", "R"), whole=self.whole)
+        check_one_of(("I", "R"), uncut=self.uncut)
 
 
 def check_edges(edges: Edges) -> None:

@@ -1,4 +1,4 @@
-"""Whole weights into shares of them, and back; a model too large to be whole anywhere; its norm.
+"""Full weights into shards, and back; a model too large to be whole anywhere; its norm.
 
 Which parameters are cut, and how, stands in the layers (`Cut.cut`). Names are the plain GPT's, so
 that a state dict of one process fits any number of ranks, and the other way round.
@@ -17,9 +17,9 @@ from shardlab.buckets import clip_by_joint_norm
 from shardlab.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
-from shardlab.ranks.whole import joined
+from shardlab.ranks.gather import joined
 
-from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, share, take
+from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, shard_slice, take
 
 
 def cuts(model: nn.Module) -> dict[str, int | None]:
@@ -38,7 +38,7 @@ def cuts(model: nn.Module) -> dict[str, int | None]:
 def words(model: nn.Module) -> dict[str, str]:
     """Parameter -> what it is over the ranks: for `tensor_types.declare_parameters`."""
     _group(model)
-    return {name: model.edges.whole if d is None else "V" for name, d in cuts(model).items()}
+    return {name: model.edges.uncut if d is None else "V" for name, d in cuts(model).items()}
 
 
 def pieces(model: nn.Module) -> list[tuple[str, nn.Parameter, int | None]]:
@@ -47,7 +47,7 @@ def pieces(model: nn.Module) -> list[tuple[str, nn.Parameter, int | None]]:
     return [(name, parameters[name], dimension) for name, dimension in cuts(model).items()]
 
 
-def whole_shapes(model: GPT) -> dict[str, torch.Size]:
+def full_shapes(model: GPT) -> dict[str, torch.Size]:
     """Shapes of the plain GPT's parameters, by name."""
     _, size = check_group(_group(model))
     shapes = {}
@@ -61,7 +61,7 @@ def whole_shapes(model: GPT) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
-    """The plain GPT's state dict, from all ranks' shares: every rank of the group calls it.
+    """The plain GPT's state dict, from all ranks' shards: every rank of the group calls it.
 
     to: the rank of the group that gets it, the others get {}; None: all of them do. A parameter
     after the other, so that beside the result no more than one is in memory whole.
@@ -74,15 +74,15 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
         raise ValueError(f"to={to!r}: allowed are None and the group's ranks, 0 to {size - 1}")
     found: dict[str, Tensor] = {}
     for name, parameter, dimension in pieces(model):
-        whole = joined(parameter.detach(), dimension, group, to)
-        if whole is not None:
-            found[name] = whole
+        full = joined(parameter.detach(), dimension, group, to)
+        if full is not None:
+            found[name] = full
     return {name: found[first] for name, first in _aliases(model).items() if first in found}
 
 
 @torch.no_grad()
 def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
-    """Fill this rank's shares from a plain GPT's `state`; sends nothing.
+    """Fill this rank's shards from a plain GPT's `state`; sends nothing.
 
     Parameters on meta become real ones, with the dtype and on the device of `state`.
 
@@ -90,13 +90,13 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     other shapes than the plain GPT's.
     """
     group = _group(model)
-    shapes = whole_shapes(model)
+    shapes = full_shapes(model)
     check_state(state, {name: shapes[first] for name, first in _aliases(model).items()})
     for name, parameter, dimension in pieces(model):
-        whole = state[name]
+        full = state[name]
         if dimension is not None:
-            whole = take(whole, dimension, share(name, whole.shape[dimension], group))
-        _fill(model, parameter, whole)
+            full = take(full, dimension, shard_slice(name, full.shape[dimension], group))
+        _fill(model, parameter, full)
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def initialize(
         torch.manual_seed(0)
         initialize(model)
 
-    Shares that each rank drew on its own would be no halves of one matrix. So every rank draws each
+    Shards that each rank drew on its own would be no halves of one matrix. So every rank draws each
     matrix whole, one after the other, and keeps its part: the time of drawing all of it, the memory
     of the largest. Layers draw twice, as they do in GPT: when they are made, and when GPT fills
     them. Afterwards the generator is where GPT(config) would leave it.
@@ -122,26 +122,26 @@ def initialize(
     """
     check_kind((torch.device, str), **given(device=device))
     check_kind(torch.dtype, **given(dtype=dtype))
-    group, shapes = _group(model), whole_shapes(model)
+    group, shapes = _group(model), full_shapes(model)
     device = ranks.device() if device is None else torch.device(device)
     _, size = check_group(group)
     for module in model.modules():  # drawn, and dropped at once
         if isinstance(module, VocabEmbedding):
             nn.Embedding(module.weight.shape[0] * size, module.weight.shape[1])
         elif isinstance(module, ColumnLinear | RowLinear):
-            whole = list(module.weight.shape)
-            whole[module.cut["weight"]] *= size
-            nn.Linear(whole[1], whole[0], module.bias is not None)
+            full = list(module.weight.shape)
+            full[module.cut["weight"]] *= size
+            nn.Linear(full[1], full[0], module.bias is not None)
     for name, parameter, dimension in pieces(model):
         if parameter.dim() == 2:
-            whole = nn.init.normal_(torch.empty(shapes[name]), std=0.02)
+            full = nn.init.normal_(torch.empty(shapes[name]), std=0.02)
         elif name.endswith("bias"):
-            whole = torch.zeros(shapes[name])
+            full = torch.zeros(shapes[name])
         else:
-            whole = torch.ones(shapes[name])  # of norms
+            full = torch.ones(shapes[name])  # of norms
         if dimension is not None:
-            whole = take(whole, dimension, share(name, whole.shape[dimension], group))
-        _fill(model, parameter, whole, device, dtype or whole.dtype)
+            full = take(full, dimension, shard_slice(name, full.shape[dimension], group))
+        _fill(model, parameter, full, device, dtype or full.dtype)
     if model.head.weight is model.embedding.weight:  # GPT fills its head before it ties it
         nn.init.normal_(torch.empty(shapes["embedding.weight"]), std=0.02)
 
@@ -159,7 +159,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     group, split = _group(model), {True: [], False: []}
     for _, parameter, dimension in pieces(model):
         split[dimension is None].append(parameter)
-    return clip_by_joint_norm(model, limit, [group], split[False], whole=split[True])
+    return clip_by_joint_norm(model, limit, [group], split[False], replicated=split[True])
 
 
 def _fill(

@@ -87,7 +87,7 @@ class Notes(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
         """Once for each step, with the gradients of all micro-batches."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
-        self.norms.append(whole(norm).item())
+        self.norms.append(full_tensor(norm).item())
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """After each micro-batch."""
@@ -129,10 +129,10 @@ def fit(
     model = LitGPT(strategy == "fsdp2")
     data = Subset(Windows(64), range(windows))
     trainer.fit(model, DataLoader(data, batch_size=batch // size))
-    weights = {name: whole(w).clone() for name, w in model.net.state_dict().items()}
+    weights = {name: full_tensor(w).clone() for name, w in model.net.state_dict().items()}
     return notes.losses, notes.norms, weights
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded; every rank has to call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -121,8 +121,8 @@ class Options:
         if world % self.tensor or self.heads % self.tensor:
             allowed = f"divisors of {world} ranks and of {self.heads} heads"
             raise Refused(f"tensor={self.tensor}: allowed are {allowed}")
-        if self.batch % (shares := world // self.tensor):
-            raise Refused(f"batch={self.batch}: allowed are multiples of {shares}")
+        if self.batch % (replicas := world // self.tensor):
+            raise Refused(f"batch={self.batch}: allowed are multiples of {replicas}")
         if self.compiler not in ("none", *(known := torch.compiler.list_backends(()))):
             raise Refused(f"compiler={self.compiler!r}: allowed are none, {', '.join(known)}")
         for part, sequences in zip(text(self), (self.batch, 1, 1), strict=True):
@@ -201,11 +201,11 @@ def text(options: Options) -> list[Tensor]:
     library = Path(sysconfig.get_paths()["stdlib"]).glob("[!_]*.py")
     files = sorted(library) if options.source == "stdlib" else [Path(options.source)]
     try:
-        whole = bytearray(b"".join(file.read_bytes() for file in files))
+        data = bytearray(b"".join(file.read_bytes() for file in files))
     except OSError as error:
         allowed = f"allowed are stdlib and files that can be read ({error.strerror})"
         raise Refused(f"source={options.source!r}: {allowed}") from None
-    tokens = torch.frombuffer(whole, dtype=torch.uint8) if whole else torch.empty(0)
+    tokens = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
     parts = tokens.tensor_split([len(tokens) * 8 // 10, len(tokens) * 9 // 10])
     return [part[: options.limit or None] for part in parts]
 
@@ -263,7 +263,7 @@ class Training(Stateful):
         self.folder = Path(options.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.share, self.shares = self.rank // options.tensor, self.world // options.tensor
+        self.replica, self.replicas = self.rank // options.tensor, self.world // options.tensor
         # With `tensor`, parameters lie on one mesh or another, and are not stepped in one call.
         self.foreach = None if options.tensor == 1 else False
         rate = options.lr
@@ -282,10 +282,10 @@ class Training(Stateful):
 
     def batches(self, windows: Windows) -> DataLoader:
         """This rank's share of what is left of an epoch, which has an order of its own."""
-        size, seed = self.options.batch // self.shares, self.options.seed
+        size, seed = self.options.batch // self.replicas, self.options.seed
         epoch, done = divmod(self.done, len(windows) // self.options.batch)
-        share = {"num_replicas": self.shares, "rank": self.share, "drop_last": True}
-        sampler = DistributedSampler(windows, seed=seed, **share)
+        sharding = {"num_replicas": self.replicas, "rank": self.replica, "drop_last": True}
+        sampler = DistributedSampler(windows, seed=seed, **sharding)
         sampler.set_epoch(epoch)
         order = list(sampler)[done * size :]
         own = torch.Generator()  # a loader draws a number: not from what dropout draws from
@@ -339,10 +339,10 @@ class Training(Stateful):
         """The mean loss of a token over all `windows`, each of them counted once."""
         self.model.eval()
         total = torch.zeros(2, device=self.device)  # summed losses, tokens
-        sampler = DistributedSampler(windows, self.shares, self.share, shuffle=False)
+        sampler = DistributedSampler(windows, self.replicas, self.replica, shuffle=False)
         loader = DataLoader(windows, size, sampler=sampler, generator=torch.Generator())
         for number, (tokens, targets) in enumerate(loader):
-            places = (number * size + torch.arange(len(targets))) * self.shares + self.share
+            places = (number * size + torch.arange(len(targets))) * self.replicas + self.replica
             targets[places >= len(windows)] = -100  # repeated to fill up: counted as nothing
             loss = loss_of(self.model(tokens.to(self.device)), targets.to(self.device), "sum")
             total += torch.stack([loss, (targets >= 0).sum().to(loss)])
@@ -446,7 +446,7 @@ def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[
     print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {device}")
     torch.manual_seed(options.seed)
     training = Training(options, spread(build(options), options, device), device)
-    torch.manual_seed(options.seed + 1 + training.share)  # sharing data, they drop out the same
+    torch.manual_seed(options.seed + 1 + training.replica)  # sharing data, they drop out the same
     for number in SIGNALS:
         signal.signal(number, training.ask_to_stop)
     if found := checkpoints(training.folder):

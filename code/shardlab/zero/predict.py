@@ -21,12 +21,12 @@ def predicted_states(model: Sharded, bytes_per_state: int = 8) -> dict[str, int]
     check_whole(0, bytes_per_state=bytes_per_state)
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     found["parameters"] = sum(p.nbytes for p in model.frozen.values())
-    whole = not isinstance(model, Zero3)
+    replicated = not isinstance(model, Zero3)
     for flat in model.flats:
         wide = flat.master.itemsize
-        if whole:
+        if replicated:
             found["parameters"] += flat.size * flat.dtype.itemsize
-        if not whole or flat.dtype != flat.master:
+        if not replicated or flat.dtype != flat.master:
             found["parameters"] += flat.shard_size * wide
         if flat.trainable:
             found["gradients"] += (flat.size if model.keep else flat.shard_size) * wide

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardlab.ranks.whole import gathered
+from shardlab.ranks.gather import gathered
 
 from .flat import Flat, all_gather
 
@@ -170,9 +170,9 @@ def _rows(model: Sharded, values: Mapping[str, Tensor | None]) -> dict[str | Non
                 continue
             chunks = view.chunk(size)  # some ranks may have none
             own = chunks[rank] if rank < len(chunks) else view[:0]
-            whole = {"shape": view.shape, "stride": view.stride()}
+            full = {"shape": view.shape, "stride": view.stride()}
             local = own.clone()
-            found[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **whole)
+            found[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **full)
     return found
 
 

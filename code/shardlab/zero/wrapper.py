@@ -87,9 +87,9 @@ class Sharded(ranks.Single, nn.Module):
         for bucket in deal(parameters, *limits):
             named = {self._names[p]: p for p in bucket}
             flat = Flat(named, self.group, self.compute_dtype or bucket[0].dtype)
-            whole = _joined(flat, [p.detach() for p in bucket])
-            copy_from_rank_0([whole], self.group)
-            flat.start(whole, stay)
+            full = _joined(flat, [p.detach() for p in bucket])
+            copy_from_rank_0([full], self.group)
+            flat.start(full, stay)
             flats.append(flat)
         self.flats += flats
         return flats
@@ -134,12 +134,12 @@ class Sharded(ranks.Single, nn.Module):
 
         Every rank has to call it. Between steps it is the way to look at weights.
         """
-        whole = {name: p.detach().clone() for name, p in self.frozen.items()}
+        tensors = {name: p.detach().clone() for name, p in self.frozen.items()}
         for flat in self.flats:
             full = saved.assembled(flat, flat.pieces)
-            whole |= {name: view.clone() for name, view in full.items()}
+            tensors |= {name: view.clone() for name, view in full.items()}
         return {
-            name: whole[self._names[t]] if t in self._names else t.detach().clone()
+            name: tensors[self._names[t]] if t in self._names else t.detach().clone()
             for name, t in self.module.state_dict(keep_vars=True).items()
         }
 
@@ -200,10 +200,10 @@ class Sharded(ranks.Single, nn.Module):
 
 def _joined(flat: Flat, tensors: list[Tensor]) -> Tensor:
     """A flat tensor [size] of the masters' dtype with `tensors`, one for each parameter."""
-    whole = flat.empty(flat.master)
-    for view, tensor in zip(flat.views(whole), tensors, strict=True):
+    full = flat.empty(flat.master)
+    for view, tensor in zip(flat.views(full), tensors, strict=True):
         view.copy_(tensor)
-    return whole
+    return full
 
 
 def _check_options(compute_dtype: Any, reduction: Any) -> None:

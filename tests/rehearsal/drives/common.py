@@ -80,7 +80,7 @@ def batch(config: Config = GPT2, step: int = 0) -> tuple[Tensor, Tensor]:
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def share(tensor: Tensor) -> Tensor:
+def local_batch(tensor: Tensor) -> Tensor:
     """This rank's part of a batch."""
     _, rank, size = world()
     return tensor.chunk(size)[rank]
@@ -102,7 +102,7 @@ def losses(plain: nn.Module, mine: nn.Module, config: Config = GPT2) -> None:
     """Backward of the whole batch in `plain`, of this rank's share in `mine`."""
     x, y = batch(config)
     loss(plain(x), y).backward()
-    loss(mine(share(x)), share(y)).backward()
+    loss(mine(local_batch(x)), local_batch(y)).backward()
 
 
 def twice(config: Config = GPT2, dtype: torch.dtype = torch.float32) -> tuple[GPT, GPT]:

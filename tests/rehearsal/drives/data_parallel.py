@@ -9,7 +9,7 @@ from shardlab import data_parallel as dp
 from shardlab import ranks
 from shardlab.model import loss
 
-from .common import alike, batch, losses, near, share, twice, world
+from .common import alike, batch, local_batch, losses, near, twice, world
 
 
 def joined_batch():
@@ -23,7 +23,7 @@ def joined_batch():
 def after_an_interrupted_backward():
     plain, mine = twice()
     mine = dp.DataParallel(mine, world()[0], 2**10, 2**8)
-    x, y = map(share, batch())
+    x, y = map(local_batch, batch())
     last = next(mine.module.parameters())  # whose gradient comes last, or nearly
     handle = last.register_hook(_interrupt)
     try:

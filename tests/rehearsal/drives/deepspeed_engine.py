@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardlab import deepspeed_engine as engines
 from shardlab.layout import Layout
 
-from .common import batch, model, near, share, world
+from .common import batch, local_batch, model, near, world
 
 
 def _step(stage: int) -> None:
@@ -15,7 +15,7 @@ def _step(stage: int) -> None:
     settings = engines.config(Layout(size, zero=stage, micro_batch=4 // size))
     engine = engines.initialize(model(), settings)
     near(engines.weights(engine)["head.weight"], plain.head.weight.cpu(), 0.0)
-    engines.step(engine, [tuple(map(share, batch()))])
+    engines.step(engine, [tuple(map(local_batch, batch()))])
 
 
 def stage_0():

@@ -7,14 +7,14 @@ import torch
 from shardlab import zero
 from shardlab.model import loss
 
-from .common import batch, model, share, world
+from .common import batch, local_batch, model, world
 
 
 def bf16():
     for stage in (1, 3):
         mine = zero.shard(model(), world()[0], stage, compute_dtype=torch.bfloat16)
         optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3, foreach=False)
-        x, y = map(share, batch())
+        x, y = map(local_batch, batch())
         loss(mine(x), y).backward()
         assert mine.clip_grad_norm_(0.5) > 0
         optimizer.step()

@@ -15,14 +15,14 @@ from typing import Any
 
 from .verdicts import BAD, GOOD, NOTE, Findings, Verdict, count, listed, size, span
 
-SHARE = 0.5  # of what the planner assumes, and of what other ranks compute: below it is bad
+FRACTION = 0.5  # of what the planner assumes, and of what other ranks compute: below it is bad
 # The same of a link inside a host, whose data sheet's rate takes messages of gigabytes. With nccl a
 # pair of healthy GPUs reached, by nccl-tests' sendrecv_perf: 80 GB/s with 32 MiB and 180 with 4 GiB
 # where a copy has 260 (two H100, nccl-tests issue 268 of 2024); 111 GB/s with 128 MiB and 195 with
 # 1 GiB of 300 (eight A100, li-plus/playground, cuda/nccl.md). So 64 MiB make a third of the sheet's
 # at best, and half of the lower figure's share is bad: PCIe, to which nccl falls back, is below it.
 SHARE_INSIDE = 0.125
-SHARE_GPU = 0.85  # equal GPUs differ by some percent, unless one is hot, capped or shared
+FRACTION_GPU = 0.85  # equal GPUs differ by some percent, unless one is hot, capped or shared
 SLOW = 3.0  # times as slow as the median of its kind: then a link is bad
 LATENCY = 2e-3, 1e-4  # seconds above that median which count: a busy host adds one; with nccl
 CLOCK = 0.1  # seconds
@@ -144,8 +144,8 @@ def speed(job: Findings) -> Verdict:
         return _unknown("speed")
     for rank, mine in found.items():
         rates = [f["flops"] for r, f in found.items() if r != rank and f["name"] == mine["name"]]
-        share = SHARE_GPU if mine["kind"] == "cuda" else SHARE
-        if rates and mine["flops"] < share * median(rates):
+        fraction = FRACTION_GPU if mine["kind"] == "cuda" else FRACTION
+        if rates and mine["flops"] < fraction * median(rates):
             others = span(rates, "FLOP/s")
             slow.append(f"rank {rank} {size(mine['flops'], 'FLOP/s')}, the others {others}")
     if slow:
@@ -157,11 +157,11 @@ def speed(job: Findings) -> Verdict:
     text = span((f["flops"] for f in found.values()), "FLOP/s")
     if job.machine:
         text += f"; planner {size(job.machine.flops, 'FLOP/s')}"
-        if min(f["flops"] for f in found.values()) < SHARE * job.machine.flops:
+        if min(f["flops"] for f in found.values()) < FRACTION * job.machine.flops:
             return Verdict("speed", BAD, text, "the planner's seconds come too short: --machine")
-    idle = [r for r, f in found.items() if f["kind"] == "cpu" and f["share"] < SHARE]
+    idle = [r for r, f in found.items() if f["kind"] == "cpu" and f["fraction"] < FRACTION]
     if idle:
-        least = min(found[r]["share"] for r in idle)
+        least = min(found[r]["fraction"] for r in idle)
         text += f"; {listed(idle)} had a core for {least:.0%} of the time, or a little more"
         return Verdict("speed", NOTE, text, "top says what else runs on that host")
     return Verdict("speed", GOOD, text)
@@ -288,7 +288,7 @@ def _kinds(job: Findings) -> list[tuple[str, list[dict[str, Any]], float | None,
     m = job.machine
     kinds = [
         ("on one host", inside, m and m.inside, SHARE_INSIDE),
-        ("between hosts", between, m and m.between, SHARE),
+        ("between hosts", between, m and m.between, FRACTION),
     ]
     return [kind for kind in kinds if kind[1]]
 
@@ -307,13 +307,15 @@ def bandwidth(job: Findings) -> Verdict:
     kinds, texts, slow = _kinds(job), [], []
     if not kinds:
         return _unknown("bandwidth", job.unmeasured)
-    for kind, links, assumed, share in kinds:
+    for kind, links, assumed, fraction in kinds:
         rates = [link["bandwidth"] for link in links]
         planner = f"planner {size(assumed)}/s" if assumed else "the planner assumes nothing"
-        planner += f", with large messages; {size(share * assumed)}/s are enough" if assumed else ""
+        planner += (
+            f", with large messages; {size(fraction * assumed)}/s are enough" if assumed else ""
+        )
         texts.append(f"{count(links, 'pair')} {kind}: {span(rates, 'B/s')} ({planner})")
         for link in links:
-            least = max(_others(link, links, "bandwidth") / SLOW, share * (assumed or 0))
+            least = max(_others(link, links, "bandwidth") / SLOW, fraction * (assumed or 0))
             if link["bandwidth"] < least:
                 slow.append(f"{_name(link)} {size(link['bandwidth'])}/s")
     text = "; ".join(texts)

@@ -44,10 +44,10 @@ def versions(device: torch.device) -> Facts:
 def sources() -> str:
     """A short hash of the package's own files: two checkouts are seldom the same."""
     package = Path(__file__).parents[2]
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        whole.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-    return whole.hexdigest()[:12]
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def environment() -> Facts:
@@ -141,14 +141,14 @@ def network() -> Facts:
 def speed(device: torch.device, windows: int = 5) -> Facts:
     """FLOP/s of products one after another: the best of some windows of 0.05 s (a GPU: 0.2 s).
 
-    On the CPU: of one core, in seconds that this thread had it; `share` says how often it had.
+    On the CPU: of one core, in seconds that this thread had it; `fraction` says how often it had.
     """
     cuda = device.type == "cuda"
     side, few, dtype = (8192, 4, torch.float16) if cuda else (256, 4, torch.float32)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     torch.mm(a, b)
     name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
-    found: Facts = {"kind": device.type, "name": name, "flops": 0.0, "share": 0.0}
+    found: Facts = {"kind": device.type, "name": name, "flops": 0.0, "fraction": 0.0}
     for _ in range(windows):
         begin, core, done, passed = clock(device), time.thread_time(), 0, 0.0
         while passed < (0.2 if cuda else 0.05):
@@ -157,8 +157,8 @@ def speed(device: torch.device, windows: int = 5) -> Facts:
             done += few
             passed = clock(device) - begin
         had = time.thread_time() - core
-        flops, share = 2 * side**3 * done / (passed if cuda else had), had / passed
-        found |= {"flops": max(found["flops"], flops), "share": max(found["share"], share)}
+        flops, fraction = 2 * side**3 * done / (passed if cuda else had), had / passed
+        found |= {"flops": max(found["flops"], flops), "fraction": max(found["fraction"], fraction)}
     return found
 
 

@@ -79,10 +79,10 @@ def _room(path: str) -> Facts:
 
 def _type(path: str) -> str | None:
     """The kind of file system of `path`: nfs4, lustre, ext4, tmpfs, …"""
-    whole, best = os.path.realpath(path), ("", None)
+    real, best = os.path.realpath(path), ("", None)
     for part in psutil.disk_partitions(all=True):
         point = part.mountpoint.rstrip("/") + "/"
-        if (whole + "/").startswith(point) and len(point) >= len(best[0]):
+        if (real + "/").startswith(point) and len(point) >= len(best[0]):
             best = point, part.fstype
     return best[1]
 

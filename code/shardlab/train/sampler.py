@@ -1,6 +1,6 @@
 """Each rank has a share of the data.
 
-torchrun --nproc-per-node=2 -m shardlab.train.shares
+torchrun --nproc-per-node=2 -m shardlab.train.sampler
 """
 
 import math

@@ -117,7 +117,7 @@ def zero() -> Iterator[Row]:
             layout = Layout(dp=2, zero=stage)
             yield row("zero", "bf16", PRESETS["nano"], layout, against=beside, **nano)
         for n in (2, 4):
-            # On two, sums are the library's to the bit; on four they are near, as the plain ones are.
+            # On two, sums are the library's to the bit; on four they are near it.
             beside = {"sizes": (4,) * n, "dtype": torch.float32, "weekly": "cpu" if n == 4 else ""}
             why = "four terms in another order: AdamW takes another part of a step of 1e-2"
             near = within(5e-3, why, losses=1e-4)

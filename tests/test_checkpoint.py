@@ -28,6 +28,7 @@ from devices import here
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardlab import ranks, text
 from shardlab.checkpoint import (
@@ -51,6 +52,9 @@ from shardlab.zero import shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 BATCH = 8  # windows of a step, over all ranks
+SMALL = GPT2Config(
+    n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0
+)
 
 
 def run(fn, size, *args, device="auto", timeout=60):
@@ -224,6 +228,60 @@ def moves(root, kinds):
 def test_every_kind_of_model_reads_what_every_other_kind_wrote(tmp_path):
     run(moves, 2, tmp_path / "two", ["sharded", "replicated", "torch's"])
     run(moves, 1, tmp_path / "one", ["plain"])  # plain ones on two ranks would drift apart
+
+
+def tuned(kind):
+    """A model of transformers with dropout, tied ends, two groups and a schedule."""
+    torch.manual_seed(0)
+    model = here(GPT2LMHeadModel(SMALL)).train()
+    if kind == "sharded":
+        mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
+        for part in (*model.transformer.h, model):
+            fully_shard(part, mesh=mesh)
+    if kind == "torch's":
+        model = nn.parallel.DistributedDataParallel(model)
+    if kind == "zero":
+        model = shard(model, dist.group.WORLD, 3, units=list(model.transformer.h))
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0, "lr": 1e-3}]
+    for name, parameter in model.named_parameters():
+        groups["bias" in name or "ln_" in name]["params"].append(parameter)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+    return Training(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+
+
+def tune(training, steps):
+    losses = []
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(training.step)
+        tokens = here(torch.randint(64, (4, 16), generator=generator))  # BS
+        tokens = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        training.optimizer.zero_grad()
+        value = training.model(input_ids=tokens, labels=tokens).loss
+        value.backward()
+        training.optimizer.step()
+        training.schedule.step()
+        training.step += 1
+        losses.append(value.item())
+    return losses
+
+
+def tuned_and_resumed(root):
+    kinds = ("sharded", "torch's", "zero")
+    for kind in kinds:
+        tune(training := tuned(kind), 3)
+        with Checkpoints(root / kind, dist.group.WORLD) as store:
+            store.save(training)
+            found = everything(training)
+            losses, end = tune(training, 3), everything(training)
+            store.load(again := tuned(kind))
+            assert tune(again, 3) == losses and same(end, everything(again)), kind
+            for other in kinds:
+                store.load(again := tuned(other))
+                assert same(found, everything(again)), (kind, other)
+
+
+def test_models_of_transformers_go_on_bit_for_bit_and_fit_each_other(tmp_path):
+    run(tuned_and_resumed, 2, tmp_path, device="cpu")
 
 
 def in_groups(turned=False, schedule=True):

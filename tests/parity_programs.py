@@ -341,6 +341,10 @@ def a_bit_apart(module: nn.Module, group: Any) -> None:
         p.grad *= 1 + 2**-23 * dist.get_rank()
 
 
+def in_pairs(module: nn.Module, group: Any) -> None:
+    average(module, dist.new_subgroups(2)[0])
+
+
 def clip_first(module: nn.Module, group: Any) -> None:
     nn.utils.clip_grad_norm_(module.parameters(), 0.3)
     average(module, group)
@@ -419,6 +423,11 @@ def joined(side: Any) -> None:
 
 def clipped_before(side: Side) -> None:
     side.clip = nothing
+
+
+def twice_the_limit(side: Side) -> None:
+    clip = side.clip
+    side.clip = lambda limit: clip(2 * limit)
 
 
 def clipped_locally(side: Side) -> None:
@@ -524,6 +533,11 @@ WRONG: dict[str, Wrong] = {
     "data: never averaged": Wrong(
         data(), "gradient ", "nobody averaged them over ranks 0, 1", instead=averaged_by(nothing)
     ),
+    "data: averaged in pairs alone": Wrong(
+        data(layout=Layout(dp=4)), "gradient ",
+        r"averaged over ranks 0, 1 \| 2, 3 alone, and not over 0, 1, 2, 3",
+        instead=averaged_by(in_pairs),
+    ),
     "data: divided twice": Wrong(
         data(), "gradient ", "0.5 times .* divided by 2 ranks once too often", mistake=half_the_loss
     ),
@@ -582,6 +596,10 @@ WRONG: dict[str, Wrong] = {
     "zero: clipped by the norm of a piece": Wrong(
         replace(ZERO, **CLIP), "gradient ", "clipped by a norm of its own",
         mistake=clipped_locally,
+    ),
+    "zero: clipped at another norm": Wrong(
+        replace(ZERO, **CLIP), "gradient ", "by the same factor .clipped at another norm",
+        mistake=twice_the_limit,
     ),
     "zero: weight decay twice": Wrong(
         ZERO, "update ", "weight is too little in it: weight decay",

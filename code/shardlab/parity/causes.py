@@ -186,12 +186,25 @@ def _not_summed(case: Case) -> str:
     if all(case.alike(s, w) for s, w, _ in sums):
         return f"each rank has an addend of its own, and nobody added them up over ranks {who}"
     if all(case.alike(s / k, w) for s, w, k in sums):
+        alone = [[v.rank for v in g] for group in by_place for g in _equal(case, group)]
+        if all(len(ranks) > 1 for ranks in alone):
+            among = " | ".join(map(listed, alone))
+            return f"averaged over ranks {among} alone, and not over {who}"
         return f"each rank has its own, and nobody averaged them over ranks {who}"
     free = [ratio(s, w) for s, w, _ in sums]
     if all(c and case.alike(s, c * w) for c, (s, w, _) in zip(free, sums, strict=True)):
         times = f"{free[0]:.4g} times the right one"
         return f"each rank has its own; their sum over ranks {who} is {times}"
     return ""
+
+
+def _equal(case: Case, values: list[Value]) -> list[list[Value]]:
+    """Those that have the same, together."""
+    found: list[list[Value]] = []
+    for value in values:
+        mine = next((g for g in found if case.alike(g[0].found, value.found)), None)
+        found.append([value]) if mine is None else mine.append(value)
+    return found
 
 
 def _mixed(case: Case) -> str:
@@ -381,7 +394,8 @@ def _clipped(way: Way) -> str:
                 return ""
     first = next(iter(by_rank.values()))
     if all(same(factor, first) for factor in by_rank.values()):
-        return ""
+        why = "" if ": " in findings[0].words else " (clipped at another norm, or another loss?)"
+        return f"all gradients are, by the same factor{why}"
     return f"all gradients are, by {told(by_rank)}: was each rank's clipped by a norm of its own?"
 
 

@@ -28,7 +28,6 @@ from devices import here
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardlab import ranks, text
 from shardlab.checkpoint import (
@@ -52,9 +51,6 @@ from shardlab.zero import shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 BATCH = 8  # windows of a step, over all ranks
-SMALL = GPT2Config(
-    n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0
-)
 
 
 def run(fn, size, *args, device="auto", timeout=60):
@@ -232,8 +228,11 @@ def test_every_kind_of_model_reads_what_every_other_kind_wrote(tmp_path):
 
 def tuned(kind):
     """A model of transformers with dropout, tied ends, two groups and a schedule."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
-    model = here(GPT2LMHeadModel(SMALL)).train()
+    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    model = here(GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))).train()
     if kind == "sharded":
         mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
         for part in (*model.transformer.h, model):
@@ -281,6 +280,7 @@ def tuned_and_resumed(root):
 
 
 def test_models_of_transformers_go_on_bit_for_bit_and_fit_each_other(tmp_path):
+    pytest.importorskip("transformers")
     run(tuned_and_resumed, 2, tmp_path, device="cpu")
 
 

@@ -12,6 +12,7 @@ from shardlab.__main__ import main
 from shardlab.layout import AXES, Layout
 from shardlab.machines import MACHINES
 from shardlab.mesh.command import as_predicted
+from shardlab.mesh.job import rounding, run
 from shardlab.shapes import PRESETS
 from shardlab.strategy.plan import layouts
 from shardlab.strategy.profile import PROFILES
@@ -77,9 +78,19 @@ def test_what_is_not_as_predicted_or_not_equal_is_said():
     assert as_predicted({"ranks": [rank, rank]})
     assert not as_predicted({"ranks": [rank, {**rank, "held": {"parameters": 9}}]})
     assert not as_predicted({"ranks": [rank, {**rank, "sent": {"tp": 5.0}}]})
-    assert equal({"differences": {"losses": 1e-6, "gradients": 1e-7}})
-    assert not equal({"differences": {"losses": 1e-4, "gradients": 1e-7}})
-    assert not equal({"differences": {"losses": 1e-6, "gradients": 1e-4}})
+    assert equal({"losses": 1e-6, "gradients": 1e-7})
+    assert not equal({"losses": 1e-4, "gradients": 1e-7})
+    assert not equal({"losses": 1e-6, "gradients": 1e-4})
+
+
+def test_where_rounding_alone_makes_more_it_is_measured_and_a_mistake_is_still_one():
+    size = {"hidden": 3072, "heads": 12, "kv_heads": 4, "ffn": 23_040}  # of falcon3-7b
+    model = replace(PRESETS["llama-3-8b"], rotary_base=10_000.0, **size)
+    job, _ = small(model, Layout(dp=2, pp=2, tp=2, microbatches=4))
+    own = rounding(job)
+    gaps = run(job)["differences"]
+    assert equal(gaps, own)
+    assert not equal(dict.fromkeys(gaps, 1e-2), own)
 
 
 def test_a_model_with_experts_is_refused_with_tokens_cut_before_ranks_start():

@@ -122,9 +122,9 @@ def train(job: Job) -> dict[str, Any]:
     }
 
 
-def alone(job: Job) -> dict[str, Any]:
+def alone(job: Job, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """The same in one process, which sees the whole batch."""
-    model = model_of(job.config)
+    model = model_of(job.config).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
     losses = []
     for number in range(job.steps):
@@ -146,6 +146,15 @@ def apart(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
     for kind in ("gradients", "weights"):
         gaps[kind] = max((found[kind][n] - w).abs().max().item() for n, w in want[kind].items())
     return gaps
+
+
+def rounding(job: Job) -> dict[str, float]:
+    """How far one process in 32 bits is from itself in 64: what rounding alone makes of the job."""
+    narrow, wide = (
+        ranks.run(alone, 1, job, dtype, timeout=600, show=False)[0]
+        for dtype in (torch.float32, torch.float64)
+    )
+    return apart(narrow, wide)
 
 
 def run(job: Job) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from shardlab import mesh, ranks
 from shardlab.layout import Layout, written
 from shardlab.mesh.command import as_predicted, told
-from shardlab.mesh.job import Job, run
+from shardlab.mesh.job import Job, rounding, run
 from shardlab.shapes import Config
 
 MOST_RANKS = 8  # two of each axis that a mesh cuts along
@@ -23,8 +22,11 @@ STEPS = 5
 EVEN = "equal", "megatron"  # rules that fit few layers: those of each stage are the large model's
 HEAD, SEQ, EXPERTS = 8, 32, 4  # width of a head, tokens of a sequence, experts
 # Losses are some 5.5, where neighbours in float32 are 5e-7 apart. Five steps with AdamW, which
-# divides by gradients' sizes, were seen to part by 3e-6 at most.
+# divides by gradients' sizes, were seen to part by 3e-6 in most models.
 ROUNDING = 2e-5
+# Where a gradient is all but zero, a step may go anywhere: then each of the two is as far from the
+# exact one as one process is. That twice, and some room. A mistake is 1e-2 and more.
+APART = 3
 
 
 def small(config: Config, layout: Layout, most: int = MOST_RANKS) -> tuple[Job, list[str]]:
@@ -88,7 +90,8 @@ def trained(name: str, config: Config, layout: Layout) -> tuple[str, bool]:
     """
     job, left_out = small(config, layout, min(MOST_RANKS, ranks.max_ranks()))
     found = run(job)
-    same = equal(found)
+    gaps = found["differences"]
+    same = equal(gaps) or equal(gaps, rounding(job))
     lines = [f"The plan for {name}: {layout}", f"Run here: {written(job.layout)}"]
     if left_out:
         lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
@@ -96,6 +99,11 @@ def trained(name: str, config: Config, layout: Layout) -> tuple[str, bool]:
     return "\n".join([*lines, "", told(job, found), words]), same and as_predicted(found)
 
 
-def equal(found: dict[str, Any]) -> bool:
-    """Whether a job's losses and its last gradients are those of one process, up to ROUNDING."""
-    return all(found["differences"][what] <= ROUNDING for what in ("losses", "gradients"))
+def equal(gaps: dict[str, float], own: dict[str, float] | None = None) -> bool:
+    """Whether a job's losses and its last gradients are those of one process, up to rounding.
+
+    own: how far that process is from itself in 64 bits, where the usual limit is too narrow.
+    """
+    own = own or {}
+    limits = {what: max(ROUNDING, APART * own.get(what, 0.0)) for what in ("losses", "gradients")}
+    return all(gaps[what] <= limit for what, limit in limits.items())

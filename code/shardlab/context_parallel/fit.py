@@ -132,6 +132,7 @@ def tokens_table(
     """
     check_all(int, cps=cps)
     check_kind(Mapping, cases=cases)
+    check_kind(Layout, **{f"cases[{name!r}]": layout for name, layout in cases.items()})
     return [
         {"cp": cp}
         | {name: tokens_that_fit(config, budget, replace(c, cp=cp)) for name, c in cases.items()}

@@ -33,6 +33,7 @@ class PlacedDropout:
 
     def __init__(self, blocks: Mapping[str, nn.Module], seed: int = 0):
         check_kind((Mapping, nn.ModuleDict), blocks=blocks)
+        check_kind(nn.Module, **{f"blocks[{number!r}]": block for number, block in blocks.items()})
         check_whole(0, seed=seed)
         self.seed, self.calls = seed, dict.fromkeys(blocks, 0)
         for number, block in blocks.items():

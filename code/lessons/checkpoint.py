@@ -567,12 +567,12 @@ for delay, victims in KILLS.items():
     except ranks.RankError:
         pass  # this was meant to happen
     promised = int(Path(f"{path}.promised").read_text().split()[-1])
-    step, complete = current(path)
+    step, intact = current(path)
     # A rank may die after the rename, and before the note.
-    assert complete and promised <= step <= promised + 1
+    assert intact and promised <= step <= promised + 1
     left = sum(name.startswith(".saving") for name in os.listdir(path))
     rows.append((", ".join(map(str, victims)), delay, promised, step, "yes", left))
-head = ["killed: rank", "after (s)", "last step promised", "current", "complete"]
+head = ["killed: rank", "after (s)", "last step promised", "current", "intact"]
 show.table(rows, [*head, "unfinished saves left"])
 
 

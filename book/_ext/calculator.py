@@ -269,20 +269,29 @@ self.onmessage = (event) => self.postMessage(self.answer(event.data));
 """
 
 
+def brython(name: str) -> str:
+    """A file of Brython's."""
+    distribution = metadata.distribution("brython")
+    return Path(str(distribution.locate_file(f"brython/data/{name}"))).read_text("utf-8")
+
+
+def library() -> dict[str, Any]:
+    """What of Brython's library is taken: a module's name -> its kind, its source, its imports."""
+    text = brython("brython_stdlib.js")
+    found, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
+    return {name: found[name] for name in LIBRARY}
+
+
 def python() -> str:
     """The script that holds all of it."""
-    distribution = metadata.distribution("brython")
-    data = Path(str(distribution.locate_file("brython/data")))
-    text = (data / "brython_stdlib.js").read_text("utf-8")
-    library, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
-    modules: dict[str, Any] = {"$timestamp": 0, **{name: library[name] for name in LIBRARY}}
+    modules: dict[str, Any] = {"$timestamp": 0, **library()}
     for path in [BROWSER / "calculators.py", *sorted((BROWSER / "stand_ins").glob("*.py"))]:
         modules[path.stem] = [".py", path.read_text("utf-8"), []]
     for name, path in reached().items():
         package = [1] if path.name == "__init__.py" else []
         modules[name] = [".py", path.read_text("utf-8"), [], *package]
     end = END.replace("MODULES", json.dumps(modules, ensure_ascii=False))
-    worker = START + (data / "brython.js").read_text("utf-8") + end
+    worker = START + brython("brython.js") + end
     licences = (BROWSER / "LICENSES.txt").read_text("utf-8")
     held = json.dumps(worker, ensure_ascii=False)
     return f"/*!\n{licences}*/\nself.coursePython = {held};\n"

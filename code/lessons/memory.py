@@ -246,7 +246,8 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 
 # %%
 show.source(
-    memory.core.Recipe, memory.core.check_recipe, memory.core.States, memory.states
+    memory.core.Recipe, memory.core.check_recipe, memory.core.States, memory.states,
+    memory.core.states_of,
 )
 
 
@@ -366,6 +367,7 @@ show.source(
     memory.core.kept_by_projections,
     memory.core.kept_by_softmax,
     memory.core.kept_by_attention,
+    memory.core.wide_tensors,
     memory.core.kept_by_ffn,
     memory.core.layer_parts,
 )

@@ -136,6 +136,7 @@ SEEDS = [
         "if False:",
         "sequence_parallel.token_dropout",
         "differs by",
+        gpus=4,
     ),
     Seed(
         "what is under way is overwritten after an error",
@@ -148,8 +149,8 @@ SEEDS = [
     Seed(
         "under torchrun, outside of a run, cuda:0 for all",
         "ranks/__init__.py",
-        "% gpus if started else 0)",
-        "% gpus if inside is not None else 0)",
+        'torch.device("cuda", local_rank_of(os.environ) % gpus)',
+        'torch.device("cuda", local_rank_of(os.environ) % gpus if inside is not None else 0)',
         "ranks.under_torchrun",
         "no line 'process 1 cuda:1'",
     ),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise, permutations, product
+from itertools import permutations, product
 
 from shardlab.arguments import (
     check_callable,
@@ -163,7 +163,7 @@ class Layout:
         for group in self.groups("pp" if axis == "twin" else axis):
             stages = [group[stage] for stage in self.route] if axis in ("pp", "twin") else []
             if axis == "pp":
-                for stage, later in pairwise(stages):
+                for stage, later in zip(stages, stages[1:], strict=False):
                     if stage != later:  # at the turn of a V nothing is sent
                         yield from ((stage, later), (later, stage))
             elif axis == "twin" and stages[0] != stages[-1]:

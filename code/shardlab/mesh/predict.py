@@ -21,7 +21,6 @@ Everything is float32. Shapes: B sequences of a copy, S tokens, H hidden, V voca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +190,8 @@ def predicted_sent(
     stream = ITEM * batch * seq * config.hidden  # [B, S, H]
     part = layout.parts(config)[place["pp"]]
     copy = place["dp"] if zero else 0
-    ways = sum((a, b).count(place["pp"]) for a, b in pairwise(layout.route) if a != b)
+    neighbours = zip(layout.route, layout.route[1:], strict=False)
+    ways = sum(pair.count(place["pp"]) for pair in neighbours if pair[0] != pair[1])
     ends = config.tied and part.embedding != part.head
     along = {
         "tp": _inside(config, layout, part, stream, batch * seq),

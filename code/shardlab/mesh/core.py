@@ -32,7 +32,7 @@ from shardlab.arguments import check_kind, check_whole
 from shardlab.buckets import add_up, clip_by_joint_norm
 from shardlab.layout import Layout
 from shardlab.model import GPT
-from shardlab.pipeline import Part, Pipeline
+from shardlab.pipeline import Part, Pipeline, Schedule
 from shardlab.ranks import agree, check_group, check_same
 
 from .dropout import PlacedDropout
@@ -126,12 +126,14 @@ class Parallel(OnMesh):
             if (degree := getattr(layout, axis)) != (size := check_group(group)[1]):
                 raise ValueError(f"{axis}={degree}: allowed with this group is {size}")
         self.config, self.layout, self.groups, self.number = model.config, layout, groups, 0
+        m, chunks = layout.microbatches, layout.chunks
+        schedule = pipeline.schedule(layout.schedule, layout.pp, m, chunks)
         self._cut_matrices(model, layout.sequence_parallel)
-        parts = self._cut_layers(model)
+        parts = self._cut_layers(model, schedule)
         blocks = {number: block for part in parts for number, block in part.blocks.items()}
         if layout.recompute == "full":
             pipeline.compute_again(list(blocks.values()))
-        self._share_copies(parts)
+        self._share_copies(parts, schedule)
         self.dropout = PlacedDropout(blocks, seed) if self.config.dropout else None
 
     def _cut_matrices(self, model: GPT, sequence: bool) -> None:
@@ -146,20 +148,18 @@ class Parallel(OnMesh):
         self.cuts = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
         self.cuts.setdefault("head.weight", 0)  # a tied one goes by the embedding's name so far
 
-    def _cut_layers(self, model: GPT) -> list[Part]:
+    def _cut_layers(self, model: GPT, schedule: Schedule) -> list[Part]:
         """Along pp: this rank keeps its parts of the model. The ends of a tied one are twins."""
         layout, (stage, _) = self.layout, check_group(self.groups.pp)
-        m, chunks = layout.microbatches, layout.chunks
-        self.schedule = pipeline.schedule(layout.schedule, layout.pp, m, chunks)
         parts = pipeline.cut(model, layers_of_parts(model.config, layout))
         first, last = layout.route[0], layout.route[-1]
         self.twin = None
         if model.config.tied and first != last and stage in (first, last):
             other = last if stage == first else first
             self.twin = model.embedding.weight, other
-        return [parts[number] for number in self.schedule.placement[stage]]
+        return [parts[number] for number in schedule.placement[stage]]
 
-    def _share_copies(self, parts: list[Part]) -> None:
+    def _share_copies(self, parts: list[Part], schedule: Schedule) -> None:
         """Along dp: average over the copies, or deal out to them what all would hold."""
         layout = self.layout
         self.plain_form = parts[0].between
@@ -173,7 +173,7 @@ class Parallel(OnMesh):
             self.sharded.append(sharded)
         self.pipeline = Pipeline(
             self.sharded or parts,
-            self.schedule,
+            schedule,
             self.groups.pp,
             self._loss,
             between=self._form,

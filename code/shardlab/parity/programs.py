@@ -134,8 +134,11 @@ def refuse_parallel(record: Record, matchers: list[Matcher]) -> None:
     theirs = {key.name for m in matchers for key in m.seen if key.phase == "weights"}
     foreign, lacking = sorted(theirs - own), [name for name in sorted(own) if name not in theirs]
     if foreign or lacking:
-        said = [f"{len(foreign)} parameters that the plain one lacks ({', '.join(foreign[:3])})"]
-        said = said if foreign else []
+        said = []
+        if foreign:
+            said.append(
+                f"{len(foreign)} parameters that the plain one lacks ({', '.join(foreign[:3])})"
+            )
         if lacking:
             said.append(f"on no rank {len(lacking)} of the plain one's ({', '.join(lacking[:3])})")
         raise ValueError(

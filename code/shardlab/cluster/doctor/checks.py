@@ -21,7 +21,7 @@ FRACTION = 0.5  # of what the planner assumes, and of what other ranks compute: 
 # where a copy has 260 (two H100, nccl-tests issue 268 of 2024); 111 GB/s with 128 MiB and 195 with
 # 1 GiB of 300 (eight A100, li-plus/playground, cuda/nccl.md). So 64 MiB make a third of the sheet's
 # at best, and half of the lower figure's share is bad: PCIe, to which nccl falls back, is below it.
-SHARE_INSIDE = 0.125
+FRACTION_INSIDE = 0.125
 FRACTION_GPU = 0.85  # equal GPUs differ by some percent, unless one is hot, capped or shared
 SLOW = 3.0  # times as slow as the median of its kind: then a link is bad
 LATENCY = 2e-3, 1e-4  # seconds above that median which count: a busy host adds one; with nccl
@@ -287,7 +287,7 @@ def _kinds(job: Findings) -> list[tuple[str, list[dict[str, Any]], float | None,
     between = [p for p in pairs if p not in inside]
     m = job.machine
     kinds = [
-        ("on one host", inside, m and m.inside, SHARE_INSIDE),
+        ("on one host", inside, m and m.inside, FRACTION_INSIDE),
         ("between hosts", between, m and m.between, FRACTION),
     ]
     return [kind for kind in kinds if kind[1]]

@@ -34,6 +34,19 @@ def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
     return said + _who(key, ranks) if len(gone) else ""
 
 
+def weight_on_no_rank(key: Key, whole: torch.Tensor, ranks: list[Any]) -> str:
+    """Of which numbers of a weight nobody has one, or an equal one, wherever it may stand."""
+    had = torch.zeros(whole.shape, dtype=torch.bool)
+    for matcher in ranks:
+        for number in range(len(matcher.seen.get(key, ()))):
+            for place in matcher.owned.get((key.name, number), ()):
+                place.mark(had)
+    gone = whole[~had]
+    gone = gone[~torch.isin(gone, whole[had])] if len(gone) else gone
+    said = f"{len(gone)} of {whole.numel()} numbers are on no rank: "
+    return said + _who(key, ranks) if len(gone) else ""
+
+
 def _who(key: Key, ranks: list[Any]) -> str:
     at = {m.rank: [s.place for s in m.seen.get(key, ()) if s.place] for m in ranks}
     for one, places in at.items():

@@ -138,6 +138,12 @@ def _dice(case: Case) -> str:
     )
 
 
+def _little(case: Case) -> str:
+    """Too little for a wrong formula, and too much for rounding."""
+    near = all(case.alike(v.found, v.wanted) for v in case.wrong)
+    return "is all but the right one, and off by more than rounding (an epsilon?)" if near else ""
+
+
 def factors(case: Case) -> dict[int, float]:
     """By rank, if the wrong ones are the right ones times a factor."""
     found = {v.rank: ratio(v.found, v.wanted) for v in case.wrong}
@@ -277,11 +283,11 @@ def _of_before(case: Case) -> str:
     if old is None or old.shape != case.near.whole.shape:
         return ""
     value = case.wrong[0]
-    return (
-        "is that of the step before"
-        if case.alike(value.found, value.place.of(old).double())
-        else ""
-    )
+    old = value.place.of(old).double().view(value.found.shape)
+    if case.alike(value.found, old):
+        return "is that of the step before"
+    both = case.alike(value.found, value.wanted + old)
+    return "is the right one and that of the step before (zero_grad?)" if both else ""
 
 
 def _decay(case: Case) -> str:
@@ -310,7 +316,7 @@ def _another(case: Case) -> str:
 
 
 CAUSES = (
-    _nothing, _start, _dice, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before, _decay,
+    _nothing, _start, _dice, _little, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before, _decay,
     _another,
 )  # fmt: skip
 

@@ -317,6 +317,8 @@ class Judge:
             self._say(key, missing, "is not there")
         elif left:
             self._wrong(key, parts, left)
+        elif key.phase == "weights" and (words := across.weight_on_no_rank(key, whole, self.ranks)):
+            self._say(key, [], words)
         elif key.phase in ENDS and across.copies_differ(parts):
             self.report.drifting.append(key)
 

@@ -9,8 +9,9 @@ beside it `recording` sees what a program computes, `record` keeps it, `places` 
 rank's part stands, `noise` measures what rounding does, `causes` and `report` find the words.
 """
 
+from .mistakes import MISTAKES, Mistake, mistakes
 from .programs import check
 from .recording import Key, Watch
 from .report import Finding, Report
 
-__all__ = ["Finding", "Key", "Report", "Watch", "check"]
+__all__ = ["MISTAKES", "Finding", "Key", "Mistake", "Report", "Watch", "check", "mistakes"]

@@ -316,8 +316,8 @@ def _another(case: Case) -> str:
 
 
 CAUSES = (
-    _nothing, _start, _dice, _little, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before, _decay,
-    _another,
+    _nothing, _start, _dice, _little, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before,
+    _decay, _another,
 )  # fmt: skip
 
 

@@ -226,10 +226,24 @@ class Watch:
         """Gradients as the first of them sees them, updates when all have stepped."""
         waiting: list[torch.optim.Optimizer] = []
 
-        def before(*_: Any) -> None:
-            if not waiting:
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if waiting:
+                return None
+            waiting.extend(optimizers)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if closure is None:
                 self._gradients()
-                waiting.extend(optimizers)
+                return None
+
+            def watched() -> Any:  # it computes the gradients, inside of the step
+                result = closure()
+                if not read:
+                    read.append(True)
+                    self._gradients()
+                return result
+
+            read: list[bool] = []
+            return args[:1], {**kwargs, "closure": watched}
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             waiting[:] = [one for one in waiting if one is not optimizer]

@@ -45,7 +45,7 @@ def _who(key: Key, ranks: list[Any]) -> str:
         ]
         if len(twins) > 1:
             return f"ranks {listed(twins)} have the same ones"
-    return "nobody computed them"
+    return f"nobody {'has' if key.phase == 'weights' else 'computed'} them"
 
 
 def copies_differ(parts: list[tuple[Any, int, Any]]) -> bool:
@@ -64,7 +64,7 @@ def lacks(key: Key, matcher: Any) -> bool:
     def there(key: Key) -> int:
         return sum(1 for seen in matcher.seen.get(key, ()) if seen.part.value.numel())
 
-    return there(key) < there(Key(BEFORE, "weights", key.name))
+    return there(key) < there(Key(matcher.begins or BEFORE, "weights", key.name))
 
 
 def complete(key: Key, plain: Record, matcher: Any) -> bool:

@@ -62,6 +62,11 @@ class Case:
         )
         return max(calls, default=1.0)
 
+    def options(self, rank: int) -> dict[str, float]:
+        """With what a rank's optimizer made the update."""
+        seen = next((m for m in self.ranks if m.rank == rank), None)
+        return next((s.part.options for s in seen.seen.get(self.key, ())), {})
+
     def whole(self, **other: Any) -> Tensor | None:
         """Another tensor of the plain run, by what its key has other than this one's."""
         key = self.key._replace(**other)
@@ -365,10 +370,11 @@ def _right_until(way: Way) -> str:
 
 def _foreign(way: Way) -> str:
     at = way.first
-    if at.phase != "forward" or at.step < 1:
+    if at.phase != "forward" or at.step <= way.ranks[0].begins:
         return ""
     return (
-        "every update of the step before was right: other weights are used than the optimizer left"
+        "every update of the step before was right: other weights are used than the optimizer "
+        "left, or other samples"
     )
 
 

@@ -8,6 +8,7 @@ from .recording import BEFORE, Key
 
 OF = {
     "weights": "weights of {}",
+    "samples": "samples",
     "forward": "output of {}",
     "backward": "gradient of the output of {}",
     "gradient": "gradient of {}",
@@ -50,6 +51,7 @@ class Report:
     """Whether all is equal, and what is wrong if not. `str` says it in a few lines."""
 
     ranks: int
+    resumed: int = 0  # of a run that was resumed: on how many ranks it began
     findings: list[Finding] = field(default_factory=list)  # in the order of the computation
     clues: list[str] = field(default_factory=list)  # what else was seen on the way to the first
     drifting: list[Key] = field(default_factory=list)  # copies near the plain one, and not alike
@@ -64,6 +66,16 @@ class Report:
         """Whether the parallel program computes what the plain one does."""
         return not self.findings
 
+    def then(self, later: Report) -> Report:
+        """Of a run that was right until it was stopped, with what came after."""
+        later.resumed = self.ranks
+        later.compared += self.compared
+        later.undecided += self.undecided
+        worst = {**self.worst, **later.worst}
+        later.worst = {k: max(v, self.worst.get(k, 0.0)) for k, v in worst.items()}
+        later.drifting = self.drifting + later.drifting
+        return later
+
     @property
     def first(self) -> Finding | None:
         """What is wrong first; what comes behind may be its consequence."""
@@ -72,8 +84,9 @@ class Report:
     def __str__(self) -> str:
         if self.equal:
             worst = max(self.worst.values(), default=0.0)
+            where = f"{self.resumed} and then {self.ranks}" if self.resumed else f"{self.ranks}"
             lines = [
-                f"equal: {self.compared} tensors on {self.ranks} ranks; "
+                f"equal: {self.compared} tensors on {where} ranks; "
                 f"the worst is off by {worst:.0%} of what is allowed to rounding"
             ]
             if self.undecided:

@@ -17,6 +17,7 @@ from .places import proposals
 from .recording import BEFORE
 
 CALLED = {"lr": "learning rate", "step": "optimizer's count of steps", "weight_decay": "decay"}
+UNUSED = {"initial_lr"}  # of an optimizer's options
 NEAR = 0.02  # of what a fit leaves over: it is what it was fitted to
 LIKELY = 0.5  # another step's tensor that is nearer by so much is meant
 FEW = 8  # places of it that are tried
@@ -56,7 +57,8 @@ def options(case: Case) -> str:
     mine = {v.rank: case.options(v.rank) for v in case.wrong}
     plain = case.plain.parts[case.key][0].options
     said = []
-    for name, right in plain.items():
+    for name in sorted(plain.keys() - UNUSED):
+        right = plain[name]
         other = {r: float(o[name]) for r, o in mine.items() if name in o}
         if any(abs(o - right) > 1e-9 * abs(right) for o in other.values()):
             one = next(iter(other.values()))

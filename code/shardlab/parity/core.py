@@ -99,7 +99,7 @@ class Matcher:
     def place(self, key: Key, part: Part, number: int) -> tuple[Place | None, float]:
         """Where it stands in the plain run's tensor, times which factor; `number`: of its key."""
         whole = self.plain.whole(key)
-        if whole is None or not whole.numel():
+        if whole is None or not whole.numel() or key.phase == "samples":
             return None, 1.0
         near = tolerance(self.plain, key, part.value.dtype)
         if not part.value.numel():
@@ -298,6 +298,10 @@ class Judge:
         return sorted(place, key=lambda k: (k.step, PHASES.index(k.phase), last[k]))
 
     def _one(self, key: Key) -> None:
+        if key.phase == "samples":
+            if words := across.samples(key, self.plain, self.ranks):
+                self._say(key, [], words)
+            return
         whole = self.plain.whole(key)
         parts = [(m, n, s) for m in self.ranks for n, s in enumerate(m.seen.get(key, ()))]
         inside = key.phase in ("forward", "backward")

@@ -214,6 +214,12 @@ def refuse_parallel(
             f"{who}: it took {steps.pop() - begins} optimizer steps{behind}, and the plain program "
             f"{needed}; needed are as many (micro-batches share a step)"
         )
+    told = [any(k.phase == "samples" for k in m.seen) for m in matchers]
+    if any(told) != any(key.phase == "samples" for key in record.parts):
+        raise ValueError(
+            f"{who}: it {'called' if any(told) else 'never called'} watch.samples(ids), other than "
+            "the plain program; needed is a call in both, or in none"
+        )
     own = {key.name for key in record.parts if key.phase == "weights"}
     theirs = {key.name for m in matchers for key in m.seen if key.phase == "weights"}
     foreign, lacking = sorted(theirs - own), [name for name in sorted(own) if name not in theirs]

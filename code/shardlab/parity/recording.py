@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from shardlab.arguments import check_all, check_callable, check_kind
+from shardlab.arguments import check_all, check_callable, check_kind, check_whole
 
 # What a library puts between a module and the name that its author gave it.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -137,6 +137,20 @@ class Watch:
         else:
             self._around(optimizers)
         return model
+
+    def samples(self, ids: Sequence[int] | Tensor) -> None:
+        """Say which samples the next step is made of, on this rank; several calls add up.
+
+        In both programs, before the step. All ranks together have to have those of the plain one,
+        each once; ranks that share their samples, as those of tensor parallelism, have the same.
+        """
+        whole = ids.tolist() if isinstance(ids, Tensor) else ids
+        check_kind((list, tuple, range), ids=whole)
+        check_whole(0, **{f"ids[{n}]": i for n, i in enumerate(whole)})
+        value = torch.tensor([*whole], dtype=torch.int64)
+        key = Key(self.step, "samples", "")
+        self.sink.see(key, Part(value, call=self.calls[key]))
+        self.calls[key] += 1
 
     # Outputs, and the gradients of outputs
 

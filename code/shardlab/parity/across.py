@@ -86,6 +86,18 @@ def samples(key: Key, plain: Record, ranks: list[Any]) -> str:
     return "; ".join(said)
 
 
+def dtypes(keys: Iterable[Key], plain: Record, ranks: list[Any]) -> list[tuple[Key, str, str]]:
+    """Outputs that have other dtypes than the plain ones: key, this dtype, the plain one's."""
+    found = []
+    for key in keys:
+        mine = {s.part.value.dtype for m in ranks for s in m.seen.get(key, ())}
+        other = mine - {part.value.dtype for part in plain.parts[key]}
+        if key.phase == "forward" and other:
+            names = (str(d).removeprefix("torch.") for d in (other.pop(), plain.dtype(key)))
+            found.append((key, *names))
+    return found
+
+
 def copies_differ(parts: list[tuple[Any, int, Any]]) -> bool:
     """Whether copies of one thing have other bits on other ranks: they drift apart."""
     for n, (matcher, _, seen) in enumerate(parts):

@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from .causes import Case, Value, told
+from .causes import Case, Value, cause, told
 from .noise import gap, rms
 from .places import proposals
 from .recording import BEFORE
@@ -124,6 +124,7 @@ def _dice(case: Case) -> str:
 CARRIED = _weights, _anew, _inputs, _dice
 
 
-def carried(case: Case) -> str:
-    """What is wrong with it, where it comes from a step before; "" where it does not."""
-    return next((words for each in CARRIED if (words := each(case))), "")
+def in_words(case: Case) -> str:
+    """What is wrong with a tensor: what was not carried, or a cause; and options that differ."""
+    said = next((words for each in CARRIED if (words := each(case))), "") or cause(case)
+    return "; ".join(filter(None, (said, options(case))))

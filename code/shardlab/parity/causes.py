@@ -306,6 +306,18 @@ def _decay(case: Case) -> str:
     return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
 
 
+def _rounded(case: Case) -> str:
+    """Off by as much as fewer bits are, everywhere."""
+    value = case.wrong[0]
+    if not same(1.0, ratio(value.found, value.wanted)):
+        return ""
+    for name, unit in (("bfloat16", 2**-8), ("float16", 2**-11)):
+        off = (value.found - value.wanted).abs() <= 4 * unit * value.wanted.abs()
+        if off.double().mean() > 0.95 and unit / 16 < case.error < 2 * unit:
+            return f"is off by as much as {name} rounds: sent, or added up, in fewer bits?"
+    return ""
+
+
 def _another(case: Case) -> str:
     value = case.wrong[0]
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
@@ -316,7 +328,7 @@ def _another(case: Case) -> str:
 
 CAUSES = (
     _nothing, _start, _dice, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before, _decay,
-    _another,
+    _rounded, _another,
 )  # fmt: skip
 
 

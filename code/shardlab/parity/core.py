@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from . import across
-from .carried import carried, options
-from .causes import Case, Value, cause, clues, factors, ratio
+from .carried import in_words
+from .causes import Case, Value, clues, factors, ratio
 from .noise import Tolerance, rms, tolerance
 from .places import Place, by_columns, by_rows, pieces, proposals
 from .record import Record
@@ -285,6 +285,7 @@ class Judge:
         for matcher in self.ranks:
             for phase, off in matcher.worst.items():
                 self.report.worst[phase] = max(self.report.worst.get(phase, 0.0), off)
+        self.report.dtypes = across.dtypes(self.order(), self.plain, self.ranks)
         self.report.clues = clues(self.report, self.addends, self.ranks, self.order())
         return self.report
 
@@ -391,8 +392,7 @@ class Judge:
         case = Case(key, self.plain, self.ranks, near, values)
         bad = sorted({value.rank for value in case.wrong})
         if key.phase in ENDS or self.report.equal:  # inside, the first alone is worth words
-            words = "; ".join(filter(None, (carried(case) or cause(case), options(case))))
-            self._say(key, bad, words, case.error, near.of_all, factors(case))
+            self._say(key, bad, in_words(case), case.error, near.of_all, factors(case))
         else:
             self._say(key, bad, "is another one", case.error, near.of_all)
 

@@ -256,13 +256,18 @@ class Watch:
     def _around(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Gradients as the first of them sees them, updates when all have stepped."""
         waiting: list[torch.optim.Optimizer] = []
+        deep: Counter[int] = Counter()  # a step that calls its parent's is one
 
-        def before(*_: Any) -> None:
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            deep[id(optimizer)] += 1
             if not waiting:
                 self._gradients()
                 waiting.extend(optimizers)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            deep[id(optimizer)] -= 1
+            if deep[id(optimizer)]:
+                return
             waiting[:] = [one for one in waiting if one is not optimizer]
             if not waiting:
                 self._updates()

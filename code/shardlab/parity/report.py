@@ -57,6 +57,7 @@ class Report:
     drifting: list[Key] = field(default_factory=list)  # copies near the plain one, and not alike
     compared: int = 0  # tensors
     undecided: int = 0  # of which rounding alone makes another one: nothing can be said
+    dtypes: list[tuple[Key, str, str]] = field(default_factory=list)  # other ones: of which, both
     left_out: list[Key] = field(default_factory=list)  # no part of a whole: a rank's own loss
     worst: dict[str, float] = field(default_factory=dict)  # by phase, as a part of what is allowed
     seconds: dict[str, float] = field(default_factory=dict)
@@ -96,11 +97,19 @@ class Report:
                     f"  {len(self.drifting)} are not the same bits on ranks that hold copies, "
                     f"first the {called(self.drifting[0])}: nobody keeps the copies together"
                 )
-            return "\n".join(lines)
+            return "\n".join(lines + self._other_dtypes())
         lines = [str(self.first), *(f"  {clue}" for clue in self.clues)]
+        lines += self._other_dtypes()
         alike = [f for f in self.findings if f.key[:2] == self.first.key[:2]]
         if len(alike) > 1:
             lines.append(
                 f"  and {len(alike) - 1} more like it in this step; what follows is not judged"
             )
         return "\n".join(lines)
+
+    def _other_dtypes(self) -> list[str]:
+        if not self.dtypes:
+            return []
+        key, mine, plain = self.dtypes[0]
+        said = f"{len(self.dtypes)} outputs are of another dtype than the plain program's, first"
+        return [f"  {said} the {called(key)}: {mine}, and {plain} there"]

@@ -62,6 +62,11 @@ class Case:
         )
         return max(calls, default=1.0)
 
+    def options(self, rank: int) -> dict[str, float]:
+        """With what a rank's optimizer made the update."""
+        seen = next((m for m in self.ranks if m.rank == rank), None)
+        return next((s.part.options for s in seen.seen.get(self.key, ())), {})
+
     def whole(self, **other: Any) -> Tensor | None:
         """Another tensor of the plain run, by what its key has other than this one's."""
         key = self.key._replace(**other)
@@ -301,6 +306,18 @@ def _decay(case: Case) -> str:
     return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
 
 
+def _rounded(case: Case) -> str:
+    """Off by as much as fewer bits are, everywhere."""
+    value = case.wrong[0]
+    if not same(1.0, ratio(value.found, value.wanted)):
+        return ""
+    for name, unit in (("bfloat16", 2**-8), ("float16", 2**-11)):
+        off = (value.found - value.wanted).abs() <= 4 * unit * value.wanted.abs()
+        if off.double().mean() > 0.95 and unit / 16 < case.error < 2 * unit:
+            return f"is off by as much as {name} rounds: sent, or added up, in fewer bits?"
+    return ""
+
+
 def _another(case: Case) -> str:
     value = case.wrong[0]
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
@@ -311,7 +328,7 @@ def _another(case: Case) -> str:
 
 CAUSES = (
     _nothing, _start, _dice, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before, _decay,
-    _another,
+    _rounded, _another,
 )  # fmt: skip
 
 
@@ -365,10 +382,11 @@ def _right_until(way: Way) -> str:
 
 def _foreign(way: Way) -> str:
     at = way.first
-    if at.phase != "forward" or at.step < 1:
+    if at.phase != "forward" or at.step <= way.ranks[0].begins:
         return ""
     return (
-        "every update of the step before was right: other weights are used than the optimizer left"
+        "every update of the step before was right: other weights are used than the optimizer "
+        "left, or other samples"
     )
 
 

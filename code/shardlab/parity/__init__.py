@@ -6,7 +6,8 @@
 
 Two functions in, of any model and library, one verdict out; see `check`. `core` is the comparison;
 beside it `recording` sees what a program computes, `record` keeps it, `places` proposes where a
-rank's part stands, `noise` measures what rounding does, `causes` and `report` find the words.
+rank's part stands, `noise` measures what rounding does, `causes`, `clues` and `report` find the
+words.
 """
 
 from .programs import check

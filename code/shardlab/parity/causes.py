@@ -1,8 +1,7 @@
 """What is wrong with a tensor, in words: CAUSES, of which the first that fits the numbers speaks.
 
 A new cause is a function of a `Case` that returns a sentence, or "" where it does not fit, and a
-row of CAUSES. Beside them: FACTORS, what a factor may come from; CLUES, what else the comparison
-saw on its way to the first wrong tensor.
+row of CAUSES. Beside them: FACTORS, what a factor may come from.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from .noise import PIECE, Tolerance, gap, rms
 from .places import Place, by_rows
 from .record import Record
 from .recording import BEFORE, Key
-from .report import Report, called
 
 SAME = 0.01  # factors that differ by less are the same
 
@@ -318,101 +316,3 @@ CAUSES = (
 def cause(case: Case) -> str:
     """What is wrong with it."""
     return next(words for each in CAUSES if (words := each(case)))
-
-
-# What else was seen on the way to the first wrong tensor.
-
-
-@dataclass
-class Way:
-    """What the comparison saw."""
-
-    report: Report
-    addends: list[tuple[Key, str]]
-    ranks: Sequence[Any]
-    order: list[Key]
-
-    @property
-    def first(self) -> Key:
-        """The first wrong tensor."""
-        return self.report.findings[0].key
-
-    def factors(self) -> dict[int, float]:
-        """With which each rank's backward began in that step."""
-        step = self.first.step
-        return {m.rank: f for m in self.ranks for (s, _), f in m.factors.items() if s == step}
-
-
-def _began(way: Way) -> str:
-    """Addends that somebody should have added up before."""
-    at, order = way.first, {key: n for n, key in enumerate(way.order)}
-    found = [a for a in way.addends if a[0].step == at.step and order[a[0]] <= order[at]]
-    found = [a for a in found if at.phase in (a[0].phase, "gradient")]
-    if not found:
-        return ""
-    key, who = found[0]
-    return f"it began with the {called(key)}: ranks {who} have addends of it that nobody added up"
-
-
-def _right_until(way: Way) -> str:
-    """The last that was right before it, where outputs are concerned."""
-    at = way.first
-    before = way.order[: way.order.index(at)]
-    right = [k for k in before if k[:2] == at[:2] and k.name and k not in way.report.left_out]
-    told = at.phase == "forward" and right and not _began(way)
-    return f"right until the {called(right[-1])}" if told else ""
-
-
-def _foreign(way: Way) -> str:
-    at = way.first
-    if at.phase != "forward" or at.step < 1:
-        return ""
-    return (
-        "every update of the step before was right: other weights are used than the optimizer left"
-    )
-
-
-def _loss(way: Way) -> str:
-    at = way.first
-    backward = [k for k in way.order if k[:2] == at[:2] and k not in way.report.left_out]
-    if at.phase != "backward" or at not in backward[:2]:
-        return ""
-    return (
-        "every output was right: the loss is another one (its targets, its mask, what divides it)"
-    )
-
-
-def _clipped(way: Way) -> str:
-    """All gradients of the step by one factor for each rank."""
-    findings = [f for f in way.report.findings if f.key[:2] == way.first[:2]]
-    if way.first.phase != "gradient" or len(findings) < 3 or not all(f.factors for f in findings):
-        return ""
-    by_rank: dict[int, float] = {}
-    for finding in findings:
-        for rank, factor in finding.factors.items():
-            if not same(by_rank.setdefault(rank, factor), factor):
-                return ""
-    first = next(iter(by_rank.values()))
-    if all(same(factor, first) for factor in by_rank.values()):
-        why = "" if ": " in findings[0].words else " (clipped at another norm, or another loss?)"
-        return f"all gradients are, by the same factor{why}"
-    return f"all gradients are, by {told(by_rank)}: was each rank's clipped by a norm of its own?"
-
-
-def _uneven(way: Way) -> str:
-    began = way.factors() if way.first.phase in ("gradient", "update") else {}
-    if all(same(factor, next(iter(began.values()))) for factor in began.values()):
-        return ""
-    counts = "is each loss a mean over a rank's own count?"
-    return f"backward began with other factors: {told(began)}; {counts}"
-
-
-CLUES = _began, _right_until, _foreign, _loss, _clipped, _uneven
-
-
-def clues(
-    report: Report, addends: list[tuple[Key, str]], ranks: Sequence[Any], order: list[Key]
-) -> list[str]:
-    """What points to where the first wrong tensor comes from."""
-    way = Way(report, addends, ranks, order)
-    return [said for clue in CLUES if report.findings and (said := clue(way))]

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from . import across
-from .causes import Case, Value, cause, clues, factors, ratio
+from .causes import Case, Value, cause, factors, ratio
+from .clues import clues
 from .noise import Tolerance, rms, tolerance
 from .places import Place, by_columns, by_rows, pieces, proposals
 from .record import Record

@@ -16,9 +16,10 @@ from torch import Tensor
 from .noise import PIECE, Tolerance, gap, rms
 from .places import Place, by_rows
 from .record import Record
-from .recording import BEFORE, Key
+from .recording import BEFORE, Key, sampled
 
 SAME = 0.01  # factors that differ by less are the same
+SEEDS = "begin each step of both with the same seed, or drop nothing"
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Value:
     wanted: Tensor  # in float64
     place: Place
     wrong: bool
-    local: Tensor | None  # of a gradient: before anyone averaged it
+    local: Tensor | None  # of a gradient, samples of what each backward gave: [passes, samples]
 
 
 class Case:
@@ -124,16 +125,30 @@ def _start(case: Case) -> str:
     return f"are other ones than the plain program begins with: {why}"
 
 
+def drew(key: Key, plain: Record, ranks: Sequence[Any]) -> bool:
+    """Whether random numbers are drawn between this output and the one before it."""
+    each = (s.part for m in ranks for s in m.seen.get(key, ()))
+    return any(part.drew for part in plain.parts[key]) or any(part.drew for part in each)
+
+
 def _dice(case: Case) -> str:
-    """Dropout, for one."""
-    drew = any(part.drew for part in case.plain.parts[case.key])
-    drew = drew or any(s.part.drew for m in case.ranks for s in m.seen.get(case.key, ()))
-    return (
-        "random numbers are drawn here (dropout?), and not those of the plain program: "
-        "begin each step of both with the same seed, or drop nothing"
-        if drew
-        else ""
-    )
+    """Another mask: zeros elsewhere, and what neither has dropped is the same."""
+    if not drew(case.key, case.plain, case.ranks):
+        return ""
+    first = case.wrong[0]
+    kept = (first.found != 0) & (first.wanted != 0)
+    elsewhere = (first.found != 0) != (first.wanted != 0)
+    if not elsewhere.any() or not case.alike(first.found * kept, first.wanted * kept):
+        return ""
+    said = "random numbers are drawn here (dropout?), and not those of the plain program"
+    twins = [
+        v.rank for v in case.values
+        if v is first or not v.place.same(first.place)
+        if v.found.shape == first.found.shape and torch.equal(v.found != 0, first.found != 0)
+    ]  # fmt: skip
+    if len(twins) > 1:
+        return f"{said}: ranks {listed(twins)} drop the same of their parts (one seed for all?)"
+    return f"{said}: {SEEDS}"
 
 
 def factors(case: Case) -> dict[int, float]:
@@ -148,6 +163,11 @@ def told(by_rank: dict[int, float]) -> str:
     return ", ".join(f"rank {rank} {factor:.4g}" for rank, factor in sorted(by_rank.items()))
 
 
+def times(factor: float) -> str:
+    """A factor, in words; of one near 1, by how much."""
+    return f"{factor:.7g}" if f"{factor:.4g}" == "1" else f"{factor:.4g}"
+
+
 def _factor(case: Case) -> str:
     """The right one times a factor: one for all ranks, or each its own."""
     if not (by_rank := factors(case)):
@@ -155,7 +175,7 @@ def _factor(case: Case) -> str:
     c, n, m = next(iter(by_rank.values())), len(case.ranks), case.micro_batches()
     if not all(same(factor, c) for factor in by_rank.values()):
         return f"is the right one times a factor of each rank's own: {told(by_rank)}"
-    said = f"is {c:.4g} times the right one"
+    said = f"is {times(c)} times the right one"
     if case.key.phase == "update":
         return f"{said}: the step's size (learning rate?)"
     began = [f for r in case.ranks for (step, _), f in r.factors.items() if step == case.key.step]
@@ -205,27 +225,79 @@ def _equal(case: Case, values: list[Value]) -> list[list[Value]]:
     return found
 
 
+def shares(case: Case) -> dict[int, list[float]]:
+    """By rank: how often what each of its backwards gave is in the first wrong gradient.
+
+    Empty where it is no sum of them. Ranks that hold the same weight count together.
+    """
+    first = case.wrong[0]
+    mates = [v for v in case.values if v is first or v.place.same(first.place)]
+    wanted = sampled(first.found)
+    if any(v.local is None or v.local.shape[1:] != wanted.shape for v in mates):
+        return {}
+    basis = torch.cat([v.local.double() for v in mates]).T  # [samples, passes of all ranks]
+    if 2 * basis.shape[1] > basis.shape[0]:
+        return {}
+    found = torch.linalg.lstsq(basis, wanted[:, None], driver="gelsd").solution
+    if not case.alike((basis @ found)[:, 0], wanted):
+        return {}
+    most = found.abs().max().item()
+    each = [s if abs(s) > SAME * most else 0.0 for s in found[:, 0].tolist()]
+    counts = [len(v.local) for v in mates]
+    begins = [sum(counts[:n]) for n in range(len(counts))]
+    return {v.rank: each[b : b + n] for v, b, n in zip(mates, begins, counts, strict=True)}
+
+
+def _passes(case: Case) -> str:
+    """Backwards of one rank that do not count alike."""
+    by_rank = shares(case)
+    if all(same(s, each[0]) for each in by_rank.values() for s in each):
+        return ""
+    said = "; ".join(
+        f"rank {rank} {', '.join(f'{s:.3g}' for s in each[:8])}{', …' if len(each) > 8 else ''}"
+        for rank, each in by_rank.items()
+    )
+    kept = {f"{s:.2g}" for each in by_rank.values() for s in each if s}
+    lost = len(kept) == 1 and all(each[-1] and not each[0] for each in by_rank.values())
+    why = "what came before is lost (zeroed? overwritten?)" if lost else (
+        "divided, averaged, lost between them?"
+    )  # fmt: skip
+    return f"counts what each backward gave {said} times, where all should count alike: {why}"
+
+
 def _mixed(case: Case) -> str:
     """Made of the ranks' own gradients, but not as their mean."""
-    locals_ = [v.local for v in case.values]
-    first = case.wrong[0]
-    if len(locals_) < 2 or any(x is None or x.shape != first.found.shape for x in locals_):
+    by_rank = {rank: each[0] for rank, each in shares(case).items()}
+    used = [rank for rank, share in by_rank.items() if share]
+    if len(by_rank) < 2:
         return ""
-    basis = torch.stack([x.double().flatten() for x in locals_], 1)
-    weights = torch.linalg.lstsq(basis, first.found.flatten()[:, None], driver="gelsd").solution
-    if not case.alike((basis @ weights).view(first.found.shape), first.found):
-        return ""
-    shares = weights.flatten().tolist()
-    used = [n for n, share in enumerate(shares) if abs(share) > SAME * max(map(abs, shares))]
     if len(used) == 1:
-        return f"is rank {case.values[used[0]].rank}'s own gradient: the other ranks' are not in it"
-    if not all(same(share, shares[0]) for share in shares):
-        each = ", ".join(f"{s:.3g}" for s in shares)
+        return f"is rank {used[0]}'s own gradient: the other ranks' are not in it"
+    if not all(same(share, by_rank[used[0]]) for share in by_rank.values()):
+        each = ", ".join(f"{s:.3g}" for s in by_rank.values())
         return (
             f"is the sum of {each} times the ranks' own gradients, where all should count alike: "
             "each was clipped, or divided, before they were averaged"
         )
     return ""
+
+
+# Of wide formats, the bits of a number, and the last ones, which sums of narrow numbers leave zero.
+SPARE = {torch.float32: (torch.int32, 2**4 - 1), torch.float64: (torch.int64, 2**33 - 1)}
+
+
+def _rounded(case: Case) -> str:
+    """With fewer digits than its format has: those of a narrower one, or of a sum of a few such."""
+    first, dtype = case.wrong[0], case.near.whole.dtype
+    if dtype not in SPARE or not case.loose < case.error < 0.1:
+        return ""
+    whole, spare = SPARE[dtype]
+    short = lambda x: ((x.to(dtype).view(whole) & spare) == 0).double().mean()  # noqa: E731
+    found = max(short(first.found * n) for n in (1, len(case.ranks)))  # perhaps divided since
+    if found < 0.9 or short(first.wanted) > 0.5:
+        return ""
+    name = "bfloat16" if case.error > 2**-11 else "float16"
+    return f"has the digits of {name}: it was added up, sent or kept in {name} on the way"
 
 
 def _gone(case: Case) -> str:
@@ -299,6 +371,38 @@ def _decay(case: Case) -> str:
     return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
 
 
+def _forgetful(case: Case) -> str:
+    """The first step of an optimizer that remembers gradients."""
+    gradient = case.whole(phase="gradient")
+    if case.key.phase != "update" or gradient is None:
+        return ""
+    value = case.wrong[0]
+    g = value.place.of(gradient).double().view(value.found.shape)
+    for first, who in ((g.sign(), "Adam's"), (g, "SGD's")):
+        off = [gap(x, ratio(x, first) * first, rms(x))[0] for x in (value.found, value.wanted)]
+        if off[0] < 0.05 < 0.2 < off[1]:
+            return (
+                f"is {who} first step, as if no gradient had been before: the optimizer's state "
+                "(its moments) was lost, or never loaded"
+            )
+    return ""
+
+
+def _other_rule(case: Case) -> str:
+    """Ranks that hold the same, and move it otherwise."""
+    bad = {value.rank for value in case.wrong}
+    right = [
+        v.rank for v in case.values
+        if not v.wrong and any(v.place.same(w.place) for w in case.wrong)
+    ]  # fmt: skip
+    if case.key.phase != "update" or not right:
+        return ""
+    return (
+        f"its gradient was right, and ranks {listed(right)} moved the same as they should: "
+        f"another optimizer, other options or another state on ranks {listed(sorted(bad))}?"
+    )
+
+
 def _another(case: Case) -> str:
     value = case.wrong[0]
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
@@ -308,8 +412,8 @@ def _another(case: Case) -> str:
 
 
 CAUSES = (
-    _nothing, _start, _dice, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before, _decay,
-    _another,
+    _nothing, _start, _dice, _factor, _passes, _not_summed, _mixed, _gone, _bias, _rounded, _rows,
+    _of_before, _decay, _forgetful, _other_rule, _another,
 )  # fmt: skip
 
 

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .causes import same, told
+from torch import Tensor
+
+from .causes import SEEDS, drew, same, told
+from .record import Record
 from .recording import Key
 from .report import Report, called
 
@@ -23,6 +26,11 @@ class Way:
     addends: list[tuple[Key, str]]
     ranks: Sequence[Any]
     order: list[Key]
+
+    @property
+    def plain(self) -> Record:
+        """What the plain program computed."""
+        return self.ranks[0].plain
 
     @property
     def first(self) -> Key:
@@ -47,12 +55,29 @@ def _began(way: Way) -> str:
 
 
 def _right_until(way: Way) -> str:
-    """The last that was right before it, where outputs are concerned."""
+    """The last that was right before it, where the inside is concerned."""
     at = way.first
     before = way.order[: way.order.index(at)]
     right = [k for k in before if k[:2] == at[:2] and k.name and k not in way.report.left_out]
-    told = at.phase == "forward" and right and not _began(way)
-    return f"right until the {called(right[-1])}" if told else ""
+    if at.phase not in ("forward", "backward") or not right:
+        return ""
+    if any(better(way) for better in (_began, _loss, _uneven)):
+        return ""
+    said = f"right until the {called(right[-1])}"
+    if at.phase == "forward":
+        return said
+    return (
+        f"{said}: between the two, a backward, a sum over ranks or a loss that begins here (an "
+        "auxiliary one?) is another one"
+    )
+
+
+def _drew(way: Way) -> str:
+    at = way.first
+    told = "random numbers are drawn"
+    if at.phase != "forward" or told in way.report.findings[0].words:
+        return ""
+    return f"{told} before it (dropout?): {SEEDS}" if drew(at, way.plain, way.ranks) else ""
 
 
 def _foreign(way: Way) -> str:
@@ -69,9 +94,29 @@ def _loss(way: Way) -> str:
     backward = [k for k in way.order if k[:2] == at[:2] and k not in way.report.left_out]
     if at.phase != "backward" or at not in backward[:2]:
         return ""
+    if name := _shuffled(way):
+        return (
+            f"the rows of the {name} are those of the plain program, in another order or number: "
+            "is it the same batch (sampler, shuffle, seed)?"
+        )
     return (
         "every output was right: the loss is another one (its targets, its mask, what divides it)"
     )
+
+
+def _first(way: Way, phase: str) -> Key:
+    """The first tensor of a phase in that step, if any could be compared."""
+    keys = [k for k in way.order if k[:2] == (way.first.step, phase)]
+    return next((k for k in keys if k not in way.report.left_out), way.first)
+
+
+def _shuffled(way: Way) -> str:
+    """The first output of the step, if its rows are there in no order."""
+    first = _first(way, "forward")
+    places = [p.index[0] for m in way.ranks for (k, _), p in m.stood.items() if k == first]
+    rows = [index for index in places if isinstance(index, Tensor)]
+    unsorted = any((index[index >= 0].diff() <= 0).any() for index in rows)
+    return called(first) if unsorted else ""
 
 
 def _clipped(way: Way) -> str:
@@ -92,14 +137,21 @@ def _clipped(way: Way) -> str:
 
 
 def _uneven(way: Way) -> str:
-    began = way.factors() if way.first.phase in ("gradient", "update") else {}
-    if all(same(factor, next(iter(began.values()))) for factor in began.values()):
+    began, own = way.factors(), [*way.report.findings[0].factors.values()]
+    if way.first.phase == "backward" and all(same(f, own[0]) for f in own):
+        return ""
+    if way.first.phase == "forward" or all(
+        same(factor, next(iter(began.values()))) for factor in began.values()
+    ):
         return ""
     counts = "is each loss a mean over a rank's own count?"
-    return f"backward began with other factors: {told(began)}; {counts}"
+    where = (
+        f"that of the {called(_first(way, 'backward'))}, " if way.first.phase == "backward" else ""
+    )
+    return f"backward began with other factors: {where}{told(began)}; {counts}"
 
 
-CLUES = _began, _right_until, _foreign, _loss, _clipped, _uneven
+CLUES = _began, _right_until, _drew, _foreign, _loss, _clipped, _uneven
 
 
 def clues(

@@ -89,7 +89,7 @@ class Matcher:
         fits, bits = place is not None or self.plain.whole(key) is None, 0
         if fits:
             bits = checksum(part.value) if key.phase in ENDS else 0
-            part = replace(part, value=part.value.to("meta"), local=None)
+            part = replace(part, value=part.value.to("meta"))
         else:
             self.misfits[key[:2]] += 1
             part = replace(part, value=part.value.clone())
@@ -219,6 +219,8 @@ class Matcher:
         for place in places:
             wanted = place.of(near.whole)
             free = ratio(value, wanted)
+            if not free and self._fits(key, value, place, near):  # zeros: they say nothing of it
+                return place, 1.0
             for factor in [free] if mine is None else dict.fromkeys([mine, *others]):
                 if factor and self._fits(key, value, place, near, factor):
                     self.factors.setdefault((key.step, part.call), factor)
@@ -243,7 +245,7 @@ class Matcher:
         if key.phase in ENDS:
             return owned[0] if owned else None
         known = self.known[part.call, tuple(part.value.shape), tuple(whole.shape)]
-        likely = chain(known, proposals(part.value.shape, whole.shape, self.rank, part.start))
+        likely = known or proposals(part.value.shape, whole.shape, self.rank, part.start)
         apart = lambda p: rms(part.value.double() - p.of(whole).double())  # noqa: E731
         return min(islice(likely, FEW), key=apart, default=None)
 
@@ -318,7 +320,10 @@ class Judge:
             self._say(key, missing, "is not there")
         elif left:
             self._wrong(key, parts, left)
-        elif key.phase in ENDS and across.copies_differ(parts):
+        elif key.phase == "weights":
+            if words := across.numbers_on_no_rank(key, whole, self.ranks):
+                self._say(key, [], words)
+        elif across.copies_differ(parts):
             self.report.drifting.append(key)
 
     def _summed(self, key: Key, left: list[tuple[Matcher, int, Seen]]) -> bool:

@@ -1,0 +1,72 @@
+"""Published silent bugs are found, where they are and by their name; without them all is silent."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import parity_published_copies
+import parity_published_cuts
+import pytest
+from parity_published import THREADS, Program
+
+from shardlab import deepspeed_engine, ranks
+from shardlab.parity.programs import judged, matched, recorded
+
+TABLES = parity_published_cuts, parity_published_copies  # which fill THREADS
+
+
+def compared(cases: dict[str, tuple[Program, int, Program]]) -> dict[str, Any]:
+    """Of a plain program, and a parallel one on so many ranks, the report: few starts for all."""
+    plains = {plain.__name__: plain for plain, _, _ in cases.values()}
+    named = lambda: {name: recorded(plain) for name, plain in plains.items()}  # noqa: E731
+    (records,) = ranks.run(named, 1, device="cpu", timeout=600)
+    found = {}
+    for size in sorted({size for _, size, _ in cases.values()}):
+        mine = {name: case for name, case in cases.items() if case[1] == size}
+
+        def work(mine: dict = mine) -> dict[str, Any]:
+            return {
+                name: matched(program, records[plain.__name__])
+                for name, (plain, _, program) in mine.items()
+            }
+
+        each = ranks.run(work, size, device="cpu", timeout=600, show=False)
+        for name, (plain, _, _) in mine.items():
+            found[name] = judged(records[plain.__name__], [one[name] for one in each])
+    return found
+
+
+@cache
+def reports() -> dict[tuple[str, bool], Any]:
+    """By thread, and whether it is the wrong program."""
+    deepspeed_engine.prepare()  # imported once, and not on each rank
+    cases = {
+        (name, wrong): (thread.plain, thread.ranks, thread.wrong if wrong else thread.right)
+        for name, thread in THREADS.items()
+        for wrong in (True, False)
+    }
+    return compared(cases)
+
+
+def told(report: Any) -> tuple[str, str]:
+    """The place of the first wrong tensor, and all that is said."""
+    key = report.first.key
+    return f"{key.step} {key.phase} {key.name}", str(report).replace("\n", " ")
+
+
+@pytest.mark.timeout(900)  # whoever comes first waits for all
+@pytest.mark.parametrize("name", THREADS)
+def test_a_published_bug_is_found_and_without_it_all_is_silent(name):
+    thread, report, without = THREADS[name], reports()[name, True], reports()[name, False]
+    assert without.equal, without
+    if thread.live:
+        assert not report.equal, (
+            f"{name}: {thread.live} has this bug, and what is installed has not. Build it anew in "
+            "the row, without the library's help, and take the row's `live` and what pages say away"
+        )
+    assert not report.equal
+    place, words = told(report)
+    assert re.search(thread.shows or thread.place, place), report
+    assert re.search(thread.words, words), report

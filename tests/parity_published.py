@@ -35,6 +35,7 @@ class Thread:
     words: str
     said: str  # in the thread
     shows: str = ""  # the place that is named instead, where that is not the right one
+    says: str = ""  # and the words
     live: str = ""  # the library's own, in this version
     held_out: bool = False  # the rules were fixed before it was written
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,7 @@ from shardlab import context_parallel as cp
 from shardlab import parity, ranks
 from shardlab.parity.core import Matcher
 from shardlab.parity.places import by_columns, by_rows, pieces, proposals
-from shardlab.parity.programs import judged, matched, recorded, refuse_plain
+from shardlab.parity.programs import judged, matched, recorded, refuse_other_runs, refuse_plain
 from shardlab.parity.record import Record
 from shardlab.parity.scripts import ASKED
 
@@ -141,7 +142,7 @@ def trained(steps: int = 1, lr: float = 0.1, **other: Any) -> Program:
             watch(*watched(model, optimizer), **other.get("more", {}))
         stepped = other.get("stepped", lambda model, optimizer: optimizer)(model, optimizer)
         for _ in range(steps):
-            model(torch.ones(3, 4)).square().mean().backward()
+            model(other.get("batch", torch.ones)(3, 4)).square().mean().backward()
             stepped.step()
 
     return program
@@ -158,6 +159,18 @@ class Wider(torch.nn.Sequential):
     def __init__(self, model: torch.nn.Module):
         super().__init__(model[0], model[1], model[2])
         self.more = torch.nn.Parameter(torch.zeros(2))
+
+
+def chance(*shape: int) -> torch.Tensor:
+    """Numbers of no seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(time.perf_counter_ns()))
+
+
+def by_chance(model: torch.nn.Module) -> torch.nn.Module:
+    """With first weights of no seed."""
+    with torch.no_grad():
+        model[0].weight.copy_(chance(8, 4))
+    return model
 
 
 def another(model: Any, optimizer: Any) -> Any:
@@ -189,6 +202,12 @@ REFUSED = {  # a plain and a parallel program, and the line that they get
     "no optimizer's": (
         trained(watched=lambda model, _: (model, "x")), trained(), "optimizer='x': allowed",
     ),
+    "other weights each time": (
+        trained(model=by_chance), trained(), "plain: each run begins with other weights .0.weight",
+    ),
+    "other batches each time": (
+        trained(batch=chance), trained(), "plain: each run computes other outputs",
+    ),
     "no function": (trained(more={"rename": 3}), trained(), "rename=3: allowed is a function"),
 }  # fmt: skip
 
@@ -202,6 +221,7 @@ def verdicts(cases: dict[str, tuple[Program, Program]]) -> dict[str, Any]:
             try:
                 record = recorded(one, 1)
                 refuse_plain(record)
+                refuse_other_runs(record)
                 found[name] = judged(record, [matched(other, record)])
             except ValueError as error:
                 found[name] = str(error)

@@ -217,11 +217,10 @@ class Matcher:
         mine = self.factors.get((key.step, part.call))
         others = [f for (step, _), f in self.factors.items() if step == key.step]
         for place in places:
-            wanted = place.of(near.whole)
-            free = ratio(value, wanted)
-            if not free and self._fits(key, value, place, near):  # zeros: they say nothing of it
+            tried = [ratio(value, place.of(near.whole))] if mine is None else [mine, *others]
+            if tried == [0.0] and self._fits(key, value, place, near):  # they say nothing of it
                 return place, 1.0
-            for factor in [free] if mine is None else dict.fromkeys([mine, *others]):
+            for factor in dict.fromkeys(tried):
                 if factor and self._fits(key, value, place, near, factor):
                     self.factors.setdefault((key.step, part.call), factor)
                     return place, factor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from shardlab import ranks as launch
 from shardlab.arguments import PROCESSES, check_callable, check_number, check_whole
 
 from .core import Judge, Matcher
-from .noise import DRAWS, Noise, largest
+from .noise import DECIDES, DRAWS, FACTOR, Noise, eps, largest
 from .record import Record
 from .recording import Watch
 from .report import Report
@@ -45,8 +46,8 @@ def check(
     what rounding does. folder: where its tensors are written, for models whose outputs do not fit
     into memory; None keeps them there. timeout: seconds for each of the two.
 
-    Raises ValueError for programs that cannot be compared: which take no step, or another number
-    of them, that train nothing, or that name their parameters otherwise.
+    Raises ValueError for programs that cannot be compared: that take no step, or another number of
+    them, train nothing, draw other numbers each time, or name their parameters otherwise.
     """
     check_callable(plain=plain, parallel=parallel)
     check_whole(1, PROCESSES, ranks=ranks)
@@ -59,6 +60,7 @@ def check(
     (record,) = launch.run(recorded, 1, plain, draws, where, timeout=timeout)
     record.map()
     refuse_plain(record)
+    refuse_other_runs(record)
     middle = time.perf_counter()
     matchers = launch.run(lambda: matched(parallel, record), ranks, timeout=timeout)
     report = judged(record, matchers)
@@ -97,6 +99,7 @@ def _run(program: Program, sink: Any, seed: int | None) -> None:
     watch = Watch(sink, seed)
     program(watch)
     sink.watched, sink.optimized = watch.watched, watch.optimized
+    gc.collect()  # hooks and modules hold each other: two models at once would count
 
 
 def judged(record: Record, matchers: list[Matcher]) -> Report:
@@ -117,6 +120,17 @@ def refuse_plain(record: Record) -> None:
             "plain: no weight moved in its steps, so that two dead programs would be equal; needed "
             "is one that trains (requires_grad? a learning rate above 0? backward before step?)"
         )
+
+
+def refuse_other_runs(record: Record) -> None:
+    """Raise ValueError for a plain program that computes something else each time it runs."""
+    same = "needed is the same torch.manual_seed in each run, before anything is drawn"
+    for key, (of_all, _) in record.noise.items():  # by which its runs with noise differ
+        if key.phase == "weights" and of_all > 4 * eps(record.parts[key][0].value.dtype):
+            raise ValueError(f"plain: each run begins with other weights ({key.name}); {same}")
+    outputs = [key for key in record.noise if key[:2] == (0, "forward") and not record.scalar(key)]
+    if outputs and all(record.noise[key][0] * FACTOR > DECIDES for key in outputs):
+        raise ValueError(f"plain: each run computes other outputs (another batch?); {same}")
 
 
 def refuse_parallel(record: Record, matchers: list[Matcher]) -> None:

@@ -69,7 +69,7 @@ def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
     """`x` with a quarter of its numbers moved by one unit in the last place, up or down."""
     whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
     x = x.detach().contiguous()
-    drawn = torch.randint(8, x.shape, generator=generator).to(x.device)
+    drawn = torch.randint(8, x.shape, generator=generator, dtype=torch.uint8).to(x.device)
     moved = (x.view(whole) + (drawn == 0).to(whole) - (drawn == 1).to(whole)).view(x.dtype)
     return torch.where((x == 0) | ~moved.isfinite(), x, moved)
 

@@ -3,7 +3,8 @@
 THREADS has a row for each: a plain program and a parallel one with the bug, and without it. Models
 are small; a bug of a library's is the library's own where it is still there (`live`), and otherwise
 built anew. `parity_published_cuts` and `parity_published_copies` have those that the rules were
-made with, `parity_published_held_out` those that came when the rules were fixed.
+made with, `parity_published_installed` those that libraries still have, and
+`parity_published_held_out` those that came when the rules were fixed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Thread:
         self.program(watch, False)
 
 
-def thread(name: str, ranks: int, plain: Program, place: str, words: str, said: str, **more: Any):
+def thread(
+    name: str, ranks: int, plain: Program, place: str, words: str, said: str, **more: Any
+) -> Callable[[Callable], Callable]:
     """Put the program that follows into the table."""
 
     def kept(program: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:

@@ -37,8 +37,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from shardlab import deepspeed_engine
-
 # Norms
 
 
@@ -289,39 +287,6 @@ def flag_too_late(watch: Any, wrong: bool) -> None:
             loss.backward()
 
     train(watch, DistributedDataParallel(Net()), backward)
-
-
-@thread("open-instruct 1498", 2, plain_micro, "gradient ", "where all should count alike",
-        "every backward of the engine is a boundary: the last alone counts",
-        live="DeepSpeed 0.19.8")  # fmt: skip
-def every_one_a_boundary(watch: Any, wrong: bool) -> None:
-    accumulate_by_engine(watch, 2, marked=not wrong)
-
-
-def accumulate_by_engine(watch: Any, stage: int, marked: bool) -> None:
-    """DeepSpeed's, whose configuration says one micro-batch a step, and which gets more."""
-    deepspeed = deepspeed_engine.prepare()
-    deepspeed.ops.__compatible_ops__ = {}  # compile nothing
-    deepspeed.init_distributed()
-    net = Net()
-    engine, *_ = deepspeed.initialize(
-        model=net,
-        optimizer=torch.optim.AdamW(net.parameters(), 1e-2, foreach=False),
-        config={
-            "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,  # 1.0 by default
-            "steps_per_print": 10**9,
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": 2**16},
-            "zero_allow_untested_optimizer": True,
-        },
-    )
-    watch(engine)
-    for number in range(MICRO):
-        if marked:
-            engine.set_gradient_accumulation_boundary(number == MICRO - 1)
-        engine.backward(micro_loss(engine, number, mine))
-    engine.step()
 
 
 @thread("DeepSpeed 1800", 2, plain_micro, "gradient ", "bfloat16",

@@ -10,6 +10,7 @@ import parity_published_copies
 import parity_published_cuts
 import parity_published_held_out
 import parity_published_held_out_copies
+import parity_published_installed
 import pytest
 from parity_published import THREADS, Program
 
@@ -18,14 +19,15 @@ from shardlab.parity.programs import judged, matched, recorded
 
 TABLES = (
     parity_published_cuts, parity_published_copies, parity_published_held_out,
-    parity_published_held_out_copies,
+    parity_published_held_out_copies, parity_published_installed,
 )  # fmt: skip
 
 # Of all, those whose words no other test of parity has, on as few ranks as they need.
 DAILY = (
     "xtuner 1004", "ms-swift 7944", "Megatron-LM 1256", "Automodel 3530", "Megatron-LM 4641",
     "Megatron-LM 3672", "Megatron-LM 7513", "build-nanogpt 30", "open-instruct 1498",
-    "DeepSpeed 1800", "KempnerForge 115", "accelerate 4071",
+    "open-instruct 1498, stage 1", "pytorch 190626", "DeepSpeed 1800", "KempnerForge 115",
+    "accelerate 4071",
 )  # fmt: skip
 
 

@@ -282,22 +282,30 @@ def _mixed(case: Case) -> str:
     return ""
 
 
-# Of wide formats, the bits of a number, and the last ones, which sums of narrow numbers leave zero.
-SPARE = {torch.float32: (torch.int32, 2**4 - 1), torch.float64: (torch.int64, 2**33 - 1)}
+# Of wide formats the bits of a number, and how many of them a narrower one leaves zero.
+SPARE = {
+    torch.float32: (torch.int32, {"bfloat16": 16, "float16": 13}),
+    torch.float64: (torch.int64, {"float32": 29, "bfloat16": 45, "float16": 42}),
+}
 
 
 def _rounded(case: Case) -> str:
     """With fewer digits than its format has: those of a narrower one, or of a sum of a few such."""
     first, dtype = case.wrong[0], case.near.whole.dtype
-    if dtype not in SPARE or not case.loose < case.error < 0.1:
+    if dtype not in SPARE or not 3 * case.near.of_all < case.error < 0.1:
         return ""
-    whole, spare = SPARE[dtype]
-    short = lambda x: ((x.to(dtype).view(whole) & spare) == 0).double().mean()  # noqa: E731
-    found = max(short(first.found * n) for n in (1, len(case.ranks)))  # perhaps divided since
-    if found < 0.9 or short(first.wanted) > 0.5:
-        return ""
-    name = "bfloat16" if case.error > 2**-11 else "float16"
-    return f"has the digits of {name}: it was added up, sent or kept in {name} on the way"
+    whole, narrow = SPARE[dtype]
+
+    def short(x: Tensor, zeros: int) -> float:
+        return ((x.to(dtype).view(whole) & (2**zeros - 1)) == 0).double().mean().item()
+
+    for name, zeros in narrow.items():
+        for sums in (0, 9):  # what a sum of two adds, mostly
+            spare = max(1, zeros - sums)
+            found = max(short(first.found * n, spare) for n in (1, len(case.ranks)))
+            if found > 0.9 and short(first.wanted, spare) < 0.5:
+                return f"has the digits of {name}: it was added up, sent or kept in {name}"
+    return ""
 
 
 def _gone(case: Case) -> str:
@@ -412,7 +420,7 @@ def _another(case: Case) -> str:
 
 
 CAUSES = (
-    _nothing, _start, _dice, _factor, _passes, _not_summed, _mixed, _gone, _bias, _rounded, _rows,
+    _nothing, _start, _dice, _rounded, _factor, _passes, _not_summed, _mixed, _gone, _bias, _rows,
     _of_before, _decay, _forgetful, _other_rule, _another,
 )  # fmt: skip
 

@@ -85,8 +85,8 @@ class Matcher:
         key = self.plain.name(key)
         seen = self.seen.setdefault(key, [])
         place, factor = self.place(key, part, len(seen))
-        fits, bits = place is not None or self.plain.whole(key) is None, 0
-        if fits:
+        whole, bits = self.plain.whole(key), 0
+        if place is not None or whole is None or not whole.numel():
             bits = checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"), local=None)
         else:

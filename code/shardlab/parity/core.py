@@ -351,7 +351,7 @@ class Judge:
         first = self.ranks[group[0]]
         place, factor = first.place(key, replace(mine[0], value=total), 0)
         for rank in group if place is not None else ():
-            for seen in self.ranks[rank].seen[key]:
+            for seen in self.ranks[rank].seen.get(key, ()):
                 seen.place = place if seen.part is parts.get(rank) else seen.place
             if key.phase == "forward":
                 self.ranks[rank].stood[key, mine[0].call] = place

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity_programs import CLIP, GPT2, LLAMA, SPARSE, UNTIED, parallel, plain, reference, row
-from torch import Tensor
 
 from shardlab import ranks
 from shardlab.layout import Layout
@@ -235,21 +234,13 @@ def functions(name: str) -> dict[str, FunctionType]:
 
     def look(owner: ModuleType | type) -> None:
         for value in vars(owner).values():
-            value = getattr(
-                value, "__func__", getattr(value, "fget", getattr(value, "func", value))
-            )
-            if (
-                isinstance(value, type)
-                and value.__module__ == module.__name__
-                and value is not owner
-            ):
-                look(value)
-            elif callable(value):
-                value = inspect.unwrap(value)
-                if (
-                    isinstance(value, FunctionType)
-                    and value.__code__.co_filename == module.__file__
-                ):
+            for inner in ("__func__", "fget", "func"):  # of methods of classes, and of properties
+                value = getattr(value, inner, value)
+            if isinstance(value, type):
+                if value.__module__ == module.__name__ and value is not owner:
+                    look(value)
+            elif isinstance(value := inspect.unwrap(value), FunctionType):
+                if value.__code__.co_filename == module.__file__:
                     found[value.__qualname__] = value
 
     look(module)
@@ -386,11 +377,8 @@ def controls() -> tuple[dict, dict, dict]:
     (records,) = ranks.run(
         lambda: {name: recorded(plain(one)) for name, one in plains.items()}, 1, device="cpu"
     )
-    files = {
-        importlib.import_module(f"shardlab.{name}").__file__
-        for each in CORES.values()
-        for name in each
-    }
+    names = {name for each in CORES.values() for name in each}
+    files = {importlib.import_module(f"shardlab.{name}").__file__ for name in names}
     results, lines = {}, {}
     for size in sorted({one.ranks for one in rows.values()}):
         mine = [key for key, one in rows.items() if one.ranks == size]

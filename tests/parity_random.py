@@ -199,8 +199,9 @@ def shape(r: Random, kind: Kind, layout: Layout, options: dict[str, Any]) -> Con
     unit = lcm(2 * c if c > 1 else 1, t if layout.sequence_parallel else 1)
     given = {
         "vocab": t * (r.randint(23, 61) // t), "seq": unit * max(1, r.randint(5, 17) // unit),
-        "layers": parts * (r.choice((1, 2)) if parts < 4 else 1), "heads": heads, "hidden": heads * size,
-        "kv_heads": kv, "ffn": t * r.randint(max(1, 11 // t), 40 // t), "mlp": r.choice(("gelu", "swiglu")),
+        "layers": parts * (r.choice((1, 2)) if parts < 4 else 1), "heads": heads, "kv_heads": kv,
+        "hidden": heads * size, "ffn": t * r.randint(max(1, 11 // t), 40 // t),
+        "mlp": r.choice(("gelu", "swiglu")),
         "norm": r.choice(("layer", "rms")), "bias": r.random() < 0.5, "tied": r.choice(kind.tied),
     }  # fmt: skip
     if kind.model:

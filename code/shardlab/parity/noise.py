@@ -57,10 +57,11 @@ def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tupl
 
 
 def size_of(record: Record, key: Key) -> float:
-    """A plain tensor's root mean square, computed once; 0 where there is none."""
+    """A plain tensor's root mean square, computed once; 0 where it has none."""
     if key not in record.sizes:
         whole = record.whole(key)
-        record.sizes[key] = rms(whole) if whole is not None else 0.0
+        has = whole is not None and whole.is_floating_point()
+        record.sizes[key] = rms(whole) if has else 0.0
     return record.sizes[key]
 
 
@@ -73,12 +74,13 @@ class Noise:
         self.row: dict[Key, float] = defaultdict(float)
 
     def see(self, key: Key, part: Part) -> None:
-        """Compare it with the same call's."""
+        """Compare it with the same call's; where it has another shape, rounding routes anew."""
         if not (size := size_of(self.record, key)):
             return
         for other in self.record.parts.get(key, ()):
-            if other.call == part.call and other.value.shape == part.value.shape:
-                of_all, of_row = gap(part.value, other.value, size)
+            if other.call == part.call:
+                alike = other.value.shape == part.value.shape
+                of_all, of_row = gap(part.value, other.value, size) if alike else (inf, inf)
                 self.squares[key] += of_all**2 * part.value.numel()
                 self.row[key] = max(self.row[key], of_row)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from parity_programs import (
     Wrong,
     a_bit_apart,
     averaged_by,
+    compared,
     data,
     parallel,
     plain,
@@ -30,9 +32,8 @@ import shardlab
 from shardlab import context_parallel as cp
 from shardlab import parity, ranks, show
 from shardlab.model import GPT, Config
-from shardlab.parity.core import Matcher
 from shardlab.parity.places import by_columns, by_rows, pieces, proposals
-from shardlab.parity.programs import judged, matched, recorded, refuse_plain
+from shardlab.parity.programs import judged, matched, recorded, refuse_other_runs, refuse_plain
 from shardlab.parity.record import Record
 from shardlab.parity.scripts import ASKED
 from shardlab.record.index import read
@@ -47,6 +48,7 @@ TOPICS: dict[str, tuple[str, ...] | str] = {
     "gemm": "one product, and no model",
     "data_parallel": ("data 2", "DDP accumulated 2", "data clipped 2"),
     "train": ("train",),
+    "parity": "it is the comparison itself",
     "zero": ("zero 1 llama 2", "zero 2 clipped 2", "zero 3 2", "FSDP2 3 accumulated 2"),
     "checkpoint": ("resumed 1 2",),
     "pipeline": ("pipeline 1f1b 2", "pipeline zb-v 2", "torch's pipeline 2"),
@@ -63,31 +65,6 @@ TOPICS: dict[str, tuple[str, ...] | str] = {
 SHORT = {name for names in TOPICS.values() if not isinstance(names, str) for name in names}
 DRIFTS = "data: copies that drift apart"
 QUIET = Wrong(data(), "", "", instead=averaged_by(a_bit_apart))
-
-
-def compared(cases: dict[str, tuple[Row, Program]]) -> dict[str, Any]:
-    """By case its report: one start for all plain programs, one for those of as many ranks."""
-    rows = {reference(row): row for row, _ in cases.values()}
-
-    def references() -> dict[str, Record]:
-        return {name: recorded(plain(row)) for name, row in rows.items()}
-
-    (records,) = ranks.run(references, 1, device="cpu", timeout=1200)
-    found = {}
-    for size in sorted({row.ranks for row, _ in cases.values()}):
-        mine = {name: case for name, case in cases.items() if case[0].ranks == size}
-
-        def work(mine: dict = mine) -> dict[str, Matcher]:
-            return {
-                name: matched(program, records[reference(row)])
-                for name, (row, program) in mine.items()
-            }
-
-        each = ranks.run(work, size, device="cpu", timeout=1200, show=False)
-        for name, (row, _) in mine.items():
-            matchers = [one[name] for one in each]
-            found[name] = judged(records[reference(row)], matchers)
-    return found
 
 
 @cache
@@ -145,8 +122,7 @@ def test_copies_that_are_not_the_same_bits_are_told_and_are_no_mistake():
 
 def test_every_topic_has_a_right_program_each_day_or_says_why_not():
     here = {name for name, topic in read(show.ROOT).topics.items() if not topic.planned}
-    # The lesson on parity is about all of this.
-    assert here - {"parity"} == TOPICS.keys()
+    assert here == TOPICS.keys()
     assert SHORT - {"train"} <= RIGHT.keys()
 
 
@@ -197,7 +173,8 @@ def test_every_mistake_of_a_lesson_has_a_program_or_says_why_not(lesson):
 
 def test_every_lesson_with_mistakes_is_among_them():
     lessons = {path.stem for path in (show.ROOT / "lessons").glob("*.md")}
-    assert {name for name in lessons if section(name)} <= {one.lesson for one in MISTAKES}
+    shown = {name for name in lessons if section(name)} - {"parity"}  # which is about finding them
+    assert shown <= {one.lesson for one in MISTAKES}
 
 
 def test_the_table_of_mistakes_is_of_these_programs_and_found_where_it_says():
@@ -232,9 +209,20 @@ def trained(steps: int = 1, lr: float = 0.1, **other: Any) -> Program:
         for _ in range(other.get("calls", 1)):
             watch(*watched(model, optimizer), **other.get("more", {}))
         stepped = other.get("stepped", lambda model, optimizer: optimizer)(model, optimizer)
+
+        def backward(x: torch.Tensor) -> torch.Tensor:
+            stepped.zero_grad()
+            loss = model(x).square().mean() * other.get("times", 1)
+            loss.backward()
+            return loss
+
         for _ in range(steps):
-            model(torch.ones(3, 4)).square().mean().backward()
-            stepped.step()
+            x = other.get("batch", torch.ones)(3, 4)
+            if other.get("closure"):
+                stepped.step(lambda x=x: backward(x))
+            else:
+                backward(x)
+                stepped.step()
 
     return program
 
@@ -250,6 +238,18 @@ class Wider(torch.nn.Sequential):
     def __init__(self, model: torch.nn.Module):
         super().__init__(model[0], model[1], model[2])
         self.more = torch.nn.Parameter(torch.zeros(2))
+
+
+def chance(*shape: int) -> torch.Tensor:
+    """Numbers of no seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(time.perf_counter_ns()))
+
+
+def by_chance(model: torch.nn.Module) -> torch.nn.Module:
+    """With first weights of no seed."""
+    with torch.no_grad():
+        model[0].weight.copy_(chance(8, 4))
+    return model
 
 
 def another(model: Any, optimizer: Any) -> Any:
@@ -281,6 +281,12 @@ REFUSED = {  # a plain and a parallel program, and the line that they get
     "no optimizer's": (
         trained(watched=lambda model, _: (model, "x")), trained(), "optimizer='x': allowed",
     ),
+    "other weights each time": (
+        trained(model=by_chance), trained(), "plain: each run begins with other weights .0.weight",
+    ),
+    "other batches each time": (
+        trained(batch=chance), trained(), "plain: each run computes other outputs",
+    ),
     "no function": (trained(more={"rename": 3}), trained(), "rename=3: allowed is a function"),
 }  # fmt: skip
 
@@ -294,6 +300,7 @@ def verdicts(cases: dict[str, tuple[Program, Program]]) -> dict[str, Any]:
             try:
                 record = recorded(one, 1)
                 refuse_plain(record)
+                refuse_other_runs(record)
                 found[name] = judged(record, [matched(other, record)])
             except ValueError as error:
                 found[name] = str(error)
@@ -308,6 +315,8 @@ def small() -> dict[str, Any]:
     rename = {"more": {"rename": lambda name: name.partition(".")[2]}}
     fine = {
         "renamed": (trained(), trained(model=renumbered, **rename)),
+        "a closure": (trained(2, closure=True), trained(2)),
+        "a closure, twice the loss": (trained(closure=True), trained(closure=True, times=2)),
         "two optimizers": (trained(2), trained(2, watched=halves, stepped=lambda *_: Both())),
     }
     return verdicts({name: case[:2] for name, case in REFUSED.items()} | fine)
@@ -317,6 +326,10 @@ class Both:
     """Two optimizers, of which each has half of the parameters."""
 
     made: tuple[Any, ...] = ()
+
+    def zero_grad(self) -> None:
+        for one in self.made:
+            one.zero_grad()
 
     def step(self) -> None:
         for one in self.made:
@@ -338,9 +351,14 @@ def test_what_cannot_be_compared_gets_a_line_that_says_what_to_do(name):
     assert "\n" not in said and len(said) < 300
 
 
-@pytest.mark.parametrize("name", ["renamed", "two optimizers"])
-def test_other_names_and_several_optimizers_are_compared(name):
+@pytest.mark.parametrize("name", ["renamed", "two optimizers", "a closure"])
+def test_other_names_several_optimizers_and_closures_are_compared(name):
     assert small()[name].equal, small()[name]
+
+
+def test_gradients_that_a_closure_computes_belong_to_its_step():
+    first = small()["a closure, twice the loss"].first
+    assert first.key[:2] == (0, "gradient") and "2 times the right one" in first.words
 
 
 # Where a part stands

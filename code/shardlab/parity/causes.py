@@ -210,7 +210,7 @@ def _not_summed(case: Case) -> str:
         return f"each rank has an addend of its own, and nobody added them up over ranks {who}"
     if all(case.alike(s / k, w) for s, w, k in sums):
         alone = [[v.rank for v in g] for group in by_place for g in _equal(case, group)]
-        if all(len(ranks) > 1 for ranks in alone):
+        if all(len(ranks) > 1 for ranks in alone) and len(alone) > len(by_place):
             among = " | ".join(map(listed, alone))
             return f"averaged over ranks {among} alone, and not over {who}"
         return f"each rank has its own, and nobody averaged them over ranks {who}"
@@ -360,11 +360,11 @@ def _of_before(case: Case) -> str:
     if old is None or old.shape != case.near.whole.shape:
         return ""
     value = case.wrong[0]
-    return (
-        "is that of the step before"
-        if case.alike(value.found, value.place.of(old).double())
-        else ""
-    )
+    old = value.place.of(old).double().view(value.found.shape)
+    if case.alike(value.found, old):
+        return "is that of the step before"
+    both = case.alike(value.found, value.wanted + old)
+    return "is the right one and that of the step before (zero_grad?)" if both else ""
 
 
 def _decay(case: Case) -> str:

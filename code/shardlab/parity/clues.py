@@ -130,11 +130,14 @@ def _clipped(way: Way) -> str:
         for rank, factor in finding.factors.items():
             if not same(by_rank.setdefault(rank, factor), factor):
                 return ""
+    left_out, step = way.report.left_out, way.first[:2]
+    every = [key for key in way.order if key[:2] == step and key not in left_out]
+    which = "all gradients are" if len(findings) == len(every) else "so are all of these"
     first = next(iter(by_rank.values()))
     if all(same(factor, first) for factor in by_rank.values()):
         why = "" if ": " in findings[0].words else " (clipped at another norm, or another loss?)"
-        return f"all gradients are, by the same factor{why}"
-    return f"all gradients are, by {told(by_rank)}: was each rank's clipped by a norm of its own?"
+        return f"{which}, by the same factor{why}"
+    return f"{which}, by {told(by_rank)}: was each rank's clipped by a norm of its own?"
 
 
 def _uneven(way: Way) -> str:

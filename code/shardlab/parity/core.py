@@ -17,14 +17,12 @@ Three rules keep what is ambiguous from hiding a mistake:
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import across
@@ -89,7 +87,7 @@ class Matcher:
         place, factor = self.place(key, part, len(seen))
         fits, bits = place is not None or self.plain.whole(key) is None, 0
         if fits:
-            bits = checksum(part.value) if key.phase in ENDS else 0
+            bits = across.checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"), local=None)
         else:
             self.misfits[key[:2]] += 1
@@ -108,6 +106,9 @@ class Matcher:
             return self._weight(key, part, number, near), 1.0
         if key.phase in ENDS:
             return self._end(key, part, number, near), 1.0
+        if key.phase == "buffers":
+            anywhere = proposals(part.value.shape, whole.shape, self.rank, part.start)
+            return self._best(key, part.value, anywhere, near), 1.0
         if self.plain.scalar(key):
             return None, 1.0
         if key.phase == "forward":
@@ -138,7 +139,7 @@ class Matcher:
 
     def _end(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
         """Where the weight stood, with factor 1."""
-        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if not near.decides:
             return owned[0] if owned else None
         factor = 1.0
@@ -223,6 +224,14 @@ class Matcher:
                 if factor and self._fits(key, value, place, near, factor):
                     self.factors.setdefault((key.step, part.call), factor)
                     return place, factor
+        if stood is not None and mine and isinstance(stood.index[0], Tensor):  # of rows like others
+            place, alike = (
+                by_rows(value / mine, near.whole),
+                tolerance(self.plain, forward[0], value.dtype),
+            )
+            twins = place and alike.off(place.of(alike.whole), stood.of(alike.whole)) <= 1
+            if twins and self._fits(key, value, place, near, mine):
+                return place, mine
         return None, 1.0
 
     def _fits(
@@ -237,24 +246,15 @@ class Matcher:
         """The most similar place of what fits nowhere: to say what is wrong with it."""
         part, whole = seen.part, self.plain.whole(key)
         stood = self.stood.get((key._replace(phase="forward"), part.call))
-        if key.phase == "backward" and stood is not None and _holds(stood, part.value):
+        if key.phase == "backward" and stood is not None and stood.holds(part.value):
             return stood
-        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if key.phase in ENDS:
             return owned[0] if owned else None
         known = self.known[part.call, tuple(part.value.shape), tuple(whole.shape)]
         likely = chain(known, proposals(part.value.shape, whole.shape, self.rank, part.start))
         apart = lambda p: rms(part.value.double() - p.of(whole).double())  # noqa: E731
         return min(islice(likely, FEW), key=apart, default=None)
-
-
-def checksum(value: Tensor) -> int:
-    """Of its bits."""
-    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _holds(place: Place, value: Tensor) -> bool:
-    return torch.Size(place.shape).numel() == value.numel()
 
 
 class Judge:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .causes import listed, spans
 from .noise import Tolerance
@@ -34,6 +35,19 @@ def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
     gone = gone[far > near.of_row * near.size * width**0.5]
     said = f"{len(gone)} of {len(matrix)} rows are on no rank ({spans(gone)}): "
     return said + _who(key, ranks) if len(gone) else ""
+
+
+def numbers_on_no_rank(key: Key, whole: Tensor, ranks: list[Any]) -> str:
+    """Of a weight, which numbers nobody has, nor equal ones; "" where all are there."""
+    had = torch.zeros(whole.shape, dtype=torch.bool)
+    for matcher in ranks:
+        for seen in matcher.seen.get(key, ()):
+            if seen.place is not None:
+                seen.place.mark(had)
+    if had.all() or torch.isin(whole[~had], whole[had]).all():
+        return ""
+    said = f"{int((~had).sum())} of {had.numel()} numbers are on no rank: {_who(key, ranks)}"
+    return f"{said} (parts that are drawn with one seed, or cut alike?)"
 
 
 def _who(key: Key, ranks: list[Any]) -> str:

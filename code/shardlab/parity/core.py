@@ -27,7 +27,8 @@ from torch import Tensor
 
 from . import across
 from .carried import in_words
-from .causes import Case, Value, clues, factors, ratio
+from .causes import Case, Value, factors, ratio
+from .clues import clues
 from .noise import Tolerance, rms, tolerance
 from .places import Place, by_columns, by_rows, pieces, proposals
 from .record import Record
@@ -88,7 +89,7 @@ class Matcher:
         fits, bits = place is not None or self.plain.whole(key) is None, 0
         if fits:
             bits = across.checksum(part.value) if key.phase in ENDS else 0
-            part = replace(part, value=part.value.to("meta"), local=None)
+            part = replace(part, value=part.value.to("meta"))
         else:
             self.misfits[key[:2]] += 1
             part = replace(part, value=part.value.clone())
@@ -106,12 +107,9 @@ class Matcher:
             return self._weight(key, part, number, near), 1.0
         if key.phase in ENDS:
             return self._end(key, part, number, near), 1.0
-        if key.phase == "buffers":
-            anywhere = proposals(part.value.shape, whole.shape, self.rank, part.start)
-            return self._best(key, part.value, anywhere, near), 1.0
-        if self.plain.scalar(key):
+        if self.plain.scalar(key) and key.phase != "buffers":
             return None, 1.0
-        if key.phase == "forward":
+        if key.phase in ("forward", "buffers"):
             return self._output(key, part, near), 1.0
         return self._output_gradient(key, part, near)
 
@@ -220,6 +218,8 @@ class Matcher:
         others = [f for (step, _), f in self.factors.items() if step == key.step]
         for place in places:
             tried = [ratio(value, place.of(near.whole))] if mine is None else [mine, *others]
+            if tried == [0.0] and self._fits(key, value, place, near):  # they say nothing of it
+                return place, 1.0
             for factor in dict.fromkeys(tried):
                 if factor and self._fits(key, value, place, near, factor):
                     self.factors.setdefault((key.step, part.call), factor)
@@ -252,7 +252,7 @@ class Matcher:
         if key.phase in ENDS:
             return owned[0] if owned else None
         known = self.known[part.call, tuple(part.value.shape), tuple(whole.shape)]
-        likely = chain(known, proposals(part.value.shape, whole.shape, self.rank, part.start))
+        likely = known or proposals(part.value.shape, whole.shape, self.rank, part.start)
         apart = lambda p: rms(part.value.double() - p.of(whole).double())  # noqa: E731
         return min(islice(likely, FEW), key=apart, default=None)
 
@@ -278,8 +278,7 @@ class Judge:
             self._say(Key(min(steps), "update", ""), bad, words)
             return self.report
         for key in self.order():
-            first = self.report.first
-            if first is not None and first.key[:2] != key[:2]:
+            if self.report.findings and self.report.first.key[:2] != key[:2]:
                 break  # what comes after may be its consequence
             self._one(key)
         for matcher in self.ranks:
@@ -327,9 +326,10 @@ class Judge:
             self._say(key, missing, "is not there")
         elif left:
             self._wrong(key, parts, left)
-        elif key.phase == "weights" and (words := across.on_no_rank(key, near[0], self.ranks)):
-            self._say(key, [], words)
-        elif key.phase in ENDS and across.copies_differ(parts):
+        elif key.phase == "weights":
+            if words := across.numbers_on_no_rank(key, whole, self.ranks):
+                self._say(key, [], words)
+        elif across.copies_differ(parts):
             self.report.drifting.append(key)
 
     def _summed(self, key: Key, left: list[tuple[Matcher, int, Seen]]) -> bool:

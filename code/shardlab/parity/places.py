@@ -57,6 +57,9 @@ class Place:
             cut = (every if i is None else slice(i.start, i.stop, i.step) for i in self.index)
             had.view(self.view)[tuple(cut)] = True
             return
+        if self.piece is not None and not any(self.index):
+            had.view(-1)[self.piece : self.piece + prod(self.shape)] = True
+            return
         numbers = self.of(torch.arange(1, had.numel() + 1).view(had.shape))
         had.view(-1)[numbers[numbers > 0] - 1] = True
 

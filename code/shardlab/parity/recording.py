@@ -7,7 +7,7 @@ knows of other ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +25,7 @@ WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 PHASES = "weights", "samples", "forward", "backward", "gradient", "update", "buffers"
 BEFORE = -1  # the step of weights before the first one
 ENGINES = "deepspeed"  # whose optimizer steps inside of the engine's own step
+SAMPLES = 256  # numbers that are kept of what each backward of a step gave of a gradient
 
 
 class Key(NamedTuple):
@@ -42,7 +43,7 @@ class Part:
     value: Tensor  # detached; whoever keeps it, copies it
     call: int = 0  # which call of its module in this step
     start: tuple[int, ...] | None = None  # where a DTensor says that it begins in the whole
-    local: Tensor | None = None  # of a gradient: this rank's own, before anyone averaged it
+    local: Tensor | None = None  # of a gradient, before anyone averaged it: see `sampled`
     drew: bool = False  # random numbers were drawn since the output before it
     unclipped: bool = False  # of a gradient: it is clipped later, inside of the optimizer's step
     options: dict[str, float] = field(default_factory=dict)  # of an update: see `_options`
@@ -75,6 +76,11 @@ def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where((x == 0) | ~moved.isfinite(), x, moved)
 
 
+def sampled(x: Tensor) -> Tensor:
+    """Some of its numbers: the same of each tensor of its size."""
+    return x.detach().flatten()[:: max(1, x.numel() // SAMPLES) | 1]  # odd: not one column
+
+
 class Watch:
     """What a program is given: `watch(model, optimizer)`.
 
@@ -89,7 +95,7 @@ class Watch:
         self.noise = None if seed is None else torch.Generator().manual_seed(seed)
         self.calls: Counter[Key] = Counter()
         self.before: dict[str, Tensor] = {}
-        self.locals: dict[str, Tensor] = {}
+        self.locals: dict[str, list[Tensor]] = defaultdict(list)  # samples of each backward
         self.dice: tuple[Any, ...] = ()  # where random numbers stood at the last output
 
     def __call__(
@@ -221,11 +227,9 @@ class Watch:
 
     def _own_gradient(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor | None) -> None:
-            if gradient is None or isinstance(gradient, DTensor):  # None: it is computed later
+            if gradient is None or isinstance(gradient, DTensor) or _quiet:  # None: comes later
                 return
-            had = self.locals.get(name)
-            own = gradient.detach()
-            self.locals[name] = own.clone() if had is None else had + own
+            self.locals[name].append(sampled(gradient).cpu().clone())
 
         return hook
 
@@ -238,7 +242,8 @@ class Watch:
         for name, p in self._once():
             if (gradient := _gradient(p)) is not None:
                 part = _part(gradient)
-                part.local, part.unclipped = self.locals.pop(name, None), unclipped
+                each = self.locals.get(name)
+                part.local, part.unclipped = torch.stack(each) if each else None, unclipped
                 self.sink.see(Key(self.step, "gradient", name), part)
         self.locals.clear()
 
@@ -270,11 +275,27 @@ class Watch:
         waiting: list[torch.optim.Optimizer] = []
         deep: Counter[int] = Counter()  # a step that calls its parent's is one
 
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def before(
+            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
             deep[id(optimizer)] += 1
-            if not waiting:
+            if waiting:
+                return None
+            waiting.extend(optimizers)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if closure is None:
                 self._gradients()
-                waiting.extend(optimizers)
+                return None
+
+            def watched() -> Any:  # it computes the gradients, inside of the step
+                result = closure()
+                if not read:
+                    read.append(True)
+                    self._gradients()
+                return result
+
+            read: list[bool] = []
+            return args[:1], {**kwargs, "closure": watched}
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             deep[id(optimizer)] -= 1

@@ -17,14 +17,12 @@ Three rules keep what is ambiguous from hiding a mistake:
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import across
@@ -90,7 +88,7 @@ class Matcher:
         place, factor = self.place(key, part, len(seen))
         whole, bits = self.plain.whole(key), 0
         if place is not None or whole is None or not whole.numel():
-            bits = checksum(part.value) if key.phase in ENDS else 0
+            bits = across.checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"))
         else:
             self.misfits[key[:2]] += 1
@@ -109,9 +107,9 @@ class Matcher:
             return self._weight(key, part, number, near), 1.0
         if key.phase in ENDS:
             return self._end(key, part, number, near), 1.0
-        if self.plain.scalar(key):
+        if self.plain.scalar(key) and key.phase != "buffers":
             return None, 1.0
-        if key.phase == "forward":
+        if key.phase in ("forward", "buffers"):
             return self._output(key, part, near), 1.0
         return self._output_gradient(key, part, near)
 
@@ -139,7 +137,7 @@ class Matcher:
 
     def _end(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
         """Where the weight stood, with factor 1."""
-        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if not near.decides:
             return owned[0] if owned else None
         factor = 1.0
@@ -226,6 +224,14 @@ class Matcher:
                 if factor and self._fits(key, value, place, near, factor):
                     self.factors.setdefault((key.step, part.call), factor)
                     return place, factor
+        if stood is not None and mine and isinstance(stood.index[0], Tensor):  # of rows like others
+            place, alike = (
+                by_rows(value / mine, near.whole),
+                tolerance(self.plain, forward[0], value.dtype),
+            )
+            twins = place and alike.off(place.of(alike.whole), stood.of(alike.whole)) <= 1
+            if twins and self._fits(key, value, place, near, mine):
+                return place, mine
         return None, 1.0
 
     def _fits(
@@ -240,24 +246,15 @@ class Matcher:
         """The most similar place of what fits nowhere: to say what is wrong with it."""
         part, whole = seen.part, self.plain.whole(key)
         stood = self.stood.get((key._replace(phase="forward"), part.call))
-        if key.phase == "backward" and stood is not None and _holds(stood, part.value):
+        if key.phase == "backward" and stood is not None and stood.holds(part.value):
             return stood
-        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if key.phase in ENDS:
             return owned[0] if owned else None
         known = self.known[part.call, tuple(part.value.shape), tuple(whole.shape)]
         likely = known or proposals(part.value.shape, whole.shape, self.rank, part.start)
         apart = lambda p: rms(part.value.double() - p.of(whole).double())  # noqa: E731
         return min(islice(likely, FEW), key=apart, default=None)
-
-
-def checksum(value: Tensor) -> int:
-    """Of its bits."""
-    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _holds(place: Place, value: Tensor) -> bool:
-    return torch.Size(place.shape).numel() == value.numel()
 
 
 class Judge:
@@ -281,8 +278,7 @@ class Judge:
             self._say(Key(min(steps), "update", ""), bad, words)
             return self.report
         for key in self.order():
-            first = self.report.first
-            if first is not None and first.key[:2] != key[:2]:
+            if self.report.findings and self.report.first.key[:2] != key[:2]:
                 break  # what comes after may be its consequence
             self._one(key)
         for matcher in self.ranks:

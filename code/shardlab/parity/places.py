@@ -77,6 +77,10 @@ class Place:
         view = (prod(whole) // width, *self.view[1:])
         return Place(view, (first, *self.index[1:]), self.shape)
 
+    def holds(self, value: Tensor) -> bool:
+        """Whether it has as many numbers."""
+        return prod(self.shape) == value.numel()
+
     def same(self, other: Place) -> bool:
         """Whether both were made alike."""
         return self._words() == other._words()

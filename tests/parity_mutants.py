@@ -239,9 +239,10 @@ def functions(name: str) -> dict[str, FunctionType]:
             if isinstance(value, type):
                 if value.__module__ == module.__name__ and value is not owner:
                     look(value)
-            elif isinstance(value := inspect.unwrap(value), FunctionType):
-                if value.__code__.co_filename == module.__file__:
-                    found[value.__qualname__] = value
+                continue
+            code = getattr(value := inspect.unwrap(value), "__code__", None)
+            if code is not None and code.co_filename == module.__file__:
+                found[value.__qualname__] = value
 
     look(module)
     return {q: f for q, f in found.items() if "<" not in q and not f.__name__.startswith("check")}
@@ -413,7 +414,7 @@ def traced(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
 
 
 def drawn(seeds: range, lines: dict[tuple[str, int], set]) -> list[Mutant]:
-    """A mutant for each seed: of each core as many, wherever its own rows go."""
+    """A mutant for each seed, none twice: of each core as many, wherever its own rows go."""
     possible: dict[str, list[Mutant]] = defaultdict(list)
     for (topic, number), ran in sorted(lines.items()):
         for module in CORES[topic]:
@@ -425,7 +426,11 @@ def drawn(seeds: range, lines: dict[tuple[str, int], set]) -> list[Mutant]:
         of_change = defaultdict(list)
         for mutant in possible[topic]:
             of_change[mutant.change].append(mutant)
-        found.append(r.choice(of_change[r.choice(sorted(of_change))]))
+        had = {replace(mutant, row=("", 0)) for mutant in found}
+        mutant = r.choice(of_change[r.choice(sorted(of_change))])
+        while replace(mutant, row=("", 0)) in had:
+            mutant = r.choice(of_change[r.choice(sorted(of_change))])
+        found.append(mutant)
     return found
 
 

@@ -141,9 +141,20 @@ def trained(steps: int = 1, lr: float = 0.1, **other: Any) -> Program:
         for _ in range(other.get("calls", 1)):
             watch(*watched(model, optimizer), **other.get("more", {}))
         stepped = other.get("stepped", lambda model, optimizer: optimizer)(model, optimizer)
+
+        def backward(x: torch.Tensor) -> torch.Tensor:
+            stepped.zero_grad()
+            loss = model(x).square().mean() * other.get("times", 1)
+            loss.backward()
+            return loss
+
         for _ in range(steps):
-            model(other.get("batch", torch.ones)(3, 4)).square().mean().backward()
-            stepped.step()
+            x = other.get("batch", torch.ones)(3, 4)
+            if other.get("closure"):
+                stepped.step(lambda x=x: backward(x))
+            else:
+                backward(x)
+                stepped.step()
 
     return program
 
@@ -236,6 +247,8 @@ def small() -> dict[str, Any]:
     rename = {"more": {"rename": lambda name: name.partition(".")[2]}}
     fine = {
         "renamed": (trained(), trained(model=renumbered, **rename)),
+        "a closure": (trained(2, closure=True), trained(2)),
+        "a closure, twice the loss": (trained(closure=True), trained(closure=True, times=2)),
         "two optimizers": (trained(2), trained(2, watched=halves, stepped=lambda *_: Both())),
     }
     return verdicts({name: case[:2] for name, case in REFUSED.items()} | fine)
@@ -245,6 +258,10 @@ class Both:
     """Two optimizers, of which each has half of the parameters."""
 
     made: tuple[Any, ...] = ()
+
+    def zero_grad(self) -> None:
+        for one in self.made:
+            one.zero_grad()
 
     def step(self) -> None:
         for one in self.made:
@@ -266,9 +283,14 @@ def test_what_cannot_be_compared_gets_a_line_that_says_what_to_do(name):
     assert "\n" not in said and len(said) < 300
 
 
-@pytest.mark.parametrize("name", ["renamed", "two optimizers"])
-def test_other_names_and_several_optimizers_are_compared(name):
+@pytest.mark.parametrize("name", ["renamed", "two optimizers", "a closure"])
+def test_other_names_several_optimizers_and_closures_are_compared(name):
     assert small()[name].equal, small()[name]
+
+
+def test_gradients_that_a_closure_computes_belong_to_its_step():
+    first = small()["a closure, twice the loss"].first
+    assert first.key[:2] == (0, "gradient") and "2 times the right one" in first.words
 
 
 # Where a part stands

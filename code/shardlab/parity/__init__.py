@@ -7,11 +7,12 @@
 Two functions in, of any model and library, one verdict out; see `check`. `core` is the comparison;
 beside it `recording` sees what a program computes, `record` keeps it, `places` proposes where a
 rank's part stands, `noise` measures what rounding does, `causes`, `clues` and `report` find the
-words.
+words, `carried` those for what a step hands to the next. `check_resume` compares a run that was
+stopped.
 """
 
-from .programs import check
+from .programs import check, check_resume
 from .recording import Key, Watch
 from .report import Finding, Report
 
-__all__ = ["Finding", "Key", "Report", "Watch", "check"]
+__all__ = ["Finding", "Key", "Report", "Watch", "check", "check_resume"]

@@ -19,6 +19,7 @@ from .record import Record
 from .recording import BEFORE, Key, sampled
 
 SAME = 0.01  # factors that differ by less are the same
+ANOTHER = "is another one"
 SEEDS = "begin each step of both with the same seed, or drop nothing"
 
 
@@ -60,6 +61,11 @@ class Case:
             len(m.seen.get(k, ())) / len(self.plain.parts[k]) for m in self.ranks for k in step
         )
         return max(calls, default=1.0)
+
+    def options(self, rank: int) -> dict[str, float]:
+        """With what a rank's optimizer made the update."""
+        seen = next((m for m in self.ranks if m.rank == rank), None)
+        return next((s.part.options for s in seen.seen.get(self.key, ())), {})
 
     def whole(self, **other: Any) -> Tensor | None:
         """Another tensor of the plain run, by what its key has other than this one's."""
@@ -379,23 +385,6 @@ def _decay(case: Case) -> str:
     return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
 
 
-def _forgetful(case: Case) -> str:
-    """The first step of an optimizer that remembers gradients."""
-    gradient = case.whole(phase="gradient")
-    if case.key.phase != "update" or gradient is None:
-        return ""
-    value = case.wrong[0]
-    g = value.place.of(gradient).double().view(value.found.shape)
-    for first, who in ((g.sign(), "Adam's"), (g, "SGD's")):
-        off = [gap(x, ratio(x, first) * first, rms(x))[0] for x in (value.found, value.wanted)]
-        if off[0] < 0.05 < 0.2 < off[1]:
-            return (
-                f"is {who} first step, as if no gradient had been before: the optimizer's state "
-                "(its moments) was lost, or never loaded"
-            )
-    return ""
-
-
 def _other_rule(case: Case) -> str:
     """Ranks that hold the same, and move it otherwise."""
     bad = {value.rank for value in case.wrong}
@@ -416,12 +405,12 @@ def _another(case: Case) -> str:
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
     c = ratio(value.found, value.wanted)
     near = f", nearest to {c:.3g} times the right one" if c else ""
-    return f"is another one{', the same on all ranks' if alike else ''}{near}"
+    return f"{ANOTHER}{', the same on all ranks' if alike else ''}{near}"
 
 
 CAUSES = (
     _nothing, _start, _dice, _rounded, _factor, _passes, _not_summed, _mixed, _gone, _bias, _rows,
-    _of_before, _decay, _forgetful, _other_rule, _another,
+    _of_before, _decay, _other_rule, _another,
 )  # fmt: skip
 
 

@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from . import across
-from .causes import Case, Value, cause, factors, ratio
+from .carried import in_words
+from .causes import Case, Value, factors, ratio
 from .clues import clues
 from .noise import Tolerance, rms, tolerance
 from .places import Place, by_columns, by_rows, pieces, proposals
 from .record import Record
-from .recording import PHASES, Key, Part
+from .recording import BEFORE, PHASES, Key, Part
 from .report import Finding, Report
 
 FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
@@ -59,8 +60,9 @@ class Seen:
 class Matcher:
     """A sink on one rank: finds each tensor's place in the plain run's."""
 
-    def __init__(self, plain: Record, rank: int, ranks: int):
+    def __init__(self, plain: Record, rank: int, ranks: int, begins: int = 0):
         self.plain, self.rank, self.ranks = plain, rank, ranks
+        self.begins = begins  # how many steps a run that is resumed has behind it
         self.steps, self.watched, self.optimized = 0, False, False
         self.seen: dict[Key, list[Seen]] = {}
         self.owned: dict[tuple[str, int], list[Place]] = {}  # where a weight may stand
@@ -98,7 +100,7 @@ class Matcher:
     def place(self, key: Key, part: Part, number: int) -> tuple[Place | None, float]:
         """Where it stands in the plain run's tensor, times which factor; `number`: of its key."""
         whole = self.plain.whole(key)
-        if whole is None or not whole.numel():
+        if whole is None or not whole.numel() or key.phase == "samples":
             return None, 1.0
         near = tolerance(self.plain, key, part.value.dtype)
         if not part.value.numel():
@@ -261,8 +263,9 @@ def _holds(place: Place, value: Tensor) -> bool:
 class Judge:
     """Sees what the matchers of all ranks found, in the order of the plain computation."""
 
-    def __init__(self, plain: Record, ranks: list[Matcher]):
+    def __init__(self, plain: Record, ranks: list[Matcher], end: int | None = None):
         self.plain, self.ranks = plain, ranks
+        self.begin, self.end = ranks[0].begins, plain.steps if end is None else end
         for matcher in ranks:
             matcher.plain = plain
         self.report = Report(len(ranks))
@@ -271,10 +274,10 @@ class Judge:
     def judge(self) -> Report:
         """Compare all; see `Report`."""
         steps = {matcher.steps for matcher in self.ranks}
-        if steps != {self.plain.steps}:  # cannot be told apart
+        if steps != {self.end}:  # cannot be told apart
             took = ", ".join(f"rank {m.rank} {m.steps}" for m in self.ranks)
-            words = f"the plain program took {self.plain.steps} optimizer steps, {took}: a skip?"
-            bad = [m.rank for m in self.ranks if m.steps != self.plain.steps]
+            words = f"the plain program took {self.end} optimizer steps, {took}: a skip?"
+            bad = [m.rank for m in self.ranks if m.steps != self.end]
             self._say(Key(min(steps), "update", ""), bad, words)
             return self.report
         for key in self.order():
@@ -285,16 +288,24 @@ class Judge:
         for matcher in self.ranks:
             for phase, off in matcher.worst.items():
                 self.report.worst[phase] = max(self.report.worst.get(phase, 0.0), off)
+        self.report.dtypes = across.dtypes(self.order(), self.plain, self.ranks)
         self.report.clues = clues(self.report, self.addends, self.ranks, self.order())
         return self.report
 
     def order(self) -> list[Key]:
         """Time: phases of each step; modules by their last call; gradients from the end."""
-        place = {key: n for n, key in enumerate(self.plain.parts)}
+        first, steps = self.begin or BEFORE, range(self.begin, self.end)
+        mine = (k for k in self.plain.parts
+                if (k.step == first if k.phase == "weights" else k.step in steps))  # fmt: skip
+        place = {key: n for n, key in enumerate(mine)}
         last = {key: -n if key.phase == "gradient" else n for key, n in place.items()}
         return sorted(place, key=lambda k: (k.step, PHASES.index(k.phase), last[k]))
 
     def _one(self, key: Key) -> None:
+        if key.phase == "samples":
+            if words := across.samples(key, self.plain, self.ranks):
+                self._say(key, [], words)
+            return
         whole = self.plain.whole(key)
         parts = [(m, n, s) for m in self.ranks for n, s in enumerate(m.seen.get(key, ()))]
         inside = key.phase in ("forward", "backward")
@@ -319,10 +330,11 @@ class Judge:
             self._say(key, missing, "is not there")
         elif left:
             self._wrong(key, parts, left)
-        elif key.phase == "weights":
-            if words := across.numbers_on_no_rank(key, whole, self.ranks):
-                self._say(key, [], words)
-        elif across.copies_differ(parts):
+        elif key.phase == "weights" and (
+            words := across.numbers_on_no_rank(key, whole, self.ranks)
+        ):
+            self._say(key, [], words)
+        elif key.phase in ENDS and across.copies_differ(parts):
             self.report.drifting.append(key)
 
     def _summed(self, key: Key, left: list[tuple[Matcher, int, Seen]]) -> bool:
@@ -385,7 +397,7 @@ class Judge:
         case = Case(key, self.plain, self.ranks, near, values)
         bad = sorted({value.rank for value in case.wrong})
         if key.phase in ENDS or self.report.equal:  # inside, the first alone is worth words
-            self._say(key, bad, cause(case), case.error, near.of_all, factors(case))
+            self._say(key, bad, in_words(case), case.error, near.of_all, factors(case))
         else:
             self._say(key, bad, "is another one", case.error, near.of_all)
 

@@ -57,10 +57,11 @@ def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tupl
 
 
 def size_of(record: Record, key: Key) -> float:
-    """A plain tensor's root mean square, computed once; 0 where there is none."""
+    """A plain tensor's root mean square, computed once; 0 where it has none."""
     if key not in record.sizes:
         whole = record.whole(key)
-        record.sizes[key] = rms(whole) if whole is not None else 0.0
+        has = whole is not None and whole.is_floating_point()
+        record.sizes[key] = rms(whole) if has else 0.0
     return record.sizes[key]
 
 

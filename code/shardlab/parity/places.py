@@ -201,8 +201,24 @@ def pieces(part: Tensor, whole: Tensor, ranks: int) -> Iterator[Place]:
             ends = (begins + last < len(base)).nonzero().flatten()
             begins = begins[ends]
             begins = begins[base[begins + last] == part[last]]
+        begins = begins if len(begins) else _begins(part[: last + 1] if len(last) else part, base)
         for begin in begins[:BEGINS].tolist():
             yield Place(view, index, shape, begin)
+
+
+def _begins(part: Tensor, base: Tensor) -> Tensor:
+    """Where a piece that was trained begins, which has no bits in common: the most similar places.
+
+    By some of its numbers.
+    """
+    ends = len(base) - len(part) + 1
+    if ends < 1:
+        return base.new_empty(0, dtype=torch.long)
+    apart = sum(
+        (base[at : at + ends] - part[at]).abs().float()
+        for at in torch.linspace(0, len(part) - 1, min(len(part), 16)).long().tolist()
+    )
+    return apart.topk(min(4, ends), largest=False).indices
 
 
 def by_rows(part: Tensor, whole: Tensor) -> Place | None:

@@ -76,7 +76,7 @@ def _anew(case: Case) -> str:
         return ""
     value = case.wrong[0]
     g = value.place.of(gradient).double().view(value.found.shape)
-    weight = case.whole(phase="weights")
+    weight = case.whole(phase="weights", step=case.key.step or BEFORE)
     w = None if weight is None else value.place.of(weight).double().view(value.found.shape)
     for along, words in (
         (g.sign(), "every number moves by {:.3g} against its gradient, as in Adam's first step"),

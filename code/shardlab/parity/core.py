@@ -88,8 +88,8 @@ class Matcher:
         key = self.plain.name(key)
         seen = self.seen.setdefault(key, [])
         place, factor = self.place(key, part, len(seen))
-        fits, bits = place is not None or self.plain.whole(key) is None, 0
-        if fits:
+        whole, bits = self.plain.whole(key), 0
+        if place is not None or whole is None or not whole.numel():
             bits = checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"))
         else:
@@ -330,11 +330,10 @@ class Judge:
             self._say(key, missing, "is not there")
         elif left:
             self._wrong(key, parts, left)
-        elif key.phase == "weights" and (
-            words := across.numbers_on_no_rank(key, whole, self.ranks)
-        ):
-            self._say(key, [], words)
-        elif key.phase in ENDS and across.copies_differ(parts):
+        elif key.phase == "weights":
+            if words := across.numbers_on_no_rank(key, whole, self.ranks):
+                self._say(key, [], words)
+        elif across.copies_differ(parts):
             self.report.drifting.append(key)
 
     def _summed(self, key: Key, left: list[tuple[Matcher, int, Seen]]) -> bool:
@@ -368,7 +367,7 @@ class Judge:
         first = self.ranks[group[0]]
         place, factor = first.place(key, replace(mine[0], value=total), 0)
         for rank in group if place is not None else ():
-            for seen in self.ranks[rank].seen[key]:
+            for seen in self.ranks[rank].seen.get(key, ()):
                 seen.place = place if seen.part is parts.get(rank) else seen.place
             if key.phase == "forward":
                 self.ranks[rank].stood[key, mine[0].call] = place

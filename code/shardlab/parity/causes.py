@@ -19,6 +19,7 @@ from .record import Record
 from .recording import BEFORE, Key, sampled
 
 SAME = 0.01  # factors that differ by less are the same
+ANOTHER = "is another one"
 SEEDS = "begin each step of both with the same seed, or drop nothing"
 
 
@@ -241,7 +242,7 @@ def shares(case: Case) -> dict[int, list[float]]:
     if any(v.local is None or v.local.shape[1:] != wanted.shape for v in mates):
         return {}
     basis = torch.cat([v.local.double() for v in mates]).T  # [samples, passes of all ranks]
-    if 2 * basis.shape[1] > basis.shape[0]:
+    if basis.shape[1] >= basis.shape[0]:  # anything would fit
         return {}
     found = torch.linalg.lstsq(basis, wanted[:, None], driver="gelsd").solution
     if not case.alike((basis @ found)[:, 0], wanted):
@@ -384,18 +385,6 @@ def _decay(case: Case) -> str:
     return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
 
 
-def _coarse(case: Case) -> str:
-    """Off by as much as fewer bits are, everywhere."""
-    value = case.wrong[0]
-    if not same(1.0, ratio(value.found, value.wanted)):
-        return ""
-    for name, unit in (("bfloat16", 2**-8), ("float16", 2**-11)):
-        off = (value.found - value.wanted).abs() <= 4 * unit * value.wanted.abs()
-        if off.double().mean() > 0.95 and unit / 16 < case.error < 2 * unit:
-            return f"is off by as much as {name} rounds: sent, or added up, in fewer bits?"
-    return ""
-
-
 def _other_rule(case: Case) -> str:
     """Ranks that hold the same, and move it otherwise."""
     bad = {value.rank for value in case.wrong}
@@ -416,12 +405,12 @@ def _another(case: Case) -> str:
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
     c = ratio(value.found, value.wanted)
     near = f", nearest to {c:.3g} times the right one" if c else ""
-    return f"is another one{', the same on all ranks' if alike else ''}{near}"
+    return f"{ANOTHER}{', the same on all ranks' if alike else ''}{near}"
 
 
 CAUSES = (
     _nothing, _start, _dice, _rounded, _factor, _passes, _not_summed, _mixed, _gone, _bias, _rows,
-    _of_before, _decay, _coarse, _other_rule, _another,
+    _of_before, _decay, _other_rule, _another,
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from sides import (
     TensorsInCopies,
     Toy,
     Zero,
+    optimizer,
 )
 
 from shardlab import link, ranks
@@ -137,6 +138,10 @@ class Row:
         }
         return ", ".join(words + [word for word, true in said.items() if true])
 
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """What trains it."""
+        return optimizer(model, self.lr)
+
     def allowed(self, device: str) -> Near:
         """How near on this device: what is the same on the CPU is near on a GPU."""
         if device == "cpu":
@@ -145,10 +150,14 @@ class Row:
         limits = (max(pair) for pair in zip(self.near[:-1], there[:-1], strict=True))
         return Near(*limits, why=ON_GPU)
 
+    def made(self, config: Config | None) -> torch.nn.Module:
+        """The plain model, as its author makes it."""
+        return Toy() if config is None else GPT(config)
+
     def model(self, config: Config | None) -> torch.nn.Module:
         """A plain one in which every number says something: biases and norms too."""
         torch.manual_seed(0)
-        model = Toy() if config is None else GPT(config)
+        model = self.made(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1 and config is not None:

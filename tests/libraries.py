@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 import torch
-from sides import Data, Part, Toy, optimizer
+from sides import Data, Part, Toy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -73,9 +73,10 @@ class DeepSpeed(Data):
         stages = {"stage": self.row.layout.zero, "reduce_bucket_size": block}
         self.engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=optimizer(model, self.row.lr),
+            optimizer=self.row.optimizer(model),
             config={
-                "train_micro_batch_size_per_gpu": self.row.sizes[0],
+                "train_micro_batch_size_per_gpu": self.row.sizes[0] // self.row.layout.microbatches,
+                "gradient_accumulation_steps": self.row.layout.microbatches,
                 "gradient_clipping": 0.0,  # 1.0 by default
                 "steps_per_print": 10**9,
                 "zero_optimization": stages | {"stage3_prefetch_bucket_size": block},
@@ -85,11 +86,13 @@ class DeepSpeed(Data):
         return model
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
-        ((tokens, targets, _),) = batch[self.copy]
-        value = loss(self.engine(tokens), targets)
-        self.engine.backward(value)
-        self.engine.step()
-        return {self.copy: value.detach()}
+        total, parts = 0.0, batch[self.copy]
+        for tokens, targets, _ in parts:
+            value = loss(self.engine(tokens), targets)
+            self.engine.backward(value)  # which divides by their number
+            self.engine.step()  # the last one alone does
+            total = total + value.detach() / len(parts)
+        return {self.copy: total}
 
     def gradients(self) -> None:
         return None

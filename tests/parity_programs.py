@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from commands import benchmark
 from contract import FLOAT32, SIDES, Row, groups
-from sides import Side, optimizer, plain_loss
+from sides import Side, plain_loss
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +34,9 @@ from shardlab import tensor_parallel as tp
 from shardlab.context_parallel import core as cp_core
 from shardlab.layout import Layout
 from shardlab.model import Config
+from shardlab.parity.core import Matcher
+from shardlab.parity.programs import judged, matched, recorded
+from shardlab.parity.record import Record
 from shardlab.tensor_parallel import core as tp_core
 
 GPT2 = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
@@ -69,7 +72,7 @@ def plain(row: Row) -> Program:
 
     def program(watch: Any) -> None:
         model = row.model(row.config)
-        o = optimizer(model, row.lr)
+        o = row.optimizer(model)
         watch(model, o)
         m = row.layout.microbatches if row.layout.pp == 1 else 1
         for step in range(row.steps):
@@ -91,7 +94,8 @@ def watched(side: Side) -> Any:
     model = side.model
     if side.row.technique == "mesh":
         return model.sharded or model.pipeline.parts
-    return model.parts if side.row.technique == "pipeline" else model
+    staged = side.row.technique in ("pipeline", "torch's pipeline")
+    return list(getattr(model, "parts", model)) if staged else model
 
 
 class Shared(nn.Module):
@@ -151,17 +155,25 @@ class DTensors(Side):
             self.loss(part).backward()
 
 
+SCHEDULES = {  # ours and torch's
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
+}  # fmt: skip
+
+
 class Staged(Side):
     """torch's own pipeline."""
 
     def made(self, model: Any, **_: Any) -> Any:
         layout, group = self.row.layout, self.groups["pp"]
-        part = pipeline.cut(model, layout.pp)[dist.get_rank(group)]
-        where = dist.get_rank(group), layout.pp, ranks.device()
-        stage = pipelining.PipelineStage(part, *where, group=group)
-        self.last = dist.get_rank(group) == layout.pp - 1
-        self.schedule = pipelining.Schedule1F1B(stage, layout.microbatches, loss_fn=plain_loss)
-        return part
+        route, parts = layout.route, pipeline.cut(model, layout.pp * layout.chunks)
+        mine = [n for n, stage in enumerate(route) if stage == dist.get_rank(group)]
+        where = len(parts), ranks.device()
+        stages = [pipelining.PipelineStage(parts[n], n, *where, group=group) for n in mine]
+        self.last = len(parts) - 1 in mine
+        made = pipelining.schedules.get_schedule_class(SCHEDULES[layout.schedule])
+        given = stages if layout.chunks > 1 else stages[0]
+        self.schedule = made(given, layout.microbatches, loss_fn=plain_loss)
+        return nn.ModuleList(parts[n] for n in mine)
 
     def step(self, batch: Any) -> Any:
         tokens, targets = (torch.cat([part[n] for part in batch[0]]) for n in (0, 1))
@@ -198,10 +210,36 @@ def parallel(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> P
     return program
 
 
+def compared(cases: dict[str, tuple[Row, Program]]) -> dict[str, Any]:
+    """By case its report: one start for all plain programs, one for those of as many ranks."""
+    rows = {reference(row): row for row, _ in cases.values()}
+
+    def references() -> dict[str, Record]:
+        return {name: recorded(plain(row)) for name, row in rows.items()}
+
+    (records,) = ranks.run(references, 1, device="cpu", timeout=1200)
+    found = {}
+    for size in sorted({row.ranks for row, _ in cases.values()}):
+        mine = {name: case for name, case in cases.items() if case[0].ranks == size}
+
+        def work(mine: dict = mine) -> dict[str, Matcher]:
+            return {
+                name: matched(program, records[reference(row)])
+                for name, (row, program) in mine.items()
+            }
+
+        each = ranks.run(work, size, device="cpu", timeout=1200, show=False)
+        for name, (row, _) in mine.items():
+            matchers = [one[name] for one in each]
+            found[name] = judged(records[reference(row)], matchers)
+    return found
+
+
 def reference(row: Row) -> str:
     """A name of the row's plain program: rows that share it have the same."""
     m = row.layout.microbatches if row.layout.pp == 1 else 1
     same = row.config, sum(row.sizes), row.steps, row.lr, row.dtype, row.clip, m
+    same += getattr(row, "rule", ""), getattr(row, "family", "")
     return f"{type(row).__name__} {same}"
 
 

@@ -94,7 +94,7 @@ class Side:
         self.row, self.groups, self.options = row, groups, dict(row.options)
         self.plain = model
         self.model = self.made(model, **self.options)
-        self.optimizer = optimizer(self.model, row.lr)
+        self.optimizer = row.optimizer(self.model)
         place = {axis: dist.get_rank(group) for axis, group in groups.items()}
         self.copy = place["dp"]
         self.number = 0
@@ -179,7 +179,7 @@ class Data(Side):
     def mean(self, part: Part, parts: int) -> Tensor:
         if len(set(self.row.sizes)) == 1:
             return self.loss(part) / parts
-        return dp.joined_mean(self.loss(part, "sum"), len(part[0]), self.groups["dp"])
+        return dp.joined_mean(self.loss(part, "sum"), part[1].numel(), self.groups["dp"])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         parts, value = batch[self.copy], 0.0

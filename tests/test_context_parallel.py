@@ -109,6 +109,21 @@ def test_the_plain_kernel_equals_the_fused_one(monkeypatch, causal):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+def test_heads_that_stand_innermost_are_read_right():
+    torch.manual_seed(0)
+    q, k, v, dy = (torch.randn(2, 6, 5, 2) for _ in range(4))
+    innermost = [x.to(memory_format=torch.channels_last) for x in (q, k, v, dy)]
+    for y, wanted in zip(innermost, (q, k, v, dy), strict=True):
+        assert y.stride(-1) != 1 and torch.equal(y, wanted)
+
+    def both(q, k, v, dy):
+        y, lse = cp.block_attention(q, k, v, True)
+        return y, lse, *cp.block_gradients(dy, q, k, v, y, lse, True)
+
+    for got, expected in zip(both(*innermost), both(q, k, v, dy), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+
+
 # Equal to one process
 
 

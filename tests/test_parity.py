@@ -19,6 +19,7 @@ from parity_programs import (
     Wrong,
     a_bit_apart,
     averaged_by,
+    compared,
     data,
     parallel,
     plain,
@@ -28,7 +29,6 @@ from parity_programs import (
 import shardlab
 from shardlab import context_parallel as cp
 from shardlab import parity, ranks
-from shardlab.parity.core import Matcher
 from shardlab.parity.places import by_columns, by_rows, pieces, proposals
 from shardlab.parity.programs import judged, matched, recorded, refuse_other_runs, refuse_plain
 from shardlab.parity.record import Record
@@ -46,31 +46,6 @@ SHORT = (
 
 DRIFTS = "data: copies that drift apart"
 QUIET = Wrong(data(), "", "", instead=averaged_by(a_bit_apart))
-
-
-def compared(cases: dict[str, tuple[Row, Program]]) -> dict[str, Any]:
-    """By case its report: one start for all plain programs, one for those of as many ranks."""
-    rows = {reference(row): row for row, _ in cases.values()}
-
-    def references() -> dict[str, Record]:
-        return {name: recorded(plain(row)) for name, row in rows.items()}
-
-    (records,) = ranks.run(references, 1, device="cpu", timeout=1200)
-    found = {}
-    for size in sorted({row.ranks for row, _ in cases.values()}):
-        mine = {name: case for name, case in cases.items() if case[0].ranks == size}
-
-        def work(mine: dict = mine) -> dict[str, Matcher]:
-            return {
-                name: matched(program, records[reference(row)])
-                for name, (row, program) in mine.items()
-            }
-
-        each = ranks.run(work, size, device="cpu", timeout=1200, show=False)
-        for name, (row, _) in mine.items():
-            matchers = [one[name] for one in each]
-            found[name] = judged(records[reference(row)], matchers)
-    return found
 
 
 @cache

@@ -39,6 +39,7 @@ def block_attention(
     float32, or float64 for such queries.
     """
     kind = _kernel(q_BAQD)
+    q_BAQD, k_BKTD, v_BKTD = _side_by_side(q_BAQD, k_BKTD, v_BKTD)
     if kind == "cpu":
         # This kernel lets several heads share keys and values.
         return aten._scaled_dot_product_flash_attention_for_cpu(q_BAQD, k_BKTD, v_BKTD, 0.0, causal)
@@ -68,13 +69,12 @@ def block_gradients(
 ) -> Gradients:
     """This block's share of the gradients; `y` and `lse` are those over all keys."""
     kind = _kernel(q_BAQD)
+    dy_BAQD, q_BAQD, k_BKTD, v_BKTD = _side_by_side(dy_BAQD, q_BAQD, k_BKTD, v_BKTD)
     if kind == "cpu":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dy_BAQD, q_BAQD, k_BKTD, v_BKTD, y_BAQD, lse_BAQ, 0.0, causal
         )
         return Gradients(*grads)
-    if dy_BAQD.stride(-1) != 1:  # the gradient of a plain sum is one number, seen many times
-        dy_BAQD = dy_BAQD.contiguous()
     k_BATD, v_BATD = _widened(k_BKTD, q_BAQD), _widened(v_BKTD, q_BAQD)
     if kind == "flash":
         queries, keys = q_BAQD.shape[-2], k_BKTD.shape[-2]
@@ -98,6 +98,15 @@ def block_gradients(
         dq, dk, dv = _plain_gradients(dy_BAQD, q_BAQD, k_BATD, v_BATD, y_BAQD, lse_BAQ, causal)
     heads = k_BKTD.shape[1]
     return Gradients(dq, *(d.unflatten(1, (heads, -1)).sum(2).to(d.dtype) for d in (dk, dv)))
+
+
+def _side_by_side(*tensors: Tensor) -> list[Tensor]:
+    """The numbers of a head next to each other: kernels read them so, and ask nobody.
+
+    The gradient of a plain sum is one number, seen many times; and for heads of two numbers
+    `torch.cat` may put the heads innermost (torch 2.13).
+    """
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _kernel(q: Tensor) -> str:

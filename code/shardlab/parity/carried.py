@@ -72,11 +72,11 @@ def options(case: Case) -> str:
 def _anew(case: Case) -> str:
     """Adam's first step moves all numbers alike; a first one with momentum goes by its gradient."""
     gradient = case.whole(phase="gradient") if case.key.phase == "update" else None
-    if gradient is None or case.key.step < 1:
+    if gradient is None:
         return ""
     value = case.wrong[0]
     g = value.place.of(gradient).double().view(value.found.shape)
-    weight = case.whole(phase="weights")
+    weight = case.whole(phase="weights", step=case.key.step or BEFORE)
     w = None if weight is None else value.place.of(weight).double().view(value.found.shape)
     for along, words in (
         (g.sign(), "every number moves by {:.3g} against its gradient, as in Adam's first step"),

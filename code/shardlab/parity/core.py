@@ -86,8 +86,8 @@ class Matcher:
         key = self.plain.name(key)
         seen = self.seen.setdefault(key, [])
         place, factor = self.place(key, part, len(seen))
-        fits, bits = place is not None or self.plain.whole(key) is None, 0
-        if fits:
+        whole, bits = self.plain.whole(key), 0
+        if place is not None or whole is None or not whole.numel():
             bits = across.checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"))
         else:
@@ -363,7 +363,7 @@ class Judge:
         first = self.ranks[group[0]]
         place, factor = first.place(key, replace(mine[0], value=total), 0)
         for rank in group if place is not None else ():
-            for seen in self.ranks[rank].seen[key]:
+            for seen in self.ranks[rank].seen.get(key, ()):
                 seen.place = place if seen.part is parts.get(rank) else seen.place
             if key.phase == "forward":
                 self.ranks[rank].stood[key, mine[0].call] = place

@@ -74,12 +74,13 @@ class Noise:
         self.row: dict[Key, float] = defaultdict(float)
 
     def see(self, key: Key, part: Part) -> None:
-        """Compare it with the same call's."""
+        """Compare it with the same call's; where it has another shape, rounding routes anew."""
         if not (size := size_of(self.record, key)):
             return
         for other in self.record.parts.get(key, ()):
-            if other.call == part.call and other.value.shape == part.value.shape:
-                of_all, of_row = gap(part.value, other.value, size)
+            if other.call == part.call:
+                alike = other.value.shape == part.value.shape
+                of_all, of_row = gap(part.value, other.value, size) if alike else (inf, inf)
                 self.squares[key] += of_all**2 * part.value.numel()
                 self.row[key] = max(self.row[key], of_row)
 

@@ -129,9 +129,9 @@ def _in_sections(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _uneven(size: int, total: int, first: int) -> Iterator[Index]:
-    """A part among others of other sizes: from anywhere; or the last of padded ones."""
-    if size < total and total % size:
-        for start in range(-(-total // size) * size)[::size]:
+    """A part among others of other sizes: the last of padded ones; or from anywhere."""
+    if 0 < size < total:
+        for start in range(-(-total // size) * size)[::size] if total % size else ():
             piece = torch.arange(start, start + size)
             yield piece.masked_fill(piece >= total, -1)
         for start in range(total - size + 1):

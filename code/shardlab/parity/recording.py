@@ -135,7 +135,7 @@ class Watch:
         for one in self.models:
             one.register_forward_pre_hook(self._enter)
             for name, module in one.named_modules():
-                if name or len(self.models) == 1:  # of several parts none is the model
+                if rename(name) or len(self.models) == 1:  # of several parts none is the model
                     self._hook(rename(name), module)
         self.optimized = bool(optimizers)
         if type(model).__module__.startswith(ENGINES):

@@ -1,0 +1,517 @@
+"""Mutants of the course's cores: one small change of one place in the code, drawn from a seed.
+
+The change is made in the syntax tree of a file of CORES, and put into the functions that are there,
+so that whoever has imported them runs it. Only places that a row of ROWS executes are changed.
+
+Whether a mutant matters is judged without parity: what the optimizer of each rank sees as
+gradients, and the weights that it leaves, beside those of the same row without the change, in
+float64. More than CHANGED of a tensor's size is a change.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import inspect
+import pickle
+import signal
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity_programs import CLIP, GPT2, LLAMA, SPARSE, UNTIED, parallel, plain, reference, row
+
+from shardlab import ranks
+from shardlab.layout import Layout
+from shardlab.parity.core import Matcher
+from shardlab.parity.programs import judged, matched, recorded
+from shardlab.parity.record import Record
+
+CHANGED = 1e-9  # of a tensor's size; float64 rounds at 1e-16, and no row's noise comes near
+SECONDS = 20  # that a mutant may take: then it hangs
+CORES = {  # by topic: the files that a step goes through
+    "data_parallel": ("data_parallel.core", "buckets"),
+    "zero": ("zero.core", "zero.flat", "zero.gradients", "zero.units", "zero.wrapper"),
+    "tensor_parallel": ("tensor_parallel.core", "tensor_parallel.cross_entropy",
+                        "tensor_parallel.gather", "tensor_parallel.overlap"),
+    "sequence_parallel": ("sequence_parallel.core",),
+    "context_parallel": ("context_parallel.core", "context_parallel.kernel",
+                         "context_parallel.layout", "context_parallel.ulysses"),
+    "experts": ("experts.core",),
+    "pipeline": ("pipeline.core", "pipeline.deferred", "pipeline.parts", "pipeline.pipelines"),
+    "mesh": ("mesh.core", "mesh.groups"),
+}  # fmt: skip
+TWICE = {"dtype": torch.float64, "steps": 2}
+SMALL = {"bucket_bytes": 20_000, "first_bytes": 4_000}
+ROWS = {
+    "data_parallel": (
+        row("data", GPT2, Layout(dp=2, microbatches=2), options=SMALL, **TWICE, **CLIP),
+        row("data", GPT2, Layout(dp=2), options={"way": "parameters"}, **TWICE),
+        row("data", GPT2, Layout(dp=2), options={"way": "buckets"}, **TWICE),
+    ),
+    "zero": tuple(
+        row("zero", config, Layout(dp=2, zero=stage), **TWICE, **CLIP)
+        for stage, config in ((1, LLAMA), (2, GPT2), (3, GPT2))
+    ),
+    "tensor_parallel": tuple(
+        row("tensor", config, Layout(tp=2), **TWICE, **CLIP) for config in (GPT2, LLAMA)
+    ),
+    "sequence_parallel": tuple(
+        row("tensor", config, Layout(tp=2, sequence_parallel=True), **TWICE, **CLIP)
+        for config in (GPT2, LLAMA)
+    ),
+    "context_parallel": tuple(
+        row("context", GPT2, Layout(cp=2), options={"way": way, "layout": layout}, **TWICE)
+        for way, layout in (("ring", "zigzag"), ("ring", "contiguous"), ("ulysses", "zigzag"))
+    ),
+    "experts": (row("experts", SPARSE, Layout(dp=2, ep=2), **TWICE, **CLIP),),
+    "pipeline": (
+        row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4), **TWICE),
+        row("pipeline", replace(UNTIED, layers=4),
+            Layout(pp=2, schedule="zb-v", microbatches=4, chunks=2), **TWICE),
+    ),
+    "mesh": (
+        row("mesh", GPT2, Layout(tp=2, pp=2, microbatches=2), **TWICE, **CLIP),
+        row("mesh", LLAMA, Layout(dp=2, tp=2, zero=1, sequence_parallel=True), **TWICE, **CLIP),
+    ),
+}  # fmt: skip
+
+
+# The changes: each says what it makes of a node, or None where it does not fit.
+
+Change = Callable[[ast.AST], "ast.AST | None"]
+
+
+def _call(node: ast.AST) -> str:
+    """The name of what is called."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def left_out(node: ast.AST) -> ast.AST | None:
+    """A call whose result nobody takes."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return ast.Pass()
+    return None
+
+
+def passed_on(node: ast.AST) -> ast.AST | None:
+    """An operator's argument in place of its result."""
+    simple = isinstance(node, ast.Call) and node.args and len(node.args) + len(node.keywords) > 1
+    if simple and isinstance(node.args[0], ast.Name) and _call(node)[:1].islower():
+        return node.args[0]
+    return None
+
+
+def factor(node: ast.AST) -> ast.AST | None:
+    """The left one alone of a product or a quotient, or twice as much of what is returned."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+        return node.left
+    if isinstance(node, ast.Return) and isinstance(node.value, ast.BinOp):
+        return ast.Return(ast.BinOp(node.value, ast.Mult(), ast.Constant(2)))
+    return None
+
+
+def not_scaled(node: ast.AST) -> ast.AST | None:
+    """x *= y, left out."""
+    return ast.Pass() if isinstance(node, ast.AugAssign) else None
+
+
+def sign(node: ast.AST) -> ast.AST | None:
+    """A difference for a sum, and the other way round."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        other = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
+        return ast.BinOp(node.left, other, node.right)
+    return None
+
+
+def mean_for_sum(node: ast.AST) -> ast.AST | None:
+    other = {"sum": "mean", "mean": "sum", "amax": "mean", "max": "min"}.get(_call(node))
+    if other and isinstance(node.func, ast.Attribute):
+        return ast.Call(ast.Attribute(node.func.value, other, ast.Load()), node.args, node.keywords)
+    return None
+
+
+def offset(node: ast.AST) -> ast.AST | None:
+    """One more of a whole number."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return ast.Constant(node.value + 1)
+    return None
+
+
+def branch(node: ast.AST) -> ast.AST | None:
+    """The other branch."""
+    if isinstance(node, ast.If | ast.IfExp):
+        return type(node)(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+    return None
+
+
+def comparison(node: ast.AST) -> ast.AST | None:
+    """Less, or equal, for less, and so on."""
+    pairs = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
+    if isinstance(node, ast.Compare) and (other := pairs.get(type(node.ops[0]))):
+        return ast.Compare(node.left, [other(), *node.ops[1:]], node.comparators)
+    return None
+
+
+def rank_0(node: ast.AST) -> ast.AST | None:
+    """Every rank takes itself for the first one."""
+    if isinstance(node, ast.Name) and node.id in ("rank", "stage") and _reads(node):
+        return ast.Constant(0)
+    return None
+
+
+def alone(node: ast.AST) -> ast.AST | None:
+    """A group of this rank alone, for the right one."""
+    if isinstance(node, ast.Call):
+        for number, keyword in enumerate(node.keywords):
+            if keyword.arg == "group" and ast.unparse(keyword.value).endswith("group"):
+                given = ast.parse("__import__('parity_mutants').ALONE[0]", mode="eval").body
+                words = [*node.keywords]
+                words[number] = ast.keyword("group", given)
+                return ast.Call(node.func, node.args, words)
+    return None
+
+
+def dropped(node: ast.AST) -> ast.AST | None:
+    """The last one of a loop."""
+    if isinstance(node, ast.For):
+        every = ast.parse(f"[*({ast.unparse(node.iter)})][:-1]", mode="eval").body
+        return ast.For(node.target, every, node.body, node.orelse)
+    return None
+
+
+def flag(node: ast.AST) -> ast.AST | None:
+    """The other one of two flags."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return ast.Constant(not node.value)
+    return None
+
+
+def _reads(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+CHANGES: tuple[Change, ...] = (
+    left_out, passed_on, factor, not_scaled, sign, mean_for_sum, offset, branch, comparison, rank_0,
+    alone, dropped, flag,
+)  # fmt: skip
+ALONE: list[dist.ProcessGroup] = []  # this rank's own
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one place."""
+
+    module: str
+    function: str  # its qualified name
+    number: int  # of the node, as ast.walk finds it in the function
+    change: int  # of CHANGES
+    row: tuple[str, int]  # of ROWS
+
+    def __str__(self) -> str:
+        function = functions(self.module)[self.function]
+        old = [*ast.walk(tree(function))][self.number]
+        new = CHANGES[self.change](copy.deepcopy(old))
+        said = [
+            " ".join(ast.unparse(ast.fix_missing_locations(x)).split())[:90] for x in (old, new)
+        ]
+        where = f"{self.module}:{function.__code__.co_firstlineno}"
+        return f"{CHANGES[self.change].__name__} in {where} {self.function}: {said[0]} -> {said[1]}"
+
+
+def functions(name: str) -> dict[str, FunctionType]:
+    """Those of a module of the package, by qualified name, without what is wrapped around them."""
+    module, found = importlib.import_module(f"shardlab.{name}"), {}
+
+    def look(owner: ModuleType | type) -> None:
+        for value in vars(owner).values():
+            for inner in ("__func__", "fget", "func"):  # of methods of classes, and of properties
+                value = getattr(value, inner, value)
+            if isinstance(value, type):
+                if value.__module__ == module.__name__ and value is not owner:
+                    look(value)
+            elif isinstance(value := inspect.unwrap(value), FunctionType):
+                if value.__code__.co_filename == module.__file__:
+                    found[value.__qualname__] = value
+
+    look(module)
+    return {q: f for q, f in found.items() if "<" not in q and not f.__name__.startswith("check")}
+
+
+def tree(function: FunctionType) -> ast.FunctionDef:
+    """The syntax tree of a function."""
+    lines = Path(function.__code__.co_filename).read_text("utf-8")
+    first = function.__code__.co_firstlineno
+    for node in ast.walk(ast.parse(lines)):
+        if isinstance(node, ast.FunctionDef):
+            begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if begin == first and node.name == function.__name__:
+                return node
+    raise AssertionError(function)
+
+
+def sites(name: str, ran: set[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
+    """Function, node and change of each mutant of a module's that is in a line that ran."""
+    for qualified, function in functions(name).items():
+        node, left = tree(function), set()
+        nodes = [*ast.walk(node)]
+        for each in nodes:
+            if isinstance(each, ast.Raise | ast.Assert) or _call(each).startswith("check"):
+                left |= {id(x) for x in ast.walk(each)}
+            if isinstance(each, ast.If) and isinstance(each.body[0], ast.Raise):
+                left |= {id(each), *(id(x) for x in ast.walk(each.test))}
+            if isinstance(each, ast.Expr) and _call(each.value).startswith("check"):
+                left.add(id(each))
+        for part in (node.args, node.returns, *node.decorator_list):
+            left |= {id(x) for x in ast.walk(part)} if part is not None else set()
+        file = function.__code__.co_filename
+        for number, each in enumerate(nodes):
+            if id(each) in left or (file, getattr(each, "lineno", 0)) not in ran:
+                continue
+            for change, make in enumerate(CHANGES):
+                if make(copy.deepcopy(each)) is not None:
+                    yield qualified, number, change
+
+
+class Put(ast.NodeTransformer):
+    """One node in place of another."""
+
+    def __init__(self, old: ast.AST, new: ast.AST):
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> Any:
+        return ast.copy_location(self.new, node) if node is self.old else self.generic_visit(node)
+
+
+def changed(mutant: Mutant) -> CodeType:
+    """The code of the mutant's function."""
+    function = functions(mutant.module)[mutant.function]
+    file = function.__code__.co_filename
+    whole = ast.parse(Path(file).read_text("utf-8"))
+    mine = tree(function)
+    for node in ast.walk(whole):
+        if isinstance(node, ast.FunctionDef) and node.lineno == mine.lineno:
+            old = [*ast.walk(node)][mutant.number]
+            Put(old, CHANGES[mutant.change](copy.deepcopy(old))).visit(node)
+    code = compile(ast.fix_missing_locations(whole), file, "exec", dont_inherit=True)
+    return next(c for c in _codes(code) if c.co_qualname == mutant.function)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield const
+            yield from _codes(const)
+
+
+# Runs
+
+
+class Ends:
+    """What a rank's optimizer sees and leaves, in each step."""
+
+    def __init__(self, watch: Any):
+        self.watch, self.kept = watch, []
+
+    def __call__(self, model: Any, optimizer: Any) -> Any:
+        models = model if isinstance(model, list) else [model]
+        named = {f"{n} {name}": p for n, m in enumerate(models) for name, p in m.named_parameters()}
+
+        def keep(*_: Any) -> None:
+            found = [(name, p.grad, p.detach()) for name, p in named.items()]
+            self.kept += [(n, None if g is None else g.clone(), w.clone()) for n, g, w in found]
+
+        self.watch(model, optimizer)
+        optimizer.register_step_pre_hook(keep)
+        optimizer.register_step_post_hook(keep)
+        return model
+
+
+def away(one: list, other: list) -> float:
+    """The largest difference of a rank's ends, relative to a tensor's size; inf for other forms."""
+    if [n for n, *_ in one] != [n for n, *_ in other]:
+        return float("inf")
+    worst = 0.0
+    for (_, *mine), (_, *theirs) in zip(one, other, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            if (x is None) != (y is None) or (x is not None and x.shape != y.shape):
+                return float("inf")
+            if x is not None and x.numel():
+                gap, size = (x - y).norm().item(), y.norm().item()
+                worst = max(worst, gap / max(size, 1e-30)) if gap == gap else float("inf")
+    return worst
+
+
+def rows_of() -> dict[tuple[str, int], Any]:
+    return {(topic, n): one for topic, each in ROWS.items() for n, one in enumerate(each)}
+
+
+Result = tuple[Matcher, list]
+
+
+def on_rank(key: tuple[str, int], records: dict[str, Record]) -> Result:
+    """A row's program on this rank, beside the plain one, and its ends."""
+    one, ends = rows_of()[key], []
+
+    def program(watch: Any) -> None:
+        ends.append(Ends(watch))
+        parallel(one)(ends[0])
+
+    matcher = matched(program, records[reference(one)])
+    return matcher, ends[0].kept
+
+
+def controls() -> tuple[dict, dict, dict]:
+    """Records of plain programs; by row the ranks' results, and the lines that any of them ran."""
+    rows = rows_of()
+    plains = {reference(one): one for one in rows.values()}
+    (records,) = ranks.run(
+        lambda: {name: recorded(plain(one)) for name, one in plains.items()}, 1, device="cpu"
+    )
+    names = {name for each in CORES.values() for name in each}
+    files = {importlib.import_module(f"shardlab.{name}").__file__ for name in names}
+    results, lines = {}, {}
+    for size in sorted({one.ranks for one in rows.values()}):
+        mine = [key for key, one in rows.items() if one.ranks == size]
+
+        def work(mine: list = mine) -> dict:
+            return {key: (on_rank(key, records), traced(key, files)) for key in mine}
+
+        each = ranks.run(work, size, device="cpu", timeout=600, show=False)
+        for key in mine:
+            results[key] = [one[key][0] for one in each]
+            lines[key] = set().union(*(one[key][1] for one in each))
+    return records, results, lines
+
+
+def traced(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
+    """The lines of `files` that a row's program executes on this rank."""
+    ran: set[tuple[str, int]] = set()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            ran.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    sys.settrace(trace)
+    try:
+        parallel(rows_of()[key])(lambda *_: None)
+    finally:
+        sys.settrace(None)
+    return ran
+
+
+def drawn(seeds: range, lines: dict[tuple[str, int], set]) -> list[Mutant]:
+    """A mutant for each seed: of each core as many, wherever its own rows go."""
+    possible: dict[str, list[Mutant]] = defaultdict(list)
+    for (topic, number), ran in sorted(lines.items()):
+        for module in CORES[topic]:
+            possible[topic] += [Mutant(module, *s, (topic, number)) for s in sites(module, ran)]
+    topics, found = [*CORES], []
+    for seed in seeds:
+        r, topic = Random(seed), topics[seed % len(topics)]
+        # A change first, then its place: there are more whole numbers than all else.
+        of_change = defaultdict(list)
+        for mutant in possible[topic]:
+            of_change[mutant.change].append(mutant)
+        found.append(r.choice(of_change[r.choice(sorted(of_change))]))
+    return found
+
+
+def run(mutants: list[Mutant], records: dict, folder: Path) -> list[list[Result] | str]:
+    """Of each the ranks' results, or in words how it ended."""
+    results: list[Any] = [None] * len(mutants)
+    rows = rows_of()
+    for size in sorted({rows[m.row].ranks for m in mutants}):
+        left = [n for n, m in enumerate(mutants) if rows[m.row].ranks == size]
+        while left:
+
+            def work(left: list = left) -> None:
+                ALONE[:] = [dist.new_subgroups(1)[0]]
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # gloo hears of no other end
+                for number in left:
+                    found = mutated(mutants[number], records)
+                    with open(folder / f"{number}-{dist.get_rank()}", "wb") as file:
+                        pickle.dump(found, file)
+
+            ended = ""
+            try:
+                ranks.run(work, size, device="cpu", timeout=SECONDS * len(left) + 60, show=False)
+            except ranks.RankError as error:
+                ended = "hangs" if "SIGALRM" in str(error) else "crashes: " + _short(error)
+            done = [n for n in left if all((folder / f"{n}-{k}").exists() for k in range(size))]
+            for number in done:
+                each = [pickle.loads((folder / f"{number}-{k}").read_bytes()) for k in range(size)]
+                results[number] = each
+            left = left[len(done) :]
+            if ended and left:
+                results[left.pop(0)] = ended
+    return results
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def mutated(mutant: Mutant, records: dict) -> Result:
+    """What a rank has with the mutant in place of its function."""
+    function = functions(mutant.module)[mutant.function]
+    before = function.__code__
+    signal.alarm(SECONDS)
+    function.__code__ = changed(mutant)
+    try:
+        return on_rank(mutant.row, records)
+    finally:
+        function.__code__ = before
+        signal.alarm(0)
+
+
+@dataclass
+class Verdict:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    kind: str  # "crashes", "hangs", "changes nothing", "found" or "missed"
+    words: str  # of the report
+    change: float  # see `away`
+
+
+def verdicts(seeds: range, folder: Path) -> tuple[list[Verdict], dict[tuple[str, int], Any]]:
+    """Of each seed's mutant, and the controls' reports."""
+    records, right, lines = controls()
+    rows = rows_of()
+
+    def report(key: tuple[str, int], results: list[Result]) -> Any:
+        try:
+            return judged(records[reference(rows[key])], [matcher for matcher, _ in results])
+        except ValueError as error:  # other names, other steps: it is told
+            return error
+
+    mutants, found = drawn(seeds, lines), []
+    for mutant, result in zip(mutants, run(mutants, records, folder), strict=True):
+        if isinstance(result, str):
+            found.append(Verdict(mutant, result.split(":")[0], result, 0.0))
+            continue
+        pairs = zip(result, right[mutant.row], strict=True)
+        far = max(away(mine, theirs) for (_, mine), (_, theirs) in pairs)
+        told = report(mutant.row, result)
+        told_of = isinstance(told, ValueError) or not told.equal
+        kind = "found" if told_of else "missed"
+        kind = kind if far > CHANGED else "told all the same" if told_of else "changes nothing"
+        found.append(Verdict(mutant, kind, str(told), far))
+    return found, {key: report(key, result) for key, result in right.items()}
+
+
+def counts(found: list[Verdict]) -> Counter[str]:
+    return Counter(verdict.kind for verdict in found)

@@ -1,0 +1,43 @@
+"""Random right programs are silent, and mutants of the course's cores are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers  # noqa: F401  # once, before any rank starts
+from parity_mutants import verdicts
+from parity_programs import compared, parallel
+from parity_random import drawn
+
+from shardlab import deepspeed_engine
+
+PROGRAMS, DAILY, TOGETHER = 1000, 150, 50  # seeds; those of each day; those of one start
+MUTANTS = {"daily": range(8), "weekly": range(200)}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(0, PROGRAMS, TOGETHER))
+def test_random_right_programs_are_silent(first, request):
+    if first >= DAILY and not request.config.getoption("--whole"):
+        pytest.skip("--whole compares all of them")
+    deepspeed_engine.prepare()
+    rows = {seed: drawn(seed) for seed in range(first, first + TOGETHER)}
+    reports = compared({seed: (row, parallel(row)) for seed, row in rows.items()})
+    loud = {seed: f"{rows[seed].name}: {r}" for seed, r in reports.items() if not r.equal}
+    assert not loud, loud
+    exact = [seed for seed, row in rows.items() if row.dtype != torch.bfloat16]
+    assert all(reports[seed].compared > 30 for seed in exact)
+    empty = [seed for seed in exact if reports[seed].undecided > reports[seed].compared / 2]
+    assert not empty, empty
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("how", MUTANTS)
+def test_mutants_that_change_a_gradient_are_found(how, request, tmp_path):
+    if how == "weekly" and not request.config.getoption("--whole"):
+        pytest.skip("--whole tries all of them")
+    found, controls = verdicts(MUTANTS[how], tmp_path)
+    assert all(control.equal for control in controls.values()), controls
+    missed = [str(one.mutant) for one in found if one.kind == "missed"]
+    seen = sum(one.kind == "found" for one in found)
+    assert seen and len(missed) <= 0.05 * (seen + len(missed)), missed

@@ -363,11 +363,9 @@ def _gradient(p: Tensor) -> Tensor | None:
 
 def _dice() -> tuple[Any, ...]:
     """Where the random numbers of this process stand."""
-    state = torch.random.default_generator.get_state()
-    offsets = ()
-    if torch.cuda.is_initialized():
-        offsets = tuple(g.get_offset() for g in torch.cuda.default_generators)
-    return hash(state.numpy().tobytes()), *offsets
+    there = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    each = (torch.random.default_generator, *there)
+    return tuple(hash(one.get_state().numpy().tobytes()) for one in each)
 
 
 _quiet: list[bool] = []  # while a library rehearses

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab import collectives, memory, ranks
+from shardlab import collectives, memory, parity, ranks
 from shardlab.layout import Layout
 from shardlab.model import loss
 from shardlab.tensor_parallel import copy_to
@@ -603,6 +603,59 @@ TENSOR_PARALLEL = {
         (Swap("config.key_value_heads, ", ""), "raised ValueError: tp=3"),
     ],
 }  # fmt: skip
+
+# ------------------------------------------------------------------------------- parity
+
+FOUR = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
+PARITY = {
+    "times_allowed": [
+        (1.9e-3 / 2.1e-7, "twelve times the noise is still allowed"),
+        (1.9e-3 / 2.1e-7 / 3, "the largest counts"),
+        (2.52e-6, "That is what is allowed"),
+        (7000, "too large"),
+        ("many", "should be a number of times"),
+    ],
+    "four_reports": [
+        ({**FOUR, "A": "seed"}, "before the first step"),
+        ({**FOUR, "A": "clip", "C": "decay"}, "not alike"),
+        ({**FOUR, "B": "counts"}, "another factor on each rank"),
+        ({**FOUR, "C": "bucket"}, "some parameters alone"),
+        ({**FOUR, "D": "share"}, "rows of the batch"),
+        ({**FOUR, "D": "else"}, "Allowed are share, counts"),
+        ({"A": "decay"}, "a dictionary with"),
+    ],
+    "my_cut": [
+        (nothing, "raised TypeError"),
+        (lambda size, total, first: [], "it proposes nothing"),
+        (lambda size, total, first: [torch.arange(size + 1)], "a tensor of 8 row numbers"),
+        (Swap("pairs[:, (first + r) % n]", "pairs[:, r]"), "Begin with it"),
+        (lambda size, total, first: [torch.arange(total)[first :: total // size]], "are not among"),
+        (
+            lambda size, total, first: [
+                torch.arange(total).view(-1, 2)[first :: total // size].flatten()
+            ],
+            "every row once",
+        ),
+    ],
+    "my_program": [
+        (Swap("total / count", "total / (y != -100).sum() / size"), "over a rank's own count"),
+        (Swap("dist.all_reduce(p.grad)", "..."), "gradient of 4.bias"),
+        (Swap("parameters(), 0.1)\n        opt", "parameters(), 0.2)\n        opt"), "same factor"),
+        (Swap("watch(model, optimizer)", "..."), "never called watch"),
+        (lambda watch: 1 / 0, "It failed on 2 ranks"),
+    ],
+    "own_parity": [
+        (True, "is what parity.check returns"),
+        (parity.Report(1, compared=50), "That was one rank"),
+        (parity.Report(2, compared=3), "Only 3 tensors"),
+        (
+            parity.Report(2, [parity.Finding(parity.Key(0, "update", "w"), [1], "is zero")]),
+            "Not yet the same: step 1, update of w, rank 1",
+        ),
+        (parity.Report(4, compared=50), None),
+    ],
+}
+
 
 # ------------------------------------------------------------------------------- tensor_types
 
@@ -1363,6 +1416,7 @@ ROWS: dict[str, list[tuple[Any, str | None]]] = {
     **MEMORY,
     **MESH,
     **MODEL_PARALLELISM,
+    **PARITY,
     **PIPELINE,
     **SEQUENCE_PARALLEL,
     **STRATEGY,

@@ -13,6 +13,7 @@ SAID    what the error calls an argument that has another name in a command or i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,17 @@ SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module
         "x_BaSD": "full", "tokens_BS": "full"}  # fmt: skip
 
 
-def one_step(watch: Any) -> None:
-    """A program that trains."""
+def one_step(watch: Any, _: Any = None, behind: int = 0, steps: int = 1) -> None:
+    """A program that trains: some steps, after some that nobody watches."""
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    watch(model, optimizer)
-    model(torch.ones(3, 2)).square().mean().backward()
-    optimizer.step()
+    for step in range(behind + steps):
+        if step == behind:
+            watch(model, optimizer)
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).square().mean().backward()
+        optimizer.step()
 
 
 def numbers() -> Iterator[Row]:
@@ -288,6 +292,9 @@ def numbers() -> Iterator[Row]:
                                            "restart": 60.0, "failures": 10, "seed": 0}),
         (parity.check, {"plain": one_step, "parallel": one_step, "ranks": 1, "draws": 1,
                         "timeout": 60.0}),
+        (parity.check_resume, {"through": partial(one_step, steps=2), "before": one_step,
+                               "after": partial(one_step, behind=1), "ranks": 1, "draws": 1,
+                               "timeout": 60.0}),
         (tt.check, {"step": lambda tp: None, "timeout": 60.0, "tp": 2}),
     ]  # fmt: skip
     for function, right in table:

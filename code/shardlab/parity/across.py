@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .causes import listed, spans
 from .noise import Tolerance
@@ -35,6 +38,19 @@ def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
     return said + _who(key, ranks) if len(gone) else ""
 
 
+def numbers_on_no_rank(key: Key, whole: Tensor, ranks: list[Any]) -> str:
+    """Of a weight, which numbers nobody has, nor equal ones; "" where all are there."""
+    had = torch.zeros(whole.shape, dtype=torch.bool)
+    for matcher in ranks:
+        for seen in matcher.seen.get(key, ()):
+            if seen.place is not None:
+                seen.place.mark(had)
+    if had.all() or torch.isin(whole[~had], whole[had]).all():
+        return ""
+    said = f"{int((~had).sum())} of {had.numel()} numbers are on no rank: {_who(key, ranks)}"
+    return f"{said} (parts that are drawn with one seed, or cut alike?)"
+
+
 def _who(key: Key, ranks: list[Any]) -> str:
     at = {m.rank: [s.place for s in m.seen.get(key, ()) if s.place] for m in ranks}
     for one, places in at.items():
@@ -46,7 +62,61 @@ def _who(key: Key, ranks: list[Any]) -> str:
         ]
         if len(twins) > 1:
             return f"ranks {listed(twins)} have the same ones"
-    return "nobody computed them"
+    return f"nobody {'has' if key.phase == 'weights' else 'computed'} them"
+
+
+def samples(key: Key, plain: Record, ranks: list[Any]) -> str:
+    """What is wrong with the samples of a step; "" where all ranks together have the plain ones.
+
+    Those that ranks share are the same on each of them, and count once.
+    """
+
+    def ids(parts: Iterable[Any]) -> Counter[int]:
+        return Counter(i for part in parts for i in part.value.tolist())
+
+    wanted = ids(plain.parts[key])
+    at = {m.rank: ids(s.part for s in m.seen.get(key, ())) for m in ranks}
+    distinct: list[Counter[int]] = []
+    for mine in at.values():
+        if mine and mine not in distinct:
+            distinct.append(mine)
+    if wanted in (sum(distinct, Counter()), sum(at.values(), Counter())):
+        return ""
+    have = sum(distinct, Counter())
+    shared = [rank for rank, mine in at.items() if mine == distinct[0]] if distinct else []
+    same = f" (ranks {listed(shared)} have the same ones)" if len(shared) > 1 else ""
+    said = []
+    for found, words in (
+        (wanted - have, f"are on no rank{same}"),
+        (Counter({i: n for i, n in (have - wanted).items() if i in wanted}), "count too often"),
+        (Counter({i: n for i, n in have.items() if i not in wanted}), "are none of this step's"),
+    ):
+        if found:
+            which = sorted(found)
+            who = [rank for rank, mine in at.items() if set(mine) & set(which)]
+            where = f" (rank{'s' if len(who) > 1 else ''} {listed(who)})" if who else ""
+            said.append(f"{spans(torch.tensor(which))} {words}{where}")
+    for step in {k.step for k in plain.parts if k.phase == "samples"} - {key.step}:
+        if have and not have - ids(plain.parts[key._replace(step=step)]):
+            said.append(f"they are step {step + 1}'s")
+    return "; ".join(said)
+
+
+def dtypes(keys: Iterable[Key], plain: Record, ranks: list[Any]) -> list[tuple[Key, str, str]]:
+    """Outputs that have other dtypes than the plain ones: key, this dtype, the plain one's."""
+    found = []
+    for key in keys:
+        mine = {s.part.value.dtype for m in ranks for s in m.seen.get(key, ())}
+        other = mine - {part.value.dtype for part in plain.parts[key]}
+        if key.phase == "forward" and other:
+            names = (str(d).removeprefix("torch.") for d in (other.pop(), plain.dtype(key)))
+            found.append((key, *names))
+    return found
+
+
+def checksum(value: torch.Tensor) -> int:
+    """Of its bits: copies have the same."""
+    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
 
 
 def copies_differ(parts: list[tuple[Any, int, Any]]) -> bool:
@@ -65,7 +135,7 @@ def lacks(key: Key, matcher: Any) -> bool:
     def there(key: Key) -> int:
         return sum(1 for seen in matcher.seen.get(key, ()) if seen.part.value.numel())
 
-    return there(key) < there(Key(BEFORE, "weights", key.name))
+    return there(key) < there(Key(matcher.begins or BEFORE, "weights", key.name))
 
 
 def complete(key: Key, plain: Record, matcher: Any) -> bool:

@@ -1,8 +1,7 @@
 """What is wrong with a tensor, in words: CAUSES, of which the first that fits the numbers speaks.
 
 A new cause is a function of a `Case` that returns a sentence, or "" where it does not fit, and a
-row of CAUSES. Beside them: FACTORS, what a factor may come from; CLUES, what else the comparison
-saw on its way to the first wrong tensor.
+row of CAUSES. Beside them: FACTORS, what a factor may come from.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from torch import Tensor
 from .noise import PIECE, Tolerance, gap, rms
 from .places import Place, by_rows
 from .record import Record
-from .recording import BEFORE, Key
-from .report import Report, called
+from .recording import BEFORE, Key, sampled
 
 SAME = 0.01  # factors that differ by less are the same
+ANOTHER = "is another one"
+SEEDS = "begin each step of both with the same seed, or drop nothing"
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Value:
     wanted: Tensor  # in float64
     place: Place
     wrong: bool
-    local: Tensor | None  # of a gradient: before anyone averaged it
+    local: Tensor | None  # of a gradient, samples of what each backward gave: [passes, samples]
 
 
 class Case:
@@ -61,6 +61,11 @@ class Case:
             len(m.seen.get(k, ())) / len(self.plain.parts[k]) for m in self.ranks for k in step
         )
         return max(calls, default=1.0)
+
+    def options(self, rank: int) -> dict[str, float]:
+        """With what a rank's optimizer made the update."""
+        seen = next((m for m in self.ranks if m.rank == rank), None)
+        return next((s.part.options for s in seen.seen.get(self.key, ())), {})
 
     def whole(self, **other: Any) -> Tensor | None:
         """Another tensor of the plain run, by what its key has other than this one's."""
@@ -126,16 +131,30 @@ def _start(case: Case) -> str:
     return f"are other ones than the plain program begins with: {why}"
 
 
+def drew(key: Key, plain: Record, ranks: Sequence[Any]) -> bool:
+    """Whether random numbers are drawn between this output and the one before it."""
+    each = (s.part for m in ranks for s in m.seen.get(key, ()))
+    return any(part.drew for part in plain.parts[key]) or any(part.drew for part in each)
+
+
 def _dice(case: Case) -> str:
-    """Dropout, for one."""
-    drew = any(part.drew for part in case.plain.parts[case.key])
-    drew = drew or any(s.part.drew for m in case.ranks for s in m.seen.get(case.key, ()))
-    return (
-        "random numbers are drawn here (dropout?), and not those of the plain program: "
-        "begin each step of both with the same seed, or drop nothing"
-        if drew
-        else ""
-    )
+    """Another mask: zeros elsewhere, and what neither has dropped is the same."""
+    if not drew(case.key, case.plain, case.ranks):
+        return ""
+    first = case.wrong[0]
+    kept = (first.found != 0) & (first.wanted != 0)
+    elsewhere = (first.found != 0) != (first.wanted != 0)
+    if not elsewhere.any() or not case.alike(first.found * kept, first.wanted * kept):
+        return ""
+    said = "random numbers are drawn here (dropout?), and not those of the plain program"
+    twins = [
+        v.rank for v in case.values
+        if v is first or not v.place.same(first.place)
+        if v.found.shape == first.found.shape and torch.equal(v.found != 0, first.found != 0)
+    ]  # fmt: skip
+    if len(twins) > 1:
+        return f"{said}: ranks {listed(twins)} drop the same of their parts (one seed for all?)"
+    return f"{said}: {SEEDS}"
 
 
 def factors(case: Case) -> dict[int, float]:
@@ -150,6 +169,11 @@ def told(by_rank: dict[int, float]) -> str:
     return ", ".join(f"rank {rank} {factor:.4g}" for rank, factor in sorted(by_rank.items()))
 
 
+def times(factor: float) -> str:
+    """A factor, in words; of one near 1, by how much."""
+    return f"{factor:.7g}" if f"{factor:.4g}" == "1" else f"{factor:.4g}"
+
+
 def _factor(case: Case) -> str:
     """The right one times a factor: one for all ranks, or each its own."""
     if not (by_rank := factors(case)):
@@ -157,7 +181,7 @@ def _factor(case: Case) -> str:
     c, n, m = next(iter(by_rank.values())), len(case.ranks), case.micro_batches()
     if not all(same(factor, c) for factor in by_rank.values()):
         return f"is the right one times a factor of each rank's own: {told(by_rank)}"
-    said = f"is {c:.4g} times the right one"
+    said = f"is {times(c)} times the right one"
     if case.key.phase == "update":
         return f"{said}: the step's size (learning rate?)"
     began = [f for r in case.ranks for (step, _), f in r.factors.items() if step == case.key.step]
@@ -187,7 +211,7 @@ def _not_summed(case: Case) -> str:
         return f"each rank has an addend of its own, and nobody added them up over ranks {who}"
     if all(case.alike(s / k, w) for s, w, k in sums):
         alone = [[v.rank for v in g] for group in by_place for g in _equal(case, group)]
-        if all(len(ranks) > 1 for ranks in alone):
+        if all(len(ranks) > 1 for ranks in alone) and len(alone) > len(by_place):
             among = " | ".join(map(listed, alone))
             return f"averaged over ranks {among} alone, and not over {who}"
         return f"each rank has its own, and nobody averaged them over ranks {who}"
@@ -207,26 +231,86 @@ def _equal(case: Case, values: list[Value]) -> list[list[Value]]:
     return found
 
 
+def shares(case: Case) -> dict[int, list[float]]:
+    """By rank: how often what each of its backwards gave is in the first wrong gradient.
+
+    Empty where it is no sum of them. Ranks that hold the same weight count together.
+    """
+    first = case.wrong[0]
+    mates = [v for v in case.values if v is first or v.place.same(first.place)]
+    wanted = sampled(first.found)
+    if any(v.local is None or v.local.shape[1:] != wanted.shape for v in mates):
+        return {}
+    basis = torch.cat([v.local.double() for v in mates]).T  # [samples, passes of all ranks]
+    if basis.shape[1] >= basis.shape[0]:  # anything would fit
+        return {}
+    found = torch.linalg.lstsq(basis, wanted[:, None], driver="gelsd").solution
+    if not case.alike((basis @ found)[:, 0], wanted):
+        return {}
+    most = found.abs().max().item()
+    each = [s if abs(s) > SAME * most else 0.0 for s in found[:, 0].tolist()]
+    counts = [len(v.local) for v in mates]
+    begins = [sum(counts[:n]) for n in range(len(counts))]
+    return {v.rank: each[b : b + n] for v, b, n in zip(mates, begins, counts, strict=True)}
+
+
+def _passes(case: Case) -> str:
+    """Backwards of one rank that do not count alike."""
+    by_rank = shares(case)
+    if all(same(s, each[0]) for each in by_rank.values() for s in each):
+        return ""
+    said = "; ".join(
+        f"rank {rank} {', '.join(f'{s:.3g}' for s in each[:8])}{', …' if len(each) > 8 else ''}"
+        for rank, each in by_rank.items()
+    )
+    kept = {f"{s:.2g}" for each in by_rank.values() for s in each if s}
+    lost = len(kept) == 1 and all(each[-1] and not each[0] for each in by_rank.values())
+    why = "what came before is lost (zeroed? overwritten?)" if lost else (
+        "divided, averaged, lost between them?"
+    )  # fmt: skip
+    return f"counts what each backward gave {said} times, where all should count alike: {why}"
+
+
 def _mixed(case: Case) -> str:
     """Made of the ranks' own gradients, but not as their mean."""
-    locals_ = [v.local for v in case.values]
-    first = case.wrong[0]
-    if len(locals_) < 2 or any(x is None or x.shape != first.found.shape for x in locals_):
+    by_rank = {rank: each[0] for rank, each in shares(case).items()}
+    used = [rank for rank, share in by_rank.items() if share]
+    if len(by_rank) < 2:
         return ""
-    basis = torch.stack([x.double().flatten() for x in locals_], 1)
-    weights = torch.linalg.lstsq(basis, first.found.flatten()[:, None], driver="gelsd").solution
-    if not case.alike((basis @ weights).view(first.found.shape), first.found):
-        return ""
-    shares = weights.flatten().tolist()
-    used = [n for n, share in enumerate(shares) if abs(share) > SAME * max(map(abs, shares))]
     if len(used) == 1:
-        return f"is rank {case.values[used[0]].rank}'s own gradient: the other ranks' are not in it"
-    if not all(same(share, shares[0]) for share in shares):
-        each = ", ".join(f"{s:.3g}" for s in shares)
+        return f"is rank {used[0]}'s own gradient: the other ranks' are not in it"
+    if not all(same(share, by_rank[used[0]]) for share in by_rank.values()):
+        each = ", ".join(f"{s:.3g}" for s in by_rank.values())
         return (
             f"is the sum of {each} times the ranks' own gradients, where all should count alike: "
             "each was clipped, or divided, before they were averaged"
         )
+    return ""
+
+
+# Of wide formats the bits of a number, and how many of them a narrower one leaves zero.
+SPARE = {
+    torch.float32: (torch.int32, {"bfloat16": 16, "float16": 13}),
+    torch.float64: (torch.int64, {"float32": 29, "bfloat16": 45, "float16": 42}),
+}
+
+
+def _rounded(case: Case) -> str:
+    """With fewer digits than its format has: those of a narrower one, or of a sum of a few such."""
+    first, dtype = case.wrong[0], case.near.whole.dtype
+    if dtype not in SPARE or not 3 * case.near.of_all < case.error < 0.1:
+        return ""
+    whole, narrow = SPARE[dtype]
+
+    def short(x: Tensor, zeros: int) -> float:
+        return ((x.to(dtype).view(whole) & (2**zeros - 1)) == 0).double().mean().item()
+
+    for name, zeros in narrow.items():
+        for sums in (0, 9):  # what a sum of two adds, mostly
+            spare = max(1, zeros - sums)
+            found = max(short(first.found * n, spare) for n in (1, len(case.ranks)))
+            if found > 0.9 and short(first.wanted, spare) < 0.5:
+                return f"has the digits of {name}: it was added up, sent or kept in {name}"
     return ""
 
 
@@ -277,11 +361,11 @@ def _of_before(case: Case) -> str:
     if old is None or old.shape != case.near.whole.shape:
         return ""
     value = case.wrong[0]
-    return (
-        "is that of the step before"
-        if case.alike(value.found, value.place.of(old).double())
-        else ""
-    )
+    old = value.place.of(old).double().view(value.found.shape)
+    if case.alike(value.found, old):
+        return "is that of the step before"
+    both = case.alike(value.found, value.wanted + old)
+    return "is the right one and that of the step before (zero_grad?)" if both else ""
 
 
 def _decay(case: Case) -> str:
@@ -301,118 +385,35 @@ def _decay(case: Case) -> str:
     return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
 
 
+def _other_rule(case: Case) -> str:
+    """Ranks that hold the same, and move it otherwise."""
+    bad = {value.rank for value in case.wrong}
+    right = [
+        v.rank for v in case.values
+        if not v.wrong and any(v.place.same(w.place) for w in case.wrong)
+    ]  # fmt: skip
+    if case.key.phase != "update" or not right:
+        return ""
+    return (
+        f"its gradient was right, and ranks {listed(right)} moved the same as they should: "
+        f"another optimizer, other options or another state on ranks {listed(sorted(bad))}?"
+    )
+
+
 def _another(case: Case) -> str:
     value = case.wrong[0]
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
     c = ratio(value.found, value.wanted)
     near = f", nearest to {c:.3g} times the right one" if c else ""
-    return f"is another one{', the same on all ranks' if alike else ''}{near}"
+    return f"{ANOTHER}{', the same on all ranks' if alike else ''}{near}"
 
 
 CAUSES = (
-    _nothing, _start, _dice, _factor, _not_summed, _mixed, _gone, _bias, _rows, _of_before, _decay,
-    _another,
+    _nothing, _start, _dice, _rounded, _factor, _passes, _not_summed, _mixed, _gone, _bias, _rows,
+    _of_before, _decay, _other_rule, _another,
 )  # fmt: skip
 
 
 def cause(case: Case) -> str:
     """What is wrong with it."""
     return next(words for each in CAUSES if (words := each(case)))
-
-
-# What else was seen on the way to the first wrong tensor.
-
-
-@dataclass
-class Way:
-    """What the comparison saw."""
-
-    report: Report
-    addends: list[tuple[Key, str]]
-    ranks: Sequence[Any]
-    order: list[Key]
-
-    @property
-    def first(self) -> Key:
-        """The first wrong tensor."""
-        return self.report.findings[0].key
-
-    def factors(self) -> dict[int, float]:
-        """With which each rank's backward began in that step."""
-        step = self.first.step
-        return {m.rank: f for m in self.ranks for (s, _), f in m.factors.items() if s == step}
-
-
-def _began(way: Way) -> str:
-    """Addends that somebody should have added up before."""
-    at, order = way.first, {key: n for n, key in enumerate(way.order)}
-    found = [a for a in way.addends if a[0].step == at.step and order[a[0]] <= order[at]]
-    found = [a for a in found if at.phase in (a[0].phase, "gradient")]
-    if not found:
-        return ""
-    key, who = found[0]
-    return f"it began with the {called(key)}: ranks {who} have addends of it that nobody added up"
-
-
-def _right_until(way: Way) -> str:
-    """The last that was right before it, where outputs are concerned."""
-    at = way.first
-    before = way.order[: way.order.index(at)]
-    right = [k for k in before if k[:2] == at[:2] and k.name and k not in way.report.left_out]
-    told = at.phase == "forward" and right and not _began(way)
-    return f"right until the {called(right[-1])}" if told else ""
-
-
-def _foreign(way: Way) -> str:
-    at = way.first
-    if at.phase != "forward" or at.step < 1:
-        return ""
-    return (
-        "every update of the step before was right: other weights are used than the optimizer left"
-    )
-
-
-def _loss(way: Way) -> str:
-    at = way.first
-    backward = [k for k in way.order if k[:2] == at[:2] and k not in way.report.left_out]
-    if at.phase != "backward" or at not in backward[:2]:
-        return ""
-    return (
-        "every output was right: the loss is another one (its targets, its mask, what divides it)"
-    )
-
-
-def _clipped(way: Way) -> str:
-    """All gradients of the step by one factor for each rank."""
-    findings = [f for f in way.report.findings if f.key[:2] == way.first[:2]]
-    if way.first.phase != "gradient" or len(findings) < 3 or not all(f.factors for f in findings):
-        return ""
-    by_rank: dict[int, float] = {}
-    for finding in findings:
-        for rank, factor in finding.factors.items():
-            if not same(by_rank.setdefault(rank, factor), factor):
-                return ""
-    first = next(iter(by_rank.values()))
-    if all(same(factor, first) for factor in by_rank.values()):
-        why = "" if ": " in findings[0].words else " (clipped at another norm, or another loss?)"
-        return f"all gradients are, by the same factor{why}"
-    return f"all gradients are, by {told(by_rank)}: was each rank's clipped by a norm of its own?"
-
-
-def _uneven(way: Way) -> str:
-    began = way.factors() if way.first.phase in ("gradient", "update") else {}
-    if all(same(factor, next(iter(began.values()))) for factor in began.values()):
-        return ""
-    counts = "is each loss a mean over a rank's own count?"
-    return f"backward began with other factors: {told(began)}; {counts}"
-
-
-CLUES = _began, _right_until, _foreign, _loss, _clipped, _uneven
-
-
-def clues(
-    report: Report, addends: list[tuple[Key, str]], ranks: Sequence[Any], order: list[Key]
-) -> list[str]:
-    """What points to where the first wrong tensor comes from."""
-    way = Way(report, addends, ranks, order)
-    return [said for clue in CLUES if report.findings and (said := clue(way))]

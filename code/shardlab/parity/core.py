@@ -17,22 +17,22 @@ Three rules keep what is ambiguous from hiding a mistake:
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import across
-from .causes import Case, Value, cause, clues, factors, ratio
+from .carried import in_words
+from .causes import Case, Value, factors, ratio
+from .clues import clues
 from .noise import Tolerance, rms, tolerance
 from .places import Place, by_columns, by_rows, pieces, proposals
 from .record import Record
-from .recording import PHASES, Key, Part
+from .recording import BEFORE, PHASES, Key, Part
 from .report import Finding, Report
 
 FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
@@ -59,8 +59,9 @@ class Seen:
 class Matcher:
     """A sink on one rank: finds each tensor's place in the plain run's."""
 
-    def __init__(self, plain: Record, rank: int, ranks: int):
+    def __init__(self, plain: Record, rank: int, ranks: int, begins: int = 0):
         self.plain, self.rank, self.ranks = plain, rank, ranks
+        self.begins = begins  # how many steps a run that is resumed has behind it
         self.steps, self.watched, self.optimized = 0, False, False
         self.seen: dict[Key, list[Seen]] = {}
         self.owned: dict[tuple[str, int], list[Place]] = {}  # where a weight may stand
@@ -88,8 +89,8 @@ class Matcher:
         place, factor = self.place(key, part, len(seen))
         whole, bits = self.plain.whole(key), 0
         if place is not None or whole is None or not whole.numel():
-            bits = checksum(part.value) if key.phase in ENDS else 0
-            part = replace(part, value=part.value.to("meta"), local=None)
+            bits = across.checksum(part.value) if key.phase in ENDS else 0
+            part = replace(part, value=part.value.to("meta"))
         else:
             self.misfits[key[:2]] += 1
             part = replace(part, value=part.value.clone())
@@ -98,7 +99,7 @@ class Matcher:
     def place(self, key: Key, part: Part, number: int) -> tuple[Place | None, float]:
         """Where it stands in the plain run's tensor, times which factor; `number`: of its key."""
         whole = self.plain.whole(key)
-        if whole is None or not whole.numel():
+        if whole is None or not whole.numel() or key.phase == "samples":
             return None, 1.0
         near = tolerance(self.plain, key, part.value.dtype)
         if not part.value.numel():
@@ -107,9 +108,9 @@ class Matcher:
             return self._weight(key, part, number, near), 1.0
         if key.phase in ENDS:
             return self._end(key, part, number, near), 1.0
-        if self.plain.scalar(key):
+        if self.plain.scalar(key) and key.phase != "buffers":
             return None, 1.0
-        if key.phase == "forward":
+        if key.phase in ("forward", "buffers"):
             return self._output(key, part, near), 1.0
         return self._output_gradient(key, part, near)
 
@@ -137,7 +138,7 @@ class Matcher:
 
     def _end(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
         """Where the weight stood, with factor 1."""
-        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if not near.decides:
             return owned[0] if owned else None
         factor = 1.0
@@ -219,12 +220,21 @@ class Matcher:
             places = chain(places, filter(None, rows))
         others = [f for (step, _), f in self.factors.items() if step == key.step]
         for place in places:
-            wanted = place.of(near.whole)
-            free = ratio(value, wanted)
-            for factor in [free] if mine is None else dict.fromkeys([mine, *others]):
+            tried = [ratio(value, place.of(near.whole))] if mine is None else [mine, *others]
+            if tried == [0.0] and self._fits(key, value, place, near):  # they say nothing of it
+                return place, 1.0
+            for factor in dict.fromkeys(tried):
                 if factor and self._fits(key, value, place, near, factor):
                     self.factors.setdefault((key.step, part.call), factor)
                     return place, factor
+        if stood is not None and mine and isinstance(stood.index[0], Tensor):  # of rows like others
+            place, alike = (
+                by_rows(value / mine, near.whole),
+                tolerance(self.plain, forward[0], value.dtype),
+            )
+            twins = place and alike.off(place.of(alike.whole), stood.of(alike.whole)) <= 1
+            if twins and self._fits(key, value, place, near, mine):
+                return place, mine
         return None, 1.0
 
     def _fits(
@@ -239,31 +249,23 @@ class Matcher:
         """The most similar place of what fits nowhere: to say what is wrong with it."""
         part, whole = seen.part, self.plain.whole(key)
         stood = self.stood.get((key._replace(phase="forward"), part.call))
-        if key.phase == "backward" and stood is not None and _holds(stood, part.value):
+        if key.phase == "backward" and stood is not None and stood.holds(part.value):
             return stood
-        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if key.phase in ENDS:
             return owned[0] if owned else None
         known = self.known[part.call, tuple(part.value.shape), tuple(whole.shape)]
-        likely = chain(known, proposals(part.value.shape, whole.shape, self.rank, part.start))
+        likely = known or proposals(part.value.shape, whole.shape, self.rank, part.start)
         apart = lambda p: rms(part.value.double() - p.of(whole).double())  # noqa: E731
         return min(islice(likely, FEW), key=apart, default=None)
-
-
-def checksum(value: Tensor) -> int:
-    """Of its bits."""
-    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _holds(place: Place, value: Tensor) -> bool:
-    return torch.Size(place.shape).numel() == value.numel()
 
 
 class Judge:
     """Sees what the matchers of all ranks found, in the order of the plain computation."""
 
-    def __init__(self, plain: Record, ranks: list[Matcher]):
+    def __init__(self, plain: Record, ranks: list[Matcher], end: int | None = None):
         self.plain, self.ranks = plain, ranks
+        self.begin, self.end = ranks[0].begins, plain.steps if end is None else end
         for matcher in ranks:
             matcher.plain = plain
         self.report = Report(len(ranks))
@@ -272,30 +274,37 @@ class Judge:
     def judge(self) -> Report:
         """Compare all; see `Report`."""
         steps = {matcher.steps for matcher in self.ranks}
-        if steps != {self.plain.steps}:  # cannot be told apart
+        if steps != {self.end}:  # cannot be told apart
             took = ", ".join(f"rank {m.rank} {m.steps}" for m in self.ranks)
-            words = f"the plain program took {self.plain.steps} optimizer steps, {took}: a skip?"
-            bad = [m.rank for m in self.ranks if m.steps != self.plain.steps]
+            words = f"the plain program took {self.end} optimizer steps, {took}: a skip?"
+            bad = [m.rank for m in self.ranks if m.steps != self.end]
             self._say(Key(min(steps), "update", ""), bad, words)
             return self.report
         for key in self.order():
-            first = self.report.first
-            if first is not None and first.key[:2] != key[:2]:
+            if self.report.findings and self.report.first.key[:2] != key[:2]:
                 break  # what comes after may be its consequence
             self._one(key)
         for matcher in self.ranks:
             for phase, off in matcher.worst.items():
                 self.report.worst[phase] = max(self.report.worst.get(phase, 0.0), off)
+        self.report.dtypes = across.dtypes(self.order(), self.plain, self.ranks)
         self.report.clues = clues(self.report, self.addends, self.ranks, self.order())
         return self.report
 
     def order(self) -> list[Key]:
         """Time: phases of each step; modules by their last call; gradients from the end."""
-        place = {key: n for n, key in enumerate(self.plain.parts)}
+        first, steps = self.begin or BEFORE, range(self.begin, self.end)
+        mine = (k for k in self.plain.parts
+                if (k.step == first if k.phase == "weights" else k.step in steps))  # fmt: skip
+        place = {key: n for n, key in enumerate(mine)}
         last = {key: -n if key.phase == "gradient" else n for key, n in place.items()}
         return sorted(place, key=lambda k: (k.step, PHASES.index(k.phase), last[k]))
 
     def _one(self, key: Key) -> None:
+        if key.phase == "samples":
+            if words := across.samples(key, self.plain, self.ranks):
+                self._say(key, [], words)
+            return
         whole = self.plain.whole(key)
         parts = [(m, n, s) for m in self.ranks for n, s in enumerate(m.seen.get(key, ()))]
         inside = key.phase in ("forward", "backward")
@@ -320,7 +329,10 @@ class Judge:
             self._say(key, missing, "is not there")
         elif left:
             self._wrong(key, parts, left)
-        elif key.phase in ENDS and across.copies_differ(parts):
+        elif key.phase == "weights":
+            if words := across.numbers_on_no_rank(key, whole, self.ranks):
+                self._say(key, [], words)
+        elif across.copies_differ(parts):
             self.report.drifting.append(key)
 
     def _summed(self, key: Key, left: list[tuple[Matcher, int, Seen]]) -> bool:
@@ -383,7 +395,7 @@ class Judge:
         case = Case(key, self.plain, self.ranks, near, values)
         bad = sorted({value.rank for value in case.wrong})
         if key.phase in ENDS or self.report.equal:  # inside, the first alone is worth words
-            self._say(key, bad, cause(case), case.error, near.of_all, factors(case))
+            self._say(key, bad, in_words(case), case.error, near.of_all, factors(case))
         else:
             self._say(key, bad, "is another one", case.error, near.of_all)
 

@@ -19,6 +19,7 @@ from .recording import BEFORE, Key, Part
 DRAWS = 3  # runs that are perturbed
 FACTOR = 12.0  # times the largest difference of a draw; right programs need up to 9
 PIECE = 2**20  # numbers that are compared at a time
+TINY = 1e-9  # of tensors this small, squares of differences are no float32 any more
 DECIDES = 0.5  # where more than that is allowed, rounding makes another tensor: nothing is said
 
 
@@ -40,11 +41,12 @@ def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tupl
     width = found.shape[-1] if found.dim() > 1 else found.numel()
     rows, wide = max(1, PIECE // width) * width, torch.promote_types(found.dtype, torch.float32)
     wide = torch.promote_types(wide, wanted.dtype)
+    sums = wide if size > TINY else torch.float64  # the square of a difference has to be a number
     total = worst = 0.0
     for f, w in zip(found.flatten().split(rows), wanted.flatten().split(rows), strict=True):
         f, w = f.to(wide), w.to(wide)
         w = w if factor == 1.0 else w * factor
-        norms = torch.linalg.vector_norm((f - w).view(-1, width), dim=1, dtype=torch.float64)
+        norms = torch.linalg.vector_norm((f - w).view(-1, width), dim=1, dtype=sums).double()
         if not norms.isfinite().all():
             if not torch.equal(f.nan_to_num(), w.nan_to_num()):
                 return inf, inf
@@ -55,10 +57,11 @@ def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tupl
 
 
 def size_of(record: Record, key: Key) -> float:
-    """A plain tensor's root mean square, computed once; 0 where there is none."""
+    """A plain tensor's root mean square, computed once; 0 where it has none."""
     if key not in record.sizes:
         whole = record.whole(key)
-        record.sizes[key] = rms(whole) if whole is not None else 0.0
+        has = whole is not None and whole.is_floating_point()
+        record.sizes[key] = rms(whole) if has else 0.0
     return record.sizes[key]
 
 
@@ -72,10 +75,12 @@ class Noise:
 
     def see(self, key: Key, part: Part) -> None:
         """Compare it with the same call's; where it has another shape, rounding routes anew."""
+        if not (size := size_of(self.record, key)):
+            return
         for other in self.record.parts.get(key, ()):
             if other.call == part.call:
                 alike = other.value.shape == part.value.shape
-                of_all, of_row = gap(part.value, other.value, 1.0) if alike else (inf, inf)
+                of_all, of_row = gap(part.value, other.value, size) if alike else (inf, inf)
                 self.squares[key] += of_all**2 * part.value.numel()
                 self.row[key] = max(self.row[key], of_row)
 
@@ -88,12 +93,10 @@ class Noise:
 
     def found(self) -> dict[Key, tuple[float, float]]:
         """Relative differences of each tensor."""
-        told = {}
-        for key, squares in self.squares.items():
-            if size := size_of(self.record, key):
-                numbers = self.record.whole(key).numel()
-                told[key] = sqrt(squares / numbers) / size, self.row[key] / size
-        return told
+        return {
+            key: (sqrt(squares / self.record.whole(key).numel()), self.row[key])
+            for key, squares in self.squares.items()
+        }
 
 
 def largest(record: Record, draws: list[dict[Key, tuple[float, float]]]) -> dict[Key, tuple]:

@@ -57,6 +57,9 @@ class Place:
             cut = (every if i is None else slice(i.start, i.stop, i.step) for i in self.index)
             had.view(self.view)[tuple(cut)] = True
             return
+        if self.piece is not None and not any(self.index):
+            had.view(-1)[self.piece : self.piece + prod(self.shape)] = True
+            return
         numbers = self.of(torch.arange(1, had.numel() + 1).view(had.shape))
         had.view(-1)[numbers[numbers > 0] - 1] = True
 
@@ -73,6 +76,10 @@ class Place:
             first = range(first.start + rows, first.stop + rows, first.step)
         view = (prod(whole) // width, *self.view[1:])
         return Place(view, (first, *self.index[1:]), self.shape)
+
+    def holds(self, value: Tensor) -> bool:
+        """Whether it has as many numbers."""
+        return prod(self.shape) == value.numel()
 
     def same(self, other: Place) -> bool:
         """Whether both were made alike."""
@@ -198,8 +205,24 @@ def pieces(part: Tensor, whole: Tensor, ranks: int) -> Iterator[Place]:
             ends = (begins + last < len(base)).nonzero().flatten()
             begins = begins[ends]
             begins = begins[base[begins + last] == part[last]]
+        begins = begins if len(begins) else _begins(part[: last + 1] if len(last) else part, base)
         for begin in begins[:BEGINS].tolist():
             yield Place(view, index, shape, begin)
+
+
+def _begins(part: Tensor, base: Tensor) -> Tensor:
+    """Where a piece that was trained begins, which has no bits in common: the most similar places.
+
+    By some of its numbers.
+    """
+    ends = len(base) - len(part) + 1
+    if ends < 1:
+        return base.new_empty(0, dtype=torch.long)
+    apart = sum(
+        (base[at : at + ends] - part[at]).abs().float()
+        for at in torch.linspace(0, len(part) - 1, min(len(part), 16)).long().tolist()
+    )
+    return apart.topk(min(4, ends), largest=False).indices
 
 
 def by_rows(part: Tensor, whole: Tensor) -> Place | None:

@@ -126,6 +126,10 @@ class Record:
             yield part.value.shape, begin
             begin += part.value.numel()
 
+    def dtype(self, key: Key) -> torch.dtype:
+        """Of the first call."""
+        return self.parts[key][0].value.dtype
+
     def scalar(self, key: Key) -> bool:
         """Whether each call gave one number: a rank's loss is the mean of its own share."""
         return all(part.value.numel() == 1 for part in self.parts[key])

@@ -7,9 +7,9 @@ knows of other ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from shardlab.arguments import check_all, check_callable, check_kind
+from shardlab.arguments import check_all, check_callable, check_kind, check_whole
 
 # What a library puts between a module and the name that its author gave it.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-PHASES = "weights", "forward", "backward", "gradient", "update"  # in the order of a step
+# In the order of a step.
+PHASES = "weights", "samples", "forward", "backward", "gradient", "update", "buffers"
 BEFORE = -1  # the step of weights before the first one
 ENGINES = "deepspeed"  # whose optimizer steps inside of the engine's own step
+SAMPLES = 256  # numbers that are kept of what each backward of a step gave of a gradient
 
 
 class Key(NamedTuple):
@@ -41,9 +43,10 @@ class Part:
     value: Tensor  # detached; whoever keeps it, copies it
     call: int = 0  # which call of its module in this step
     start: tuple[int, ...] | None = None  # where a DTensor says that it begins in the whole
-    local: Tensor | None = None  # of a gradient: this rank's own, before anyone averaged it
+    local: Tensor | None = None  # of a gradient, before anyone averaged it: see `sampled`
     drew: bool = False  # random numbers were drawn since the output before it
     unclipped: bool = False  # of a gradient: it is clipped later, inside of the optimizer's step
+    options: dict[str, float] = field(default_factory=dict)  # of an update: see `_options`
 
 
 class Sink(Protocol):
@@ -68,24 +71,31 @@ def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
     """`x` with a quarter of its numbers moved by one unit in the last place, up or down."""
     whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
     x = x.detach().contiguous()
-    drawn = torch.randint(8, x.shape, generator=generator).to(x.device)
+    drawn = torch.randint(8, x.shape, generator=generator, dtype=torch.uint8).to(x.device)
     moved = (x.view(whole) + (drawn == 0).to(whole) - (drawn == 1).to(whole)).view(x.dtype)
     return torch.where((x == 0) | ~moved.isfinite(), x, moved)
+
+
+def sampled(x: Tensor) -> Tensor:
+    """Some of its numbers: the same of each tensor of its size."""
+    return x.detach().flatten()[:: max(1, x.numel() // SAMPLES) | 1]  # odd: not one column
 
 
 class Watch:
     """What a program is given: `watch(model, optimizer)`.
 
     seed: of noise; every output, gradient and first weight is then moved by one unit in the last
-    place, to see what rounding does to all others.
+    place, to see what rounding does to all others. begins: how many steps were taken before this
+    program, which resumes. every: weights are told before each step, not before the first alone.
     """
 
-    def __init__(self, sink: Sink, seed: int | None = None):
-        self.sink, self.step, self.watched, self.optimized = sink, 0, False, False
+    def __init__(self, sink: Sink, seed: int | None = None, begins: int = 0, every: bool = False):
+        self.sink, self.step, self.watched, self.optimized = sink, begins, False, False
+        self.every = every
         self.noise = None if seed is None else torch.Generator().manual_seed(seed)
         self.calls: Counter[Key] = Counter()
         self.before: dict[str, Tensor] = {}
-        self.locals: dict[str, Tensor] = {}
+        self.locals: dict[str, list[Tensor]] = defaultdict(list)  # samples of each backward
         self.dice: tuple[Any, ...] = ()  # where random numbers stood at the last output
 
     def __call__(
@@ -104,6 +114,7 @@ class Watch:
         self.models = list(model) if isinstance(model, (list, tuple)) else [model]
         several = isinstance(optimizer, (list, tuple))
         optimizers = list(optimizer) if several else [] if optimizer is None else [optimizer]
+        self.optimizers = optimizers
         check_all(nn.Module, model=self.models)
         check_callable(rename=rename)
         for one in optimizers:
@@ -117,7 +128,7 @@ class Watch:
                 for p in {id(p): p for _, p in self._parameters()}.values():
                     p.copy_(neighbours(p, self.noise))
         for name, p in self._once(tell=True):
-            self.sink.see(Key(BEFORE, "weights", name), _part(_readable(p)))
+            self.sink.see(Key(self.step or BEFORE, "weights", name), _part(_readable(p)))
             if p.requires_grad and p.is_leaf:
                 p.register_hook(self._own_gradient(name))
         self._keep_weights()
@@ -133,6 +144,20 @@ class Watch:
         else:
             self._around(optimizers)
         return model
+
+    def samples(self, ids: Sequence[int] | Tensor) -> None:
+        """Say which samples the next step is made of, on this rank; several calls add up.
+
+        In both programs, before the step. All ranks together have to have those of the plain one,
+        each once; ranks that share their samples, as those of tensor parallelism, have the same.
+        """
+        whole = ids.tolist() if isinstance(ids, Tensor) else ids
+        check_kind((list, tuple, range), ids=whole)
+        check_whole(0, **{f"ids[{n}]": i for n, i in enumerate(whole)})
+        value = torch.tensor([*whole], dtype=torch.int64)
+        key = Key(self.step, "samples", "")
+        self.sink.see(key, Part(value, call=self.calls[key]))
+        self.calls[key] += 1
 
     # Outputs, and the gradients of outputs
 
@@ -182,6 +207,15 @@ class Watch:
             for name, p in one.named_parameters(remove_duplicate=False):
                 yield self.rename(name), p
 
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that a checkpoint holds, as running statistics."""
+        for one in self.models:
+            for prefix, module in one.named_modules():
+                for name, x in module._buffers.items():
+                    kept = x is not None and name not in module._non_persistent_buffers_set
+                    if kept and x.is_floating_point():
+                        yield self.rename(f"{prefix}.{name}" if prefix else name), x
+
     def _once(self, tell: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter by its first name."""
         first: dict[int, str] = {}
@@ -193,22 +227,23 @@ class Watch:
 
     def _own_gradient(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor | None) -> None:
-            if gradient is None or isinstance(gradient, DTensor):  # None: it is computed later
+            if gradient is None or isinstance(gradient, DTensor) or _quiet:  # None: comes later
                 return
-            had = self.locals.get(name)
-            own = gradient.detach()
-            self.locals[name] = own.clone() if had is None else had + own
+            self.locals[name].append(sampled(gradient).cpu().clone())
 
         return hook
 
     def _keep_weights(self) -> None:
         self.before = {name: _part(_readable(p)).value.clone() for name, p in self._once()}
+        for name, value in self.before.items() if self.every and self.step else ():
+            self.sink.see(Key(self.step, "weights", name), Part(value))
 
     def _gradients(self, unclipped: bool = False) -> None:
         for name, p in self._once():
             if (gradient := _gradient(p)) is not None:
                 part = _part(gradient)
-                part.local, part.unclipped = self.locals.pop(name, None), unclipped
+                each = self.locals.get(name)
+                part.local, part.unclipped = torch.stack(each) if each else None, unclipped
                 self.sink.see(Key(self.step, "gradient", name), part)
         self.locals.clear()
 
@@ -217,21 +252,55 @@ class Watch:
             part = _part(_readable(p))
             wide = torch.promote_types(part.value.dtype, torch.float32)
             part.value = part.value.to(wide) - self.before[name].to(wide)
+            part.options = self._options(p)
             self.sink.see(Key(self.step, "update", name), part)
-        self._keep_weights()
+        for name, buffer in self._buffers():
+            self.sink.see(Key(self.step, "buffers", name), _part(buffer))
         self.step += 1
+        self._keep_weights()
         self.sink.stepped(self.step)
+
+    def _options(self, p: nn.Parameter) -> dict[str, float]:
+        """What the optimizer made a step with, for words: its group's numbers, its steps."""
+        for one in self.optimizers:
+            for group in one.param_groups:
+                if any(p is mine for mine in group["params"]):
+                    steps = one.state.get(p, {}).get("step")
+                    found = group if steps is None else group | {"step": float(steps)}
+                    return {k: v for k, v in found.items() if type(v) in (int, float)}
+        return {}
 
     def _around(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Gradients as the first of them sees them, updates when all have stepped."""
         waiting: list[torch.optim.Optimizer] = []
+        deep: Counter[int] = Counter()  # a step that calls its parent's is one
 
-        def before(*_: Any) -> None:
-            if not waiting:
+        def before(
+            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            deep[id(optimizer)] += 1
+            if waiting:
+                return None
+            waiting.extend(optimizers)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if closure is None:
                 self._gradients()
-                waiting.extend(optimizers)
+                return None
+
+            def watched() -> Any:  # it computes the gradients, inside of the step
+                result = closure()
+                if not read:
+                    read.append(True)
+                    self._gradients()
+                return result
+
+            read: list[bool] = []
+            return args[:1], {**kwargs, "closure": watched}
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            deep[id(optimizer)] -= 1
+            if deep[id(optimizer)]:
+                return
             waiting[:] = [one for one in waiting if one is not optimizer]
             if not waiting:
                 self._updates()

@@ -8,10 +8,12 @@ from .recording import BEFORE, Key
 
 OF = {
     "weights": "weights of {}",
+    "samples": "samples",
     "forward": "output of {}",
     "backward": "gradient of the output of {}",
     "gradient": "gradient of {}",
     "update": "update of {}",
+    "buffers": "buffer {}",
 }
 
 
@@ -50,11 +52,13 @@ class Report:
     """Whether all is equal, and what is wrong if not. `str` says it in a few lines."""
 
     ranks: int
+    resumed: int = 0  # of a run that was resumed: on how many ranks it began
     findings: list[Finding] = field(default_factory=list)  # in the order of the computation
     clues: list[str] = field(default_factory=list)  # what else was seen on the way to the first
     drifting: list[Key] = field(default_factory=list)  # copies near the plain one, and not alike
     compared: int = 0  # tensors
     undecided: int = 0  # of which rounding alone makes another one: nothing can be said
+    dtypes: list[tuple[Key, str, str]] = field(default_factory=list)  # other ones: of which, both
     left_out: list[Key] = field(default_factory=list)  # no part of a whole: a rank's own loss
     worst: dict[str, float] = field(default_factory=dict)  # by phase, as a part of what is allowed
     seconds: dict[str, float] = field(default_factory=dict)
@@ -64,6 +68,16 @@ class Report:
         """Whether the parallel program computes what the plain one does."""
         return not self.findings
 
+    def then(self, later: Report) -> Report:
+        """Of a run that was right until it was stopped, with what came after."""
+        later.resumed = self.ranks
+        later.compared += self.compared
+        later.undecided += self.undecided
+        worst = {**self.worst, **later.worst}
+        later.worst = {k: max(v, self.worst.get(k, 0.0)) for k, v in worst.items()}
+        later.drifting = self.drifting + later.drifting
+        return later
+
     @property
     def first(self) -> Finding | None:
         """What is wrong first; what comes behind may be its consequence."""
@@ -72,22 +86,37 @@ class Report:
     def __str__(self) -> str:
         if self.equal:
             worst = max(self.worst.values(), default=0.0)
+            where = f"{self.resumed} and then {self.ranks}" if self.resumed else f"{self.ranks}"
             lines = [
-                f"equal: {self.compared} tensors on {self.ranks} ranks; "
+                f"equal: {self.compared} tensors on {where} ranks; "
                 f"the worst is off by {worst:.0%} of what is allowed to rounding"
             ]
             if self.undecided:
                 lines.append(f"  of {self.undecided} more, rounding alone makes other ones")
+            lost = [k for k in self.left_out if k.phase == "forward" and k.name]
+            if lost:
+                lines.append(
+                    f"  {len(lost)} have nothing to be compared with, first the {called(lost[0])}: "
+                    "a number alone, or no rank has it (compiled before it was watched?)"
+                )
             if self.drifting:
                 lines.append(
                     f"  {len(self.drifting)} are not the same bits on ranks that hold copies, "
                     f"first the {called(self.drifting[0])}: nobody keeps the copies together"
                 )
-            return "\n".join(lines)
+            return "\n".join(lines + self._other_dtypes())
         lines = [str(self.first), *(f"  {clue}" for clue in self.clues)]
+        lines += self._other_dtypes()
         alike = [f for f in self.findings if f.key[:2] == self.first.key[:2]]
         if len(alike) > 1:
             lines.append(
                 f"  and {len(alike) - 1} more like it in this step; what follows is not judged"
             )
         return "\n".join(lines)
+
+    def _other_dtypes(self) -> list[str]:
+        if not self.dtypes:
+            return []
+        key, mine, plain = self.dtypes[0]
+        said = f"{len(self.dtypes)} outputs are of another dtype than the plain program's, first"
+        return [f"  {said} the {called(key)}: {mine}, and {plain} there"]

@@ -23,7 +23,7 @@ from shardlab import launcher
 
 from .core import Matcher
 from .noise import Noise, largest
-from .programs import judged, refuse_plain
+from .programs import judged, refuse_other_runs, refuse_plain
 from .record import Record
 from .recording import Key, Part, Watch, author_names
 from .report import Report
@@ -113,6 +113,7 @@ def compared(plain: list[str], parallel: list[str], folder: Path, draws: int) ->
         _run(plain, f"{NOISE}-{number}", folder)
     found = [torch.load(folder / f"noise-{n}.pt", weights_only=False) for n in range(1, draws + 1)]
     record.noise = largest(record, found)
+    refuse_other_runs(record)
     record.save()
     for old in folder.glob("rank-*.pt"):
         old.unlink()

@@ -1,0 +1,1287 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Parity: is my parallel model the same model?
+#
+# After this lesson you can
+#
+# - ask of any two programs, one plain and one parallel, whether they compute the same, and read which tensor is the first that is not;
+# - say how far rounding alone moves a tensor, and why a tolerance chosen by eye lets mistakes live;
+# - name what makes two runs of *one* program differ, and get the same bits where that is possible;
+# - recognise ten published mistakes by one line of a report each.
+#
+# It takes about 45 minutes to read and 45 minutes for the exercises. Running it takes a minute.
+# It needs [Data parallelism](data_parallel.md). Some programs below cut matrices or deal out experts, as [Model parallelism](model_parallelism.md) shows; you need not know how.
+
+# %% tags=["hide-input"]
+# Imports, and the small model of this page
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardlab import data_parallel, deepspeed_engine, experts, parity, ranks
+from shardlab import sequence_parallel, show, tensor_parallel, text, zero
+from shardlab.check import check
+from shardlab.check.parity import batches, four_reports, start
+from shardlab.model import GPT, Config, loss
+from shardlab.parity import core, noise, recording
+from shardlab.parity.programs import judged, matched, recorded
+from shardlab.parity.record import Record
+from shardlab.parity.recording import Key
+from shardlab.parity.report import called
+from shardlab.sequence_parallel import ALONG_SEQUENCE
+from shardlab.tensor_parallel import copy_to, reduce_from
+
+show.style()
+SMALL = Config(vocab=256, seq=16, layers=2, heads=4, hidden=32, bias=False, tied=False)
+
+
+def world():
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def nothing(*_):
+    """Does nothing."""
+
+
+# %% [markdown]
+# ## Two losses that agree
+#
+# One small GPT and one training loop serve this whole page. Programs differ in what they hand to it: how the model is spread over ranks, which part of the batch a rank takes, what is done between backward and the step.
+
+# %%
+def same(x):
+    return x
+
+
+def batch(step):
+    """Eight texts, and what follows each of their letters."""
+    tokens, targets = text.batch(SMALL.seq, 8, start=8 * step)
+    return tokens.to(ranks.device()), targets.to(ranks.device())
+
+
+def adamw(model):
+    return [torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)]
+
+
+def train(watch, config=SMALL, dtype=torch.float32, steps=1, spread=same,
+          part=same, batch=batch, mean=loss, after=nothing, optimizers=adamw):  # fmt: skip
+    """Some steps of a GPT; each step's loss."""
+    torch.manual_seed(0)
+    model = spread(GPT(config).to(ranks.device(), dtype))
+    made = optimizers(model)
+    watch(model, made)
+    losses = []
+    for step in range(steps):
+        model.zero_grad()
+        tokens, targets = map(part, batch(step))
+        value = mean(model(tokens), targets)
+        value.backward()
+        after(model)
+        for optimizer in made:
+            optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+# %% [markdown]
+# `train` as it stands is the plain program. This one is parallel: each rank takes its share of the batch, and gradients are added up.
+
+# %%
+def share(x):
+    return x.chunk(world().size())[world().rank()]
+
+
+def added_up(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+summed = partial(train, part=share, after=added_up)
+
+# %% [markdown]
+# Both train for twenty steps.
+
+# %% tags=["hide-input"]
+# Table: losses of one process, and means of two ranks'
+one = ranks.run(partial(train, nothing, steps=20), 1)[0]
+two = [sum(x) / 2 for x in zip(*ranks.run(partial(summed, nothing, steps=20), 2), strict=True)]
+assert max(abs(a - b) / a for a, b in zip(one, two, strict=True)) < 1e-3
+rows = [(n, f"{one[n - 1]:.4f}", f"{two[n - 1]:.4f}") for n in (1, 2, 5, 10, 20)]
+show.table(rows, ["step", "loss of one process (nats)", "of two ranks"])
+
+# %% [markdown]
+# You would call this equal: two GPUs rarely come closer. It is not.
+
+# %%
+print(parity.check(train, summed, ranks=2))
+
+
+# %% [markdown]
+# All 19 gradients are twice what they should be: somebody added up and did not average. AdamW divides each gradient by its own size, so the factor cancels, and no loss shows it, until the day that you clip gradients, look at their norm, or change the optimizer.
+#
+# A tool that only asks whether *losses* agree has nothing to say here. This lesson is about asking *everything*, and about not crying wolf.
+#
+# ## The plainest way, and three ways to fool it
+#
+# Record every module's output and every gradient on both sides. Put the ranks' halves together. Print the first that differs. Some twenty lines:
+
+# %%
+def record(program):
+    """What a program's modules give in a step, and its gradients, in order."""
+    found = {}
+
+    def watch(model, optimizers):
+        for name, module in model.named_modules():
+
+            def keep(_module, _args, y, name=name):
+                found[f"output of {name or 'the model'}"] = y.detach()
+
+            module.register_forward_hook(keep)
+
+        def gradients(*_):
+            for name, p in model.named_parameters():
+                found[f"gradient of {name}"] = p.grad.clone()
+
+        optimizers[0].register_step_pre_hook(gradients)
+
+    program(watch)
+    return found
+
+
+def first_difference(plain, by_rank, allowed=0.0, dimensions=1):
+    """Of the halves put together along one of so many dimensions."""
+    for name, full in plain.items():
+        halves = [found[name] for found in by_rank]
+        along = range(min(dimensions, full.dim()))
+        joined = [halves[0], *(torch.cat(halves, d) for d in along)]
+        fitting = [x for x in joined if x.shape == full.shape]
+        off = [(x - full).norm() / full.norm() for x in fitting]
+        if not off or min(off) > allowed:
+            return name
+    return "none"
+
+
+# %% [markdown]
+# Now three programs, all of them *right*. `averaged` repairs the one above. `dealt` deals sequences like cards, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the halves' results behind it.
+
+# %%
+def average(model):
+    data_parallel.average_gradients(model, world())
+
+
+def dealt_rows(x):
+    return x[world().rank() :: world().size()]
+
+
+def halves(model):
+    rank, size = world().rank(), world().size()
+    for block in model.blocks:
+        for matrix, dimension in ((block.ffn.up, 0), (block.ffn.down, 1)):
+            mine = matrix.weight.detach().chunk(size, dimension)[rank]
+            matrix.weight = nn.Parameter(mine.clone())
+        block.ffn.register_forward_pre_hook(lambda _, x: copy_to(x[0], world()))
+        block.ffn.register_forward_hook(lambda _, x, y: reduce_from(y, world()))
+    return model
+
+
+averaged = partial(train, part=share, after=average)
+dealt = partial(train, part=dealt_rows, after=average)
+halved = partial(train, spread=halves)
+
+# %% tags=["hide-input"]
+# Table: what the plain way says of three right programs
+(plain,) = ranks.run(record, 1, train)
+RIGHT = {"averaged": averaged, "dealt": dealt, "halved": halved}
+FOUND = {name: ranks.run(record, 2, program) for name, program in RIGHT.items()}
+asked = [
+    ("averaged", 0.0, 1), ("averaged", 1e-5, 1), ("halved", 1e-5, 1), ("halved", 1e-5, 3),
+    ("dealt", 1e-5, 3),
+]  # fmt: skip
+rows = []
+for name, allowed, dimensions in asked:
+    said = first_difference(plain, FOUND[name], allowed, dimensions)
+    rows.append((name, f"{allowed:.0e}" if allowed else "0", "any" if dimensions > 1 else "first", said))
+assert [row[3] == "none" for row in rows] == [False, True, False, False, False]
+show.table(rows, ["right program", "allowed", "halves joined along", "“first difference”"])
+
+# %% [markdown]
+# Four of five answers are false alarms.
+#
+# 1. **Rounding.** The sum of two halves' gradients is rounded in other places than the whole one. You have to allow something. How much? `1e-5` was a guess.
+# 2. **A cut that it does not know.** Halves of a matrix stand side by side and not one below the other; cards are dealt alternately; other programs cut in zig-zag, in flat pieces, with padding. There is no end to them.
+# 3. **Addends.** `ffn.down` gives each rank a part of a *sum*. No way to join them makes the whole, and nothing is wrong: the next line adds them up. If that line were missing, the halves would look the same.
+#
+# ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
+#
+# A check that is fooled three times by right programs will be switched off, or loosened until it is quiet. `shardlab.parity` has a rule for each.
+#
+# ## Rule 1: rounding is measured
+#
+# How far may a tensor be off? That depends on the model, its depth, the number format, the step. So it is not chosen. The plain program runs three times more, and in these runs *every* output, every output's gradient and every first weight is moved by one unit in the last place, at random:
+
+# %%
+show.source(recording.neighbours)
+
+# %% [markdown]
+# What that does to a tensor is what rounding can do to it. Twelve times the largest of the three is allowed; right programs need up to nine, mostly less than one.
+# Two differences count: that of all numbers together, and that of the worst row, which alone sees one wrong row among thousands.
+#
+# How large is it? Here are twelve layers and six steps, in two number formats: lines are the noise, dots are how far two ranks, that average as they should, really are from one process.
+
+# %% tags=["hide-input"]
+# Picture: rounding through layers and steps, in two number formats
+LAYERS, STEPS = 12, 6
+DEEP = {"config": replace(SMALL, layers=LAYERS), "steps": STEPS}
+OUTPUTS = [Key(0, "forward", f"blocks.{n}") for n in range(LAYERS)]
+GRADIENTS = [Key(0, "gradient", f"blocks.{n}.ffn.up.weight") for n in range(LAYERS)]
+UPDATES = [Key(step, "update", "blocks.0.ffn.up.weight") for step in range(STEPS)]
+
+
+def plainly(dtypes):
+    return {dtype: recorded(partial(train, dtype=dtype, **DEEP), 1) for dtype in dtypes}
+
+
+def really(records):
+    """On a rank: of these tensors, how far the averaging program's are from the plain one's."""
+    found = {}
+    for dtype, plain in records.items():
+        mine = Record()
+        averaged(recording.Watch(mine), dtype=dtype, **DEEP)
+        for key in OUTPUTS + GRADIENTS + UPDATES:
+            full, part = plain.whole(key), mine.whole(key)
+            full = full if full.shape == part.shape else share(full)
+            found[dtype, key] = noise.gap(part, full, noise.rms(full))[0]
+    return found
+
+
+FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+(records,) = ranks.run(plainly, 1, list(FORMATS))
+apart = ranks.run(really, 2, records)[0]
+panels = [
+    (OUTPUTS, "outputs", "layer"),
+    (GRADIENTS[::-1], "gradients", "layer, from the last"),
+    (UPDATES, "updates", "step"),
+]
+figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True)
+for ax, (keys, title, along) in zip(axes, panels, strict=True):
+    for n, dtype in enumerate(FORMATS):
+        moved = [records[dtype].noise[key][0] for key in keys]
+        x, color = range(1, len(keys) + 1), show.RANK_COLORS[n]
+        ax.semilogy(x, moved, color=color, lw=1.5)
+        ax.semilogy(x, [apart[dtype, key] or None for key in keys], "o", color=color, ms=4)
+    ax.set_title(title, fontsize=11)
+    ax.set(xlabel=along, ylim=(1e-8, 3))
+axes[0].set(ylabel="difference, of a tensor's size")
+axes[0].text(1, 3e-2, "bfloat16", color=show.INK, fontsize=9)
+axes[0].text(1, 1e-6, "float32", color=show.INK, fontsize=9)
+ends = {dtype: [records[dtype].noise[keys[-1]][0] for keys, *_ in panels] for dtype in FORMATS}
+show.figure(
+    figure,
+    "Noise of outputs, gradients and updates: below 1e-5 in float32; in bfloat16 some per cent of "
+    "outputs and gradients, and a fifth of an update. Two ranks are near these lines or below.",
+    "parity-rounding",
+)
+
+# %% tags=["hide-input"]
+# Table: the ends of these lines
+rows = [
+    (FORMATS[dtype], *(f"{x:.0e}" for x in ends[dtype]), f"{12 * ends[dtype][1]:.0e}")
+    for dtype in FORMATS
+]
+head = ["format", "output of layer 12", "gradient of layer 1", "update of step 6"]
+show.table(rows, [*head, "allowed of that gradient"])
+
+# %% [markdown]
+# Outputs have no dots, for they are the same bits: a text's numbers do not depend on its neighbours in the batch. Gradients are sums over texts, and differ.
+#
+# In `float32` a mistake has five decades to show itself in. In `bfloat16` a third of a gradient is allowed, and of an update, in which AdamW makes signs of small numbers, rounding makes another tensor: there the check says nothing, and says that it does so. *Logic is judged in `float32`*; `bfloat16` is a second look.
+#
+# ````{admonition} Checked: "it is off by 2e-3, that is rounding; loosen the tolerance"
+# :class: checked
+#
+# A pull request to Megatron-LM {cite}`megatron5956` added a comparison of experts on two ranks with one process, and it failed in CI. The first analysis put that down to the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
+# A tolerance that is chosen by eye is moved by whoever wants to go home. One that is measured is moved by nobody: below, the smallest of ten published mistakes is off by 0.3 %, which is six hundred times what is allowed.
+# ````
+#
+# ## Rule 2: where a part stands, numbers decide
+#
+# A **place** is an index: part = whole[place]. A table proposes places, the likeliest first: all of it, equal pieces along a dimension, zig-zag, every so-many-th row, sections of a joined matrix, flat pieces, uneven ones, rows in any order. Nothing is annotated, and no module's name means anything: which proposal holds is decided by the numbers.
+#
+# That could hide a mistake, if a wrong tensor were free to fit somewhere else. So what a place is learned from matters: from the *weights*, before the first step, when no mistake can have acted. Of a weight whose numbers are all alike, as a norm's ones are, all places that fit are kept.
+#
+# ## Rule 3: strict at the ends, lenient inside
+#
+# Addends inside of a program are no mistake, nor is it one if a rank's backward runs with half the loss and everything is doubled at the end. What counts is what the *optimizer* is given, and what it makes of it.
+#
+# ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood, with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.](../figures/parity_step.svg)
+#
+# At the ends a tensor has to stand where its weight stood, times exactly 1, on each rank that holds it. Inside it may stand anywhere, be an addend, or in backward carry one factor for each rank; that only serves to say where a mistake began. A mistake that this leniency swallows still arrives at an end.
+#
+# ## Right is silent, wrong is read line by line
+#
+# The three right programs, all of which fooled the plain way:
+
+# %%
+for program in (averaged, dealt, halved):
+    print(parity.check(train, program, ranks=2))
+
+
+# %% [markdown]
+# Each program is a function of `watch`, and calls it once, with its model and its optimizer, before the first step. That is all that a program has to do. `rename=` translates parameters' names where a pipeline's stage numbers its layers anew.
+#
+# Now leave out what `halved` needs in backward: each half sees its own part of the input's gradient, and they have to be added up. The output is right, and so is the loss.
+
+# %%
+def forgetful(model):
+    model = halves(model)
+    for block in model.blocks:
+        block.ffn._forward_pre_hooks.clear()  # copy_to, which adds up in backward
+    return model
+
+
+print(report := parity.check(train, partial(train, spread=forgetful), ranks=2))
+assert not report.equal
+
+
+# %% [markdown]
+# - **Where**: step, phase and name of the first tensor that fits nowhere, and the ranks that have it. Everything before it was right.
+# - **What**: one sentence from the numbers. Here no simple cause fits; elsewhere it is a factor, a missing sum, a weight that is in it twice.
+# - **How far**: the difference, of the tensor's size, beside what rounding explains. With less than two digits between them, suspect the tolerance; here there are five.
+# - **Where it began**: the first tensor of that phase that nobody added up. Backward is linear, so addends pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line. This line names it.
+# - **How many more** of this kind in this step. What follows is not judged.
+#
+# `report.equal`, `report.first` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).equal`.
+#
+# Every technique of this course is held to it, as are DDP, FSDP2, DTensor and DeepSpeed, each beside the mistakes that are made with it: [the tests](../tests/test_parity.py).
+#
+# ## Ten published mistakes
+#
+# Nobody invents mistakes as well as the world does. Each of these trained models without a complaint. Each is here in a few lines, handed to `train`, beside the same program without it.
+#
+# **A mean of means** (transformers 34191 {cite}`transformers34191`). Some texts are short. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `joined` is right: one sum, one count.
+
+# %%
+def uneven(step):
+    tokens, targets = batch(step)
+    targets[5:, 4:] = -100  # the last texts are short
+    return tokens, targets
+
+
+def joined(logits, targets):
+    count = int((targets != -100).sum())
+    return data_parallel.joined_mean(loss(logits, targets, "sum"), count, world())
+
+
+# %% [markdown]
+# **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it is given what has two dimensions. Sharded parameters are flat, and AdamW gets all of them.
+
+# %%
+def muon(model):
+    """Muon for matrices of blocks, AdamW for the rest."""
+    named = dict(model.named_parameters())
+    inner = {n for n, p in named.items() if "blocks" in n and p.ndim == 2}
+    rest = [p for n, p in named.items() if n not in inner]
+    made = [torch.optim.AdamW(rest, 1e-2, foreach=False)]
+    if inner:
+        made.append(torch.optim.Muon([named[n] for n in inner], 1e-2))
+    return made
+
+
+def sharded(model):
+    return zero.shard(model, world(), 3)
+
+
+# %% [markdown]
+# **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The loop accumulates by hand, and DeepSpeed has not been told: it takes each backward for a whole step's, and keeps the last. This is the real engine, as installed; stages 1 and 2 of version 0.19.8 still do it (November 2026).
+
+# %%
+def micro_batches():
+    return zip(*(x.chunk(2) for x in batch(0)), strict=True)
+
+
+def accumulated(watch):
+    torch.manual_seed(0)
+    model = GPT(SMALL).to(ranks.device())
+    optimizer = adamw(model)[0]
+    watch(model, optimizer)
+    value = sum(loss(model(x), y) / 2 for x, y in micro_batches())
+    value.backward()
+    optimizer.step()
+    return [value.item()]
+
+
+def by_deepspeed(watch, told):
+    torch.manual_seed(0)
+    model = GPT(SMALL).to(ranks.device())
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
+    config |= {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
+    engine, *_ = deepspeed_engine.prepare().initialize(
+        config=config | {"zero_allow_untested_optimizer": True},
+        model=model, optimizer=adamw(model)[0], dist_init_required=False,
+    )  # fmt: skip
+    watch(engine)
+    total = 0.0
+    for n, (x, y) in enumerate(micro_batches()):
+        if told:
+            engine.set_gradient_accumulation_boundary(n == 1)
+        value = loss(engine(share(x)), share(y)) / 2
+        engine.backward(value)
+        total += value.item()
+    engine.step()
+    return [total]
+
+
+# %% [markdown]
+# **Clipped on one rank** (DeepSpeed 1801 {cite}`deepspeed1801`). With cut matrices, gradients were clipped on rank 0 of each tensor group alone. BLOOM trained with it: norms, which all ranks hold whole, drifted apart.
+
+# %%
+def cut(model, **more):
+    return tensor_parallel.parallelize(model, world(), **more)
+
+
+def cut_loss(logits, targets):
+    return tensor_parallel.loss(logits, targets, world())
+
+
+def clip(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clip_cut(model, everywhere=True):
+    kept = [p.grad.clone() for p in model.parameters()]
+    tensor_parallel.clip_grad_norm_(model, 0.1)
+    for p, gradient in zip(model.parameters(), kept, strict=True):
+        if not everywhere and world().rank() > 0:
+            p.grad = gradient
+
+
+# %% [markdown]
+# **A gradient that is an addend** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). A DTensor's local part goes to experts that are cut. What the part's gradient is, only the author knows, and `to_local` was not told: three times in one project.
+
+# %%
+def leaves(x, group, placements):
+    mesh = DeviceMesh.from_group(group, ranks.device().type)
+    x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return x.to_local(grad_placements=placements)
+
+
+def through_dtensor(model, placements=None):
+    enter = partial(leaves, placements=placements)
+    return cut(model, edges=tensor_parallel.Edges(enter, reduce_from))
+
+
+# %% [markdown]
+# **A weight that all heads share** (Megatron-LM 7452, finding 11 {cite}`megatron7452`). Heads are cut; a norm on each head has one weight for all. Each rank's gradient of it knows of its own heads, and nobody adds them up.
+
+# %%
+class HeadNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, device=ranks.device()))
+
+    def forward(self, x):
+        x = x.unflatten(-1, (-1, 8))
+        return (F.rms_norm(x, (8,)) * self.weight).flatten(-2)
+
+
+def normed(model):
+    for block in model.blocks:
+        query = block.attention.query
+        block.attention.query = nn.Sequential(query, HeadNorm())
+    return model
+
+
+def cut_and_normed(model):
+    return normed(cut(model))
+
+
+# %% [markdown]
+# **A sum in fewer digits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`, and adds those of norms on tensor ranks in `bfloat16`; torch 2.13 still does. Here everything but that sum is in `float32`.
+
+# %%
+def add_norms(model, which, dtype=torch.float32):
+    for name, p in model.named_parameters():
+        if which in name:
+            total = p.grad.to(dtype)
+            dist.all_reduce(total)
+            p.grad = total.float()
+
+
+# %% [markdown]
+# **Experts that count more** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is a sum over them already. It has to be divided by their number all the same.
+
+# %%
+def unlike(model):
+    """Two of four experts with a larger matrix, and so with larger gradients."""
+    for block in model.blocks:
+        for expert in block.ffn.experts[2:]:
+            expert.down.weight.data *= 20
+    return model
+
+
+def spread_experts(model):
+    return experts.parallelize(unlike(model), world())
+
+
+def average_all(model):
+    experts.average_gradients(model, world())
+
+
+def average_dense(model):
+    own = {id(p) for p in experts.own_parameters(model)}
+    for p in model.parameters():
+        if id(p) not in own:
+            dist.all_reduce(p.grad)
+            p.grad /= world().size()
+
+
+# %% [markdown]
+# **A norm on each rank** (Automodel 3816 {cite}`automodel3816`). Ranks hold other experts, so they find other norms, and clip what they share by other factors.
+
+# %%
+def average_and_clip(model, clip=experts.clip_grad_norm_):
+    average_all(model)
+    clip(model, 0.1)
+
+
+def clip_own(model, limit):
+    nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+# %% [markdown]
+# **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). Two contexts should be entered. `rng and fp8` is `fp8`: nobody enters the other one, and all ranks drop the same. To compare dropout at all, the plain program has to draw what ranks should draw: here each half of the batch has a seed of its own.
+
+# %%
+@contextmanager
+def fork(seed):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+class Drop(nn.Module):
+    def __init__(self, seeds, comma):
+        super().__init__()
+        self.seeds, self.comma = seeds, comma
+
+    def forward(self, x):
+        parts, kept = x.chunk(len(self.seeds)), []
+        for part, seed in zip(parts, self.seeds, strict=True):
+            rng, fp8 = fork(seed), nullcontext()
+            if self.comma:
+                with rng, fp8:
+                    kept.append(F.dropout(part, 0.5))
+            else:
+                with rng and fp8:
+                    kept.append(F.dropout(part, 0.5))
+        return torch.cat(kept)
+
+
+def drops(model, seeds=None, comma=True):
+    for block in model.blocks:
+        block.dropout = Drop(seeds or [world().rank()], comma)
+    return model
+
+
+# %% [markdown]
+# All ten, and all ten without their mistake, in one start of two ranks:
+
+# %% tags=["hide-input"]
+# Runs all of them, right and wrong, in one start of two ranks
+COPIES = {"part": share, "after": average}
+CUT = {"spread": cut, "mean": cut_loss}
+ALONG = CUT | {"spread": partial(cut, edges=ALONG_SEQUENCE)}
+SPARSE = {"config": replace(SMALL, experts=4, expert_ffn=24), "spread": unlike}
+EXPERTS = SPARSE | {"spread": spread_experts, "part": share}
+HEADS = CUT | {"spread": cut_and_normed}
+ADDEND = partial(through_dtensor, placements=[Partial()])
+A, B = {"optimizers": muon}, {"batch": uneven}
+TEN = {  # a plain program, a right and a wrong one: what each hands to train
+    "transformers 34191": (B, B | COPIES | {"mean": joined}, B | COPIES),
+    "DeepSpeed 8437": (A, A | COPIES, A | {"part": share, "spread": sharded}),
+    "open-instruct 1498": (accumulated, True, False),
+    "DeepSpeed 1801": (
+        {"after": clip},
+        CUT | {"after": clip_cut},
+        CUT | {"after": partial(clip_cut, everywhere=False)},
+    ),
+    "torchtitan 1805": ({}, CUT | {"spread": ADDEND}, CUT | {"spread": through_dtensor}),
+    "Megatron-LM 7452": (
+        {"spread": normed},
+        HEADS | {"after": partial(add_norms, which="query.1")},
+        HEADS,
+    ),
+    "pytorch 190626": (
+        {},
+        ALONG | {"after": partial(add_norms, which="norm")},
+        ALONG | {"after": partial(add_norms, which="norm", dtype=torch.bfloat16)},
+    ),
+    "Megatron-LM 5956": (SPARSE, EXPERTS | {"after": average_all}, EXPERTS | {"after": average_dense}),
+    "Automodel 3816": (
+        SPARSE | {"after": clip},
+        EXPERTS | {"after": average_and_clip},
+        EXPERTS | {"after": partial(average_and_clip, clip=clip_own)},
+    ),
+    "Megatron-LM 1256": (
+        {"spread": partial(drops, seeds=[0, 1])},
+        COPIES | {"spread": drops},
+        COPIES | {"spread": partial(drops, comma=False)},
+    ),
+}
+
+
+def program(what):
+    if isinstance(what, bool):
+        return partial(by_deepspeed, told=what)
+    return partial(train, **what) if isinstance(what, dict) else what
+
+
+def all_plain():
+    """Each plain program's record, and its loss."""
+    found = {}
+    for name, (what, _, _) in TEN.items():
+        loss_of_one = program(what)(nothing)[0]
+        found[name] = recorded(program(what)), loss_of_one
+    return found
+
+
+def all_parallel(records):
+    """On a rank: each right and wrong program, compared, and its loss."""
+    found = {}
+    for name, (_, *both) in TEN.items():
+        for which, what in zip(("right", "wrong"), both, strict=True):
+            losses = []
+
+            def noted(watch, what=what, losses=losses):
+                losses.extend(program(what)(watch))
+
+            found[name, which] = matched(noted, records[name][0]), losses[0]
+    return found
+
+
+deepspeed_engine.prepare()
+(records,) = ranks.run(all_plain, 1, show=False)
+each = ranks.run(all_parallel, 2, records, show=False)
+REPORTS, LOSSES = {}, {}
+for name, which in list(each[0]):
+    seen = [found[name, which] for found in each]
+    record, wanted = records[name]
+    REPORTS[name, which] = judged(record, [matcher for matcher, _ in seen])
+    LOSSES[name, which] = sum(x for _, x in seen) / len(seen) / wanted - 1
+
+# %% tags=["hide-input"]
+# Table: what parity says of the ten
+rows = []
+for name in TEN:
+    assert REPORTS[name, "right"].equal and not REPORTS[name, "wrong"].equal, name
+    first, off = REPORTS[name, "wrong"].first, LOSSES[name, "wrong"]
+    said = "; ".join([str(first), *REPORTS[name, "wrong"].clues])
+    rows.append((name, "right" if abs(off) < 1e-6 else f"{abs(off):.0e}", said))
+assert [seen for _, seen, _ in rows].count("right") == 8
+assert REPORTS["pytorch 190626", "wrong"].first.error > 2e-3
+head = ["thread", "loss of step 1, off by", "what the report says"]
+show.table(rows, head, caption="Ten published mistakes; beside each, the right program was silent")
+
+# %% [markdown]
+# - **Eight of ten losses are right**, to the last digits, and the other two are off by less than a thousandth: a fresh model guesses, and its loss is $\ln 256$ whatever it does. Compare gradients, by name.
+# - **Rank 0 may be fine.** DeepSpeed 1801 clips there, and is wrong on all others; of Megatron-LM 7452 it has a half. Whoever looks at rank 0 alone sees a part of the program.
+# - **One is right up to the optimizer**: DeepSpeed 8437 differs in its updates alone.
+# - **One is of the size of rounding in `bfloat16`.** With `bfloat16` weights, where pytorch 190626 really lives, no comparison with one process shows it.
+# - **The steps have to do what the job does.** Texts of one length hide the first, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 such threads that were read for this course, a plain step cannot show 33, and 31 more are in no single step at all.
+#
+# ## Two scripts
+#
+# Your programs are scripts, and one is started by a launcher. Each says `shardlab.watch(model, optimizer)` once; started in the ordinary way, that does nothing.
+
+# %%
+PLAIN = """\
+import torch, shardlab
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+shardlab.watch(model, optimizer)
+x = torch.randn(8, 4)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+BEGIN = 'import torch.distributed as dist\n\ndist.init_process_group("gloo")\n'
+PARALLEL = BEGIN + PLAIN.replace("model(x)", "model(x.chunk(2)[dist.get_rank()])").replace(
+    "    optimizer.step()", "    dist.all_reduce(model[0].weight.grad)\n    optimizer.step()"
+)
+
+# %% [markdown]
+# ```bash
+# python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
+# ```
+#
+# The plain script runs once, and with noise, and writes what it computes to a folder; each rank of the parallel one compares its part as it comes. The exit status is 0 where they are equal, 1 where they are not, 2 where they cannot be compared.
+
+# %% tags=["hide-input"]
+# Starts this command
+ours = {name: value for name, value in os.environ.items() if "RANK" not in name}
+with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
+    (Path(folder) / "plain.py").write_text(PLAIN)
+    (Path(folder) / "parallel.py").write_text(PARALLEL)
+    command = [sys.executable, "-m", "shardlab", "parity", "--draws", "1", "plain.py", "--"]
+    command += [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "parallel.py"]
+    done = subprocess.run(command, cwd=folder, env=ours, capture_output=True, text=True)
+print(done.stdout, "status ", done.returncode, sep="")
+assert done.returncode == 1, done.stderr
+
+
+# %% [markdown]
+# A model that fits on no single GPU has no plain program to compare with. Take the same widths at two layers, on the CPU if need be: tensor, sequence, context and expert parallelism live within a layer, and a pipeline needs as many layers as it has parts.
+#
+# ## Same bits: what makes two runs of one program differ
+#
+# Parity asks about other ranks, where sums have another order, so it has to allow rounding. Between two runs of the *same* program on the same ranks you can ask for more: the same bits. Then a difference of one bit is news, and no tolerance is needed.
+
+# %%
+def mean_of_halves(tokens, targets, model):
+    for x, y in zip(tokens.chunk(2), targets.chunk(2), strict=True):
+        (loss(model(x), y) / 2).backward()
+
+
+def gradients(seed=0, in_halves=False, kernel=None):
+    torch.manual_seed(seed)
+    model = GPT(SMALL).to(ranks.device())
+    tokens, targets = batch(0)
+    with sdpa_kernel(kernel) if kernel else nullcontext():
+        if in_halves:
+            mean_of_halves(tokens, targets, model)
+        else:
+            loss(model(tokens), targets).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def all_reduced():
+    """Whether an all-reduce adds in the order of ranks."""
+    mine = torch.randn(1000, generator=torch.Generator().manual_seed(world().rank()))
+    mine = mine.to(ranks.device())
+    parts = [torch.empty_like(mine) for _ in range(world().size())]
+    dist.all_gather(parts, mine)
+    dist.all_reduce(mine)
+    return mine.equal(sum(parts[1:], parts[0]))
+
+
+# %% tags=["hide-input"]
+# Table: what is changed, whether the bits stay, and what holds them still
+def compared():
+    first = gradients()
+    changes = [{}, {"seed": 1}, {"in_halves": True}, {"kernel": SDPBackend.MATH}]
+    return [first.equal(gradients(**change)) for change in changes]
+
+
+(found,) = ranks.run(compared, 1)
+found += [ranks.run(all_reduced, 2)[0], ranks.run(all_reduced, 4)[0]]
+what = [
+    ("nothing", "one seed, one order of data, one number of threads"),
+    ("the seed of the weights", "torch.manual_seed, before the model is made"),
+    ("the batch in two halves, gradients added", "nothing: sums have another order"),
+    ("another kernel of attention", "sdpa_kernel"),
+    ("a sum of two ranks' numbers, by all-reduce", "a + b = b + a"),
+    ("of four ranks' numbers", "the same ranks and the same algorithm"),
+]
+rows = [(w, "yes" if same else "no", how) for (w, how), same in zip(what, found, strict=True)]
+show.table(rows, ["what is changed", "same bits", "what holds it still"])
+
+# %% [markdown]
+# On a GPU there is one more: kernels that add in no fixed order, by atomic additions. `torch.use_deterministic_algorithms(True)` takes other kernels where there are some, and raises an error where there are none; cuBLAS wants `CUBLAS_WORKSPACE_CONFIG=:4096:8` beside it, and `torch.backends.cudnn.benchmark` has to stay off. It does one thing on any device, which finds a mistake of its own: memory that nobody has written is filled with NaN, and so shows.
+
+# %%
+torch.use_deterministic_algorithms(True)
+print(torch.empty(3))
+torch.use_deterministic_algorithms(False)
+
+
+# %% [markdown]
+# Use it for what promises the same bits: a [resume](train.md#resume-everything-that-decides-the-next-step), a refactoring, a rerun after an alarm. A tolerance of zero is the only one that nobody can loosen.
+#
+# ## What a step does not show
+#
+# Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them.
+#
+# A run that is stopped and resumed is a program in two halves, and has a call of its own. `before` takes some steps and saves to a folder, `after` loads and takes the rest, on as many ranks or on others. Here the optimizer's state stays behind.
+
+# %%
+def some_steps(watch, model, optimizer, numbers):
+    watch(model, optimizer)
+    for tokens, targets in map(batch, numbers):
+        optimizer.zero_grad()
+        loss(model(share(tokens)), share(targets)).backward()
+        average(model)
+        optimizer.step()
+
+
+def made():
+    torch.manual_seed(0)
+    model = GPT(SMALL).to(ranks.device())
+    return model, *adamw(model)
+
+
+def through(watch):
+    some_steps(watch, *made(), range(4))
+
+
+def before(watch, kept):
+    model, optimizer = made()
+    some_steps(watch, model, optimizer, range(2))
+    if world().rank() == 0:
+        torch.save((model.state_dict(), optimizer.state_dict()), kept / "all.pt")
+
+
+def after(watch, kept, forgets=False):
+    model, optimizer = made()
+    weights, moments = torch.load(kept / "all.pt")
+    model.load_state_dict(weights)
+    if not forgets:
+        optimizer.load_state_dict(moments)
+    some_steps(watch, model, optimizer, range(2, 4))
+
+
+print(parity.check_resume(through, before, after, ranks=(2, 4)))
+print(parity.check_resume(through, before, partial(after, forgets=True), ranks=2))
+
+# %% [markdown]
+# ## Beside tensor types: words before the run, numbers in it
+#
+# [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a word for what it is on all ranks, and a checker follows the words. Words see neither factors nor data, and numbers see neither the line nor what does not run.
+#
+# <!-- mistakes -->
+#
+# | | words | numbers |
+# |---|---|---|
+# | need | an operator's words, one line each; no second rank, no reference | a plain program, and one line in each |
+# | find | missing and double sums, by line | whatever changes a number: factors, seeds, data, places, the optimizer too |
+# | cost | milliseconds a layer | four plain runs and a parallel one |
+# | miss | factors, starts, texts, orders of data | what both programs share; what these steps do not do |
+#
+# ## Inside: from a tensor to a verdict
+#
+# What stands behind the three rules is [one file](../code/shardlab/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps what fits nowhere.
+
+# %%
+show.source(core.Matcher.see, core.Matcher.place)
+
+# %% [markdown]
+# Weights come first. All places that fit are kept:
+
+# %%
+show.source(core.Matcher._weight, core.Matcher._weight_places)
+
+# %% [markdown]
+# An output may stand anywhere, and where others of its shape stood is the likeliest. Of all proposals that fit, the best is taken, for loose tolerances fit wrong places, too.
+
+# %%
+show.source(core.Matcher._output, core.Matcher._best)
+
+# %% [markdown]
+# Its gradient stands where it stood, times this rank's factor, which the first one decides:
+
+# %%
+show.source(core.Matcher._output_gradient, core.Matcher._fits)
+
+# %% [markdown]
+# At the ends there is nothing to decide.
+
+# %%
+show.source(core.Matcher._end)
+
+# %% [markdown]
+# Then all ranks' findings meet. A `Judge` goes through the tensors in the order of the computation, and stops behind the phase of the first wrong one, for what comes after may be its consequence.
+
+# %%
+show.source(core.Judge.judge, core.Judge._one)
+
+# %% [markdown]
+# Sums over groups of ranks are tried for what fits nowhere by itself. Equal parts are no addends, even if two halves happen to make a whole.
+
+# %%
+show.source(core.Judge._summed, core.Judge._sum)
+
+# %% [markdown]
+# What is left is wrong, and [a table of causes](../code/shardlab/parity/causes.py) looks for the words.
+
+# %%
+show.source(core.Judge._wrong)
+
+
+# %% [markdown]
+# ## What it costs
+#
+# A record keeps every output, its gradient, and of each step gradients and updates of all parameters. In this GPT a layer has modules with $16h$ outputs for each token ($4h$ of them in the feed-forward network's middle), and there are $T$ tokens, so one step keeps
+#
+# $$
+# 2T(16hL + 2h + 2V) + 2P
+# $$
+#
+# numbers, and $P$ first weights beside them.
+
+# %% tags=["hide-input"]
+# Table: numbers that a record keeps, predicted and counted
+def kept(layers):
+    record = recorded(partial(train, config=replace(SMALL, layers=layers)), 1)
+    return sum(part.value.numel() for parts in record.parts.values() for part in parts)
+
+
+rows = []
+for layers, counted in zip((2, 4, 8), ranks.run(lambda: [*map(kept, (2, 4, 8))], 1)[0], strict=True):
+    c = replace(SMALL, layers=layers)
+    tokens, size = 8 * c.seq, sum(p.numel() for p in GPT(c).parameters())
+    predicted = 2 * tokens * (16 * c.hidden * layers + 2 * c.hidden + 2 * c.vocab) + 3 * size
+    assert predicted == counted
+    rows.append((layers, f"{predicted:,}", f"{counted:,}", f"{4 * counted / 1e6:.1f}"))
+show.table(rows, ["layers", "numbers: predicted", "counted", "float32 (MB)"])
+
+# %% [markdown]
+# For models whose outputs do not fit into memory, `parity.check(…, folder=…)` writes the plain run's to a file as they come, and each rank maps it and keeps of its own only what fits nowhere.
+# In time it is the plain program $1 + 3$ times and the parallel one once, and the comparison.
+
+# %% tags=["hide-input", "measured"]
+# Table: seconds of programs alone, and of a check
+LARGER = {"config": replace(SMALL, layers=4, hidden=128, vocab=256), "steps": 3}
+
+
+def seconds(program):
+    begin = time.perf_counter()
+    program(nothing, **LARGER)
+    return time.perf_counter() - begin
+
+
+alone = [max(ranks.run(seconds, n, p)) for n, p in ((1, train), (2, averaged))]
+report = parity.check(partial(train, **LARGER), partial(averaged, **LARGER), ranks=2)
+assert report.equal
+rows = [
+    (name, f"{once:.2f}", runs, f"{took:.2f}")
+    for name, once, runs, took in zip(
+        report.seconds, alone, (4, 1), report.seconds.values(), strict=True
+    )
+]
+show.timed(sum(report.seconds.values()) < 60, "a check of a small model takes less than a minute")
+show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of the check (s)"])
+
+# %% [markdown]
+# ## What goes wrong, and how it looks
+#
+# | what you see | what it is |
+# |---|---|
+# | weights differ before the first step | another seed, or rank 0's weights were not sent; [start both alike](train.md#seeds-one-for-each-purpose) first |
+# | "random numbers are drawn here" | dropout. Set it to 0, or give both programs the same dice, as in `Drop` above |
+# | "no weight moved" | two dead programs agree; a check of these is refused |
+# | "it took 2 optimizer steps, and the plain program 4" | micro-batches share a step on one side alone |
+# | "parameters that the plain one lacks" | stages that number layers anew: `rename=` |
+# | silent, though you know that it is wrong | the mistake is in a function that both programs call; or these steps do not do it: no clipping, equal lengths, one micro-batch, no second epoch |
+# | "rounding alone makes other ones" | too many steps in `bfloat16`: take fewer, or `float32` |
+# | an alarm, off by two to five times what is allowed | an algorithm that is less exact than the plain one, or the tool's mistake: look at the tensor before you loosen anything |
+#
+# ```{admonition} On GPUs
+# :class: note
+#
+# Tensors are compared on the host, so both programs may run on any device, and on two different ones: a plain program on the CPU, in `float32`, beside a parallel one on four GPUs. Keep `torch.backends.cuda.matmul.allow_tf32` off, which is torch's default: TF32 rounds products to ten bits.
+# On this page the ranks run where `ranks.device()` says.
+# ```
+#
+# ## When to use it
+#
+# | for | against |
+# |---|---|
+# | Any model and library, one line in each program | Needs a plain program that fits on one device, or a small one of the same make |
+# | Names the tensor, the ranks and often the cause | The line of code is for you to find |
+# | Silent on right programs, without a tolerance to choose | Says little after some steps in `bfloat16` |
+# | Finds factors, data and updates, which words do not | Sees what the steps do that you give it, and nothing else |
+#
+# Run it when you change how a model is parallelised, when a library is upgraded, and in every commit's tests, on two ranks and a model of two layers. It takes seconds.
+#
+# ## Exercises
+#
+# ```{exercise-start} How far is too far? (easy)
+# :label: ex-parity-far
+# ```
+#
+# In three noisy runs a gradient of twelve layers moves by at most $2.1 \cdot 10^{-7}$ of its size. On two ranks it is off by $1.9 \cdot 10^{-3}$. How many times what is allowed is that?
+
+# %%
+answer = ...  # times
+check(answer, "times_allowed")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-parity-far
+# :label: sol-parity-far
+# :class: dropdown
+# ```
+#
+# Twelve times the largest of the draws is allowed.
+
+# %%
+answer = 1.9e-3 / (12 * 2.1e-7)
+check(answer, "times_allowed")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Four programs, by their reports (medium)
+# :label: ex-parity-four
+# ```
+#
+# Four programs train a small network on two ranks. The plain one takes the mean over all tokens that have a target, clips, and steps. Each parallel one has one mistake:
+# `"seed"` (weights from other seeds), `"share"` (all ranks read the same share), `"counts"` (each loss is a mean over the rank's own tokens), `"clip"` (clipped before gradients were averaged), `"bucket"` (some parameters were never averaged) or `"decay"` (another weight decay).
+
+# %% tags=["hide-input"]
+# Runs the four programs, and prints their reports
+for name, report in four_reports().items():
+    print(f"{name}: {report}\n")
+
+# %%
+answer = {"A": ..., "B": ..., "C": ..., "D": ...}
+check(answer, "four_reports")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-parity-four
+# :label: sol-parity-four
+# :class: dropdown
+# ```
+#
+# A is right up to the update, and off by a multiple of the weight: decay. In B rows of the batch are on no rank. C's gradients are made of the ranks' own, which do not count alike. D's backward begins with another factor on each rank.
+
+# %%
+answer = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
+check(answer, "four_reports")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} A cut that parity does not know (medium)
+# :label: ex-parity-cut
+# ```
+#
+# A loader deals *pairs* of rows: rank $r$ of $N$ has rows $2r$, $2r + 1$, then $2N + 2r$, $2N + 2r + 1$, and so on. A new cut is a function and a row of the table `CUTS`.
+# Write the function: of `total` rows a rank holds `size`. Return a tensor of row numbers for every rank, beginning with rank `first`, then the following ones, round the end. `total` is a multiple of `2 * N`.
+
+# %%
+def my_cut(size, total, first):
+    return []  # your code
+
+
+check(my_cut)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-parity-cut
+# :label: sol-parity-cut
+# :class: dropdown
+# ```
+
+# %%
+def my_cut(size, total, first):
+    n = total // size
+    pairs = torch.arange(total).view(-1, n, 2)
+    return [pairs[:, (first + r) % n].flatten() for r in range(n)]
+
+
+check(my_cut)
+
+
+# %% [markdown]
+# Parity asks every function of the table about each tensor, so one that does not fit returns nothing: a `size` that is odd, or that `total` is no multiple of.
+#
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Repair it until parity is silent (hard)
+# :label: ex-parity-repair
+# ```
+#
+# The plain program takes the mean loss over all tokens that have a target (−100 has none), clips the norm of the gradients to 0.1, and takes a step of AdamW. This is the parallel one. It has two mistakes, and the check is `parity.check` on 2 and 4 ranks: its report is your verdict. `start()` is the model and `batches()` are two steps' batches of all ranks.
+
+# %%
+def my_program(watch):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = start()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    watch(model, optimizer)
+    for x, y in batches():
+        x, y = x.chunk(size)[rank], y.chunk(size)[rank]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= size
+        optimizer.step()
+
+
+check(my_program)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-parity-repair
+# :label: sol-parity-repair
+# :class: dropdown
+# ```
+#
+# The sum of the losses is divided by the count of all ranks' tokens, so gradients are added up and not averaged. The norm is that of the joined gradient.
+
+# %%
+def my_program(watch):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = start()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    watch(model, optimizer)
+    for x, y in batches():
+        count = (y != -100).sum()
+        x, y = x.chunk(size)[rank], y.chunk(size)[rank]
+        optimizer.zero_grad()
+        total = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+        (total / count).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+check(my_program)
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} Your own model (design)
+# :label: ex-parity-own
+# ```
+#
+# Take a model of yours, a small one of its make, and write both programs: `plain`, in one process, and `parallel`, on two ranks, from the same weights and with the same batches. Which steps have to be in it so that it sees what your job does?
+
+# %%
+def made():
+    torch.manual_seed(0)
+    ...  # your model
+
+
+def steps(watch, model, rank, size):
+    ...  # optimizer; watch(model, optimizer); a few steps on this rank's share
+
+
+report = ...  # parity.check(plain, parallel, ranks=2)
+check(report, "own_parity")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-parity-own
+# :label: sol-parity-own
+# :class: dropdown
+# ```
+#
+# A Llama of Hugging Face's, sharded by FSDP2. The steps should do what the job does: accumulate if it accumulates, clip so that clipping is active, have texts of unequal length, and take the second step, in which the optimizer has a past.
+
+# %%
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def made():
+    torch.manual_seed(0)
+    config = LlamaConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForCausalLM(config).to(ranks.device())
+
+
+def steps(watch, model, rank=0, size=1):
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    watch(model, optimizer)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(64, (4, 16), generator=generator).to(ranks.device())
+        optimizer.zero_grad()
+        mine = tokens.chunk(size)[rank]
+        model(input_ids=mine, labels=mine).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def plain(watch):
+    steps(watch, made())
+
+
+def parallel(watch):
+    model = made()
+    mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    steps(watch, model, dist.get_rank(), dist.get_world_size())
+
+
+report = parity.check(plain, parallel, ranks=2)
+check(report, "own_parity")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - Parity: every output, gradient and update of a parallel program beside those of a plain one; the first that differs is named.
+# - Rounding is measured, by moving everything by one unit in the last place; a tolerance chosen by eye is how mistakes live.
+# - Where a part stands is learned from the weights, before a mistake can act.
+# - Ends are strict: what the optimizer gets and what it makes. Addends and factors inside are no mistake, and only say where one began.
+# - Most published mistakes have a right loss. Compare by name, all copies, before the optimizer and after it.
+# - Judge logic in float32, with unequal texts, active clipping and accumulation.
+# - Two runs of one program can have the same bits: same seeds, same order of sums, same kernels.
+#
+# ## Further reading
+#
+# - {cite:t}`jiang2025ttrace`: the same question for Megatron, by perturbed inputs and annotated shards; eleven known mistakes and three new ones.
+# - {cite:t}`jiang2025traincheck`: invariants of training runs, learned from those that are right, in the place of a second program.
+# - {cite:t}`bloomchronicles`: how BLOOM's team found norms that had drifted apart, and decided to go on.

@@ -1,0 +1,87 @@
+"""Draw the pictures of lesson `parity`: python figures/parity.py
+
+The docstring of a function that draws is the picture's alternative text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from shardlab import show
+from shardlab.show.drawing import arrow, canvas, cell, title, words
+
+HERE = Path(__file__).parent
+INK = show.INK
+SIZE = 0.32
+
+
+def parts() -> Figure:
+    """Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0
+    has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3.
+    Addends: each rank has four rows of its own, and only their sum is the whole.
+    """
+    figure, axes = canvas(6.4, 2.2)
+    ways = (
+        ("behind one another", ("0", "1"), ("2", "3"), ((0,), (0,), (1,), (1,))),
+        ("dealt", ("0", "2"), ("1", "3"), ((0,), (1,), (0,), (1,))),
+        ("addends", ("a", "b", "c", "d"), ("a′", "b′", "c′", "d′"), ((0, 1),) * 4),
+    )
+    for number, (name, first, second, whole) in enumerate(ways):
+        x = 0.15 + number * 2.15
+        title(axes, x + 0.95, 0.14, name, fontsize=10)
+        for rank, rows in enumerate((first, second)):
+            left = x + rank * 0.5
+            words(axes, left + SIZE / 2, 0.42, f"rank {rank}", fontsize=9)
+            for i, label in enumerate(rows):
+                cell(axes, left, 0.58 + i * (SIZE + 0.05), SIZE, (rank,), label)
+        arrow(axes, (x + 1.0, 1.25), (x + 1.32, 1.25), lw=1.0, mutation_scale=9)
+        words(axes, x + 1.58, 0.42, "whole", fontsize=9)
+        for i, holds in enumerate(whole):
+            label = str(i) if number < 2 else "+"
+            cell(axes, x + 1.42, 0.58 + i * (SIZE + 0.05), SIZE, holds, label)
+    return figure
+
+
+def step() -> Figure:
+    """A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients,
+    updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood,
+    with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand
+    anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.
+    """
+    figure, axes = canvas(6.6, 1.95)
+    phases = (
+        ("weights", "before the\nfirst step", True),
+        ("outputs", "anywhere,\nor addends", False),
+        ("gradients\nof outputs", "a factor for\neach rank", False),
+        ("gradients", "where the\nweight stood", True),
+        ("updates", "where the\nweight stood", True),
+    )
+    for number, (name, rule, strict) in enumerate(phases):
+        x = 0.1 + number * 1.3
+        look = {"boxstyle": "round,pad=0.02,rounding_size=0.07", "ec": INK, "fill": False}
+        frame = FancyBboxPatch((x, 0.35), 1.1, 0.6, lw=2.4 if strict else 0.8, **look)
+        frame.set_linestyle("-" if strict else (0, (3, 2)))
+        axes.add_patch(frame)
+        title(axes, x + 0.55, 0.65, name, fontsize=10)
+        words(axes, x + 0.55, 1.3, rule, fontsize=9)
+        title(axes, x + 0.55, 0.16, "strict" if strict else "lenient", fontsize=9)
+        if number:
+            arrow(axes, (x - 0.17, 0.65), (x - 0.03, 0.65), lw=1.0, mutation_scale=9)
+    words(axes, 0.65, 1.72, "places are learned", fontsize=9)
+    words(axes, 2.6, 1.72, "says where it began", fontsize=9)
+    words(axes, 5.2, 1.72, "decides whether it is right", fontsize=9)
+    return figure
+
+
+def main() -> None:
+    """Draw both beside this file."""
+    for draw in (parts, step):
+        alt = " ".join((draw.__doc__ or "").split())
+        show.svg(draw(), HERE / f"parity_{draw.__name__}.svg", alt)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""What one plain step does not show: samples, uneven counts, clipping, rates, ends of epochs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardlab import data_parallel as dp
+from shardlab import ranks
+from shardlab.parity.programs import judged, matched, recorded
+
+Program = Callable[[Any], None]
+
+
+def compared(cases: dict[str, tuple[Program, Program, int]]) -> dict[str, Any]:
+    """By case, of a plain and a parallel program and ranks: its report. Starts are shared."""
+    plain = {id(case[0]): case[0] for case in cases.values()}
+
+    def references() -> dict[int, Any]:
+        return {name: recorded(program) for name, program in plain.items()}
+
+    (records,) = ranks.run(references, 1, device="cpu", timeout=600, show=False)
+    found = {}
+    for size in sorted({case[2] for case in cases.values()}):
+        mine = {name: case for name, case in cases.items() if case[2] == size}
+
+        def work(mine: dict = mine) -> dict[str, Any]:
+            return {name: matched(case[1], records[id(case[0])]) for name, case in mine.items()}
+
+        each = ranks.run(work, size, device="cpu", timeout=600, show=False)
+        for name, case in mine.items():
+            found[name] = verdict(records[id(case[0])], [one[name] for one in each])
+    return found
+
+
+def verdict(record: Any, matchers: list[Any]) -> Any:
+    """A report, or the line that refuses."""
+    try:
+        return judged(record, matchers)
+    except ValueError as error:
+        return str(error)
+
+
+# A regression over the samples of an epoch, in batches
+
+SAMPLES, BATCH = 22, 8  # the last batch is a short one
+LENGTHS = [1 + n % 5 for n in range(SAMPLES)]  # of how many targets each sample's loss is the mean
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a program goes through two epochs; as it stands it is right."""
+
+    micro: int = 1
+    clip: float = 0.0
+    even: bool = False  # without the short last batch
+    tell: bool = True
+    counted: bool = True  # a loss is divided by the targets of all ranks and micro-batches
+    rates: str = "a step"  # when the schedule goes on
+    order: Callable[[int, int], int] = lambda epoch, rank: epoch  # the seed of an epoch's order
+    share: Callable[[Tensor, int, int], Tensor] = lambda ids, rank, n: ids[rank::n]
+    lr: Callable[[int], float] = lambda rank: 0.05
+    sync: Callable[[nn.Module], None] = lambda m: dp.average_gradients(m, dist.group.WORLD)
+    clips_first: bool = False
+
+    def batches(self, rank: int) -> Iterator[Tensor]:
+        for epoch in range(2):
+            seed = torch.Generator().manual_seed(self.order(epoch, rank))
+            order = torch.randperm(SAMPLES, generator=seed)
+            yield from (b for b in order.split(BATCH) if not self.even or len(b) == BATCH)
+
+    def __call__(self, watch: Any) -> None:
+        rank, n = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        data = torch.randn(SAMPLES, 6)
+        wanted = torch.randn(SAMPLES, 5)
+        has = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+        optimizer = torch.optim.AdamW(model.parameters(), self.lr(rank), weight_decay=0.1)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        watch(model, optimizer)
+        for ids in self.batches(rank):
+            mine = self.share(ids, rank, n)
+            if self.tell:
+                watch.samples(mine)
+            optimizer.zero_grad()
+            for part in mine.tensor_split(self.micro):
+                errors = F.mse_loss(model(data[part]), wanted[part], reduction="none")[has[part]]
+                whole = has[ids].sum() / n if self.counted else errors.numel() * self.micro
+                (errors.sum() / whole).backward()
+                if self.rates == "a micro-batch":
+                    rates.step()
+            if self.clips_first and self.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            if n > 1:
+                self.sync(model)
+            if self.clip and not self.clips_first:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            optimizer.step()
+            if self.rates == "a step":
+                rates.step()
+
+
+def padded(ids: Tensor, rank: int, n: int) -> Tensor:
+    """As torch's DistributedSampler makes shares alike."""
+    lacking = -len(ids) % (2 * n)
+    return torch.cat((ids, ids[:lacking]))[rank::n]
+
+
+def dropped(ids: Tensor, rank: int, n: int) -> Tensor:
+    return ids[: len(ids) // (2 * n) * 2 * n][rank::n]
+
+
+PLAIN = Job()
+EVEN = Job(even=True)
+CLIPPED = Job(clip=0.1)
+RIGHT = {  # a plain program, and a parallel one
+    "uneven counts": (PLAIN, Job()),
+    "uneven counts, accumulated": (PLAIN, Job(micro=2)),
+    "accumulated in one process": (PLAIN, Job(micro=3)),
+    "clipped": (CLIPPED, Job(clip=0.1, micro=2)),
+    "samples are not told": (Job(tell=False), Job(tell=False)),
+    "shares in a row": (PLAIN, Job(share=lambda ids, rank, n: ids.tensor_split(n)[rank])),
+}
+WRONG = {  # and where it shows, in which words
+    "a mean of means": (PLAIN, Job(counted=False), "0 gradient ", "rank's own count"),
+    "micro-batches of other counts": (
+        EVEN, Job(even=True, micro=3, counted=False), "0 gradient ", "own count",
+    ),
+    "clipped before averaging": (
+        CLIPPED, Job(clip=0.1, clips_first=True), "0 gradient ", "each was clipped",
+    ),
+    "rates go on by micro-batch": (
+        EVEN, Job(even=True, micro=2, rates="a micro-batch"), "0 update ",
+        "learning rate is 0.032, and 0.05",
+    ),
+    "a rate of a rank's own": (
+        EVEN, Job(even=True, lr=lambda rank: 0.05 * (1 + rank)), "0 update ",
+        "rank.? 1: .*learning rate is 0.1, and 0.05",
+    ),
+    "the last batch is padded": (PLAIN, Job(share=padded), "2 samples ", "count too often"),
+    "the last batch is cut": (PLAIN, Job(share=dropped), "2 samples ", "are on no rank"),
+    "the same share on each rank": (
+        PLAIN, Job(share=lambda ids, rank, n: ids[::n]), "0 samples ",
+        r"are on no rank .ranks 0, 1 have the same",
+    ),
+    "no epoch told to the order": (
+        PLAIN, Job(order=lambda epoch, rank: 0), "3 samples ", "they are step 1's",
+    ),
+    "an order of each rank's own": (
+        PLAIN, Job(order=lambda epoch, rank: epoch + 10 * rank), "0 samples ",
+        "none of this step's",
+    ),
+    "samples told by one alone": (PLAIN, Job(tell=False), "", "never called watch.samples"),
+}  # fmt: skip
+
+
+@cache
+def reports() -> dict[str, Any]:
+    ranks_ = {"accumulated in one process": 1}
+    return compared({n: (*c[:2], ranks_.get(n, 2)) for n, c in (RIGHT | WRONG).items()})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", RIGHT)
+def test_two_epochs_are_as_those_of_one_process(name):
+    report = reports()[name]
+    assert not isinstance(report, str) and report.equal, report
+    assert report.compared > 50
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_one_step_does_not_show_is_found(name):
+    _, _, place, words = WRONG[name]
+    report = reports()[name]
+    assert re.search(words, str(report).replace("\n", " ")), report
+    if place:
+        key = report.first.key
+        assert re.search(place, f"{key.step} {key.phase} {key.name}"), report

@@ -1,0 +1,451 @@
+"""A run that was stopped and resumed is that which goes through, and what it lost is named."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from contract import SIDES, Row, groups
+from parity_programs import DROPS, GPT2, batch, plain_loss, row, watched
+from sides import optimizer
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from shardlab import parity, ranks
+from shardlab.checkpoint import Checkpoints, Training
+from shardlab.layout import Layout
+from shardlab.parity.core import Judge
+from shardlab.parity.programs import matched, recorded, refuse_before, refuse_parallel
+
+SMALL = replace(GPT2, layers=1)
+STEPS, STOP = 4, 2
+
+
+def schedule(o: Any) -> Any:
+    """A rate that is another in each step."""
+    return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))
+
+
+def through(like: Row) -> Callable[[Any], None]:
+    """All steps, in one process."""
+
+    def program(watch: Any) -> None:
+        model = like.model(like.config)
+        o = optimizer(model, like.lr)
+        rates = schedule(o) if like.technique != "DeepSpeed" else None
+        watch(model, o)
+        torch.manual_seed(0)
+        for step in range(STEPS):
+            o.zero_grad()
+            tokens, targets = batch(like, step)
+            plain_loss(model(tokens), targets).backward()
+            o.step()
+            if rates:
+                rates.step()
+
+    return program
+
+
+@dataclass
+class Run:
+    """A row's side, and what of it is saved and loaded."""
+
+    side: Any
+    rates: Any
+    data: Callable[[int], int] = field(default=lambda step: step)
+
+    def train(self, watch: Any, steps: range) -> None:
+        watch(watched(self.side), self.side.optimizer)
+        for step in steps:
+            self.side.optimizer.zero_grad()
+            self.side.step(self.side.row.batch(self.data(step)))
+            if not hasattr(self.side, "engine"):
+                self.side.optimizer.step()
+                self.rates.step()
+
+    @property
+    def training(self) -> Training:
+        return Training(self.side.model, self.side.optimizer, self.rates, STOP)
+
+
+def made(like: Row) -> Run:
+    side = SIDES[like.technique](like, like.model(like.config), groups(like))
+    torch.manual_seed(0)
+    return Run(side, schedule(side.optimizer))
+
+
+def before(like: Row, save: Callable[[Run, Path], None]) -> Callable[[Any, Path], None]:
+    def program(watch: Any, kept: Path) -> None:
+        run = made(like)
+        run.train(watch, range(STOP))
+        save(run, kept)
+
+    return program
+
+
+def after(like: Row, load: Callable[[Run, Path], None]) -> Callable[[Any, Path], None]:
+    def program(watch: Any, kept: Path) -> None:
+        run = made(like)
+        load(run, kept)
+        run.train(watch, range(STOP, STEPS))
+
+    return program
+
+
+# Ways to keep a run
+
+
+def course_save(run: Run, kept: Path) -> None:
+    with Checkpoints(kept / "run", dist.group.WORLD) as store:
+        store.save(run.training)
+
+
+def course_load(run: Run, kept: Path) -> None:
+    with Checkpoints(kept / "run", dist.group.WORLD) as store:
+        store.load(run.training)
+
+
+def torch_state(run: Run) -> dict[str, Any]:
+    model, state = get_state_dict(run.side.model, run.side.optimizer)
+    return {"model": model, "optimizer": state}
+
+
+def torch_save(run: Run, kept: Path) -> None:
+    """torch's DCP; the schedule goes beside it."""
+    dcp.save(torch_state(run), checkpoint_id=kept / "dcp")
+    torch.save(run.rates.state_dict(), kept / "rates.pt")
+
+
+def torch_load(run: Run, kept: Path) -> None:
+    state = torch_state(run)
+    dcp.load(state, checkpoint_id=kept / "dcp")
+    model, o = run.side.model, run.side.optimizer
+    set_state_dict(model, o, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    run.rates.load_state_dict(torch.load(kept / "rates.pt"))
+
+
+def engine_save(run: Run, kept: Path) -> None:
+    run.side.engine.save_checkpoint(str(kept))
+
+
+def engine_load(run: Run, kept: Path) -> None:
+    run.side.engine.load_checkpoint(str(kept))
+
+
+def file_of(rank: int, kept: Path) -> Path:
+    return kept / f"rank-{rank}.pt"
+
+
+def own_save(run: Run, kept: Path) -> None:
+    """Each rank its own file, as many write it."""
+    model, o = run.side.model.state_dict(), run.side.optimizer.state_dict()
+    state = [model, o, run.rates.state_dict(), torch.get_rng_state()]
+    torch.save(state, file_of(dist.get_rank(), kept))
+
+
+def own_load(run: Run, kept: Path, without: str = "") -> None:
+    """What it wrote; without something."""
+    model, o, rates, dice = torch.load(file_of(dist.get_rank(), kept))
+    if without != "model":
+        run.side.model.load_state_dict(model)
+    for state in o["state"].values():
+        if without == "moments":
+            state["exp_avg"].zero_(), state["exp_avg_sq"].zero_()
+        if without == "count":
+            state["step"].zero_()
+    if without != "optimizer":
+        run.side.optimizer.load_state_dict(o)
+    if without != "rates":
+        run.rates.load_state_dict(rates)
+    else:
+        run.side.optimizer.param_groups[0]["lr"] = run.rates.base_lrs[0]
+    if without != "dice":
+        torch.set_rng_state(dice)
+
+
+def shards_save(run: Run, kept: Path) -> None:
+    """Each rank its own shards of ZeRO's."""
+    shards = [flat.shard.detach() for flat in run.side.model.flats]
+    state = [shards, run.side.optimizer.state_dict(), run.rates.state_dict()]
+    torch.save(state, file_of(dist.get_rank(), kept))
+
+
+def shards_load(run: Run, kept: Path, other: int | None = None) -> None:
+    """Its own, or another rank's."""
+    own = dist.get_rank()
+    _, o, rates = torch.load(file_of(own, kept))
+    run.side.optimizer.load_state_dict(o)
+    run.rates.load_state_dict(rates)
+    shards = torch.load(file_of(own if other is None else other, kept))[0]
+    with torch.no_grad():
+        for flat, shard in zip(run.side.model.flats, shards, strict=True):
+            flat.shard.copy_(shard)
+
+
+def data_anew(run: Run, kept: Path) -> None:
+    own_load(run, kept)
+    run.data = lambda step: step - STOP
+
+
+def pieces(run: Run, kept: Path, turned: bool = False) -> None:
+    """The pieces of two ranks, put together for one: ZeRO's way to another layout."""
+    o, rates = run.side.optimizer, run.rates
+    files = [torch.load(file_of(rank, kept)) for rank in (0, 1)]
+    rates.load_state_dict(files[0][2])
+    whole: dict[str, torch.Tensor] = {}
+    order = (1, 0) if turned else (0, 1)
+    for name, p in run.side.model.named_parameters():
+        whole[name] = p
+        for attribute in ("value", "exp_avg", "exp_avg_sq"):
+            each = [files[r][0][name, attribute] for r in order]
+            joined = torch.cat(each)[: p.numel()].view(p.shape)
+            if attribute == "value":
+                p.data.copy_(joined)
+            else:
+                o.state[p][attribute] = joined.clone()
+        o.state[p]["step"] = torch.tensor(float(STOP))
+    o.param_groups[0]["lr"] = files[0][1]
+
+
+def pieces_save(run: Run, kept: Path) -> None:
+    """Half of each parameter and of its moments, flat."""
+    rank, found = dist.get_rank(), {}
+    for name, p in run.side.model.named_parameters():
+        state = run.side.optimizer.state[p]
+        for attribute, x in (("value", p.detach()), *state.items()):
+            if attribute != "step":
+                padded = torch.nn.functional.pad(x.flatten(), (0, x.numel() % 2))
+                found[name, attribute] = padded.chunk(2)[rank].clone()
+    lr = run.side.optimizer.param_groups[0]["lr"]
+    torch.save([found, lr, run.rates.state_dict()], file_of(rank, kept))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Programs before and after, and of a mistake where it shows, and its words."""
+
+    first: Row
+    save: Callable[..., None]
+    load: Callable[..., None]
+    then: Row | None = None
+    place: str = ""
+    words: str = ""
+    weekly: bool = False
+
+    @property
+    def last(self) -> Row:
+        return self.then or self.first
+
+
+def without(what: str) -> Callable[..., None]:
+    return lambda run, kept: own_load(run, kept, without=what)
+
+
+DATA = row("data", SMALL, Layout(dp=2), options={"way": "parameters"})
+ALONE = replace(DATA, layout=Layout(dp=1), sizes=(8,))
+FOUR = replace(DATA, layout=Layout(dp=4), sizes=(2,) * 4)
+ENGINE = row("DeepSpeed", SMALL, Layout(dp=2, zero=1))
+FSDP = row("FSDP2", SMALL, Layout(dp=2, zero=3))
+DICE = replace(ALONE, config=replace(DROPS, layers=1))
+
+
+def zero(stage: int, n: int) -> Row:
+    return row("zero", SMALL, Layout(dp=n, zero=stage))
+
+
+RIGHT = {
+    "a file of each rank": Case(DATA, own_save, own_load),
+    "a file of each rank, with dropout": Case(DICE, own_save, own_load),
+    "shards of each rank": Case(zero(3, 2), shards_save, shards_load),
+    "pieces, put together": Case(DATA, pieces_save, pieces, ALONE),
+    "ours, on two and on four": Case(zero(2, 2), course_save, course_load, zero(2, 4)),
+    "ours, by another technique": Case(zero(1, 2), course_save, course_load, DATA, weekly=True),
+    "ours, on four and on one": Case(FOUR, course_save, course_load, ALONE, weekly=True),
+    "ours, from ZeRO-3": Case(zero(3, 2), course_save, course_load, zero(3, 2)),
+    "DCP": Case(FSDP, torch_save, torch_load, weekly=True),
+    "DCP, on two and on four": Case(
+        FSDP, torch_save, torch_load, row("FSDP2", SMALL, Layout(dp=4, zero=3))
+    ),
+    "DeepSpeed": Case(ENGINE, engine_save, engine_load, weekly=True),
+    "DeepSpeed 2": Case(replace(ENGINE, layout=Layout(dp=2, zero=2)), engine_save, engine_load,
+                        weekly=True),
+    "DeepSpeed 3": Case(replace(ENGINE, layout=Layout(dp=2, zero=3)), engine_save, engine_load,
+                        weekly=True),
+}  # fmt: skip
+WRONG = {
+    "weights not loaded": Case(
+        DATA, own_save, without("model"), place="2 weights ",
+        words="those from before the first step: not loaded",
+    ),
+    "optimizer not loaded": Case(
+        DATA, own_save, without("optimizer"), place="2 update ",
+        words="as in Adam's first step: as if .* began anew.*count of steps is 1, and 3",
+    ),
+    "moments not loaded": Case(
+        DATA, own_save, without("moments"), place="2 update ",
+        words="as if the optimizer began anew",
+    ),
+    "count of steps not loaded": Case(
+        DATA, own_save, without("count"), place="2 update ",
+        words="the optimizer's count of steps is 1, and 3 in the plain",
+    ),
+    "schedule begins anew": Case(
+        DATA, own_save, without("rates"), place="2 update ",
+        words="the learning rate is 0.01, and 0.0033+ in the plain",
+    ),
+    "data begin anew": Case(
+        DATA, own_save, data_anew, place="2 forward embedding",
+        words="nearest to that of step 1: do the data begin anew",
+    ),
+    "random numbers begin anew": Case(
+        DICE, own_save, without("dice"), place=r"2 forward blocks\.0",
+        words="was their state restored",
+    ),
+    "pieces in a wrong order": Case(
+        DATA, pieces_save, lambda run, kept: pieces(run, kept, True), ALONE, place="2 weights ",
+        words=r"right pieces in a wrong order \(1, 0\)",
+    ),
+    "one rank loads another's file": Case(
+        zero(3, 2), shards_save, lambda run, kept: shards_load(run, kept, 0), place="2 weights ",
+        words="on no rank|rank 1",
+    ),
+}  # fmt: skip
+CASES = RIGHT | WRONG
+
+
+@cache
+def reports(whole: bool) -> dict[str, Any]:
+    """By case: one start for all programs that go through, and one for as many ranks."""
+    cases = {name: case for name, case in CASES.items() if whole or not case.weekly}
+    rated = lambda row: f"{row.config} {row.technique == 'DeepSpeed'}"  # noqa: E731
+    of = {name: rated(case.first) for name, case in cases.items()}
+    names = {of[name]: case.first for name, case in cases.items()}
+    (records,) = ranks.run(
+        lambda: {name: recorded(through(one), every=True) for name, one in names.items()},
+        1, device="cpu", timeout=600,
+    )  # fmt: skip
+    if whole:
+        SIDES["DeepSpeed"].imported()
+    with tempfile.TemporaryDirectory() as root:
+        folders = {name: Path(tempfile.mkdtemp(dir=root)) for name in cases}
+
+        def all_of(work: Callable[..., Any], side: str) -> dict[str, list[Any]]:
+            found = {}
+            for size in (1, 2, 4):
+                mine = [n for n, c in cases.items() if getattr(c, side).ranks == size]
+                each = ranks.run(lambda mine=mine: {n: work(n) for n in mine}, size,
+                                 device="cpu", timeout=600, show=False)  # fmt: skip
+                found |= {name: [one[name] for one in each] for name in mine}
+            return found
+
+        def stops(name: str) -> Any:
+            case = cases[name]
+            program = before(case.first, case.save)
+            return matched(lambda watch: program(watch, folders[name]), records[of[name]])
+
+        def goes_on(name: str) -> Any:
+            case = cases[name]
+            program = after(case.last, case.load)
+            return matched(lambda watch: program(watch, folders[name]), records[of[name]], STOP)
+
+        first, second = all_of(stops, "first"), all_of(goes_on, "last")
+    found = {}
+    for name in cases:
+        record = records[of[name]]
+        assert refuse_before(record, first[name]) == STOP
+        report = Judge(record, first[name], STOP).judge()
+        assert report.equal, (name, report)
+        refuse_parallel(record, second[name], "after")
+        found[name] = report.then(Judge(record, second[name]).judge())
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_run_that_is_resumed_is_the_one_that_goes_through(name, request):
+    whole = request.config.getoption("--whole")
+    if RIGHT[name].weekly and not whole:
+        pytest.skip("--whole resumes all of them")
+    report = reports(whole)[name]
+    assert report.equal, report
+    assert report.compared > 100 and " and then " in str(report)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_was_lost_is_named(name, request):
+    report = reports(request.config.getoption("--whole"))[name]
+    assert not report.equal
+    key, words = report.first.key, str(report).replace("\n", " ")
+    assert re.search(WRONG[name].place, f"{key.step} {key.phase} {key.name}"), report
+    assert re.search(WRONG[name].words, words), report
+
+
+# The call itself
+
+
+def small() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    return model, torch.optim.Adam(model.parameters(), 0.1)
+
+
+def steps(watch: Any, model: Any, o: Any, numbers: range) -> None:
+    watch(model, o)
+    for number in numbers:
+        o.zero_grad()
+        model(torch.full((3, 4), number + 1.0)).square().mean().backward()
+        o.step()
+
+
+def first(watch: Any, kept: Path) -> None:
+    model, o = small()
+    steps(watch, model, o, range(2))
+    if dist.get_rank() == 0:
+        torch.save([model.state_dict(), o.state_dict()], kept / "all.pt")
+
+
+def rest(watch: Any, kept: Path, to: int = 4) -> None:
+    model, o = small()
+    weights, state = torch.load(kept / "all.pt")
+    model.load_state_dict(weights)
+    o.load_state_dict(state)
+    steps(watch, model, o, range(2, to))
+
+
+def whole(watch: Any) -> None:
+    steps(watch, *small(), range(4))
+
+
+def test_two_programs_and_a_folder_are_all_that_it_takes():
+    report = parity.check_resume(whole, first, rest, ranks=(2, 1), draws=1, timeout=60)
+    assert report.equal and "on 2 and then 1 ranks" in str(report), report
+
+
+@pytest.mark.parametrize(
+    "programs, words",
+    [
+        (
+            (whole, lambda watch, kept: steps(watch, *small(), range(4)), rest),
+            "before: it took 4 optimizer steps, and the run that goes through 4; needed are fewer",
+        ),
+        (
+            (whole, first, lambda watch, kept: rest(watch, kept, 3)),
+            "after: it took 1 optimizer steps after 2 of those before it, and the plain program 4",
+        ),
+        ((whole, first, lambda watch, kept: None), "after: rank 0: it never called watch"),
+        ((whole, lambda watch, kept: None, rest), "before: rank 0: it never called watch"),
+    ],
+)
+def test_what_cannot_be_resumed_gets_a_line_that_says_what_to_do(programs, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        parity.check_resume(*programs, ranks=1, draws=1, timeout=60)
+    assert "needed" in str(caught.value) and "\n" not in str(caught.value)

@@ -53,7 +53,7 @@ def verdict(record: Any, matchers: list[Any]) -> Any:
 # A regression over the samples of an epoch, in batches
 
 SAMPLES, BATCH = 22, 8  # the last batch is a short one
-LENGTHS = [1 + n % 3 for n in range(SAMPLES)]  # of how many targets each sample's loss is the mean
+LENGTHS = [1 + n % 5 for n in range(SAMPLES)]  # of how many targets each sample's loss is the mean
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Job:
         rank, n = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
         data = torch.randn(SAMPLES, 6)
-        wanted = torch.randn(SAMPLES, 3)
-        has = torch.arange(3) < torch.tensor(LENGTHS)[:, None]
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        wanted = torch.randn(SAMPLES, 5)
+        has = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
         optimizer = torch.optim.AdamW(model.parameters(), self.lr(rank), weight_decay=0.1)
         rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         watch(model, optimizer)

@@ -10,8 +10,11 @@ rank's part stands, `noise` measures what rounding does; `causes`, `carried` (fo
 to the next), `clues` and `report` find the words. `check_resume` compares a run that was stopped.
 """
 
+from .mistakes import MISTAKES, Mistake, mistakes
 from .programs import check, check_resume
 from .recording import Key, Watch
 from .report import Finding, Report
 
-__all__ = ["Finding", "Key", "Report", "Watch", "check", "check_resume"]
+__all__ = [
+    "MISTAKES", "Finding", "Key", "Mistake", "Report", "Watch", "check", "check_resume", "mistakes",
+]  # fmt: skip

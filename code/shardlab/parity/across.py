@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .causes import listed, spans
 from .noise import Tolerance
+from .places import apart
 from .record import Record
 from .recording import BEFORE, Key
 
@@ -30,7 +32,7 @@ def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
     gone = (~rows).nonzero().flatten()
     if not len(gone) or not rows.any():
         return ""
-    far = torch.cdist(matrix[gone].double(), matrix[rows].double()).amin(1)
+    far = apart(matrix[gone].double(), matrix[rows].double()).amin(1)
     gone = gone[far > near.of_row * near.size * width**0.5]
     said = f"{len(gone)} of {len(matrix)} rows are on no rank ({spans(gone)}): "
     return said + _who(key, ranks) if len(gone) else ""
@@ -110,6 +112,11 @@ def dtypes(keys: Iterable[Key], plain: Record, ranks: list[Any]) -> list[tuple[K
             names = (str(d).removeprefix("torch.") for d in (other.pop(), plain.dtype(key)))
             found.append((key, *names))
     return found
+
+
+def checksum(value: torch.Tensor) -> int:
+    """Of its bits: copies have the same."""
+    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
 
 
 def copies_differ(parts: list[tuple[Any, int, Any]]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .causes import SEEDS, drew, same, told
+from .causes import ANOTHER, SEEDS, drew, same, told
 from .record import Record
 from .recording import Key
 from .report import Report, called
@@ -120,6 +120,15 @@ def _shuffled(way: Way) -> str:
     return called(first) if unsorted else ""
 
 
+def _more_telling(way: Way) -> str:
+    """What is said of another gradient or update, where the first one has too few numbers."""
+    findings = [f for f in way.report.findings if f.key[:2] == way.first[:2]]
+    better = next((f for f in findings if not f.words.startswith(ANOTHER)), None)
+    return (
+        f"and the {called(better.key)} {better.words}" if better and findings[0] != better else ""
+    )
+
+
 def _clipped(way: Way) -> str:
     """All gradients of the step by one factor for each rank."""
     findings = [f for f in way.report.findings if f.key[:2] == way.first[:2]]
@@ -155,7 +164,7 @@ def _uneven(way: Way) -> str:
     return f"backward began with other factors: {where}{told(began)}; {counts}"
 
 
-CLUES = _began, _right_until, _drew, _foreign, _loss, _clipped, _uneven
+CLUES = _began, _right_until, _drew, _foreign, _loss, _more_telling, _clipped, _uneven
 
 
 def clues(

@@ -17,14 +17,12 @@ Three rules keep what is ambiguous from hiding a mistake:
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import across
@@ -39,6 +37,7 @@ from .report import Finding, Report
 
 FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
 PATIENCE = 8  # misfits of a step's phase after which no more proposals are tried
+LOOSE = 1e-3  # where rounding explains more than that, an output fits at wrong places, too
 ENDS = "gradient", "update"
 
 
@@ -90,7 +89,7 @@ class Matcher:
         place, factor = self.place(key, part, len(seen))
         whole, bits = self.plain.whole(key), 0
         if place is not None or whole is None or not whole.numel():
-            bits = checksum(part.value) if key.phase in ENDS else 0
+            bits = across.checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"))
         else:
             self.misfits[key[:2]] += 1
@@ -109,9 +108,9 @@ class Matcher:
             return self._weight(key, part, number, near), 1.0
         if key.phase in ENDS:
             return self._end(key, part, number, near), 1.0
-        if self.plain.scalar(key):
+        if self.plain.scalar(key) and key.phase != "buffers":
             return None, 1.0
-        if key.phase == "forward":
+        if key.phase in ("forward", "buffers"):
             return self._output(key, part, near), 1.0
         return self._output_gradient(key, part, near)
 
@@ -139,7 +138,7 @@ class Matcher:
 
     def _end(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
         """Where the weight stood, with factor 1."""
-        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if not near.decides:
             return owned[0] if owned else None
         factor = 1.0
@@ -198,25 +197,27 @@ class Matcher:
                 continue
             if (off := near.off(value, place.of(near.whole))) <= least:
                 best, least = place, off
-                if near.of_all < 1e-3:
+                if near.of_all < LOOSE:
                     break
         if best is not None and near.decides:
             self.worst[key.phase] = max(self.worst.get(key.phase, 0.0), least)
         return best
 
     def _output_gradient(self, key: Key, part: Part, near: Tolerance) -> tuple[Place | None, float]:
-        """Where the output stood, times this rank's factor, which the first one decides."""
+        """Where the output stood, if that is sure; times this rank's factor, the first one's."""
         value, forward = part.value, (key._replace(phase="forward"), part.call)
         if not near.decides:
             return self.stood.get(forward), 1.0
         shape, whole = tuple(value.shape), tuple(near.whole.shape)
         stood = self.stood.get(forward)
-        if stood is not None and stood.shape == shape:
-            places: Iterable[Place] = [stood]
-        else:
+        places: Iterable[Place] = [stood] if stood is not None and stood.shape == shape else []
+        if not places or near.of_all >= LOOSE:
             known = self.known[part.call, shape, whole]
-            places = chain(known, self._proposed(key, part, whole, self.rank))
+            places = chain(places, known, self._proposed(key, part, whole, self.rank))
         mine = self.factors.get((key.step, part.call))
+        if stood is not None and any(isinstance(index, Tensor) for index in stood.index):
+            rows = map(by_rows, [value / (mine or 1.0)], [near.whole])  # equal ones: which is which
+            places = chain(places, filter(None, rows))
         others = [f for (step, _), f in self.factors.items() if step == key.step]
         for place in places:
             tried = [ratio(value, place.of(near.whole))] if mine is None else [mine, *others]
@@ -226,6 +227,14 @@ class Matcher:
                 if factor and self._fits(key, value, place, near, factor):
                     self.factors.setdefault((key.step, part.call), factor)
                     return place, factor
+        if stood is not None and mine and isinstance(stood.index[0], Tensor):  # of rows like others
+            place, alike = (
+                by_rows(value / mine, near.whole),
+                tolerance(self.plain, forward[0], value.dtype),
+            )
+            twins = place and alike.off(place.of(alike.whole), stood.of(alike.whole)) <= 1
+            if twins and self._fits(key, value, place, near, mine):
+                return place, mine
         return None, 1.0
 
     def _fits(
@@ -240,24 +249,15 @@ class Matcher:
         """The most similar place of what fits nowhere: to say what is wrong with it."""
         part, whole = seen.part, self.plain.whole(key)
         stood = self.stood.get((key._replace(phase="forward"), part.call))
-        if key.phase == "backward" and stood is not None and _holds(stood, part.value):
+        if key.phase == "backward" and stood is not None and stood.holds(part.value):
             return stood
-        owned = [p for p in self.owned.get((key.name, number), ()) if _holds(p, part.value)]
+        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if key.phase in ENDS:
             return owned[0] if owned else None
         known = self.known[part.call, tuple(part.value.shape), tuple(whole.shape)]
         likely = known or proposals(part.value.shape, whole.shape, self.rank, part.start)
         apart = lambda p: rms(part.value.double() - p.of(whole).double())  # noqa: E731
         return min(islice(likely, FEW), key=apart, default=None)
-
-
-def checksum(value: Tensor) -> int:
-    """Of its bits."""
-    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _holds(place: Place, value: Tensor) -> bool:
-    return torch.Size(place.shape).numel() == value.numel()
 
 
 class Judge:
@@ -281,8 +281,7 @@ class Judge:
             self._say(Key(min(steps), "update", ""), bad, words)
             return self.report
         for key in self.order():
-            first = self.report.first
-            if first is not None and first.key[:2] != key[:2]:
+            if self.report.findings and self.report.first.key[:2] != key[:2]:
                 break  # what comes after may be its consequence
             self._one(key)
         for matcher in self.ranks:

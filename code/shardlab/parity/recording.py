@@ -21,7 +21,8 @@ from shardlab.arguments import check_all, check_callable, check_kind, check_whol
 
 # What a library puts between a module and the name that its author gave it.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-PHASES = "weights", "samples", "forward", "backward", "gradient", "update"  # in the order of a step
+# In the order of a step.
+PHASES = "weights", "samples", "forward", "backward", "gradient", "update", "buffers"
 BEFORE = -1  # the step of weights before the first one
 ENGINES = "deepspeed"  # whose optimizer steps inside of the engine's own step
 SAMPLES = 256  # numbers that are kept of what each backward of a step gave of a gradient
@@ -206,6 +207,15 @@ class Watch:
             for name, p in one.named_parameters(remove_duplicate=False):
                 yield self.rename(name), p
 
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that a checkpoint holds, as running statistics."""
+        for one in self.models:
+            for prefix, module in one.named_modules():
+                for name, x in module._buffers.items():
+                    kept = x is not None and name not in module._non_persistent_buffers_set
+                    if kept and x.is_floating_point():
+                        yield self.rename(f"{prefix}.{name}" if prefix else name), x
+
     def _once(self, tell: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter by its first name."""
         first: dict[int, str] = {}
@@ -244,6 +254,8 @@ class Watch:
             part.value = part.value.to(wide) - self.before[name].to(wide)
             part.options = self._options(p)
             self.sink.see(Key(self.step, "update", name), part)
+        for name, buffer in self._buffers():
+            self.sink.see(Key(self.step, "buffers", name), _part(buffer))
         self.step += 1
         self._keep_weights()
         self.sink.stepped(self.step)

@@ -13,6 +13,7 @@ OF = {
     "backward": "gradient of the output of {}",
     "gradient": "gradient of {}",
     "update": "update of {}",
+    "buffers": "buffer {}",
 }
 
 
@@ -92,6 +93,12 @@ class Report:
             ]
             if self.undecided:
                 lines.append(f"  of {self.undecided} more, rounding alone makes other ones")
+            lost = [k for k in self.left_out if k.phase == "forward" and k.name]
+            if lost:
+                lines.append(
+                    f"  {len(lost)} have nothing to be compared with, first the {called(lost[0])}: "
+                    "a number alone, or no rank has it (compiled before it was watched?)"
+                )
             if self.drifting:
                 lines.append(
                     f"  {len(self.drifting)} are not the same bits on ranks that hold copies, "

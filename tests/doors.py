@@ -76,7 +76,7 @@ OURS = {
     count.rates, count.saved, count.sent, link.SlowGroup, link.Helper, link.Moment, link.Wire,
     tt.Mismatch, tt.Verdict, checkpoint.CheckpointError, checkpoint.Training,
     checkpoint.named_tensors, zero.saved.warm, parity.Finding, parity.Key, parity.Report,
-    parity.Watch,
+    parity.Watch, parity.Mistake, parity.mistakes,
 }  # fmt: skip
 INNER = {
     **dict.fromkeys((cp.ring_attention, cp.all_to_all_attention), "causal trace"),

@@ -17,8 +17,8 @@ import inspect
 import pickle
 import signal
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -90,6 +90,11 @@ ROWS = {
 Change = Callable[[ast.AST], "ast.AST | None"]
 
 
+def parsed(text: str) -> ast.AST:
+    """An expression."""
+    return ast.parse(text, mode="eval").body
+
+
 def _call(node: ast.AST) -> str:
     """The name of what is called."""
     function = node.func if isinstance(node, ast.Call) else None
@@ -134,6 +139,7 @@ def sign(node: ast.AST) -> ast.AST | None:
 
 
 def mean_for_sum(node: ast.AST) -> ast.AST | None:
+    """And the other way round."""
     other = {"sum": "mean", "mean": "sum", "amax": "mean", "max": "min"}.get(_call(node))
     if other and isinstance(node.func, ast.Attribute):
         return ast.Call(ast.Attribute(node.func.value, other, ast.Load()), node.args, node.keywords)
@@ -164,27 +170,22 @@ def comparison(node: ast.AST) -> ast.AST | None:
 
 def rank_0(node: ast.AST) -> ast.AST | None:
     """Every rank takes itself for the first one."""
-    if isinstance(node, ast.Name) and node.id in ("rank", "stage") and _reads(node):
-        return ast.Constant(0)
-    return None
+    who = isinstance(node, ast.Name) and node.id in ("rank", "stage")
+    return ast.Constant(0) if who and isinstance(node.ctx, ast.Load) else None
 
 
 def alone(node: ast.AST) -> ast.AST | None:
     """A group of this rank alone, for the right one."""
-    if isinstance(node, ast.Call):
-        for number, keyword in enumerate(node.keywords):
-            if keyword.arg == "group" and ast.unparse(keyword.value).endswith("group"):
-                given = ast.parse("__import__('parity_mutants').ALONE[0]", mode="eval").body
-                words = [*node.keywords]
-                words[number] = ast.keyword("group", given)
-                return ast.Call(node.func, node.args, words)
+    given = isinstance(node, ast.keyword) and node.arg == "group"
+    if given and ast.unparse(node.value).endswith("group"):
+        return ast.keyword("group", parsed("__import__('parity_mutants').ALONE[0]"))
     return None
 
 
 def dropped(node: ast.AST) -> ast.AST | None:
     """The last one of a loop."""
     if isinstance(node, ast.For):
-        every = ast.parse(f"[*({ast.unparse(node.iter)})][:-1]", mode="eval").body
+        every = parsed(f"[*({ast.unparse(node.iter)})][:-1]")
         return ast.For(node.target, every, node.body, node.orelse)
     return None
 
@@ -194,10 +195,6 @@ def flag(node: ast.AST) -> ast.AST | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return ast.Constant(not node.value)
     return None
-
-
-def _reads(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Load)
 
 
 CHANGES: tuple[Change, ...] = (
@@ -239,9 +236,10 @@ def functions(name: str) -> dict[str, FunctionType]:
             if isinstance(value, type):
                 if value.__module__ == module.__name__ and value is not owner:
                     look(value)
-            elif isinstance(value := inspect.unwrap(value), FunctionType):
-                if value.__code__.co_filename == module.__file__:
-                    found[value.__qualname__] = value
+                continue
+            code = getattr(value := inspect.unwrap(value), "__code__", None)
+            if code is not None and code.co_filename == module.__file__:
+                found[value.__qualname__] = value
 
     look(module)
     return {q: f for q, f in found.items() if "<" not in q and not f.__name__.startswith("check")}
@@ -351,8 +349,9 @@ def away(one: list, other: list) -> float:
     return worst
 
 
-def rows_of() -> dict[tuple[str, int], Any]:
-    return {(topic, n): one for topic, each in ROWS.items() for n, one in enumerate(each)}
+def rows_of(topics: Iterable[str] = CORES) -> dict[tuple[str, int], Any]:
+    """By topic and number."""
+    return {(topic, n): one for topic in topics for n, one in enumerate(ROWS[topic])}
 
 
 Result = tuple[Matcher, list]
@@ -370,9 +369,9 @@ def on_rank(key: tuple[str, int], records: dict[str, Record]) -> Result:
     return matcher, ends[0].kept
 
 
-def controls() -> tuple[dict, dict, dict]:
+def controls(topics: Iterable[str]) -> tuple[dict, dict, dict]:
     """Records of plain programs; by row the ranks' results, and the lines that any of them ran."""
-    rows = rows_of()
+    rows = rows_of(topics)
     plains = {reference(one): one for one in rows.values()}
     (records,) = ranks.run(
         lambda: {name: recorded(plain(one)) for name, one in plains.items()}, 1, device="cpu"
@@ -412,20 +411,29 @@ def traced(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
     return ran
 
 
+def topic_of(seed: int) -> str:
+    """Whose mutant it is."""
+    return [*CORES][seed % len(CORES)]
+
+
 def drawn(seeds: range, lines: dict[tuple[str, int], set]) -> list[Mutant]:
-    """A mutant for each seed: of each core as many, wherever its own rows go."""
+    """A mutant for each seed, none twice: of each core as many, wherever its own rows go."""
     possible: dict[str, list[Mutant]] = defaultdict(list)
     for (topic, number), ran in sorted(lines.items()):
         for module in CORES[topic]:
             possible[topic] += [Mutant(module, *s, (topic, number)) for s in sites(module, ran)]
-    topics, found = [*CORES], []
+    found: list[Mutant] = []
     for seed in seeds:
-        r, topic = Random(seed), topics[seed % len(topics)]
+        r, topic = Random(seed), topic_of(seed)
         # A change first, then its place: there are more whole numbers than all else.
         of_change = defaultdict(list)
         for mutant in possible[topic]:
             of_change[mutant.change].append(mutant)
-        found.append(r.choice(of_change[r.choice(sorted(of_change))]))
+        had = {replace(mutant, row=("", 0)) for mutant in found}
+        mutant = r.choice(of_change[r.choice(sorted(of_change))])
+        while replace(mutant, row=("", 0)) in had:
+            mutant = r.choice(of_change[r.choice(sorted(of_change))])
+        found.append(mutant)
     return found
 
 
@@ -449,7 +457,8 @@ def run(mutants: list[Mutant], records: dict, folder: Path) -> list[list[Result]
             try:
                 ranks.run(work, size, device="cpu", timeout=SECONDS * len(left) + 60, show=False)
             except ranks.RankError as error:
-                ended = "hangs" if "SIGALRM" in str(error) else "crashes: " + _short(error)
+                said = " ".join(str(error).split())[:200]
+                ended = "hangs" if "SIGALRM" in said else f"crashes: {said}"
             done = [n for n in left if all((folder / f"{n}-{k}").exists() for k in range(size))]
             for number in done:
                 each = [pickle.loads((folder / f"{number}-{k}").read_bytes()) for k in range(size)]
@@ -458,10 +467,6 @@ def run(mutants: list[Mutant], records: dict, folder: Path) -> list[list[Result]
             if ended and left:
                 results[left.pop(0)] = ended
     return results
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def mutated(mutant: Mutant, records: dict) -> Result:
@@ -489,7 +494,7 @@ class Verdict:
 
 def verdicts(seeds: range, folder: Path) -> tuple[list[Verdict], dict[tuple[str, int], Any]]:
     """Of each seed's mutant, and the controls' reports."""
-    records, right, lines = controls()
+    records, right, lines = controls({topic_of(seed): None for seed in seeds})
     rows = rows_of()
 
     def report(key: tuple[str, int], results: list[Result]) -> Any:
@@ -511,7 +516,3 @@ def verdicts(seeds: range, folder: Path) -> tuple[list[Verdict], dict[tuple[str,
         kind = kind if far > CHANGED else "told all the same" if told_of else "changes nothing"
         found.append(Verdict(mutant, kind, str(told), far))
     return found, {key: report(key, result) for key, result in right.items()}
-
-
-def counts(found: list[Verdict]) -> Counter[str]:
-    return Counter(verdict.kind for verdict in found)

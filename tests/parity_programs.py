@@ -7,6 +7,8 @@ does less. Its control is the same row without it, so that an alarm means the mi
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,16 +21,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from commands import benchmark
 from contract import FLOAT32, SIDES, Row, groups
-from sides import Side, plain_loss
+from sides import Side, Zero, plain_loss
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
+from shardlab import checkpoint, experts, pipeline, ranks
 from shardlab import context_parallel as cp
 from shardlab import data_parallel as dp
-from shardlab import experts, pipeline, ranks
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.context_parallel import core as cp_core
@@ -50,7 +52,8 @@ SPARSE = replace(
 )
 DROPS = replace(GPT2, dropout=0.2)
 CLIP = {"clip": (0.3,)}  # of norms of 1 and more
-Program = Callable[[Any], None]
+BATCHES = 4  # after which a longer run begins again, so that it learns something
+Program = Callable[[Any], Any]
 
 
 def row(technique: str, config: Config, layout: Layout, **more: Any) -> Row:
@@ -68,23 +71,33 @@ def batch(row: Row, step: int) -> tuple[Tensor, ...]:
 
 
 def plain(row: Row) -> Program:
-    """The row's model on one process, which knows nothing of ranks."""
+    """The row's model on one process, which knows nothing of ranks: its losses."""
 
-    def program(watch: Any) -> None:
-        model = row.model(row.config)
+    def program(watch: Any) -> list[float]:
+        model, losses = row.model(row.config), []
         o = row.optimizer(model)
-        watch(model, o)
         m = row.layout.microbatches if row.layout.pp == 1 else 1
-        for step in range(row.steps):
+        for step in range(unwatched(row) + row.steps):
+            if step == unwatched(row):
+                watch(model, o)
             o.zero_grad()
             torch.manual_seed(step)
-            for tokens, targets in zip(*(x.chunk(m) for x in batch(row, step)), strict=True):
-                (plain_loss(model(tokens), targets) / m).backward()
+            losses.append(0.0)
+            for parts in zip(*(x.chunk(m) for x in batch(row, step % BATCHES)), strict=True):
+                value = plain_loss(model(parts[0]), parts[1]) / m
+                value.backward()
+                losses[-1] += value.item()
             if row.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), row.clip[step % len(row.clip)])
             o.step()
+        return losses
 
     return program
+
+
+def unwatched(row: Row) -> int:
+    """Steps before it is watched: a checkpoint is of one."""
+    return int(row.technique == "resumed")
 
 
 def watched(side: Side) -> Any:
@@ -132,9 +145,73 @@ class Grouped(Side):
 
     def step(self, batch: Any) -> Any:
         ((part,),) = batch
-        self.loss(part).backward()
+        value = self.loss(part)
+        value.backward()
         for weight in self.shared if self.summed else ():
             dist.all_reduce(weight.grad, group=self.pair)
+        return {None: value.detach()}
+
+
+class Joined(nn.Module):
+    """A product cut by columns, of which all ranks have all afterwards."""
+
+    def __init__(self, whole: nn.Linear, group: Any, as_rows: bool):
+        super().__init__()
+        self.group, self.as_rows = group, as_rows
+        mine = tp.shard_slice("columns", whole.out_features, group)
+        self.weight = nn.Parameter(whole.weight.detach()[mine].clone())
+        self.bias = nn.Parameter(whole.bias.detach()[mine].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(tp.copy_to(x, self.group), self.weight, self.bias)
+        y = tp.gather_last(y, self.group)
+        pieces = y.chunk(dist.get_world_size(self.group), -1)
+        return torch.stack(pieces).reshape(y.shape) if self.as_rows else y
+
+
+class Columns(Side):
+    """One product cut by columns, in a model that is else whole."""
+
+    def made(self, model: Any, as_rows: bool = False) -> Any:
+        ffn = model.blocks[0].ffn
+        ffn.up = Joined(ffn.up, self.groups["tp"], as_rows)
+        return model
+
+    def step(self, batch: Any) -> Any:
+        ((part,),) = batch
+        value = self.loss(part)
+        value.backward()
+        return {None: value.detach()}
+
+
+class Resumed(Zero):
+    """Data parallelism, or ZeRO, that is saved after a step, spoilt, and loaded."""
+
+    def made(self, model: Any, **options: Any) -> Any:
+        model = super().made(model, **options) if self.row.layout.zero else model
+        self.way = "hooks" if self.row.layout.zero else "parameters"
+        self.resumed = False
+        return model
+
+    def step(self, batch: Any) -> Any:
+        if not self.resumed:  # every rank the whole batch: weights have the plain program's bits
+            parts = [part for copy in batch for part in copy]
+            batch = [[(*(torch.cat([p[n] for p in parts]) for n in (0, 1)), ())]] * len(batch)
+        return super().step(batch)
+
+    def resume(self) -> None:
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        training = checkpoint.Training(self.model, self.optimizer, step=1)
+        with checkpoint.Checkpoints(folder[0], dist.group.WORLD) as store:
+            store.save(training)
+            self.optimizer.state.clear()
+            for p in self.model.parameters():
+                p.data.zero_()
+            store.load(training)
+        self.resumed = True
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
 
 
 class DTensors(Side):
@@ -186,28 +263,44 @@ def clipped_inside(side: Any) -> None:
     side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = side.row.clip[0]
 
 
-MORE = {"grouped": Grouped, "DTensor": DTensors, "torch's pipeline": Staged}
+MORE = {
+    "grouped": Grouped,
+    "columns": Columns,
+    "resumed": Resumed,
+    "DTensor": DTensors,
+    "torch's pipeline": Staged,
+}
 
 
 def parallel(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> Program:
-    """The row's technique, with a mistake in its side."""
+    """The row's technique, with a mistake in its side: the losses that a rank prints."""
 
-    def program(watch: Any) -> None:
+    def program(watch: Any) -> list[float | None]:
+        losses = []
         side = (SIDES | MORE)[row.technique](row, row.model(row.config), groups(row))
         mistake(side)
         if row.options.get("clips"):
             clipped_inside(side)
-        watch(watched(side), side.optimizer)
-        for step in range(row.steps):
+        for step in range(unwatched(row) + row.steps):
+            if step == unwatched(row):
+                getattr(side, "resume", lambda: None)()
+                watch(watched(side), side.optimizer)
             side.optimizer.zero_grad()
             torch.manual_seed(step)
             getattr(side, "begin", lambda: None)()
-            side.step(row.batch(step))
+            losses.append(printed(side, side.step(row.batch(step % BATCHES))))
             if row.clip and not hasattr(side, "engine"):
                 side.clip(row.clip[step % len(row.clip)])
             side.optimizer.step()
+        return losses
 
     return program
+
+
+def printed(side: Side, found: Any) -> float | None:
+    """The loss that this rank knows after a step, if it knows one."""
+    value = (found or {}).get(None, (found or {}).get(side.copy))
+    return None if value is None else float(side.joined(value))
 
 
 def compared(cases: dict[str, tuple[Row, Program]]) -> dict[str, Any]:
@@ -239,7 +332,7 @@ def reference(row: Row) -> str:
     """A name of the row's plain program: rows that share it have the same."""
     m = row.layout.microbatches if row.layout.pp == 1 else 1
     same = row.config, sum(row.sizes), row.steps, row.lr, row.dtype, row.clip, m
-    same += getattr(row, "rule", ""), getattr(row, "family", "")
+    same += unwatched(row), getattr(row, "rule", ""), getattr(row, "family", "")
     return f"{type(row).__name__} {same}"
 
 
@@ -282,6 +375,9 @@ def right() -> Iterator[tuple[str, Row]]:
                     options = {"way": way, "layout": layout}
                     name = f"context {way} {layout} {said} {n}"
                     yield name, row("context", config, Layout(cp=n), options=options)
+        for stage in (0, 1, 3):
+            layout = Layout(dp=n, zero=stage)
+            yield f"resumed {stage} {n}", row("resumed", LLAMA, layout)
         yield f"tensor dropout {n}", row("tensor", DROPS, Layout(tp=n))
         if n == 4:
             yield "grouped 4", row("grouped", replace(LLAMA, kv_heads=2), Layout(tp=n))
@@ -328,11 +424,11 @@ class Wrong:
     def program(self) -> Program:
         """The wrong program."""
 
-        def program(watch: Any) -> None:
+        def program(watch: Any) -> Any:
             with ExitStack() as stack:
                 for owner, name, value in self.instead:
                     stack.enter_context(mock.patch.object(owner, name, value))
-                parallel(self.other or self.row, self.mistake)(watch)
+                return parallel(self.other or self.row, self.mistake)(watch)
 
         return program
 
@@ -441,12 +537,17 @@ def share_of_rank_0(side: Side) -> None:
     side.copy = 0
 
 
+def weighed(loss: Tensor, factor: float) -> Tensor:
+    """Backward goes through a multiple of the loss, and what is printed is the loss."""
+    return factor * loss - (factor - 1) * loss.detach()
+
+
 def undivided(side: Any) -> None:
-    side.mean = lambda part, parts: side.loss(part)
+    side.mean = lambda part, parts: weighed(side.loss(part) / parts, parts)
 
 
 def half_the_loss(side: Any) -> None:
-    side.mean = lambda part, parts: side.loss(part) / parts / 2
+    side.mean = lambda part, parts: weighed(side.loss(part) / parts, 1 / 2)
 
 
 def joined(side: Any) -> None:
@@ -496,10 +597,10 @@ def one_end(side: Any) -> None:
     side.model.twin = None
 
 
-def counted_whole(side: Any) -> None:
-    """Each micro-batch's mean as if it were the step's."""
-    right, m = side.model.passes.loss, side.row.layout.microbatches
-    side.model.passes.loss = lambda logits, targets: right(logits, targets) * m
+def counted(side: Any, factor: float = 4) -> None:
+    """Each micro-batch's mean so many times: as if it were the step's, or divided once more."""
+    right = side.model.passes.loss
+    side.model.passes.loss = lambda logits, targets: weighed(right(logits, targets), factor)
 
 
 def twice_divided(module: nn.Module, *groups: Any, right: Any = experts.average_gradients) -> None:
@@ -654,7 +755,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "pipeline: micro-batches count whole": Wrong(
         PARTED, "gradient ", "4 times .* 4 micro-batches that were not averaged|4 times already",
-        mistake=counted_whole,
+        mistake=counted,
     ),
     "experts: gradients divided twice": Wrong(
         EXPERTS, r"gradient blocks\.\d\.ffn\.experts", "0.5 times .*divided by 2 ranks",

@@ -34,6 +34,7 @@ FEW = 4  # tests that one process has done before two have started
 LONGEST = (
     "test_rehearsal.py",
     "test_contract.py",
+    "test_parity_random.py",
     "test_torchrun.py",
     "test_ranks.py",
     "test_train.py",

@@ -182,19 +182,19 @@ class Data(Side):
         return dp.joined_mean(self.loss(part, "sum"), part[1].numel(), self.groups["dp"])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
-        parts, value = batch[self.copy], 0.0
+        parts, values = batch[self.copy], []
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             with nullcontext() if last else self.quiet():
                 mine = self.mean(part, len(parts))
                 mine.backward()
-            value = value + mine.detach()
+            values.append(mine.detach())
         if self.way == "parameters":
             dp.average_gradients(self.model, self.groups["dp"])
         if self.way == "buckets":
             dealt = dp.assign_buckets(self.model.parameters(), *SMALL.values())
             dp.average_in_buckets([dp.Bucket(each, self.groups["dp"]) for each in dealt])
-        return {self.copy: value}
+        return {self.copy: sum(values[1:], values[0])}
 
     def gradients(self) -> dict[str, Tensor | None]:
         found = super().gradients()

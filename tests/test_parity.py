@@ -7,13 +7,15 @@ import sys
 import time
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from commands import ran
+from parity_measured import measured, table
+from parity_mistakes import MISTAKES, PROGRAMS, items, section
 from parity_programs import (
     RIGHT,
-    WRONG,
     Program,
     Row,
     Wrong,
@@ -28,22 +30,39 @@ from parity_programs import (
 
 import shardlab
 from shardlab import context_parallel as cp
-from shardlab import parity, ranks
+from shardlab import parity, ranks, show
+from shardlab.model import GPT, Config
 from shardlab.parity.places import by_columns, by_rows, pieces, proposals
 from shardlab.parity.programs import judged, matched, recorded, refuse_other_runs, refuse_plain
 from shardlab.parity.record import Record
 from shardlab.parity.scripts import ASKED
+from shardlab.record.index import read
+from shardlab.train import core as script_of_ranks
+from shardlab.train import plain as plain_script
 
-# Of all right programs: those of two ranks that have the most of their own. The rest once a week.
-SHORT = (
-    "data 2", "DDP accumulated 2", "data clipped 2", "zero 1 llama 2", "zero 2 clipped 2",
-    "zero 3 2", "DeepSpeed 2 clipped 2", "DTensor 2", "torch's pipeline 2", "FSDP2 3 accumulated 2",
-    "tensor llama 2", "sequence gpt2 2", "context ring zigzag gpt2 2",
-    "context ulysses contiguous llama 2", "experts 2", "pipeline 1f1b 2", "pipeline zb-v 2",
-    "mesh d 2 · t 2, ZeRO-1", "tensor in copies 3",
-)  # fmt: skip
-
-
+# Each day every topic has a right program; of all of them the rest once a week. Or it has none:
+TOPICS: dict[str, tuple[str, ...] | str] = {
+    "model_parallelism": "it shows what the other topics bring",
+    "memory": "it counts bytes, on one rank",
+    "collectives": "they move tensors, and train nothing",
+    "gemm": "one product, and no model",
+    "data_parallel": ("data 2", "DDP accumulated 2", "data clipped 2"),
+    "train": ("train",),
+    "parity": "it is the comparison itself",
+    "zero": ("zero 1 llama 2", "zero 2 clipped 2", "zero 3 2", "FSDP2 3 accumulated 2"),
+    "checkpoint": ("resumed 1 2",),
+    "pipeline": ("pipeline 1f1b 2", "pipeline zb-v 2", "torch's pipeline 2"),
+    "tensor_parallel": ("tensor llama 2", "DTensor 2", "tensor in copies 3"),
+    "tensor_types": "it runs on pretended ranks, without numbers",
+    "sequence_parallel": ("sequence gpt2 2",),
+    "context_parallel": ("context ring zigzag gpt2 2", "context ulysses contiguous llama 2"),
+    "experts": ("experts 2",),
+    "mesh": ("mesh d 2 · t 2, ZeRO-1",),
+    "deepspeed_engine": ("DeepSpeed 2 clipped 2",),
+    "strategy": "what it plans, a mesh, or DeepSpeed, trains",
+    "cluster": "it starts ranks, and looks at them",
+}
+SHORT = {name for names in TOPICS.values() if not isinstance(names, str) for name in names}
 DRIFTS = "data: copies that drift apart"
 QUIET = Wrong(data(), "", "", instead=averaged_by(a_bit_apart))
 
@@ -59,9 +78,9 @@ def right(whole: bool) -> dict[str, Any]:
 def wrong() -> dict[str, Any]:
     """Reports on wrong programs, and by their reference and technique on their controls."""
     controls = {
-        control(one.row): (one.row, parallel(one.row, one.control)) for one in WRONG.values()
+        control(one.row): (one.row, parallel(one.row, one.control)) for one in PROGRAMS.values()
     }
-    wrong = {name: (one.row, one.program()) for name, one in (WRONG | {DRIFTS: QUIET}).items()}
+    wrong = {name: (one.row, one.program()) for name, one in (PROGRAMS | {DRIFTS: QUIET}).items()}
     return compared(wrong | controls)
 
 
@@ -82,9 +101,9 @@ def test_a_right_program_is_silent(name, request):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_is_found_where_it_is_and_named_and_without_it_all_is_silent(name):
-    one, report = WRONG[name], wrong()[name]
+    one, report = PROGRAMS[name], wrong()[name]
     assert not report.equal
     key, words = report.first.key, str(report).replace("\n", " ")
     assert re.search(one.place, f"{key.step} {key.phase} {key.name}"), report
@@ -99,6 +118,80 @@ def test_copies_that_are_not_the_same_bits_are_told_and_are_no_mistake():
     assert "not the same bits on ranks that hold copies, first the gradient of" in str(report)
     without = wrong()[control(QUIET.row)]
     assert not without.drifting
+
+
+def test_every_topic_has_a_right_program_each_day_or_says_why_not():
+    here = {name for name, topic in read(show.ROOT).topics.items() if not topic.planned}
+    assert here == TOPICS.keys()
+    assert SHORT - {"train"} <= RIGHT.keys()
+
+
+def script(module: Any, folder: Any) -> Program:
+    """A script of the lesson on training: some steps on the course's text."""
+
+    def program(watch: Any) -> None:
+        models = []
+
+        def model(config: Config) -> GPT:
+            models.append(GPT(config))
+            return models[-1]
+
+        def adamw(parameters: Any, lr: float, right: Any = torch.optim.AdamW) -> Any:
+            watch(models[-1], made := right(parameters, lr))
+            return made
+
+        here = {"steps": 2, "batch": 8, "limit": 2000, "every": 2, "sample": 0, "folder": folder}
+        with (
+            mock.patch.object(module, "GPT", model),
+            mock.patch.object(torch.optim, "AdamW", adamw),
+        ):
+            module.main(**here)
+
+    return program
+
+
+def test_the_training_script_on_two_ranks_is_the_one_on_one(tmp_path):
+    two = script(plain_script, tmp_path), script(script_of_ranks, tmp_path)
+    report = parity.check(*two, ranks=2, draws=1)
+    assert report.equal and report.compared > 100, report
+
+
+# The mistakes that lessons show
+
+
+@pytest.mark.parametrize("lesson", sorted({one.lesson for one in MISTAKES}))
+def test_every_mistake_of_a_lesson_has_a_program_or_says_why_not(lesson):
+    mine = [one for one in MISTAKES if one.lesson == lesson]
+    text = (show.ROOT / f"lessons/{lesson}.md").read_text("utf-8")
+    for one in mine:
+        assert one.where in text, f"{one.where!r} does not stand in {lesson}"
+        assert bool(one.why) != (one.program in PROGRAMS), one
+    for item in items(section(lesson)):
+        known = any(item.startswith(one.where) for one in mine)
+        assert known, f"{lesson}: {item!r} has no row in parity_mistakes.SHOWN"
+
+
+def test_every_lesson_with_mistakes_is_among_them():
+    lessons = {path.stem for path in (show.ROOT / "lessons").glob("*.md")}
+    shown = {name for name in lessons if section(name)} - {"parity"}  # which is about finding them
+    assert shown <= {one.lesson for one in MISTAKES}
+
+
+def test_the_table_of_mistakes_is_of_these_programs_and_found_where_it_says():
+    found = {name: {"parity": wrong()[name].first.key.step + 1} for name in PROGRAMS}
+    columns = "lesson", "where", "program", "why", "parity"
+    wanted = [tuple(row[name] for name in columns) for row in table(found)]
+    again = "run tests/parity_measured.py again"
+    assert [tuple(getattr(row, n) for n in columns) for row in parity.mistakes()] == wanted, again
+
+
+@pytest.mark.timeout(900)
+def test_what_finds_a_mistake_is_measured(request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("--whole trains each of them for 20 steps")
+    columns = "program", "digits", "loss", "types", "parity"
+    wanted = [tuple(row[n] for n in columns) for row in table(measured(wrong(), list(PROGRAMS)))]
+    assert [tuple(getattr(row, n) for n in columns) for row in parity.mistakes()] == wanted
 
 
 # What cannot be compared

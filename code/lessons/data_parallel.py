@@ -310,6 +310,7 @@ show.table(rows, head, caption="Largest differences over five steps")
 # On four, the ring adds each piece of the buffer up starting from another rank.
 # In a training run of thousands of steps such differences grow, and the loss curves part in the last digits, as those of two runs on one GPU with different kernels do.
 # That is normal. Ranks that part from *each other* are not.
+# How far rounding moves a tensor of *your* model can be measured: [Parity](parity.md#rule-1-rounding-is-measured).
 #
 # The [tests](../tests/test_data_parallel.py) do the same with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and sub-groups.
 #

@@ -849,6 +849,7 @@ except ranks.RankError as error:
 # | One model file, which knows nothing of it | With stages this page's ZeRO stops at 1: each micro-batch would gather or scatter everything anew. Llama 3 pays for the gradients: it shards them, too, with 16 stages {cite}`dubey2024llama3` |
 #
 # In a real job these show that it is set up right: the first loss and the first norm are those of one process; norms' weights are equal over a tensor group, to the bit, after a thousand steps; the tied embedding is equal on the first and last stage; nothing of the tensor groups shows up on the network's counters.
+# Where the first norm is another one, [parity](parity.md) says of which tensor it comes, and on which ranks.
 #
 # ## Exercises
 #

@@ -703,6 +703,8 @@ shardlab("strategy --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536 --emit
 shardlab("strategy --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4 --run", 20)
 
 # %% [markdown]
+# Whether *your* training script computes under that layout what it computes in one process is asked by [`python -m shardlab parity`](parity.md#two-scripts).
+#
 # On the course's site the command has a form: there your browser runs it.
 #
 # :::{calculator} strategy

@@ -1112,7 +1112,7 @@ show.table(
 # The checker finds six of these seven, and one more. What it misses are factors, starts and texts that were cut in two: of those the loss shows all but one factor, and the gradients show all.
 # `````
 #
-# So use both: one step beside one process, gradients included, which finds what types cannot see; and the checker, in each commit's tests, which names the line, and needs no reference that fits on one rank.
+# So use both: one step beside one process ([Parity](parity.md)), gradients included, which finds what types cannot see; and the checker, in each commit's tests, which names the line, and needs no reference that fits on one rank.
 # What is left for a longer run are mistakes with time in them: orders of data, resumes, overflows.
 #
 # ## When to use it

@@ -1133,6 +1133,8 @@ print("the second start made", len(rest), "more steps")
 # | a spike after each restart | [the optimizer, or the place in the data](#resume-everything-that-decides-the-next-step) is not in the checkpoint |
 # | the job never ends, though all is printed | [the model outlives its group](#ranks-a-process-group-and-a-device) |
 #
+# None of these raises an error. [Parity](parity.md), the next lesson, asks your own two scripts which tensor is the first that differs.
+#
 # ## When to use what
 #
 # | | for | against |
@@ -1391,7 +1393,7 @@ check(answer, "states_of_a_job")
 # Begin with `ddp`, which sends least, and the largest `--micro` that fits. If that is only 1 or 2, `fsdp2` leaves three times as much, and larger products may pay for its messages.
 # A rank has 64 sequences of a step. A signal is noticed every `--report` steps, so these, and a save, must take less than 60 seconds: measure one of each.
 # `--every` follows from how long a save takes and how often a job dies ([Checkpoints](checkpoint.md#how-often-to-save)).
-# First of all, hold ten losses against one process with the same seed.
+# First of all, hold ten losses against one process with the same seed; better, ask for [every tensor](parity.md#two-scripts).
 #
 # ```{solution-end}
 # ```

@@ -12,8 +12,12 @@ to the next), `clues` and `report` find the words.
 """
 
 from .fewer import first_layers
+from .mistakes import MISTAKES, Mistake, mistakes
 from .programs import check, check_resume
 from .recording import Key, Watch
 from .report import Finding, Report
 
-__all__ = ["Finding", "Key", "Report", "Watch", "check", "check_resume", "first_layers"]
+__all__ = [
+    "MISTAKES", "Finding", "Key", "Mistake", "Report", "Watch", "check", "check_resume",
+    "first_layers", "mistakes",
+]  # fmt: skip

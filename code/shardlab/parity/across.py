@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .causes import listed, spans
 from .noise import Tolerance
+from .places import apart
 from .record import Record
 from .recording import BEFORE, Key
 
@@ -31,7 +32,7 @@ def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
     gone = (~rows).nonzero().flatten()
     if not len(gone) or not rows.any():
         return ""
-    far = torch.cdist(matrix[gone].double(), matrix[rows].double()).amin(1)
+    far = apart(matrix[gone].double(), matrix[rows].double()).amin(1)
     gone = gone[far > near.of_row * near.size * width**0.5]
     said = f"{len(gone)} of {len(matrix)} rows are on no rank ({spans(gone)}): "
     return said + _who(key, ranks) if len(gone) else ""

@@ -19,6 +19,7 @@ from .record import Record
 from .recording import BEFORE, Key, sampled
 
 SAME = 0.01  # factors that differ by less are the same
+ANOTHER = "is another one"
 SEEDS = "begin each step of both with the same seed, or drop nothing"
 
 
@@ -210,7 +211,7 @@ def _not_summed(case: Case) -> str:
         return f"each rank has an addend of its own, and nobody added them up over ranks {who}"
     if all(case.alike(s / k, w) for s, w, k in sums):
         alone = [[v.rank for v in g] for group in by_place for g in _equal(case, group)]
-        if all(len(ranks) > 1 for ranks in alone):
+        if all(len(ranks) > 1 for ranks in alone) and len(alone) > len(by_place):
             among = " | ".join(map(listed, alone))
             return f"averaged over ranks {among} alone, and not over {who}"
         return f"each rank has its own, and nobody averaged them over ranks {who}"
@@ -360,11 +361,11 @@ def _of_before(case: Case) -> str:
     if old is None or old.shape != case.near.whole.shape:
         return ""
     value = case.wrong[0]
-    return (
-        "is that of the step before"
-        if case.alike(value.found, value.place.of(old).double())
-        else ""
-    )
+    old = value.place.of(old).double().view(value.found.shape)
+    if case.alike(value.found, old):
+        return "is that of the step before"
+    both = case.alike(value.found, value.wanted + old)
+    return "is the right one and that of the step before (zero_grad?)" if both else ""
 
 
 def _decay(case: Case) -> str:
@@ -382,18 +383,6 @@ def _decay(case: Case) -> str:
         return ""
     much = "much" if c > 0 else "little"
     return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
-
-
-def _coarse(case: Case) -> str:
-    """Off by as much as fewer bits are, everywhere."""
-    value = case.wrong[0]
-    if not same(1.0, ratio(value.found, value.wanted)):
-        return ""
-    for name, unit in (("bfloat16", 2**-8), ("float16", 2**-11)):
-        off = (value.found - value.wanted).abs() <= 4 * unit * value.wanted.abs()
-        if off.double().mean() > 0.95 and unit / 16 < case.error < 2 * unit:
-            return f"is off by as much as {name} rounds: sent, or added up, in fewer bits?"
-    return ""
 
 
 def _other_rule(case: Case) -> str:
@@ -416,12 +405,12 @@ def _another(case: Case) -> str:
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
     c = ratio(value.found, value.wanted)
     near = f", nearest to {c:.3g} times the right one" if c else ""
-    return f"is another one{', the same on all ranks' if alike else ''}{near}"
+    return f"{ANOTHER}{', the same on all ranks' if alike else ''}{near}"
 
 
 CAUSES = (
     _nothing, _start, _dice, _rounded, _factor, _passes, _not_summed, _mixed, _gone, _bias, _rows,
-    _of_before, _decay, _coarse, _other_rule, _another,
+    _of_before, _decay, _other_rule, _another,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .causes import SEEDS, drew, same, told
+from .causes import ANOTHER, SEEDS, drew, same, told
 from .record import Record
 from .recording import Key
 from .report import Report, called
@@ -120,6 +120,15 @@ def _shuffled(way: Way) -> str:
     return called(first) if unsorted else ""
 
 
+def _more_telling(way: Way) -> str:
+    """What is said of another gradient or update, where the first one has too few numbers."""
+    findings = [f for f in way.report.findings if f.key[:2] == way.first[:2]]
+    better = next((f for f in findings if not f.words.startswith(ANOTHER)), None)
+    return (
+        f"and the {called(better.key)} {better.words}" if better and findings[0] != better else ""
+    )
+
+
 def _clipped(way: Way) -> str:
     """All gradients of the step by one factor for each rank."""
     findings = [f for f in way.report.findings if f.key[:2] == way.first[:2]]
@@ -130,11 +139,14 @@ def _clipped(way: Way) -> str:
         for rank, factor in finding.factors.items():
             if not same(by_rank.setdefault(rank, factor), factor):
                 return ""
+    left_out, step = way.report.left_out, way.first[:2]
+    every = [key for key in way.order if key[:2] == step and key not in left_out]
+    which = "all gradients are" if len(findings) == len(every) else "so are all of these"
     first = next(iter(by_rank.values()))
     if all(same(factor, first) for factor in by_rank.values()):
         why = "" if ": " in findings[0].words else " (clipped at another norm, or another loss?)"
-        return f"all gradients are, by the same factor{why}"
-    return f"all gradients are, by {told(by_rank)}: was each rank's clipped by a norm of its own?"
+        return f"{which}, by the same factor{why}"
+    return f"{which}, by {told(by_rank)}: was each rank's clipped by a norm of its own?"
 
 
 def _uneven(way: Way) -> str:
@@ -152,7 +164,7 @@ def _uneven(way: Way) -> str:
     return f"backward began with other factors: {where}{told(began)}; {counts}"
 
 
-CLUES = _began, _right_until, _drew, _foreign, _loss, _clipped, _uneven
+CLUES = _began, _right_until, _drew, _foreign, _loss, _more_telling, _clipped, _uneven
 
 
 def clues(

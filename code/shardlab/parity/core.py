@@ -37,6 +37,7 @@ from .report import Finding, Report
 
 FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
 PATIENCE = 8  # misfits of a step's phase after which no more proposals are tried
+LOOSE = 1e-3  # where rounding explains more than that, an output fits at wrong places, too
 ENDS = "gradient", "update"
 
 
@@ -196,24 +197,23 @@ class Matcher:
                 continue
             if (off := near.off(value, place.of(near.whole))) <= least:
                 best, least = place, off
-                if near.of_all < 1e-3:
+                if near.of_all < LOOSE:
                     break
         if best is not None and near.decides:
             self.worst[key.phase] = max(self.worst.get(key.phase, 0.0), least)
         return best
 
     def _output_gradient(self, key: Key, part: Part, near: Tolerance) -> tuple[Place | None, float]:
-        """Where the output stood, times this rank's factor, which the first one decides."""
+        """Where the output stood, if that is sure; times this rank's factor, the first one's."""
         value, forward = part.value, (key._replace(phase="forward"), part.call)
         if not near.decides:
             return self.stood.get(forward), 1.0
         shape, whole = tuple(value.shape), tuple(near.whole.shape)
         stood = self.stood.get(forward)
-        if stood is not None and stood.shape == shape:
-            places: Iterable[Place] = [stood]
-        else:
+        places: Iterable[Place] = [stood] if stood is not None and stood.shape == shape else []
+        if not places or near.of_all >= LOOSE:
             known = self.known[part.call, shape, whole]
-            places = chain(known, self._proposed(key, part, whole, self.rank))
+            places = chain(places, known, self._proposed(key, part, whole, self.rank))
         mine = self.factors.get((key.step, part.call))
         others = [f for (step, _), f in self.factors.items() if step == key.step]
         for place in places:

@@ -105,9 +105,12 @@ def largest(record: Record, draws: list[dict[Key, tuple[float, float]]]) -> dict
     for key, parts in record.parts.items():
         least = eps(parts[0].value.dtype)
         weight, size = Key(BEFORE, "weights", key.name), size_of(record, key)
-        if key.phase == "update" and size:  # a difference of two numbers that were rounded
-            unit = eps(record.parts[weight][0].value.dtype) * size_of(record, weight)
-            least = max(least, unit / size)
+        if key.phase == "update":  # a difference of two numbers that were rounded
+            grain = eps(record.parts[weight][0].value.dtype)
+            if size:
+                least = max(least, grain * size_of(record, weight) / size)
+            elif grain > eps(torch.float32):  # few bits have not moved; a neighbour's may
+                least = inf
         each = [draw.get(key, (0.0, 0.0)) for draw in draws]
         found[key] = max([least, *(d[0] for d in each)]), max([2 * least, *(d[1] for d in each)])
     return found

@@ -249,4 +249,12 @@ def _nearest(part: Tensor, whole: Tensor) -> Tensor:
     """Of each row, the number of the most similar one, by 16 random sums of it."""
     generator = torch.Generator().manual_seed(0)
     sketch = torch.randn(part.shape[1], 16, generator=generator)
-    return torch.cdist(part.float() @ sketch, whole.float() @ sketch).argmin(1)
+    return apart(part.float() @ sketch, whole.float() @ sketch).argmin(1)
+
+
+def apart(rows: Tensor, others: Tensor) -> Tensor:
+    """The distance of each row from each other one, 0 where they are equal.
+
+    With the products that torch takes for more than 25 rows, it would be the root of rounding.
+    """
+    return torch.cdist(rows, others, compute_mode="donot_use_mm_for_euclid_dist")

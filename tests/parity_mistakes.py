@@ -1,0 +1,458 @@
+"""Every mistake that lessons show under "What goes wrong": the program that makes it, or why none.
+
+SHOWN has a row for each of them: where it stands in its lesson, and which program of `PROGRAMS`
+makes it, or why a comparison of one run with another cannot show it. COURSE are the programs that
+these lessons need beside those of `parity_programs`.
+
+What finds each of them is measured by `python tests/parity_measured.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from contract import Row
+from parity_programs import (
+    CLIP,
+    CONTIGUOUS,
+    DROPS,
+    GPT2,
+    LLAMA,
+    ONE,
+    PARTED,
+    SPARSE,
+    TENSOR,
+    WRONG,
+    ZERO,
+    Wrong,
+    averaged_by,
+    clipped_locally,
+    counted,
+    data,
+    edges,
+    row,
+)
+from sides import Side
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from shardlab import buckets, experts, pipeline, show
+from shardlab import context_parallel as cp
+from shardlab import tensor_parallel as tp
+from shardlab.layout import Layout
+from shardlab.model import Config
+from shardlab.tensor_parallel import dropout
+
+
+def swapped_sums(module: nn.Module, group: Any) -> None:
+    """Rank 1 sums one matrix where rank 0 sums another one, of the same size."""
+    attention = module.blocks[0].attention
+    first, second = attention.query.weight, attention.key.weight
+    for p in (first, second) if dist.get_rank() == 0 else (second, first):
+        dist.all_reduce(p.grad, group=group)
+    for p in module.parameters():
+        if p is not first and p is not second:
+            dist.all_reduce(p.grad, group=group)
+        p.grad /= dist.get_world_size(group)
+
+
+def parameters_averaged(module: nn.Module, group: Any) -> None:
+    for p in module.parameters():
+        dist.all_reduce(p.data, group=group)
+        p.data /= dist.get_world_size(group)
+
+
+def never_zeroed(side: Side) -> None:
+    side.optimizer.zero_grad = lambda: None
+
+
+def round_the_wrapper(side: Side) -> None:
+    side.model = side.plain
+
+
+def first_batch_again(side: Side) -> None:
+    step, batch = side.step, side.row.batch(0)
+    side.step = lambda _: step(batch)
+
+
+def optimizer_first(side: Any) -> None:
+    """It holds the plain parameters."""
+    side.optimizer = side.row.optimizer(side.row.model(side.row.config))
+
+
+def state_forgotten(side: Any) -> None:
+    """In its second step the optimizer is a new one."""
+    turn = iter(range(10**6))
+    side.begin = lambda: side.optimizer.state.clear() if next(turn) == 1 else None
+
+
+def asked_for_its_state(side: Side) -> None:
+    get_optimizer_state_dict(side.model, side.optimizer)
+
+
+def half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Module:
+    """The second half of each matrix is of another step."""
+    model = right(self, config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p[len(p) // 2 :] *= 0.9
+    return model
+
+
+def swapped_messages(name: str, stages: int, microbatches: int) -> pipeline.Schedule:
+    """Stage 1 posts its first two receives in the wrong order."""
+    found = pipeline.gpipe(stages, microbatches)
+    one, two, *others = found.actions[1]
+    return replace(found, given=(found.actions[0], (two, one, *others)))
+
+
+def first_shards(side: Any) -> None:
+    """All ranks have what rank 0 should have."""
+    with torch.no_grad():
+        for name, p in side.model.named_parameters():
+            if side.cuts[name] is not None:
+                dist.broadcast(p, 0)
+
+
+def shards(side: Any, own_seed: bool) -> None:
+    """Each rank draws in its small shapes, with one seed for all, or with its own."""
+    torch.manual_seed(dist.get_rank() if own_seed else 0)
+    with torch.no_grad():
+        for name, p in side.model.named_parameters():
+            if side.cuts[name] is not None:
+                p.normal_(0, 0.02)
+
+
+def a_batch_each(side: Any) -> None:
+    """Ranks of a tensor group are given other sequences."""
+    right, rank, side.tokens = side.loss, dist.get_rank(), "V"  # as types say it
+    side.loss = lambda part: right((part[0].roll(rank, 0), part[1].roll(rank, 0), ()))
+
+
+def loss_of_scaled(logits: Tensor, *more: Any, right: Any = tp.loss) -> Tensor:
+    return right(logits * (1 + dist.get_rank()), *more)
+
+
+def in_bfloat16(x: Tensor, group: Any) -> Tensor:
+    return tp.reduce_from(x.bfloat16(), group).to(x.dtype)
+
+
+def all_squares(side: Any) -> None:
+    """What lies on two ranks counts twice."""
+
+    def clip(limit: float) -> None:
+        gradients = [p.grad for p in side.model.parameters()]
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(side.model.parameters(), limit, square.sqrt())
+
+    side.clip = clip
+
+
+def wrong_average(way: str) -> Any:
+    """Experts averaged over other ranks than the right ones; what all have is averaged as it is."""
+
+    def averaged(module: Any, world: Any, copies: Any, right: Any = experts.average_gradients):
+        own = experts.own_parameters(module)
+        before = [p.grad.clone() for p in own]
+        right(module, world, copies)
+        for p, gradient in zip(own, before, strict=True):
+            p.grad.copy_(gradient)
+        if way != "nobody":
+            buckets.average_gradients(own, copies if way == "copies" else world)
+
+    return ((experts, "average_gradients", averaged),)
+
+
+def clips_unasked(side: Any) -> None:
+    """DeepSpeed's default, where a name is misspelt."""
+    side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = 1.0
+
+
+CHECKPOINTED = data(steps=2)
+SWAPPED = replace(
+    PARTED, layout=Layout(pp=2, schedule="gpipe", microbatches=2), options={"check": False}
+)
+COPIES = row("experts", SPARSE, Layout(dp=4, ep=2))
+MESH = row("mesh", GPT2, Layout(tp=2, pp=2, microbatches=2), **CLIP)
+DROPPING = row("tensor", DROPS, Layout(tp=2))
+
+COURSE: dict[str, Wrong] = {
+    "collectives: two sums in another order": Wrong(
+        data(), r"gradient blocks\.0\.attention\.(query|key)\.weight", "another one",
+        instead=averaged_by(swapped_sums),
+    ),
+    "gemm: columns joined as rows": Wrong(
+        row("columns", GPT2, Layout(tp=2)), r"forward blocks\.0\.ffn\.up", "rows are wrong|another",
+        other=row("columns", GPT2, Layout(tp=2), options={"as_rows": True}),
+    ),
+    "gemm: addends rounded to bfloat16": Wrong(
+        TENSOR, "forward embedding", "has the digits of bfloat16",
+        other=edges(tp.copy_to, in_bfloat16),
+    ),
+    "data: the hook averages the parameter": Wrong(
+        data(), "gradient ", "nobody averaged them over ranks 0, 1",
+        instead=averaged_by(parameters_averaged),
+    ),
+    "data: gradients pile up": Wrong(
+        data(steps=2), "1 gradient ", "step before", mistake=never_zeroed
+    ),
+    "DDP: gone round the wrapper": Wrong(
+        row("DDP", GPT2, ONE), "gradient ", "nobody averaged", mistake=round_the_wrapper
+    ),
+    "data: the first batch again": Wrong(
+        data(steps=2), "1 forward embedding", "that step's samples",
+        mistake=first_batch_again,
+    ),
+    "zero: the optimizer is made before sharding": Wrong(
+        replace(ZERO, layout=Layout(dp=2, zero=3)), "update ", "has not moved",
+        mistake=optimizer_first,
+    ),
+    "checkpoint: the optimizer's state is forgotten": Wrong(
+        CHECKPOINTED, "1 update ", "as in Adam's first", mistake=state_forgotten
+    ),
+    "checkpoint: the optimizer's state is asked for": Wrong(
+        data(), "update ", r"nearest to 0\.7", mistake=asked_for_its_state
+    ),
+    "checkpoint: half of the weights are older": Wrong(
+        data(), "weights ", "other weights were loaded", instead=((Row, "model", half_older),)
+    ),
+    "pipeline: two messages swapped": Wrong(
+        SWAPPED, "backward head", "every output was right: the loss .*targets",
+        instead=((pipeline, "schedule", swapped_messages),),
+    ),
+    "pipeline: micro-batches divided twice": Wrong(
+        PARTED, "gradient ", "0.25 times", mistake=lambda side: counted(side, 0.25)
+    ),
+    "dropout: heads of all ranks drop alike": Wrong(
+        DROPPING, r"forward blocks\.0\.attention\.out", "random numbers are drawn",
+        instead=((dropout, "dist", SimpleNamespace(get_rank=lambda group: 0)),),
+    ),
+    "tensor: shards drawn from one seed": Wrong(
+        TENSOR, "weights ", "another seed", mistake=lambda side: shards(side, False)
+    ),
+    "tensor: rank 0's shards on all ranks": Wrong(
+        TENSOR, "weights ", "no rank", mistake=first_shards
+    ),
+    "tensor: shards drawn from seeds of their own": Wrong(
+        TENSOR, "weights ", "another seed", mistake=lambda side: shards(side, True)
+    ),
+    "tensor: a batch for each rank": Wrong(
+        TENSOR, "forward embedding", "rows are wrong|another one", mistake=a_batch_each
+    ),
+    "tensor: clipped by the norm of each rank": Wrong(
+        replace(TENSOR, **CLIP), "gradient ", "clipped by a norm of its own",
+        mistake=clipped_locally,
+    ),
+    "tensor: a factor that differs by rank": Wrong(
+        TENSOR, "backward head", "the loss is another one", instead=((tp, "loss", loss_of_scaled),)
+    ),
+    "mesh: a norm that counts numbers twice": Wrong(
+        MESH, "gradient ", "clipped at another norm", mistake=all_squares
+    ),
+    "context: each rank a short text": Wrong(
+        CONTIGUOUS, r"forward (position|blocks\.0)", "rows are wrong|another one",
+        instead=((cp, "distribute", lambda model, *_: model),),
+    ),
+    "experts: averaged over their copies alone": Wrong(
+        COPIES, r"gradient blocks\.\d\.ffn\.experts", "2 times the right one",
+        instead=wrong_average("copies"),
+    ),
+    "experts: averaged over all ranks": Wrong(
+        COPIES, r"gradient blocks\.\d\.ffn\.experts", "another one", instead=wrong_average("world")
+    ),
+    "experts: averaged over nobody": Wrong(
+        COPIES, r"gradient blocks\.\d\.ffn\.experts", "each rank has its own",
+        instead=wrong_average("nobody"),
+    ),
+    "DeepSpeed: clipped unasked": Wrong(
+        row("DeepSpeed", LLAMA, Layout(dp=2, zero=2), steps=2), "update ",
+        "times the right one", mistake=clips_unasked,
+    ),
+}  # fmt: skip
+
+PROGRAMS = WRONG | COURSE
+
+
+class Mistake(NamedTuple):
+    """One that a lesson shows."""
+
+    lesson: str
+    where: str  # text of the section: a heading, the symptom in a table, the name in a cell
+    program: str = ""  # of PROGRAMS
+    why: str = ""  # no program makes it
+
+
+HANGS, RAISES = "it hangs: there is no run to compare", "it is refused, or raises, at once"
+BYTES = "all numbers are right: bytes, counted, show it"
+SECONDS = "all numbers are right: seconds, measured, show it"
+FILE = "it is in what is saved, and nothing is trained by it: loading shows it"
+
+SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the program or the reason
+    "memory": {
+        "gradients set to zero, not None": BYTES,
+        "the last step's logits kept": BYTES,
+        "losses kept in a list, after backward": BYTES,
+        "evaluation that adds up losses, without no_grad": BYTES,
+        "Fragments": BYTES,
+        "An exception keeps a step": BYTES,
+    },
+    "collectives": {
+        "Another order": HANGS,
+        "One rank missing": HANGS,
+        "Other shapes": RAISES,
+        "No error at all": "collectives: two sums in another order",
+    },
+    "gemm": {
+        "inner, never added up": "tensor: sum of the outputs forgotten",
+        "columns, joined as rows": "gemm: columns joined as rows",
+        "inner, averaged": "tensor: mean in place of a sum",
+        "inner, summed in bfloat16": "gemm: addends rounded to bfloat16",
+    },
+    "data_parallel": {
+        "The hook that averages the wrong thing": "data: the hook averages the parameter",
+        "Averaging means of unequal batches": "data: a mean of means over other counts",
+        "Forgetting `zero_grad`, forgetting `no_sync`": "data: gradients pile up",
+        "no no_sync": BYTES,
+        "The device of the second node": RAISES,
+        "Going round the wrapper": "DDP: gone round the wrapper",
+        "Failure lab": HANGS,
+        "A rank skips a bucket": HANGS,
+        "The ranks built different models": RAISES,
+    },
+    "train": {
+        "four GPUs asked for, the time of one": "data: never averaged",
+        "losses exactly those of one process": "data: the same share on every rank",
+        "a loss that falls in steps": "data: the first batch again",
+        "the validation loss changes": "nothing is trained by it",
+        "now and then a checkpoint": FILE,
+        "bytes per step grow": BYTES,
+        "losses rise after an overflow": "data: one rank skips a step",
+        "a spike after each restart": "checkpoint: the optimizer's state is forgotten",
+        "the job never ends": HANGS,
+    },
+    "zero": {
+        "Reading weights outside forward": "what is read is not trained by",
+        "Building the optimizer before sharding": "zero: the optimizer is made before sharding",
+        "Clipping by the local norm": "zero: clipped by the norm of a piece",
+        "Calling the model on some ranks only": HANGS,
+        "Saving one rank's shard as the model": FILE,
+    },
+    "checkpoint": {
+        "One folder for all saves": "checkpoint: half of the weights are older",
+        "Forgetting the optimizer": "checkpoint: the optimizer's state is forgotten",
+        "asking for a state dict changes nothing": "checkpoint: the optimizer's state is asked for",
+        "Forgetting the position in the data": "data: the first batch again",
+        "Saving the shards of rank 0": FILE,
+        "Running a stranger's code": "no number is wrong",
+        "A full disk, and a folder that is not shared": RAISES,
+    },
+    "pipeline": {
+        "Two stages, two schedules": HANGS,
+        "Two messages swapped": "pipeline: two messages swapped",
+        "A stage that raises": RAISES,
+        "Gradients m times too large, or too small": "pipeline: micro-batches count whole",
+        "does it twice": "pipeline: micro-batches divided twice",
+    },
+    "tensor_parallel": {
+        "The forgotten all-reduce": "tensor: sum of the input's gradient forgotten",
+        "Dropout: ranks with seeds of their own": "dropout: other masks on each rank",
+        "one seed too many": "dropout: heads of all ranks drop alike",
+        "Shards initialised apart": "tensor: shards drawn from seeds of their own",
+        "one seed on all ranks": "tensor: shards drawn from one seed",
+        "A batch for each rank, a norm for each rank": "tensor: a batch for each rank",
+        "a norm for each rank": "tensor: clipped by the norm of each rank",
+        "row-parallel layers each add their bias": "tensor: bias added by each rank",
+    },
+    "tensor_types": {
+        "What no type sees": "tensor: a factor that differs by rank",
+        "the loss divided by N, and its gradients averaged": "data: divided twice",
+        "means of unequal batches, averaged": "data: a mean of means over other counts",
+        "weights that started apart": "data: another seed on each rank",
+        "a factor that differs by rank": "tensor: a factor that differs by rank",
+        "Words that are believed": "tensor: sum of the input's gradient forgotten",
+        "Every mistake of this course": "the other lessons have them",
+    },
+    "sequence_parallel": {
+        "Gradients of norms that nobody sums": "sequence: gradients of norms not summed",
+        "Tokens that the ranks cannot share": RAISES,
+    },
+    "context_parallel": {
+        "A ring in which all send first": HANGS,
+        "Tokens that do not know where they stand": "context: each rank a short text",
+        "positions from 0": "context: positions begin at 0 on each rank",
+        "Sequences and heads that ranks cannot share": RAISES,
+    },
+    "experts": {
+        "The wrong average": "experts: averaged over their copies alone",
+        "over all four": "experts: averaged over all ranks",
+        "over nobody": "experts: averaged over nobody",
+        "A rank without tokens skips the exchange": HANGS,
+        "What one sees": "signs of those above",
+        "one rank computes, the others wait": SECONDS,
+        "memory runs out on one rank": BYTES,
+        "a jump in the norm": "experts: averaged over their copies alone",
+        "norms of experts' gradients are equal": "experts: averaged over all ranks",
+        "the router does not learn": "the plain model makes it as well",
+        "validation loss depends": "experts: tokens dropped by a capacity",
+    },
+    "mesh": {
+        "What no mesh can train is refused": RAISES,
+        "all squares of all ranks": "mesh: a norm that counts numbers twice",
+        "the twins do not meet": "pipeline: a tied matrix's gradient of one end",
+        "norms are not summed": "sequence: gradients of norms not summed",
+        "copies weigh the same": "data: a mean of means over other counts",
+        "a seed for each rank": "dropout: other masks on each rank",
+    },
+    "deepspeed_engine": {
+        "A misspelt name": "DeepSpeed: clipped unasked",
+        "Reading a parameter at stage 3": "what is read is not trained by",
+        "`loss.backward()` in place of": "it is right, or refused",
+        "Pipeline with stage 2 or 3": RAISES,
+        "A machine without a compiler": RAISES,
+        "torch's AdamW decays weights": "zero: weight decay twice",
+        "How one sees": "signs of those above",
+    },
+    "model_parallelism": {
+        "everything stands still": HANGS,
+        "the first loss is right": "tensor: sum of the input's gradient forgotten",
+        "the norm of the gradients is": "data: summed, not averaged",
+        "ZeRO-3 runs out of memory": BYTES,
+        "more GPUs, and no shorter step": SECONDS,
+    },
+    "strategy": {
+        "the best layout on paper": SECONDS,
+        "one layout is four times slower": SECONDS,
+        "a small model does not get faster": SECONDS,
+        "predicted and measured agree on one node": SECONDS,
+        "the planner's first three": SECONDS,
+        "fitted constants are absurd": SECONDS,
+    },
+}
+MISTAKES = [
+    Mistake(lesson, where, found if found in PROGRAMS else "", "" if found in PROGRAMS else found)
+    for lesson, mistakes in SHOWN.items()
+    for where, found in mistakes.items()
+]
+
+
+def section(lesson: str) -> str:
+    """What a lesson has under "What goes wrong"; "" where it has no such section."""
+    text = (show.ROOT / f"lessons/{lesson}.md").read_text("utf-8")
+    found = re.search(r"^## What goes wrong.*?(?=^## )", text, re.M | re.S)
+    return found[0] if found else ""
+
+
+def items(section: str) -> list[str]:
+    """Its headings, the first words of its rows and of its labs."""
+    prose = re.sub(r"^```.*?^```", "", section, flags=re.M | re.S)
+    found = re.findall(
+        r"^### (.+)|^\*\*(.+?)\.\*\*|^\| (?!what |symptom |---)(.+?) \|", prose, re.M
+    )
+    return [next(filter(None, each)) for each in found]

@@ -882,7 +882,49 @@ print(parity.check_resume(through, before, partial(after, forgets=True), ranks=2
 #
 # [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a word for what it is on all ranks, and a checker follows the words. Words see neither factors nor data, and numbers see neither the line nor what does not run.
 #
-# <!-- mistakes -->
+# Which of all mistakes does each of them find? Every lesson ends in what goes wrong. [A test](../tests/parity_measured.py) made a program of each mistake that a program can make, and of those of the world that no lesson shows, trained it for twenty steps on CPU ranks beside one process, and gave it to both checkers.
+
+# %% tags=["hide-input"]
+# Table: what finds how many of the measured mistakes
+every = parity.mistakes()
+made = {row.program: row for row in every if not row.why}.values()
+followed = [row for row in made if row.types]
+looks = [
+    ("the loss of step 1, off by 1 %", sum(row.loss == "1" for row in made), len(made)),
+    ("the loss of some step of 20, off by 1 %", sum(bool(row.loss) for row in made), len(made)),
+    ("types, before it runs", sum(r.types == "refuse" for r in followed), len(followed)),
+    ("parity, one step", sum(row.parity in ("0", "1") for row in made), len(made)),
+    ("parity, two steps", sum(row.parity in ("0", "1", "2") for row in made), len(made)),
+]
+assert looks[0][1] == 0 and looks[-1][1] == looks[-1][2]
+show.table(looks, ["what looks", "finds", "of"])
+
+# %% [markdown]
+# The loss of a first step finds nothing at all. A longer run finds about half, and names none: a loss that is off by 1 % after fifteen steps is one that you explain with rounding.
+# These are mistakes that both let pass, twenty losses within 1 % and the words:
+
+# %% tags=["hide-input"]
+# Table: what neither the loss nor types find
+hidden = [row for row in made if not row.loss and row.types == "pass"]
+rows = [(row.program, f"{float(row.loss_20):+.3f}", row.says) for row in hidden]
+show.table(rows, ["mistake", "loss of step 20 (%)", "what parity says"])
+
+# %% [markdown]
+# <details class="answer"><summary>Every mistake, and what finds it</summary>
+#
+# A step is the first in which it is found; 0 is before the first one. Where types say nothing, they do not follow what the program does (hooks, messages between two ranks, masks). Mistakes without numbers say why no two runs can be compared.
+
+# %% tags=["hide-input"]
+# Table: all mistakes of the course, and published ones
+rows = [
+    (row.lesson or "published", row.where, row.why or row.loss or "never", row.types, row.parity)
+    for row in every
+]
+head = ["lesson", "mistake", "loss off by 1 %, in step", "types", "parity, in step"]
+show.table(rows, head, caption=f"{len(every)} mistakes")
+
+# %% [markdown]
+# </details>
 #
 # | | words | numbers |
 # |---|---|---|

@@ -76,7 +76,7 @@ OURS = {
     count.rates, count.saved, count.sent, link.SlowGroup, link.Helper, link.Moment, link.Wire,
     tt.Mismatch, tt.Verdict, checkpoint.CheckpointError, checkpoint.Training,
     checkpoint.named_tensors, zero.saved.warm, parity.Finding, parity.Key, parity.Report,
-    parity.Watch,
+    parity.Watch, parity.Mistake, parity.mistakes,
 }  # fmt: skip
 INNER = {
     **dict.fromkeys((cp.ring_attention, cp.all_to_all_attention), "causal trace"),
@@ -295,6 +295,8 @@ def numbers() -> Iterator[Row]:
         (parity.check_resume, {"through": partial(one_step, steps=2), "before": one_step,
                                "after": partial(one_step, behind=1), "ranks": 1, "draws": 1,
                                "timeout": 60.0}),
+        (parity.first_layers, {"model": nn.Sequential(nn.ModuleList([nn.ReLU(), nn.ReLU()])),
+                               "layers": 1}),
         (tt.check, {"step": lambda tp: None, "timeout": 60.0, "tp": 2}),
     ]  # fmt: skip
     for function, right in table:

@@ -37,6 +37,7 @@ from parity_published_cuts import (
 )
 from parity_published_held_out import Gathered, held_out, pairs
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -143,7 +144,7 @@ def same_masks(watch: Any, wrong: bool) -> None:
           "the norm is that of the local shards")  # fmt: skip
 def shard_norm(watch: Any, wrong: bool) -> None:
     net = Net()
-    fully_shard(net)
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
     def after(net: nn.Module) -> None:
         own = sum(p.grad.to_local().square().sum() for p in net.parameters())

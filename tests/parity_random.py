@@ -105,12 +105,13 @@ def one(axis: str, **more: tuple[Any, ...]) -> Plan:
     return lambda r, n: {axis: n} | {name: r.choice(values) for name, values in more.items()}
 
 
-def staged(*names: str) -> Plan:
-    """A pipeline, with as many micro-batches as its schedule takes."""
+def staged(*names: str, filled: bool = False) -> Plan:
+    """A pipeline, with micro-batches that its schedule takes; filled: no fewer than stages."""
 
     def plan(r: Random, n: int) -> dict[str, Any]:
         name = r.choice(names)
         m = n * r.choice((1, 2)) if name in ("interleaved", "zb-v") else r.randint(1, 2 * n)
+        m = max(m, n) if filled else m
         chunks = 2 if name in ("interleaved", "zb-v") else 1
         return {"pp": n, "schedule": name, "microbatches": m, "chunks": chunks}
 
@@ -157,8 +158,8 @@ KINDS = (
     Kind("experts", lambda r, n: {"dp": n, "ep": n}, 2, model=SPARSE),
     Kind("experts", lambda r, n: {"dp": 4, "ep": 2}, ranks=(4,), model=SPARSE),
     Kind("pipeline", staged(*ALL), 3, clips=False),
-    Kind("torch's pipeline", staged("gpipe", "1f1b", "interleaved", "zb-v"), clips=False,
-         tied=(False,)),
+    Kind("torch's pipeline", staged("gpipe", "1f1b", "interleaved", "zb-v", filled=True),
+         clips=False, tied=(False,)),
     Kind("mesh", mesh, 4),
 )  # fmt: skip
 DRAWN_FROM = [kind for kind in KINDS for _ in range(kind.often)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rows import ROWS, on_gpus
 from torch import nn
 
-from shardlab import link, ranks
+from shardlab import data_parallel, link, parity, ranks
 from shardlab import tensor_parallel as tp
 
 pytestmark = [
@@ -161,3 +161,19 @@ def test_a_target_that_is_no_token_makes_the_loss_nan():
         return tp.loss(logits, targets, dist.group.WORLD).isnan().item()
 
     assert ranks.run(work, 2) == [True, True]
+
+
+def test_programs_on_gpus_are_compared():
+    def program(watch):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 4)).to(ranks.device())
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        watch(model, optimizer)
+        x = torch.randn(4, 8, device=ranks.device(), generator=torch.Generator(ranks.device()))
+        n, rank = dist.get_world_size(), dist.get_rank()
+        model(x[rank::n]).square().mean().backward()
+        data_parallel.average_gradients(model, dist.group.WORLD)
+        optimizer.step()
+
+    report = parity.check(program, program, 2, draws=1)
+    assert report.equal and report.compared > 10, report

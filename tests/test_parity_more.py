@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,12 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from parity_programs import GPT2, batch, plain_loss, row
 from torch import Tensor, nn
 
 from shardlab import data_parallel as dp
-from shardlab import ranks
+from shardlab import parity, ranks
+from shardlab.layout import Layout
+from shardlab.model import GPT
 from shardlab.parity.programs import judged, matched, recorded
 
+DEEP = row("data", GPT2, Layout(dp=2))
 Program = Callable[[Any], None]
 
 
@@ -187,3 +191,46 @@ def test_what_one_step_does_not_show_is_found(name):
     if place:
         key = report.first.key
         assert re.search(place, f"{key.step} {key.phase} {key.name}"), report
+
+
+# A model that fits nowhere, at two layers
+
+
+def deep(wrap: Callable[[nn.Module], nn.Module]) -> Program:
+    def program(watch: Any) -> None:
+        with torch.device("meta"):
+            model = GPT(replace(GPT2, layers=12))
+        model = parity.first_layers(model).to_empty(device="cpu")
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        watch(model, optimizer)
+        x, y = batch(DEEP, 0)
+        share = slice(dist.get_rank(), None, dist.get_world_size())
+        plain_loss(model(x[share]), y[share]).backward()
+        wrap(model)
+        optimizer.step()
+
+    return program
+
+
+def test_a_model_that_fits_nowhere_is_compared_at_two_layers():
+    average = lambda m: dp.average_gradients(m, dist.group.WORLD)  # noqa: E731
+    plain = deep(lambda m: None)
+    right, wrong = compared(
+        {"right": (plain, deep(average), 2), "wrong": (plain, deep(lambda m: None), 2)}
+    ).values()
+    assert right.equal and "compared at 2 of 12 layers, the same widths" in str(right), right
+    assert not wrong.equal and "nobody averaged" in str(wrong)
+
+
+def test_lists_within_a_layer_stay_and_a_model_without_layers_is_refused():
+    layer = nn.Module()
+    layer.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer, layer, layer])
+    parity.first_layers(model, 1)
+    assert len(model.layers) == 1 and len(layer.experts) == 8
+    with pytest.raises(ValueError, match="model=Linear: it has no ModuleList of more than 2"):
+        parity.first_layers(nn.Linear(2, 2))

@@ -215,9 +215,6 @@ class Matcher:
             known = self.known[part.call, shape, whole]
             places = chain(places, known, self._proposed(key, part, whole, self.rank))
         mine = self.factors.get((key.step, part.call))
-        if stood is not None and any(isinstance(index, Tensor) for index in stood.index):
-            rows = map(by_rows, [value / (mine or 1.0)], [near.whole])  # equal ones: which is which
-            places = chain(places, filter(None, rows))
         others = [f for (step, _), f in self.factors.items() if step == key.step]
         for place in places:
             tried = [ratio(value, place.of(near.whole))] if mine is None else [mine, *others]

@@ -164,14 +164,16 @@ def matched(parallel: Program, record: Record, begins: int = 0) -> Matcher:
 def _run(program: Program, sink: Any, **options: Any) -> None:
     watch = Watch(sink, **options)
     program(watch)
-    sink.watched, sink.optimized = watch.watched, watch.optimized
+    sink.watched, sink.optimized, sink.fewer = watch.watched, watch.optimized, watch.fewer
     gc.collect()  # hooks and modules hold each other: two models at once would count
 
 
 def judged(record: Record, matchers: list[Matcher]) -> Report:
     """The report on a parallel program, of which each rank has its matcher."""
     refuse_parallel(record, matchers)
-    return Judge(record, matchers).judge()
+    report = Judge(record, matchers).judge()
+    report.fewer = record.fewer
+    return report
 
 
 def refuse_plain(record: Record, who: str = "plain") -> None:

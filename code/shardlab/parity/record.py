@@ -29,6 +29,7 @@ class Record:
         self.aliases: dict[str, str] = {}  # of tied parameters: another name -> the first
         self.noise: dict[Key, tuple[float, float]] = {}  # see `noise`
         self.steps, self.watched, self.optimized = 0, False, False
+        self.fewer = ""  # of how many layers: see `first_layers`
         self.folder, self.places, self.size = folder, {}, 0
         self.sizes: dict[Key, float] = {}  # root mean squares of those that were asked for
         self._wholes: dict[Key, Tensor | None] = {}

@@ -91,7 +91,7 @@ class Watch:
 
     def __init__(self, sink: Sink, seed: int | None = None, begins: int = 0, every: bool = False):
         self.sink, self.step, self.watched, self.optimized = sink, begins, False, False
-        self.every = every
+        self.every, self.fewer = every, ""
         self.noise = None if seed is None else torch.Generator().manual_seed(seed)
         self.calls: Counter[Key] = Counter()
         self.before: dict[str, Tensor] = {}
@@ -123,6 +123,7 @@ class Watch:
             raise ValueError("watch: a second call; needed is one, with a list of several models")
         _overlook_rehearsals()
         self.watched, self.rename = True, rename
+        self.fewer = getattr(model, "fewer", "")
         if self.noise is not None:
             with torch.no_grad():
                 for p in {id(p): p for _, p in self._parameters()}.values():
@@ -362,11 +363,9 @@ def _gradient(p: Tensor) -> Tensor | None:
 
 def _dice() -> tuple[Any, ...]:
     """Where the random numbers of this process stand."""
-    state = torch.random.default_generator.get_state()
-    offsets = ()
-    if torch.cuda.is_initialized():
-        offsets = tuple(g.get_offset() for g in torch.cuda.default_generators)
-    return hash(state.numpy().tobytes()), *offsets
+    there = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    each = (torch.random.default_generator, *there)
+    return tuple(hash(one.get_state().numpy().tobytes()) for one in each)
 
 
 _quiet: list[bool] = []  # while a library rehearses

@@ -56,6 +56,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)  # in the order of the computation
     clues: list[str] = field(default_factory=list)  # what else was seen on the way to the first
     drifting: list[Key] = field(default_factory=list)  # copies near the plain one, and not alike
+    fewer: str = ""  # of how many layers: see `first_layers`
     compared: int = 0  # tensors
     undecided: int = 0  # of which rounding alone makes another one: nothing can be said
     dtypes: list[tuple[Key, str, str]] = field(default_factory=list)  # other ones: of which, both
@@ -104,6 +105,8 @@ class Report:
                     f"  {len(self.drifting)} are not the same bits on ranks that hold copies, "
                     f"first the {called(self.drifting[0])}: nobody keeps the copies together"
                 )
+            if self.fewer:
+                lines.append(f"  compared at {self.fewer}")
             return "\n".join(lines + self._other_dtypes())
         lines = [str(self.first), *(f"  {clue}" for clue in self.clues)]
         lines += self._other_dtypes()

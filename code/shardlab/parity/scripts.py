@@ -78,7 +78,7 @@ def watch(
     saved = Saved(sink, Path(folder) / f"{name}{number}.pt")
     watching = Watch(saved, int(number) if role == NOISE else None)
     watching(model, optimizer, rename)
-    sink.watched, sink.optimized = watching.watched, watching.optimized
+    sink.watched, sink.optimized, sink.fewer = watching.watched, watching.optimized, watching.fewer
     saved.save()
     return model
 

@@ -615,7 +615,7 @@ def drops(model, seeds=None, comma=True):
 
 
 # %% [markdown]
-# All ten, and all ten without their mistake, in one start of two ranks:
+# All ten, and all ten without their mistake, in one start of two ranks. The loss is that of step 1: right, or how far off.
 
 # %% tags=["hide-input"]
 # Runs all of them, right and wrong, in one start of two ranks
@@ -706,12 +706,13 @@ rows = []
 for name in TEN:
     assert REPORTS[name, "right"].equal and not REPORTS[name, "wrong"].equal, name
     first, off = REPORTS[name, "wrong"].first, LOSSES[name, "wrong"]
-    said = "; ".join([str(first), *REPORTS[name, "wrong"].clues])
+    clues = [c for c in REPORTS[name, "wrong"].clues if not c.startswith("and ")]
+    said = "; ".join([str(first), *clues])
     rows.append((name, "right" if abs(off) < 1e-6 else f"{abs(off):.0e}", said))
 assert [seen for _, seen, _ in rows].count("right") == 8
 assert REPORTS["pytorch 190626", "wrong"].first.error > 2e-3
-head = ["thread", "loss of step 1, off by", "what the report says"]
-show.table(rows, head, caption="Ten published mistakes; beside each, the right program was silent")
+head = ["thread", "loss", "what the report says"]
+show.table(rows, head, caption="Ten published mistakes, each beside a right program, which was silent")
 
 # %% [markdown]
 # - **Eight of ten losses are right**, to the last digits, and the other two are off by less than a thousandth: a fresh model guesses, and its loss is $\ln 256$ whatever it does. Compare gradients, by name.
@@ -765,7 +766,7 @@ assert done.returncode == 1, done.stderr
 
 
 # %% [markdown]
-# A model that fits on no single GPU has no plain program to compare with. Take the same widths at two layers, on the CPU if need be: tensor, sequence, context and expert parallelism live within a layer, and a pipeline needs as many layers as it has parts.
+# A model that fits on no single GPU has no plain program to compare with. `parity.first_layers(model)`, in both programs where the model is made, keeps its widths and its first two layers: tensor, sequence, context and expert parallelism live within a layer, and a pipeline needs as many layers as it has parts. The report says so.
 #
 # ## Same bits: what makes two runs of one program differ
 #
@@ -834,7 +835,7 @@ torch.use_deterministic_algorithms(False)
 #
 # ## What a step does not show
 #
-# Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them.
+# Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them. `watch.samples(ids)`, in both, says which samples a step's batch holds, so that data that are dealt wrongly have their own line.
 #
 # A run that is stopped and resumed is a program in two halves, and has a call of its own. `before` takes some steps and saves to a folder, `after` loads and takes the rest, on as many ranks or on others. Here the optimizer's state stays behind.
 

@@ -331,7 +331,7 @@ show.table(rows, [*head, "allowed of that gradient"])
 # :class: checked
 #
 # A pull request to Megatron-LM {cite}`megatron5956` added a comparison of experts on two ranks with one process, and it failed in CI. The first analysis put that down to the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# A tolerance that is chosen by eye is moved by whoever wants to go home. One that is measured is moved by nobody: below, the smallest of ten published mistakes is off by 0.3 %, which is six hundred times what is allowed.
+# A tolerance that is chosen by eye is moved by whoever wants to go home. One that is measured is moved by nobody: below, the smallest of ten published mistakes is off by 0.3 %, which is seven hundred times what is allowed.
 # ````
 #
 # ## Rule 2: where a part stands, numbers decide

@@ -649,7 +649,9 @@ PARITY = {
         (parity.Report(1, compared=50), "That was one rank"),
         (parity.Report(2, compared=3), "Only 3 tensors"),
         (
-            parity.Report(2, [parity.Finding(parity.Key(0, "update", "w"), [1], "is zero")]),
+            parity.Report(
+                2, findings=[parity.Finding(parity.Key(0, "update", "w"), [1], "is zero")]
+            ),
             "Not yet the same: step 1, update of w, rank 1",
         ),
         (parity.Report(4, compared=50), None),

@@ -141,7 +141,9 @@ def _clipped(way: Way) -> str:
                 return ""
     left_out, step = way.report.left_out, way.first[:2]
     every = [key for key in way.order if key[:2] == step and key not in left_out]
-    which = "all gradients are" if len(findings) == len(every) else "so are all of these"
+    which = (
+        "all gradients are" if len(findings) == len(every) else "so are all others that are wrong"
+    )
     first = next(iter(by_rank.values()))
     if all(same(factor, first) for factor in by_rank.values()):
         why = "" if ": " in findings[0].words else " (clipped at another norm, or another loss?)"

@@ -204,7 +204,7 @@ def trained(steps: int = 1, lr: float = 0.1, **other: Any) -> Program:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
         model = other.get("model", lambda model: model)(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr)
+        optimizer = other.get("optimizer", torch.optim.SGD)(model.parameters(), lr)
         watched = other.get("watched", lambda model, optimizer: (model, optimizer))
         for _ in range(other.get("calls", 1)):
             watch(*watched(model, optimizer), **other.get("more", {}))
@@ -315,6 +315,7 @@ def small() -> dict[str, Any]:
     rename = {"more": {"rename": lambda name: name.partition(".")[2]}}
     fine = {
         "renamed": (trained(), trained(model=renumbered, **rename)),
+        "another kind": (trained(), trained(optimizer=torch.optim.AdamW)),
         "a closure": (trained(2, closure=True), trained(2)),
         "a closure, twice the loss": (trained(closure=True), trained(closure=True, times=2)),
         "two optimizers": (trained(2), trained(2, watched=halves, stepped=lambda *_: Both())),
@@ -354,6 +355,12 @@ def test_what_cannot_be_compared_gets_a_line_that_says_what_to_do(name):
 @pytest.mark.parametrize("name", ["renamed", "two optimizers", "a closure"])
 def test_other_names_several_optimizers_and_closures_are_compared(name):
     assert small()[name].equal, small()[name]
+
+
+def test_an_update_by_another_kind_of_optimizer_is_called_that():
+    first = small()["another kind"].first
+    assert first.key.phase == "update"
+    assert first.words == "AdamW made it, and SGD in the plain program"
 
 
 def test_gradients_that_a_closure_computes_belong_to_its_step():

@@ -55,7 +55,7 @@ def _order(value: Value) -> str:
 def options(case: Case) -> str:
     """Of an update: where its optimizer had another rate, say, or another count of steps."""
     mine = {v.rank: case.options(v.rank) for v in case.wrong}
-    plain = case.plain.parts[case.key][0].options
+    plain = {} if _other_optimizer(case) else case.plain.parts[case.key][0].options
     said = []
     for name in sorted(plain.keys() - UNUSED):
         right = plain[name]
@@ -67,6 +67,14 @@ def options(case: Case) -> str:
             what = CALLED.get(name, name)
             said.append(f"the {what} is {is_}, and {right:.4g} in the plain program")
     return "; ".join(said)
+
+
+def _other_optimizer(case: Case) -> str:
+    """Of an update: made by one of another class than in the plain program."""
+    wanted, mine = case.plain.parts[case.key][0].optimizer, case.optimizers()
+    if case.key.phase != "update" or not wanted or not mine or wanted in mine:
+        return ""
+    return f"{' and '.join(sorted(mine))} made it, and {wanted} in the plain program"
 
 
 def _anew(case: Case) -> str:
@@ -121,7 +129,7 @@ def _dice(case: Case) -> str:
     return "random numbers are drawn here: was their state restored?" if drew and resumed else ""
 
 
-CARRIED = _weights, _anew, _inputs, _dice
+CARRIED = _weights, _other_optimizer, _anew, _inputs, _dice
 
 
 def in_words(case: Case) -> str:

@@ -67,6 +67,12 @@ class Case:
         seen = next((m for m in self.ranks if m.rank == rank), None)
         return next((s.part.options for s in seen.seen.get(self.key, ())), {})
 
+    def optimizers(self) -> set[str]:
+        """Of which classes those were that made the wrong updates."""
+        bad = {value.rank for value in self.wrong}
+        seen = (s for m in self.ranks if m.rank in bad for s in m.seen.get(self.key, ()))
+        return {s.part.optimizer for s in seen} - {""}
+
     def whole(self, **other: Any) -> Tensor | None:
         """Another tensor of the plain run, by what its key has other than this one's."""
         key = self.key._replace(**other)
@@ -404,7 +410,7 @@ def _another(case: Case) -> str:
     value = case.wrong[0]
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
     c = ratio(value.found, value.wanted)
-    near = f", nearest to {c:.3g} times the right one" if c else ""
+    near = f", nearest to {c:.3g} times the right one" if c and not same(c, 1.0) else ""
     return f"{ANOTHER}{', the same on all ranks' if alike else ''}{near}"
 
 

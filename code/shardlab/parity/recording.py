@@ -46,7 +46,8 @@ class Part:
     local: Tensor | None = None  # of a gradient, before anyone averaged it: see `sampled`
     drew: bool = False  # random numbers were drawn since the output before it
     unclipped: bool = False  # of a gradient: it is clipped later, inside of the optimizer's step
-    options: dict[str, float] = field(default_factory=dict)  # of an update: see `_options`
+    options: dict[str, float] = field(default_factory=dict)  # of an update: see `_made_by`
+    optimizer: str = ""  # and the optimizer's class
 
 
 class Sink(Protocol):
@@ -253,7 +254,7 @@ class Watch:
             part = _part(_readable(p))
             wide = torch.promote_types(part.value.dtype, torch.float32)
             part.value = part.value.to(wide) - self.before[name].to(wide)
-            part.options = self._options(p)
+            part.optimizer, part.options = self._made_by(p)
             self.sink.see(Key(self.step, "update", name), part)
         for name, buffer in self._buffers():
             self.sink.see(Key(self.step, "buffers", name), _part(buffer))
@@ -261,15 +262,16 @@ class Watch:
         self._keep_weights()
         self.sink.stepped(self.step)
 
-    def _options(self, p: nn.Parameter) -> dict[str, float]:
-        """What the optimizer made a step with, for words: its group's numbers, its steps."""
+    def _made_by(self, p: nn.Parameter) -> tuple[str, dict[str, float]]:
+        """Which optimizer made a step with what, for words: its group's numbers, its steps."""
         for one in self.optimizers:
             for group in one.param_groups:
                 if any(p is mine for mine in group["params"]):
                     steps = one.state.get(p, {}).get("step")
                     found = group if steps is None else group | {"step": float(steps)}
-                    return {k: v for k, v in found.items() if type(v) in (int, float)}
-        return {}
+                    numbers = {k: v for k, v in found.items() if type(v) in (int, float)}
+                    return type(one).__name__, numbers
+        return "", {}
 
     def _around(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Gradients as the first of them sees them, updates when all have stepped."""

@@ -40,7 +40,7 @@ class Finding:
 
     def __str__(self) -> str:
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}: "
-        said = f"{when(self.key)}{called(self.key)}, {who if self.ranks else ''}{self.words}"
+        said = f"{when(self.key)}{called(self.key)}{', ' + who if self.ranks else ': '}{self.words}"
         if self.error is None:
             return said
         explains = f"rounding explains {self.allowed:.1e}"

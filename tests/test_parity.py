@@ -360,7 +360,7 @@ def test_other_names_several_optimizers_and_closures_are_compared(name):
 def test_an_update_by_another_kind_of_optimizer_is_called_that():
     first = small()["another kind"].first
     assert first.key.phase == "update"
-    assert first.words == "AdamW made it, and SGD in the plain program"
+    assert first.words.endswith("optimizer's: AdamW made it, and SGD in the plain program")
 
 
 def test_gradients_that_a_closure_computes_belong_to_its_step():

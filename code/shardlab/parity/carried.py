@@ -74,7 +74,8 @@ def _other_optimizer(case: Case) -> str:
     wanted, mine = case.plain.parts[case.key][0].optimizer, case.optimizers()
     if case.key.phase != "update" or not wanted or not mine or wanted in mine:
         return ""
-    return f"{' and '.join(sorted(mine))} made it, and {wanted} in the plain program"
+    made = " and ".join(sorted(mine))
+    return f"is another optimizer's: {made} made it, and {wanted} in the plain program"
 
 
 def _anew(case: Case) -> str:

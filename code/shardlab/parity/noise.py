@@ -17,9 +17,9 @@ from .record import Record
 from .recording import BEFORE, Key, Part
 
 DRAWS = 3  # runs that are perturbed
-# Times the largest difference of a draw. Of 1,000 random right programs (tests/parity_random.py) no
+# Times the largest difference of a draw. Of 999 random right programs (tests/parity_random.py) no
 # tensor needs more, in float32 and float64, than 3.9 forward, 3.2 backward, 5.4 as a gradient and
-# 10.5 as an update, which AdamW makes of a gradient near 0; in bfloat16 2.1, 2.4, 1.9 and 9.2.
+# 10.5 as an update; in bfloat16 2.1, 2.4, 1.9 and 9.2.
 FACTOR = 12.0
 PIECE = 2**20  # numbers that are compared at a time
 TINY = 1e-9  # of tensors this small, squares of differences are no float32 any more

@@ -254,7 +254,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 show.source(recording.neighbours)
 
 # %% [markdown]
-# What that does to a tensor is what rounding can do to it. Twelve times the largest of the three is allowed; of a thousand random right programs none needs more than eleven, and most need less than one.
+# What that does to a tensor is what rounding can do to it. Twelve times the largest of the three is allowed; of a thousand random right programs none needs more than eleven.
 # Two differences count: that of all numbers together, and that of the worst row, which alone sees one wrong row among thousands.
 #
 # How large is it? Here are twelve layers and six steps, in two number formats: lines are the noise, dots are how far two ranks, that average as they should, really are from one process.

@@ -917,12 +917,13 @@ show.table(rows, ["mistake", "loss of step 20 (%)", "what parity says"])
 
 # %% tags=["hide-input"]
 # Table: all mistakes of the course, and published ones
+shown = parity.mistakes()
 rows = [
     (row.lesson or "published", row.where, row.why or row.loss or "never", row.types, row.parity)
-    for row in every
+    for row in shown
 ]
 head = ["lesson", "mistake", "loss off by 1 %, in step", "types", "parity, in step"]
-show.table(rows, head, caption=f"{len(every)} mistakes")
+show.table(rows, head, caption=f"{len(shown)} mistakes")
 
 # %% [markdown]
 # </details>

@@ -22,11 +22,7 @@ def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
     whole = near.whole
     if whole.dim() < 2:
         return ""
-    had = torch.zeros(whole.shape, dtype=torch.bool)
-    for matcher in ranks:
-        for seen in matcher.seen.get(key, ()):
-            if seen.place is not None:
-                seen.place.mark(had)
+    had = _had(key, whole, ranks)
     width = whole.shape[-1]
     rows, matrix = had.view(-1, width).any(-1), whole.reshape(-1, width)
     gone = (~rows).nonzero().flatten()
@@ -38,13 +34,19 @@ def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
     return said + _who(key, ranks) if len(gone) else ""
 
 
-def numbers_on_no_rank(key: Key, whole: Tensor, ranks: list[Any]) -> str:
-    """Of a weight, which numbers nobody has, nor equal ones; "" where all are there."""
+def _had(key: Key, whole: Tensor, ranks: list[Any]) -> Tensor:
+    """Of each number of a whole tensor, whether some rank has it."""
     had = torch.zeros(whole.shape, dtype=torch.bool)
     for matcher in ranks:
         for seen in matcher.seen.get(key, ()):
             if seen.place is not None:
                 seen.place.mark(had)
+    return had
+
+
+def numbers_on_no_rank(key: Key, whole: Tensor, ranks: list[Any]) -> str:
+    """Of a weight, which numbers nobody has, nor equal ones; "" where all are there."""
+    had = _had(key, whole, ranks)
     if had.all() or torch.isin(whole[~had], whole[had]).all():
         return ""
     said = f"{int((~had).sum())} of {had.numel()} numbers are on no rank: {_who(key, ranks)}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .causes import Case, Value, cause, told
 from .noise import gap, rms
-from .places import proposals
+from .places import apart, proposals
 from .recording import BEFORE
 
 CALLED = {"lr": "learning rate", "step": "optimizer's count of steps", "weight_decay": "decay"}
@@ -45,10 +45,10 @@ def _order(value: Value) -> str:
         if len(found) % n or len(found) < 2 * n:
             continue
         mine, right = found.view(n, -1), wanted.view(n, -1)
-        apart = torch.cdist(mine, right)
+        off = apart(mine, right)
         size = rms(wanted) * mine.shape[1] ** 0.5
-        if (apart.amin(1) <= 1e-3 * size).all():
-            return ", ".join(str(i) for i in apart.argmin(1).tolist())
+        if (off.amin(1) <= 1e-3 * size).all():
+            return ", ".join(str(i) for i in off.argmin(1).tolist())
     return ""
 
 

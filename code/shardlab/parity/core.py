@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import across
 from .carried import in_words
-from .causes import Case, Value, factors, ratio
+from .causes import ANOTHER, Case, Value, factors, ratio
 from .clues import clues
 from .noise import Tolerance, rms, tolerance
 from .places import Place, by_columns, by_rows, pieces, proposals
@@ -265,7 +265,7 @@ class Judge:
         self.begin, self.end = ranks[0].begins, plain.steps if end is None else end
         for matcher in ranks:
             matcher.plain = plain
-        self.report = Report(len(ranks))
+        self.report = Report(len(ranks), fewer=plain.fewer)
         self.addends: list[tuple[Key, str]] = []  # outputs and gradients that nobody has summed
 
     def judge(self) -> Report:
@@ -394,7 +394,7 @@ class Judge:
         if key.phase in ENDS or self.report.equal:  # inside, the first alone is worth words
             self._say(key, bad, in_words(case), case.error, near.of_all, factors(case))
         else:
-            self._say(key, bad, "is another one", case.error, near.of_all)
+            self._say(key, bad, ANOTHER, case.error, near.of_all)
 
     def _say(self, key: Key, bad: list[int], words: str, *more: Any) -> None:
         self.report.findings.append(Finding(key, bad, words, *more))

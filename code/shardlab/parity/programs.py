@@ -54,10 +54,7 @@ def check(
     check_whole(1, PROCESSES, ranks=ranks)
     where = _checked(draws, folder, timeout)
     begin = time.perf_counter()
-    (record,) = launch.run(recorded, 1, plain, draws, where, timeout=timeout)
-    record.map()
-    refuse_plain(record)
-    refuse_other_runs(record)
+    record = _reference("plain", plain, draws, where, False, timeout)
     middle = time.perf_counter()
     matchers = launch.run(lambda: matched(parallel, record), ranks, timeout=timeout)
     report = judged(record, matchers)
@@ -105,10 +102,7 @@ def check_resume(
     for number in pair:
         check_whole(1, PROCESSES, ranks=number)
     where = _checked(draws, folder, timeout)
-    (record,) = launch.run(recorded, 1, through, draws, where, True, timeout=timeout)
-    record.map()
-    refuse_plain(record, "through")
-    refuse_other_runs(record)
+    record = _reference("through", through, draws, where, True, timeout)
     with tempfile.TemporaryDirectory(prefix="resume-") as kept:
         stops = lambda watch: before(watch, Path(kept))  # noqa: E731
         goes_on = lambda watch: after(watch, Path(kept))  # noqa: E731
@@ -128,6 +122,17 @@ def _checked(draws: int, folder: str | Path | None, timeout: float) -> Path | No
     if folder is not None and not isinstance(folder, (str, Path)):
         raise ValueError(f"folder={folder!r}: allowed is a path, or None")
     return None if folder is None else Path(folder)
+
+
+def _reference(
+    who: str, plain: Program, draws: int, folder: Path | None, every: bool, timeout: float
+) -> Record:
+    """The plain program's record, made in a process of its own."""
+    (record,) = launch.run(recorded, 1, plain, draws, folder, every, timeout=timeout)
+    record.map()
+    refuse_plain(record, who)
+    refuse_other_runs(record)
+    return record
 
 
 def recorded(
@@ -171,9 +176,7 @@ def _run(program: Program, sink: Any, **options: Any) -> None:
 def judged(record: Record, matchers: list[Matcher]) -> Report:
     """The report on a parallel program, of which each rank has its matcher."""
     refuse_parallel(record, matchers)
-    report = Judge(record, matchers).judge()
-    report.fewer = record.fewer
-    return report
+    return Judge(record, matchers).judge()
 
 
 def refuse_plain(record: Record, who: str = "plain") -> None:

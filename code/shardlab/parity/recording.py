@@ -250,11 +250,13 @@ class Watch:
         self.locals.clear()
 
     def _updates(self) -> None:
+        made = self._made_by()
         for name, p in self._once():
             part = _part(_readable(p))
             wide = torch.promote_types(part.value.dtype, torch.float32)
             part.value = part.value.to(wide) - self.before[name].to(wide)
-            part.optimizer, part.options = self._made_by(p)
+            if id(p) in made:
+                part.optimizer, part.options = made[id(p)]
             self.sink.see(Key(self.step, "update", name), part)
         for name, buffer in self._buffers():
             self.sink.see(Key(self.step, "buffers", name), _part(buffer))
@@ -262,16 +264,20 @@ class Watch:
         self._keep_weights()
         self.sink.stepped(self.step)
 
-    def _made_by(self, p: nn.Parameter) -> tuple[str, dict[str, float]]:
-        """Which optimizer made a step with what, for words: its group's numbers, its steps."""
+    def _made_by(self) -> dict[int, tuple[str, dict[str, float]]]:
+        """Which optimizer made a step with what, for words: its group's numbers, its steps.
+
+        By the identity of a parameter.
+        """
+        made = {}
         for one in self.optimizers:
             for group in one.param_groups:
-                if any(p is mine for mine in group["params"]):
+                for p in group["params"]:
                     steps = one.state.get(p, {}).get("step")
                     found = group if steps is None else group | {"step": float(steps)}
                     numbers = {k: v for k, v in found.items() if type(v) in (int, float)}
-                    return type(one).__name__, numbers
-        return "", {}
+                    made.setdefault(id(p), (type(one).__name__, numbers))
+        return made
 
     def _around(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Gradients as the first of them sees them, updates when all have stepped."""

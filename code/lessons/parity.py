@@ -446,10 +446,8 @@ def by_deepspeed(watch, told):
     model = GPT(SMALL).to(ranks.device())
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
     config |= {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
-    engine, *_ = deepspeed_engine.prepare().initialize(
-        config=config | {"zero_allow_untested_optimizer": True},
-        model=model, optimizer=adamw(model)[0], dist_init_required=False,
-    )  # fmt: skip
+    config |= {"zero_allow_untested_optimizer": True}
+    engine = deepspeed_engine.initialize(model, config, adamw(model)[0])
     watch(engine)
     total = 0.0
     for n, (x, y) in enumerate(micro_batches()):

@@ -1,0 +1,153 @@
+"""What a model is made of, as far as a planner or a count has to know: kinds of layers, and ends.
+
+`Structure` is made from the course's own `Config` (`of_config`), or of any model of `transformers`
+from its config.json (`shardlab.hub`). Who counts, predicts or plans reads it, and no model's own
+fields.
+
+Letters: h hidden, V vocabulary, a query heads, K key-value heads, D size of a head, F width of a
+network, E experts, k chosen, s tokens of a sequence. The standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from shardlab.arguments import check_kind
+from shardlab.shapes import Config
+
+from .entries import Entry, of_kind, outside
+
+
+@dataclass(frozen=True)
+class Core:
+    """What mixes the tokens of a sequence: queries times keys, and their softmax times values."""
+
+    heads: int  # [a]
+    kv_heads: int  # [K]
+    query: int  # size of a head of queries, and of keys
+    value: int  # size of a head of values
+    window: int | None = None  # tokens that a query sees at most, itself among them; None: all
+    chunk: int | None = None  # a query sees those of its own chunk alone
+    top: int | None = None  # so many are chosen for it, of all before it (sparse attention)
+
+    def keys(self, seq: int) -> float:
+        """Keys that a query sees, in the mean over a sequence of `seq` tokens; its own is one."""
+        if self.chunk and self.chunk < seq:
+            whole, rest = divmod(seq, self.chunk)
+            return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / 2 / seq
+        w = min(seq, self.window or seq, self.top or seq)
+        return w - w * (w - 1) / (2 * seq)
+
+    def flops(self, seq: int, causal: bool = True) -> float:
+        """Operations of a token's forward pass; causal: without the pairs that the mask hides."""
+        return 2 * self.heads * (self.query + self.value) * (self.keys(seq) if causal else seq)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The experts of a layer: a token goes through `chosen` of `number`."""
+
+    number: int  # [E]
+    chosen: int  # [k]
+    width: int  # of one
+    inputs: int  # numbers of a token that an expert gets, and gives: h, or a latent width
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of layer. Elements are those of a token."""
+
+    name: str
+    # Its parameters, with one expert (expert=0) that stands for all.
+    entries: tuple[Entry, ...]
+    core: Core | None  # None: nothing of the kind, as in a state space
+    width: int  # of the network, or networks, that see every token; 0: there is none
+    gated: bool  # networks have three matrices, and two otherwise
+    routed: Routed | None = None
+    # Elements kept for backward, in 16 bits, by fused kernels:
+    stream: int = 0  # as wide as the residual stream: inputs and outputs of norms
+    latent: int = 0  # others that no tensor rank cuts
+    heads: int = 0  # that go with the heads: queries, keys, values, what the core gives
+    scans: float = 0.0  # operations of a token's forward pass, beside matrices and core
+
+    @property
+    def parameters(self) -> int:
+        """Of the layer, with all its experts."""
+        return self.met(self.routed.number if self.routed else 0)
+
+    def met(self, experts: int | None = None) -> int:
+        """Parameters that a token meets, in so many experts; None: in those it chooses."""
+        times = (self.routed.chosen if self.routed else 0) if experts is None else experts
+        return sum(e.elements() * (1 if e.expert is None else times) for e in self.entries)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Kinds of layers, which of them each layer is, and what stands outside."""
+
+    hidden: int  # [h]
+    vocab: int  # [V]
+    seq: int  # longest sequence, in tokens
+    kinds: tuple[Kind, ...]
+    order: tuple[int, ...]  # the kind of each layer, first to last
+    outside: tuple[Entry, ...]  # embedding first, norm and head last
+    tied: bool  # the output layer is the embedding, transposed
+    model_type: str = "gpt"  # transformers' word, for a model of it
+    assumed: tuple[str, ...] = ()  # what a file left open, in words
+    unplanned: str = ""  # why its time and memory are not predicted; "": they are
+
+    @property
+    def layers(self) -> int:
+        """[L] how many."""
+        return len(self.order)
+
+    @property
+    def experts(self) -> int:
+        """[E] of the layer that has most; 0: none has any."""
+        return max((kind.routed.number for kind in self.kinds if kind.routed), default=0)
+
+    @cached_property
+    def total(self) -> int:
+        """Parameters; tied ones count once."""
+        return self._ends() + sum(self.kinds[k].parameters for k in self.order)
+
+    @cached_property
+    def active(self) -> int:
+        """Parameters that one token meets: of all experts those it chooses."""
+        return self._ends() + sum(self.kinds[k].met() for k in self.order)
+
+    def _ends(self) -> int:
+        return sum(entry.elements() for entry in self.outside if entry.tied is None)
+
+    def counted(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """How many of these layers, by number, are of each kind."""
+        found = Counter(self.order[layer] for layer in layers)
+        return tuple(found[k] for k in range(len(self.kinds)))
+
+
+@lru_cache(maxsize=256)
+def of_config(config: Config) -> Structure:
+    """The structure of GPT(config)."""
+    check_kind(Config, config=config)
+    dense = config.dense_layers if config.experts else config.layers
+    some = [sparse for sparse, n in ((False, dense), (True, config.layers - dense)) if n]
+    order = (0,) * dense + (len(some) - 1,) * (config.layers - dense)
+    kinds = tuple(_kind(config, sparse) for sparse in some)
+    ends = config.hidden, config.vocab, config.seq
+    return Structure(*ends, kinds, order, outside(config), config.tied)
+
+
+def _kind(c: Config, sparse: bool) -> Kind:
+    size = c.head_size
+    core = Core(c.heads, c.key_value_heads, size, size)
+    routed, width = None, c.ffn_width
+    if sparse:
+        routed = Routed(c.experts, c.experts_per_token, c.expert_width, c.hidden)
+        width = c.shared_experts * c.expert_width
+    return Kind(
+        "experts" if sparse else "dense", of_kind(c, sparse), core, width, c.mlp == "swiglu",
+        routed, stream=4 * c.hidden, heads=2 * (c.heads + c.key_value_heads) * size,
+    )  # fmt: skip

@@ -64,8 +64,8 @@ LAYOUTS = st.fixed_dictionaries(
     {
         "dp": st.sampled_from([1, 2, 8]), "tp": st.integers(1, 4), "pp": st.integers(1, 4),
         "cp": st.integers(1, 2), "ep": st.sampled_from([1, 2]), "zero": st.integers(0, 3),
-        "etp": st.sampled_from([None, 1]), "replicas": st.sampled_from([1, 4]), "micro_batch": st.integers(1, 3),
-        "microbatches": st.integers(1, 9), "sequence_parallel": st.booleans(),
+        "etp": st.sampled_from([None, 1]), "replicas": st.sampled_from([1, 4]),
+        "micro_batch": st.integers(1, 3), "microbatches": st.integers(1, 9), "sequence_parallel": st.booleans(),
         "recompute": st.sampled_from(["none", "full", "selective", "norms+ffn", "norms"]),
         "schedule": st.sampled_from(SCHEDULES), "chunks": st.integers(1, 3),
         "offload": st.sampled_from(["none", "optimizer", "parameters"]),

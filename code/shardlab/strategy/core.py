@@ -199,9 +199,9 @@ def _products(job: Job, rates: Values, kind: Kind) -> float:
     if not kind.routed:
         return taken
     here = kind.routed.number // job.layout.ep
-    rows = job.tokens * kind.routed.chosen / here
+    rows = job.tokens * kind.routed.chosen / here * job.layout.cut / job.layout.tp
     own = [one for one in kind.products if one.expert]
-    read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.tp
+    read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.cut
     least = read / (rates.memory * job.machine.stream)
     each = max(least, sum(_cut(job, rates, one, rows) for one in own))
     return taken + rates.uneven * here * each
@@ -209,7 +209,7 @@ def _products(job: Job, rates: Values, kind: Kind) -> float:
 
 def _cut(job: Job, rates: Values, one: Product, rows: float | None = None) -> float:
     """Seconds of a rank's share of a product, for so many rows; None: all tokens."""
-    t = job.layout.tp
+    t = job.layout.cut if one.expert else job.layout.tp
     outputs = one.outputs / (t if one.tp == 0 else 1)
     return _product(job, rates, outputs, one.inputs / (t if one.tp == 1 else 1), rows)
 

@@ -104,14 +104,14 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     layout = job.layout
     m, v = layout.microbatches, layout.chunks
     each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
-    head = _head(job, rates)
     found = layout.parts(job.model)
+    alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
     work = []
     for stage in found:
-        taken = _Work().plus(head, stage.head)
-        for kind, n in job.layers(stage):
-            taken = taken.plus(each[kind][0], n).plus(each[kind][1], n)
-        work.append(taken)
+        key = job.model.counted(stage.chunks), stage.head
+        if key not in alike:
+            alike[key] = _stage(job, rates, each, key[0], stage.head)
+        work.append(alike[key])
     slowest = max(work, key=lambda stage: stage.total)
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
@@ -133,6 +133,21 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     parts |= {"bubble": bubble, "messages": messages, "data": data, "optimizer": step}
     times = getattr(rates, job.profile.engine) if job.profile.engine else 1.0
     return Seconds(**{name: times * x for name, x in (parts | {"retries": retries}).items()})
+
+
+def _stage(
+    job: Job,
+    rates: Values,
+    each: dict[Kind, tuple[_Work, _Work]],
+    layers: tuple[int, ...],
+    head: bool,
+) -> _Work:
+    """A micro-batch on a stage that has so many layers of each kind."""
+    found = _head(job, rates) if head else _Work()
+    for both, n in zip(each.values(), layers, strict=True):
+        for one in both if n else ():
+            found = found.plus(one, n)
+    return found
 
 
 def _likely(job: Job, rates: Values, reserved: float) -> float:

@@ -114,12 +114,8 @@ def outside(config: Config) -> tuple[Entry, ...]:
 
 
 def _layer(c: Config, sparse: bool) -> Iterator[Entry]:
-    narrow = c.key_value_heads * c.head_size
     yield from _norm(c, "attention_norm")
-    yield from _columns(c, "attention.query", "attention", c.hidden, "heads")
-    for name in ("key", "value"):
-        yield from _columns(c, f"attention.{name}", "attention", narrow, "key_value_heads")
-    yield from _rows(c, "attention.out", "attention", c.hidden, "heads")
+    yield from _attention(c) if c.latent is None else _latent_attention(c)
     yield from _norm(c, "ffn_norm")
     if not sparse:
         yield from _network(c, "ffn", c.ffn_width, "ffn_width")
@@ -129,6 +125,34 @@ def _layer(c: Config, sparse: bool) -> Iterator[Entry]:
         yield replace(entry, expert=0)
     if c.shared_experts:
         yield from _network(c, "ffn.shared", c.shared_experts * c.expert_width, "expert_width")
+
+
+def _attention(c: Config) -> Iterator[Entry]:
+    wide, narrow = c.heads * c.head_size, c.key_value_heads * c.head_size
+    yield from _columns(c, "attention.query", "attention", wide, "heads")
+    for name in ("key", "value"):
+        yield from _columns(c, f"attention.{name}", "attention", narrow, "key_value_heads")
+    for name in ("query_norm", "key_norm") if c.qk_norm else ():
+        # Its gradient is made whole where it enters the region, from all ranks' heads.
+        yield Entry(f"attention.{name}.weight", (c.head_size,), "norms")
+    yield from _rows(c, "attention.out", "attention", wide, "heads")
+
+
+def _latent_attention(c: Config) -> Iterator[Entry]:
+    """What makes the latents is whole on every rank, and sees the tokens of the stream."""
+    enters = c.hidden
+    if c.query_latent is not None:
+        enters = c.query_latent
+        yield Entry("attention.query_down.weight", (enters, c.hidden), "attention", partly=True)
+        yield Entry("attention.query_norm.weight", (enters,), "norms", partly=True)
+    wide, width = c.heads * c.head_size, c.content_size + c.value_size
+    yield Entry("attention.query.weight", (wide, enters), "attention", tp=0, along="heads")
+    down = c.latent + c.rotary
+    yield Entry("attention.down.weight", (down, c.hidden), "attention", partly=True)
+    yield Entry("attention.down_norm.weight", (c.latent,), "norms", partly=True)
+    shape = c.heads * width, c.latent
+    yield Entry("attention.key_value.weight", shape, "attention", tp=0, along="heads")
+    yield from _rows(c, "attention.out", "attention", c.heads * c.value_size, "heads")
 
 
 def _norm(c: Config, name: str) -> Iterator[Entry]:

@@ -132,22 +132,28 @@ class Structure:
 def of_config(config: Config) -> Structure:
     """The structure of GPT(config)."""
     check_kind(Config, config=config)
-    dense = config.dense_layers if config.experts else config.layers
-    some = [sparse for sparse, n in ((False, dense), (True, config.layers - dense)) if n]
-    order = (0,) * dense + (len(some) - 1,) * (config.layers - dense)
-    kinds = tuple(_kind(config, sparse) for sparse in some)
+    found: dict[tuple[bool, int | None], int] = {}
+    order = []
+    for layer in range(config.layers):
+        sparse = config.experts > 0 and layer >= config.dense_layers
+        order.append(found.setdefault((sparse, config.window_of(layer)), len(found)))
+    kinds = tuple(_kind(config, *what) for what in found)
     ends = config.hidden, config.vocab, config.seq
-    return Structure(*ends, kinds, order, outside(config), config.tied)
+    return Structure(*ends, kinds, tuple(order), outside(config), config.tied)
 
 
-def _kind(c: Config, sparse: bool) -> Kind:
-    size = c.head_size
-    core = Core(c.heads, c.key_value_heads, size, size)
+def _kind(c: Config, sparse: bool, window: int | None) -> Kind:
+    a, k, size = c.heads, c.key_value_heads, c.head_size
+    core, latent = Core(a, k, size, c.value_size, window), 0
+    heads = (3 if c.qk_norm else 2) * (a + k) * size
+    if c.latent is not None:  # each latent, and what its norm makes of it
+        latent, heads = 2 * (c.latent + (c.query_latent or 0)), 2 * a * (size + c.value_size)
     routed, width = None, c.ffn_width
     if sparse:
         routed = Routed(c.experts, c.experts_per_token, c.expert_width, c.hidden)
         width = c.shared_experts * c.expert_width
+    name = ("experts" if sparse else "dense") + (", window" if window else "")
     return Kind(
-        "experts" if sparse else "dense", of_kind(c, sparse), core, width, c.mlp == "swiglu",
-        routed, stream=4 * c.hidden, heads=2 * (c.heads + c.key_value_heads) * size,
+        name, of_kind(c, sparse), core, width, c.mlp == "swiglu", routed, stream=4 * c.hidden,
+        latent=latent, heads=heads,
     )  # fmt: skip

@@ -9,8 +9,8 @@ these alone.
 Shazeer et al. 2017 (arXiv 1701.06538): the choice. Jiang et al. 2024 (arXiv 2401.04088), section
 2.1: softmax. DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2: sigmoid, the bias, and groups.
 
-Shapes in names: B batch, S sequence, H hidden, E experts, C experts that a token chooses, G groups of X
-experts.
+Shapes in names: B batch, S sequence, H hidden, E experts, C experts that a token chooses, G groups
+of X experts.
 """
 
 from __future__ import annotations

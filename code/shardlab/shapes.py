@@ -187,7 +187,7 @@ PRESETS: dict[str, Config] = {  # the first three for lessons, with bytes as tok
     "mixtral-8x7b": Config(
         32_000, 32_768, 32, 32, 4096, 8, 14_336, "swiglu", "rms", False, False, 0.0, 1e6, 8
     ),
-    # Yang et al. 2025 (arXiv 2505.09388), Table 2 and section 3.2; the released model's config.json.
+    # Yang et al. 2025 (arXiv 2505.09388), Table 2, section 3.2; the released model's config.json.
     "qwen3-30b-a3b": Config(
         151_936, 32_768, 48, 32, 2048, 4, 6144, "swiglu", "rms", False, False, 0.0, 1e6, 128, 8,
         768, head=128, qk_norm=True, norm_eps=1e-6,

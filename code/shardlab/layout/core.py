@@ -29,6 +29,7 @@ from shardlab.arguments import (
 from shardlab.shapes import Config
 
 from .stages import Stage, check_rule, check_schedule, route, stages
+from .structure import Structure
 
 AXES = "dp", "pp", "cp", "tp"
 OFFLOADS = "none", "optimizer", "parameters"
@@ -105,9 +106,9 @@ class Layout:
         """Ranks among which ZeRO divides: copies of a group, and those that share a sequence."""
         return self.dp // self.replicas * self.cp
 
-    def parts(self, config: Config) -> list[Stage]:
+    def parts(self, model: Config | Structure) -> list[Stage]:
         """What stands on each stage, first to last; errors as those of `stages`."""
-        return stages(config, self.pp, self.stages, self.schedule, self.chunks)
+        return stages(model, self.pp, self.stages, self.schedule, self.chunks)
 
     @property
     def route(self) -> list[int]:

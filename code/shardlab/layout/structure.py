@@ -10,15 +10,15 @@ network, E experts, k chosen, s tokens of a sequence. The standard library alone
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 
-from shardlab.arguments import check_kind
+from shardlab.arguments import check_count, told
 from shardlab.shapes import Config
 
-from .entries import Entry, of_kind, outside
+from .entries import COPIED, Entry, of_kind, outside
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,16 @@ class Routed:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A matrix, or several that read the same numbers, times a token."""
+
+    outputs: int
+    inputs: int
+    tp: int | None  # which of the two a tensor degree divides, 0 or 1; None: neither
+    expert: bool  # one of an expert that stands for all
+
+
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of layer. Elements are those of a token."""
 
@@ -83,8 +93,30 @@ class Kind:
         times = (self.routed.chosen if self.routed else 0) if experts is None else experts
         return sum(e.elements() * (1 if e.expert is None else times) for e in self.entries)
 
+    @property
+    def wide(self) -> int:
+        """Width of all networks that a token goes through."""
+        return self.width + (self.routed.chosen * self.routed.width if self.routed else 0)
 
-@dataclass(frozen=True)
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """Of its matrices: neighbours that read the same numbers, as queries and keys, are one."""
+
+        def alike(e: Entry) -> tuple[object, ...]:
+            own = () if e.tp == 1 else (e.shape[1],)  # what is cut along reads numbers of its own
+            return e.kind, e.tp, e.expert, own or e.name
+
+        matrices = [entry for entry in self.entries if len(entry.shape) == 2]
+        found = []
+        for _, some in groupby(matrices, alike):
+            group = list(some)
+            rows = sum(entry.shape[0] for entry in group)
+            first = group[0]
+            found.append(Product(rows, first.shape[1], first.tp, first.expert is not None))
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
 class Structure:
     """Kinds of layers, which of them each layer is, and what stands outside."""
 
@@ -122,16 +154,37 @@ class Structure:
     def _ends(self) -> int:
         return sum(entry.elements() for entry in self.outside if entry.tied is None)
 
-    def counted(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """How many of these layers, by number, are of each kind."""
-        found = Counter(self.order[layer] for layer in layers)
-        return tuple(found[k] for k in range(len(self.kinds)))
+    @property
+    def width(self) -> int:
+        """Of the networks of the first kind of layer."""
+        return self.kinds[0].wide
+
+    @cached_property
+    def _before(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer, how many before it are of each kind; and of all."""
+        found = [(0,) * len(self.kinds)]
+        for kind in self.order:
+            found.append(tuple(n + (k == kind) for k, n in enumerate(found[-1])))
+        return tuple(found)
+
+    def counted(self, chunks: Iterable[range]) -> tuple[int, ...]:
+        """How many of the layers of these chunks are of each kind."""
+        ends = [(self._before[chunk.start], self._before[chunk.stop]) for chunk in chunks]
+        return tuple(sum(end[k] - start[k] for start, end in ends) for k in range(len(self.kinds)))
+
+
+def structure(model: Config | Structure) -> Structure:
+    """Of a shape of the course's own model, or what is one already; ValueError for others."""
+    if isinstance(model, Config):
+        return of_config(model)
+    if not isinstance(model, Structure):
+        raise ValueError(f"model={told(model)}: allowed are a Config and a Structure")
+    return model
 
 
 @lru_cache(maxsize=256)
 def of_config(config: Config) -> Structure:
     """The structure of GPT(config)."""
-    check_kind(Config, config=config)
     found: dict[tuple[bool, int | None], int] = {}
     order = []
     for layer in range(config.layers):
@@ -157,3 +210,41 @@ def _kind(c: Config, sparse: bool, window: int | None) -> Kind:
         name, of_kind(c, sparse), core, width, c.mlp == "swiglu", routed, stream=4 * c.hidden,
         latent=latent, heads=heads,
     )  # fmt: skip
+
+
+# Which degrees a model takes.
+
+
+def cut_sizes(model: Config | Structure, vocabulary: bool = False) -> dict[str, int]:
+    """What tensor parallelism cuts, by name, and how many of it there are.
+
+    vocabulary: that too, though it may be padded.
+    """
+    found = structure(model)
+    entries = [entry for kind in found.kinds for entry in kind.entries]
+    return {
+        entry.along: entry.units
+        for entry in (*entries, *(found.outside if vocabulary else ()))
+        if entry.along and entry.units
+    }
+
+
+def check_tensor_degree(model: Config | Structure, tp: int, copies: bool = False) -> None:
+    """Raise ValueError unless `tp` ranks can cut each layer of `model`.
+
+    copies: several ranks may have the same head of keys and values, as in `tensor_parallel`.
+    """
+    check_count(tp=tp)
+    for name, size in cut_sizes(model).items():
+        if size % tp and not (copies and name == COPIED and tp % size == 0):
+            raise ValueError(f"tp={tp}: allowed are divisors of {name}={size}")
+
+
+def check_expert_degree(model: Config | Structure, ep: int) -> None:
+    """Raise ValueError unless `ep` ranks can deal out the experts of `model`."""
+    check_count(ep=ep)
+    experts = structure(model).experts
+    if ep > 1 and not experts:
+        raise ValueError(f"ep={ep}: allowed is 1, for a model without experts")
+    if ep > 1 and experts % ep:
+        raise ValueError(f"ep={ep}: allowed are divisors of experts={experts}")

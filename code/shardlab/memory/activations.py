@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab.arguments import check_one_of, check_whole
-from shardlab.layout import ALONE, Layout, computed_again
+from shardlab.layout import ALONE, Layout, computed_again, structure
 from shardlab.shapes import Config
 
 from .core import (
@@ -20,7 +20,7 @@ from .core import (
     layer_parts,
     sizes,
 )
-from .counting import placed
+from .counting import by_kind, placed
 from .experts import backward_of_experts, kept_by_experts
 from .in_flight import in_flight
 
@@ -188,7 +188,9 @@ def activations(
         # What leaves: as it is, in the order of the ranks, and received.
         forward=2 * z.edge + z.order + z.stream + (z.wide if recompute == "full" else 0),
         working=working,
-        dense=here.dense,
+        dense=sum(
+            n for one, n in by_kind(structure(config), here) if config.experts and not one.routed
+        ),
         dense_layer=layer if recompute == "full" else plain,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab.layout import Layout
-from shardlab.layout.entries import check_tensor_degree
+from shardlab.layout.structure import check_tensor_degree
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 

@@ -25,8 +25,8 @@ def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float) ->
     if layout.replicas > 1:  # groups add up the shards of their gradients, each rank with its like
         part = job.held(stage).shard(layout) * (layout.replicas - 1) / layout.replicas
         waits += exposed * part / rate(job, rates, layout.replicas, layout.shards)
-    if job.config.tied and layout.pp > 1:
-        ends = job.config.vocab * job.config.hidden / layout.tp
+    if job.model.tied and layout.pp > 1:
+        ends = job.model.vocab * job.model.hidden / layout.tp
         both = 2 * job.profile.wire.gradient * ends
         waits += both / (rates.network * job.machine.between)
     return waits
@@ -53,7 +53,7 @@ def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> f
     # For each micro-batch; ZeRO-3 gathers weights for forward and for backward, ZeRO-2 once a step.
     gathers = 2 if layout.zero == 3 else 0
     sent = m * (wire.gradient + gathers * wire.weight) * once
-    calls = m * (1 + gathers) * job.config.layers / layout.pp
+    calls = m * (1 + gathers) * job.model.layers / layout.pp
     sent += calls * rates.hop * (ceil(layout.shards / _near(job)) - 1)
     waits = max(rates.gathers * sent, sent - busy)
     return waits if gathers else waits + after

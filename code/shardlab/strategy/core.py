@@ -19,6 +19,7 @@ from math import ceil
 
 from shardlab.layout import Layout, Stage
 from shardlab.layout.core import computed_again
+from shardlab.layout.structure import Core, Kind, Product, Routed
 from shardlab.machines import MACHINES
 
 from . import copies
@@ -100,25 +101,27 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     """
     layout = job.layout
     m, v = layout.microbatches, layout.chunks
-    forward, backward = layer(job, rates)
-    each, head = forward.plus(backward), _head(job, rates)
-    plain = _Work.plus(*layer(job, rates, dense=True)) if job.config.dense_layers else each
-    found = layout.parts(job.config)
-    work = [
-        _Work().plus(each, stage.layers - stage.dense).plus(plain, stage.dense)
-        .plus(head, stage.head)
-        for stage in found
-    ]  # fmt: skip
+    each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
+    head = _head(job, rates)
+    found = layout.parts(job.model)
+    work = []
+    for stage in found:
+        taken = _Work().plus(head, stage.head)
+        for kind, n in job.layers(stage):
+            taken = taken.plus(each[kind][0], n).plus(each[kind][1], n)
+        work.append(taken)
     slowest = max(work, key=lambda stage: stage.total)
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
         bubble = m * others if layout.pp > 1 else 0.0
     else:
+        forward, backward = each[max(each, key=lambda kind: kind.parameters)]
         weights = backward.products / BACKWARD
         bubble = others * _left(layout, forward.total, backward.total, weights) / v
     fullest = max(found, key=lambda stage: job.held(stage).all)
     busy = slowest.total * m
-    first = forward.total * fullest.layers  # what hides the weights that come for it
+    # What hides the weights that come for it.
+    first = sum(n * each[kind][0].total for kind, n in job.layers(fullest))
     data = copies.seconds(job, rates, fullest, busy, first)
     step = _optimizer(job, rates, fullest)
     messages = _messages(job, rates)
@@ -147,17 +150,18 @@ def _left(layout: Layout, forward: float, backward: float, weights: float) -> fl
     return max(0.0, 1 - (weights + filled) / (forward + backward)) if fills else 1.0
 
 
-def layer(job: Job, rates: Values, dense: bool = False) -> tuple[_Work, _Work]:
-    """Forward and backward of one layer for one micro-batch; dense: of one without experts."""
-    attention, scores = _attention(job, rates)
-    width = _pass(job, rates, job.width(dense) / job.layout.tp)
+def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Work]:
+    """Forward and backward of one layer for one micro-batch; by default of the last's kind."""
+    kind = kind or job.model.kinds[job.model.order[-1]]
+    attention, scores = _attention(job, rates, kind.core)
+    width = (3 if kind.gated else 2) * _pass(job, rates, kind.wide / job.layout.tp)
     forward = _Work(
-        products=_products(job, rates, dense),
-        attention=attention,
-        elementwise=_stream(job, rates, rates.elementwise) + job.matrices * width + scores,
+        products=_products(job, rates, kind),
+        attention=attention + _scans(job, rates, kind),
+        elementwise=_stream(job, rates, rates.elementwise) + width + scores,
         tensor=_tensor(job, rates),
-        context=_context(job, rates),
-        experts=0.0 if dense else _travel(job, rates),
+        context=_context(job, rates, kind.core),
+        experts=_travel(job, rates, kind.routed),
     )
     waits = 1 - min(1.0, rates.hidden) + (GATHERED if job.sequence > 1 else 0.0)
     flash = job.profile.attention == "flash"
@@ -177,7 +181,7 @@ def layer(job: Job, rates: Values, dense: bool = False) -> tuple[_Work, _Work]:
     if "norms" in again:  # two of them, each read and written
         backward.elementwise += _stream(job, rates, 2 * 2 * NUMBER)
     if "ffn" in again:
-        backward.elementwise += job.matrices * width
+        backward.elementwise += width
     both = _Work(
         launches=_launches(job, rates, forward.total + backward.total),
         tensor=rates.beyond * (ceil(job.layout.tp / job.machine.per_node) - 1),
@@ -185,23 +189,47 @@ def layer(job: Job, rates: Values, dense: bool = False) -> tuple[_Work, _Work]:
     return forward.plus(both, FORWARD), backward.plus(both, 1 - FORWARD)
 
 
-def _products(job: Job, rates: Values, dense: bool) -> float:
-    """Seconds of a layer's products: of queries, keys and values, of the output, of the network."""
-    config, t, h = job.config, job.layout.tp, job.config.hidden
-    taken = _product(job, rates, (h + 2 * job.heads) / t, h) + _product(job, rates, h, h / t)
-    if dense or not config.experts:
-        return taken + _network(job, rates, config.ffn_width)
-    return taken + _experts(job, rates)
+def _products(job: Job, rates: Values, kind: Kind) -> float:
+    """Seconds of a layer's products, those of a rank's own experts among them.
+
+    Of the experts each has to read its weights, one after another, however few tokens choose it;
+    and the step waits for the fullest rank.
+    """
+    taken = sum(_cut(job, rates, one) for one in kind.products if not one.expert)
+    if not kind.routed:
+        return taken
+    here = kind.routed.number // job.layout.ep
+    rows = job.tokens * kind.routed.chosen / here
+    own = [one for one in kind.products if one.expert]
+    read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.tp
+    least = read / (rates.memory * job.machine.stream)
+    each = max(least, sum(_cut(job, rates, one, rows) for one in own))
+    return taken + rates.uneven * here * each
 
 
-def _attention(job: Job, rates: Values) -> tuple[float, float]:
+def _cut(job: Job, rates: Values, one: Product, rows: float | None = None) -> float:
+    """Seconds of a rank's share of a product, for so many rows; None: all tokens."""
+    t = job.layout.tp
+    outputs = one.outputs / (t if one.tp == 0 else 1)
+    return _product(job, rates, outputs, one.inputs / (t if one.tp == 1 else 1), rows)
+
+
+def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float]:
     """Seconds of attention's two products, and of passes over its scores, in a forward pass."""
-    pairs = job.tokens * job.seq * job.config.hidden / job.layout.tp  # times their width
-    if job.profile.attention == "flash":  # half of the pairs are masked, and left out
-        return 2 * 2 * pairs / 2 / (rates.attention * job.machine.flops), 0.0
-    scores = job.seq * job.config.heads / job.layout.tp
-    passes = rates.scores * _pass(job, rates, scores)
-    return 2 * 2 * pairs / (rates.products * job.machine.flops), passes
+    if core is None:
+        return 0.0, 0.0
+    t, flash = job.layout.tp, job.profile.attention == "flash"
+    work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash leaves out masked pairs
+    if flash:
+        return work / (rates.attention * job.machine.flops), 0.0
+    passes = rates.scores * _pass(job, rates, job.seq * core.heads / t)
+    return work / (rates.products * job.machine.flops), passes
+
+
+def _scans(job: Job, rates: Values, kind: Kind) -> float:
+    """Seconds of a state space's or a linear attention's own products, in a forward pass."""
+    work = job.tokens * kind.scans / job.layout.tp
+    return work / (rates.attention * job.machine.flops)
 
 
 def _pass(job: Job, rates: Values, width: float) -> float:
@@ -211,7 +239,7 @@ def _pass(job: Job, rates: Values, width: float) -> float:
 
 def _stream(job: Job, rates: Values, size: float) -> float:
     """Seconds in which `size` bytes of the residual stream pass, for each token and width."""
-    taken = size * job.tokens * job.config.hidden / job.sequence
+    taken = size * job.tokens * job.model.hidden / job.sequence
     return taken / (rates.memory * job.machine.stream)
 
 
@@ -227,39 +255,17 @@ def _launches(job: Job, rates: Values, gpu: float) -> float:
     return (gpu**SOFT + cpu**SOFT) ** (1 / SOFT) - gpu
 
 
-def _network(job: Job, rates: Values, width: float, rows: float | None = None) -> float:
-    """Seconds of a feed-forward network's products, for so many rows; None: all tokens."""
-    h, f = job.config.hidden, width / job.layout.tp
-    wide = (job.matrices - 1) * f
-    return _product(job, rates, wide, h, rows) + _product(job, rates, h, f, rows)
-
-
-def _experts(job: Job, rates: Values) -> float:
-    """Seconds of a rank's own experts, one after another, and of the shared ones.
-
-    Each has to read its weights, however few tokens choose it; and the step waits for the fullest
-    rank.
-    """
-    config, layout = job.config, job.layout
-    here = config.experts // layout.ep
-    rows = job.tokens * config.experts_per_token / here
-    read = NUMBER * job.matrices * config.hidden * config.expert_width / layout.tp
-    least = read / (rates.memory * job.machine.stream)
-    own = here * max(least, _network(job, rates, config.expert_width, rows))
-    shared = config.shared_experts * config.expert_width
-    return rates.uneven * own + (_network(job, rates, shared) if shared else 0.0)
-
-
-def _travel(job: Job, rates: Values) -> float:
+def _travel(job: Job, rates: Values, routed: Routed | None) -> float:
     """Seconds of two all-to-alls: tokens go to their experts, and what these say comes back.
 
     Ranks that share experts stand as close as they can: in a node, where tensor and context ranks
     leave room. Of what leaves the node, each GPU has a card of its own.
     """
     layout, machine, e = job.layout, job.machine, job.layout.ep
-    if e == 1:
+    if e == 1 or routed is None:
         return 0.0
-    sent = job.config.experts_per_token * job.stream / job.sequence / e  # to each of the ranks
+    tokens = job.tokens / job.sequence
+    sent = NUMBER * tokens * routed.chosen * routed.inputs / e  # to each of the ranks
     here = min(e, max(1, machine.per_node // (layout.tp * layout.cp)))
     inside = (here - 1) * sent / (rates.node * machine.inside)
     return 2 * max(inside, (e - here) * sent / (rates.network * machine.between))
@@ -289,21 +295,22 @@ def _tensor(job: Job, rates: Values) -> float:
     return 2 * 2 * (t - 1) / t * job.stream / rate
 
 
-def _context(job: Job, rates: Values) -> float:
+def _context(job: Job, rates: Values, core: Core | None) -> float:
     """Seconds in which keys and values of a sequence's other ranks arrive, in a forward pass."""
     layout, c = job.layout, job.layout.cp
-    if c == 1:
+    if c == 1 or core is None:
         return 0.0
+    width = core.kv_heads * (core.query + core.value)  # of keys and values
     near = c * layout.tp <= job.machine.per_node
     rate = rates.node * job.machine.inside if near else rates.network * job.machine.between
-    return (c - 1) * 2 * NUMBER * job.tokens * job.heads / layout.tp / rate
+    return (c - 1) * NUMBER * job.tokens * width / layout.tp / rate
 
 
 def _head(job: Job, rates: Values) -> _Work:
     """The output layer and the loss, forward and backward."""
-    config, t = job.config, job.layout.tp
-    products = (1 + BACKWARD) * _product(job, rates, config.vocab / t, config.hidden)
-    logits = job.tokens * config.vocab / t
+    model, t = job.model, job.layout.tp
+    products = (1 + BACKWARD) * _product(job, rates, model.vocab / t, model.hidden)
+    logits = job.tokens * model.vocab / t
     passes = job.profile.loss * logits / (rates.memory * job.machine.stream)
     return _Work(products=products, elementwise=passes)
 

@@ -62,7 +62,7 @@ class Router(nn.Module):
         groups, some = self.config.expert_groups, self.config.groups_per_token
         if groups == 1:
             return scores_BSE
-        grouped_BSGX = scores_BSE.unflatten(-1, (groups, -1))
+        grouped_BSGX = scores_BSE.detach().unflatten(-1, (groups, -1))
         worth_BSG = grouped_BSGX.topk(2).values.sum(-1)
         left_out_BSG = torch.ones_like(worth_BSG, dtype=torch.bool)
         left_out_BSG.scatter_(-1, worth_BSG.topk(some).indices, False)

@@ -236,8 +236,10 @@ def check_tensor_degree(model: Config | Structure, tp: int, copies: bool = False
     """
     check_count(tp=tp)
     for name, size in cut_sizes(model).items():
-        if size % tp and not (copies and name == COPIED and tp % size == 0):
-            raise ValueError(f"tp={tp}: allowed are divisors of {name}={size}")
+        may = copies and name == COPIED
+        if size % tp and not (may and tp % size == 0):
+            what = "divisors and multiples" if may else "divisors"
+            raise ValueError(f"tp={tp}: allowed are {what} of {name}={size}")
 
 
 def check_expert_degree(model: Config | Structure, ep: int) -> None:

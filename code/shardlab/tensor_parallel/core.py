@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from shardlab.arguments import check_kind, check_one_of
 from shardlab.latent import LatentAttention
+from shardlab.layout.entries import COPIED
 from shardlab.model import GPT, Attention, FeedForward
 from shardlab.ranks import check_group, check_same
 
@@ -255,7 +256,7 @@ def cut_attention(
     """
     config, first = attention.config, ("query", "key", "value")
     shard_slice("heads", config.heads, group)
-    parts = parts_of("key_value_heads", config.key_value_heads, check_group(group)[1])
+    parts = parts_of(COPIED, config.key_value_heads, check_group(group)[1])
     for name in first:  # heads stand side by side in the outputs
         plain, some = getattr(attention, name), None if name == "query" else parts
         setattr(attention, name, ColumnLinear.from_plain(plain, group, edges.enter, some))

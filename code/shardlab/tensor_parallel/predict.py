@@ -24,6 +24,7 @@ from math import gcd
 from shardlab import memory
 from shardlab.arguments import check_count, check_kind, check_number, check_whole
 from shardlab.layout import Layout
+from shardlab.layout.entries import COPIED
 from shardlab.shapes import Config
 
 WIDTHS = "heads", "ffn_width", "vocab"  # what the ranks divide, besides what follows
@@ -96,7 +97,7 @@ def weights_added(config: Config, t: int) -> list[int]:
     """Numbers of a layer's gradients of weights that are added up in backward, by message."""
     norms = [config.head_size] * (2 if config.qk_norm else 0)
     heads = config.key_value_heads * config.head_size
-    if parts_of("key_value_heads", config.key_value_heads, t) == t:
+    if parts_of(COPIED, config.key_value_heads, t) == t:
         return norms
     return norms + 2 * [heads * config.hidden, *([heads] if config.bias else [])]
 
@@ -145,15 +146,14 @@ def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
     check_kind(Config, config=config)
     check_count(t=t)
-    for name in widths(config):
-        if (value := getattr(config, name)) % t:
+    for name in (*widths(config), COPIED):
+        if (value := getattr(config, name)) % t and (name != COPIED or t % value):
             *some, last = map(str, degrees(config))
             fits = f"{', '.join(some)} and {last}" if some else last
             raise ValueError(
                 f"{name}={value}: allowed on {t} ranks are {multiples(value, t)}; "
                 f"allowed ranks for this model are {fits}"
             )
-    parts_of("key_value_heads", config.key_value_heads, t)
 
 
 def multiples(size: int, ranks: int) -> str:

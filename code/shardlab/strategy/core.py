@@ -102,14 +102,14 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     layout = job.layout
     m, v = layout.microbatches, layout.chunks
     each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
-    head = _head(job, rates)
     found = layout.parts(job.model)
+    alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
     work = []
     for stage in found:
-        taken = _Work().plus(head, stage.head)
-        for kind, n in job.layers(stage):
-            taken = taken.plus(each[kind][0], n).plus(each[kind][1], n)
-        work.append(taken)
+        key = job.model.counted(stage.chunks), stage.head
+        if key not in alike:
+            alike[key] = _stage(job, rates, each, key[0], stage.head)
+        work.append(alike[key])
     slowest = max(work, key=lambda stage: stage.total)
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
@@ -130,6 +130,21 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     parts = {name: m * value for name, value in vars(slowest).items()}
     return Seconds(**parts, bubble=bubble, messages=messages, data=data, optimizer=step,
                    retries=retries)  # fmt: skip
+
+
+def _stage(
+    job: Job,
+    rates: Values,
+    each: dict[Kind, tuple[_Work, _Work]],
+    layers: tuple[int, ...],
+    head: bool,
+) -> _Work:
+    """A micro-batch on a stage that has so many layers of each kind."""
+    found = _head(job, rates) if head else _Work()
+    for both, n in zip(each.values(), layers, strict=True):
+        for one in both if n else ():
+            found = found.plus(one, n)
+    return found
 
 
 def _likely(job: Job, rates: Values, reserved: float) -> float:
@@ -199,9 +214,9 @@ def _products(job: Job, rates: Values, kind: Kind) -> float:
     if not kind.routed:
         return taken
     here = kind.routed.number // job.layout.ep
-    rows = job.tokens * kind.routed.chosen / here
+    rows = job.tokens * kind.routed.chosen / here * job.layout.cut / job.layout.tp
     own = [one for one in kind.products if one.expert]
-    read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.tp
+    read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.cut
     least = read / (rates.memory * job.machine.stream)
     each = max(least, sum(_cut(job, rates, one, rows) for one in own))
     return taken + rates.uneven * here * each
@@ -209,7 +224,7 @@ def _products(job: Job, rates: Values, kind: Kind) -> float:
 
 def _cut(job: Job, rates: Values, one: Product, rows: float | None = None) -> float:
     """Seconds of a rank's share of a product, for so many rows; None: all tokens."""
-    t = job.layout.tp
+    t = job.layout.cut if one.expert else job.layout.tp
     outputs = one.outputs / (t if one.tp == 0 else 1)
     return _product(job, rates, outputs, one.inputs / (t if one.tp == 1 else 1), rows)
 

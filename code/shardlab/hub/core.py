@@ -32,12 +32,12 @@ def read(path: str | Path, name: str = "config") -> Structure:
         raise ValueError(f"{name}={str(path)!r}: {error}") from None
 
 
-def planned(path: str | Path) -> Structure:
+def planned(path: str | Path, name: str = "config") -> Structure:
     """The same, of a model whose time and memory can be predicted, or ValueError says why not."""
-    found = read(path)
+    found = read(path, name)
     if found.unplanned:
         words = f"{found.model_type} is counted, and not planned: {found.unplanned}"
-        raise ValueError(f"config={str(path)!r}: {words}")
+        raise ValueError(f"{name}={str(path)!r}: {words}")
     return found
 
 

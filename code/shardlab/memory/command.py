@@ -156,10 +156,13 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]
     found |= {"total": sum(found.values()), **more, "host": counted.host}
     names = ["dp", "tp", "pp", *["cp"] * ("cp" in said)]
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in names)
+    active = more.get("count", {}).get("active", params)
+    some = f" ({active / 1e9:.4g} of them active)" if active < params else ""
+    settings = {"precision": "bf16", "optimizer": "adamw"} | settings
     of = f", {layout.micro_batch} × {seq:,} tokens on each rank" if seq else ""
     title = (
-        f"{name} of {params / 1e9:.4g} billion parameters, {settings.get('precision', 'bf16')}, "
-        f"{settings.get('optimizer', 'adamw')}{of}\n"
+        f"{name} of {params / 1e9:.4g} billion parameters{some}, "
+        f"{settings['precision']}, {settings['optimizer']}{of}\n"
         f"{degrees} = {layout.ranks} rank{'s' * (layout.ranks > 1)}, ZeRO stage {layout.zero}"
     )
     return found, title, notes
@@ -173,10 +176,7 @@ def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
         raise ValueError("--device with --config: allowed is gpu")
     path = Path(settings.pop("config"))
     found = hub.read(path)
-    name = f"{found.model_type} ({path.name})"
-    if found.active < found.total:
-        name += f", {found.active / 1e9:.4g} billion active,"
-    return found, name
+    return found, f"{found.model_type} ({path.name})"
 
 
 def _layout(settings: dict[str, Any]) -> Layout:

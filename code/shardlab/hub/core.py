@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardlab.layout.entries import Entry
+from shardlab.layout.entries import COPIED, Entry
 from shardlab.layout.structure import Core, Kind, Routed, Structure
 from shardlab.options import read_text
 
@@ -30,6 +30,15 @@ def read(path: str | Path, name: str = "config") -> Structure:
         return _read(text)
     except ValueError as error:
         raise ValueError(f"{name}={str(path)!r}: {error}") from None
+
+
+def planned(path: str | Path, name: str = "config") -> Structure:
+    """The same, of a model whose time and memory can be predicted, or ValueError says why not."""
+    found = read(path, name)
+    if found.unplanned:
+        words = f"{found.model_type} is counted, and not planned: {found.unplanned}"
+        raise ValueError(f"{name}={str(path)!r}: {words}")
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -197,7 +206,7 @@ def _told_apart(kinds: list[Kind]) -> tuple[Kind, ...]:
         entries = []
         for entry in kind.entries:
             along, many = entry.along, entry.units
-            if along and many and units.setdefault(along, many) != many:
+            if along and many and along != COPIED and units.setdefault(along, many) != many:
                 entry = replace(entry, along=f"{along} ({kind.name})")
             entries.append(entry)
         found.append(replace(kind, entries=tuple(entries)))

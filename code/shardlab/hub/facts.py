@@ -25,7 +25,7 @@ plug()
 # Keys that say how large a model is, or what is shared: named where a file leaves them open.
 SIZES = re.compile(
     r"^(tie_word_embeddings|vocab_size|head_dim|.*hidden_size|.*intermediate_size|num_.*(layers|heads"
-    r"|experts|per_tok)|.*_(rank|head_dim|topk)|sliding_window|max_position_embeddings|n_.*experts"
+    r"|experts|per_tok)|.*_(rank|topk)|(qk_nope|qk_rope|v)_head_dim|sliding_window|max_position_embeddings|n_.*experts"
     r"|mlp_bias|attention_bias|use_qk_norm|first_k_dense_replace|.*mamba.*|ssm_.*)$"
 )
 
@@ -71,7 +71,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
         "order": [kinds.index(kind) for kind in found],
         "kinds": kinds,
         "outside": [asdict(t) for t in ends],
-        "assumed": _assumed(given, config, model),
+        "assumed": _assumed(given, config, model, kinds),
         "unplanned": unplanned or _unlike(model),
     }
 
@@ -113,7 +113,9 @@ def _unlike(model: nn.Module) -> str:
     return ""
 
 
-def _assumed(given: dict[str, Any], config: Any, model: nn.Module) -> list[str]:
+def _assumed(
+    given: dict[str, Any], config: Any, model: nn.Module, kinds: list[dict[str, Any]]
+) -> list[str]:
     """What the file left open, and what of it was not read."""
     if not given:
         return []
@@ -121,15 +123,21 @@ def _assumed(given: dict[str, Any], config: Any, model: nn.Module) -> list[str]:
     inner = next((v for v in given.values() if isinstance(v, dict) and "hidden_size" in v), {})
     written = {config.attribute_map.get(key, key) for key in (*given, *inner)}
     written |= {text.attribute_map.get(key, key) for key in (*given, *inner)}
+    unused = [] if any(kind["experts"] for kind in kinds) else ["expert", "per_tok", "moe"]
+    unused += [] if any(kind["mixer"] for kind in kinds) else ["mamba", "ssm_"]
+    heads = getattr(text, "num_attention_heads", None) or 1
     found = []
     for key, value in text.to_dict().items():
-        plain = isinstance(value, int | float) and value is not None
-        if SIZES.match(key) and plain and key not in written:
+        plain = isinstance(value, int | float) and not any(word in key for word in unused)
+        follows = key == "head_dim" and (
+            "qk_rope_head_dim" in written or value == text.hidden_size // heads
+        )
+        if SIZES.match(key) and plain and key not in written and not follows:
             found.append(f"{key} is {value}, as {type(text).__name__} has it")
     said = [n for n in given.get("architectures") or [] if n != type(model).__name__]
     if said:
         found.append(f"{type(model).__name__} is counted, and not {', '.join(map(str, said))[:80]}")
-    if text is not config and model.config is text:
+    if text is not config and type(model.config) is type(text):
         found.append("the part that reads text is counted alone, as AutoModelForCausalLM has it")
     towers = sum(p.numel() for name, p in model.named_parameters() if OTHERS.search(name))
     if towers:

@@ -159,7 +159,9 @@ def numbers() -> Iterator[Row]:
     times = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
     table: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         (Config, {f: getattr(SPARSE, f) for f in vars(SPARSE)} | {"kv_heads": 2, "ffn": 64}
-         | {"expert_ffn": 32, "capacity": 1.5}),
+         | {"expert_ffn": 32, "capacity": 1.5, "head": 8, "window": 4, "full_every": 2}),
+        (Config, {f: getattr(PLAIN, f) for f in vars(PLAIN)} | {"bias": False, "latent": 16}
+         | {"query_latent": 16, "rotary": 4, "value": 8}),
         (machines.Machine, vars(machines.MACHINES["h100"]) | {"name": "H100"}),
         (cp.attention_memory, {"way": "ring", **attention, "itemsize": 4}),
         (cp.ring_sent, {**grouped, "itemsize": 4}),

@@ -20,6 +20,7 @@ import pytest
 from shardlab import hub
 from shardlab.__main__ import main
 from shardlab.hub import core
+from shardlab.hub.ahead import with_modules
 from shardlab.hub.ask import Builder
 from shardlab.layout.structure import Structure
 
@@ -191,6 +192,99 @@ print(json.dumps(counts))
         elif one.total != counts[name] or not 0 < one.active <= one.total:
             differ[name] = one.total, counts[name]
     assert differ == {}
+
+
+# Today's quirks, in files made for the purpose: what is counted, by hand.
+
+H, A, K, D, F, V, L = 64, 4, 2, 32, 96, 512, 3
+PLAIN = {
+    "hidden_size": H, "num_attention_heads": A, "num_key_value_heads": K, "head_dim": D,
+    "intermediate_size": F, "vocab_size": V, "num_hidden_layers": L, "pad_token_id": None,
+    "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+HEADS = H * D * (A + 2 * K) + A * D * H
+LAYER = HEADS + 3 * H * F + 2 * H
+MLA = {
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "head_dim": 4, "num_key_value_heads": A, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LATENT = H * A * 12 + H * 20 + 16 + 16 * A * 16 + A * 8 * H
+EXPERT = 3 * H * 24
+QUIRKS = {  # what the file says beside; total; active, None: all
+    "tied by the class": ({"model_type": "gemma"}, L * LAYER + H + V * H, None),
+    "untied by the class": ({"model_type": "llama"}, L * LAYER + H + 2 * V * H, None),
+    "tied by the file": (
+        {"model_type": "llama", "tie_word_embeddings": True}, L * LAYER + H + V * H, None,
+    ),
+    "biases that no key names": (
+        {"model_type": "qwen2"}, L * (LAYER + D * (A + 2 * K)) + H + 2 * V * H, None,
+    ),
+    "biases of queries and out": (
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        L * (LAYER + D * (A + 2 * K) + H + 2 * F + H) + H + 2 * V * H, None,
+    ),
+    "norms by head": ({"model_type": "qwen3"}, L * (LAYER + 2 * D) + H + 2 * V * H, None),
+    "norms of the whole": (
+        {"model_type": "olmo2"}, L * (LAYER + (A + K) * D) + H + 2 * V * H, None,
+    ),
+    "four norms": (
+        {"model_type": "gemma3_text"}, L * (LAYER + 2 * D + 2 * H) + H + V * H, None,
+    ),
+    "first layers without experts": (
+        {
+            "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "mlp_only_layers": [0], "decoder_sparse_step": 1,
+        },
+        L * (LAYER + 2 * D) - 2 * 3 * H * F + 2 * (8 * EXPERT + 8 * H) + H + 2 * V * H,
+        2 * 6 * EXPERT,
+    ),
+    "latent attention": (
+        {
+            "model_type": "deepseek_v3", **MLA, "n_routed_experts": 8, "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        L * (LATENT + 2 * H) + 3 * H * F + 2 * (10 * EXPERT + 8 * H) + H + 2 * V * H,
+        2 * 5 * EXPERT,
+    ),
+    "experts of lists": (
+        {
+            "model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2] * L,
+            "moe_intermediate_size": [24] * L, "num_shared_expert": [1] * L, "eos_token_id": 2,
+        },
+        None, None,
+    ),
+}  # fmt: skip
+
+
+def test_quirks_of_files_are_counted(builder, tmp_path: Path) -> None:
+    rows = written(tmp_path, {name: (PLAIN | row[0], "") for name, row in QUIRKS.items()})
+    found = hub.read_many([path for path, _ in rows], True, builder)
+    for (name, (_, total, unmet)), one in zip(QUIRKS.items(), found, strict=True):
+        assert isinstance(one, Structure), (name, one)
+        if total is not None:
+            assert (one.total, one.active) == (total, total - (unmet or 0)), name
+        assert not one.unplanned, (name, one.unplanned)
+
+
+def test_layers_that_predict_further_tokens_are_an_option(found) -> None:
+    one = found["deepseek-v3"]
+    given = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+    more = with_modules(one, given, 1)
+    h = one.hidden
+    assert more.total - one.total == one.kinds[-1].parameters + 2 * h * h + 3 * h
+    assert round((more.total - one.total) / 1e9, 1) == 11.6
+    with pytest.raises(ValueError, match="mtp=2: allowed are whole numbers, 0 to 1"):
+        with_modules(one, given, 2)
+
+
+def test_what_is_counted_and_not_understood_is_not_planned(builder, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(core, "Builder", lambda: nullcontext(builder))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "bloom", "hidden_size": 64, "n_head": 4}))
+    assert hub.read(path).total > 0
+    with pytest.raises(ValueError, match="bloom is counted, and not planned: BloomBlock mixes"):
+        hub.planned(path)
 
 
 # Files from strangers. Each ends in one line, and nothing goes on running.

@@ -13,7 +13,9 @@ can: whether it equals one process, and what each rank holds and sends beside th
 
 --emit writes the fastest layout that an engine can run as its configuration: deepspeed, fsdp2,
 torchtitan, megatron, or slurm, a batch file. It is planned with the bytes and seconds of that
-engine's --profile; with slurm, of any. Rates are the profile's, or those of a file: --rates.
+engine's --profile; with slurm, of any. torchtitan runs a model eagerly, compiled, or captured in a
+CUDA graph, which is taken unless --compile says another: that is predicted, and emitted. Rates are
+the profile's, or those of a file: --rates.
 
     python -m shardlab strategy --measure --rates here.json
     python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
@@ -23,13 +25,18 @@ engine's --profile; with slurm, of any. Rates are the profile's, or those of a f
 --measure finds rates of the machine at hand, in under a minute; a plan with them needs no --gpu.
 
 --fit finds rates from measured steps (CSV with the columns of the Ultra-Scale sweep) or from layer
-times (JSON, a list of cases with "id", "config" and "published") and writes them.
+times (JSON, a list of cases with "id", "config" and "published") and writes them; with --profile
+engines from a table of throughputs (CSV: source, model, gpu, gpus, dtype, mbs, gbs, seq, degrees,
+and tokens_per_s_per_gpu, step_s or tflops_per_gpu). It names each line that it leaves out, and why.
 
 --predict prints the rows of a CSV file with predicted_seconds of a step, predicted_memory_gib that
 rank 0 reserves, and a note: why a row cannot be expressed; its numbers are then empty.
 
 --case prints a JSON list of {"id", "seconds", "memory_gib", "note"}; the memory is what is
-allocated on the fullest rank, without what an allocator loses.
+allocated on the fullest rank, without what an allocator loses. A config has a shape (layers,
+hidden, heads, ffn, kv_heads, vocab) or "file", a config.json; gpu, gpus, tp, pp, vpp, cp, ep, etp,
+dp, mbs, gbs, seq; and of today's engines (--profile engines) engine, dtype, recompute (none,
+selective, full, operators), compile (false, true, "captured"); what is missing follows.
 
 Each takes --profile: whose implementation is predicted.
 """
@@ -51,12 +58,11 @@ from shardlab.arguments import check_one_of
 from shardlab.machines import MACHINES
 from shardlab.shapes import PRESETS
 
-from . import files, learn, report
+from . import files, learn, report, tables
 from .footprint import GIB
-from .hub import read_config
 from .plan import Plan, plan, short
 from .predict import check_rates, first_rank, of_job
-from .profile import PROFILES, Profile, today
+from .profile import HOW, PROFILES, Profile, how, how_of, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
 
@@ -96,6 +102,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
     words = "train the first, small, on ranks of this machine"
     parser.add_argument("--run", action="store_true", default=None, help=words)
+    add("compile", f"how torchtitan runs it: {', '.join(HOW)}", "HOW")
     add("emit", "the fastest layout as a configuration for it", "ENGINE")
     parser.set_defaults(command=_main)
 
@@ -115,9 +122,10 @@ def _main(chosen: argparse.Namespace) -> int:
         raise ValueError(f"rates='': allowed with --{entries[0]} is a file")
     if entries[0] in ("measure", "fit"):
         options.written("rates", given["rates"])  # before anything is measured or fitted
-        rates = _measured(given) if entries == ["measure"] else _fitted(given)
+        left: list[str] = []
+        rates = _measured(given) if entries == ["measure"] else _fitted(given, left)
         options.written("rates", given["rates"], rates.write)
-        print(table(rates))
+        print("\n".join([table(rates), *left]))
         return 0
     profile, rates = _rates(given)
     if entries == ["predict"]:
@@ -150,7 +158,7 @@ def _planned(given: dict[str, Any]) -> int:
     else:
         profile = _profile({"profile": "course", **given})
         rates = rates_today(known(profile.name))
-    profile = today(profile)
+    profile = _compiled(given, today(profile))
     asked = _asked(given, rates)
     fixed: dict[str, object] = {
         name: options.whole(name, given[name], *ends)
@@ -184,6 +192,16 @@ def _planned(given: dict[str, Any]) -> int:
     return 0
 
 
+def _compiled(given: dict[str, Any], profile: Profile) -> Profile:
+    """The profile with its model run as --compile says, where an engine has the choice."""
+    if "compile" not in given:
+        return profile
+    if profile.name != "torchtitan":
+        raise ValueError(f"compile={given['compile']!r}: allowed with --profile torchtitan")
+    check_one_of(HOW, compile=given["compile"])
+    return how(profile, given["compile"])
+
+
 def _for_engine(given: dict[str, Any]) -> dict[str, Any]:
     """The options with the profile of the engine that a plan is for. Slurm starts any program."""
     from .emit import ENGINES
@@ -205,7 +223,8 @@ def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
     why = ""
     for number, one in enumerate(found.fits, 1):
         try:
-            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq)
+            said = how_of(found.profile)
+            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq, said)
         except ValueError as error:
             why = why or str(error)
             continue
@@ -222,7 +241,11 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
         check_one_of(PRESETS, model=name)
         config = PRESETS[name]
     else:
-        name, config = Path(given["config"]).name, read_config(Path(given["config"]))
+        from shardlab import hub  # which no page's calculator needs
+
+        name, config = Path(given["config"]).name, hub.planned(given["config"])
+        for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
+            print(f"assumed: {words}", file=sys.stderr)
     if "gpu" in given or rates.machine is None:
         gpu = given.get("gpu", "")
         check_one_of(MACHINES, gpu=gpu)
@@ -273,11 +296,17 @@ def _measured(given: dict[str, Any]) -> Rates:
     return measure(_profile({"profile": "course", **given}).name)
 
 
-def _fitted(given: dict[str, Any]) -> Rates:
+def _fitted(given: dict[str, Any], left: list[str]) -> Rates:
+    """The rates that a file tells; `left` gets a line for each of its lines that tells none."""
     profile, source = _profile(given), Path(given["fit"])
     if source.suffix == ".json":
         return learn.from_cases(files.read_cases("fit", source), profile, source.name)
-    return learn.from_rows(files.read_rows("fit", source), profile, source.name)
+    rows = files.read_rows("fit", source)
+    if not tables.of_throughputs(rows, profile):
+        return learn.from_rows(rows, profile, source.name)
+    rates, out = learn.from_table(rows, source.name)
+    left += [f"line {line} is left out: {why}" for line, why in out]
+    return rates
 
 
 def table(rates: Rates) -> str:
@@ -293,6 +322,7 @@ def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
     """The CSV file with what is predicted of each row, in order. Raises ValueError for the file."""
     rows = files.read_rows("predict", path)
     values = check_rates(profile, rates)
+    published = tables.of_throughputs(rows, profile)
     columns = [name for name in (rows[0] if rows else files.COLUMNS) if name not in (None, *ADDED)]
     text = io.StringIO()
     writer = csv.DictWriter(text, [*columns, *ADDED], extrasaction="ignore", lineterminator="\n")
@@ -300,7 +330,7 @@ def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
     for row in rows:
         found: dict[str, Any] = dict.fromkeys(ADDED, "")
         try:
-            job = files.row_job(row, profile)
+            job = tables.row_job(row) if published else files.row_job(row, profile)
             size = min(first_rank(job, values), _all_there_is(job.machine.memory))
             found["predicted_seconds"] = f"{of_job(job, values).seconds.total:.6g}"
             found["predicted_memory_gib"] = f"{size / GIB:.4g}"

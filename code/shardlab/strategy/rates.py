@@ -74,6 +74,7 @@ class Values:
     rows: float = 0.0
     routes: float = 0.0
     deal: float = 0.0
+    travels: float = 1.0
     eager: float = 1.0
     torchtitan: float = 1.0
     automodel: float = 1.0
@@ -300,12 +301,21 @@ _GUESSES = {
         "seconds more in which a CPU launches a layer with experts",
         {"engines": (4e-3, 1.0)},
     ),
+    "travels": (
+        "share of what goes to experts of other nodes, that nothing hides",
+        {"engines": (0.8, 0.3)},
+    ),
     "eager": ("times as long as element-wise work takes uncompiled", {"engines": (1.4, 0.2)}),
     "torchtitan": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),
     "automodel": ("times as long as Megatron's step", {"engines": (1.1, 0.2)}),
     "fsdp": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),
 }
 _LIKE = {**dict.fromkeys(("fsdp2", "torchtitan", "deepspeed"), "course"), "engines": "megatron"}
+_MEASURED = "torchtitan", "fsdp2"  # whose steps are among those of today's engines
+_NOT_OF_THEM = (
+    "launch", "crossing",  # of Megatron, which launches less
+    "limit", "retries", "kept", "fragments", "logit", "late", "settled", "gathered", "fixed",
+)  # fmt: skip
 PUBLISHED = Path(__file__).parent / "published"
 GUESS = "a guess: what jobs commonly reach"
 
@@ -322,7 +332,13 @@ def guesses(profile: str) -> Rates:
 def known(profile: str) -> Rates:
     """The best that the course knows: fitted on published runs (`--fit`), or else guesses."""
     path = PUBLISHED / f"rates_{profile}.json"
-    return read(path) if path.exists() else guesses(profile)
+    if path.exists():
+        return read(path)
+    rates = guesses(profile)
+    if profile not in _MEASURED:
+        return rates
+    found = read(PUBLISHED / "rates_engines.json").all
+    return Rates(profile, rates.all | {n: r for n, r in found.items() if n not in _NOT_OF_THEM})
 
 
 def today(rates: Rates) -> Rates:

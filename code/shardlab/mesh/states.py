@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardlab import count
 from shardlab.arguments import check_callable, check_kind
+from shardlab.layout.boxes import Piece, whole
 from shardlab.layout.entries import ledger
 from shardlab.ranks.gather import joined, named
+from shardlab.tensor_parallel.states import boxes
 from shardlab.zero.flat import Flat
-from shardlab.zero.saved import assembled, deal_out, warm
+from shardlab.zero.saved import assembled, deal_out, pieces_of, warm
 
 Of = Callable[[torch.nn.Parameter], Tensor | None]
 
@@ -46,6 +48,13 @@ class OnMesh(nn.Module):
         """What ZeRO has dealt out of them."""
         return [flat for part in self.sharded for flat in part.flats]
 
+    def pieces(self) -> list[Piece]:
+        """What this rank trains, and buffers, as parts of the plain model's tensors: views.
+
+        Who fills them calls `changed`, on all ranks. A tied head goes by the embedding's name.
+        """
+        return pieces(self)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The plain model's state dict, whole and on every rank; every rank has to call it."""
         return full_tensors(self)
@@ -66,6 +75,24 @@ class OnMesh(nn.Module):
         """Take over such tensors, saved under any mesh after `step` steps."""
         restore(self, optimizer, state)
         self.number = step
+
+
+def pieces(job: OnMesh) -> list[Piece]:
+    """What this rank trains, as parts of the plain model's tensors; see `OnMesh.pieces`."""
+    check_kind(OnMesh, job=job)
+    parts = boxes(job.config, job.cuts, job.groups.tp)
+    if job.sharded:
+        found = [piece for flat in job.flats for piece in pieces_of(flat, parts)]
+    else:
+        found = [Piece(name, parts[name], p.detach()) for name, p in job.named_parameters()]
+    found = [piece._replace(name=first_name(job, piece.name)) for piece in found]
+    buffers = [of for module in _modules(job) for of in module.named_buffers()]
+    return found + [Piece(name, whole(buffer.shape), buffer) for name, buffer in buffers]
+
+
+def _modules(job: OnMesh) -> list[nn.Module]:
+    """What this rank computes with."""
+    return [part.module for part in job.sharded] or job.pipeline.parts
 
 
 @torch.no_grad()
@@ -195,9 +222,8 @@ def held(job: OnMesh, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     check_kind(OnMesh, job=job)
     check_kind(torch.optim.Optimizer, optimizer=optimizer)
     trained = list(job.parameters())
-    plain = [part.module for part in job.sharded] or job.pipeline.parts
     # Of a model in shards: what it computes with, pieces.
-    there = [*nn.ModuleList(plain).parameters(), *trained]
+    there = [*nn.ModuleList(_modules(job)).parameters(), *trained]
     kept = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "parameters": count.bytes_of(there),

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from shardlab import ranks
 from shardlab.arguments import check_kind, given, is_whole
 from shardlab.buckets import clip_by_joint_norm
-from shardlab.model import GPT
+from shardlab.layout.boxes import Box, share, whole
+from shardlab.layout.entries import ledger
+from shardlab.model import GPT, Config
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
 from shardlab.ranks.gather import joined
@@ -45,6 +47,16 @@ def pieces(model: nn.Module) -> list[tuple[str, nn.Parameter, int | None]]:
     """Each parameter once: its name, itself, and the dimension along which it is cut, or None."""
     parameters = dict(model.named_parameters())
     return [(name, parameters[name], dimension) for name, dimension in cuts(model).items()]
+
+
+def boxes(config: Config, dimensions: Mapping[str, int | None], group: Group) -> dict[str, Box]:
+    """Parameter -> which part of the plain GPT's tensor this rank has; dimensions: see `cuts`."""
+    rank, size = check_group(group)
+    return {
+        entry.name: share(whole(entry.shape), dimensions[entry.name], rank, size)
+        for entry in ledger(config)
+        if entry.name in dimensions
+    }
 
 
 def full_shapes(model: GPT) -> dict[str, torch.Size]:

@@ -1,0 +1,277 @@
+"""What tensors and sizes are called on Hugging Face's hub, and how ours stand in them.
+
+One row of `FAMILIES` for each kind of model, by its `model_type`. Most of the hub's tensors are
+ours under another name. GPT-2's matrices are transposed, inputs first, and its queries, keys and
+values stand side by side in one; GPT-NeoX has those of a head beside each other, head after head.
+So a tensor of ours is one part of a hub's tensor or several: its `Link`s.
+
+The course's GPT has rotary positions. GPT-2 learned its own, which stay in the file (`beside`);
+what computes the same as the course's GPT of GPT-2's shape is GPT-NeoX (Black et al. 2022, arXiv
+2204.06745), with its two halves of a block one after the other.
+
+The standard library alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardlab.arguments import check_kind, check_one_of
+from shardlab.layout.boxes import Box, whole
+from shardlab.layout.entries import Entry, ledger
+from shardlab.options import read_json
+from shardlab.shapes import Config
+
+
+class Link(NamedTuple):
+    """A part of one of our tensors, and where it stands in one of the hub's."""
+
+    hub: str
+    place: Box  # in the hub's
+    name: str
+    box: Box  # in ours
+    turned: bool = False  # the hub's is transposed
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a kind of model is called and stored; our names and fields are the keys."""
+
+    classname: str
+    layer: str  # what stands before the names of a layer's tensors
+    names: Mapping[str, str]
+    sizes: Mapping[str, str]  # fields of Config -> keys of config.json
+    fixed: Mapping[str, Any]  # fields of Config that all of them have
+    keys: Mapping[str, Any]  # keys of config.json with the one value that our GPT computes
+    turned: tuple[str, ...] = ()  # whose weights are stored transposed
+    fused: str = ""  # queries, keys and values in one tensor: "side by side", or "by heads"
+    beside: str = r"(?!)"  # the hub's tensors that our GPT has no place for, as a pattern
+    base: str = ""  # some files leave this out, which names begin with
+
+
+_QKV = "attention.query", "attention.key", "attention.value"
+_LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+_LLAMA_SIZES = {
+    "vocab": "vocab_size",
+    "seq": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden": "hidden_size",
+    "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "tied": "tie_word_embeddings",
+    "rotary_base": "rope_theta",
+}
+_RMS = {"mlp": "swiglu", "norm": "rms", "bias": False}
+_LAYER = {"mlp": "gelu", "norm": "layer", "bias": True}
+_SILU = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM", "model.layers.{}.", _LLAMA_NAMES, _LLAMA_SIZES, _RMS, _SILU,
+        beside=r".*\.rotary_emb\.inv_freq",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES
+        | {
+            "ffn.router.score": "block_sparse_moe.gate",
+            "ffn.experts.gate": "block_sparse_moe.experts.{}.w1",
+            "ffn.experts.up": "block_sparse_moe.experts.{}.w3",
+            "ffn.experts.down": "block_sparse_moe.experts.{}.w2",
+        },
+        _LLAMA_SIZES | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        _RMS,
+        {"hidden_act": "silu", "rms_norm_eps": 1e-5, "sliding_window": None},
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        "transformer.h.{}.",
+        {
+            "embedding": "transformer.wte",
+            "attention_norm": "ln_1",
+            **dict.fromkeys(_QKV, "attn.c_attn"),
+            "attention.out": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn.up": "mlp.c_fc",
+            "ffn.down": "mlp.c_proj",
+            "norm": "transformer.ln_f",
+            "head": "lm_head",
+        },
+        {
+            "vocab": "vocab_size",
+            "seq": "n_positions",
+            "layers": "n_layer",
+            "heads": "n_head",
+            "hidden": "n_embd",
+            "ffn": "n_inner",
+            "tied": "tie_word_embeddings",
+        },
+        _LAYER,
+        {"layer_norm_epsilon": 1e-5},
+        turned=(*_QKV, "attention.out", "ffn.up", "ffn.down"),
+        fused="side by side",
+        beside=r"transformer\.wpe\.weight|.*\.attn\.(masked_)?bias",
+        base="transformer.",
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        "gpt_neox.layers.{}.",
+        {
+            "embedding": "gpt_neox.embed_in",
+            "attention_norm": "input_layernorm",
+            **dict.fromkeys(_QKV, "attention.query_key_value"),
+            "attention.out": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn.up": "mlp.dense_h_to_4h",
+            "ffn.down": "mlp.dense_4h_to_h",
+            "norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
+        {name: key for name, key in _LLAMA_SIZES.items() if name != "kv_heads"},
+        _LAYER,
+        {
+            "hidden_act": "gelu",
+            "use_parallel_residual": False,
+            "rotary_pct": 1.0,
+            "attention_bias": True,
+            "layer_norm_eps": 1e-5,
+        },
+        fused="by heads",
+    ),
+}  # fmt: skip
+_VALUES = {"kv_heads": "key_value_heads", "ffn": "ffn_width", "expert_ffn": "expert_width"}
+
+
+class Named(NamedTuple):
+    """An entry's name, taken apart: blocks.3.ffn.experts.5.up.weight."""
+
+    stem: str  # ffn.experts.up
+    suffix: str  # weight
+    layer: int | None
+    expert: int | None
+
+
+def named(name: str) -> Named:
+    """What a name of the plain model's says."""
+    rest, _, suffix = name.rpartition(".")
+    found = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.*?)(?:\.experts\.(\d+)(\..*))?", rest)
+    layer, stem, expert, last = found.groups()
+    stem = stem if expert is None else f"{stem}.experts{last}"
+    return Named(stem, suffix, *(None if n is None else int(n) for n in (layer, expert)))
+
+
+def family_of(config: Config) -> str:
+    """The kind of model on the hub that computes what GPT(config) does, by its model_type.
+
+    Raises ValueError where none does.
+    """
+    stems = {named(entry.name).stem for entry in ledger(config)}
+    for model_type, family in FAMILIES.items():
+        fits = all(getattr(config, name) == value for name, value in family.fixed.items())
+        fits = fits and ("kv_heads" in family.sizes or config.key_value_heads == config.heads)
+        if model_type != "gpt2" and fits and stems <= family.names.keys():
+            return model_type
+    raise ValueError(f"config={config}: allowed are shapes of {', '.join(FAMILIES)}")
+
+
+def links(config: Config, model_type: str) -> dict[str, list[Link]]:
+    """Where each tensor of GPT(config) stands on the hub, by our names; a tied head nowhere.
+
+    Raises ValueError for a kind that is not in the table, or has no place for one of the tensors.
+    """
+    check_kind(Config, config=config)
+    check_one_of(FAMILIES, model_type=model_type)
+    family, found = FAMILIES[model_type], {}
+    for entry in ledger(config):
+        if entry.tied is not None:
+            continue
+        stem, suffix, layer, expert = named(entry.name)
+        if stem not in family.names:
+            text = f"has no place for {entry.name}; allowed are models without"
+            raise ValueError(f"model_type={model_type!r}: {text}")
+        hub = f"{family.names[stem].format(expert)}.{suffix}"
+        hub = hub if layer is None else family.layer.format(layer) + hub
+        turned = stem in family.turned and suffix == "weight"
+        found[entry.name] = list(_places(config, family, entry, stem, hub, turned))
+    return found
+
+
+def _places(
+    config: Config, family: Family, entry: Entry, stem: str, hub: str, turned: bool
+) -> Iterator[Link]:
+    """The parts of an entry, and where they stand in the hub's tensor."""
+    rows, *rest = whole(entry.shape)
+    number = _QKV.index(stem) if stem in _QKV and family.fused else 0
+    each = config.head_size if family.fused == "by heads" and stem in _QKV else rows[1]
+    times = len(_QKV) if each < rows[1] else 1
+    for head in range(rows[1] // each):
+        first = (head * times + number) * each
+        place, box = ((first, first + each), *rest), ((head * each, (head + 1) * each), *rest)
+        yield Link(hub, place[::-1] if turned else place, entry.name, box, turned)
+
+
+def shapes(found: Mapping[str, list[Link]]) -> dict[str, tuple[int, ...]]:
+    """The hub's tensors, by name, and their shapes: what all links into them cover."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for link in (link for each in found.values() for link in each):
+        here = tuple(end for _, end in link.place)
+        before = ends.get(link.hub, here)
+        ends[link.hub] = tuple(max(pair) for pair in zip(before, here, strict=True))
+    return ends
+
+
+# The shape itself, as config.json has it.
+
+
+def config_json(config: Config, model_type: str) -> dict[str, Any]:
+    """What `transformers` builds this kind of model from, with the shape of GPT(config)."""
+    family = FAMILIES[model_type]
+    found = {key: getattr(config, _VALUES.get(name, name)) for name, key in family.sizes.items()}
+    if "rope_theta" in found:
+        found["rope_parameters"] = {"rope_theta": found.pop("rope_theta"), "rope_type": "default"}
+    return {"model_type": model_type, "architectures": [family.classname], **found, **family.keys}
+
+
+def config_of(folder: str | Path) -> Config:
+    """The shape of the course's GPT for the model in `folder`, from its config.json.
+
+    Raises ValueError for a kind that is not in the table, and for one that computes, by a key of
+    its file, what the GPT does not: learned positions of GPT-2 and its GELU alone are let pass.
+    """
+    path = Path(folder) / "config.json"
+    given = read_json("config", path)
+    if not isinstance(given, dict) or given.get("model_type") not in FAMILIES:
+        kind = given.get("model_type") if isinstance(given, dict) else given
+        allowed = f"allowed are {', '.join(FAMILIES)}"
+        raise ValueError(f"config={str(path)!r}: model_type={kind!r}; {allowed}")
+    family, ropes = FAMILIES[given["model_type"]], given.get("rope_parameters") or {}
+    scaled = given.get("rope_scaling") or ropes
+    given = {**given, **ropes, "rope_type": scaled.get("rope_type", scaled.get("type", "default"))}
+    for key, only in {**family.keys, "rope_type": "default"}.items():
+        if given.get(key, only) != only:
+            text = f"{key}={given[key]!r}; allowed is {only!r}"
+            raise ValueError(f"config={str(path)!r}: {text}")
+    sizes = {name: given[key] for name, key in family.sizes.items() if given.get(key) is not None}
+    try:
+        return Config(**family.fixed | sizes)
+    except ValueError as error:
+        raise ValueError(f"config={str(path)!r}: {error}") from None

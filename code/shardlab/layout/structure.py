@@ -130,6 +130,7 @@ class Structure:
     model_type: str = "gpt"  # transformers' word, for a model of it
     assumed: tuple[str, ...] = ()  # what a file left open, in words
     unplanned: str = ""  # why its time and memory are not predicted; "": they are
+    own: Config | None = None  # of what shape the course's own model is the same; None: of none
 
     @property
     def layers(self) -> int:
@@ -190,7 +191,7 @@ def of_config(config: Config) -> Structure:
     order = (0,) * dense + (len(some) - 1,) * (config.layers - dense)
     kinds = tuple(_kind(config, sparse) for sparse in some)
     ends = config.hidden, config.vocab, config.seq
-    return Structure(*ends, kinds, order, outside(config), config.tied)
+    return Structure(*ends, kinds, order, outside(config), config.tied, own=config)
 
 
 def _kind(c: Config, sparse: bool) -> Kind:
@@ -204,6 +205,19 @@ def _kind(c: Config, sparse: bool) -> Kind:
         "experts" if sparse else "dense", of_kind(c, sparse), core, width, c.mlp == "swiglu",
         routed, stream=4 * c.hidden, heads=2 * (c.heads + c.key_value_heads) * size,
     )  # fmt: skip
+
+
+def own_config(model: Config | Structure, **asked: object) -> Config:
+    """The shape of the course's own model that is the same. Raises ValueError where none is.
+
+    asked: what it is needed for, as emit="megatron".
+    """
+    found = structure(model)
+    if found.own is None:
+        words = ", ".join(f"{name}={told(value)}" for name, value in asked.items())
+        allowed = f"models that the course's own GPT can be, which no {found.model_type} is"
+        raise ValueError(f"{words}: allowed are {allowed}")
+    return found.own
 
 
 # Which degrees a model takes.

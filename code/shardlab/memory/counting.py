@@ -41,17 +41,22 @@ def shapes(config: Config, layout: Layout = ALONE, stage: int | Stage | None = N
     """Every parameter that one rank holds, by name, once; `stage` as in `parameters`."""
     here = placed(config, layout, stage)
     check_expert_degree(config, layout.ep)
-    return {entry.name: entry.local(layout.tp) for entry in held(config, here, layout.ep)}
+    return {
+        entry.name: entry.local(layout.tp if entry.expert is None else layout.cut)
+        for entry in held(config, here, layout.ep)
+    }
 
 
 @lru_cache(maxsize=1024)
-def in_layer(kind: Kind, tp: int, ep: int) -> Counter[str]:
+def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> Counter[str]:
     """Parameters of one layer of that kind on one rank, by part; "experts": of its own ones."""
     counts: Counter[str] = Counter()
     here = kind.routed.number // ep if kind.routed else 0
     for entry in kind.entries:
         own = entry.expert is not None
-        counts["experts" if own else entry.kind] += (here if own else 1) * entry.elements(tp)
+        counts["experts" if own else entry.kind] += (
+            here * entry.elements(cut) if own else entry.elements(tp)
+        )
     return counts
 
 
@@ -104,18 +109,23 @@ class Held:
         """
         shards = layout.shards
         same = self.all - self.experts
-        return ceil_div(same, shards) + ceil_div(self.experts, shards // layout.ep)
+        return ceil_div(same, shards) + ceil_div(self.experts, layout.alike)
 
 
 def held_by(model: Structure, layout: Layout, here: Stage) -> Held:
     """What a rank of a stage holds, by number alone: for a thousand layouts, and without checks."""
     counts = model.counted(here.chunks)
-    return _held(model, layout.tp, layout.ep, counts, here.embedding, here.head)
+    cuts = layout.tp, layout.ep, layout.cut
+    return _held(model, cuts, counts, here.embedding, here.head)
 
 
 @lru_cache(maxsize=4096)
 def _held(
-    model: Structure, tp: int, ep: int, layers: tuple[int, ...], embedding: bool, head: bool
+    model: Structure,
+    cuts: tuple[int, int, int],
+    layers: tuple[int, ...],
+    embedding: bool,
+    head: bool,
 ) -> Held:
     counts, own = dict.fromkeys(KINDS, 0), 0
     first, *last = model.outside
@@ -123,9 +133,9 @@ def _held(
     if head:
         ends += [e for e in last if e.tied is None or not embedding]
     for entry in ends:
-        counts[entry.kind] += entry.elements(tp)
+        counts[entry.kind] += entry.elements(cuts[0])
     for kind, n in zip(model.kinds, layers, strict=True):
-        for part, elements in in_layer(kind, tp, ep).items() if n else ():
+        for part, elements in in_layer(kind, *cuts).items() if n else ():
             counts["ffn" if part == "experts" else part] += n * elements
             own += n * elements if part == "experts" else 0
     return Held(sum(counts.values()), own, counts)

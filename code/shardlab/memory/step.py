@@ -140,7 +140,7 @@ def _in_order(config: Config, layout: Layout, here: Stage) -> list[int]:
         found += min(2, layers) * [*of_layer(config, kind.routed is not None, range(each))]
     if here.head:
         found += last[:-1] if config.tied and here.embedding else last
-    return [entry.elements(layout.tp) for entry in found]
+    return [e.elements(layout.tp if e.expert is None else layout.cut) for e in found]
 
 
 def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards: int = 1) -> int:
@@ -256,11 +256,15 @@ class Unit:
     @staticmethod
     def of(model: Structure, layout: Layout, stage: Stage) -> Unit:
         """Of a rank of `stage`; of its layers a large one, with experts where there are some."""
-        tp, ep = layout.tp, layout.ep
-        inside = sum(n * in_layer(kind, tp, ep).total() for kind, n in by_kind(model, stage))
-        kind = max(model.kinds, key=lambda k: (bool(k.routed), in_layer(k, tp, ep).total()))
-        one = in_layer(kind, tp, ep)
-        downs = [e.elements(tp) for e in kind.entries if e.kind == "ffn" and e.tp == 1]
+        tp, cuts = layout.tp, (layout.tp, layout.ep, layout.cut)
+        inside = sum(n * in_layer(kind, *cuts).total() for kind, n in by_kind(model, stage))
+        kind = max(model.kinds, key=lambda k: (bool(k.routed), in_layer(k, *cuts).total()))
+        one = in_layer(kind, *cuts)
+        downs = [
+            e.elements(tp if e.expert is None else layout.cut)
+            for e in kind.entries
+            if e.kind == "ffn" and e.tp == 1
+        ]
         return Unit(
             one.total(),
             one["ffn"] + one["experts"],

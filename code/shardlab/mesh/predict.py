@@ -52,7 +52,7 @@ def left_out(config: Config, layout: Layout) -> dict[str, Instead]:
     check_kind(Layout, layout=layout)
     found = {
         name: Instead(only, f": allowed in a mesh is {only!r}")
-        for name, only in {"cp": 1, "ep": 1, "replicas": 1, "offload": "none"}.items()
+        for name, only in {"cp": 1, "ep": 1, "etp": None, "replicas": 1, "offload": "none"}.items()
     }
     if layout.schedule not in SCHEDULES:
         found["schedule"] = Instead("1f1b", f": allowed in a mesh are {', '.join(SCHEDULES)}")

@@ -64,9 +64,9 @@ def _once(job: Job, rates: Values, stage: Stage) -> float:
     group, ep, held = job.layout.shards, job.layout.ep, job.held(stage)
     own = held.experts
     taken = (held.all - own) * (group - 1) / group / rate(job, rates, group)
-    if own and group > ep:  # the ranks that have the same experts
-        same = group // ep
-        taken += own * (same - 1) / same / rate(job, rates, same, ep)
+    if own and (same := job.layout.alike) > 1:  # the ranks that have the same experts
+        apart = max(1, ep * job.layout.cut // job.layout.tp)
+        taken += own * (same - 1) / same / rate(job, rates, same, apart)
     return taken
 
 

@@ -44,7 +44,7 @@ class Planned:
 class Plan:
     """What was asked; layouts that fit, the fastest first; how many fell out for which reason."""
 
-    config: Config | Structure
+    config: Structure
     machine: Machine
     gpus: int
     batch: int
@@ -79,6 +79,7 @@ def plan(
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
     below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, and for rates of another profile.
     """
+    config = structure(config)  # once, and not for each layout
     check_kind(Machine, machine=machine)
     check_whole(1, MOST_GPUS, gpus=gpus)
     check_whole(1, SIZES, batch=batch)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab.arguments import check_kind, check_whole, given
-from shardlab.layout.boxes import Box, Piece, common, elements, shape, within
+from shardlab.layout.boxes import Box, Piece, common, elements, within
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import gathered
 from shardlab.ranks.p2p import exchange_all
@@ -74,7 +74,7 @@ def carry(
     group: dist.ProcessGroup | None,
     device: torch.device | None = None,
 ) -> None:
-    """Take part in the transfers of one tensor: out of `mine`, into `wanted`, sent as `dtype`.
+    """Take part in the transfers of one tensor: out of `mine`, into `wanted`, which has `dtype`.
 
     group: with its own numbers in the plan; None: one process. device: where what is sent has to
     be; None: where it is. All ranks that the plan names call it.
@@ -82,22 +82,16 @@ def carry(
     rank = 0 if group is None else dist.get_rank(group)
     outgoing: list[tuple[Tensor, int]] = []
     incoming: list[tuple[Tensor, int]] = []
-    landing: list[tuple[Tensor, Box]] = []
     for source, target, box in plan:
         if source == rank:
             part = _part(mine, box).to(device=device, dtype=dtype)
             if target == rank:
                 _part(wanted, box).copy_(part)
             else:
-                outgoing.append((part.contiguous(), target))
+                outgoing.append((part, target))
         elif target == rank:
-            place = _part(wanted, box)
-            landed = torch.empty(shape(box), dtype=dtype, device=device or place.device)
-            incoming.append((landed, source))
-            landing.append((landed, box))
+            incoming.append((_part(wanted, box), source))
     exchange_all(outgoing, incoming, group).wait()
-    for landed, box in landing:
-        _part(wanted, box).copy_(landed)
 
 
 def _part(among: Sequence[Piece], box: Box) -> Tensor:

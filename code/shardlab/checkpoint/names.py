@@ -158,6 +158,12 @@ FAMILIES: dict[str, Family] = {
         fused="by heads",
     ),
 }  # fmt: skip
+_FUSED_EXPERTS = {
+    "gate_up_proj": ("ffn.experts.gate", "ffn.experts.up"),
+    "down_proj": ("ffn.experts.down",),
+}
+# What a key that is not there stands for, where that is not the value that our GPT computes.
+_ABSENT = {"use_parallel_residual": True, "rotary_pct": 0.25, "rms_norm_eps": 1e-6}
 _VALUES = {"kv_heads": "key_value_heads", "ffn": "ffn_width", "expert_ffn": "expert_width"}
 
 
@@ -229,6 +235,45 @@ def _places(
         yield Link(hub, place[::-1] if turned else place, entry.name, box, turned)
 
 
+def links_of_transformers(
+    model_type: str, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Link]]:
+    """The same for a model of `transformers`, whose names are the hub's but for experts.
+
+    It has those of a layer in one tensor, [E, 2F, H] for gate and up, [E, H, F] for down; the hub
+    has each alone. Raises ValueError for experts of a kind that is not in the table.
+    """
+    found, family = {}, FAMILIES.get(model_type)
+    for name, of in shapes.items():
+        before, experts, last = name.partition("mlp.experts.")
+        if experts and len(of) == 3:
+            if family is None or last not in _FUSED_EXPERTS:
+                allowed = ", ".join(
+                    kind for kind in FAMILIES if "ffn.experts.up" in FAMILIES[kind].names
+                )
+                raise ValueError(f"model_type={model_type!r}: allowed with experts are {allowed}")
+            stems = [family.names[stem] for stem in _FUSED_EXPERTS[last]]
+            each = of[1] // len(stems)
+            found[name] = [
+                Link(
+                    f"{before}{stem.format(expert)}.weight",
+                    ((0, each), (0, of[2])),
+                    name,
+                    ((expert, expert + 1), (k * each, (k + 1) * each), (0, of[2])),
+                )
+                for expert in range(of[0])
+                for k, stem in enumerate(stems)
+            ]
+            continue
+        hub = name
+        if family is not None and name == "lm_head.weight":
+            hub = f"{family.names['head']}.weight"
+        if family is not None and "ffn.router.score" in family.names and ".mlp.gate." in name:
+            hub = name.replace("mlp.gate", family.names["ffn.router.score"])
+        found[name] = [Link(hub, whole(of), name, whole(of))]
+    return found
+
+
 def shapes(found: Mapping[str, list[Link]]) -> dict[str, tuple[int, ...]]:
     """The hub's tensors, by name, and their shapes: what all links into them cover."""
     ends: dict[str, tuple[int, ...]] = {}
@@ -265,7 +310,9 @@ def config_of(folder: str | Path) -> Config:
         raise ValueError(f"config={str(path)!r}: model_type={kind!r}; {allowed}")
     family, ropes = FAMILIES[given["model_type"]], given.get("rope_parameters") or {}
     scaled = given.get("rope_scaling") or ropes
-    given = {**given, **ropes, "rope_type": scaled.get("rope_type", scaled.get("type", "default"))}
+    given = {**_ABSENT, **given, **ropes}
+    given["rope_type"] = scaled.get("rope_type", scaled.get("type", "default"))
+    given["rotary_pct"] = ropes.get("partial_rotary_factor", given["rotary_pct"])
     for key, only in {**family.keys, "rope_type": "default"}.items():
         if given.get(key, only) != only:
             text = f"{key}={given[key]!r}; allowed is {only!r}"

@@ -24,7 +24,7 @@ from shardlab.checkpoint import (
     hand_over,
     load_hub,
     names,
-    predicted_bytes,
+    predicted_hand_over,
     safe,
     save_hub,
 )
@@ -411,7 +411,7 @@ def handed_over(config, old, new):
         hand_over(*models, group)
     source, target = (model.full_state_dict() for model in models)
     assert equal(source, target)
-    return sent.bytes, predicted_bytes(*parts)[rank]
+    return sent.bytes, predicted_hand_over(*parts)[rank]
 
 
 def all_handed_over(whole_table):
@@ -452,7 +452,7 @@ def test_a_generator_on_other_ranks_gets_a_trainer_s_weights_in_its_own_dtype():
             assert torch.equal(own[entry.name], want)
     old = [predicted_pieces(config, Layout(tp=4), rank) for rank in range(4)]
     new = [predicted_pieces(config, Layout(tp=2), rank) for rank in range(2)]
-    sent = predicted_bytes([*old, [], []], [[], [], [], [], *new], itemsize=2)
+    sent = predicted_hand_over([*old, [], []], [[], [], [], [], *new], itemsize=2)
     assert [counted for counted, *_ in found] == sent and sum(sent) > 0
 
 

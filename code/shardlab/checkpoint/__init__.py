@@ -32,7 +32,7 @@ from .core import Checkpoints, Training, named_tensors
 from .cost import best_interval, lost_fraction, simulated_lost_fraction
 from .folder import MANIFEST, CheckpointError, complete
 from .hub import load_hub, save_hub
-from .moving import hand_over, predicted_bytes
+from .moving import hand_over, predicted_hand_over
 from .names import config_of
 from .one_file import export
 
@@ -49,7 +49,7 @@ __all__ = [
     "load_hub",
     "lost_fraction",
     "named_tensors",
-    "predicted_bytes",
+    "predicted_hand_over",
     "save_hub",
     "simulated_lost_fraction",
 ]

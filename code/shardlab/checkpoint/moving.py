@@ -130,7 +130,7 @@ def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.Pr
         changed(target)
 
 
-def predicted_bytes(
+def predicted_hand_over(
     before: Sequence[Parts], after: Sequence[Parts], itemsize: int = 4
 ) -> list[int]:
     """Bytes that each rank sends in `hand_over`, from what each has, and what each is to have.

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,25 +69,49 @@ _LLAMA_NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-_LLAMA_SIZES = {
+_EXPERT_NAMES = {
+    "ffn.router.score": "mlp.gate",
+    "ffn.experts.gate": "mlp.experts.{}.gate_proj",
+    "ffn.experts.up": "mlp.experts.{}.up_proj",
+    "ffn.experts.down": "mlp.experts.{}.down_proj",
+}
+_QK_NORM = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+_SIZES = {
     "vocab": "vocab_size",
     "seq": "max_position_embeddings",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "hidden": "hidden_size",
-    "kv_heads": "num_key_value_heads",
     "ffn": "intermediate_size",
     "tied": "tie_word_embeddings",
     "rotary_base": "rope_theta",
 }
+_LLAMA_SIZES = _SIZES | {
+    "kv_heads": "num_key_value_heads",
+    "head": "head_dim",
+    "norm_eps": "rms_norm_eps",
+}
 _RMS = {"mlp": "swiglu", "norm": "rms", "bias": False}
 _LAYER = {"mlp": "gelu", "norm": "layer", "bias": True}
-_SILU = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5}
+_SILU = {"hidden_act": "silu", "attention_bias": False}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "LlamaForCausalLM", "model.layers.{}.", _LLAMA_NAMES, _LLAMA_SIZES, _RMS, _SILU,
+        "LlamaForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES,
+        _LLAMA_SIZES,
+        _RMS,
+        _SILU | {"mlp_bias": False},
         beside=r".*\.rotary_emb\.inv_freq",
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES | _QK_NORM,
+        _LLAMA_SIZES,
+        _RMS | {"qk_norm": True},
+        _SILU | {"use_sliding_window": False},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -98,9 +123,71 @@ FAMILIES: dict[str, Family] = {
             "ffn.experts.up": "block_sparse_moe.experts.{}.w3",
             "ffn.experts.down": "block_sparse_moe.experts.{}.w2",
         },
-        _LLAMA_SIZES | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        _LLAMA_SIZES
+        | {
+            "experts": "num_local_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "window": "sliding_window",
+        },
         _RMS,
-        {"hidden_act": "silu", "rms_norm_eps": 1e-5, "sliding_window": None},
+        {"hidden_act": "silu"},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES | _QK_NORM | _EXPERT_NAMES,
+        _LLAMA_SIZES
+        | {
+            "experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_ffn": "moe_intermediate_size",
+        },
+        _RMS | {"qk_norm": True},
+        _SILU
+        | {
+            "use_sliding_window": False,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES
+        | _EXPERT_NAMES
+        | {
+            "attention.query_down": "self_attn.q_a_proj",
+            "attention.query_norm": "self_attn.q_a_layernorm",
+            "attention.query": "self_attn.q_b_proj",
+            "attention.down": "self_attn.kv_a_proj_with_mqa",
+            "attention.down_norm": "self_attn.kv_a_layernorm",
+            "attention.key_value": "self_attn.kv_b_proj",
+            "ffn.router": "mlp.gate",
+            "ffn.shared.gate": "mlp.shared_experts.gate_proj",
+            "ffn.shared.up": "mlp.shared_experts.up_proj",
+            "ffn.shared.down": "mlp.shared_experts.down_proj",
+        },
+        _SIZES
+        | {
+            "norm_eps": "rms_norm_eps",
+            "head": "qk_nope_head_dim",
+            "value": "v_head_dim",
+            "rotary": "qk_rope_head_dim",
+            "latent": "kv_lora_rank",
+            "query_latent": "q_lora_rank",
+            "experts": "n_routed_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_ffn": "moe_intermediate_size",
+            "shared_experts": "n_shared_experts",
+            "dense_layers": "first_k_dense_replace",
+            "expert_groups": "n_group",
+            "groups_per_token": "topk_group",
+            "routed_scale": "routed_scaling_factor",
+        },
+        _RMS | {"router": "sigmoid"},
+        _SILU | {"norm_topk_prob": True, "rope_interleave": True},
+        beside=r"model\.layers\.61\..*",  # it predicts the token after the next
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -124,9 +211,10 @@ FAMILIES: dict[str, Family] = {
             "hidden": "n_embd",
             "ffn": "n_inner",
             "tied": "tie_word_embeddings",
+            "norm_eps": "layer_norm_epsilon",
         },
         _LAYER,
-        {"layer_norm_epsilon": 1e-5},
+        {},
         turned=(*_QKV, "attention.out", "ffn.up", "ffn.down"),
         fused="side by side",
         beside=r"transformer\.wpe\.weight|.*\.attn\.(masked_)?bias",
@@ -146,25 +234,37 @@ FAMILIES: dict[str, Family] = {
             "norm": "gpt_neox.final_layer_norm",
             "head": "embed_out",
         },
-        {name: key for name, key in _LLAMA_SIZES.items() if name != "kv_heads"},
+        _SIZES | {"norm_eps": "layer_norm_eps"},
         _LAYER,
         {
             "hidden_act": "gelu",
             "use_parallel_residual": False,
             "rotary_pct": 1.0,
             "attention_bias": True,
-            "layer_norm_eps": 1e-5,
         },
         fused="by heads",
     ),
-}  # fmt: skip
+}
+COMPUTED = [kind for kind in FAMILIES if kind != "gpt2"]  # by the course's GPT, to rounding
 _FUSED_EXPERTS = {
     "gate_up_proj": ("ffn.experts.gate", "ffn.experts.up"),
     "down_proj": ("ffn.experts.down",),
 }
 # What a key that is not there stands for, where that is not the value that our GPT computes.
-_ABSENT = {"use_parallel_residual": True, "rotary_pct": 0.25, "rms_norm_eps": 1e-6}
-_VALUES = {"kv_heads": "key_value_heads", "ffn": "ffn_width", "expert_ffn": "expert_width"}
+_ABSENT = {
+    "use_parallel_residual": True,
+    "rotary_pct": 0.25,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-6,
+}
+# Fields of Config that may be None, and what then stands for them.
+_VALUES = {
+    "kv_heads": "key_value_heads",
+    "ffn": "ffn_width",
+    "expert_ffn": "expert_width",
+    "head": "content_size",
+    "value": "value_size",
+}
 
 
 class Named(NamedTuple):
@@ -190,13 +290,18 @@ def family_of(config: Config) -> str:
 
     Raises ValueError where none does.
     """
-    stems = {named(entry.name).stem for entry in ledger(config)}
-    for model_type, family in FAMILIES.items():
-        fits = all(getattr(config, name) == value for name, value in family.fixed.items())
-        fits = fits and ("kv_heads" in family.sizes or config.key_value_heads == config.heads)
-        if model_type != "gpt2" and fits and stems <= family.names.keys():
-            return model_type
-    raise ValueError(f"config={config}: allowed are shapes of {', '.join(FAMILIES)}")
+    check_kind(Config, config=config)
+    for kind in COMPUTED:
+        with suppress(ValueError):
+            if _values(_shape(config_json(config, kind))) == _values(config):
+                return kind
+    raise ValueError(f"config={config}: allowed are shapes of {', '.join(COMPUTED)}")
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """What decides what a model computes when it generates."""
+    names = [field.name for field in fields(config) if field.name != "dropout"]
+    return {name: getattr(config, _VALUES.get(name, name)) for name in names}
 
 
 def links(config: Config, model_type: str) -> dict[str, list[Link]]:
@@ -214,10 +319,17 @@ def links(config: Config, model_type: str) -> dict[str, list[Link]]:
         if stem not in family.names:
             text = f"has no place for {entry.name}; allowed are models without"
             raise ValueError(f"model_type={model_type!r}: {text}")
-        hub = f"{family.names[stem].format(expert)}.{suffix}"
-        hub = hub if layer is None else family.layer.format(layer) + hub
+        before = "" if layer is None else family.layer.format(layer)
+        theirs = family.names[stem].format(expert)
+        if config.latent and not config.query_latent:
+            theirs = theirs.replace("q_b_proj", "q_proj")
         turned = stem in family.turned and suffix == "weight"
+        hub = f"{before}{theirs}.{suffix}"
         found[entry.name] = list(_places(config, family, entry, stem, hub, turned))
+        if stem == "ffn.router.score" and "ffn.router" in family.names:  # no gradient trains it
+            name, box = entry.name.replace("score.weight", "bias_E"), whole(entry.shape[:1])
+            hub = f"{before}{family.names['ffn.router']}.e_score_correction_bias"
+            found[name] = [Link(hub, box, name, box)]
     return found
 
 
@@ -293,6 +405,8 @@ def config_json(config: Config, model_type: str) -> dict[str, Any]:
     found = {key: getattr(config, _VALUES.get(name, name)) for name, key in family.sizes.items()}
     if "rope_theta" in found:
         found["rope_parameters"] = {"rope_theta": found.pop("rope_theta"), "rope_type": "default"}
+    if "latent" in family.sizes:  # each head has keys and values of its own
+        found["num_key_value_heads"] = config.heads
     return {"model_type": model_type, "architectures": [family.classname], **found, **family.keys}
 
 
@@ -304,21 +418,25 @@ def config_of(folder: str | Path) -> Config:
     """
     path = Path(folder) / "config.json"
     given = read_json("config", path)
-    if not isinstance(given, dict) or given.get("model_type") not in FAMILIES:
-        kind = given.get("model_type") if isinstance(given, dict) else given
+    try:
+        return _shape(given if isinstance(given, dict) else {})
+    except ValueError as error:
+        raise ValueError(f"config={str(path)!r}: {error}") from None
+
+
+def _shape(given: Mapping[str, Any]) -> Config:
+    """The shape that such a file says; ValueError for what our GPT does not compute."""
+    if given.get("model_type") not in FAMILIES:
         allowed = f"allowed are {', '.join(FAMILIES)}"
-        raise ValueError(f"config={str(path)!r}: model_type={kind!r}; {allowed}")
+        raise ValueError(f"model_type={given.get('model_type')!r}; {allowed}")
     family, ropes = FAMILIES[given["model_type"]], given.get("rope_parameters") or {}
     scaled = given.get("rope_scaling") or ropes
     given = {**_ABSENT, **given, **ropes}
+    given.setdefault("num_experts", given.get("num_local_experts"))  # as newer versions write it
     given["rope_type"] = scaled.get("rope_type", scaled.get("type", "default"))
     given["rotary_pct"] = ropes.get("partial_rotary_factor", given["rotary_pct"])
     for key, only in {**family.keys, "rope_type": "default"}.items():
         if given.get(key, only) != only:
-            text = f"{key}={given[key]!r}; allowed is {only!r}"
-            raise ValueError(f"config={str(path)!r}: {text}")
+            raise ValueError(f"{key}={given[key]!r}; allowed is {only!r}")
     sizes = {name: given[key] for name, key in family.sizes.items() if given.get(key) is not None}
-    try:
-        return Config(**family.fixed | sizes)
-    except ValueError as error:
-        raise ValueError(f"config={str(path)!r}: {error}") from None
+    return Config(**family.fixed | sizes)

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.data_parallel import DataParallel
 from shardlab.layout.boxes import Box, Piece, whole
-from shardlab.tensor_parallel.states import boxes, cuts
+from shardlab.layout.entries import ledger
+from shardlab.ranks import check_group
 from shardlab.zero.wrapper import Sharded
 
 from .contents import plain_name
@@ -44,7 +45,10 @@ def pieces(model: nn.Module) -> list[Piece]:
 def _cut(model: nn.Module) -> dict[str, Box]:
     """Which parts of the plain model's tensors are there, where `tensor_parallel` has cut it."""
     group = getattr(model, "tensor_group", None)
-    return {} if group is None else boxes(model.config, cuts(model), group)
+    if group is None:
+        return {}
+    rank, size = check_group(group)
+    return {entry.name: entry.box(rank, size) for entry in ledger(model.config)}
 
 
 def _piece(name: str, tensor: Tensor, cut: Mapping[str, Box]) -> Piece:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -48,31 +49,24 @@ def _read(text: str) -> Structure:
         return structure(builder.ask({"given": given, "trace": True}))
 
 
-def read_many(paths: Iterable[str | Path], trace: bool = True) -> Iterator[Structure | ValueError]:
+def read_many(
+    paths: Iterable[str | Path], trace: bool = True, builder: Builder | None = None
+) -> Iterator[Structure | ValueError]:
     """The structure of each file, or why there is none, by one process for all that end well.
 
     trace: whether what layers compute and keep is followed. Without it a count takes a tenth of
-    the time, and no model can be planned.
+    the time, and no model can be planned. builder: the process, which goes on; None: one of its
+    own.
     """
-    with Builder() as builder:
+    with nullcontext(builder) if builder else Builder() as asked:
         for path in paths:
             try:
                 text = read_text("config", path, "JSON files", bounds.BYTES)
-                found = structure(builder.ask({"given": bounds.read(text), "trace": trace}))
+                found = structure(asked.ask({"given": bounds.read(text), "trace": trace}))
             except ValueError as error:
                 yield ValueError(f"config={str(path)!r}: {error}")
             else:
                 yield found
-
-
-def defaults(model_types: Iterable[str], trace: bool = True) -> Iterator[Structure | ValueError]:
-    """The same of transformers' classes as they are without a file."""
-    with Builder() as builder:
-        for model_type in model_types:
-            try:
-                yield structure(builder.ask({"default": model_type, "trace": trace}))
-            except ValueError as error:
-                yield ValueError(f"model_type={model_type!r}: {error}")
 
 
 def structure(facts: dict[str, Any]) -> Structure:

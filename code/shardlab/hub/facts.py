@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .build import build, configured, default
+from .build import build, configured
 from .kinds import OTHERS, Alike, Tensor, main_stack, settings, split, stacks
 from .mixers import mixer
 from .plugs import PLUGGED, plug
@@ -31,9 +31,9 @@ SIZES = re.compile(
 
 
 def facts(asked: dict[str, Any]) -> dict[str, Any]:
-    """asked: {"given": a config.json} or {"default": a model_type}, and whether to "trace" it."""
-    given = asked.get("given", {})
-    config = configured(given) if given else default(asked["default"])
+    """asked: {"given": a config.json, "trace": whether its layers are followed}."""
+    given = asked["given"]
+    config = configured(given)
     model, unplanned = _built(config)
     layers, outside = split(model)
     text = model.config.get_text_config()
@@ -60,7 +60,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
     vocab, hidden = (int(n) for n in model.get_input_embeddings().weight.shape)
     ends = _ends(model, outside)
     return {
-        "model_type": given.get("model_type") or asked.get("default"),
+        "model_type": given["model_type"],
         "class": type(model).__name__,
         "total": sum(p.numel() for p in model.parameters()),
         "hidden": int(getattr(text, "hidden_size", None) or hidden),
@@ -117,8 +117,6 @@ def _assumed(
     given: dict[str, Any], config: Any, model: nn.Module, kinds: list[dict[str, Any]]
 ) -> list[str]:
     """What the file left open, and what of it was not read."""
-    if not given:
-        return []
     text = config.get_text_config()
     inner = next((v for v in given.values() if isinstance(v, dict) and "hidden_size" in v), {})
     written = {config.attribute_map.get(key, key) for key in (*given, *inner)}

@@ -30,6 +30,7 @@ from shardlab.memory.experts import FLOAT, kept_by_rows
 from shardlab.memory.in_flight import deferred
 from shardlab.memory.step import Unit
 
+from .core import SOFT, pace
 from .job import Job
 from .rates import Values
 
@@ -54,6 +55,11 @@ class Bytes:
     def allocated(self) -> float:
         """Bytes in use at the fullest moment."""
         return self.reserved - self.fragments - self.late - self.fixed
+
+    @property
+    def needed(self) -> float:
+        """Bytes that the allocator has to have: all but those that come back late."""
+        return self.reserved - self.late
 
     @property
     def reserved(self) -> float:
@@ -81,11 +87,14 @@ def _reserved(job: Job, rates: Values, stage: int, here: Stage) -> Bytes:
         without = replace(job, layout=replace(layout, recompute="selective"))
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
     logits = rates.logit * _sizes(job).logits_fp32 / FLOAT if here.head else 0.0
-    return Bytes(
+    found = Bytes(
         state.parameters, state.gradients, state.optimizer, kept, logits,
         _buffers(job, rates, here, held.all),
-        kept * (rates.fragments - 1), _late(job, rates), rates.fixed * GIB,
+        kept * (rates.fragments - 1), 0.0, rates.fixed * GIB,
     )  # fmt: skip
+    # What would come back late does so at once where there is no room for it.
+    most = max(0.0, rates.limit * job.machine.memory - found.reserved)
+    return replace(found, late=min(_late(job, rates), most))
 
 
 def fullest(job: Job, rates: Values) -> Bytes:
@@ -135,13 +144,15 @@ def _buffers(job: Job, rates: Values, stage: Stage, held: int) -> float:
 def _late(job: Job, rates: Values) -> float:
     """Buffers of the uncut stream that collectives still hold while the CPU runs ahead.
 
-    It runs ahead of one micro-batch after the other, and in a pipeline waits for messages: half of
-    the time on two stages, seldom on many.
+    It runs ahead where nothing stops it. Without a pipeline nothing does, and in a node little; a
+    stage whose neighbours are on other nodes waits for their messages, but for the p - 1 passes it
+    begins with. Of these the first counts only where the GPU is slower than the CPU.
     """
     layout = job.layout
-    more = layout.microbatches - layout.pp + 1  # micro-batches after the pipeline has filled
-    if layout.tp == 1 or more < 1:
+    if layout.tp == 1:
         return 0.0
-    there = 1 - exp(-more / rates.settled)
-    ahead = 1 - 1 / layout.pp if layout.pp > 1 else 1.0
-    return rates.late * there * ahead * job.stream
+    there = 1 - exp(-layout.microbatches / rates.settled)
+    stopped = 0.0
+    if layout.pp > 1 and job.nodes > 1:
+        stopped = 1 / (1 + pace(job, rates) ** SOFT) / (layout.pp - 1)
+    return rates.late * there * (1 - stopped) * job.stream

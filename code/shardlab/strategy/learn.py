@@ -78,8 +78,8 @@ def _layer(job: Job, k: int) -> Predict:
 
 
 def _takes(job: Job, known: Values) -> Predict:
-    reserved = footprint(job, known).reserved
-    return lambda rates: seconds(job, Values(**rates), reserved).total
+    needed = footprint(job, known).needed
+    return lambda rates: seconds(job, Values(**rates), needed).total
 
 
 def _reserves(job: Job) -> Predict:

@@ -172,7 +172,7 @@ _GUESSES = {
     ),
     "retries": (
         "times as long as a step takes then",
-        {"course": (1.0, 0.5), "megatron": (1.0, 0.5), "nanotron": (4.0, 0.5)},
+        {"course": (1.0, 0.5), "megatron": (1.0, 0.5), "nanotron": (7.0, 0.5)},
     ),
     # Of memory.
     "kept": (

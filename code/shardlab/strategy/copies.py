@@ -13,13 +13,13 @@ from .job import Job
 from .rates import Values
 
 
-def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> float:
+def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float, last: float) -> float:
     """Seconds in which the copies wait for gradients and weights, and tied ends for each other.
 
-    busy: the step's work; first: seconds of a micro-batch's forward pass.
+    busy: the step's work; first: seconds of a micro-batch's forward pass; last: of its backward.
     """
     layout = job.layout
-    waits = _zero(job, rates, stage, busy, first) if layout.shards > 1 else 0.0
+    waits = _zero(job, rates, stage, busy, first, last) if layout.shards > 1 else 0.0
     # Sums, of which backward hides a part: two sends of each byte.
     exposed = 2 * job.profile.wire.gradient * rates.exposed
     if layout.replicas > 1:  # groups add up the shards of their gradients, each rank with its like
@@ -32,7 +32,7 @@ def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float) ->
     return waits
 
 
-def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> float:
+def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float, last: float) -> float:
     """Seconds in which a group of copies waits, by the stage of ZeRO.
 
     Of unsharded gradients backward hides a part, and of scattered ones the same; weights of ZeRO-1
@@ -42,19 +42,21 @@ def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> f
     """
     layout, wire, m = job.layout, job.profile.wire, job.layout.microbatches
     once = _once(job, rates, stage)
-    after = wire.weight * once
+    far = ceil(layout.shards / _near(job)) - 1  # nodes that each gather goes on to
+    each = job.config.layers / layout.pp * rates.hop * far  # of all layers, beside the bytes
+    after = wire.weight * once + (each if layout.zero < 3 else 0.0)
     if job.profile.ahead:
         after = max(rates.gathers * after, after - first)
     if layout.zero == 0:
-        return 2 * wire.gradient * rates.exposed * once
+        sent = 2 * wire.gradient * once
+        return max(rates.exposed * sent, sent - last)
     if layout.zero == 1 or (layout.zero == 2 and layout.pp > 1):  # stages add up first
         sums = 2 if job.profile.reduced else rates.exposed
         return wire.gradient * sums * once + after
     # For each micro-batch; ZeRO-3 gathers weights for forward and for backward, ZeRO-2 once a step.
     gathers = 2 if layout.zero == 3 else 0
     sent = m * (wire.gradient + gathers * wire.weight) * once
-    calls = m * (1 + gathers) * job.config.layers / layout.pp
-    sent += calls * rates.hop * (ceil(layout.shards / _near(job)) - 1)
+    sent += m * (1 + gathers) * each
     waits = max(rates.gathers * sent, sent - busy)
     return waits if gathers else waits + after
 

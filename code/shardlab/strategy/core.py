@@ -120,7 +120,8 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     fullest = max(found, key=lambda stage: job.held(stage).all)
     busy = slowest.total * m
     first = forward.total * fullest.layers  # what hides the weights that come for it
-    data = copies.seconds(job, rates, fullest, busy, first)
+    last = backward.total * fullest.layers  # what hides the gradients of a step
+    data = copies.seconds(job, rates, fullest, busy, first, last)
     step = _optimizer(job, rates, fullest)
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step

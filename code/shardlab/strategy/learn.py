@@ -20,7 +20,7 @@ Measured = list[tuple[Predict, float]]
 LAYER = "products", "memory", "elementwise", "scores", "node", "hidden"
 STEP = (
     "products", "attention", "memory", "elementwise", "launch", "crossing", "node", "hidden",
-    "beyond", "network", "message", "exposed", "step",
+    "beyond", "network", "message", "exposed", "step", "hop",
 )  # fmt: skip
 MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
 

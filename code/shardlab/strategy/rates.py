@@ -156,7 +156,7 @@ _GUESSES = {
     # nccl reckons with 14 µs itself: hwLat in its src/graph/tuning.cc, a ring over the network.
     "hop": (
         "seconds of a layer's gather or sum for each further node of the copies, of ZeRO-2 and 3",
-        {"course": (14e-6, 0.5), "megatron": (14e-6, 0.5), "nanotron": (14e-6, 0.5)},
+        {"course": (14e-6, 0.5), "megatron": (14e-6, 0.5), "nanotron": (1e-4, 0.5)},
     ),
     "uneven": (
         "times as many rows as the mean of ranks that deal out experts the fullest has",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab import experts, layout, memory, pipeline, ranks, sequence_parallel, tensor_parallel
-from shardlab.layout import Layout, Stage, ledger, stages
+from shardlab.layout import Layout, Stage, ledger, stages, structure
 from shardlab.layout.entries import held
 from shardlab.model import GPT
 from shardlab.shapes import PRESETS, Config
@@ -28,6 +28,9 @@ SHAPES = {
     "experts": replace(GATED, shared_experts=0, dense_layers=0, bias=True, norm="layer"),
     "mixed": GATED,
 }
+SHAPES["qk norm"] = replace(SHAPES["rms"], kv_heads=1, head=12, qk_norm=True, window=4)
+SHAPES["latent"] = replace(SHAPES["rms"], latent=16, query_latent=20, rotary=4, value=10)
+SHAPES["latent keys"] = replace(SHAPES["latent"], query_latent=None, norm="layer")
 
 
 def on_meta(config: Config) -> GPT:
@@ -38,7 +41,7 @@ def on_meta(config: Config) -> GPT:
 @pytest.mark.parametrize("config", [*SHAPES.values(), *PRESETS.values()], ids=[*SHAPES, *PRESETS])
 def test_names_shapes_order_and_ties_are_the_model_s(config: Config) -> None:
     if config.layers > 12:
-        config = replace(config, layers=2)
+        config = replace(config, layers=2, dense_layers=min(1, config.dense_layers))
     model = on_meta(config)
     found = {entry.name: entry for entry in ledger(config)}
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -52,7 +55,8 @@ def test_names_shapes_order_and_ties_are_the_model_s(config: Config) -> None:
         if entry.tied:
             assert named[name] is named[entry.tied]
         if entry.along:  # the size that a degree has to divide
-            assert entry.shape[entry.tp] % getattr(config, entry.along) == 0
+            assert entry.units == getattr(config, entry.along)
+            assert entry.shape[entry.tp] % entry.units == 0
 
 
 def cut(config: Config) -> dict[str, tuple]:
@@ -82,7 +86,7 @@ def seen_partly(config: Config) -> list[str]:
     return [name for name, p in model.named_parameters() if id(p) in some]
 
 
-@pytest.mark.parametrize("name", ["plain", "untied", "rms"])
+@pytest.mark.parametrize("name", ["plain", "untied", "rms", "qk norm", "latent", "latent keys"])
 def test_sequence_parallelism_sees_in_parts_what_the_ledger_says(name: str) -> None:
     config = SHAPES[name]
     for mine in ranks.run(seen_partly, 2, config, device="cpu"):
@@ -119,8 +123,11 @@ def test_every_layer_stands_on_one_stage_where_the_pipeline_has_it(pp, each, den
     found = stages(config, pp, "equal", name, v)
     numbers = sorted(layer for stage in found for chunk in stage.chunks for layer in chunk)
     assert numbers == list(range(config.layers))
-    first = range(config.dense_layers)
-    assert [s.dense for s in found] == [sum(n in first for n in s.numbers) for s in found]
+    first, model = range(config.dense_layers), structure(config)
+    for stage in found:
+        *dense, sparse = model.counted(stage.chunks)
+        assert sum(dense) == sum(n in first for n in stage.numbers)
+        assert sparse == stage.layers - sum(dense)
     if pp > 1:  # parts of the model in the order of the pipeline's own placement
         placement = pipeline.schedule(name, pp, pp, v if name == "interleaved" else None).placement
         for stage, parts in zip(found, placement, strict=True):
@@ -130,9 +137,14 @@ def test_every_layer_stands_on_one_stage_where_the_pipeline_has_it(pp, each, den
 def test_dense_layers_are_dealt_out_chunk_by_chunk() -> None:
     """The first three of 64 layers are on three stages, where each of 16 has two chunks of two."""
     config = replace(GATED, layers=64, dense_layers=3)
-    assert [s.dense for s in stages(config, 16, "equal", "1f1b")] == [3, *[0] * 15]
+    model = structure(config)
+
+    def dense(found: list[Stage]) -> list[int]:
+        return [model.counted(stage.chunks)[0] for stage in found]
+
+    assert dense(stages(config, 16, "equal", "1f1b")) == [3, *[0] * 15]
     found = stages(config, 16, "equal", "interleaved", 2)
-    assert [s.dense for s in found] == [2, 1, *[0] * 14]
+    assert dense(found) == [2, 1, *[0] * 14]
     assert found[1].chunks == (range(2, 4), range(34, 36))
 
 

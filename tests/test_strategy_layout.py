@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.layout import SCHEDULES, STAGE_RULES, read, written
-from shardlab.memory import estimate
+from shardlab.memory import estimate, in_experts
 from shardlab.shapes import PRESETS
 from shardlab.strategy import Layout
 
@@ -16,7 +16,7 @@ def test_new_fields_stand_behind_the_old_ones() -> None:
     """Lessons and readers give the first eight by position."""
     layout = Layout(2, 4, 8, 1, 2, 16, "full", True)
     assert layout.ranks == 64 and layout.batch == 64
-    later = (1, 1, 1, "1f1b", 1, "none", "equal", ("dp", "pp", "cp", "tp"))
+    later = (1, 1, 1, "1f1b", 1, "none", "equal", ("dp", "pp", "cp", "tp"), None)
     assert astuple(layout)[8:] == later
     assert {layout: 1}[Layout(2, 4, 8, 1, 2, 16, "full", True)] == 1  # can be a key
 
@@ -29,6 +29,18 @@ def test_ranks_and_shards() -> None:
     assert Layout(cp=4, ep=2).shards == 4  # and those that share a sequence
 
 
+def test_tensor_ranks_join_the_experts() -> None:
+    """ETP · EP · EDP · PP = TP · CP · DP · PP, with each degree of experts free (folding)."""
+    folded = Layout(dp=2, tp=4, pp=2, cp=2, ep=8, etp=1)
+    assert (folded.ranks, folded.cut, folded.alike) == (32, 1, 2)
+    assert Layout(dp=8, tp=4, ep=4).cut == 4 and Layout(dp=8, tp=4, ep=4).alike == 2
+    with pytest.raises(ValueError, match="ep=32: allowed are divisors of 16, the .* etp=1"):
+        Layout(dp=2, tp=4, cp=2, ep=32, etp=1)
+    whole = in_experts(PRESETS["mixtral-8x7b"], Layout(dp=8, ep=8))
+    assert in_experts(PRESETS["mixtral-8x7b"], Layout(dp=2, tp=4, ep=8, etp=1)) == whole
+    assert in_experts(PRESETS["mixtral-8x7b"], Layout(dp=8, tp=4, ep=8)) * 4 == whole
+
+
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
@@ -36,6 +48,7 @@ def test_ranks_and_shards() -> None:
         (Layout(2, 8, 4, 1), "d 2 · t 8 · p 4, ZeRO-1"),
         (Layout(8, zero=3, replicas=2), "d 8, ZeRO-3 in 2 groups"),
         (Layout(4, 8, 8, cp=16, ep=2), "d 4 · t 8 · p 8 · c 16 · e 2"),
+        (Layout(2, 4, ep=8, etp=1), "d 2 · t 4 · e 8, experts cut 1"),
         (Layout(pp=4, schedule="interleaved", chunks=3), "d 1 · p 4, interleaved 3"),
         (Layout(pp=4, schedule="zb-v", chunks=2), "d 1 · p 4, zb-v"),
         (Layout(pp=4, stages=(3, 4, 4, 2)), "d 1 · p 4, layers 3+2×4+2"),
@@ -51,8 +64,9 @@ LAYOUTS = st.fixed_dictionaries(
     {
         "dp": st.sampled_from([1, 2, 8]), "tp": st.integers(1, 4), "pp": st.integers(1, 4),
         "cp": st.integers(1, 2), "ep": st.sampled_from([1, 2]), "zero": st.integers(0, 3),
-        "replicas": st.sampled_from([1, 4]), "micro_batch": st.integers(1, 3),
-        "microbatches": st.integers(1, 9), "sequence_parallel": st.booleans(),
+        "etp": st.sampled_from([None, 1]), "replicas": st.sampled_from([1, 4]),
+        "micro_batch": st.integers(1, 3), "microbatches": st.integers(1, 9),
+        "sequence_parallel": st.booleans(),
         "recompute": st.sampled_from(["none", "full", "selective", "norms+ffn", "norms"]),
         "schedule": st.sampled_from(SCHEDULES), "chunks": st.integers(1, 3),
         "offload": st.sampled_from(["none", "optimizer", "parameters"]),

@@ -21,11 +21,12 @@ class Machine:
     processors: int | None = None  # streaming multiprocessors; None: not known
     fp8: float | None = None  # operations per second of dense 8-bit products; None: has none
     best: float | None = None  # share of `flops` that its best product reaches; None: not known
+    fp4: float | None = None  # operations per second of dense 4-bit products; None: has none
 
     def __post_init__(self) -> None:
         for field in ("memory", "inside", "between", "flops"):
             check_number(**{field: getattr(self, field)})
-        check_number(**given(bandwidth=self.bandwidth, fp8=self.fp8, best=self.best))
+        check_number(**given(bandwidth=self.bandwidth, fp8=self.fp8, best=self.best, fp4=self.fp4))
         check_count(per_node=self.per_node, **given(processors=self.processors))
 
     @property
@@ -39,8 +40,16 @@ class Machine:
 
 # Best products, in bfloat16: measured by Bekman, Machine Learning Engineering Open Book, compute/
 # accelerator, "Maximum Achievable Matmul FLOPS" (PyTorch 2.6 and 2.7): 271.2 of 312 TFLOP/s on an
-# A100, 794.5 of 989 on an H100, which its power holds back.
+# A100, 794.5 of 989 on an H100, which its power holds back, 1745 of 2250 on a B200; 781.9 of 1307
+# on an MI300X (ROCm 6.2).
 _A100 = Machine("A100", 80e9, 8, 300e9, 25e9, 312e12, 2039e9, 108, best=0.869)
+
+_B200 = Machine(
+    "B200", 180e9, 8, 900e9, 50e9, 2250e12, 8000e9, 148, 4500e12, best=0.776, fp4=9000e12
+)
+_GB200 = replace(
+    _B200, name="GB200", memory=186e9, per_node=72, flops=2500e12, fp8=5000e12, fp4=10_000e12
+)
 
 # Memory is the decimal number of the product's name: tools report a little more. NVIDIA's data
 # sheets and white papers; links are quoted there for both directions together, and halved here.
@@ -59,10 +68,19 @@ MACHINES: dict[str, Machine] = {
     # sparsity, dense products reach half of it.
     "h100": Machine("H100", 80e9, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12, 0.803),
     "h200": Machine("H200", 141e9, 8, 450e9, 50e9, 989e12, 4800e9, 132, 1979e12, 0.803),
+    # The same with 96 GB of HBM2e, held to 500 W: torchtitan's benchmarks/llama3_h100_202412.
+    "h100-96": Machine("H100 96 GB", 96e9, 8, 450e9, 50e9, 989e12, 2400e9, 132, 1979e12, 0.803),
     # DGX B200 (data sheet): eight with 1,440 GB and 64 TB/s of memory, 72 PFLOP/s of 8-bit products
     # with sparsity, NVLink of 1.8 TB/s each; a card of 400 Gbit/s for each GPU.
-    "b200": Machine("B200", 180e9, 8, 900e9, 50e9, 2250e12, 8000e9, 148, 4500e12),
+    "b200": _B200,
+    # DGX B300 (data sheet): 2.1 TB, 108 PFLOP/s of dense 4-bit products, cards of 800 Gbit/s.
+    "b300": replace(_B200, name="B300", memory=270e9, between=100e9, fp4=13_500e12),
     # GB200 NVL72 (data sheet): 72 GPUs behind one NVLink switch, 13.4 TB and 576 TB/s of memory,
     # 360 PFLOP/s of sparse 16-bit products; a card of 400 Gbit/s for each GPU.
-    "gb200": Machine("GB200", 186e9, 72, 900e9, 50e9, 2500e12, 8000e9, 148, 5000e12),
+    "gb200": _GB200,
+    # GB300 NVL72 (data sheet): 20 TB, 1,080 PFLOP/s of dense 4-bit products, cards of 800 Gbit/s.
+    "gb300": replace(_GB200, name="GB300", memory=279e9, between=100e9, fp4=15_000e12),
+    # AMD Instinct MI300X (data sheet): seven Infinity Fabric links of 128 GB/s, both directions
+    # together; platforms have a card of 400 Gbit/s for each GPU.
+    "mi300x": Machine("MI300X", 192e9, 8, 448e9, 50e9, 1307e12, 5300e9, 304, 2614e12, best=0.598),
 }

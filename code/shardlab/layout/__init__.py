@@ -4,7 +4,8 @@
   one rank;
 - `written`, `read`: a layout in words, and back (words);
 - `stages`: which layers stand on which stage of a pipeline (stages);
-- `ledger`: every parameter of a model once, and how each axis may cut it (entries).
+- `ledger`: every parameter of the plain model once, and how each axis may cut it (entries);
+- `Structure`: what any model is made of, as far as a count or a plan has to know (structure).
 
 The standard library alone. What is held, sent and saved is read from these.
 """
@@ -12,6 +13,7 @@ The standard library alone. What is held, sent and saved is read from these.
 from .core import ALONE, AXES, Layout, computed_again, orders
 from .entries import KINDS, Entry, ledger
 from .stages import SCHEDULES, STAGE_RULES, Stage, stages
+from .structure import Structure, structure
 from .words import read, written
 
 __all__ = [
@@ -23,10 +25,12 @@ __all__ = [
     "Entry",
     "Layout",
     "Stage",
+    "Structure",
     "computed_again",
     "ledger",
     "orders",
     "read",
     "stages",
+    "structure",
     "written",
 ]

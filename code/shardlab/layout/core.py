@@ -23,12 +23,14 @@ from shardlab.arguments import (
     check_kind,
     check_one_of,
     check_whole,
+    given,
     listed,
     told,
 )
 from shardlab.shapes import Config
 
 from .stages import Stage, check_rule, check_schedule, route, stages
+from .structure import Structure
 
 AXES = "dp", "pp", "cp", "tp"
 OFFLOADS = "none", "optimizer", "parameters"
@@ -57,10 +59,13 @@ class Layout:
     stages: str | tuple[int, ...] = "equal"  # one of STAGE_RULES, or the layers of each stage
     # Axes from the outermost in; those of one rank may be left out.
     order: tuple[str, ...] = AXES
+    # Ranks that share each matrix of an expert; None: the tensor ranks. With fewer of them the
+    # others join those that share the experts (folding: Liu et al. 2025, arXiv 2504.14960).
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         check_count(**{name: getattr(self, name) for name in _DEGREES})
-        check_count(ranks=self.ranks)
+        check_count(ranks=self.ranks, **given(etp=self.etp))
         self._check_order()
         check_one_of((0, 1, 2, 3), zero=self.zero)
         check_one_of(OFFLOADS, offload=self.offload)
@@ -82,9 +87,10 @@ class Layout:
     def _check_copies(self) -> None:
         if self.dp % self.replicas:
             raise ValueError(f"replicas={self.replicas}: allowed are divisors of dp={self.dp}")
-        if self.shards % self.ep:
+        if (share := self.shards * self.tp) % (self.ep * self.cut):
             those = "ranks of a group" if self.replicas > 1 else "ranks with the same weights"
-            raise ValueError(f"ep={self.ep}: allowed are divisors of {self.shards}, the {those}")
+            share, folded = share // self.cut, "" if self.etp is None else f" with etp={self.etp}"
+            raise ValueError(f"ep={self.ep}: allowed are divisors of {share}, the {those}{folded}")
         if self.replicas > 1 and not self.zero:
             raise ValueError(f"replicas={self.replicas}: allowed with zero=0 is 1")
         if self.offload == "parameters" and self.zero != 3:
@@ -105,9 +111,19 @@ class Layout:
         """Ranks among which ZeRO divides: copies of a group, and those that share a sequence."""
         return self.dp // self.replicas * self.cp
 
-    def parts(self, config: Config) -> list[Stage]:
+    @property
+    def cut(self) -> int:
+        """Ranks that share each matrix of an expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def alike(self) -> int:
+        """Ranks that have the same experts, among which ZeRO divides these."""
+        return self.shards * self.tp // (self.ep * self.cut)
+
+    def parts(self, model: Config | Structure) -> list[Stage]:
         """What stands on each stage, first to last; errors as those of `stages`."""
-        return stages(config, self.pp, self.stages, self.schedule, self.chunks)
+        return stages(model, self.pp, self.stages, self.schedule, self.chunks)
 
     @property
     def route(self) -> list[int]:
@@ -200,6 +216,8 @@ class Layout:
         degrees = ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep)
         cuts = [f"{n} {size}" for n, size in degrees if size > 1]
         words = [" · ".join([f"d {self.dp}", *cuts])]
+        if self.etp is not None:
+            words.append(f"experts cut {self.etp}")
         if self.zero:
             groups = f" in {self.replicas} groups" if self.replicas > 1 else ""
             words.append(f"ZeRO-{self.zero}{groups}")

@@ -16,13 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import TYPE_CHECKING
 
-from shardlab.arguments import check_count, check_kind
+from shardlab.arguments import check_kind
 from shardlab.shapes import Config
 
-from .stages import Stage
+if TYPE_CHECKING:  # which read entries
+    from .stages import Stage
 
 KINDS = "embedding", "attention", "ffn", "norms", "head"
+COPIED = "key_value_heads"  # where ranks are more than these, several have the same one
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,22 @@ class Entry:
     kind: str  # one of KINDS; a router is its network's
     layer: int | None = None  # None: outside of the layers
     tp: int | None = None  # the dimension that tensor parallelism cuts; None: whole on every rank
-    along: str | None = None  # what Config calls that size, which the degree has to divide
+    along: str | None = None  # what that size is called, as Config does
+    units: int | None = None  # how many of these there are: the degree has to divide them
     partly: bool = False  # under sequence parallelism a rank's gradient knows of its tokens alone
     expert: int | None = None  # its number, among those that are dealt out
     tied: str | None = None  # the entry with the same numbers, where that one stands on the rank
 
+    def parts(self, tp: int = 1) -> int:
+        """Into how many equal parts `tp` ranks cut it, each of which tp / parts of them have."""
+        if self.tp is None:
+            return 1
+        return min(tp, self.units) if self.along == COPIED and self.units else tp
+
     def local(self, tp: int = 1) -> tuple[int, ...]:
         """Its shape on one of `tp` ranks; what they do not divide is padded, as Megatron does."""
-        return tuple(-(-n // tp) if d == self.tp else n for d, n in enumerate(self.shape))
+        parts = self.parts(tp)
+        return tuple(-(-n // parts) if d == self.tp else n for d, n in enumerate(self.shape))
 
     def elements(self, tp: int = 1) -> int:
         """Of that shape."""
@@ -108,18 +119,15 @@ def of_kind(config: Config, sparse: bool) -> tuple[Entry, ...]:
 def outside(config: Config) -> tuple[Entry, ...]:
     """What stands outside of the layers: embedding, last norm, head."""
     vocabulary, tied = (config.vocab, config.hidden), "embedding.weight" if config.tied else None
-    first = Entry("embedding.weight", vocabulary, "embedding", tp=0, along="vocab")
-    last = Entry("head.weight", vocabulary, "head", tp=0, along="vocab", tied=tied)
+    cut = {"tp": 0, "along": "vocab", "units": config.vocab}
+    first = Entry("embedding.weight", vocabulary, "embedding", **cut)
+    last = Entry("head.weight", vocabulary, "head", **cut, tied=tied)
     return first, *_norm(config, "norm"), last
 
 
 def _layer(c: Config, sparse: bool) -> Iterator[Entry]:
-    narrow = c.key_value_heads * c.head_size
     yield from _norm(c, "attention_norm")
-    yield from _columns(c, "attention.query", "attention", c.hidden, "heads")
-    for name in ("key", "value"):
-        yield from _columns(c, f"attention.{name}", "attention", narrow, "key_value_heads")
-    yield from _rows(c, "attention.out", "attention", c.hidden, "heads")
+    yield from _attention(c) if c.latent is None else _latent_attention(c)
     yield from _norm(c, "ffn_norm")
     if not sparse:
         yield from _network(c, "ffn", c.ffn_width, "ffn_width")
@@ -129,6 +137,35 @@ def _layer(c: Config, sparse: bool) -> Iterator[Entry]:
         yield replace(entry, expert=0)
     if c.shared_experts:
         yield from _network(c, "ffn.shared", c.shared_experts * c.expert_width, "expert_width")
+
+
+def _attention(c: Config) -> Iterator[Entry]:
+    wide, narrow = c.heads * c.head_size, c.key_value_heads * c.head_size
+    yield from _columns(c, "attention.query", "attention", wide, "heads")
+    for name in ("key", "value"):
+        yield from _columns(c, f"attention.{name}", "attention", narrow, "key_value_heads")
+    for name in ("query_norm", "key_norm") if c.qk_norm else ():
+        # Its gradient is made whole where it enters the region, from all ranks' heads.
+        yield Entry(f"attention.{name}.weight", (c.head_size,), "norms")
+    yield from _rows(c, "attention.out", "attention", wide, "heads")
+
+
+def _latent_attention(c: Config) -> Iterator[Entry]:
+    """What makes the latents is whole on every rank, and sees the tokens of the stream."""
+    enters = c.hidden
+    if c.query_latent is not None:
+        enters = c.query_latent
+        yield Entry("attention.query_down.weight", (enters, c.hidden), "attention", partly=True)
+        yield Entry("attention.query_norm.weight", (enters,), "norms", partly=True)
+    wide, width = c.heads * c.head_size, c.content_size + c.value_size
+    cut = {"tp": 0, "along": "heads", "units": c.heads}
+    yield Entry("attention.query.weight", (wide, enters), "attention", **cut)
+    down = c.latent + c.rotary
+    yield Entry("attention.down.weight", (down, c.hidden), "attention", partly=True)
+    yield Entry("attention.down_norm.weight", (c.latent,), "norms", partly=True)
+    shape = c.heads * width, c.latent
+    yield Entry("attention.key_value.weight", shape, "attention", **cut)
+    yield from _rows(c, "attention.out", "attention", c.heads * c.value_size, "heads")
 
 
 def _norm(c: Config, name: str) -> Iterator[Entry]:
@@ -143,41 +180,14 @@ def _network(c: Config, name: str, width: int, along: str) -> Iterator[Entry]:
 
 
 def _columns(c: Config, name: str, kind: str, outputs: int, along: str) -> Iterator[Entry]:
-    yield Entry(f"{name}.weight", (outputs, c.hidden), kind, tp=0, along=along)
+    cut = {"tp": 0, "along": along, "units": getattr(c, along)}
+    yield Entry(f"{name}.weight", (outputs, c.hidden), kind, **cut)
     if c.bias:
-        yield Entry(f"{name}.bias", (outputs,), kind, tp=0, along=along)
+        yield Entry(f"{name}.bias", (outputs,), kind, **cut)
 
 
 def _rows(c: Config, name: str, kind: str, inputs: int, along: str) -> Iterator[Entry]:
-    yield Entry(f"{name}.weight", (c.hidden, inputs), kind, tp=1, along=along)
+    units = getattr(c, along)
+    yield Entry(f"{name}.weight", (c.hidden, inputs), kind, tp=1, along=along, units=units)
     if c.bias:  # behind the sum
         yield Entry(f"{name}.bias", (c.hidden,), kind, partly=True)
-
-
-# Which degrees a model takes.
-
-
-def cut_sizes(config: Config, vocabulary: bool = False) -> dict[str, int]:
-    """What tensor parallelism cuts, by the names of Config; its vocabulary may be padded."""
-    check_kind(Config, config=config)
-    kinds = of_kind(config, False) if config.dense_layers or not config.experts else ()
-    sparse = of_kind(config, True) if config.experts else ()
-    entries = (*kinds, *sparse, *(outside(config) if vocabulary else ()))
-    return {e.along: getattr(config, e.along) for e in entries if e.along}
-
-
-def check_tensor_degree(config: Config, tp: int) -> None:
-    """Raise ValueError unless `tp` ranks can cut each layer of `config`."""
-    check_count(tp=tp)
-    for name, size in cut_sizes(config).items():
-        if size % tp:
-            raise ValueError(f"tp={tp}: allowed are divisors of {name}={size}")
-
-
-def check_expert_degree(config: Config, ep: int) -> None:
-    """Raise ValueError unless `ep` ranks can deal out the experts of `config`."""
-    check_count(ep=ep)
-    if ep > 1 and not config.experts:
-        raise ValueError(f"ep={ep}: allowed is 1, for a model without experts")
-    if ep > 1 and config.experts % ep:
-        raise ValueError(f"ep={ep}: allowed are divisors of experts={config.experts}")

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_count, check_kind, check_one_of, is_whole, told
+from shardlab.arguments import check_count, check_one_of, is_whole, told
 from shardlab.shapes import Config
+
+from .structure import Structure, structure
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
 STAGE_RULES = "equal", "megatron", "nanotron"
@@ -34,7 +36,6 @@ class Stage:
     chunks: tuple[range, ...]  # the layers of each, by their numbers in the model
     embedding: bool
     head: bool
-    dense: int = 0  # of the layers, those without experts in a model that has some
 
     @property
     def layers(self) -> int:
@@ -48,13 +49,13 @@ class Stage:
 
 
 def stages(
-    config: Config,
+    model: Config | Structure,
     pp: int = 1,
     rule: str | tuple[int, ...] = "equal",
     schedule: str = "1f1b",
     chunks: int | None = None,
 ) -> list[Stage]:
-    """The `pp` stages of `config`, first to last.
+    """The `pp` stages of `model`, first to last.
 
     rule: one of STAGE_RULES, or the layers of each stage. schedule: under "zb-v" the model goes
     there and back, and its end stands on the first stage. chunks: of each stage; None: the fewest
@@ -62,7 +63,7 @@ def stages(
 
     Raises ValueError where the layers cannot be divided so, and where those given do not add up.
     """
-    check_kind(Config, config=config)
+    model = structure(model)
     check_rule(pp, rule)
     check_one_of(SCHEDULES, schedule=schedule)
     few = FEWEST.get(schedule, 1) if pp > 1 else 1
@@ -70,21 +71,21 @@ def stages(
     check_schedule(pp, schedule, v)
     last = pp - 1
     if rule == "nanotron":
-        layers, last = _by_cost(config, pp)
+        layers, last = _by_cost(model, pp)
     elif rule == "megatron":
-        layers = _with_ends(config.layers, pp)
+        layers = _with_ends(model.layers, pp)
     elif rule == "equal":
-        if config.layers % pp:
-            raise ValueError(f"pp={pp}: allowed are divisors of layers={config.layers}")
-        layers = [config.layers // pp] * pp
+        if model.layers % pp:
+            raise ValueError(f"pp={pp}: allowed are divisors of layers={model.layers}")
+        layers = [model.layers // pp] * pp
     else:
         layers = list(rule)
-        if sum(layers) != config.layers:
-            raise ValueError(f"stages={rule}: allowed are those with {config.layers} layers in all")
+        if sum(layers) != model.layers:
+            raise ValueError(f"stages={rule}: allowed are those with {model.layers} layers in all")
     if schedule == "zb-v" and pp > 1:
         last = 0
     dealt = _dealt(layers, v, route(pp, schedule, v))
-    return [Stage(mine, k == 0, k == last, _dense(config, mine)) for k, mine in enumerate(dealt)]
+    return [Stage(mine, k == 0, k == last) for k, mine in enumerate(dealt)]
 
 
 def route(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:
@@ -104,12 +105,6 @@ def _dealt(layers: list[int], chunks: int, order: list[int]) -> list[tuple[range
         found[stage] = (*found[stage], range(begin, end))
         begin = end
     return found
-
-
-def _dense(config: Config, chunks: tuple[range, ...]) -> int:
-    """How many of these layers are among the model's first, which have no experts."""
-    first = config.dense_layers if config.experts else 0
-    return sum(max(0, min(chunk.stop, first) - chunk.start) for chunk in chunks)
 
 
 def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
@@ -152,14 +147,14 @@ def _with_ends(layers: int, p: int) -> list[int]:
     return counts
 
 
-def _by_cost(config: Config, p: int) -> tuple[list[int], int]:
+def _by_cost(model: Structure, p: int) -> tuple[list[int], int]:
     """The layers of each stage, and which one has the head."""
-    h, f = config.hidden, config.ffn_width
-    layer, head = 4 * h * h + 3 * h * f, config.vocab * h
-    total = config.layers * layer + head
+    h, f = model.hidden, model.width
+    layer, head = 4 * h * h + 3 * h * f, model.vocab * h
+    total = model.layers * layer + head
     found: list[list[int]] = [[] for _ in range(p)]  # costs of the blocks of each stage
     stage = cost = 0
-    for block in [layer] * config.layers + [head]:
+    for block in [layer] * model.layers + [head]:
         found[stage].append(block)
         cost += block
         if stage < p - 1 and cost * p >= total * (stage + 1):

@@ -10,15 +10,15 @@ network, E experts, k chosen, s tokens of a sequence. The standard library alone
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 
-from shardlab.arguments import check_kind
+from shardlab.arguments import check_count, told
 from shardlab.shapes import Config
 
-from .entries import Entry, of_kind, outside
+from .entries import COPIED, Entry, of_kind, outside
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Core:
     window: int | None = None  # tokens that a query sees at most, itself among them; None: all
     chunk: int | None = None  # a query sees those of its own chunk alone
     top: int | None = None  # so many are chosen for it, of all before it (sparse attention)
+    scores: int = 0  # numbers of a query that are compared with those of every key, to choose them
 
     def keys(self, seq: int) -> float:
         """Keys that a query sees, in the mean over a sequence of `seq` tokens; its own is one."""
@@ -43,7 +44,9 @@ class Core:
 
     def flops(self, seq: int, causal: bool = True) -> float:
         """Operations of a token's forward pass; causal: without the pairs that the mask hides."""
-        return 2 * self.heads * (self.query + self.value) * (self.keys(seq) if causal else seq)
+        whole = (seq + 1) / 2 if causal else seq
+        mixed = 2 * self.heads * (self.query + self.value) * (self.keys(seq) if causal else seq)
+        return mixed + 2 * self.scores * whole
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,16 @@ class Routed:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A matrix, or several that read the same numbers, times a token."""
+
+    outputs: int
+    inputs: int
+    tp: int | None  # which of the two a tensor degree divides, 0 or 1; None: neither
+    expert: bool  # one of an expert that stands for all
+
+
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of layer. Elements are those of a token."""
 
@@ -83,8 +96,30 @@ class Kind:
         times = (self.routed.chosen if self.routed else 0) if experts is None else experts
         return sum(e.elements() * (1 if e.expert is None else times) for e in self.entries)
 
+    @property
+    def wide(self) -> int:
+        """Width of all networks that a token goes through."""
+        return self.width + (self.routed.chosen * self.routed.width if self.routed else 0)
 
-@dataclass(frozen=True)
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """Of its matrices: neighbours that read the same numbers, as queries and keys, are one."""
+
+        def alike(e: Entry) -> tuple[object, ...]:
+            own = () if e.tp == 1 else (e.shape[1],)  # what is cut along reads numbers of its own
+            return e.kind, e.tp, e.expert, own or e.name
+
+        matrices = [entry for entry in self.entries if len(entry.shape) == 2]
+        found = []
+        for _, some in groupby(matrices, alike):
+            group = list(some)
+            rows = sum(entry.shape[0] for entry in group)
+            first = group[0]
+            found.append(Product(rows, first.shape[1], first.tp, first.expert is not None))
+        return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
 class Structure:
     """Kinds of layers, which of them each layer is, and what stands outside."""
 
@@ -98,6 +133,7 @@ class Structure:
     model_type: str = "gpt"  # transformers' word, for a model of it
     assumed: tuple[str, ...] = ()  # what a file left open, in words
     unplanned: str = ""  # why its time and memory are not predicted; "": they are
+    own: Config | None = None  # of what shape the course's own model is the same; None: of none
 
     @property
     def layers(self) -> int:
@@ -122,32 +158,112 @@ class Structure:
     def _ends(self) -> int:
         return sum(entry.elements() for entry in self.outside if entry.tied is None)
 
-    def counted(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """How many of these layers, by number, are of each kind."""
-        found = Counter(self.order[layer] for layer in layers)
-        return tuple(found[k] for k in range(len(self.kinds)))
+    @property
+    def width(self) -> int:
+        """Of the networks of the first kind of layer."""
+        return self.kinds[0].wide
+
+    @cached_property
+    def _before(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer, how many before it are of each kind; and of all."""
+        found = [(0,) * len(self.kinds)]
+        for kind in self.order:
+            found.append(tuple(n + (k == kind) for k, n in enumerate(found[-1])))
+        return tuple(found)
+
+    def counted(self, chunks: Iterable[range]) -> tuple[int, ...]:
+        """How many of the layers of these chunks are of each kind."""
+        ends = [(self._before[chunk.start], self._before[chunk.stop]) for chunk in chunks]
+        return tuple(sum(end[k] - start[k] for start, end in ends) for k in range(len(self.kinds)))
+
+
+def structure(model: Config | Structure) -> Structure:
+    """Of a shape of the course's own model, or what is one already; ValueError for others."""
+    if isinstance(model, Config):
+        return of_config(model)
+    if not isinstance(model, Structure):
+        raise ValueError(f"model={told(model)}: allowed are a Config and a Structure")
+    return model
 
 
 @lru_cache(maxsize=256)
 def of_config(config: Config) -> Structure:
     """The structure of GPT(config)."""
-    check_kind(Config, config=config)
-    dense = config.dense_layers if config.experts else config.layers
-    some = [sparse for sparse, n in ((False, dense), (True, config.layers - dense)) if n]
-    order = (0,) * dense + (len(some) - 1,) * (config.layers - dense)
-    kinds = tuple(_kind(config, sparse) for sparse in some)
+    found: dict[tuple[bool, int | None], int] = {}
+    order = []
+    for layer in range(config.layers):
+        sparse = config.experts > 0 and layer >= config.dense_layers
+        order.append(found.setdefault((sparse, config.window_of(layer)), len(found)))
+    kinds = tuple(_kind(config, *what) for what in found)
     ends = config.hidden, config.vocab, config.seq
-    return Structure(*ends, kinds, order, outside(config), config.tied)
+    return Structure(*ends, kinds, tuple(order), outside(config), config.tied, own=config)
 
 
-def _kind(c: Config, sparse: bool) -> Kind:
-    size = c.head_size
-    core = Core(c.heads, c.key_value_heads, size, size)
+def _kind(c: Config, sparse: bool, window: int | None) -> Kind:
+    a, k, size = c.heads, c.key_value_heads, c.head_size
+    core, latent = Core(a, k, size, c.value_size, window), 0
+    heads = (3 if c.qk_norm else 2) * (a + k) * size
+    if c.latent is not None:  # each latent, and what its norm makes of it
+        latent, heads = 2 * (c.latent + (c.query_latent or 0)), 2 * a * (size + c.value_size)
     routed, width = None, c.ffn_width
     if sparse:
         routed = Routed(c.experts, c.experts_per_token, c.expert_width, c.hidden)
         width = c.shared_experts * c.expert_width
+    name = ("experts" if sparse else "dense") + (", window" if window else "")
     return Kind(
-        "experts" if sparse else "dense", of_kind(c, sparse), core, width, c.mlp == "swiglu",
-        routed, stream=4 * c.hidden, heads=2 * (c.heads + c.key_value_heads) * size,
+        name, of_kind(c, sparse), core, width, c.mlp == "swiglu", routed, stream=4 * c.hidden,
+        latent=latent, heads=heads,
     )  # fmt: skip
+
+
+def own_config(model: Config | Structure, **asked: object) -> Config:
+    """The shape of the course's own model that is the same. Raises ValueError where none is.
+
+    asked: what it is needed for, as emit="megatron".
+    """
+    found = structure(model)
+    if found.own is None:
+        words = ", ".join(f"{name}={told(value)}" for name, value in asked.items())
+        allowed = f"models that the course's own GPT can be, which no {found.model_type} is"
+        raise ValueError(f"{words}: allowed are {allowed}")
+    return found.own
+
+
+# Which degrees a model takes.
+
+
+def cut_sizes(model: Config | Structure, vocabulary: bool = False) -> dict[str, int]:
+    """What tensor parallelism cuts, by name, and how many of it there are.
+
+    vocabulary: that too, though it may be padded.
+    """
+    found = structure(model)
+    entries = [entry for kind in found.kinds for entry in kind.entries]
+    return {
+        entry.along: entry.units
+        for entry in (*entries, *(found.outside if vocabulary else ()))
+        if entry.along and entry.units
+    }
+
+
+def check_tensor_degree(model: Config | Structure, tp: int, copies: bool = False) -> None:
+    """Raise ValueError unless `tp` ranks can cut each layer of `model`.
+
+    copies: several ranks may have the same head of keys and values, as in `tensor_parallel`.
+    """
+    check_count(tp=tp)
+    for name, size in cut_sizes(model).items():
+        may = copies and name == COPIED
+        if size % tp and not (may and tp % size == 0):
+            what = "divisors and multiples" if may else "divisors"
+            raise ValueError(f"tp={tp}: allowed are {what} of {name}={size}")
+
+
+def check_expert_degree(model: Config | Structure, ep: int) -> None:
+    """Raise ValueError unless `ep` ranks can deal out the experts of `model`."""
+    check_count(ep=ep)
+    experts = structure(model).experts
+    if ep > 1 and not experts:
+        raise ValueError(f"ep={ep}: allowed is 1, for a model without experts")
+    if ep > 1 and experts % ep:
+        raise ValueError(f"ep={ep}: allowed are divisors of experts={experts}")

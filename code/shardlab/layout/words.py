@@ -85,6 +85,8 @@ def _field(part: str) -> dict[str, Any]:
         runs = [re.split("[×x]", run) for run in rest.split("+")]
         repeated = [(int(run[0]) if len(run) > 1 else 1, int(run[-1])) for run in runs]
         return {"stages": tuple(n for times, n in repeated for _ in range(min(times, MOST)))}
+    if match := re.fullmatch(r"experts cut (\d{1,18})", part):
+        return {"etp": int(match[1])}
     if part == "sequence parallelism":
         return {"sequence_parallel": True}
     return {"order": tuple(rest.split())} if first == "order" else {}

@@ -8,18 +8,14 @@ copy of it.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from shardlab.arguments import check_kind, check_whole, given
-from shardlab.layout import ALONE, KINDS, Layout, Stage
-from shardlab.layout.entries import (
-    check_expert_degree,
-    check_tensor_degree,
-    held,
-    of_kind,
-)
+from shardlab.layout import ALONE, KINDS, Layout, Stage, Structure, structure
+from shardlab.layout.entries import held
+from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
 from shardlab.shapes import Config
 
 from .units import ceil_div
@@ -27,16 +23,16 @@ from .units import ceil_div
 Shapes = dict[str, tuple[int, ...]]  # name of a parameter, as the model calls it -> its shape
 
 
-def placed(config: Config, layout: Layout, stage: int | Stage | None = None) -> Stage:
+def placed(model: Config | Structure, layout: Layout, stage: int | Stage | None = None) -> Stage:
     """The stage that is meant: by number; None: the last; or a `Stage`, which it returns.
 
     Raises ValueError unless the shape can be cut so across and along.
     """
     check_kind(Layout, layout=layout)
-    check_tensor_degree(config, layout.tp)
+    check_tensor_degree(model, layout.tp, copies=True)
     if isinstance(stage, Stage):
         return stage
-    found = layout.parts(config)
+    found = layout.parts(model)
     check_whole(0, layout.pp - 1, **given(stage=stage))
     return found[-1 if stage is None else stage]
 
@@ -45,22 +41,27 @@ def shapes(config: Config, layout: Layout = ALONE, stage: int | Stage | None = N
     """Every parameter that one rank holds, by name, once; `stage` as in `parameters`."""
     here = placed(config, layout, stage)
     check_expert_degree(config, layout.ep)
-    return {entry.name: entry.local(layout.tp) for entry in held(config, here, layout.ep)}
+    return {
+        entry.name: entry.local(layout.tp if entry.expert is None else layout.cut)
+        for entry in held(config, here, layout.ep)
+    }
 
 
 @lru_cache(maxsize=1024)
-def in_layer(config: Config, tp: int, ep: int, sparse: bool) -> Counter[str]:
+def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> Counter[str]:
     """Parameters of one layer of that kind on one rank, by part; "experts": of its own ones."""
     counts: Counter[str] = Counter()
-    for entry in of_kind(config, sparse):
+    here = kind.routed.number // ep if kind.routed else 0
+    for entry in kind.entries:
         own = entry.expert is not None
-        times = config.experts // ep if own else 1
-        counts["experts" if own else entry.kind] += times * entry.elements(tp)
+        counts["experts" if own else entry.kind] += (
+            here * entry.elements(cut) if own else entry.elements(tp)
+        )
     return counts
 
 
 def parameters(
-    config: Config, layout: Layout = ALONE, stage: int | Stage | None = None
+    model: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
 ) -> dict[str, int]:
     """Parameters on one rank, by part: embedding, attention, ffn, norms, head.
 
@@ -69,27 +70,28 @@ def parameters(
     ValueError for degrees that do not divide heads, key-value heads, the width of the feed-forward
     network or of an expert (tp), the layers (pp) or the experts (ep).
     """
-    here = placed(config, layout, stage)
-    check_expert_degree(config, layout.ep)
-    return dict(held_by(config, layout, here).kinds)
+    here = placed(model, layout, stage)
+    check_expert_degree(model, layout.ep)
+    return dict(held_by(structure(model), layout, here).kinds)
 
 
-def of_both_kinds(config: Config, here: Stage) -> list[tuple[bool, int]]:
-    """How many layers of a stage have experts, and how many have none, as far as there are some."""
-    sparse = here.layers - here.dense if config.experts else 0
-    return [(s, n) for s, n in ((False, here.layers - sparse), (True, sparse)) if n]
+def by_kind(model: Structure, here: Stage) -> list[tuple[Kind, int]]:
+    """The kinds of layers of a stage, and how many of each it has."""
+    return [(k, n) for k, n in zip(model.kinds, model.counted(here.chunks), strict=True) if n]
 
 
-def parameter_count(config: Config) -> int:
+def parameter_count(model: Config | Structure) -> int:
     """Parameters of the whole model; tied ones count once."""
-    return sum(parameters(config).values())
+    return structure(model).total
 
 
-def in_experts(config: Config, layout: Layout = ALONE, stage: int | Stage | None = None) -> int:
+def in_experts(
+    model: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
+) -> int:
     """Of the `parameters`, those of the rank's experts, which other ranks lack."""
-    here = placed(config, layout, stage)
-    check_expert_degree(config, layout.ep)
-    return held_by(config, layout, here).experts
+    here = placed(model, layout, stage)
+    check_expert_degree(model, layout.ep)
+    return held_by(structure(model), layout, here).experts
 
 
 @dataclass(frozen=True)
@@ -107,27 +109,35 @@ class Held:
         """
         shards = layout.shards
         same = self.all - self.experts
-        return ceil_div(same, shards) + ceil_div(self.experts, shards // layout.ep)
+        return ceil_div(same, shards) + ceil_div(self.experts, layout.alike)
 
 
-def held_by(config: Config, layout: Layout, here: Stage) -> Held:
+def held_by(model: Structure, layout: Layout, here: Stage) -> Held:
     """What a rank of a stage holds, by number alone: for a thousand layouts, and without checks."""
-    ends = here.embedding, here.head
-    return _held(config, layout.tp, layout.ep, here.layers, here.dense, *ends)
+    counts = model.counted(here.chunks)
+    cuts = layout.tp, layout.ep, layout.cut
+    return _held(model, cuts, counts, here.embedding, here.head)
 
 
 @lru_cache(maxsize=4096)
 def _held(
-    config: Config, tp: int, ep: int, layers: int, dense: int, embedding: bool, head: bool
+    model: Structure,
+    cuts: tuple[int, int, int],
+    layers: tuple[int, ...],
+    embedding: bool,
+    head: bool,
 ) -> Held:
-    here = Stage((range(layers),), embedding, head, dense)
     counts, own = dict.fromkeys(KINDS, 0), 0
-    for entry in held(config, replace(here, chunks=()), ep):
-        counts[entry.kind] += entry.elements(tp)
-    for sparse, n in of_both_kinds(config, here):
-        for kind, elements in in_layer(config, tp, ep, sparse).items():
-            counts["ffn" if kind == "experts" else kind] += n * elements
-            own += n * elements if kind == "experts" else 0
+    first, *last = model.outside
+    ends = [first] if embedding else []
+    if head:
+        ends += [e for e in last if e.tied is None or not embedding]
+    for entry in ends:
+        counts[entry.kind] += entry.elements(cuts[0])
+    for kind, n in zip(model.kinds, layers, strict=True):
+        for part, elements in in_layer(kind, *cuts).items() if n else ():
+            counts["ffn" if part == "experts" else part] += n * elements
+            own += n * elements if part == "experts" else 0
     return Held(sum(counts.values()), own, counts)
 
 

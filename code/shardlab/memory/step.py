@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.arguments import check_count, check_whole
-from shardlab.layout import ALONE, Layout, Stage
-from shardlab.layout.entries import check_expert_degree, of_kind, of_layer, outside
+from shardlab.layout import ALONE, Layout, Stage, Structure, structure
+from shardlab.layout.entries import of_layer, outside
+from shardlab.layout.structure import check_expert_degree
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
-from .counting import held_by, in_layer, of_both_kinds, placed
+from .counting import by_kind, held_by, in_layer, placed
 from .units import ceil_div
 
 MIB = 2**20
@@ -99,10 +100,11 @@ def estimate(
     how: dict[str, Any] = {"attention": attention, "device": device, "stage": stage}
     kept = activations(config, layout, seq, precision, **how)
     check_expert_degree(config, layout.ep)
-    mine = held_by(config, layout, here)
+    model = structure(config)
+    mine = held_by(model, layout, here)
     held = mine.all
     state = states_of(held, mine.shard(layout), layout, recipe, optimizer)
-    unit = Unit.of(config, layout, here)
+    unit = Unit.of(model, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64
     gathered = buckets = 0
@@ -134,11 +136,11 @@ def _in_order(config: Config, layout: Layout, here: Stage) -> list[int]:
     each = min(2, config.experts // layout.ep)
     first, *last = outside(config)
     found = [first] if here.embedding else []
-    for sparse, layers in of_both_kinds(config, here):
-        found += min(2, layers) * [*of_layer(config, sparse, range(each))]
+    for kind, layers in by_kind(structure(config), here):
+        found += min(2, layers) * [*of_layer(config, kind.routed is not None, range(each))]
     if here.head:
         found += last[:-1] if config.tied and here.embedding else last
-    return [entry.elements(layout.tp) for entry in found]
+    return [e.elements(layout.tp if e.expert is None else layout.cut) for e in found]
 
 
 def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards: int = 1) -> int:
@@ -252,22 +254,25 @@ class Unit:
         return recipe.compute * self.root + max(layers, recipe.gradients * self.root)
 
     @staticmethod
-    def of(config: Config, layout: Layout, stage: Stage) -> Unit:
-        """Of a rank of `stage`."""
-        tp, ep = layout.tp, layout.ep
-        inside = sum(
-            n * sum(in_layer(config, tp, ep, s).values()) for s, n in of_both_kinds(config, stage)
-        )
-        one = in_layer(config, tp, ep, config.experts > 0)
-        downs = (e for e in of_kind(config, config.experts > 0) if e.name.endswith("down.weight"))
+    def of(model: Structure, layout: Layout, stage: Stage) -> Unit:
+        """Of a rank of `stage`; of its layers a large one, with experts where there are some."""
+        tp, cuts = layout.tp, (layout.tp, layout.ep, layout.cut)
+        inside = sum(n * in_layer(kind, *cuts).total() for kind, n in by_kind(model, stage))
+        kind = max(model.kinds, key=lambda k: (bool(k.routed), in_layer(k, *cuts).total()))
+        one = in_layer(kind, *cuts)
+        downs = [
+            e.elements(tp if e.expert is None else layout.cut)
+            for e in kind.entries
+            if e.kind == "ffn" and e.tp == 1
+        ]
         return Unit(
-            sum(one.values()),
+            one.total(),
             one["ffn"] + one["experts"],
             # Of experts one comes first, and the shared ones are small.
-            max(entry.elements(tp) for entry in downs),
-            held_by(config, layout, stage).all - inside,
-            ceil_div(config.vocab, tp) * config.hidden,
-            config.tied and stage.embedding and stage.head,
+            max(downs, default=0),
+            held_by(model, layout, stage).all - inside,
+            ceil_div(model.vocab, tp) * model.hidden,
+            model.tied and stage.embedding and stage.head,
             stage.embedding,
             stage.head,
         )

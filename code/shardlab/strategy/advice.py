@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardlab.layout import Layout
-from shardlab.layout.entries import check_tensor_degree
+from shardlab.layout import Layout, Structure
+from shardlab.layout.structure import check_tensor_degree
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -14,7 +14,9 @@ from .core import Seconds
 from .predict import predict, room
 
 
-def fullness(config: Config, machine: Machine, layout: Layout, seq: int | None = None) -> str:
+def fullness(
+    config: Config | Structure, machine: Machine, layout: Layout, seq: int | None = None
+) -> str:
     """Why `layout` does not fit, and one change that would do; "" if it fits.
 
     Bytes are predicted, of the course's own model. Raises ValueError as `predict` does, and for
@@ -48,7 +50,9 @@ def fullness(config: Config, machine: Machine, layout: Layout, seq: int | None =
     return f"{words}; the rest are activations, and what is gathered or on its way."
 
 
-def slowness(config: Config, machine: Machine, layout: Layout, seq: int | None = None) -> str:
+def slowness(
+    config: Config | Structure, machine: Machine, layout: Layout, seq: int | None = None
+) -> str:
     """What a step waits for the most, beside the arithmetic that every layout needs.
 
     Seconds are predicted, of the course's own model. Raises ValueError as `predict` does.

@@ -13,26 +13,26 @@ from .job import Job
 from .rates import Values
 
 
-def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float, last: float) -> float:
+def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> float:
     """Seconds in which the copies wait for gradients and weights, and tied ends for each other.
 
-    busy: the step's work; first: seconds of a micro-batch's forward pass; last: of its backward.
+    busy: the step's work; first: seconds of a micro-batch's forward pass.
     """
     layout = job.layout
-    waits = _zero(job, rates, stage, busy, first, last) if layout.shards > 1 else 0.0
+    waits = _zero(job, rates, stage, busy, first) if layout.shards > 1 else 0.0
     # Sums, of which backward hides a part: two sends of each byte.
     exposed = 2 * job.profile.wire.gradient * rates.exposed
     if layout.replicas > 1:  # groups add up the shards of their gradients, each rank with its like
         part = job.held(stage).shard(layout) * (layout.replicas - 1) / layout.replicas
         waits += exposed * part / rate(job, rates, layout.replicas, layout.shards)
-    if job.config.tied and layout.pp > 1:
-        ends = job.config.vocab * job.config.hidden / layout.tp
+    if job.model.tied and layout.pp > 1:
+        ends = job.model.vocab * job.model.hidden / layout.tp
         both = 2 * job.profile.wire.gradient * ends
         waits += both / (rates.network * job.machine.between)
     return waits
 
 
-def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float, last: float) -> float:
+def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> float:
     """Seconds in which a group of copies waits, by the stage of ZeRO.
 
     Of unsharded gradients backward hides a part, and of scattered ones the same; weights of ZeRO-1
@@ -43,13 +43,12 @@ def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float, last
     layout, wire, m = job.layout, job.profile.wire, job.layout.microbatches
     once = _once(job, rates, stage)
     far = ceil(layout.shards / _near(job)) - 1  # nodes that each gather goes on to
-    each = job.config.layers / layout.pp * rates.hop * far  # of all layers, beside the bytes
+    each = job.model.layers / layout.pp * rates.hop * far  # of all layers, beside the bytes
     after = wire.weight * once + (each if layout.zero < 3 else 0.0)
     if job.profile.ahead:
         after = max(rates.gathers * after, after - first)
     if layout.zero == 0:
-        sent = 2 * wire.gradient * once
-        return max(rates.exposed * sent, sent - last)
+        return 2 * wire.gradient * rates.exposed * once
     if layout.zero == 1 or (layout.zero == 2 and layout.pp > 1):  # stages add up first
         sums = 2 if job.profile.reduced else rates.exposed
         return wire.gradient * sums * once + after
@@ -66,9 +65,9 @@ def _once(job: Job, rates: Values, stage: Stage) -> float:
     group, ep, held = job.layout.shards, job.layout.ep, job.held(stage)
     own = held.experts
     taken = (held.all - own) * (group - 1) / group / rate(job, rates, group)
-    if own and group > ep:  # the ranks that have the same experts
-        same = group // ep
-        taken += own * (same - 1) / same / rate(job, rates, same, ep)
+    if own and (same := job.layout.alike) > 1:  # the ranks that have the same experts
+        apart = max(1, ep * job.layout.cut // job.layout.tp)
+        taken += own * (same - 1) / same / rate(job, rates, same, apart)
     return taken
 
 

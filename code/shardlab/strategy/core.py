@@ -19,15 +19,15 @@ from math import ceil
 
 from shardlab.layout import Layout, Stage
 from shardlab.layout.core import computed_again
-from shardlab.machines import MACHINES
+from shardlab.layout.structure import Core, Kind, Routed
 
 from . import copies
 from .job import Job
+from .products import NUMBER, formats, passes, product, products
 from .rates import Values
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
-TILE = 128, 256  # of a product's output, which one multiprocessor computes
-NUMBER = 2  # bytes of a 16-bit one, in which activations and their gradients are held and sent
+NARROW = 64  # size of a head up to which attention does not fill the chip
 
 # Work of backward, in that of forward.
 BACKWARD = 2  # a product for the gradient of each of its two factors
@@ -44,9 +44,6 @@ FILLS = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}
 # Of needed bytes over a GPU's limit, as predicted, which is off by some percent: below the first no
 # run is to retry, above the second all of them.
 RETRIES = 0.94, 1.06
-
-# Megatron's rates were found on these; another chip reaches them as its best product does.
-A100 = MACHINES["a100"].best
 
 
 @dataclass(frozen=True)
@@ -101,34 +98,53 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     """
     layout = job.layout
     m, v = layout.microbatches, layout.chunks
-    forward, backward = layer(job, rates)
-    each, head = forward.plus(backward), _head(job, rates)
-    plain = _Work.plus(*layer(job, rates, dense=True)) if job.config.dense_layers else each
-    found = layout.parts(job.config)
-    work = [
-        _Work().plus(each, stage.layers - stage.dense).plus(plain, stage.dense)
-        .plus(head, stage.head)
-        for stage in found
-    ]  # fmt: skip
+    each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
+    found = layout.parts(job.model)
+    alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
+    work = []
+    for stage in found:
+        key = job.model.counted(stage.chunks), stage.head
+        if key not in alike:
+            alike[key] = _stage(job, rates, each, key[0], stage.head)
+        work.append(alike[key])
     slowest = max(work, key=lambda stage: stage.total)
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
         bubble = m * others if layout.pp > 1 else 0.0
     else:
+        forward, backward = each[max(each, key=lambda kind: kind.parameters)]
         weights = backward.products / BACKWARD
+        # While the pipeline fills and drains, the CPU launches ahead.
+        others -= sum(stage.launches for stage in work) - slowest.launches
         bubble = others * _left(layout, forward.total, backward.total, weights) / v
     fullest = max(found, key=lambda stage: job.held(stage).all)
     busy = slowest.total * m
-    first = forward.total * fullest.layers  # what hides the weights that come for it
-    last = backward.total * fullest.layers  # what hides the gradients of a step
-    data = copies.seconds(job, rates, fullest, busy, first, last)
+    # What hides the weights that come for it.
+    first = sum(n * each[kind][0].total for kind, n in job.layers(fullest))
+    data = copies.seconds(job, rates, fullest, busy, first)
     step = _optimizer(job, rates, fullest)
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step
     retries = total * (rates.retries - 1) * _likely(job, rates, needed)
     parts = {name: m * value for name, value in vars(slowest).items()}
-    return Seconds(**parts, bubble=bubble, messages=messages, data=data, optimizer=step,
-                   retries=retries)  # fmt: skip
+    parts |= {"bubble": bubble, "messages": messages, "data": data, "optimizer": step}
+    times = getattr(rates, job.profile.engine) if job.profile.engine else 1.0
+    return Seconds(**{name: times * x for name, x in (parts | {"retries": retries}).items()})
+
+
+def _stage(
+    job: Job,
+    rates: Values,
+    each: dict[Kind, tuple[_Work, _Work]],
+    layers: tuple[int, ...],
+    head: bool,
+) -> _Work:
+    """A micro-batch on a stage that has so many layers of each kind."""
+    found = _head(job, rates) if head else _Work()
+    for both, n in zip(each.values(), layers, strict=True):
+        for one in both if n else ():
+            found = found.plus(one, n)
+    return found
 
 
 def _likely(job: Job, rates: Values, needed: float) -> float:
@@ -149,17 +165,20 @@ def _left(layout: Layout, forward: float, backward: float, weights: float) -> fl
     return max(0.0, 1 - (weights + filled) / (forward + backward)) if fills else 1.0
 
 
-def layer(job: Job, rates: Values, dense: bool = False) -> tuple[_Work, _Work]:
-    """Forward and backward of one layer for one micro-batch; dense: of one without experts."""
-    attention, scores = _attention(job, rates)
-    width = _pass(job, rates, job.width(dense) / job.layout.tp)
+def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Work]:
+    """Forward and backward of one layer for one micro-batch; by default of the last's kind."""
+    kind = kind or job.model.kinds[job.model.order[-1]]
+    attention, scores = _attention(job, rates, kind.core)
+    width = (3 if kind.gated else 2) * passes(job, rates, kind.wide / job.layout.tp)
+    width *= rates.wide * (1.0 if job.profile.compiled else rates.eager)
+    stream = rates.elementwise * (1.0 if job.profile.compiled else rates.eager)
     forward = _Work(
-        products=_products(job, rates, dense),
-        attention=attention,
-        elementwise=_stream(job, rates, rates.elementwise) + job.matrices * width + scores,
+        products=products(job, rates, kind),
+        attention=attention + _scans(job, rates, kind),
+        elementwise=_stream(job, rates, stream) + width + scores + formats(job, rates, kind),
         tensor=_tensor(job, rates),
-        context=_context(job, rates),
-        experts=0.0 if dense else _travel(job, rates),
+        context=_context(job, rates, kind.core, attention),
+        experts=_travel(job, rates, kind.routed),
     )
     waits = 1 - min(1.0, rates.hidden) + (GATHERED if job.sequence > 1 else 0.0)
     flash = job.profile.attention == "flash"
@@ -179,118 +198,85 @@ def layer(job: Job, rates: Values, dense: bool = False) -> tuple[_Work, _Work]:
     if "norms" in again:  # two of them, each read and written
         backward.elementwise += _stream(job, rates, 2 * 2 * NUMBER)
     if "ffn" in again:
-        backward.elementwise += job.matrices * width
+        backward.elementwise += width
     both = _Work(
-        launches=_launches(job, rates, forward.total + backward.total),
+        launches=_launches(job, rates, kind, forward.total + backward.total),
         tensor=rates.beyond * (ceil(job.layout.tp / job.machine.per_node) - 1),
     )
     return forward.plus(both, FORWARD), backward.plus(both, 1 - FORWARD)
 
 
-def _products(job: Job, rates: Values, dense: bool) -> float:
-    """Seconds of a layer's products: of queries, keys and values, of the output, of the network."""
-    config, t, h = job.config, job.layout.tp, job.config.hidden
-    taken = _product(job, rates, (h + 2 * job.heads) / t, h) + _product(job, rates, h, h / t)
-    if dense or not config.experts:
-        return taken + _network(job, rates, config.ffn_width)
-    return taken + _experts(job, rates)
-
-
-def _attention(job: Job, rates: Values) -> tuple[float, float]:
+def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float]:
     """Seconds of attention's two products, and of passes over its scores, in a forward pass."""
-    pairs = job.tokens * job.seq * job.config.hidden / job.layout.tp  # times their width
-    if job.profile.attention == "flash":  # half of the pairs are masked, and left out
-        return 2 * 2 * pairs / 2 / (rates.attention * job.machine.flops), 0.0
-    scores = job.seq * job.config.heads / job.layout.tp
-    passes = rates.scores * _pass(job, rates, scores)
-    return 2 * 2 * pairs / (rates.products * job.machine.flops), passes
+    if core is None:
+        return 0.0, 0.0
+    t, flash = job.layout.tp, job.profile.attention == "flash"
+    work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash leaves out masked pairs
+    if flash:
+        share = rates.attention * (rates.narrow if core.query <= NARROW else 1.0)
+        return work / (share * job.machine.flops), 0.0
+    read = rates.scores * passes(job, rates, job.seq * core.heads / t)
+    return work / (rates.products * job.machine.flops), read
 
 
-def _pass(job: Job, rates: Values, width: float) -> float:
-    """Seconds in which a number is read or written for each token and `width`."""
-    return NUMBER * job.tokens * width / (rates.memory * job.machine.stream)
+def _scans(job: Job, rates: Values, kind: Kind) -> float:
+    """Seconds of a state space's or a linear attention's own products, in a forward pass."""
+    work = job.tokens * kind.scans / job.layout.tp
+    return rates.scan * work / (rates.attention * job.machine.flops)
 
 
 def _stream(job: Job, rates: Values, size: float) -> float:
     """Seconds in which `size` bytes of the residual stream pass, for each token and width."""
-    taken = size * job.tokens * job.config.hidden / job.sequence
+    taken = size * job.tokens * job.model.hidden / job.sequence
     return taken / (rates.memory * job.machine.stream)
 
 
-def _launches(job: Job, rates: Values, gpu: float) -> float:
+def _launches(job: Job, rates: Values, kind: Kind, gpu: float) -> float:
     """Seconds more than the GPU's, softly, in which the CPU launches a layer."""
-    cpu = _cpu(job, rates)
+    cpu = _cpu(job, rates, kind)
     return (gpu**SOFT + cpu**SOFT) ** (1 / SOFT) - gpu if cpu else 0.0
 
 
-def _cpu(job: Job, rates: Values) -> float:
+def _cpu(job: Job, rates: Values, kind: Kind) -> float:
     """Seconds in which the CPU launches a layer, forward and backward."""
     layout = job.layout
     if job.captured:
         return 0.0
     crossing = layout.pp > 1 and job.nodes > 1
-    cpu = rates.launch + (rates.crossing * (layout.tp - 1) if crossing else 0.0)
+    cpu = rates.launch + (rates.deal if kind.routed else 0.0)
+    cpu += (rates.crossing * (layout.tp - 1)) if crossing else 0.0
     return cpu * (1 + FORWARD) if layout.recompute == "full" else cpu
 
 
-def pace(job: Job, rates: Values) -> float:
+def pace(job: Job, rates: Values, kind: Kind) -> float:
     """How long the GPU works on a layer, in the time that the CPU takes to launch it: over 1, the
     CPU runs ahead. Of what is not captured.
     """
-    forward, backward = layer(job, rates)
+    forward, backward = layer(job, rates, kind)
     both = forward.plus(backward)
-    return (both.total - both.launches) / _cpu(job, rates)
+    return (both.total - both.launches) / _cpu(job, rates, kind)
 
 
-def _network(job: Job, rates: Values, width: float, rows: float | None = None) -> float:
-    """Seconds of a feed-forward network's products, for so many rows; None: all tokens."""
-    h, f = job.config.hidden, width / job.layout.tp
-    wide = (job.matrices - 1) * f
-    return _product(job, rates, wide, h, rows) + _product(job, rates, h, f, rows)
-
-
-def _experts(job: Job, rates: Values) -> float:
-    """Seconds of a rank's own experts, one after another, and of the shared ones.
-
-    Each has to read its weights, however few tokens choose it; and the step waits for the fullest
-    rank.
-    """
-    config, layout = job.config, job.layout
-    here = config.experts // layout.ep
-    rows = job.tokens * config.experts_per_token / here
-    read = NUMBER * job.matrices * config.hidden * config.expert_width / layout.tp
-    least = read / (rates.memory * job.machine.stream)
-    own = here * max(least, _network(job, rates, config.expert_width, rows))
-    shared = config.shared_experts * config.expert_width
-    return rates.uneven * own + (_network(job, rates, shared) if shared else 0.0)
-
-
-def _travel(job: Job, rates: Values) -> float:
+def _travel(job: Job, rates: Values, routed: Routed | None) -> float:
     """Seconds of two all-to-alls: tokens go to their experts, and what these say comes back.
 
     Ranks that share experts stand as close as they can: in a node, where tensor and context ranks
     leave room. Of what leaves the node, each GPU has a card of its own.
     """
     layout, machine, e = job.layout, job.machine, job.layout.ep
-    if e == 1:
+    if e == 1 or routed is None:
         return 0.0
-    sent = job.config.experts_per_token * job.stream / job.sequence / e  # to each of the ranks
-    here = min(e, max(1, machine.per_node // (layout.tp * layout.cp)))
+    tokens = job.tokens / job.sequence
+    sent = NUMBER * tokens * routed.chosen * routed.inputs / e  # to each of the ranks
+    apart = layout.cut if layout.etp is not None else layout.tp * layout.cp
+    here = min(e, max(1, machine.per_node // apart))
     inside = (here - 1) * sent / (rates.node * machine.inside)
-    return 2 * max(inside, (e - here) * sent / (rates.network * machine.between))
-
-
-def _product(
-    job: Job, rates: Values, outputs: float, inputs: float, rows: float | None = None
-) -> float:
-    """Seconds of rows × inputs times inputs × outputs; None: as many rows as tokens."""
-    rows = job.tokens if rows is None else rows
-    taken = 2 * rows * outputs * inputs / (rates.products * job.flops)
-    if job.profile.waves and job.machine.processors:
-        taken *= A100 / (job.machine.best or A100)
-        tiles = ceil(rows / TILE[0]) * ceil(outputs / TILE[1])
-        taken *= ceil(tiles / job.machine.processors) * job.machine.processors / tiles
-    return taken
+    far = (e - here) * sent
+    if job.profile.once and e > here:  # of those chosen in a node, one copy goes there
+        nodes = e / here
+        reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.chosen)
+        far = NUMBER * tokens * routed.inputs * reached
+    return 2 * max(inside, rates.travels * far / (rates.network * machine.between))
 
 
 def _tensor(job: Job, rates: Values) -> float:
@@ -304,23 +290,28 @@ def _tensor(job: Job, rates: Values) -> float:
     return 2 * 2 * (t - 1) / t * job.stream / rate
 
 
-def _context(job: Job, rates: Values) -> float:
-    """Seconds in which keys and values of a sequence's other ranks arrive, in a forward pass."""
+def _context(job: Job, rates: Values, core: Core | None, attention: float) -> float:
+    """Seconds in which keys and values of a sequence's other ranks arrive, in a forward pass.
+
+    Where they come while attention computes with those that are there, what takes longer than it.
+    """
     layout, c = job.layout, job.layout.cp
-    if c == 1:
+    if c == 1 or core is None:
         return 0.0
+    width = core.kv_heads * (core.query + core.value)  # of keys and values
     near = c * layout.tp <= job.machine.per_node
     rate = rates.node * job.machine.inside if near else rates.network * job.machine.between
-    return (c - 1) * 2 * NUMBER * job.tokens * job.heads / layout.tp / rate
+    taken = (c - 1) * NUMBER * job.tokens * width / layout.tp / rate
+    return max(0.0, taken - attention) if job.profile.hides else taken
 
 
 def _head(job: Job, rates: Values) -> _Work:
     """The output layer and the loss, forward and backward."""
-    config, t = job.config, job.layout.tp
-    products = (1 + BACKWARD) * _product(job, rates, config.vocab / t, config.hidden)
-    logits = job.tokens * config.vocab / t
-    passes = job.profile.loss * logits / (rates.memory * job.machine.stream)
-    return _Work(products=products, elementwise=passes)
+    model, t = job.model, job.layout.tp
+    taken = (1 + BACKWARD) * product(job, rates, model.vocab / t, model.hidden, whole=True)
+    logits = job.tokens * model.vocab / t
+    read = job.profile.loss * logits / (rates.memory * job.machine.stream)
+    return _Work(products=taken, elementwise=read)
 
 
 def _messages(job: Job, rates: Values) -> float:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 from shardlab import memory
 from shardlab.arguments import check_whole
-from shardlab.layout import Layout, Stage
+from shardlab.layout import Layout, Stage, Structure, structure
 from shardlab.layout.core import computed_again
-from shardlab.layout.entries import check_expert_degree, check_tensor_degree, of_kind
+from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
 from shardlab.machines import Machine
 from shardlab.memory.units import ceil_div
 from shardlab.shapes import Config
@@ -34,7 +34,7 @@ DAY = 86_400.0
 
 
 def flops(
-    config: Config,
+    config: Config | Structure,
     tokens: int,
     seq: int | None = None,
     recompute: str = "none",
@@ -45,23 +45,22 @@ def flops(
     causal: attention leaves out the pairs that the mask hides, half of them; papers count all,
     as Narayanan et al. do: 96 B s L h² (1 + s/6h + V/16Lh) with full recomputation.
     """
-    seq = config.seq if seq is None else seq
+    model = structure(config)
+    seq = model.seq if seq is None else seq
     check_whole(seq=seq, tokens=tokens)
-    again = computed_again(recompute)
-    dense = config.dense_layers if config.experts else config.layers
-    layers = dense * _matrices(config, True) + (config.layers - dense) * _matrices(config, False)
-    head = config.vocab * config.hidden
-    pairs = 2 * config.layers * seq * config.hidden // (2 if causal else 1)  # q·k, and times v
-    twice = recompute == "full"  # the forward pass, of three
+    again, twice = computed_again(recompute), recompute == "full"  # the forward pass, of three
     passes = 3 + twice, 3 + (twice or "attention" in again)
-    return tokens * 2 * (passes[0] * layers + passes[1] * pairs + 3 * head)
+    found = 6.0 * model.vocab * model.hidden
+    for kind, layers in zip(model.kinds, model.counted([range(model.layers)]), strict=True):
+        core = kind.core.flops(seq, causal) if kind.core else 0.0
+        found += layers * (passes[0] * (2 * _matrices(kind) + kind.scans) + passes[1] * core)
+    return round(tokens * found)
 
 
-def _matrices(config: Config, dense: bool) -> int:
+def _matrices(kind: Kind) -> int:
     """Elements of a layer's matrices that one token meets: of all experts k alone."""
-    some = [entry for entry in of_kind(config, not dense) if len(entry.shape) == 2]
-    chosen = config.experts_per_token
-    return sum(e.elements() * (1 if e.expert is None else chosen) for e in some)
+    chosen = kind.routed.chosen if kind.routed else 0
+    return sum((chosen if p.expert else 1) * p.inputs * p.outputs for p in kind.products)
 
 
 def zero_bytes(
@@ -117,7 +116,7 @@ class Floor:
 
 
 def floor(
-    config: Config,
+    config: Config | Structure,
     machine: Machine,
     layout: Layout,
     seq: int | None = None,
@@ -172,7 +171,9 @@ def _bubble(layout: Layout) -> float:
     return (p - 1) / (layout.chunks * m) / (3 if layout.schedule == "zb-h1" else 1)
 
 
-def _data_seconds(config: Config, machine: Machine, layout: Layout, found: list[Stage]) -> float:
+def _data_seconds(
+    config: Config | Structure, machine: Machine, layout: Layout, found: list[Stage]
+) -> float:
     held = [sum(memory.parameters(config, layout, stage).values()) for stage in found]
     group, replicas = layout.shards, layout.replicas
     sent = sum(zero_bytes(max(held), layout.zero, group, layout.microbatches).values())

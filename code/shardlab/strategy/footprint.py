@@ -12,21 +12,13 @@ that another stream still reads comes back late. Tools report the reserved bytes
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import exp
+from math import ceil, exp
 
 from shardlab.layout import Stage
 from shardlab.layout.core import computed_again
+from shardlab.layout.structure import Kind
 from shardlab.memory import in_flight
-from shardlab.memory.core import (
-    Sizes,
-    kept_by_projections,
-    kept_by_softmax,
-    sizes,
-    states_of,
-    wide_tensors,
-)
-from shardlab.memory.counting import of_both_kinds
-from shardlab.memory.experts import FLOAT, kept_by_rows
+from shardlab.memory.core import WIDE, states_of
 from shardlab.memory.in_flight import deferred
 from shardlab.memory.step import Unit
 
@@ -35,6 +27,7 @@ from .job import Job
 from .rates import Values
 
 GIB = 2**30
+NUMBER = 2  # bytes of an activation
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,7 @@ def footprint(job: Job, rates: Values, stage: int = 0) -> Bytes:
     layout = job.layout
     if isinstance(stage, bool) or stage not in range(layout.pp):
         raise ValueError(f"stage={stage!r}: allowed are 0 to {layout.pp - 1}")
-    return _reserved(job, rates, stage, layout.parts(job.config)[stage])
+    return _reserved(job, rates, stage, layout.parts(job.model)[stage])
 
 
 def _reserved(job: Job, rates: Values, stage: int, here: Stage) -> Bytes:
@@ -86,7 +79,7 @@ def _reserved(job: Job, rates: Values, stage: int, here: Stage) -> Bytes:
     if (waiting := deferred(layout, stage)) and layout.recompute == "none":
         without = replace(job, layout=replace(layout, recompute="selective"))
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
-    logits = rates.logit * _sizes(job).logits_fp32 / FLOAT if here.head else 0.0
+    logits = rates.logit * job.tokens * ceil(job.model.vocab / layout.tp) if here.head else 0.0
     found = Bytes(
         state.parameters, state.gradients, state.optimizer, kept, logits,
         _buffers(job, rates, here, held.all),
@@ -102,7 +95,7 @@ def fullest(job: Job, rates: Values) -> Bytes:
 
     The second keeps a micro-batch less than the first, and may have a layer more.
     """
-    here = job.layout.parts(job.config)
+    here = job.layout.parts(job.model)
     some = {0, min(1, job.layout.pp - 1), job.layout.pp - 1}
     found = (_reserved(job, rates, k, here[k]) for k in some)
     return max(found, key=lambda one: one.reserved)
@@ -110,24 +103,25 @@ def fullest(job: Job, rates: Values) -> Bytes:
 
 def activations(job: Job, rates: Values, stage: Stage) -> float:
     """Bytes that the layers of a stage keep for one micro-batch."""
-    config, profile, z = job.config, job.profile, _sizes(job)
     if job.layout.recompute == "full":  # each layer's input
-        return stage.layers * z.stream
-    again = computed_again(job.layout.recompute)
-    each = rates.kept * z.stream / z.element - (2 * z.stream if "norms" in again else 0)
-    each += kept_by_projections(z)
-    if profile.attention == "plain" and "attention" not in again:
-        # Those who have it train with dropout. Keys come from all ranks that share a sequence.
-        each += kept_by_softmax(z, True, "gpu") * job.layout.cp
-    wide = wide_tensors(config, "ffn" in again, profile.wide)
-    network = {False: wide * z.wide, True: wide * z.chosen + kept_by_rows(config, z)}
-    return sum(n * (each + network[sparse]) for sparse, n in of_both_kinds(config, stage))
+        return stage.layers * job.stream / job.sequence
+    return sum(n * _kept(job, rates, kind) for kind, n in job.layers(stage))
 
 
-def _sizes(job: Job) -> Sizes:
-    """Bytes of the tensors of a micro-batch, in 16 bits."""
-    layout, seq = job.layout, job.seq // job.layout.cp
-    return sizes(job.config, layout.micro_batch, seq, 2, layout.tp, job.sequence > 1)
+def _kept(job: Job, rates: Values, kind: Kind) -> float:
+    """Bytes that a layer keeps; `rates.kept`: of the stream, by one whose norms keep 4h of it."""
+    again, profile, t = computed_again(job.layout.recompute), job.profile, job.layout.tp
+    stream = (rates.kept - (2 * NUMBER if "norms" in again else 0)) * kind.stream / 4
+    outside = stream + NUMBER * kind.latent
+    core = kind.core
+    heads = NUMBER * kind.heads
+    if core and profile.attention == "plain" and "attention" not in again:
+        # Those who have it train with dropout: scores twice, and a mask of bytes.
+        heads += (2 * NUMBER + 1) * core.heads * job.seq
+    tensors = (WIDE if "ffn" in again else profile.wide)["swiglu" if kind.gated else "gelu"]
+    wide = NUMBER * (tensors // 2 if "ffn" in again else tensors) * kind.wide
+    rows = 2 * NUMBER * kind.routed.chosen * kind.routed.inputs if kind.routed else 0
+    return job.tokens * ((outside + rows) / job.sequence + (heads + wide) / t)
 
 
 def _buffers(job: Job, rates: Values, stage: Stage, held: int) -> float:
@@ -138,7 +132,7 @@ def _buffers(job: Job, rates: Values, stage: Stage, held: int) -> float:
         return profile.bucket * held
     if layout.zero < 3:
         return rates.gathered * recipe.parameters * held
-    return Unit.of(job.config, layout, stage).gathered(recipe)
+    return Unit.of(job.model, layout, stage).gathered(recipe)
 
 
 def _late(job: Job, rates: Values) -> float:
@@ -154,5 +148,6 @@ def _late(job: Job, rates: Values) -> float:
     there = 1 - exp(-layout.microbatches / rates.settled)
     stopped = 0.0
     if layout.pp > 1 and job.nodes > 1:
-        stopped = 1 / (1 + pace(job, rates) ** SOFT) / (layout.pp - 1)
+        most = max(job.model.kinds, key=lambda kind: kind.parameters)
+        stopped = 1 / (1 + pace(job, rates, most) ** SOFT) / (layout.pp - 1)
     return rates.late * there * (1 - stopped) * job.stream

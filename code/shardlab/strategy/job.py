@@ -8,29 +8,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from shardlab.layout import Layout, Stage
+from shardlab.layout import Layout, Stage, Structure, structure
+from shardlab.layout.structure import Kind
 from shardlab.machines import Machine
-from shardlab.memory.counting import Held, held_by
+from shardlab.memory.counting import Held, by_kind, held_by
 from shardlab.shapes import Config
 
 from .profile import Profile
+
+# Of 8 bits with a scale for each tensor, or for each block of 32 numbers (MX); of 4 bits.
+DTYPES = "bf16", "fp8", "mxfp8", "nvfp4"
 
 
 @dataclass(frozen=True)
 class Job:
     """What is predicted: a model, in a layout, on a machine, by an implementation."""
 
-    config: Config
+    config: Config | Structure
     machine: Machine
     layout: Layout
     profile: Profile
     seq: int
-    fp8: bool = False  # products of matrices in 8 bits
+    dtype: str = "bf16"  # in which products of matrices are computed: one of DTYPES
+
+    @property
+    def model(self) -> Structure:
+        """What it is made of."""
+        return structure(self.config)
 
     @property
     def flops(self) -> float:
-        """Operations per second of products, as the data sheet has it."""
-        return self.machine.fp8 if self.fp8 and self.machine.fp8 else self.machine.flops
+        """Operations per second of products in that format, as the data sheet has it."""
+        bits = {"fp8": self.machine.fp8, "mxfp8": self.machine.fp8, "nvfp4": self.machine.fp4}
+        return bits.get(self.dtype) or self.machine.flops
 
     @property
     def tokens(self) -> float:
@@ -40,7 +50,7 @@ class Job:
     @property
     def stream(self) -> float:
         """Bytes of the residual stream of those tokens, uncut."""
-        return 2 * self.tokens * self.config.hidden
+        return 2 * self.tokens * self.model.hidden
 
     @property
     def sequence(self) -> int:
@@ -59,21 +69,10 @@ class Job:
         layout = self.layout
         return self.profile.captured and layout.pp == 1 and layout.offload != "parameters"
 
-    @property
-    def heads(self) -> int:
-        """Width of keys (or of values): heads times their size."""
-        return self.config.key_value_heads * self.config.head_size
-
-    @property
-    def matrices(self) -> int:
-        """Of a feed-forward network."""
-        return 3 if self.config.mlp == "swiglu" else 2
-
-    def width(self, dense: bool) -> float:
-        """Of the feed-forward networks that one token goes through in a layer."""
-        config = self.config
-        return config.ffn_width if dense or not config.experts else config.chosen_width
-
     def held(self, stage: Stage) -> Held:
         """Parameters of one rank of a stage."""
-        return held_by(self.config, self.layout, stage)
+        return held_by(self.model, self.layout, stage)
+
+    def layers(self, stage: Stage) -> list[tuple[Kind, int]]:
+        """The kinds of layers of a stage, and how many of each it has."""
+        return by_kind(self.model, stage)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from math import gcd, isqrt
 
 from shardlab.arguments import SIZES, check_kind, check_whole
-from shardlab.layout import Layout
+from shardlab.layout import Layout, Structure, structure
+from shardlab.layout.structure import cut_sizes
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -43,7 +44,7 @@ class Planned:
 class Plan:
     """What was asked; layouts that fit, the fastest first; how many fell out for which reason."""
 
-    config: Config
+    config: Structure
     machine: Machine
     gpus: int
     batch: int
@@ -57,7 +58,7 @@ class Plan:
 
 
 def plan(
-    config: Config,
+    config: Config | Structure,
     machine: Machine,
     gpus: int,
     batch: int,
@@ -78,6 +79,7 @@ def plan(
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
     below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, and for rates of another profile.
     """
+    config = structure(config)  # once, and not for each layout
     check_kind(Machine, machine=machine)
     check_whole(1, MOST_GPUS, gpus=gpus)
     check_whole(1, SIZES, batch=batch)
@@ -110,7 +112,7 @@ def plan(
 
 
 def layouts(
-    config: Config,
+    config: Config | Structure,
     machine: Machine,
     gpus: int,
     batch: int,
@@ -119,11 +121,11 @@ def layouts(
     ruled: Counter[str],
 ) -> Iterator[Layout]:
     """What `plan` tries; `ruled` counts degrees that cannot be, by reason."""
+    experts = structure(config).experts
     for tp in divisors(min(gpus, machine.per_node)):
         if gpus % tp:
             continue
-        widths = config.ffn_width, config.expert_width
-        if any(n % tp for n in (config.heads, config.key_value_heads, *widths, seq)):
+        if any(n % tp for n in (*cut_sizes(config).values(), seq)):
             ruled["a tensor degree that does not divide heads, widths and tokens"] += 1
             continue
         for pp in divisors(gpus // tp):
@@ -135,14 +137,16 @@ def layouts(
                 if seq % cp or batch % dp:
                     ruled["copies that cannot share the batch evenly"] += 1
                     continue
-                for ep in divisors(gcd(config.experts, dp)) if config.experts else [1]:
+                for ep in divisors(gcd(experts, dp)) if experts else [1]:
                     base = Layout(
                         dp, tp, pp, sequence_parallel=tp > 1, cp=cp, ep=ep, stages=profile.stages
                     )  # fmt: skip
                     yield from _variants(config, base, batch // dp, profile)
 
 
-def _variants(config: Config, base: Layout, each: int, profile: Profile) -> Iterator[Layout]:
+def _variants(
+    config: Config | Structure, base: Layout, each: int, profile: Profile
+) -> Iterator[Layout]:
     """ZeRO, recomputation, micro-batches and chunks for given degrees; `each`: b times m."""
     shards = base.dp * base.cp
     zeros = (0,) if shards == 1 else (0, 1) if base.pp > 1 else profile.zeros

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardlab.arguments import check_kind, check_whole
 from shardlab.layout import Layout
-from shardlab.layout.entries import check_expert_degree
+from shardlab.layout.structure import Structure, check_expert_degree, cut_sizes
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -37,7 +37,7 @@ def room(machine: Machine, rates: Values | None = None) -> float:
 
 
 def predict(
-    config: Config,
+    config: Config | Structure,
     machine: Machine,
     layout: Layout,
     profile: Profile = COURSE,
@@ -81,13 +81,13 @@ def check_rates(profile: Profile, rates: Rates | None) -> Values:
 
 def check_job(job: Job) -> None:
     """Raise ValueError for what cannot be cut so, or is not predicted."""
-    config, layout = job.config, job.layout
-    for name in ("heads", "ffn_width", "expert_width"):
-        if (value := getattr(config, name)) % layout.tp:
-            raise ValueError(f"tp={layout.tp}: allowed are divisors of {name}={value}")
+    layout = job.layout
+    for name, size in cut_sizes(job.model).items():
+        if name != "key_value_heads" and size % layout.tp:  # engines copy those
+            raise ValueError(f"tp={layout.tp}: allowed are divisors of {name}={size}")
     if job.seq % layout.cp:
         raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={job.seq}")
-    check_expert_degree(config, layout.ep)
+    check_expert_degree(job.model, layout.ep)
 
 
 __all__ = [

@@ -44,6 +44,11 @@ class Profile:
     # What it offers.
     zeros: tuple[int, ...]  # stages of ZeRO, without a pipeline; with one, 0 and 1
     interleaves: bool
+    # Of today's engines.
+    engine: str = ""  # the rate that says how much longer its steps take than its family's
+    compiled: bool = True  # element-wise work is fused
+    hides: bool = False  # keys and values of other ranks come behind attention
+    once: bool = False  # a token goes to each node once, however many experts it chose there
 
 
 # nanotron, early 2025: REDUCE_SCATTER tensor parallelism, a fused norm, flash attention; float32
@@ -134,8 +139,29 @@ TORCHTITAN = replace(FSDP2, name="torchtitan", captured=True, interleaves=True)
 _COPIED = replace(PRECISIONS["bf16"], master=4 + 4, about="with a copy of gradients in float32")
 DEEPSPEED = replace(COURSE, name="deepspeed", recipe=_COPIED, ahead=False, interleaves=False)
 
+# Today's engines in one family, whose rates are found together: Megatron Core, and what differs in
+# others. Tokens go to experts by DeepEP or HybridEP, and rings of context hide behind attention.
+ENGINES = replace(
+    MEGATRON, name="engines", attention="flash", waves=False, ahead=True, sequence_parallel=True,
+    zeros=(0, 1, 2, 3), hides=True, once=True,
+)  # fmt: skip
+BY_ENGINE = {
+    "megatron": ENGINES,
+    **{name: replace(ENGINES, engine=name) for name in ("torchtitan", "automodel", "fsdp")},
+}
+
+# How torch runs a model: operation by operation; compiled; compiled, and a step as one CUDA graph.
+HOW = "eager", "compiled", "captured"
+
+
+def how(profile: Profile, named: str) -> Profile:
+    """`profile` with its model run so, by one of HOW."""
+    return replace(profile, compiled=named != "eager", captured=named == "captured")
+
+
 PROFILES = {
-    profile.name: profile for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED)
+    profile.name: profile
+    for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED, ENGINES)
 }
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardlab import memory
+from shardlab.layout import Structure
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -45,7 +46,7 @@ class Asked:
     """What a plan was made for, beside its machine."""
 
     name: str
-    config: Config
+    config: Config | Structure
     machine: Machine
     gpus: int
     batch: int

@@ -12,7 +12,8 @@ from dataclasses import replace
 from math import prod
 
 from shardlab import mesh, ranks
-from shardlab.layout import Layout, written
+from shardlab.layout import Layout, Structure, written
+from shardlab.layout.structure import own_config
 from shardlab.mesh.command import as_predicted, told
 from shardlab.mesh.job import Job, rounding, run
 from shardlab.shapes import Config
@@ -29,11 +30,14 @@ ROUNDING = 2e-5
 APART = 3
 
 
-def small(config: Config, layout: Layout, most: int = MOST_RANKS) -> tuple[Job, list[str]]:
+def small(
+    model: Config | Structure, layout: Layout, most: int = MOST_RANKS
+) -> tuple[Job, list[str]]:
     """What runs in place of a plan, on `most` ranks, and what of the plan it leaves out, in words.
 
     Raises ValueError for a model that no mesh trains.
     """
+    config = own_config(model, run=True)
     instead = mesh.left_out(config, layout)
     left_out = [f"{name}={getattr(layout, name)}" for name in instead]
     rule = layout.stages if layout.stages in EVEN else "equal"
@@ -83,12 +87,12 @@ def _scaled(config: Config, layout: Layout) -> Config:
     )  # fmt: skip
 
 
-def trained(name: str, config: Config, layout: Layout) -> tuple[str, bool]:
+def trained(name: str, model: Config | Structure, layout: Layout) -> tuple[str, bool]:
     """What comes of training a plan small, in lines; and whether it is as predicted and equal.
 
     Raises RuntimeError as `ranks.run` does.
     """
-    job, left_out = small(config, layout, min(MOST_RANKS, ranks.max_ranks()))
+    job, left_out = small(model, layout, min(MOST_RANKS, ranks.max_ranks()))
     found = run(job)
     gaps = found["differences"]
     same = equal(gaps) or equal(gaps, rounding(job))

@@ -20,10 +20,10 @@ def field(default_factory):
     return _Factory(default_factory)
 
 
-def dataclass(cls=None, frozen=False):
+def dataclass(cls=None, frozen=False, eq=True):
     """A class with fields, from its annotations; with or without arguments."""
     if cls is None:
-        return lambda cls: dataclass(cls, frozen)
+        return lambda cls: dataclass(cls, frozen, eq)
     names = tuple(cls.__dict__.get("__annotations__", {}))
     defaults = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
     given = [f"{name}=defaults[{name!r}]" if name in defaults else name for name in names]
@@ -52,10 +52,11 @@ def dataclass(cls=None, frozen=False):
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
     cls.__dataclass_fields__ = names
-    cls.__init__, cls.__eq__ = space["__init__"], __eq__
+    cls.__init__ = space["__init__"]
     if "__repr__" not in cls.__dict__:
         cls.__repr__ = __repr__
-    cls.__hash__ = __hash__ if frozen else None
+    if eq:
+        cls.__eq__, cls.__hash__ = __eq__, __hash__ if frozen else None
     if frozen:
         cls.__setattr__ = __setattr__
     return cls

@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardlab.arguments import check_one_of
-from shardlab.layout import Layout
+from shardlab.layout import Layout, Structure
+from shardlab.layout.structure import own_config
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -47,7 +48,11 @@ FILES = {  # what each engine's text is called, where it has to be called someth
 
 
 def emit(
-    engine: str, config: Config, machine: Machine, layout: Layout, seq: int | None = None
+    engine: str,
+    config: Config | Structure,
+    machine: Machine,
+    layout: Layout,
+    seq: int | None = None,
 ) -> str:
     """The text of a file for `engine` (one of ENGINES) that runs `layout`.
 
@@ -57,6 +62,6 @@ def emit(
     nodes, and what the engine cannot express: it names the field, its value and what is nearest.
     """
     check_one_of(ENGINES, engine=engine)
-    return _WRITERS[engine](
-        Target(engine, config, machine, layout, config.seq if seq is None else seq)
-    )
+    config = own_config(config, emit=engine)
+    seq = config.seq if seq is None else seq
+    return _WRITERS[engine](Target(engine, config, machine, layout, seq))

@@ -71,8 +71,11 @@ def _layout(target: Target) -> list[tuple[str, str]]:
         why = f"{at.cp} ranks share each sequence: its activations are too large for one"
         rows.append((f"--context-parallel-size {at.cp}", why))
     if at.ep > 1:
-        why = f"{at.ep} copies deal out the experts; tokens travel to them"
-        rows.append((f"--expert-model-parallel-size {at.ep}", why))
+        why = f"{at.ep} {'copies' if at.etp is None else 'ranks'} deal out the experts"
+        rows.append((f"--expert-model-parallel-size {at.ep}", f"{why}; tokens travel to them"))
+        if at.etp is not None:
+            why = "ranks that share each matrix of an expert"
+            rows.append((f"--expert-tensor-parallel-size {at.etp}", why))
         rows.append(("--moe-token-dispatcher-type alltoall", "each to its own, and back"))
     idle = f"; stages idle for {target.idle:.0f} % of it" if at.pp > 1 else ""
     rows += [

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlab.arguments import check_whole
 from shardlab.layout import Layout
-from shardlab.layout.entries import check_expert_degree, check_tensor_degree
+from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 

@@ -49,7 +49,7 @@ from shardlab.count import speed
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config
 from shardlab.show import measured
-from shardlab.strategy import MACHINES, Layout, copies, core, files, learn
+from shardlab.strategy import MACHINES, Layout, copies, core, files, learn, products
 from shardlab.strategy.command import add_command
 from shardlab.strategy.fit import fit
 from shardlab.strategy.measure import measure
@@ -336,10 +336,10 @@ show.table(rows, ["left out", "off in the median", "order"])
 show.source(core.layer, core._attention, core._launches, core._cpu)
 
 # %% [markdown]
-# What is multiplied, what experts add, and what the tensor group sends:
+# What is multiplied, what experts add, and what the groups that share matrices or sequences send:
 
 # %%
-show.source(core._products, core._cut, core._product, core._tensor)
+show.source(products.products, products._cut, products.product, core._tensor, core._context)
 
 # %% [markdown]
 # Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.

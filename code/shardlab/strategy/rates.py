@@ -312,6 +312,11 @@ _GUESSES = {
     "fsdp": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),
 }
 _LIKE = {**dict.fromkeys(("fsdp2", "torchtitan", "deepspeed"), "course"), "engines": "megatron"}
+_MEASURED = "torchtitan", "fsdp2"  # whose steps are among those of today's engines
+_NOT_OF_THEM = (
+    "launch", "crossing",  # of Megatron, which launches less
+    "limit", "retries", "kept", "fragments", "logit", "late", "settled", "gathered", "fixed",
+)  # fmt: skip
 PUBLISHED = Path(__file__).parent / "published"
 GUESS = "a guess: what jobs commonly reach"
 
@@ -328,7 +333,13 @@ def guesses(profile: str) -> Rates:
 def known(profile: str) -> Rates:
     """The best that the course knows: fitted on published runs (`--fit`), or else guesses."""
     path = PUBLISHED / f"rates_{profile}.json"
-    return read(path) if path.exists() else guesses(profile)
+    if path.exists():
+        return read(path)
+    rates = guesses(profile)
+    if profile not in _MEASURED:
+        return rates
+    found = read(PUBLISHED / "rates_engines.json").all
+    return Rates(profile, rates.all | {n: r for n, r in found.items() if n not in _NOT_OF_THEM})
 
 
 def today(rates: Rates) -> Rates:

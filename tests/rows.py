@@ -231,7 +231,6 @@ CUT = {
     "deepseek": ROUTED_LATENT,
     "copies": replace(LLAMA, kv_heads=1, bias=True, dropout=0.2, layers=1),
 }
-TODAY = "qwen", "latent", "deepseek"
 
 
 def tensors() -> Iterator[Row]:
@@ -241,7 +240,8 @@ def tensors() -> Iterator[Row]:
         # What a model is made of is cut on two ranks as on four.
         rest = {"weekly": "cpu" if t == 4 else "", **near}
         for case, config in CUT.items():
-            more = near if case in ("gpt2", "llama", "dropout", *TODAY) else rest
+            daily = case in ("gpt2", "llama", "dropout", "qwen")  # four ranks copy its heads
+            more = near if daily else rest
             yield row("tensor", case, config, Layout(tp=t), **more)
         for case in ("llama", "dropout"):
             layout = Layout(tp=t, recompute="full")
@@ -252,7 +252,8 @@ def tensors() -> Iterator[Row]:
         along = Layout(tp=t, sequence_parallel=True)
         for case in ("gpt2", "llama", "dropout", "qwen", "latent"):
             config = replace(CUT[case], seq=8)
-            yield row("tensor", f"{case}, along", config, along, **near)
+            more = rest if case in ("qwen", "latent") else near
+            yield row("tensor", f"{case}, along", config, along, **more)
             again = replace(along, recompute="full")
             yield row("tensor", f"{case}, along", config, again, **rest)
         options = {"keep": True}
@@ -390,7 +391,8 @@ def meshes() -> Iterator[Row]:
         ("qwen", replace(four, zero=3), replace(copies, kv_heads=2)),
         ("latent, along", replace(four, zero=2, **along, **again), LATENT),
     ):
-        yield row("mesh", case, config, layout, sizes=(2, 2), clip=(0.3,))
+        more = {"weekly": "" if case in ("deepseek", "qwen") else "cpu"}
+        yield row("mesh", case, config, layout, sizes=(2, 2), clip=(0.3,), **more)
 
 
 ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes()]

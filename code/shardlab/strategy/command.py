@@ -60,7 +60,6 @@ from shardlab.shapes import PRESETS
 
 from . import files, learn, report, tables
 from .footprint import GIB
-from .hub import read_config
 from .plan import Plan, plan, short
 from .predict import check_rates, first_rank, of_job
 from .profile import HOW, PROFILES, Profile, how, how_of, today
@@ -242,7 +241,11 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
         check_one_of(PRESETS, model=name)
         config = PRESETS[name]
     else:
-        name, config = Path(given["config"]).name, read_config(Path(given["config"]))
+        from shardlab import hub  # which no page's calculator needs
+
+        name, config = Path(given["config"]).name, hub.planned(given["config"])
+        for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
+            print(f"assumed: {words}", file=sys.stderr)
     if "gpu" in given or rates.machine is None:
         gpu = given.get("gpu", "")
         check_one_of(MACHINES, gpu=gpu)

@@ -167,7 +167,9 @@ def _model(c: Mapping[str, Any]) -> Config | Structure:
     if "file" in c:
         if not isinstance(c["file"], str):
             raise ValueError(f"file={told(c['file'])}: allowed are names of config.json files")
-        return _read(c["file"])
+        from shardlab import hub  # which no page's calculator needs
+
+        return hub.planned(c["file"], "file")
     if "named" in c:  # in tables of throughputs
         return models.named(str(c["named"]))
     need = {key: _whole(c, key) for key in ("layers", "hidden", "heads")}
@@ -180,15 +182,6 @@ def _model(c: Mapping[str, Any]) -> Config | Structure:
         _whole(c, "vocab", MEGATRON_VOCABULARY), _whole(c, "seq"), need["layers"], need["heads"],
         h, kv, ffn, mlp, "rms" if mlp == "swiglu" else "layer", mlp == "gelu", mlp == "gelu",
     )  # fmt: skip
-
-
-def _read(path: str) -> Structure:
-    from shardlab import hub  # whose process loads torch
-
-    model = hub.read(path, "file")
-    if model.unplanned:
-        raise ValueError(f"file={path!r}: {model.unplanned}")
-    return model
 
 
 def _attention(c: Mapping[str, Any], model: Config | Structure) -> str:

@@ -41,6 +41,12 @@ class Target:
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
             raise self.refusal(f"experts={self.config.experts}", "is 0", words)
+        plain = {"head": None, "qk_norm": False, "window": None, "latent": None}
+        if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
+            for name, only in plain.items():
+                if (value := getattr(self.config, name)) is not only:
+                    words = "of these engines 'megatron' has arguments for it"
+                    raise self.refusal(f"{name}={value}", f"is {only}", words)
         if at.cp > 1 and self.seq % (2 * at.cp):
             allowed = f"are multiples of 2·cp = {2 * at.cp}"
             raise self.refusal(f"seq={self.seq}", allowed, "each rank takes two pieces of it")

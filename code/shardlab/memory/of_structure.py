@@ -10,9 +10,10 @@ the course's own model, whose every moment is known.
 
 from __future__ import annotations
 
-from shardlab.arguments import check_one_of, check_whole
-from shardlab.layout import ALONE, Layout, Structure, computed_again
+from shardlab.arguments import check_kind, check_one_of, check_whole
+from shardlab.layout import ALONE, Layout, Structure, computed_again, structure
 from shardlab.layout.structure import Kind, check_expert_degree
+from shardlab.shapes import Config
 
 from .core import check_recipe, states_of
 from .counting import by_kind, held_by, placed
@@ -24,7 +25,7 @@ LOGITS = 3 * 4  # bytes of each: the log-softmax in float32, its gradient and a 
 
 
 def estimate_structure(
-    model: Structure,
+    config: Config | Structure,
     layout: Layout = ALONE,
     seq: int | None = None,
     precision: str = "bf16",
@@ -40,6 +41,8 @@ def estimate_structure(
     model that is counted and not planned (`Structure.unplanned`) there are the states alone. Raises
     ValueError as `estimate` does.
     """
+    model = structure(config)
+    check_kind(Layout, layout=layout)
     recipe = check_recipe(precision, optimizer)
     check_one_of(("fused",), attention=attention)
     check_whole(0, bucket=bucket)

@@ -156,14 +156,13 @@ NOT_COUNTED = {
 }
 
 
-def test_every_class_is_counted_as_transformers_counts_it(request, builder, tmp_path: Path) -> None:
-    script = """
+TRUTH = """
 import json, pathlib, sys, torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 counts = {}
-for name in sys.argv[2:] or NAMES:
+for name in sys.argv[3:] or NAMES:
     try:
         config = CONFIG_MAPPING[name]()
         config.save_pretrained(pathlib.Path(sys.argv[1], name))
@@ -174,15 +173,59 @@ for name in sys.argv[2:] or NAMES:
         counts[name] = None
 print(json.dumps(counts))
 """
-    whole = request.config.getoption("--whole")
-    some = [] if whole else SOME
+SMALL = {
+    "model_type": "mixtral", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 128, "sliding_window": 100,
+}  # fmt: skip
+# The plug-ins, each left out. It comes second: it changes transformers.
+WITHOUT = """
+import json, sys
+from shardlab.hub import build, facts, plugs, trace, kinds
+config = build.configured(json.loads(sys.argv[2]))
+plain = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
+whole = dict(plugs.PLUGGED)
+fused, opaque, seen = plugs._fused, plugs._opaque, plugs._seen
+def row(**plugged):
+    model = build.build(build.configured(json.loads(sys.argv[2])), **plugged)
+    one = trace.traced(model, list(range(config.num_hidden_layers)), 512)[0]
+    window = one.mixed[0].seen.window if one.mixed else None
+    kept = one.stream + one.heads + one.network
+    return [round(one.products), window, round(kept), round(one.single)]
+rows = {"all": row(**whole)}
+rows["attention"] = row(**whole | {"attn_implementation": "eager"})
+rows["experts"] = row(**whole | {"experts_implementation": "batched_mm"})
+plugs._seen = lambda function, size: plugs.Seen()
+rows["masks"] = row(**whole)
+plugs._seen = seen
+plugs._fused = lambda module: module.forward
+rows["norms"] = row(**whole)
+plugs._fused = fused
+plugs._opaque = lambda function: function
+rows["rotations"] = row(**whole)
+print(json.dumps(rows))
+"""
+
+
+@pytest.fixture(scope="module")
+def apart(request, tmp_path_factory) -> tuple[Path, dict, dict]:
+    """Files of classes' defaults, their counts, and rows without plug-ins, by a process apart."""
+    some = [] if request.config.getoption("--whole") else SOME
+    folder = tmp_path_factory.mktemp("defaults")
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), *some], stdout=subprocess.PIPE,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}, check=True,
+        [sys.executable, "-c", TRUTH + WITHOUT, str(folder), json.dumps(SMALL), *some],
+        stdout=subprocess.PIPE, check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
     )  # fmt: skip
-    counts = json.loads(done.stdout.splitlines()[-1])
+    counts, rows = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    return folder, counts, rows
+
+
+def test_every_class_is_counted_as_transformers_counts_it(request, builder, apart) -> None:
+    whole = request.config.getoption("--whole")
+    folder, counts, _ = apart
     assert len(counts) == (189 if whole else len(SOME))
-    files = {name: tmp_path / name / "config.json" for name in counts}
+    files = {name: folder / name / "config.json" for name in counts}
     files = {name: path for name, path in files.items() if path.exists()}
     differ = {}
     for name, one in zip(files, hub.read_many(files.values(), False, builder), strict=True):
@@ -397,47 +440,9 @@ def test_too_little_memory_is_one_line(tmp_path: Path) -> None:
     assert "in 0.25 GiB" in str(error)
 
 
-# The plug-ins: without any one of them a number is wrong.
-
-WITHOUT = """
-import json, sys
-from shardlab.hub import build, facts, plugs, trace, kinds
-config = build.configured(json.loads(sys.argv[1]))
-plain = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
-whole = dict(plugs.PLUGGED)
-fused, opaque, seen = plugs._fused, plugs._opaque, plugs._seen
-def row(**plugged):
-    model = build.build(build.configured(json.loads(sys.argv[1])), **plugged)
-    one = trace.traced(model, list(range(config.num_hidden_layers)), 512)[0]
-    window = one.mixed[0].seen.window if one.mixed else None
-    kept = one.stream + one.heads + one.network
-    return [round(one.products), window, round(kept), round(one.single)]
-rows = {"all": row(**whole)}
-rows["attention"] = row(**whole | {"attn_implementation": "eager"})
-rows["experts"] = row(**whole | {"experts_implementation": "batched_mm"})
-plugs._seen = lambda function, size: plugs.Seen()
-rows["masks"] = row(**whole)
-plugs._seen = seen
-plugs._fused = lambda module: module.forward
-rows["norms"] = row(**whole)
-plugs._fused = fused
-plugs._opaque = lambda function: function
-rows["rotations"] = row(**whole)
-print(json.dumps(rows))
-"""
-
-
-def test_without_any_plug_in_a_number_is_wrong() -> None:
-    h, a, d, experts, chosen, wide = 64, 4, 32, 8, 2, 48
-    config = {
-        "model_type": "mixtral", "hidden_size": h, "num_attention_heads": a, "head_dim": d,
-        "num_key_value_heads": 2, "num_local_experts": experts, "num_experts_per_tok": chosen,
-        "intermediate_size": wide, "num_hidden_layers": 1, "vocab_size": 128, "sliding_window": 100,
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, json.dumps(config)], capture_output=True, check=True
-    )
-    rows = json.loads(done.stdout.splitlines()[-1])
+def test_without_any_plug_in_a_number_is_wrong(apart) -> None:
+    rows = dict(apart[2])
+    h, a, d, experts, chosen, wide = 64, 4, 32, 8, 2, 48  # of SMALL
     products = 2 * (h * d * (a + 4) + a * d * h + experts * h + chosen * 3 * h * wide)
     kept = 4 * h + (2 * a + 4) * d + chosen * (h + 3 * wide)
     single = (

@@ -15,7 +15,7 @@ from torch import nn
 
 from .ahead import said
 from .build import build, configured
-from .kinds import OTHERS, Alike, Tensor, main_stack, settings, split, stacks
+from .kinds import OTHERS, Alike, Tensor, main_stack, setting, settings, split, stacks
 from .mixers import mixer
 from .plugs import PLUGGED, plug
 from .trace import TOKENS, Traced, traced
@@ -64,7 +64,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
         "model_type": given["model_type"],
         "class": type(model).__name__,
         "total": sum(p.numel() for p in model.parameters()),
-        "hidden": int(getattr(text, "hidden_size", None) or hidden),
+        "hidden": int(setting(text, "hidden_size") or hidden),
         "vocab": vocab,
         "seq": _longest(text),
         "tokens": tokens,
@@ -124,12 +124,12 @@ def _assumed(
     written |= {text.attribute_map.get(key, key) for key in (*given, *inner)}
     unused = [] if any(kind["experts"] for kind in kinds) else ["expert", "per_tok", "moe"]
     unused += [] if any(kind["mixer"] for kind in kinds) else ["mamba", "ssm_"]
-    heads = getattr(text, "num_attention_heads", None) or 1
+    heads = setting(text, "num_attention_heads") or 1
     found = []
     for key, value in text.to_dict().items():
         plain = isinstance(value, int | float) and not any(word in key for word in unused)
         follows = key == "head_dim" and (
-            "qk_rope_head_dim" in written or value == text.hidden_size // heads
+            "qk_rope_head_dim" in written or value == (setting(text, "hidden_size") or 0) // heads
         )
         if SIZES.match(key) and plain and key not in written and not follows:
             found.append(f"{key} is {value}, as {type(text).__name__} has it")
@@ -164,7 +164,7 @@ def _ends(model: nn.Module, outside: list[Tensor]) -> list[Tensor]:
 
 def _longest(config: Any) -> int:
     for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        value = getattr(config, key, None)
+        value = setting(config, key)
         if isinstance(value, int) and value > 0:
             return value
     return 0

@@ -104,7 +104,7 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
         if len(many) > 1:
             words = f"experts of several numbers, {sorted(many)}: what a token meets is not known"
             raise ValueError(f"{type(layer).__name__} has {words}")
-        shared = getattr(config, "n_shared_experts", None) or 0  # which some routers weigh, too
+        shared = setting(config, "n_shared_experts") or 0  # which some routers weigh, too
         routes = {n + more for n in many for more in (0, shared)}
         if many and not any(not t.experts and t.shape[0] in routes for t in tensors):
             words = f"a router that chooses among others than its {max(many)} experts"
@@ -158,7 +158,7 @@ def _flipped(layer: nn.Module) -> set[str]:
 def chosen(config: Any, number: int) -> int:
     """How many experts a token goes through in that layer."""
     for key in CHOSEN:
-        value = getattr(config, key, None)
+        value = setting(config, key)
         value = value[number] if isinstance(value, list | tuple) else value
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
@@ -177,7 +177,15 @@ def settings(layer: nn.Module) -> tuple[object, ...]:
     )
 
 
+def setting(config: Any, key: str) -> Any:
+    """What the configuration says for all layers alike; None where each has its own."""
+    try:
+        return getattr(config, key, None)
+    except Exception:  # transformers refuses to give one value for what differs by layer
+        return None
+
+
 def _patterns(config: Any, layers: int) -> list[str]:
     """What the configuration says of each layer that its shapes do not show."""
-    types = getattr(config, "layer_types", None) or ()
+    types = setting(config, "layer_types") or ()
     return [str(types[n]) if n < len(types) else "" for n in range(layers)]

@@ -172,6 +172,7 @@ class Target:
         return {
             "none": "activations fit: nothing is computed twice",
             "selective": "attention's core is computed again: large to keep, cheap to compute",
+            "norms+ffn": "what lies between products is computed again: large, and cheap",
             "full": "each layer is computed again: a third more arithmetic, for its activations",
         }[self.layout.recompute]
 

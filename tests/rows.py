@@ -395,7 +395,26 @@ def meshes() -> Iterator[Row]:
         yield row("mesh", case, config, layout, sizes=(2, 2), clip=(0.3,), **more)
 
 
-ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes()]
+def today() -> Iterator[Row]:
+    """Today's attention, which most techniques do not see."""
+    deep = {"layers": 6, "seq": 4, "vocab": 32}
+    for name, config in (("zb-h2", ROUTED_LATENT), ("zb-v", QWEN)):
+        layout = staged(name, 2, 3, recompute="full")
+        more = {"sizes": (4,), "steps": 2, "weekly": "cpu"}
+        yield row("pipeline", f"today, {name}", replace(config, **deep), layout, **more)
+    yield row("zero", "today", ROUTED_LATENT, Layout(dp=2, zero=3), weekly="cpu")
+    more = {"sizes": (4, 4), "near": BY_TOKENS, "weekly": "cpu"}
+    yield row("experts", "today", ROUTED_LATENT, Layout(dp=2, ep=2, tp=2), **more)
+    whole = replace(QWEN, window=None, full_every=None, seq=16)
+    for way in ("ring", "ulysses"):
+        options = {"way": way, "layout": "zigzag"}
+        yield row("context", f"today, {way}", whole, Layout(cp=2), options=options, near=CUT64)
+    options, layout = {"way": "ring", "layout": "zigzag"}, Layout(cp=2, tp=2)
+    more = {"options": options, "near": CUT64, "weekly": "cpu"}
+    yield row("context", "today, of tensors", replace(whole, kv_heads=1), layout, **more)
+
+
+ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes(), *today()]
 
 
 def on_gpus(technique: str, size: int, whole: bool = True) -> list[Row]:

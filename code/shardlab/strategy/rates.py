@@ -208,9 +208,10 @@ _GUESSES = {
         {"course": (0.2, 0.5), "megatron": (0.2, 0.5), "nanotron": (0.2, 0.5)},
     ),
     # nccl reckons with 14 µs itself: hwLat in its src/graph/tuning.cc, a ring over the network.
+    # nanotron gathers the weights of a layer one by one.
     "hop": (
-        "seconds of a layer's gather or sum for each further node of the copies, of ZeRO-2 and 3",
-        {"course": (14e-6, 0.5), "megatron": (14e-6, 0.5), "nanotron": (14e-6, 0.5)},
+        "seconds of a layer's gather or sum for each further node of the copies, under ZeRO",
+        {"course": (14e-6, 0.5), "megatron": (14e-6, 0.5), "nanotron": (1e-4, 0.5)},
     ),
     "uneven": (
         "times as many rows as the mean of ranks that deal out experts the fullest has",
@@ -231,7 +232,7 @@ _GUESSES = {
     ),
     "retries": (
         "times as long as a step takes then",
-        {"course": (1.0, 0.5), "megatron": (1.0, 0.5), "nanotron": (4.0, 0.5)},
+        {"course": (1.0, 0.5), "megatron": (1.0, 0.5), "nanotron": (7.0, 0.5)},
     ),
     # Of memory.
     "kept": (

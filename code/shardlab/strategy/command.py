@@ -13,7 +13,9 @@ can: whether it equals one process, and what each rank holds and sends beside th
 
 --emit writes the fastest layout that an engine can run as its configuration: deepspeed, fsdp2,
 torchtitan, megatron, or slurm, a batch file. It is planned with the bytes and seconds of that
-engine's --profile; with slurm, of any. Rates are the profile's, or those of a file: --rates.
+engine's --profile; with slurm, of any. torchtitan runs a model eagerly, compiled, or captured in a
+CUDA graph, which is taken unless --compile says another: that is predicted, and emitted. Rates are
+the profile's, or those of a file: --rates.
 
     python -m shardlab strategy --measure --rates here.json
     python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
@@ -58,10 +60,9 @@ from shardlab.shapes import PRESETS
 
 from . import files, learn, report, tables
 from .footprint import GIB
-from .hub import read_config
 from .plan import Plan, plan, short
 from .predict import check_rates, first_rank, of_job
-from .profile import PROFILES, Profile, today
+from .profile import HOW, PROFILES, Profile, how, how_of, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
 
@@ -101,6 +102,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
     words = "train the first, small, on ranks of this machine"
     parser.add_argument("--run", action="store_true", default=None, help=words)
+    add("compile", f"how torchtitan runs it: {', '.join(HOW)}", "HOW")
     add("emit", "the fastest layout as a configuration for it", "ENGINE")
     parser.set_defaults(command=_main)
 
@@ -156,7 +158,7 @@ def _planned(given: dict[str, Any]) -> int:
     else:
         profile = _profile({"profile": "course", **given})
         rates = rates_today(known(profile.name))
-    profile = today(profile)
+    profile = _compiled(given, today(profile))
     asked = _asked(given, rates)
     fixed: dict[str, object] = {
         name: options.whole(name, given[name], *ends)
@@ -190,6 +192,16 @@ def _planned(given: dict[str, Any]) -> int:
     return 0
 
 
+def _compiled(given: dict[str, Any], profile: Profile) -> Profile:
+    """The profile with its model run as --compile says, where an engine has the choice."""
+    if "compile" not in given:
+        return profile
+    if profile.name != "torchtitan":
+        raise ValueError(f"compile={given['compile']!r}: allowed with --profile torchtitan")
+    check_one_of(HOW, compile=given["compile"])
+    return how(profile, given["compile"])
+
+
 def _for_engine(given: dict[str, Any]) -> dict[str, Any]:
     """The options with the profile of the engine that a plan is for. Slurm starts any program."""
     from .emit import ENGINES
@@ -211,7 +223,8 @@ def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
     why = ""
     for number, one in enumerate(found.fits, 1):
         try:
-            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq)
+            said = how_of(found.profile)
+            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq, said)
         except ValueError as error:
             why = why or str(error)
             continue
@@ -228,7 +241,11 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
         check_one_of(PRESETS, model=name)
         config = PRESETS[name]
     else:
-        name, config = Path(given["config"]).name, read_config(Path(given["config"]))
+        from shardlab import hub  # which no page's calculator needs
+
+        name, config = Path(given["config"]).name, hub.planned(given["config"])
+        for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
+            print(f"assumed: {words}", file=sys.stderr)
     if "gpu" in given or rates.machine is None:
         gpu = given.get("gpu", "")
         check_one_of(MACHINES, gpu=gpu)

@@ -12,6 +12,8 @@ from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
+# What some engines can compute again beside that, as a layout has it.
+OPERATORS = {"torchtitan": ("norms+ffn",)}
 WIDTH = 100  # columns of what is written
 
 
@@ -24,6 +26,7 @@ class Target:
     machine: Machine
     layout: Layout
     seq: int
+    how: str = "captured"  # one of profile's HOW, where the engine has a choice
 
     def __post_init__(self) -> None:
         check_whole(seq=self.seq)
@@ -31,13 +34,19 @@ class Target:
         check_tensor_degree(self.config, at.tp)
         if at.ranks > n and at.ranks % n:
             raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
-        if at.recompute not in ("none", "selective", "full"):
+        if at.recompute not in ("none", "selective", "full", *OPERATORS.get(self.engine, ())):
             allowed = "are 'none', 'selective' and 'full'"
             raise self.refusal(f"recompute={at.recompute!r}", allowed)
         check_expert_degree(self.config, at.ep)
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
             raise self.refusal(f"experts={self.config.experts}", "is 0", words)
+        plain = {"head": None, "qk_norm": False, "window": None, "latent": None}
+        if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
+            for name, only in plain.items():
+                if (value := getattr(self.config, name)) is not only:
+                    words = "of these engines 'megatron' has arguments for it"
+                    raise self.refusal(f"{name}={value}", f"is {only}", words)
         if at.cp > 1 and self.seq % (2 * at.cp):
             allowed = f"are multiples of 2·cp = {2 * at.cp}"
             raise self.refusal(f"seq={self.seq}", allowed, "each rank takes two pieces of it")
@@ -163,6 +172,7 @@ class Target:
         return {
             "none": "activations fit: nothing is computed twice",
             "selective": "attention's core is computed again: large to keep, cheap to compute",
+            "norms+ffn": "what lies between products is computed again: large, and cheap",
             "full": "each layer is computed again: a third more arithmetic, for its activations",
         }[self.layout.recompute]
 

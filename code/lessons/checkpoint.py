@@ -933,7 +933,7 @@ transformers.LlamaForCausalLM(known).save_pretrained(
 _ = run(through_a_mesh, 8, FOLDER / "hub", FOLDER / "back")
 
 # %% tags=["hide-input"]
-# Holds what came back against what was there: tensors, and the logits of `transformers` and ours
+# Holds what came back against what was there: tensors, and logits
 
 
 def stored(folder):
@@ -1000,7 +1000,7 @@ def predicted_for(layout):
 
 
 # %% tags=["hide-input"]
-# Table: bytes that each rank sends, predicted and counted; and the weights are the trainer's
+# Table: bytes that each rank sends, predicted and counted
 
 rows = []
 for words, layout in GENERATORS.items():

@@ -25,12 +25,16 @@ def main(seconds: int, memory: int) -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    import shardlab.hub.facts  # noqa: F401  which loads torch, in no configuration's time
-
+    missing = ""
+    try:
+        import shardlab.hub.facts  # noqa: F401  which loads torch, in no configuration's time
+    except ImportError as error:
+        room = f"in {memory / 2**30:.3g} GiB"
+        missing = f"torch and transformers are needed to build its class, {room} ({error})"
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         signal.alarm(seconds)  # ends the process, whatever it is at
-        json.dump(answer(json.loads(line)), answers)
+        json.dump({"error": missing} if missing else answer(json.loads(line)), answers)
         answers.write("\n")
         answers.flush()
         signal.alarm(0)

@@ -231,6 +231,7 @@ CUT = {
     "deepseek": ROUTED_LATENT,
     "copies": replace(LLAMA, kv_heads=1, bias=True, dropout=0.2, layers=1),
 }
+NEW = [CUT[case] for case in ("qwen", "latent", "latent keys, dropout", "deepseek", "copies")]
 
 
 def tensors() -> Iterator[Row]:
@@ -242,6 +243,8 @@ def tensors() -> Iterator[Row]:
         for case, config in CUT.items():
             daily = case in ("gpt2", "llama", "dropout", "qwen")  # four ranks copy its heads
             more = near if daily else rest
+            if t == 1 and config in NEW:
+                more = near | {"weekly": "cpu"}
             yield row("tensor", case, config, Layout(tp=t), **more)
         for case in ("llama", "dropout"):
             layout = Layout(tp=t, recompute="full")
@@ -252,7 +255,7 @@ def tensors() -> Iterator[Row]:
         along = Layout(tp=t, sequence_parallel=True)
         for case in ("gpt2", "llama", "dropout", "qwen", "latent"):
             config = replace(CUT[case], seq=8)
-            more = rest if case in ("qwen", "latent") else near
+            more = near | {"weekly": "cpu" if CUT[case] in NEW and t != 2 else ""}
             yield row("tensor", f"{case}, along", config, along, **more)
             again = replace(along, recompute="full")
             yield row("tensor", f"{case}, along", config, again, **rest)

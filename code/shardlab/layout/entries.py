@@ -3,9 +3,9 @@
 Who holds what, who counts it in a norm, what stands in a checkpoint: all of it is read from here.
 Names and order are the plain GPT's. Of an entry, tensor parallelism cuts a dimension as Megatron
 does (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, up and gate by their
-outputs, out and down by their inputs, embedding and head by vocabulary; norms, the biases of out
-and down, and the router are whole on every rank. A pipeline deals out layers, expert parallelism
-experts. ZeRO cuts dimension 0, or what lies flat side by side in this order.
+outputs, out and down by their inputs, embedding and head by vocabulary; norms, what makes latents,
+the biases of out and down, and the router are whole on every rank. A pipeline deals out layers,
+expert parallelism experts. ZeRO cuts dimension 0, or what lies flat side by side in this order.
 
 The standard library alone: a calculator needs no torch.
 """

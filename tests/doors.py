@@ -12,6 +12,7 @@ SAID    what the error calls an argument that has another name in a command or i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -125,6 +126,9 @@ FINE = {
     (checkpoint.Checkpoints, "folder"): ("x",),
     (checkpoint.export, "path"): ("x",),
     (checkpoint.export, "model"): (RELU,),
+    (checkpoint.save_hub, "folder"): ("x",),
+    (checkpoint.hand_over, "source"): (None,),  # on ranks that have none
+    (checkpoint.hand_over, "target"): (None, RELU),
 }
 FINE = {(called(function), name): values for (function, name), values in FINE.items()}
 SAID = {"name": "schedule", "text": "layout", "rule": "stages", "model": "module",
@@ -195,6 +199,7 @@ def numbers() -> Iterator[Row]:
         (cut.leaving, {"node": 2, "sent": lambda rank: {"dp": 8.0}}),
         (mesh.check_cuts, {"config": PLAIN, "layout": cut, "seq": 16}),
         (mesh.left_out, {"config": PLAIN, "layout": cut}),
+        (mesh.predicted_pieces, {"config": PLAIN, "layout": cut, "rank": 1}),
         (mesh.predicted_sent, {"config": PLAIN, "layout": cut, "rank": 1, "seq": 16, "batch": 2}),
         (mesh.predicted_states, {"config": PLAIN, "layout": cut, "rank": 1}),
         (tp.degrees, {"config": PLAIN}),
@@ -294,6 +299,8 @@ def numbers() -> Iterator[Row]:
         (count.pretended_step, {"config": PLAIN, "world_size": 2, "batch": 1, "seq": 16,
                                 "recompute": "full", "reshard": True, "timeout": 60.0}),
         (count.wire_bytes, {"interface": "lo"}),
+        (checkpoint.predicted_hand_over, {"before": [[("w", ((0, 2),))]],
+                                          "after": [[("w", ((0, 2),))]], "itemsize": 4}),
         (checkpoint.best_interval, {"save": 10.0, "mtbf": 1e4}),
         (checkpoint.lost_fraction, {"interval": 600.0, "save": 10.0, "mtbf": 1e4, "restart": 60.0}),
         (checkpoint.simulated_lost_fraction, {"interval": 600.0, "save": 10.0, "mtbf": 1e4,
@@ -563,6 +570,15 @@ def objects(folder: str) -> Iterator[Row]:
     yield checkpoint.complete, lambda: {"root": Path(folder)}
     yield checkpoint.export, lambda: {"model": linear(3, 3), "path": f"{folder}/model.pt",
                                       "group": group}  # fmt: skip
+    yield checkpoint.load_hub, lambda: {"model": GPT(PLAIN), "folder": _hub(folder),
+                                        "group": group}  # fmt: skip
+    yield checkpoint.save_hub, lambda: {
+        "model": GPT(PLAIN), "folder": f"{_hub(folder)}-{next(numbered)}", "group": group,
+        "like": _hub(folder), "dtype": torch.float32, "shard_bytes": 10**6,
+    }  # fmt: skip
+    yield checkpoint.config_of, lambda: {"folder": _hub(folder)}
+    yield checkpoint.hand_over, lambda: {"source": GPT(PLAIN), "target": GPT(PLAIN),
+                                         "group": group}  # fmt: skip
     yield _saved(folder), lambda: {"training": training(), "wait": True}
 
 
@@ -575,6 +591,16 @@ def _entered(manager: Callable[..., Any]) -> Callable[..., None]:
 
     call.stands_for = manager
     return call
+
+
+numbered = itertools.count()
+
+
+def _hub(folder: str) -> str:
+    """A folder as the hub has it."""
+    if not Path(f"{folder}/hub").exists():
+        checkpoint.save_hub(GPT(PLAIN), f"{folder}/hub")
+    return f"{folder}/hub"
 
 
 def _saved(folder: str) -> Callable[..., None]:

@@ -57,6 +57,7 @@ def load_hub(
     folder, members = Path(folder), Members(group)
     try:
         members.check_same(folder=os.path.abspath(folder))
+        members.first(lambda: names.check_folder(folder=folder))
         own = pieces(model)
         shapes = _shapes(members.exchange(parts_of(own)))
         there, kind = members.first(lambda: (safe.stored(folder), _kind(folder)))
@@ -190,6 +191,7 @@ class _Saving:
         parts, kinds = [of for of, _ in told], {n: t for _, of in told for n, t in of.items()}
         there, kind = {}, kind_of(model)
         if like is not None:
+            members.first(lambda: names.check_folder(like=like))
             there, kind = members.first(lambda: (safe.stored(like), _kind(like)))
         self.kind, self.pieces, self.holders = kind, by_name(own), holders(parts)
         links = links_of(model, kind, _shapes(parts))

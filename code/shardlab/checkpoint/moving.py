@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.arguments import check_kind, check_whole, given
+from shardlab.arguments import check_kind, check_whole, given, told
 from shardlab.layout.boxes import Box, Piece, common, elements, within
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import gathered
@@ -119,9 +119,9 @@ def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.Pr
     check_kind(nn.Module, **given(source=source, target=target))
     there, wants = ([] if model is None else pieces(model) for model in (source, target))
     kinds = {piece.name: piece.tensor.dtype for piece in wants}
-    told = gathered((parts_of(there), parts_of(wants), kinds), group)
-    plans = planned([parts for parts, _, _ in told], [parts for _, parts, _ in told])
-    dtypes = {name: dtype for *_, each in told for name, dtype in each.items()}
+    everyones = gathered((parts_of(there), parts_of(wants), kinds), group)
+    plans = planned([parts for parts, _, _ in everyones], [parts for _, parts, _ in everyones])
+    dtypes = {name: dtype for *_, each in everyones for name, dtype in each.items()}
     mine, wanted = by_name(there), by_name(wants)
     for name, plan in plans.items():
         if any(rank in (move.source, move.target) for move in plan):
@@ -139,6 +139,12 @@ def predicted_hand_over(
     `mesh.predicted_pieces` are those of a layout. itemsize: bytes of a number of the target's.
     """
     check_whole(itemsize=itemsize)
+    text = "allowed are lists of names and boxes, one for each rank, as many before as after"
+    for name, parts in (("before", before), ("after", after)):
+        if not isinstance(parts, list) or not all(isinstance(mine, list) for mine in parts):
+            raise ValueError(f"{name}={told(parts)}: {text}")
+    if len(before) != len(after):
+        raise ValueError(f"before={told(before)}, after={told(after)}: {text}")
     sent = [0] * len(before)
     for name, plan in planned(before, after).items():
         each = 4 if name.endswith("bias_E") else itemsize  # it is float32 in a model of any dtype

@@ -14,6 +14,7 @@ The standard library alone.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -410,12 +411,22 @@ def config_json(config: Config, model_type: str) -> dict[str, Any]:
     return {"model_type": model_type, "architectures": [family.classname], **found, **family.keys}
 
 
+def check_folder(**given: str | Path) -> None:
+    """Raise ValueError for what is no folder."""
+    check_kind((str, os.PathLike), **given)
+    for name, folder in given.items():
+        if not Path(folder).is_dir():
+            text = "there is none; allowed is one with config.json and safetensors, as on the hub"
+            raise ValueError(f"{name}={str(folder)!r}: {text}")
+
+
 def config_of(folder: str | Path) -> Config:
     """The shape of the course's GPT for the model in `folder`, from its config.json.
 
     Raises ValueError for a kind that is not in the table, and for one that computes, by a key of
     its file, what the GPT does not: learned positions of GPT-2 and its GELU alone are let pass.
     """
+    check_folder(folder=folder)
     path = Path(folder) / "config.json"
     given = read_json("config", path)
     try:

@@ -180,6 +180,7 @@ def predicted_pieces(config: Config, layout: Layout, rank: int) -> list[tuple[st
 
     With a tied head on a stage of its own, by the embedding's name.
     """
+    check_kind(Config, config=config)
     check_cuts(config, layout)
     place = layout.place(rank)
     boxes = {entry.name: entry.box(place["tp"], layout.tp) for entry in entries.ledger(config)}

@@ -22,7 +22,7 @@ from shardlab.layout.core import computed_again
 from shardlab.layout.structure import Core, Kind, Product, Routed
 from shardlab.machines import MACHINES
 
-from . import copies
+from . import copies, host
 from .job import Job
 from .rates import Values
 
@@ -100,7 +100,7 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     Raises ValueError for layers that the stages cannot share.
     """
     layout = job.layout
-    m, v = layout.microbatches, layout.chunks
+    m = layout.microbatches
     each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
     head = _head(job, rates)
     found = layout.parts(job.model)
@@ -117,19 +117,26 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     else:
         forward, backward = each[max(each, key=lambda kind: kind.parameters)]
         weights = backward.products / BACKWARD
-        bubble = others * _left(layout, forward.total, backward.total, weights) / v
+        left = _left(layout, forward.total, backward.total, weights)
+        bubble = others * left * _largest(found)
     fullest = max(found, key=lambda stage: job.held(stage).all)
     busy = slowest.total * m
     # What hides the weights that come for it.
     first = sum(n * each[kind][0].total for kind, n in job.layers(fullest))
     data = copies.seconds(job, rates, fullest, busy, first)
-    step = _optimizer(job, rates, fullest)
+    step = _optimizer(job, rates, fullest, busy)
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step
     retries = total * (rates.retries ** _likely(job, rates, reserved) - 1)
     parts = {name: m * value for name, value in vars(slowest).items()}
     return Seconds(**parts, bubble=bubble, messages=messages, data=data, optimizer=step,
                    retries=retries)  # fmt: skip
+
+
+def _largest(found: list[Stage]) -> float:
+    """Of a stage with most layers, the share in the largest chunk, by which a pipeline fills."""
+    chunk = max(len(chunk) for stage in found for chunk in stage.chunks)
+    return chunk / max(stage.layers for stage in found)
 
 
 def _likely(job: Job, rates: Values, reserved: float) -> float:
@@ -160,7 +167,7 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
         attention=attention + _scans(job, rates, kind),
         elementwise=_stream(job, rates, rates.elementwise) + width + scores,
         tensor=_tensor(job, rates),
-        context=_context(job, rates, kind.core),
+        context=_context(job, rates, kind.core, attention),
         experts=_travel(job, rates, kind.routed),
     )
     waits = 1 - min(1.0, rates.hidden) + (GATHERED if job.sequence > 1 else 0.0)
@@ -295,15 +302,19 @@ def _tensor(job: Job, rates: Values) -> float:
     return 2 * 2 * (t - 1) / t * job.stream / rate
 
 
-def _context(job: Job, rates: Values, core: Core | None) -> float:
-    """Seconds in which keys and values of a sequence's other ranks arrive, in a forward pass."""
+def _context(job: Job, rates: Values, core: Core | None, attention: float) -> float:
+    """Seconds of waiting for keys and values of a sequence's other ranks, in a forward pass.
+
+    Around a ring those of the next rank come while attention computes with those of the last.
+    """
     layout, c = job.layout, job.layout.cp
     if c == 1 or core is None:
         return 0.0
     width = core.kv_heads * (core.query + core.value)  # of keys and values
     near = c * layout.tp <= job.machine.per_node
     rate = rates.node * job.machine.inside if near else rates.network * job.machine.between
-    return (c - 1) * NUMBER * job.tokens * width / layout.tp / rate
+    taken = (c - 1) * NUMBER * job.tokens * width / layout.tp / rate
+    return max(0.0, taken - (attention * (c - 1) / c if job.profile.rings else 0.0))
 
 
 def _head(job: Job, rates: Values) -> _Work:
@@ -326,10 +337,12 @@ def _messages(job: Job, rates: Values) -> float:
     return 2 * layout.chunks * each * (layout.microbatches + layout.pp - 2)
 
 
-def _optimizer(job: Job, rates: Values, stage: Stage) -> float:
-    """Seconds in which gradients are added up and weights updated."""
+def _optimizer(job: Job, rates: Values, stage: Stage, busy: float) -> float:
+    """Seconds in which gradients are added up and weights updated, here or on the host."""
     layout, profile = job.layout, job.profile
     held = job.held(stage)
     kept = held.shard(layout) if layout.zero else held.all
-    read = profile.update * kept + profile.accumulate * held.all * layout.microbatches
-    return rates.step + read / (rates.memory * job.machine.stream)
+    update = profile.update * kept if layout.offload == "none" else 0.0
+    read = update + profile.accumulate * held.all * layout.microbatches
+    there = host.seconds(job, rates, kept, busy)
+    return rates.step + read / (rates.memory * job.machine.stream) + there

@@ -44,6 +44,11 @@ class Profile:
     # What it offers.
     zeros: tuple[int, ...]  # stages of ZeRO, without a pipeline; with one, 0 and 1
     interleaves: bool
+    operators: tuple[str, ...] = ()  # that it can compute again, one by one: see `Layout.recompute`
+    offloads: tuple[str, ...] = ()  # what it can keep in the host's memory: see `Layout.offload`
+    shares: bool = True  # sequences among ranks
+    rings: bool = False  # messages of these ranks travel while attention computes
+    folds: bool = False  # tensor ranks may join those that share the experts: see `Layout.etp`
 
 
 # nanotron, early 2025: REDUCE_SCATTER tensor parallelism, a fused norm, flash attention; float32
@@ -88,12 +93,16 @@ MEGATRON = Profile(
     sequence_parallel=False,
     zeros=(0, 1),
     interleaves=True,
+    operators=("norms",),
+    offloads=("optimizer",),
+    rings=True,  # --cp-comm-type p2p, as it is by default
+    folds=True,
 )
 
 # The course's own model under torch: 16-bit gradients, ZeRO as FSDP2 does it.
 COURSE = Profile(
     name="course",
-    stages="equal",
+    stages="megatron",
     attention="flash",
     wide=WIDE,
     recipe=PRECISIONS["bf16"],
@@ -109,6 +118,8 @@ COURSE = Profile(
     sequence_parallel=False,
     zeros=(0, 1, 2, 3),
     interleaves=True,
+    operators=("norms", "ffn", "norms+ffn"),
+    folds=True,
 )
 
 # torch 2.13's fully_shard, as `emit` writes it: float32 weights, among the optimizer's states here,
@@ -117,22 +128,46 @@ COURSE = Profile(
 FSDP2 = replace(
     COURSE,
     name="fsdp2",
+    stages="equal",
     recipe=PRECISIONS["bf16-fp32-gradients"],
     bucket=0,
     wire=Wire(4, 2),
     update=40,  # Adam 28, its norm and clipping 12
     accumulate=10,
     interleaves=False,
+    operators=(),
+    offloads=("parameters",),
+    shares=False,
+    folds=False,
 )
 
 # torchtitan 0.3.0, on the same fully_shard: training.disable_cuda_graphs is False, and pipelines
 # cannot be captured (its config/configs.py and trainer.py).
-TORCHTITAN = replace(FSDP2, name="torchtitan", captured=True, interleaves=True)
+TORCHTITAN = replace(
+    FSDP2,
+    name="torchtitan",
+    stages="megatron",
+    captured=True,
+    interleaves=True,
+    operators=("norms+ffn",),  # its SelectiveAC keeps products and attention
+    shares=True,
+)
 
 # DeepSpeed 0.19.8: gradients in the 16-bit type, unless data_types says otherwise, and for the step
 # a copy of its share in float32; ZeRO-1 and 2 gather when the step is over.
 _COPIED = replace(PRECISIONS["bf16"], master=4 + 4, about="with a copy of gradients in float32")
-DEEPSPEED = replace(COURSE, name="deepspeed", recipe=_COPIED, ahead=False, interleaves=False)
+DEEPSPEED = replace(
+    COURSE,
+    name="deepspeed",
+    stages="equal",
+    recipe=_COPIED,
+    ahead=False,
+    interleaves=False,
+    operators=(),
+    offloads=("optimizer", "parameters"),
+    shares=False,
+    folds=False,
+)
 
 PROFILES = {
     profile.name: profile for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED)

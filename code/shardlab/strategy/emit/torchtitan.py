@@ -21,7 +21,9 @@ SCHEDULES = {
     "interleaved": "Interleaved1F1B",
     "zb-v": "ZBVZeroBubble",
 }
-RECOMPUTE = {"none": None, "selective": "SelectiveAC", "full": "FullAC"}
+RECOMPUTE = {
+    "none": None, "selective": "SelectiveAC", "norms+ffn": "SelectiveAC", "full": "FullAC",
+}  # fmt: skip
 # Shapes that it has by name: layers, heads, hidden, width of the feed-forward network, tied.
 FLAVORS = {
     "1B": (16, 32, 2048, 8192, True),

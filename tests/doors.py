@@ -68,7 +68,8 @@ OURS = {
     zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Reducer, zero.Sharded, zero.Unit,
     zero.all_gather, cp.block_attention, cp.block_gradients, cp.merge, cp.heads_for_tokens,
     tp.ColumnLinear, tp.RowLinear, tp.VocabEmbedding, tp.columns, tp.shard_slice, tp.cut_attention,
-    tp.cut_ffn, buckets.deal, pipeline.needed, pipeline.sent, pipeline.other_end, tt.moved,
+    tp.cut_ffn, tp.cut_latent, buckets.deal,
+    pipeline.needed, pipeline.sent, pipeline.other_end, tt.moved,
     tt.combined, tt.type_of, count.bytes_of, pipeline.Action, pipeline.Part, pipeline.Schedule,
     pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,
@@ -411,6 +412,7 @@ def objects(folder: str) -> Iterator[Row]:
     }  # fmt: skip
     yield tp.clip_grad_norm_, lambda: {"model": cut(), "limit": 1.0}
     yield tp.cuts, lambda: {"model": cut()}
+    yield tp.parts, lambda: {"model": cut()}
     yield tp.words, lambda: {"model": cut()}
     yield tp.full_state_dict, lambda: {"model": cut(), "to": 0}
     yield tp.load_full_state_dict, lambda: {"model": cut(), "state": gpt().state_dict()}

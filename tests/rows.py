@@ -18,6 +18,14 @@ LLAMA = Config(
     vocab=64, seq=8, layers=2, heads=8, hidden=64, kv_heads=4, ffn=40, mlp="swiglu", norm="rms",
     bias=False, tied=False,
 )  # fmt: skip
+QWEN = replace(LLAMA, heads=4, kv_heads=2, head=12, qk_norm=True, window=3, full_every=2)
+LATENT = replace(
+    LLAMA, kv_heads=None, head=8, latent=16, query_latent=20, rotary=4, value=10, norm_eps=1e-6
+)  # fmt: skip
+ROUTED_LATENT = replace(
+    LATENT, heads=4, experts=8, experts_per_token=3, expert_ffn=24, shared_experts=1,
+    dense_layers=1, router="sigmoid", expert_groups=4, groups_per_token=2, routed_scale=2.5,
+)  # fmt: skip
 UNTIED = replace(GPT2, tied=False, layers=1)
 # On a GPU in 32 bits: two steps, of which the second is what all later ones are. On the CPU the
 # same plan in 64 bits says more.
@@ -217,7 +225,13 @@ CUT = {
     "swiglu, bias, tied": replace(LLAMA, bias=True, tied=True, norm="layer", layers=1),
     "dropout": replace(GPT2, dropout=0.3),
     "dropout, llama": replace(LLAMA, dropout=0.2, layers=1),
+    "qwen": QWEN,
+    "latent": LATENT,
+    "latent keys, dropout": replace(LATENT, query_latent=None, dropout=0.3, window=3, layers=1),
+    "deepseek": ROUTED_LATENT,
+    "copies": replace(LLAMA, kv_heads=1, bias=True, dropout=0.2, layers=1),
 }
+TODAY = "qwen", "latent", "deepseek"
 
 
 def tensors() -> Iterator[Row]:
@@ -227,7 +241,7 @@ def tensors() -> Iterator[Row]:
         # What a model is made of is cut on two ranks as on four.
         rest = {"weekly": "cpu" if t == 4 else "", **near}
         for case, config in CUT.items():
-            more = near if case in ("gpt2", "llama", "dropout") else rest
+            more = near if case in ("gpt2", "llama", "dropout", *TODAY) else rest
             yield row("tensor", case, config, Layout(tp=t), **more)
         for case in ("llama", "dropout"):
             layout = Layout(tp=t, recompute="full")
@@ -236,7 +250,7 @@ def tensors() -> Iterator[Row]:
         yield row("tensor", "layer by layer", LLAMA, Layout(tp=t), options=options, **rest)
         yield row("tensor", "frozen", UNTIED, Layout(tp=t), frozen=("embedding",), **rest)
         along = Layout(tp=t, sequence_parallel=True)
-        for case in ("gpt2", "llama", "dropout"):
+        for case in ("gpt2", "llama", "dropout", "qwen", "latent"):
             config = replace(CUT[case], seq=8)
             yield row("tensor", f"{case}, along", config, along, **near)
             again = replace(along, recompute="full")
@@ -369,6 +383,14 @@ def meshes() -> Iterator[Row]:
         if layout.ranks in (2, 4):
             narrow = F32 | {"sizes": sizes, "clip": (0.3,)}
             yield row("mesh", f"{number}", replace(config, dropout=0.0), layout, **narrow)
+    copies = replace(QWEN, kv_heads=1, vocab=32, ffn=24)
+    for case, layout, config in (
+        ("deepseek", replace(eight, zero=1), ROUTED_LATENT),
+        ("copies, along", replace(eight, zero=1, **along), copies),
+        ("qwen", replace(four, zero=3), replace(copies, kv_heads=2)),
+        ("latent, along", replace(four, zero=2, **along, **again), LATENT),
+    ):
+        yield row("mesh", case, config, layout, sizes=(2, 2), clip=(0.3,))
 
 
 ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes()]

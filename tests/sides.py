@@ -23,6 +23,7 @@ from shardlab import data_parallel as dp
 from shardlab import experts, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
+from shardlab.layout import ledger
 from shardlab.model import GPT, loss
 
 SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
@@ -72,12 +73,13 @@ def recomputed(model: GPT) -> GPT:
     return model
 
 
-def cut(name: str, whole: Tensor, cuts: dict[str, int | None], group: dist.ProcessGroup) -> Tensor:
+def cut(side: Any, name: str, whole: Tensor) -> Tensor:
     """This rank's part of a tensor of a tensor-parallel model; a tied head goes by `embedding`."""
-    dimension = cuts.get(name, 0 if cuts else None)
+    dimension, group = side.cuts.get(name, 0 if side.cuts else None), side.groups["tp"]
     if dimension is None:
         return whole
-    mine = tp.shard_slice("size", whole.shape[dimension], group)
+    entry = next(e for e in ledger(side.row.config) if e.name == name)
+    mine = tp.shard_slice("size", whole.shape[dimension], group, entry.parts(group.size()))
     return whole.narrow(dimension, mine.start, mine.stop - mine.start)
 
 
@@ -324,7 +326,7 @@ class Pipeline(Side):
         return dict(self.model.named_parameters())
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        return cut(name, whole, self.cuts, self.group)
+        return cut(self, name, whole)
 
     def weights(self) -> dict[str, Tensor] | None:
         return None if self.cuts else self.model.full_state_dict()
@@ -358,7 +360,7 @@ class Tensors(Side):
         return {None: value.detach()}
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        return cut(name, whole, self.cuts, self.group)
+        return cut(self, name, whole)
 
     def clip(self, limit: float) -> Tensor:
         return tp.clip_grad_norm_(self.model, limit)
@@ -419,7 +421,7 @@ class Context(Side):
         return None if self.cuts else super().weights()
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        return cut(name, whole, self.cuts, self.groups["tp"])
+        return cut(self, name, whole)
 
     def output(self, part: Part) -> Tensor:
         logits = self.model(cp.shard(part[0], self.group, self.layout))
@@ -465,7 +467,7 @@ class Experts(Data):
         return tp.gather_last(logits, self.groups["tp"]) if self.cuts else logits
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        return cut(name, whole, self.cuts, self.groups["tp"])
+        return cut(self, name, whole)
 
     def clip(self, limit: float) -> Tensor:
         return experts.clip_grad_norm_(self.model, limit)

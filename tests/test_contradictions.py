@@ -122,7 +122,9 @@ MESHES: Table = {
 }
 MEMORY: Table = {
     "tp=3: allowed are divisors of heads=2": held(tp=3),
-    "tp=16: allowed are divisors of key_value_heads=8": held(LLAMA, tp=16),
+    "tp=6: allowed are divisors and multiples of key_value_heads=4": held(
+        replace(LLAMA, heads=12, kv_heads=4, head=128), tp=6
+    ),
     "pp=3: allowed are divisors of layers=2": held(pp=3),
     "stage=2: allowed are whole numbers, 0 to 1": lambda: memory.parameters(NANO, Layout(pp=2), 2),
     "tp=2: allowed with sequence_parallel are divisors of seq=5": lambda: memory.activations(
@@ -349,12 +351,12 @@ def tensors(group: Any, one: Any) -> Table:
     first = next(iter(state))
     less = {name: tensor for name, tensor in state.items() if name != first}
     odd = replace(PLAIN, heads=3, hidden=36, ffn=48, vocab=18)
-    grouped = replace(PLAIN, kv_heads=1)
+    grouped = replace(PLAIN, heads=6, kv_heads=3, hidden=36, ffn=48)
     logits, targets = torch.randn(2, 3, 4), torch.randint(8, (2, 3))
     return {
         "heads=3: allowed on 2 ranks are multiples of 2, such as 2 or 4; allowed ranks for this "
         "model are 1 and 3": lambda: tp.parallelize(GPT(odd), group),
-        "key_value_heads=1: allowed on 2": lambda: tp.parallelize(GPT(grouped), group),
+        "key_value_heads=3: allowed on 2": lambda: tp.parallelize(GPT(grouped), group),
         "ffn_width=33: allowed on 2": lambda: tp.cut_ffn(
             FeedForward(replace(PLAIN, ffn=33)), group
         ),

@@ -213,6 +213,7 @@ def test_gradients_of_the_engines_take_what_they_take() -> None:
     each = {name: round(one.gradients / taken["course"].weights * 2) for name, one in taken.items()}
     assert each == {
         "course": 2, "megatron": 4, "nanotron": 4, "fsdp2": 4, "torchtitan": 4, "deepspeed": 2,
+        "engines": 4,
     }  # fmt: skip
 
 

@@ -464,7 +464,9 @@ def test_frozen_parameters_stay_frozen():
 
 def test_degrees():
     assert tp.degrees(GPT2) == [1, 2, 4]
-    assert tp.degrees(PRESETS["llama-3-8b"]) == [1, 2, 4, 8]  # it has eight key-value heads
+    # It has eight key-value heads: two ranks or four may have the same one.
+    assert tp.degrees(PRESETS["llama-3-8b"]) == [1, 2, 4, 8, 16, 32]
+    assert tp.degrees(replace(PRESETS["llama-3-8b"], heads=24, hidden=3072)) == [1, 2, 4, 8]
     # 50257 entries are 29 x 1733: this is why vocabularies are padded.
     assert tp.degrees(PRESETS["gpt-2"]) == [1]
     assert tp.degrees(replace(PRESETS["gpt-2"], vocab=50_304)) == [1, 2, 3, 4, 6, 12]

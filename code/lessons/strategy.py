@@ -339,7 +339,7 @@ show.source(core.layer, core._attention, core._launches)
 # What is multiplied, what experts add, and what the tensor group sends:
 
 # %%
-show.source(core._products, core._network, core._experts, core._product, core._tensor)
+show.source(core._products, core._cut, core._product, core._tensor)
 
 # %% [markdown]
 # Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.
@@ -347,7 +347,7 @@ show.source(core._products, core._network, core._experts, core._product, core._t
 # Then a step.
 
 # %%
-show.source(core.seconds, core._likely, core._left, core._head, core._messages, core._optimizer)
+show.source(core.seconds, core._stage, core._likely, core._left, core._head, core._messages, core._optimizer)
 
 # %% [markdown]
 # And what the copies wait for.

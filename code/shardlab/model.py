@@ -1,12 +1,12 @@
 """A plain GPT that knows nothing of parallelism.
 
-Pre-norm blocks, rotary positions, grouped-query attention, GELU or SwiGLU, one feed-forward network
-or experts, tied or untied embeddings: enough for the shapes of GPT-2, GPT-3, Llama 3 and Mixtral.
-Everything parallel in this course is applied to this model from outside.
+Pre-norm blocks, rotary positions, grouped or latent attention, GELU or SwiGLU, one feed-forward
+network or experts, tied or untied embeddings: enough for the shapes of GPT-2, GPT-3, Llama 3,
+Mixtral, Qwen3 and DeepSeek-V3. Everything parallel in this course is applied to this model from
+outside.
 
-Shapes in names: B batch, S sequence, H hidden, A attention heads, K key-value heads, D size of a
-head, F width of the feed-forward network, V vocabulary, E experts, C experts that a token chooses,
-R tokens of one expert.
+Shapes in names: B batch, S sequence, H hidden, F width of the feed-forward network, V vocabulary, E
+experts, C experts that a token chooses, R tokens of one expert.
 """
 
 from __future__ import annotations
@@ -15,54 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardlab.attention import Attention, rotate
+from shardlab.latent import LatentAttention
 from shardlab.router import Router
 from shardlab.shapes import PRESETS, Config
 
-__all__ = ["GPT", "PRESETS", "Block", "Config", "loss", "parameter_count", "rotate"]
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped keys and values."""
-
-    def __init__(self, config: Config):
-        super().__init__()
-        self.config = config
-        wide, narrow = config.hidden, config.key_value_heads * config.head_size  # A*D, K*D
-        self.query = nn.Linear(wide, wide, config.bias)
-        self.key = nn.Linear(wide, narrow, config.bias)
-        self.value = nn.Linear(wide, narrow, config.bias)
-        self.out = nn.Linear(wide, wide, config.bias)
-
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
-        # The number of heads follows from the widths, so that a layer cut by heads stays right.
-        q_BASD, k_BKSD, v_BKSD = (
-            linear(x_BSH).unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
-            for linear in (self.query, self.key, self.value)
-        )
-        q_BASD, k_BKSD = (rotate(x, self.config.rotary_base) for x in (q_BASD, k_BKSD))
-        dropout = self.config.dropout if self.training else 0.0
-        grouped = q_BASD.shape[1] != k_BKSD.shape[1]
-        y_BASD = F.scaled_dot_product_attention(
-            q_BASD, k_BKSD, v_BKSD, dropout_p=dropout, is_causal=True, enable_gqa=grouped
-        )
-        return self.out(y_BASD.transpose(1, 2).flatten(-2))  # [B, S, A*D] @ [A*D, H]
-
-
-def rotate(x_BASD: Tensor, base: float, positions_S: Tensor | None = None) -> Tensor:
-    """Rotary positions: turn each pair of features by an angle that grows with the position.
-
-    positions_S: where the tokens stand; None: 0, 1, 2, … Su et al. 2021 (arXiv 2104.09864), section
-    3.2; pairs are (i, i + D/2), as in Llama's code.
-    """
-    sequence, size = x_BASD.shape[-2:]
-    steps_D = torch.arange(0, size, 2, device=x_BASD.device, dtype=torch.float32) / size
-    if positions_S is None:
-        positions_S = torch.arange(sequence, device=x_BASD.device)
-    angles_SD = torch.outer(positions_S.to(torch.float32), base**-steps_D)  # [S, D/2]
-    cos_SD, sin_SD = angles_SD.cos().to(x_BASD.dtype), angles_SD.sin().to(x_BASD.dtype)
-    a, b = x_BASD.chunk(2, dim=-1)  # each [B, A, S, D/2]
-    return torch.cat((a * cos_SD - b * sin_SD, a * sin_SD + b * cos_SD), dim=-1)
+__all__ = ["GPT", "PRESETS", "Attention", "Block", "Config", "loss", "parameter_count", "rotate"]
 
 
 class FeedForward(nn.Module):
@@ -111,7 +69,8 @@ class Block(nn.Module):
     def __init__(self, config: Config, layer: int = 0):
         super().__init__()
         self.attention_norm = _norm(config)
-        self.attention = Attention(config)
+        mixed = Attention if config.latent is None else LatentAttention
+        self.attention = mixed(config, config.window_of(layer))
         self.ffn_norm = _norm(config)
         sparse = config.experts and layer >= config.dense_layers
         self.ffn = Experts(config) if sparse else FeedForward(config)
@@ -125,8 +84,8 @@ class Block(nn.Module):
 
 def _norm(config: Config) -> nn.Module:
     if config.norm == "rms":
-        return nn.RMSNorm(config.hidden, eps=1e-5)
-    return nn.LayerNorm(config.hidden, bias=config.bias)
+        return nn.RMSNorm(config.hidden, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
 
 
 class GPT(nn.Module):

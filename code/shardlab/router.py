@@ -3,10 +3,14 @@
     scores = softmax(x W) or sigmoid(x W)      chosen = the C largest of scores + bias
     y = sum over the chosen of  score / (sum of the chosen scores)  *  expert(x)
 
-Shazeer et al. 2017 (arXiv 1701.06538): the choice. Jiang et al. 2024 (arXiv 2401.04088), section
-2.1: softmax. DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2: sigmoid, and the bias.
+With groups of experts a token chooses groups first, by the sum of their best two, and experts of
+these alone.
 
-Shapes in names: B batch, S sequence, H hidden, E experts, C experts that a token chooses.
+Shazeer et al. 2017 (arXiv 1701.06538): the choice. Jiang et al. 2024 (arXiv 2401.04088), section
+2.1: softmax. DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2: sigmoid, the bias, and groups.
+
+Shapes in names: B batch, S sequence, H hidden, E experts, C experts that a token chooses, G groups
+of X experts.
 """
 
 from __future__ import annotations
@@ -44,11 +48,25 @@ class Router(nn.Module):
         wide = torch.promote_types(logits_BSE.dtype, torch.float32)
         squash = torch.sigmoid if self.config.router == "sigmoid" else partial(F.softmax, dim=-1)
         scores_BSE = squash(logits_BSE.to(wide))
-        chosen_BSC = (scores_BSE + self.bias_E).topk(self.config.experts_per_token).indices
+        eligible_BSE = self._eligible(scores_BSE + self.bias_E)
+        chosen_BSC = eligible_BSE.topk(self.config.experts_per_token).indices
         weights_BSC = scores_BSE.gather(-1, chosen_BSC)
         if self.config.experts_per_token > 1:
             weights_BSC = weights_BSC / weights_BSC.sum(-1, keepdim=True)
+        if self.config.routed_scale != 1.0:
+            weights_BSC = weights_BSC * self.config.routed_scale
         return scores_BSE, chosen_BSC, weights_BSC.to(x_BSH.dtype)
+
+    def _eligible(self, scores_BSE: Tensor) -> Tensor:
+        """The scores, but for those of groups that a token did not choose: -inf."""
+        groups, some = self.config.expert_groups, self.config.groups_per_token
+        if groups == 1:
+            return scores_BSE
+        grouped_BSGX = scores_BSE.detach().unflatten(-1, (groups, -1))
+        worth_BSG = grouped_BSGX.topk(2).values.sum(-1)
+        left_out_BSG = torch.ones_like(worth_BSG, dtype=torch.bool)
+        left_out_BSG.scatter_(-1, worth_BSG.topk(some).indices, False)
+        return grouped_BSGX.masked_fill(left_out_BSG[..., None], -torch.inf).flatten(-2)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Router:
         """Moving and converting, which is for the bias a move alone: its bits stay."""

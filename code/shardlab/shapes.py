@@ -44,6 +44,18 @@ class Config:
     dense_layers: int = 0  # the first layers, which have no experts
     router: str = "softmax"  # or "sigmoid"
     capacity: float | None = None  # times a fair share: what an expert takes; None: all that come
+    expert_groups: int = 1  # equal groups of experts, of which a token chooses some first
+    groups_per_token: int = 1  # so many
+    routed_scale: float = 1.0  # times the weights of the chosen experts
+    head: int | None = None  # [D] size of a head; None: hidden over heads
+    qk_norm: bool = False  # an RMSNorm of each head's queries, and of its keys
+    window: int | None = None  # tokens that one sees at most, itself among them; None: all before
+    full_every: int | None = None  # every so-manieth layer sees all in spite of it; None: none does
+    latent: int | None = None  # of these keys and values are made again; None: there are none
+    query_latent: int | None = None  # the same of queries; None: made of the stream
+    rotary: int | None = None  # with latents: numbers beside a head's `head` that know positions
+    value: int | None = None  # with latents: size of a head of values; None: `head`
+    norm_eps: float = 1e-5  # added to the mean of squares, or the variance
 
     def __post_init__(self) -> None:
         sizes = {"vocab": self.vocab, "seq": self.seq, "hidden": self.hidden}
@@ -56,12 +68,36 @@ class Config:
         check_one_of(("gelu", "swiglu"), mlp=self.mlp)
         check_one_of(("layer", "rms"), norm=self.norm)
         check_whole(0, LAYERS, experts=self.experts)
-        if self.hidden % (2 * self.heads):
+        if self.head is None and self.hidden % (2 * self.heads):
             raise ValueError(f"hidden={self.hidden}: allowed are multiples of {2 * self.heads}")
         if self.heads % self.key_value_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of {self.heads}")
+        self._check_attention()
         if self.experts:
             self._check_experts()
+
+    def _check_attention(self) -> None:
+        optional = {"head": self.head, "latent": self.latent, "rotary": self.rotary}
+        optional |= {"query_latent": self.query_latent, "value": self.value}
+        check_whole(1, SIZES, **given(window=self.window, **optional))
+        check_whole(1, LAYERS, **given(full_every=self.full_every))
+        check_flag(qk_norm=self.qk_norm)
+        check_number(norm_eps=self.norm_eps)
+        if self.full_every and not self.window:
+            raise ValueError(f"full_every={self.full_every}: allowed is None without a window")
+        for name in ("query_latent", "rotary", "value") if self.latent is None else ():
+            if optional[name] is not None:
+                raise ValueError(f"{name}={optional[name]}: allowed is None without latent")
+        if self.latent is not None:
+            for name, only in (("kv_heads", None), ("qk_norm", False), ("bias", False)):
+                if getattr(self, name) is not only:
+                    value = getattr(self, name)
+                    raise ValueError(f"{name}={value!r}: allowed with latent attention is {only}")
+            if self.rotary is None:
+                raise ValueError("rotary=None: allowed with latent attention are even sizes")
+        for name in ("head", "rotary"):  # positions turn pairs of numbers
+            if (size := optional[name]) and size % 2:
+                raise ValueError(f"{name}={size}: allowed are even sizes")
 
     def _check_experts(self) -> None:
         check_whole(1, RANKS // self.layers, experts=self.experts)  # layers times experts
@@ -70,11 +106,38 @@ class Config:
         check_whole(0, self.layers - 1, dense_layers=self.dense_layers)
         check_one_of(("softmax", "sigmoid"), router=self.router)
         check_number(**given(capacity=self.capacity))
+        check_number(routed_scale=self.routed_scale)
+        check_whole(1, self.experts, expert_groups=self.expert_groups)
+        check_whole(1, self.expert_groups, groups_per_token=self.groups_per_token)
+        if self.expert_groups == 1:
+            return
+        each, rest = divmod(self.experts, self.expert_groups)
+        if rest or each < 2:  # a group is as good as its best two
+            allowed = f"those that leave groups of 2 and more, all equal, of experts={self.experts}"
+            raise ValueError(f"expert_groups={self.expert_groups}: allowed are {allowed}")
+        if self.experts_per_token > (there := each * self.groups_per_token):
+            allowed = f"up to the {there} of {self.groups_per_token} groups"
+            raise ValueError(f"experts_per_token={self.experts_per_token}: allowed are {allowed}")
+
+    @property
+    def content_size(self) -> int:
+        """Width of one head, but for what latent attention has beside it for positions."""
+        return self.hidden // self.heads if self.head is None else self.head
 
     @property
     def head_size(self) -> int:
-        """Width of one head."""
-        return self.hidden // self.heads
+        """Width of one head of queries, and of keys."""
+        return self.content_size + (self.rotary or 0)
+
+    @property
+    def value_size(self) -> int:
+        """Width of one head of values."""
+        return self.content_size if self.value is None else self.value
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that one sees at most in that layer; None: all before it."""
+        full = self.full_every is not None and (layer + 1) % self.full_every == 0
+        return None if full else self.window
 
     @property
     def key_value_heads(self) -> int:
@@ -124,4 +187,16 @@ PRESETS: dict[str, Config] = {  # the first three for lessons, with bytes as tok
     "mixtral-8x7b": Config(
         32_000, 32_768, 32, 32, 4096, 8, 14_336, "swiglu", "rms", False, False, 0.0, 1e6, 8
     ),
-}
+    # Yang et al. 2025 (arXiv 2505.09388), Table 2, section 3.2; the released model's config.json.
+    "qwen3-30b-a3b": Config(
+        151_936, 32_768, 48, 32, 2048, 4, 6144, "swiglu", "rms", False, False, 0.0, 1e6, 128, 8,
+        768, head=128, qk_norm=True, norm_eps=1e-6,
+    ),
+    # DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; pre-trained on 4096 tokens, so without what
+    # stretched its positions later (YaRN), and without the module that predicts a second token.
+    "deepseek-v3": Config(
+        129_280, 4096, 61, 128, 7168, None, 18_432, "swiglu", "rms", False, False, 0.0, 1e4, 256, 8,
+        2048, 1, 3, "sigmoid", None, 8, 4, 2.5, head=128, latent=512, query_latent=1536, rotary=64,
+        value=128, norm_eps=1e-6,
+    ),
+}  # fmt: skip

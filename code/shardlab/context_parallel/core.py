@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 from shardlab import buckets
 from shardlab.arguments import check_kind, check_one_of, check_whole
 from shardlab.count import clock
-from shardlab.model import GPT, Attention, rotate
+from shardlab.model import GPT, Attention
 from shardlab.ranks import check_group, check_same, check_trained, exchange
 
 from .kernel import block_attention, block_gradients
@@ -254,14 +254,18 @@ def distribute(
     Forward then takes `shard(tokens_BS, …)` [B, s] and gives logits [B, s, V]. Parameters stay as
     they are, and whole: states are loaded and saved as ever. attention: "ring" or "ulysses".
 
-    Raises ValueError, before anything is sent, for other names, dropout, a model that is
-    distributed already, and heads that all-to-all attention cannot share out; after one exchange,
-    and on every rank, when models or arguments differ.
+    Raises ValueError, before anything is sent, for other names, dropout, windows, latent attention,
+    a model that is distributed already, and heads that all-to-all attention cannot share out; after
+    one exchange, and on every rank, when models or arguments differ.
     """
     check_one_of(ATTENTIONS, attention=attention)
     check_kind(nn.Module, model=model)
     check_layout(layout)
     _, ranks = check_group(group)
+    config = getattr(model, "config", None)
+    for name in ("latent", "window"):
+        if (value := getattr(config, name, None)) is not None:
+            raise ValueError(f"{name}={value}: allowed is None with a context cut")
     parts = [part for part in model.modules() if isinstance(part, Attention)]
     if not parts:
         raise ValueError(f"model={type(model).__name__}: allowed is a shardlab.model.GPT")
@@ -285,13 +289,9 @@ def _attention(
     module: Attention, group: dist.ProcessGroup, attention: str, layout: str, x_BsH: Tensor
 ) -> Tensor:
     """`Attention.forward` for this rank's tokens, [B, s, H] to [B, s, H]."""
-    q_BAsD, k_BKsD, v_BKsD = (
-        linear(x_BsH).unflatten(-1, (-1, module.config.head_size)).transpose(1, 2)
-        for linear in (module.query, module.key, module.value)
-    )
     rank, ranks = check_group(group)
     at_s = positions(layout, ranks * x_BsH.shape[1], ranks, rank, x_BsH.device)
-    q_BAsD, k_BKsD = (rotate(x, module.config.rotary_base, at_s) for x in (q_BAsD, k_BKsD))
+    q_BAsD, k_BKsD, v_BKsD = module.heads(x_BsH, at_s)
     y_BAsD = ATTENTIONS[attention](q_BAsD, k_BKsD, v_BKsD, group, True, layout)
     return module.out(y_BAsD.transpose(1, 2).flatten(-2))  # [B, s, A*D] @ [A*D, H]
 

@@ -154,6 +154,9 @@ def _check(config: Config, layout: Layout, way: str, choices: Mapping[str, Any])
     for name in ("heads", "key_value_heads"):
         if (value := getattr(config, name)) % tp:
             raise ValueError(f"tp={tp}: allowed are divisors of {name}={value}")
+    for name in ("latent", "window") if cp > 1 else ():
+        if (value := getattr(config, name)) is not None:
+            raise ValueError(f"{name}={value}: allowed is None with cp={cp}")
     if cp > 1 and config.dropout:
         raise ValueError(f"dropout={config.dropout}: allowed is 0 with cp={cp}")
     if cp > 1 and choices.get("attention", "fused") != "fused":

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # which read entries
     from .stages import Stage
 
 KINDS = "embedding", "attention", "ffn", "norms", "head"
+COPIED = "key_value_heads"  # where ranks are more than these, several have the same one
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,16 @@ class Entry:
     expert: int | None = None  # its number, among those that are dealt out
     tied: str | None = None  # the entry with the same numbers, where that one stands on the rank
 
+    def parts(self, tp: int = 1) -> int:
+        """Into how many equal parts `tp` ranks cut it, each of which tp / parts of them have."""
+        if self.tp is None:
+            return 1
+        return min(tp, self.units) if self.along == COPIED and self.units else tp
+
     def local(self, tp: int = 1) -> tuple[int, ...]:
         """Its shape on one of `tp` ranks; what they do not divide is padded, as Megatron does."""
-        return tuple(-(-n // tp) if d == self.tp else n for d, n in enumerate(self.shape))
+        parts = self.parts(tp)
+        return tuple(-(-n // parts) if d == self.tp else n for d, n in enumerate(self.shape))
 
     def elements(self, tp: int = 1) -> int:
         """Of that shape."""
@@ -118,12 +126,8 @@ def outside(config: Config) -> tuple[Entry, ...]:
 
 
 def _layer(c: Config, sparse: bool) -> Iterator[Entry]:
-    narrow = c.key_value_heads * c.head_size
     yield from _norm(c, "attention_norm")
-    yield from _columns(c, "attention.query", "attention", c.hidden, "heads")
-    for name in ("key", "value"):
-        yield from _columns(c, f"attention.{name}", "attention", narrow, "key_value_heads")
-    yield from _rows(c, "attention.out", "attention", c.hidden, "heads")
+    yield from _attention(c) if c.latent is None else _latent_attention(c)
     yield from _norm(c, "ffn_norm")
     if not sparse:
         yield from _network(c, "ffn", c.ffn_width, "ffn_width")
@@ -133,6 +137,35 @@ def _layer(c: Config, sparse: bool) -> Iterator[Entry]:
         yield replace(entry, expert=0)
     if c.shared_experts:
         yield from _network(c, "ffn.shared", c.shared_experts * c.expert_width, "expert_width")
+
+
+def _attention(c: Config) -> Iterator[Entry]:
+    wide, narrow = c.heads * c.head_size, c.key_value_heads * c.head_size
+    yield from _columns(c, "attention.query", "attention", wide, "heads")
+    for name in ("key", "value"):
+        yield from _columns(c, f"attention.{name}", "attention", narrow, "key_value_heads")
+    for name in ("query_norm", "key_norm") if c.qk_norm else ():
+        # Its gradient is made whole where it enters the region, from all ranks' heads.
+        yield Entry(f"attention.{name}.weight", (c.head_size,), "norms")
+    yield from _rows(c, "attention.out", "attention", wide, "heads")
+
+
+def _latent_attention(c: Config) -> Iterator[Entry]:
+    """What makes the latents is whole on every rank, and sees the tokens of the stream."""
+    enters = c.hidden
+    if c.query_latent is not None:
+        enters = c.query_latent
+        yield Entry("attention.query_down.weight", (enters, c.hidden), "attention", partly=True)
+        yield Entry("attention.query_norm.weight", (enters,), "norms", partly=True)
+    wide, width = c.heads * c.head_size, c.content_size + c.value_size
+    cut = {"tp": 0, "along": "heads", "units": c.heads}
+    yield Entry("attention.query.weight", (wide, enters), "attention", **cut)
+    down = c.latent + c.rotary
+    yield Entry("attention.down.weight", (down, c.hidden), "attention", partly=True)
+    yield Entry("attention.down_norm.weight", (c.latent,), "norms", partly=True)
+    shape = c.heads * width, c.latent
+    yield Entry("attention.key_value.weight", shape, "attention", **cut)
+    yield from _rows(c, "attention.out", "attention", c.heads * c.value_size, "heads")
 
 
 def _norm(c: Config, name: str) -> Iterator[Entry]:

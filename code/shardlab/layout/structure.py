@@ -18,7 +18,7 @@ from itertools import groupby
 from shardlab.arguments import check_count, told
 from shardlab.shapes import Config
 
-from .entries import Entry, of_kind, outside
+from .entries import COPIED, Entry, of_kind, outside
 
 
 @dataclass(frozen=True)
@@ -186,24 +186,30 @@ def structure(model: Config | Structure) -> Structure:
 @lru_cache(maxsize=256)
 def of_config(config: Config) -> Structure:
     """The structure of GPT(config)."""
-    dense = config.dense_layers if config.experts else config.layers
-    some = [sparse for sparse, n in ((False, dense), (True, config.layers - dense)) if n]
-    order = (0,) * dense + (len(some) - 1,) * (config.layers - dense)
-    kinds = tuple(_kind(config, sparse) for sparse in some)
+    found: dict[tuple[bool, int | None], int] = {}
+    order = []
+    for layer in range(config.layers):
+        sparse = config.experts > 0 and layer >= config.dense_layers
+        order.append(found.setdefault((sparse, config.window_of(layer)), len(found)))
+    kinds = tuple(_kind(config, *what) for what in found)
     ends = config.hidden, config.vocab, config.seq
-    return Structure(*ends, kinds, order, outside(config), config.tied, own=config)
+    return Structure(*ends, kinds, tuple(order), outside(config), config.tied, own=config)
 
 
-def _kind(c: Config, sparse: bool) -> Kind:
-    size = c.head_size
-    core = Core(c.heads, c.key_value_heads, size, size)
+def _kind(c: Config, sparse: bool, window: int | None) -> Kind:
+    a, k, size = c.heads, c.key_value_heads, c.head_size
+    core, latent = Core(a, k, size, c.value_size, window), 0
+    heads = (3 if c.qk_norm else 2) * (a + k) * size
+    if c.latent is not None:  # each latent, and what its norm makes of it
+        latent, heads = 2 * (c.latent + (c.query_latent or 0)), 2 * a * (size + c.value_size)
     routed, width = None, c.ffn_width
     if sparse:
         routed = Routed(c.experts, c.experts_per_token, c.expert_width, c.hidden)
         width = c.shared_experts * c.expert_width
+    name = ("experts" if sparse else "dense") + (", window" if window else "")
     return Kind(
-        "experts" if sparse else "dense", of_kind(c, sparse), core, width, c.mlp == "swiglu",
-        routed, stream=4 * c.hidden, heads=2 * (c.heads + c.key_value_heads) * size,
+        name, of_kind(c, sparse), core, width, c.mlp == "swiglu", routed, stream=4 * c.hidden,
+        latent=latent, heads=heads,
     )  # fmt: skip
 
 
@@ -237,12 +243,17 @@ def cut_sizes(model: Config | Structure, vocabulary: bool = False) -> dict[str, 
     }
 
 
-def check_tensor_degree(model: Config | Structure, tp: int) -> None:
-    """Raise ValueError unless `tp` ranks can cut each layer of `model`."""
+def check_tensor_degree(model: Config | Structure, tp: int, copies: bool = False) -> None:
+    """Raise ValueError unless `tp` ranks can cut each layer of `model`.
+
+    copies: several ranks may have the same head of keys and values, as in `tensor_parallel`.
+    """
     check_count(tp=tp)
     for name, size in cut_sizes(model).items():
-        if size % tp:
-            raise ValueError(f"tp={tp}: allowed are divisors of {name}={size}")
+        may = copies and name == COPIED
+        if size % tp and not (may and tp % size == 0):
+            what = "divisors and multiples" if may else "divisors"
+            raise ValueError(f"tp={tp}: allowed are {what} of {name}={size}")
 
 
 def check_expert_degree(model: Config | Structure, ep: int) -> None:

@@ -48,11 +48,12 @@ class Activations:
     working: dict[str, int]  # what backward of a layer adds to what it keeps, at its moments
     dense: int = 0  # of the layers, those without experts in a model that has some
     dense_layer: int = 0  # kept by one of these
+    masks: int = 0  # of the layers with a window, all together
 
     @property
     def all_layers(self) -> int:
         """Kept by the layers, when most micro-batches are in flight."""
-        some = self.layer * (self.layers - self.dense) + self.dense_layer * self.dense
+        some = self.layer * (self.layers - self.dense) + self.dense_layer * self.dense + self.masks
         return round(some * self.in_flight)
 
     @property
@@ -110,13 +111,14 @@ def _backward(
     norm = _norm_backward(config, z, device)
     begun = first + parts["attention"] + z.stream
     moments["norm"] = begun + max(norm, z.sent and whole["ffn_norm"] + inside + z.sent)
-    attention = 2 * (z.query + z.key)  # gradients of output, queries, keys, values
+    # Gradients of output, queries, keys, values.
+    attention = z.query + z.key + min(z.value, z.key) + z.output
     if kind == "plain":
         attention = z.scores + (2 * z.heads_fp32 if config.dropout else z.scores)
     elif kind == "plain-16":
-        attention = 2 * z.halves + 2 * z.query
-    again = whole["attention_norm"] + kept_by_attention(config, z, False, kind, device) - z.query
-    inside = first + z.stream + z.query + 2 * z.key + z.sent
+        attention = 2 * z.halves + z.query + z.output
+    again = whole["attention_norm"] + kept_by_attention(config, z, False, kind, device) - z.output
+    inside = first + z.stream + z.query + z.key + z.value + z.sent
     moments["attention"] = max(
         again + z.stream + attention, begun + z.edge + z.order, inside + z.order
     )
@@ -171,6 +173,7 @@ def activations(
     plain = sum(layer_parts(config, z, again, kind, device).values())
     working = {moment: size - shared for moment, size in backward.items()}
     last = here.head
+    windowed = sum(config.window_of(layer) is not None for layer in here.numbers)
     return Activations(
         layer=layer,
         layers=here.layers,
@@ -192,6 +195,7 @@ def activations(
             n for one, n in by_kind(structure(config), here) if config.experts and not one.routed
         ),
         dense_layer=layer if recompute == "full" else plain,
+        masks=0 if recompute == "full" or "attention" in again else z.mask * windowed,
     )
 
 

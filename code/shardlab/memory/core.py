@@ -23,9 +23,13 @@ degree, e bytes an element.
     kept by              bytes
     norm (layer)         input and output 2bshe, mean and deviation
     norm (rms)           on a CPU input and normalised input in float32 8bsh, output bshe
-    attention, fused     queries, keys, values (bshe + 2bsKDe) / t, output 2bshe / t, a number a row
+    attention, fused     queries, keys, values (a + 2K)bsDe / t, output 2absDe / t, a number a row
     attention, plain     the same in float32, and its a * s * s scores
-    attention, plain-16  4bshe / t, and the scores in e bytes: Megatron's own softmax
+    attention, plain-16  4absDe / t, and the scores in e bytes: Megatron's own softmax
+    a window             its mask: sse
+    QK norm              as norm (rms) of (a + K)bsD / t elements; nobody keeps its output
+    a latent of r        as norm (rms) of bsr elements, and its input
+    keys from latents    in the tensor of keys and values, of which values stay a part
     rotary positions     cosines and sines, for queries and for keys: 2sDe
     feed-forward, gelu   before and after: 2bsFe / t
     feed-forward, swiglu gate, its SiLU, up, their product: 4bsFe / t
@@ -158,7 +162,11 @@ class Sizes:
     sent: int  # the gradient of a cut part's input; where it is scattered, received and input, too
     query: int
     key: int
+    value: int  # with what they stand in one tensor with
+    output: int  # of attention's core
     heads_fp32: int  # queries in float32
+    values_fp32: int  # the same of values, a head for each of queries
+    mask: int  # of a window
     scores: int  # a * s * s of them, in float32
     halves: int  # the same as wide as the stream's elements
     rows: int  # a float32 for each query and head
@@ -176,6 +184,9 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
     b_s, h = batch * seq, config.hidden
     tokens = -(-b_s // (tp if sequence else 1))
     stream, edge = tokens * h * element, b_s * h * element if sequence and tp > 1 else 0
+    few = -(-config.key_value_heads // tp)  # of which ranks may have copies
+    size, values = config.head_size, config.value_size
+    beside = config.content_size if config.latent else 0  # keys, in the tensor that values are of
     return Sizes(
         stream=stream,
         stream_fp32=tokens * h * 4,
@@ -183,16 +194,20 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
         edge=edge,
         order=edge if batch > 1 else 0,
         sent=(3 * edge or stream) if tp > 1 else 0,
-        query=b_s * h * element // tp,
-        key=b_s * config.key_value_heads * config.head_size * element // tp,
-        heads_fp32=b_s * h * 4 // tp,
+        query=b_s * config.heads * size * element // tp,
+        key=b_s * few * size * element,
+        value=b_s * few * (values + beside) * element,
+        output=b_s * config.heads * values * element // tp,
+        heads_fp32=b_s * config.heads * size * 4 // tp,
+        values_fp32=b_s * config.heads * values * 4 // tp,
+        mask=seq * seq * element if config.window and config.window < seq else 0,
         scores=batch * config.heads * seq * seq * 4 // tp,
         halves=batch * config.heads * seq * seq * element // tp,
         rows=b_s * config.heads * 4 // tp,
         rows_of_a_head=b_s * 4,
         wide=b_s * config.ffn_width * element // tp,
         chosen=b_s * config.chosen_width * element // tp,
-        tables=4 * seq * (config.head_size // 2) * element,
+        tables=4 * seq * ((config.rotary or size) // 2) * element,
         logits_fp32=b_s * -(-config.vocab // tp) * 4,
         element=element,
     )
@@ -216,7 +231,28 @@ def kept_by_norm(config: Config, z: Sizes, device: str, again: bool = False) -> 
 
 def kept_by_projections(z: Sizes) -> int:
     """Queries, keys, values, which attention's core takes, and its output, which `out` takes."""
-    return 2 * z.query + 2 * z.key
+    return z.query + z.key + z.value + z.output
+
+
+def kept_by_head_norms(config: Config, z: Sizes, device: str) -> int:
+    """Kept by the norms of queries and keys: rotation needs nothing of what they put out."""
+    if not config.qk_norm:
+        return 0
+    heads = (z.query + z.key) // z.element
+    each = z.element if device == "gpu" else 8  # a CPU: input and normalised input in float32
+    return heads * each + heads // config.head_size * 4
+
+
+def kept_by_latents(config: Config, z: Sizes, device: str) -> int:
+    """Kept by the norms of latents; their outputs are kept by what follows, and counted here."""
+    if config.latent is None:
+        return 0
+    tokens, e = z.tokens // 4, z.element
+    ranks = [rank for rank in (config.query_latent, config.latent) if rank]
+    each = e if device == "gpu" else 8
+    kept = sum(tokens * (rank * (each + e) + 4) for rank in ranks)
+    whole = device == "gpu" or e == 4  # the input is a part of a tensor, not a copy in float32
+    return kept + (tokens * config.rotary * e if whole else 0)
 
 
 def kept_by_softmax(z: Sizes, dropout: bool, device: str) -> int:
@@ -226,16 +262,23 @@ def kept_by_softmax(z: Sizes, dropout: bool, device: str) -> int:
 
 
 def kept_by_attention(config: Config, z: Sizes, again: bool, kind: str, device: str) -> int:
-    """Kept from the projections to the input of the output projection."""
+    """Kept from the projections to the input of the output projection, but for a window's mask."""
+    norms = kept_by_head_norms(config, z, device) + kept_by_latents(config, z, device)
+    return norms + _kept_by_core(config, z, again, kind, device)
+
+
+def _kept_by_core(config: Config, z: Sizes, again: bool, kind: str, device: str) -> int:
     if again:
         return kept_by_projections(z) + z.tables
     if kind == "plain-16":  # keys and values repeated for every head
-        return 4 * z.query + kept_by_softmax(z, config.dropout > 0, device) + z.tables
+        heads = 2 * z.query + 2 * z.output
+        return heads + kept_by_softmax(z, config.dropout > 0, device) + z.tables
     if kind == "fused":
         # A CPU's kernel puts out heads before tokens: `out` keeps a copy in the other order.
         copied = device == "cpu" and z.rows > z.rows_of_a_head
-        return kept_by_projections(z) + z.tables + (z.query if copied else 0) + z.rows
-    kept = 3 * z.heads_fp32 + z.scores + z.query  # keys and values repeated for every head
+        return kept_by_projections(z) + z.tables + (z.output if copied else 0) + z.rows
+    # Keys and values repeated for every head.
+    kept = 2 * z.heads_fp32 + z.values_fp32 + z.scores + z.output
     if config.dropout:
         mask = z.scores // 4 if device == "gpu" else z.scores
         kept += mask + z.scores
@@ -260,9 +303,12 @@ def kept_by_ffn(config: Config, z: Sizes, again: bool = False) -> int:
 
 
 def kernel(config: Config, attention: str, device: str) -> str:
-    """`attention`, but "plain" where a CPU has no fused kernel, with dropout."""
-    lacks = attention == "fused" and device == "cpu" and config.dropout > 0
-    return "plain" if lacks else attention
+    """`attention`, but "plain" where a CPU has no fused kernel.
+
+    With dropout, and for values of another size than queries.
+    """
+    lacks = config.dropout > 0 or config.value_size != config.head_size
+    return "plain" if attention == "fused" and device == "cpu" and lacks else attention
 
 
 def layer_parts(

@@ -29,7 +29,7 @@ def placed(model: Config | Structure, layout: Layout, stage: int | Stage | None 
     Raises ValueError unless the shape can be cut so across and along.
     """
     check_kind(Layout, layout=layout)
-    check_tensor_degree(model, layout.tp)
+    check_tensor_degree(model, layout.tp, copies=True)
     if isinstance(stage, Stage):
         return stage
     found = layout.parts(model)

@@ -131,6 +131,7 @@ class Parallel(OnMesh):
         self._cut_matrices(model, layout.sequence_parallel)
         parts = self._cut_layers(model, schedule)
         blocks = {number: block for part in parts for number, block in part.blocks.items()}
+        self.there = blocks
         if layout.recompute == "full":
             pipeline.compute_again(list(blocks.values()))
         self._share_copies(parts, schedule)
@@ -147,6 +148,8 @@ class Parallel(OnMesh):
             self.partly = {names[p] for p in sequence_parallel.seen_partly(model)}
         self.cuts = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
         self.cuts.setdefault("head.weight", 0)  # a tied one goes by the embedding's name so far
+        self.several = tensor_parallel.parts(model)  # name -> into how many parts it is cut
+        self.several.setdefault("head.weight", self.layout.tp)
 
     def _cut_layers(self, model: GPT, schedule: Schedule) -> list[Part]:
         """Along pp: this rank keeps its parts of the model. The ends of a tied one are twins."""
@@ -251,7 +254,7 @@ class Parallel(OnMesh):
         """Whether this rank's gradient belongs to the norm: what others count as well, does not."""
         (_, stages), (rank, _) = check_group(self.groups.pp), check_group(self.groups.tp)
         second = self.config.tied and stages > 1 and name == "head.weight"  # the embedding's twin
-        return not second and (self.cuts[name] is not None or rank == 0)
+        return not second and rank % (self.layout.tp // self.several[name]) == 0
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -194,7 +194,7 @@ def predicted_sent(
     ways = sum(pair.count(place["pp"]) for pair in neighbours if pair[0] != pair[1])
     ends = config.tied and part.embedding != part.head
     along = {
-        "tp": _inside(config, layout, part, stream, batch * seq),
+        "tp": _inside(config, layout, part, stream, batch * seq) + _weights(config, layout, part),
         "pp": ways * stream / (t if layout.sequence_parallel else 1) + 2 * (p - 1) / p * ITEM,
         "twin": float(ITEM * config.vocab // t * config.hidden) if ends else 0.0,
     }
@@ -226,13 +226,22 @@ def _inside(config: Config, layout: Layout, part: Stage, stream: int, tokens: in
     t, chosen = layout.tp, config.experts_per_token
     half = (t - 1) / t * stream
     inside = sum(tensor_parallel.predict.in_layer(config, n, chosen) for n in part.numbers)
-    enters, leaves = inside + part.head, inside + part.embedding
+    # What enters an attention may be narrower than the stream, or wider.
+    numbers = sum(tensor_parallel.predict.entering(config))
+    entering = inside + part.layers * (numbers / config.hidden - 1)
+    enters, leaves = entering + part.head, inside + part.embedding
     sent = 2 * half * (enters + leaves) + 2 * (t - 1) / t * part.head * 3 * ITEM * tokens
-    if layout.sequence_parallel:
-        sent += half * enters  # gathered once more in backward
+    if layout.sequence_parallel:  # gathered once more in backward, but for keys' positions
+        sent += half * (enters - part.layers * (config.rotary or 0) / config.hidden)
     if layout.recompute == "full":
         again = inside
         if not config.dropout:  # nothing that backward needs stands behind a dense layer's last sum
             again -= sum(not config.experts or n < config.dense_layers for n in part.numbers)
-        sent += half * (inside + again if layout.sequence_parallel else 2 * again)
+        sent += half * (entering + again if layout.sequence_parallel else 2 * again)
     return sent
+
+
+def _weights(config: Config, layout: Layout, part: Stage) -> float:
+    """Bytes that leave a rank within its tensor group for gradients of weights, in backwards."""
+    numbers = sum(tensor_parallel.predict.weights_added(config, layout.tp))
+    return 2 * (layout.tp - 1) / layout.tp * ITEM * numbers * part.layers * layout.microbatches

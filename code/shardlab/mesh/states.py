@@ -22,6 +22,7 @@ from shardlab import count
 from shardlab.arguments import check_callable, check_kind
 from shardlab.layout.entries import ledger
 from shardlab.ranks.gather import joined, named
+from shardlab.tensor_parallel import shard_slice
 from shardlab.zero.flat import Flat
 from shardlab.zero.saved import assembled, deal_out, warm
 
@@ -32,8 +33,8 @@ class OnMesh(nn.Module):
     """A model of which each rank has a part: see `core.Parallel`, which has these attributes.
 
     config: the plain model's. groups: three, one for each axis. cuts: by parameter's name, the
-    dimension along which the tensor group cuts it. sharded: its parts, as ZeRO has sharded them; []
-    without.
+    dimension along which the tensor group cuts it; several: into how many parts. sharded: its
+    parts, as ZeRO has sharded them; [] without. there: the layers that a rank has, by number.
     """
 
     def changed(self) -> None:
@@ -48,7 +49,19 @@ class OnMesh(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The plain model's state dict, whole and on every rank; every rank has to call it."""
-        return full_tensors(self)
+        found = full_tensors(self)
+        if self.config.experts:
+            found |= named(self.untrained, self.groups.pp)
+        return found
+
+    @property
+    def untrained(self) -> dict[str, Tensor]:
+        """Buffers of this rank's layers: a router's bias, which its whole tensor group has."""
+        return {
+            f"blocks.{number}.{name}": buffer
+            for number, block in self.there.items()
+            for name, buffer in block.named_buffers()
+        }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a rank's own tensors are no model."""
@@ -94,7 +107,7 @@ def full_tensors(job: OnMesh, of: Of = lambda piece: piece) -> dict[str, Tensor]
     """
     mine = local(job, of)
     for name, tensor in mine.items():
-        mine[name] = joined(tensor, job.cuts[name], job.groups.tp)
+        mine[name] = joined(tensor, job.cuts[name], job.groups.tp, several=job.several[name])
     places = {entry.name: place for place, entry in enumerate(ledger(job.config))}
     found = named(mine, job.groups.pp, places)
     if job.config.tied:
@@ -111,7 +124,8 @@ def checkpoint_tensors(
 ) -> Iterator[dict[str, Any]]:
     """Weights and optimizer states; parts of matrices as DTensors along the tensor group.
 
-    They are copies: pieces of ZeRO's are gathered over the copies of the model first. to_load: with
+    What has fewer parts than ranks stands there whole. They are copies: pieces of ZeRO's are
+    gathered over the copies of the model first. to_load: with
     states even if the optimizer has made no step.
     """
     has = torch.tensor(float(to_load or bool(optimizer.state)), device=job.pipeline.device)
@@ -124,6 +138,7 @@ def checkpoint_tensors(
     states = {name: optimizer.state.get(p, {}) for name, p in job.named_parameters()}
     kinds = sorted({(key, v.dim() > 0) for s in states.values() for key, v in s.items()})
     model = _named(job, local(job, lambda piece: piece), mesh)
+    model |= {name: buffer.clone() for name, buffer in job.untrained.items()}
     moments: dict[str, dict[str, Tensor]] = {}
     for key, wide in kinds:
         if wide:
@@ -140,12 +155,15 @@ def checkpoint_tensors(
 @torch.no_grad()
 def restore(job: OnMesh, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Put such tensors, which a checkpoint has filled, into this rank's pieces."""
-    mine = {name: _local(value) for name, value in state["model"].items()}
+    untrained, given = job.untrained, state["model"]
+    for name, buffer in untrained.items():
+        buffer.copy_(given[name])
+    mine = {n: _local(job, n, value) for n, value in given.items() if n not in untrained}
     _give(job, mine, lambda piece: piece)
     own = dict(job.named_parameters())
     states = {name: state["optimizer"].get(first_name(job, name), {}) for name in own}
     for key in sorted({key for values in states.values() for key in values}):
-        found = {name: _local(of[key]) for name, of in states.items() if key in of}
+        found = {name: _local(job, name, of[key]) for name, of in states.items() if key in of}
         if all(value.dim() == 0 for value in found.values()):
             for name, value in found.items():
                 optimizer.state[own[name]][key].copy_(value)
@@ -171,8 +189,10 @@ def _give(job: OnMesh, values: dict[str, Tensor], target: Callable[[Any], Tensor
 def _named(job: OnMesh, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
     found = {}
     for name, tensor in mine.items():
-        dimension = job.cuts[name]
-        if dimension is not None and mesh.size() > 1:
+        dimension, several = job.cuts[name], job.several[name]
+        if 1 < mesh.size() != several and dimension is not None:
+            tensor = joined(tensor, dimension, job.groups.tp, several=several)
+        elif dimension is not None and mesh.size() > 1:
             tensor = DTensor.from_local(tensor.clone(), mesh, [Shard(dimension)], run_check=False)
         found[name] = tensor
     return found
@@ -183,8 +203,14 @@ def first_name(job: OnMesh, name: str) -> str:
     return "embedding.weight" if job.config.tied and name == "head.weight" else name
 
 
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+def _local(job: OnMesh, name: str, value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        return value.to_local()
+    dimension, tp, several = job.cuts[name], job.groups.tp, job.several[name]
+    if dimension is None or value.dim() == 0:
+        return value
+    mine = shard_slice(name, value.shape[dimension], tp, several)
+    return value.narrow(dimension, mine.start, mine.stop - mine.start)
 
 
 # What is there, counted: beside what `predict` has.

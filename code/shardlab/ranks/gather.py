@@ -46,11 +46,16 @@ def named(
 
 
 def joined(
-    mine: Tensor, dimension: int | None, group: dist.ProcessGroup, to: int | None = None
+    mine: Tensor,
+    dimension: int | None,
+    group: dist.ProcessGroup,
+    to: int | None = None,
+    several: int | None = None,
 ) -> Tensor | None:
     """The tensor of which each rank has an equal part along `dimension`, a copy; None: all of it.
 
-    to: the rank of the group that gets it, the others get None; None: all of them do.
+    to: the rank of the group that gets it, the others get None; None: all of them do. several: the
+    parts, where neighbours have the same one; None: one for each rank.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if dimension is None or size == 1:
@@ -66,7 +71,7 @@ def joined(
         parts[rank] = mine
         for source in (r for r in range(size) if r != rank):
             irecv(parts[source], source, group).wait()
-    return torch.cat(list(parts), dimension)
+    return torch.cat(list(parts[:: size // (several or size)]), dimension)
 
 
 def reduce_scatter(

@@ -142,11 +142,15 @@ def check_seq(seq: int, ranks: int) -> None:
         raise ValueError(f"seq={seq}: allowed are multiples of {ranks} ranks; nearest: {nearest}")
 
 
+PLAIN = nn.LayerNorm, nn.RMSNorm, nn.Linear  # what tensor parallelism leaves as it is
+
+
 def seen_partly(model: nn.Module) -> list[nn.Parameter]:
     """What is whole on every rank, but worked on this rank's tokens alone.
 
-    Norms, and the biases that are added after `leave`. Modules that tensor parallelism has cut say
-    in `cut` which of their parameters are; raises ValueError for a model that has none of them.
+    Norms, what makes latents, and the biases that are added after `leave`. Modules that tensor
+    parallelism has cut say in `cut` which of their parameters are; raises ValueError for a model
+    that has none of them.
     """
     check_kind(nn.Module, model=model)
     modules = list(model.modules())
@@ -159,7 +163,7 @@ def seen_partly(model: nn.Module) -> list[nn.Parameter]:
     for module in modules:
         cut = getattr(module, "cut", None)
         for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or (cut and name not in cut):
+            if isinstance(module, PLAIN) or (cut and name not in cut):
                 found[parameter] = None
     return list(found)
 

@@ -35,11 +35,19 @@ def edges_sent(
 
     "calls": of all collectives; "all_gather", "reduce_scatter", "all_reduce": bytes handed to them
     (of an all-gather: the shard). Without what the loss sends, which is the same either way.
+
+    Raises ValueError for attention that sends anything else there.
     """
     check_kind(Config, config=config)
+    for name, only in (("latent", None), ("qk_norm", False)):
+        if (value := getattr(config, name)) is not only:
+            raise ValueError(f"{name}={value!r}: allowed is {only}")
     check_whole(batch=batch, seq=seq, itemsize=itemsize)
     check_count(ranks=ranks)
     check_flag(along_sequence=along_sequence, keep=keep)
+    if config.key_value_heads % ranks:
+        allowed = f"divisors of key_value_heads={config.key_value_heads}"
+        raise ValueError(f"ranks={ranks}: allowed are {allowed}")
     if along_sequence:
         check_seq(seq, ranks)
     edges, full = 2 * config.layers + 1, batch * seq * config.hidden * itemsize

@@ -15,6 +15,7 @@ sequence, b sequences of a micro-batch, m micro-batches, d copies, t, p and c cu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from shardlab.layout import Layout, Stage
@@ -28,6 +29,7 @@ from .rates import Values
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
 TILE = 128, 256  # of a product's output, which one multiprocessor computes
+NARROW = 64  # size of a head up to which attention does not fill the chip
 NUMBER = 2  # bytes of a 16-bit one, in which activations and their gradients are held and sent
 
 # Work of backward, in that of forward.
@@ -102,14 +104,14 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     layout = job.layout
     m = layout.microbatches
     each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
-    head = _head(job, rates)
     found = layout.parts(job.model)
+    alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
     work = []
     for stage in found:
-        taken = _Work().plus(head, stage.head)
-        for kind, n in job.layers(stage):
-            taken = taken.plus(each[kind][0], n).plus(each[kind][1], n)
-        work.append(taken)
+        key = job.model.counted(stage.chunks), stage.head
+        if key not in alike:
+            alike[key] = _stage(job, rates, each, key[0], stage.head)
+        work.append(alike[key])
     slowest = max(work, key=lambda stage: stage.total)
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
@@ -129,8 +131,24 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     total = busy + bubble + messages + data + step
     retries = total * (rates.retries ** _likely(job, rates, reserved) - 1)
     parts = {name: m * value for name, value in vars(slowest).items()}
-    return Seconds(**parts, bubble=bubble, messages=messages, data=data, optimizer=step,
-                   retries=retries)  # fmt: skip
+    parts |= {"bubble": bubble, "messages": messages, "data": data, "optimizer": step}
+    times = getattr(rates, job.profile.engine) if job.profile.engine else 1.0
+    return Seconds(**{name: times * x for name, x in (parts | {"retries": retries}).items()})
+
+
+def _stage(
+    job: Job,
+    rates: Values,
+    each: dict[Kind, tuple[_Work, _Work]],
+    layers: tuple[int, ...],
+    head: bool,
+) -> _Work:
+    """A micro-batch on a stage that has so many layers of each kind."""
+    found = _head(job, rates) if head else _Work()
+    for both, n in zip(each.values(), layers, strict=True):
+        for one in both if n else ():
+            found = found.plus(one, n)
+    return found
 
 
 def _largest(found: list[Stage]) -> float:
@@ -162,10 +180,12 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
     kind = kind or job.model.kinds[job.model.order[-1]]
     attention, scores = _attention(job, rates, kind.core)
     width = (3 if kind.gated else 2) * _pass(job, rates, kind.wide / job.layout.tp)
+    width *= rates.wide * (1.0 if job.profile.compiled else rates.eager)
+    stream = rates.elementwise * (1.0 if job.profile.compiled else rates.eager)
     forward = _Work(
         products=_products(job, rates, kind),
         attention=attention + _scans(job, rates, kind),
-        elementwise=_stream(job, rates, rates.elementwise) + width + scores,
+        elementwise=_stream(job, rates, stream) + width + scores + _formats(job, rates, kind),
         tensor=_tensor(job, rates),
         context=_context(job, rates, kind.core, attention),
         experts=_travel(job, rates, kind.routed),
@@ -190,7 +210,7 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
     if "ffn" in again:
         backward.elementwise += width
     both = _Work(
-        launches=_launches(job, rates, forward.total + backward.total),
+        launches=_launches(job, rates, kind, forward.total + backward.total),
         tensor=rates.beyond * (ceil(job.layout.tp / job.machine.per_node) - 1),
     )
     return forward.plus(both, FORWARD), backward.plus(both, 1 - FORWARD)
@@ -210,7 +230,8 @@ def _products(job: Job, rates: Values, kind: Kind) -> float:
     own = [one for one in kind.products if one.expert]
     read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.cut
     least = read / (rates.memory * job.machine.stream)
-    each = max(least, sum(_cut(job, rates, one, rows) for one in own))
+    slow = rates.grouped * rows / (rows + rates.rows)  # few rows do not fill the chip
+    each = max(least, sum(_cut(job, rates, one, rows) for one in own) / slow)
     return taken + rates.uneven * here * each
 
 
@@ -228,7 +249,8 @@ def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float
     t, flash = job.layout.tp, job.profile.attention == "flash"
     work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash leaves out masked pairs
     if flash:
-        return work / (rates.attention * job.machine.flops), 0.0
+        share = rates.attention * (rates.narrow if core.query <= NARROW else 1.0)
+        return work / (share * job.machine.flops), 0.0
     passes = rates.scores * _pass(job, rates, job.seq * core.heads / t)
     return work / (rates.products * job.machine.flops), passes
 
@@ -236,7 +258,35 @@ def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float
 def _scans(job: Job, rates: Values, kind: Kind) -> float:
     """Seconds of a state space's or a linear attention's own products, in a forward pass."""
     work = job.tokens * kind.scans / job.layout.tp
-    return work / (rates.attention * job.machine.flops)
+    return rates.scan * work / (rates.attention * job.machine.flops)
+
+
+def _formats(job: Job, rates: Values, kind: Kind) -> float:
+    """Seconds of passes that products need beside them, in a forward pass.
+
+    What goes into products of 8 bits, and what comes out, is cast; rows are put in the experts'
+    order, and back.
+    """
+    passes = 0.0
+    if job.dtype != "bf16":
+        passes += rates.casts * _ends(kind, job.layout.tp, job.layout.cut)
+    if kind.routed and rates.routes:
+        rows = kind.routed.chosen * job.layout.cut / job.layout.tp
+        passes += rates.routes * rows * kind.routed.inputs
+    return _pass(job, rates, passes)
+
+
+@lru_cache(maxsize=4096)
+def _ends(kind: Kind, tp: int, cut: int) -> float:
+    """Numbers of a token that a rank's products read and write."""
+    found = 0.0
+    for one in kind.products:
+        t, times = tp, 1.0
+        if one.expert and kind.routed:
+            t, times = cut, kind.routed.chosen * cut / tp
+        both = one.outputs / (t if one.tp == 0 else 1) + one.inputs / (t if one.tp == 1 else 1)
+        found += times * both
+    return found
 
 
 def _pass(job: Job, rates: Values, width: float) -> float:
@@ -250,13 +300,14 @@ def _stream(job: Job, rates: Values, size: float) -> float:
     return taken / (rates.memory * job.machine.stream)
 
 
-def _launches(job: Job, rates: Values, gpu: float) -> float:
+def _launches(job: Job, rates: Values, kind: Kind, gpu: float) -> float:
     """Seconds more than the GPU's, softly, in which the CPU launches a layer."""
     layout = job.layout
     if job.captured:
         return 0.0
     crossing = layout.pp > 1 and job.nodes > 1
-    cpu = rates.launch + (rates.crossing * (layout.tp - 1) if crossing else 0.0)
+    cpu = rates.launch + (rates.deal if kind.routed else 0.0)
+    cpu += (rates.crossing * (layout.tp - 1)) if crossing else 0.0
     if layout.recompute == "full":
         cpu *= 1 + FORWARD
     return (gpu**SOFT + cpu**SOFT) ** (1 / SOFT) - gpu
@@ -273,22 +324,45 @@ def _travel(job: Job, rates: Values, routed: Routed | None) -> float:
         return 0.0
     tokens = job.tokens / job.sequence
     sent = NUMBER * tokens * routed.chosen * routed.inputs / e  # to each of the ranks
-    here = min(e, max(1, machine.per_node // (layout.tp * layout.cp)))
+    apart = layout.cut if layout.etp is not None else layout.tp * layout.cp
+    here = min(e, max(1, machine.per_node // apart))
     inside = (here - 1) * sent / (rates.node * machine.inside)
-    return 2 * max(inside, (e - here) * sent / (rates.network * machine.between))
+    far = (e - here) * sent
+    if job.profile.once and e > here:  # of those chosen in a node, one copy goes there
+        nodes = e / here
+        reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.chosen)
+        far = NUMBER * tokens * routed.inputs * reached
+    return 2 * max(inside, far / (rates.network * machine.between))
 
 
 def _product(
-    job: Job, rates: Values, outputs: float, inputs: float, rows: float | None = None
+    job: Job,
+    rates: Values,
+    outputs: float,
+    inputs: float,
+    rows: float | None = None,
+    whole: bool = False,
 ) -> float:
-    """Seconds of rows × inputs times inputs × outputs; None: as many rows as tokens."""
+    """Seconds of rows × inputs times inputs × outputs; None: as many rows as tokens.
+
+    whole: in 16 bits, whatever the format of others is.
+    """
     rows = job.tokens if rows is None else rows
-    taken = 2 * rows * outputs * inputs / (rates.products * job.flops)
+    taken = 2 * rows * outputs * inputs / _rate(job, rates, whole)
     if job.profile.waves and job.machine.processors:
         taken *= A100 / (job.machine.best or A100)
         tiles = ceil(rows / TILE[0]) * ceil(outputs / TILE[1])
         taken *= ceil(tiles / job.machine.processors) * job.machine.processors / tiles
     return taken
+
+
+def _rate(job: Job, rates: Values, whole: bool) -> float:
+    """Operations per second that products reach."""
+    machine = job.machine
+    share = rates.products * (rates.newer if machine.fp4 else 1.0 if machine.fp8 else rates.older)
+    if whole or job.flops == machine.flops:
+        return share * machine.flops
+    return share * job.flops * getattr(rates, job.dtype)
 
 
 def _tensor(job: Job, rates: Values) -> float:
@@ -303,9 +377,9 @@ def _tensor(job: Job, rates: Values) -> float:
 
 
 def _context(job: Job, rates: Values, core: Core | None, attention: float) -> float:
-    """Seconds of waiting for keys and values of a sequence's other ranks, in a forward pass.
+    """Seconds in which keys and values of a sequence's other ranks arrive, in a forward pass.
 
-    Around a ring those of the next rank come while attention computes with those of the last.
+    Where they come while attention computes with those that are there, what takes longer than it.
     """
     layout, c = job.layout, job.layout.cp
     if c == 1 or core is None:
@@ -314,13 +388,13 @@ def _context(job: Job, rates: Values, core: Core | None, attention: float) -> fl
     near = c * layout.tp <= job.machine.per_node
     rate = rates.node * job.machine.inside if near else rates.network * job.machine.between
     taken = (c - 1) * NUMBER * job.tokens * width / layout.tp / rate
-    return max(0.0, taken - (attention * (c - 1) / c if job.profile.rings else 0.0))
+    return max(0.0, taken - attention) if job.profile.hides else taken
 
 
 def _head(job: Job, rates: Values) -> _Work:
     """The output layer and the loss, forward and backward."""
     model, t = job.model, job.layout.tp
-    products = (1 + BACKWARD) * _product(job, rates, model.vocab / t, model.hidden)
+    products = (1 + BACKWARD) * _product(job, rates, model.vocab / t, model.hidden, whole=True)
     logits = job.tokens * model.vocab / t
     passes = job.profile.loss * logits / (rates.memory * job.machine.stream)
     return _Work(products=products, elementwise=passes)

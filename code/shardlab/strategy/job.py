@@ -16,6 +16,9 @@ from shardlab.shapes import Config
 
 from .profile import Profile
 
+# Of 8 bits with a scale for each tensor, or for each block of 32 numbers (MX); of 4 bits.
+DTYPES = "bf16", "fp8", "mxfp8", "nvfp4"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -26,7 +29,7 @@ class Job:
     layout: Layout
     profile: Profile
     seq: int
-    fp8: bool = False  # products of matrices in 8 bits
+    dtype: str = "bf16"  # in which products of matrices are computed: one of DTYPES
 
     @property
     def model(self) -> Structure:
@@ -35,8 +38,9 @@ class Job:
 
     @property
     def flops(self) -> float:
-        """Operations per second of products, as the data sheet has it."""
-        return self.machine.fp8 if self.fp8 and self.machine.fp8 else self.machine.flops
+        """Operations per second of products in that format, as the data sheet has it."""
+        bits = {"fp8": self.machine.fp8, "mxfp8": self.machine.fp8, "nvfp4": self.machine.fp4}
+        return bits.get(self.dtype) or self.machine.flops
 
     @property
     def tokens(self) -> float:

@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardlab.arguments import SIZES, check_kind, check_whole
+from shardlab.arguments import SIZES, check_kind, check_one_of, check_whole
 from shardlab.layout import Layout, Structure, structure
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
 from .cost import flops
 from .footprint import fullest
-from .job import Job
+from .job import DTYPES, Job
 from .predict import Prediction, check_job, check_rates, of_job, room
 from .profile import COURSE, Profile
 from .rates import Rates, Values
@@ -50,7 +50,7 @@ class Planned:
 class Plan:
     """What was asked; layouts that fit, the fastest first; how many fell out for which reason."""
 
-    config: Config | Structure
+    config: Structure
     machine: Machine
     gpus: int
     batch: int
@@ -61,7 +61,7 @@ class Plan:
     fits: list[Planned] = field(default_factory=list)
     ruled: Counter[str] = field(default_factory=Counter)
     nearest: Planned | None = None  # of those that do not fit, the one that lacks least
-    fp8: bool = False
+    dtype: str = "bf16"
     # Parts of the space: "" where it was searched, or else why it was not.
     searched: dict[str, str] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ def plan(
     profile: Profile = COURSE,
     rates: Rates | None = None,
     fixed: Mapping[str, object] | None = None,
-    fp8: bool = False,
+    dtype: str = "bf16",
 ) -> Plan:
     """The layouts for `batch` sequences in a step on `gpus` GPUs, as far as they may be of use.
 
@@ -84,13 +84,14 @@ def plan(
     sequence where it is long, all ways to deal out experts, the profile's stages of ZeRO (2 and 3
     without a pipeline: no engine here has others), micro-batches in powers of two, recomputation,
     of layers and of operators, and where nothing fits the host's memory.
-    fixed: fields of the layouts that have to have these values. fp8: products in 8 bits.
+    fixed: fields of the layouts that have to have these values. dtype: of products: `DTYPES`.
 
-    A layout fits if its fullest rank reserves no more than the share of memory beyond which the
+    A layout fits if its fullest rank reserves no more than the share of memory beyond which an
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
-    below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, for rates of another profile, and for 8
-    bits on machines that have no such products.
+    below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, for rates of another profile, and for
+    machines that have no products of that dtype.
     """
+    config = structure(config)  # once, and not for each layout
     check_kind(Machine, machine=machine)
     check_whole(1, MOST_GPUS, gpus=gpus)
     check_whole(1, SIZES, batch=batch)
@@ -98,10 +99,10 @@ def plan(
         raise ValueError(f"gpus={gpus}: allowed are 1 to {n}, and whole nodes of {n}")
     seq = config.seq if seq is None else seq
     check_whole(1, SIZES, seq=seq)
-    check_eight_bits(machine, fp8)
+    check_dtype(machine, dtype)
     values = check_rates(profile, rates)
     there = room(machine, values)
-    found = Plan(config, machine, gpus, batch, seq, profile, rates, there, fp8=fp8)
+    found = Plan(config, machine, gpus, batch, seq, profile, rates, there, dtype=dtype)
     space = Space(config, machine, gpus, batch, seq, profile, fixed or {})
     offloads = ["none", *profile.offloads]
     if "offload" in space.fixed:
@@ -118,10 +119,10 @@ def plan(
     return found
 
 
-def check_eight_bits(machine: Machine, fp8: bool) -> None:
-    """Raise ValueError where a machine has no products in 8 bits."""
-    if fp8 and not machine.fp8:
-        raise ValueError(f"fp8=True: allowed with machine={machine.name!r} is False")
+def check_dtype(machine: Machine, dtype: str) -> None:
+    """Raise ValueError where a machine has no products of that dtype."""
+    has = {"bf16": True, "fp8": machine.fp8, "mxfp8": machine.fp8, "nvfp4": machine.fp4}
+    check_one_of([name for name in DTYPES if has[name]], dtype=dtype)
 
 
 def planned(found: Plan, layout: Layout, values: Values | None = None) -> Planned:
@@ -136,7 +137,29 @@ def planned(found: Plan, layout: Layout, values: Values | None = None) -> Planne
 
 
 def _job(found: Plan, layout: Layout) -> Job:
-    return Job(found.config, found.machine, layout, found.profile, found.seq, found.fp8)
+    return Job(found.config, found.machine, layout, found.profile, found.seq, found.dtype)
+
+
+def alone(
+    config: Config | Structure,
+    machine: Machine,
+    layout: Layout,
+    seq: int,
+    profile: Profile,
+    rates: Rates | None = None,
+    dtype: str = "bf16",
+) -> Plan:
+    """The plan of one layout, as it is. Raises ValueError as `predict` and `plan` do."""
+    check_dtype(machine, dtype)
+    there = room(machine, check_rates(profile, rates))
+    job = config, machine, layout.ranks, layout.batch, seq, profile, rates, there
+    found = Plan(*job, dtype=dtype)
+    one = planned(found, layout)
+    if one.reserved <= there:
+        found.fits.append(one)
+    else:
+        found.nearest = one
+    return found
 
 
 def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
@@ -232,14 +255,14 @@ def _searched(space: Space, found: Plan, offload: str) -> dict[str, str]:
         "unequal stages": f"{name} has equal ones alone" if uneven else "",
         "chunks of stages": "" if profile.interleaves else without,
         "context ranks": context,
-        "hidden context messages": "" if profile.rings else f"{name} waits for them",
+        "hidden context messages": "" if profile.hides else f"{name} waits for them",
         "experts over ranks": "" if experts else "the model has none",
         "folded experts": "" if experts and profile.folds else without if experts else "no experts",
         "ZeRO": "",
         "recomputation": "",
         "recomputation by operator": "" if profile.operators else without,
         "the host's memory": host,
-        "8-bit products": "" if found.fp8 else "not asked for: --fp8",
+        "8-bit products": "" if found.dtype != "bf16" else "not asked for: --dtype",
         "schedules without a bubble": "not tried: --layout takes one",
         "tensor ranks beyond a node": "not tried: --layout takes them",
     }
@@ -282,7 +305,7 @@ def _help(found: Plan) -> str:
 
     def fits(gpus: int, batch: int, seq: int) -> bool:
         job = found.config, found.machine, gpus, batch, seq, found.profile, found.rates
-        return bool(plan(*job, None, found.fp8).fits)
+        return bool(plan(*job, None, found.dtype).fits)
 
     gpus, batch, node = found.gpus, found.batch, found.machine.per_node
     for times in MORE:

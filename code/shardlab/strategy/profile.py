@@ -47,8 +47,12 @@ class Profile:
     operators: tuple[str, ...] = ()  # that it can compute again, one by one: see `Layout.recompute`
     offloads: tuple[str, ...] = ()  # what it can keep in the host's memory: see `Layout.offload`
     shares: bool = True  # sequences among ranks
-    rings: bool = False  # messages of these ranks travel while attention computes
     folds: bool = False  # tensor ranks may join those that share the experts: see `Layout.etp`
+    # Of today's engines.
+    engine: str = ""  # the rate that says how much longer its steps take than its family's
+    compiled: bool = True  # element-wise work is fused
+    hides: bool = False  # keys and values of other ranks come behind attention
+    once: bool = False  # a token goes to each node once, however many experts it chose there
 
 
 # nanotron, early 2025: REDUCE_SCATTER tensor parallelism, a fused norm, flash attention; float32
@@ -95,7 +99,7 @@ MEGATRON = Profile(
     interleaves=True,
     operators=("norms",),
     offloads=("optimizer",),
-    rings=True,  # --cp-comm-type p2p, as it is by default
+    hides=True,  # --cp-comm-type p2p, as it is by default
     folds=True,
 )
 
@@ -169,8 +173,20 @@ DEEPSPEED = replace(
     folds=False,
 )
 
+# Today's engines in one family, whose rates are found together: Megatron Core, and what differs in
+# others. Tokens go to experts by DeepEP or HybridEP, and rings of context hide behind attention.
+ENGINES = replace(
+    MEGATRON, name="engines", attention="flash", waves=False, ahead=True, sequence_parallel=True,
+    zeros=(0, 1, 2, 3), hides=True, once=True,
+)  # fmt: skip
+BY_ENGINE = {
+    "megatron": ENGINES,
+    **{name: replace(ENGINES, engine=name) for name in ("torchtitan", "automodel", "fsdp")},
+}
+
 PROFILES = {
-    profile.name: profile for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED)
+    profile.name: profile
+    for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED, ENGINES)
 }
 
 

@@ -60,6 +60,24 @@ class Values:
     settled: float
     gathered: float
     fixed: float
+    # Of today's engines; as they stand here, they change nothing.
+    fp8: float = 1.0
+    mxfp8: float = 1.0
+    nvfp4: float = 1.0
+    newer: float = 1.0
+    older: float = 1.0
+    narrow: float = 1.0
+    wide: float = 1.0
+    casts: float = 0.0
+    scan: float = 1.0
+    grouped: float = 1.0
+    rows: float = 0.0
+    routes: float = 0.0
+    deal: float = 0.0
+    eager: float = 1.0
+    torchtitan: float = 1.0
+    automodel: float = 1.0
+    fsdp: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -99,11 +117,21 @@ class Rates(Mapping[str, float]):
 _GUESSES = {
     "products": (
         "share of the data sheet's operations that matrix products reach",
-        {"course": (0.6, 0.2), "megatron": (0.77, 0.04), "nanotron": (0.5, 0.3)},
+        {
+            "course": (0.6, 0.2),
+            "megatron": (0.77, 0.04),
+            "nanotron": (0.5, 0.3),
+            "engines": (0.72, 0.2),
+        },
     ),
     "attention": (
         "the same for fused attention",
-        {"course": (0.4, 0.3), "megatron": (0.45, 0.3), "nanotron": (0.4, 0.3)},
+        {
+            "course": (0.4, 0.3),
+            "megatron": (0.45, 0.3),
+            "nanotron": (0.4, 0.3),
+            "engines": (0.4, 0.3),
+        },
     ),
     "memory": (
         "share of the data sheet's memory bandwidth",
@@ -111,7 +139,12 @@ _GUESSES = {
     ),
     "elementwise": (
         "bytes for each token and width, in a layer's forward pass",
-        {"course": (20.0, 0.3), "megatron": (20.0, 0.2), "nanotron": (30.0, 0.5)},
+        {
+            "course": (20.0, 0.3),
+            "megatron": (20.0, 0.2),
+            "nanotron": (30.0, 0.5),
+            "engines": (40.0, 0.5),
+        },
     ),
     "scores": (
         "passes over plain attention's scores in a layer's forward pass",
@@ -119,7 +152,12 @@ _GUESSES = {
     ),
     "launch": (
         "seconds in which a CPU launches a layer, forward and backward",
-        {"course": (2.0e-3, 0.5), "megatron": (1.0e-3, 0.5), "nanotron": (3.6e-3, 0.3)},
+        {
+            "course": (2.0e-3, 0.5),
+            "megatron": (1.0e-3, 0.5),
+            "nanotron": (3.6e-3, 0.3),
+            "engines": (0.0006, 0.7),
+        },
     ),
     "crossing": (
         "seconds more, for each further tensor rank, where a pipeline leaves the node",
@@ -127,11 +165,21 @@ _GUESSES = {
     ),
     "node": (
         "share of the data sheet's rate between the GPUs of a node",
-        {"course": (0.6, 0.2), "megatron": (0.6, 0.2), "nanotron": (0.7, 0.3)},
+        {
+            "course": (0.6, 0.2),
+            "megatron": (0.6, 0.2),
+            "nanotron": (0.7, 0.3),
+            "engines": (0.75, 0.25),
+        },
     ),
     "hidden": (
         "share of backward's tensor collectives, of those that can be hidden, that is",
-        {"course": (0.2, 0.3), "megatron": (0.85, 0.15), "nanotron": (0.5, 0.3)},
+        {
+            "course": (0.2, 0.3),
+            "megatron": (0.85, 0.15),
+            "nanotron": (0.5, 0.3),
+            "engines": (0.65, 0.3),
+        },
     ),
     "beyond": (
         "seconds more of a layer for each further node that a tensor group reaches",
@@ -147,7 +195,12 @@ _GUESSES = {
     ),
     "exposed": (
         "share of unsharded copies' traffic that backward does not hide",
-        {"course": (0.25, 0.5), "megatron": (1.0, 0.1), "nanotron": (0.5, 0.3)},
+        {
+            "course": (0.25, 0.5),
+            "megatron": (1.0, 0.1),
+            "nanotron": (0.5, 0.3),
+            "engines": (0.3, 0.5),
+        },
     ),
     "gathers": (
         "share of the traffic of ZeRO-2 and 3 that a step's work does not hide, at least",
@@ -160,7 +213,12 @@ _GUESSES = {
     ),
     "uneven": (
         "times as many rows as the mean of ranks that deal out experts the fullest has",
-        {"course": (1.15, 0.15), "megatron": (1.15, 0.15), "nanotron": (1.15, 0.15)},
+        {
+            "course": (1.15, 0.15),
+            "megatron": (1.15, 0.15),
+            "nanotron": (1.15, 0.15),
+            "engines": (1.0, 0.05),
+        },
     ),
     "step": (
         "seconds of a step beside all that is counted",
@@ -207,18 +265,57 @@ _GUESSES = {
             "deepspeed": (2.2, 0.3),
         },
     ),
+    # Of today's engines.
+    "fp8": ("times that share, which products of 8 bits reach", {"engines": (1.0, 0.2)}),
+    "mxfp8": ("the same with a scale for each block", {"engines": (1.0, 0.2)}),
+    "nvfp4": ("the same for products of 4 bits", {"engines": (0.7, 0.3)}),
+    "newer": (
+        "times that share, which GPUs with 4-bit products reach",
+        {"engines": (0.9, 0.15)},
+    ),
+    "older": ("times that share, which GPUs without 8-bit ones reach", {"engines": (1.1, 0.15)}),
+    "narrow": (
+        "times the share of attention, with heads of 64 numbers and fewer",
+        {"engines": (0.6, 0.3)},
+    ),
+    "wide": (
+        "times the passes over what a network computes between its products",
+        {"engines": (1.5, 0.5)},
+    ),
+    "casts": (
+        "passes over what goes into and comes out of products, that casts take",
+        {"engines": (1.5, 0.7)},
+    ),
+    "scan": (
+        "times as long as attention takes for so many operations, that state spaces take",
+        {"engines": (50.0, 1.0)},
+    ),
+    "grouped": ("times the rate of products, that those of experts reach", {"engines": (0.6, 0.3)}),
+    "rows": ("rows with which an expert's product reaches half of it", {"engines": (300.0, 1.0)}),
+    "routes": (
+        "passes over what experts read and say, to put it in order",
+        {"engines": (8.0, 0.7)},
+    ),
+    "deal": (
+        "seconds more in which a CPU launches a layer with experts",
+        {"engines": (4e-3, 1.0)},
+    ),
+    "eager": ("times as long as element-wise work takes uncompiled", {"engines": (1.4, 0.2)}),
+    "torchtitan": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),
+    "automodel": ("times as long as Megatron's step", {"engines": (1.1, 0.2)}),
+    "fsdp": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),
 }
-_AS_COURSE = "fsdp2", "torchtitan", "deepspeed"
+_LIKE = {**dict.fromkeys(("fsdp2", "torchtitan", "deepspeed"), "course"), "engines": "megatron"}
 PUBLISHED = Path(__file__).parent / "published"
 GUESS = "a guess: what jobs commonly reach"
 
 
 def guesses(profile: str) -> Rates:
     """The rates from which a fit begins."""
-    like, rates = "course" if profile in _AS_COURSE else profile, {}
+    like, rates = _LIKE.get(profile, profile), {}
     for name, (unit, values) in _GUESSES.items():
-        value, spread = values.get(profile) or values[like]
-        rates[name] = Rate(value, unit, spread, GUESS)
+        if found := values.get(profile) or values.get(like):
+            rates[name] = Rate(found[0], unit, found[1], GUESS)
     return Rates(profile, rates)
 
 

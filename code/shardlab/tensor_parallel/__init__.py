@@ -8,6 +8,7 @@ its end, and in backward one at its beginning, make it what one process computes
   what the lesson teaches;
 - `cross_entropy`: the loss, of logits that no rank has whole;
 - `overlap`: the first layers of a region at once, so that backward sends while it computes;
+- `copied`: heads of keys and values that several ranks have;
 - `dropout`: within attention, whose heads are on different ranks;
 - `states`: whole state dicts in and out, models too large for one rank, and the norm of gradients;
 - `gather`: two more operators, for other orders of cuts;
@@ -26,6 +27,7 @@ from .core import (
     copy_to,
     cut_attention,
     cut_ffn,
+    cut_latent,
     parallelize,
     reduce_from,
     reduce_from_,
@@ -41,6 +43,7 @@ from .states import (
     full_state_dict,
     initialize,
     load_full_state_dict,
+    parts,
     words,
 )
 
@@ -57,6 +60,7 @@ __all__ = [
     "copy_to",
     "cut_attention",
     "cut_ffn",
+    "cut_latent",
     "cuts",
     "degrees",
     "full_state_dict",
@@ -66,6 +70,7 @@ __all__ = [
     "loss",
     "on_wire",
     "parallelize",
+    "parts",
     "predicted_calls",
     "predicted_sent",
     "predicted_states",

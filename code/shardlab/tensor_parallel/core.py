@@ -18,6 +18,7 @@ this rank's share of that dimension.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,13 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlab.arguments import check_kind, check_one_of
+from shardlab.latent import LatentAttention
+from shardlab.layout.entries import COPIED
 from shardlab.model import GPT, Attention, FeedForward
 from shardlab.ranks import check_group, check_same
 
+from .copied import used
 from .cross_entropy import check_entries, own_rows
 from .dropout import DROPOUTS, drop_by_heads
 from .overlap import Edge, Edges, Entrance, added_up, check_edges, handed_on
-from .predict import check_degree, multiples
+from .predict import check_degree, multiples, parts_of
 
 Group = dist.ProcessGroup
 
@@ -100,16 +104,18 @@ REPLICATED = Edges(copy_to, reduce_from_, handed_on, added_up)
 # Layers of which each of t ranks has a t-th.
 
 
-def shard_slice(name: str, size: int, group: Group) -> slice:
+def shard_slice(name: str, size: int, group: Group, parts: int | None = None) -> slice:
     """Which part of `size` is this rank's; `name` is what the size is called.
 
-    Raises ValueError where the group's ranks do not divide it, with the nearest sizes that they do.
+    parts: cut into so many, each of which several neighbours have; None: one for each rank. Raises
+    ValueError where they do not divide it, with the nearest sizes that they do.
     """
     rank, ranks = check_group(group)
-    if size % ranks:
-        raise ValueError(f"{name}={size}: allowed on {ranks} ranks are {multiples(size, ranks)}")
-    part = size // ranks
-    return slice(rank * part, (rank + 1) * part)
+    parts = ranks if parts is None else parts
+    if size % parts:
+        raise ValueError(f"{name}={size}: allowed on {parts} ranks are {multiples(size, parts)}")
+    part, number = size // parts, rank * parts // ranks
+    return slice(number * part, (number + 1) * part)
 
 
 def take(full: Tensor, dimension: int, part: slice) -> Tensor:
@@ -121,16 +127,18 @@ class Cut(nn.Module):
     """A layer with this rank's share of a plain one's parameters.
 
     cut: parameter -> the dimension along which it is cut; all others are whole on every rank.
-    along: what nn.Linear or nn.Embedding call the size that is cut.
+    along: what nn.Linear or nn.Embedding call the size that is cut. parts: into how many, where
+    ranks have copies of them (see `copied`); None: one for each rank.
     """
 
     cut: ClassVar[dict[str, int]]
     along: ClassVar[str]
     group: Group
+    parts: int | None = None
 
     def keep(self, plain: nn.Module) -> None:
         """Take over the parameters of `plain`, this rank's share of those that are cut."""
-        part = shard_slice(self.along, getattr(plain, self.along), self.group)
+        part = shard_slice(self.along, getattr(plain, self.along), self.group, self.parts)
         for name, parameter in plain._parameters.items():
             if parameter is None:  # a bias that is not there
                 self.register_parameter(name, None)
@@ -151,15 +159,17 @@ class ColumnLinear(Cut):
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
     along: ClassVar[str] = "out_features"
 
-    def __init__(self, group: Group, enter: Edge = copy_to):
+    def __init__(self, group: Group, enter: Edge = copy_to, parts: int | None = None):
         super().__init__()
-        self.group, self.enter = group, enter
+        self.group, self.enter, self.parts = group, enter, parts
         self.entrance: Entrance | None = None
 
     @classmethod
-    def from_plain(cls, linear: nn.Linear, group: Group, enter: Edge = copy_to) -> ColumnLinear:
+    def from_plain(
+        cls, linear: nn.Linear, group: Group, enter: Edge = copy_to, parts: int | None = None
+    ) -> ColumnLinear:
         """Cut `linear` by its outputs; ValueError where the ranks do not divide them."""
-        layer = cls(group, enter)
+        layer = cls(group, enter, parts)
         layer.keep(linear)
         return layer
 
@@ -167,7 +177,7 @@ class ColumnLinear(Cut):
         """[..., I] to [..., o]."""
         if self.entrance is not None:
             return self.entrance.output(self, x)
-        return F.linear(self.enter(x, self.group), self.weight, self.bias)  # [..., I] @ [I, o]
+        return F.linear(self.enter(x, self.group), *used(self))  # [..., I] @ [I, o]
 
     def extra_repr(self) -> str:
         """Its shape, as nn.Linear prints it."""
@@ -221,19 +231,62 @@ def cut_ffn(ffn: FeedForward, group: Group, edges: Edges = REPLICATED) -> None:
     Entrance([getattr(ffn, name) for name in first], group, edges)
 
 
+class HeadNorm(nn.Module):
+    """A norm of each head of which this rank has some: its weights are all heads', and whole.
+
+    They enter the region as activations do, so that backward adds up what all heads make of them.
+    """
+
+    def __init__(self, plain: nn.RMSNorm, group: Group):
+        super().__init__()
+        self.weight, self.eps, self.group = plain.weight, plain.eps, group
+
+    def forward(self, x_BaSD: Tensor) -> Tensor:
+        """[B, a, S, D] to the same."""
+        weight_D = copy_to(self.weight, self.group)
+        return F.rms_norm(x_BaSD, weight_D.shape, weight_D, self.eps)
+
+
 def cut_attention(
     attention: Attention, group: Group, edges: Edges = REPLICATED, dropout: str = "equal"
 ) -> None:
-    """Leave this rank its heads of `attention`, in place: [B, S, H] to [B, S, H] as before."""
+    """Leave this rank its heads of `attention`, in place: [B, S, H] to [B, S, H] as before.
+
+    Of fewer heads of keys and values than ranks it has the one that its queries look at.
+    """
     config, first = attention.config, ("query", "key", "value")
-    for name in ("heads", "key_value_heads"):
-        shard_slice(name, getattr(config, name), group)
+    shard_slice("heads", config.heads, group)
+    parts = parts_of(COPIED, config.key_value_heads, check_group(group)[1])
     for name in first:  # heads stand side by side in the outputs
-        plain = getattr(attention, name)
-        setattr(attention, name, ColumnLinear.from_plain(plain, group, edges.enter))
-    attention.out = RowLinear.from_plain(attention.out, group, edges.leave)
+        plain, some = getattr(attention, name), None if name == "query" else parts
+        setattr(attention, name, ColumnLinear.from_plain(plain, group, edges.enter, some))
+    for name in ("query_norm", "key_norm") if config.qk_norm else ():
+        setattr(attention, name, HeadNorm(getattr(attention, name), group))
+    _end(attention, group, edges, dropout)
     Entrance([getattr(attention, name) for name in first], group, edges)
-    if config.dropout and check_group(group)[1] > 1:
+
+
+def cut_latent(
+    attention: LatentAttention, group: Group, edges: Edges = REPLICATED, dropout: str = "equal"
+) -> None:
+    """The same of latent attention: what all heads share stays whole, and enters instead of x."""
+    shard_slice("heads", attention.config.heads, group)
+    for name in ("query", "key_value"):
+        layer = ColumnLinear.from_plain(getattr(attention, name), group, edges.enter)
+        setattr(attention, name, layer)
+        Entrance([layer], group, edges)
+    attention.compress = partial(_entering, attention, group, edges.enter)
+    _end(attention, group, edges, dropout)
+
+
+def _entering(attention: LatentAttention, group: Group, enter: Edge, x: Tensor) -> Any:
+    q, latent, position_BSP = LatentAttention.compress(attention, x)
+    return q, latent, enter(position_BSP, group)  # the others enter where they are multiplied
+
+
+def _end(attention: nn.Module, group: Group, edges: Edges, dropout: str) -> None:
+    attention.out = RowLinear.from_plain(attention.out, group, edges.leave)
+    if attention.config.dropout and check_group(group)[1] > 1:
         drop_by_heads(attention, group, dropout)
 
 
@@ -305,7 +358,8 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: st
         raise ValueError(f"edges: with experts={model.config.experts} allowed is REPLICATED")
     check_same(group, model=model, config=model.config, edges=edges, dropout=dropout)
     for block in model.blocks:
-        cut_attention(block.attention, group, edges, dropout)
+        cut_mixer = cut_latent if isinstance(block.attention, LatentAttention) else cut_attention
+        cut_mixer(block.attention, group, edges, dropout)
         for ffn in [m for m in block.ffn.modules() if isinstance(m, FeedForward)]:
             cut_ffn(ffn, group, edges)
     tied = model.head.weight is model.embedding.weight

@@ -29,20 +29,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardlab.latent import LatentAttention
 from shardlab.model import Attention
 
 Group = dist.ProcessGroup
 DROPOUTS = "equal", "own"
 
 
-def drop_by_heads(attention: Attention, group: Group, kind: str) -> None:
+def drop_by_heads(attention: Attention | LatentAttention, group: Group, kind: str) -> None:
     """Let `attention`, which has this rank's heads, draw its dropout in one of the two ways."""
     assert kind in DROPOUTS
     attention.forward = partial(_forward, attention, group, kind)  # which a copy has of its own
 
 
-def _forward(attention: Attention, group: Group, kind: str, x_BSH: Tensor) -> Tensor:
-    plain = partial(Attention.forward, attention)
+def _forward(
+    attention: Attention | LatentAttention, group: Group, kind: str, x_BSH: Tensor
+) -> Tensor:
+    plain = partial(type(attention).forward, attention)
     if not attention.training:
         return plain(x_BSH)
     return (_equal if kind == "equal" else _own)(plain, x_BSH, group)
@@ -90,15 +93,16 @@ def attend(
     *,
     group: Group,
     dropout_p: float,
-    is_causal: bool,
     enable_gqa: bool,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's heads, [B, a, S, D], with their part of one process's mask.
 
     The operations are those of torch's own attention where no fused kernel serves: in float32 for
     numbers of 16 bits, half of the scale on queries and half on keys.
     """
-    assert is_causal
+    assert is_causal == (attn_mask is None)
     dtype = q_BaSD.dtype
     if dtype in (torch.bfloat16, torch.float16):
         q_BaSD, k_BkSD, v_BkSD = (x.float() for x in (q_BaSD, k_BkSD, v_BkSD))
@@ -108,7 +112,10 @@ def attend(
     batch, heads, sequence, size = q_BaSD.shape
     half = math.sqrt(1 / math.sqrt(size))
     scores_BaSS = (q_BaSD * half) @ (k_BkSD * half).transpose(-2, -1)  # [.., S, D] @ [.., D, S]
-    later_SS = scores_BaSS.new_full((sequence, sequence), -math.inf).triu_(1)
+    if attn_mask is None:
+        later_SS = scores_BaSS.new_full((sequence, sequence), -math.inf).triu_(1)
+    else:
+        later_SS = torch.zeros_like(scores_BaSS[0, 0]).masked_fill_(~attn_mask, -math.inf)
     weights_BaSS = (scores_BaSS + later_SS).softmax(-1)
     full = batch, heads * group.size(), sequence, sequence
     mask_BASS = weights_BaSS.new_empty(full).bernoulli_(1 - dropout_p)

@@ -25,6 +25,8 @@ from torch.autograd.function import once_differentiable
 from shardlab.arguments import check_all, check_callable, check_flag, check_one_of, given, told
 from shardlab.ranks import check_group
 
+from .copied import used
+
 Group = dist.ProcessGroup
 Edge = Callable[[Tensor, Group], Tensor]
 Finish = Callable[[], Tensor]
@@ -122,7 +124,7 @@ class Entrance:
         return y
 
     def _compute(self, x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        weights, biases = zip(*map(used, layers), strict=True)
         if self.edges.begin is not None:
             return columns(x, weights, biases, self.group, self.edges)
         entered = self.edges.enter(x, self.group)

@@ -5,6 +5,9 @@ t ranks, L layers, b sequences of s tokens, h hidden, e bytes an element.
     all-reduces            forward   backward   bytes handed to each
     each block             2         2          bshe
     one with E experts     1 + E     1 + E      bshe, and kbshe by all experts together
+      latent attention               2 more     bs times the latents and rotary, instead of one bshe
+      QK norm                        2 more     De
+      copied keys, values            2 more     KDhe; and with biases 2 more of KDe
     embedding              1                    bshe
     head                             1          bshe
     loss                   2                    4bs, 8bs
@@ -21,9 +24,10 @@ from math import gcd
 from shardlab import memory
 from shardlab.arguments import check_count, check_kind, check_number, check_whole
 from shardlab.layout import Layout
+from shardlab.layout.entries import COPIED
 from shardlab.shapes import Config
 
-WIDTHS = "heads", "key_value_heads", "ffn_width", "vocab"  # what is cut, besides what follows
+WIDTHS = "heads", "ffn_width", "vocab"  # what the ranks divide, besides what follows
 
 
 def predicted_states(
@@ -34,7 +38,7 @@ def predicted_states(
     itemsize: bytes an element of parameters and gradients. bytes_per_state: of the optimizer for
     each element, 8 for AdamW's two in float32; its step counters are not in it.
 
-    Raises ValueError for a t that does not divide heads, key-value heads, width and vocabulary.
+    Raises ValueError for a t that is none of `degrees`.
     """
     check_degree(config, t)
     check_whole(itemsize=itemsize)
@@ -52,10 +56,11 @@ def predicted_calls(config: Config, t: int) -> dict[str, int]:
     check_degree(config, t)
     several = int(t > 1)
     blocks = sum(in_layer(config, layer, config.experts) for layer in range(config.layers))
+    more = len(entering(config)) - 1 + len(weights_added(config, t))
     return {
         "forward": several * (blocks + 1),
         "loss": several * 2,
-        "backward": several * (blocks + 1),
+        "backward": several * (blocks + 1 + config.layers * more),
     }
 
 
@@ -73,11 +78,28 @@ def predicted_sent(
     chosen = config.experts_per_token
     streams = 1 + sum(in_layer(config, layer, chosen) for layer in range(config.layers))
     several = int(t > 1)
+    other = batch * seq * (sum(entering(config)) - config.hidden) + sum(weights_added(config, t))
     return {
         "forward": several * streams * stream,
         "loss": calls["loss"] * 3 * batch * seq * max(4, itemsize) // 2,  # [B, S] and [2, B, S]
-        "backward": several * streams * stream,
+        "backward": several * (streams * stream + config.layers * other * itemsize),
     }
+
+
+def entering(config: Config) -> list[int]:
+    """Numbers of a token that enter attention's region, by message."""
+    if config.latent is None:
+        return [config.hidden]
+    return [config.query_latent or config.hidden, config.latent, config.rotary]
+
+
+def weights_added(config: Config, t: int) -> list[int]:
+    """Numbers of a layer's gradients of weights that are added up in backward, by message."""
+    norms = [config.head_size] * (2 if config.qk_norm else 0)
+    heads = config.key_value_heads * config.head_size
+    if parts_of(COPIED, config.key_value_heads, t) == t:
+        return norms
+    return norms + 2 * [heads * config.hidden, *([heads] if config.bias else [])]
 
 
 def in_layer(config: Config, layer: int, experts: int) -> int:
@@ -100,18 +122,32 @@ def widths(config: Config) -> tuple[str, ...]:
 
 
 def degrees(config: Config) -> list[int]:
-    """The numbers of ranks that divide heads, key-value heads, width and vocabulary."""
+    """The numbers of ranks that divide heads, width and vocabulary, and fit key-value heads.
+
+    These they divide, or have copies of: then key-value heads divide the ranks.
+    """
     check_kind(Config, config=config)
-    common = gcd(*(getattr(config, name) for name in widths(config)))
-    return [t for t in range(1, common + 1) if common % t == 0]
+    common, some = gcd(*(getattr(config, name) for name in widths(config))), config.key_value_heads
+    return [t for t in range(1, common + 1) if common % t == 0 and 0 in (some % t, t % some)]
+
+
+def parts_of(name: str, size: int, t: int) -> int:
+    """Into how many parts t ranks cut `size` heads: as many as ranks, or as heads, with copies.
+
+    Raises ValueError unless one of the two numbers divides the other.
+    """
+    if size % t == 0 or t % size == 0:
+        return min(size, t)
+    allowed = f"{multiples(size, t)}, and divisors of {t}"
+    raise ValueError(f"{name}={size}: allowed on {t} ranks are {allowed}")
 
 
 def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
     check_kind(Config, config=config)
     check_count(t=t)
-    for name in widths(config):
-        if (value := getattr(config, name)) % t:
+    for name in (*widths(config), COPIED):
+        if (value := getattr(config, name)) % t and (name != COPIED or t % value):
             *some, last = map(str, degrees(config))
             fits = f"{', '.join(some)} and {last}" if some else last
             raise ValueError(

@@ -19,7 +19,7 @@ from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
 from shardlab.ranks.gather import joined
 
-from .core import ColumnLinear, Group, RowLinear, VocabEmbedding, shard_slice, take
+from .core import ColumnLinear, Group, HeadNorm, RowLinear, VocabEmbedding, shard_slice, take
 
 
 def cuts(model: nn.Module) -> dict[str, int | None]:
@@ -35,26 +35,43 @@ def cuts(model: nn.Module) -> dict[str, int | None]:
     return {name: found[name] for name, _ in model.named_parameters()}
 
 
+def parts(model: GPT) -> dict[str, int]:
+    """Parameter -> into how many parts it is cut: 1, one for each rank, or fewer, with copies.
+
+    Of r ranks and p parts, rank i has part i * p // r, and every (r / p)-th is the first that does.
+    """
+    _, size = check_group(_group(model))
+    some = {
+        f"{prefix}.{name}": module.parts
+        for prefix, module in model.named_modules()
+        if isinstance(module, ColumnLinear) and module.parts is not None
+        for name in module.cut
+    }
+    return {n: 1 if d is None else some.get(n, size) for n, d in cuts(model).items()}
+
+
 def words(model: nn.Module) -> dict[str, str]:
     """Parameter -> what it is over the ranks: for `tensor_types.declare_parameters`."""
     _group(model)
-    return {name: model.edges.uncut if d is None else "V" for name, d in cuts(model).items()}
+    # Norms of heads see all tokens, whatever stands at the edges.
+    own = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, HeadNorm)}
+    uncut = {name: "I" if name in own else model.edges.uncut for name in cuts(model)}
+    return {name: uncut[name] if d is None else "V" for name, d in cuts(model).items()}
 
 
-def pieces(model: nn.Module) -> list[tuple[str, nn.Parameter, int | None]]:
-    """Each parameter once: its name, itself, and the dimension along which it is cut, or None."""
-    parameters = dict(model.named_parameters())
-    return [(name, parameters[name], dimension) for name, dimension in cuts(model).items()]
+def pieces(model: GPT) -> list[tuple[str, nn.Parameter, int | None, int]]:
+    """Each parameter once: its name, itself, the dimension of its cut or None, and the parts."""
+    parameters, several = dict(model.named_parameters()), parts(model)
+    return [(name, parameters[name], d, several[name]) for name, d in cuts(model).items()]
 
 
 def full_shapes(model: GPT) -> dict[str, torch.Size]:
     """Shapes of the plain GPT's parameters, by name."""
-    _, size = check_group(_group(model))
     shapes = {}
-    for name, parameter, dimension in pieces(model):
+    for name, parameter, dimension, several in pieces(model):
         shape = list(parameter.shape)
         if dimension is not None:
-            shape[dimension] *= size
+            shape[dimension] *= several
         shapes[name] = torch.Size(shape)
     return shapes
 
@@ -73,10 +90,12 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
     if to is not None and not is_whole(to, 0, size - 1):
         raise ValueError(f"to={to!r}: allowed are None and the group's ranks, 0 to {size - 1}")
     found: dict[str, Tensor] = {}
-    for name, parameter, dimension in pieces(model):
-        full = joined(parameter.detach(), dimension, group, to)
+    for name, parameter, dimension, several in pieces(model):
+        full = joined(parameter.detach(), dimension, group, to, several)
         if full is not None:
             found[name] = full
+    if found:  # what no gradient trains is the same on all ranks: a router's bias of the choice
+        found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     return {name: found[first] for name, first in _aliases(model).items() if first in found}
 
 
@@ -90,12 +109,15 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     other shapes than the plain GPT's.
     """
     group = _group(model)
-    shapes = full_shapes(model)
+    shapes = full_shapes(model) | {n: buffer.shape for n, buffer in model.named_buffers()}
     check_state(state, {name: shapes[first] for name, first in _aliases(model).items()})
-    for name, parameter, dimension in pieces(model):
+    for name, buffer in model.named_buffers():
+        _fill_buffer(model, name, buffer, state[name])
+    for name, parameter, dimension, several in pieces(model):
         full = state[name]
         if dimension is not None:
-            full = take(full, dimension, shard_slice(name, full.shape[dimension], group))
+            size = full.shape[dimension]
+            full = take(full, dimension, shard_slice(name, size, group, several))
         _fill(model, parameter, full)
 
 
@@ -128,11 +150,15 @@ def initialize(
     for module in model.modules():  # drawn, and dropped at once
         if isinstance(module, VocabEmbedding):
             nn.Embedding(module.weight.shape[0] * size, module.weight.shape[1])
-        elif isinstance(module, ColumnLinear | RowLinear):
+        elif isinstance(module, ColumnLinear | RowLinear | nn.Linear):
             full = list(module.weight.shape)
-            full[module.cut["weight"]] *= size
+            if isinstance(module, ColumnLinear | RowLinear):
+                full[module.cut["weight"]] *= module.parts or size
             nn.Linear(full[1], full[0], module.bias is not None)
-    for name, parameter, dimension in pieces(model):
+    for name, buffer in model.named_buffers():
+        zeros = torch.zeros(buffer.shape, device=device)
+        _fill_buffer(model, name, buffer, zeros)
+    for name, parameter, dimension, several in pieces(model):
         if parameter.dim() == 2:
             full = nn.init.normal_(torch.empty(shapes[name]), std=0.02)
         elif name.endswith("bias"):
@@ -140,7 +166,8 @@ def initialize(
         else:
             full = torch.ones(shapes[name])  # of norms
         if dimension is not None:
-            full = take(full, dimension, shard_slice(name, full.shape[dimension], group))
+            length = full.shape[dimension]
+            full = take(full, dimension, shard_slice(name, length, group, several))
         _fill(model, parameter, full, device, dtype or full.dtype)
     if model.head.weight is model.embedding.weight:  # GPT fills its head before it ties it
         nn.init.normal_(torch.empty(shapes["embedding.weight"]), std=0.02)
@@ -150,16 +177,22 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
 
     Squares of cut parameters are added up over the ranks; those of whole ones, which all ranks
-    have, count once. torch's own `nn.utils.clip_grad_norm_` would find another norm on every rank,
-    and whole parameters would drift apart. Every rank of the group calls it; one number is sent.
+    have, count once, and so do those of copies. torch's own `nn.utils.clip_grad_norm_` would find
+    another norm on every rank, and whole parameters would drift apart. Every rank of the group
+    calls it; one number is sent.
 
     Raises ValueError for a limit below 0, a model that is not parallelized, and on every rank when
     the first call's limits differ.
     """
-    group, split = _group(model), {True: [], False: []}
-    for _, parameter, dimension in pieces(model):
-        split[dimension is None].append(parameter)
-    return clip_by_joint_norm(model, limit, [group], split[False], replicated=split[True])
+    group = _group(model)
+    rank, ranks = check_group(group)
+    whole, own, copies = [], [], []
+    for _, parameter, dimension, several in pieces(model):
+        if dimension is None:
+            whole.append(parameter)
+        else:
+            (copies if rank % (ranks // several) else own).append(parameter)
+    return clip_by_joint_norm(model, limit, [group], own, replicated=whole, copies=copies)
 
 
 def _fill(
@@ -181,12 +214,21 @@ def _fill(
                 setattr(module, name, new)
 
 
+def _fill_buffer(model: nn.Module, name: str, buffer: Tensor, values: Tensor) -> None:
+    """The same for a buffer, whose dtype is its own."""
+    if not buffer.is_meta:
+        buffer.copy_(values)
+        return
+    prefix, _, last = name.rpartition(".")
+    setattr(model.get_submodule(prefix), last, values.to(buffer.dtype, copy=True))
+
+
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Every name in the plain GPT's state dict -> the first name of the same parameter."""
     first: dict[int, str] = {}
     return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        name: first.setdefault(id(tensor), name)
+        for name, tensor in model.state_dict(keep_vars=True).items()
     }
 
 

@@ -1,0 +1,86 @@
+"""Attention of the plain GPT: queries look for keys, and take values, of tokens up to their own.
+
+Today's variants of it are three lines each: keys and values that several heads of queries share
+(Ainslie et al. 2023, arXiv 2305.13245), a norm of each head's queries and keys (Dehghani et al.
+2023, arXiv 2302.05442, section 2), and a window of tokens that one sees (Beltagy et al. 2020, arXiv
+2004.05150). A head may have a size of its own: A*D need not be H. Keys and values made of a latent
+stand in `latent`.
+
+Shapes in names: B batch, S sequence, H hidden, A query heads, K key-value heads, D size of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardlab.shapes import Config
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped keys and values."""
+
+    def __init__(self, config: Config, window: int | None = None):
+        super().__init__()
+        self.config, self.window = config, window
+        hidden, size = config.hidden, config.head_size
+        wide, narrow = config.heads * size, config.key_value_heads * size  # A*D, K*D
+        self.query = nn.Linear(hidden, wide, config.bias)
+        self.key = nn.Linear(hidden, narrow, config.bias)
+        self.value = nn.Linear(hidden, narrow, config.bias)
+        self.query_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else None
+        self.key_norm = nn.RMSNorm(size, config.norm_eps) if config.qk_norm else None
+        self.out = nn.Linear(wide, hidden, config.bias)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        dropout = self.config.dropout if self.training else 0.0
+        y_BASD = attend(*self.heads(x_BSH), dropout, self.window)
+        return self.out(y_BASD.transpose(1, 2).flatten(-2))  # [B, S, A*D] @ [A*D, H]
+
+    def heads(self, x_BSH: Tensor, positions_S: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Queries [B, A, S, D], keys and values [B, K, S, D]; positions_S: see `rotate`."""
+        # The number of heads follows from the widths, so that a layer cut by heads stays right.
+        q_BASD, k_BKSD, v_BKSD = (
+            linear(x_BSH).unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        if self.query_norm is not None:  # of the D numbers of each head, which share D weights
+            q_BASD, k_BKSD = self.query_norm(q_BASD), self.key_norm(k_BKSD)
+        base = self.config.rotary_base
+        return rotate(q_BASD, base, positions_S), rotate(k_BKSD, base, positions_S), v_BKSD
+
+
+def attend(
+    q_BASD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, window: int | None
+) -> Tensor:
+    """Each token's mean of the values of `window` tokens up to it, itself among them: [B, A, S, D].
+
+    window=None: of all up to it. Values may have another size than queries and keys, which the
+    result then has.
+    """
+    seq, grouped = q_BASD.shape[-2], q_BASD.shape[1] != k_BKSD.shape[1]
+    seen: dict = {"is_causal": True}
+    if window is not None and window < seq:
+        before_SS = torch.ones(seq, seq, dtype=torch.bool, device=q_BASD.device).tril()
+        seen = {"attn_mask": before_SS.triu(1 - window)}
+    return F.scaled_dot_product_attention(
+        q_BASD, k_BKSD, v_BKSD, dropout_p=dropout, enable_gqa=grouped, **seen
+    )
+
+
+def rotate(x_BASD: Tensor, base: float, positions_S: Tensor | None = None) -> Tensor:
+    """Rotary positions: turn each pair of features by an angle that grows with the position.
+
+    positions_S: where the tokens stand; None: 0, 1, 2, … Su et al. 2021 (arXiv 2104.09864), section
+    3.2; pairs are (i, i + D/2), as in Llama's code.
+    """
+    sequence, size = x_BASD.shape[-2:]
+    steps_D = torch.arange(0, size, 2, device=x_BASD.device, dtype=torch.float32) / size
+    if positions_S is None:
+        positions_S = torch.arange(sequence, device=x_BASD.device)
+    angles_SD = torch.outer(positions_S.to(torch.float32), base**-steps_D)  # [S, D/2]
+    cos_SD, sin_SD = angles_SD.cos().to(x_BASD.dtype), angles_SD.sin().to(x_BASD.dtype)
+    a, b = x_BASD.chunk(2, dim=-1)  # each [B, A, S, D/2]
+    return torch.cat((a * cos_SD - b * sin_SD, a * sin_SD + b * cos_SD), dim=-1)

@@ -1,0 +1,83 @@
+"""Latent attention: keys and values of all heads are made of a few numbers a token.
+
+    latent = norm(x W)        few numbers, the same for all heads
+    keys, values = latent W   for each head, of its own rows of the matrix
+
+A generator keeps the latent alone of what it has read: 512 numbers and 64 in DeepSeek-V3, where
+128 heads of keys and values would be 32,768. Positions turn what they are multiplied with, and
+turned keys cannot be made of the latent. So they stand beside it: each head of queries, and of
+keys, has `rotary` more numbers that know the position, and the keys' are the same for all heads.
+
+DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1, and 3.1.2 for the norms.
+
+Shapes in names: B batch, S sequence, H hidden, A heads, N numbers of a head without position, P
+with it, D both, X size of a head of values, Q latent of queries, L latent of keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.attention import attend, rotate
+from shardlab.shapes import Config
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention whose keys and values come of one latent."""
+
+    def __init__(self, config: Config, window: int | None = None):
+        super().__init__()
+        self.config, self.window = config, window
+        hidden, heads, rank = config.hidden, config.heads, config.query_latent
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False)
+
+        self.query_down = linear(hidden, rank) if rank else None
+        self.query_norm = nn.RMSNorm(rank, config.norm_eps) if rank else None
+        self.query = linear(rank or hidden, heads * config.head_size)  # A*D
+        self.down = linear(hidden, config.latent + config.rotary)  # L+P
+        self.down_norm = nn.RMSNorm(config.latent, config.norm_eps)
+        self.key_value = linear(config.latent, heads * (config.content_size + config.value_size))
+        self.out = linear(heads * config.value_size, hidden)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        return self.expand(*self.compress(x_BSH))
+
+    def compress(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What all heads share: latents [B, S, Q] (or x) and [B, S, L], keys' positions [B, S, P].
+
+        The last not yet turned.
+        """
+        q_BSQ = x_BSH if self.query_down is None else self.query_norm(self.query_down(x_BSH))
+        sizes = [self.config.latent, self.config.rotary]
+        latent_BSL, position_BSP = self.down(x_BSH).split(sizes, -1)
+        return q_BSQ, self.down_norm(latent_BSL), position_BSP
+
+    def expand(self, q_BSQ: Tensor, latent_BSL: Tensor, position_BSP: Tensor) -> Tensor:
+        """Attention of heads that are made of these: [B, S, H]."""
+        c = self.config
+        q_BASD, kv_BASX = (
+            linear(x).unflatten(-1, (-1, size)).transpose(1, 2)
+            for linear, x, size in (
+                (self.query, q_BSQ, c.head_size),
+                (self.key_value, latent_BSL, c.content_size + c.value_size),
+            )
+        )
+        q_BASN, q_BASP = q_BASD.split([c.content_size, c.rotary], -1)
+        k_BASN, v_BASX = kv_BASX.split([c.content_size, c.value_size], -1)
+        q_BASP, k_B1SP = (
+            rotate(neighbours_apart(x), c.rotary_base) for x in (q_BASP, position_BSP[:, None])
+        )
+        k_BASP = k_B1SP.expand(-1, k_BASN.shape[1], -1, -1)
+        q_BASD, k_BASD = torch.cat((q_BASN, q_BASP), -1), torch.cat((k_BASN, k_BASP), -1)
+        dropout = c.dropout if self.training else 0.0
+        y_BASX = attend(q_BASD, k_BASD, v_BASX, dropout, self.window)
+        return self.out(y_BASX.transpose(1, 2).flatten(-2))  # [B, S, A*X] @ [A*X, H]
+
+
+def neighbours_apart(x_BASP: Tensor) -> Tensor:
+    """Numbers 0, 2, 4, … first and 1, 3, 5, … behind: DeepSeek's pairs to rotate are neighbours."""
+    return x_BASP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

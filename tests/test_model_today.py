@@ -1,0 +1,96 @@
+"""Today's shapes of the plain GPT: the logits of `transformers`, for the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardlab.checkpoint.names import hub_names
+from shardlab.layout.entries import ledger
+from shardlab.model import GPT, Config, parameter_count
+
+BOTH: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4}
+BOTH |= {"intermediate_size": 40, "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
+BOTH |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+OURS: dict[str, Any] = {"vocab": 96, "hidden": 32, "layers": 4, "ffn": 40, "norm_eps": 1e-6}
+OURS |= {"seq": 64, "heads": 4, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": False}
+ROUTED: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+WINDOWED = ["sliding_attention", "full_attention"] * 2
+LATENT: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_rope_head_dim": 4}
+LATENT |= {"qk_nope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 4}
+LATENT |= {"topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 1, "head_dim": 4}
+SIGMOIDS: dict[str, Any] = {"experts": 8, "experts_per_token": 3, "expert_ffn": 24}
+SIGMOIDS |= {"shared_experts": 1, "dense_layers": 1, "router": "sigmoid", "routed_scale": 2.5}
+SIGMOIDS |= {"expert_groups": 4, "groups_per_token": 2}
+MADE = {"latent": 16, "query_latent": 20, "rotary": 4, "head": 8, "value": 10}
+
+# Of transformers: class, and what its configuration says beyond BOTH; of ours, beyond OURS.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3": (
+        "Qwen3",
+        {"rope_theta": 1e6},
+        {"kv_heads": 2, "head": 12, "qk_norm": True, "rotary_base": 1e6},
+    ),
+    "windows": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWED},
+        {"kv_heads": 2, "head": 12, "qk_norm": True, "window": 5, "full_every": 2},
+    ),
+    "qwen3 with experts": (
+        "Qwen3Moe",
+        {"num_experts": 8, "norm_topk_prob": True} | ROUTED,
+        {"kv_heads": 2, "head": 12, "qk_norm": True, "experts": 8, "experts_per_token": 3}
+        | {"expert_ffn": 24},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {"first_k_dense_replace": 1, "num_key_value_heads": 4} | ROUTED | LATENT,
+        SIGMOIDS | MADE,
+    ),
+    "latent keys alone": (
+        "DeepseekV3",
+        {"first_k_dense_replace": 4, "num_key_value_heads": 4} | LATENT | {"q_lora_rank": None},
+        MADE | {"query_latent": None},
+    ),
+}
+
+
+def theirs(name: str, more: dict[str, Any]) -> Any:
+    """Their tiny model, whose weights are far from what they begin with."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**(BOTH | more))
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dim() > 1:
+                tensor.normal_(std=0.2)
+        for key, tensor in model.state_dict().items():
+            if key.endswith("norm.weight") or "correction_bias" in key:
+                tensor.add_(torch.randn_like(tensor), alpha=0.2)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tiny_model_has_the_logits_of_transformers(case: str, tmp_path: Path):
+    name, more, own = CASES[case]
+    model, config = theirs(name, more), Config(**(OURS | own))
+    model.save_pretrained(tmp_path)
+    file, names = load_file(tmp_path / "model.safetensors"), hub_names(config)
+    assert sorted(names.values()) == sorted(file)
+    ours = GPT(config).eval()
+    found = ours.load_state_dict({n: file[hub] for n, hub in names.items()}, strict=False)
+    assert not found.unexpected_keys and all("bias_E" in key for key in found.missing_keys)
+    assert parameter_count(config) == model.num_parameters()
+    assert parameter_count(config) == sum(entry.elements() for entry in ledger(config))
+    tokens_BS = torch.randint(96, (2, 24))
+    with torch.no_grad():
+        ours_BSV, theirs_BSV = ours(tokens_BS), model(tokens_BS).logits
+        assert theirs_BSV.std() > 0.5
+        # float32: logits of about 1, sums of 32 in another order.
+        torch.testing.assert_close(ours_BSV, theirs_BSV, rtol=0, atol=2e-5)

@@ -28,6 +28,9 @@ SHAPES = {
     "experts": replace(GATED, shared_experts=0, dense_layers=0, bias=True, norm="layer"),
     "mixed": GATED,
 }
+SHAPES["qk norm"] = replace(SHAPES["rms"], kv_heads=1, head=12, qk_norm=True, window=4)
+SHAPES["latent"] = replace(SHAPES["rms"], latent=16, query_latent=20, rotary=4, value=10)
+SHAPES["latent keys"] = replace(SHAPES["latent"], query_latent=None, norm="layer")
 
 
 def on_meta(config: Config) -> GPT:
@@ -83,7 +86,7 @@ def seen_partly(config: Config) -> list[str]:
     return [name for name, p in model.named_parameters() if id(p) in some]
 
 
-@pytest.mark.parametrize("name", ["plain", "untied", "rms"])
+@pytest.mark.parametrize("name", ["plain", "untied", "rms", "qk norm", "latent", "latent keys"])
 def test_sequence_parallelism_sees_in_parts_what_the_ledger_says(name: str) -> None:
     config = SHAPES[name]
     for mine in ranks.run(seen_partly, 2, config, device="cpu"):

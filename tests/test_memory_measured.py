@@ -32,6 +32,8 @@ LLAMA = Config(
     vocab=512, seq=64, layers=4, heads=4, hidden=64, kv_heads=2, ffn=224,
     mlp="swiglu", norm="rms", bias=False, tied=False,
 )  # fmt: skip
+LATENT = replace(LLAMA, kv_heads=None, head=16, latent=32, query_latent=40, rotary=8)
+GROUPS = {"expert_groups": 4, "groups_per_token": 2, "router": "sigmoid", "routed_scale": 2.5}
 SHAPES = {
     "nano": PRESETS["nano"],
     "micro": PRESETS["micro"],
@@ -42,6 +44,11 @@ SHAPES = {
     "dropout": replace(PRESETS["nano"], dropout=0.1),
     "experts": replace(PRESETS["micro"], experts=4),
     "mixture": replace(LLAMA, experts=8, expert_ffn=56, shared_experts=1, dense_layers=1),
+    "qwen": replace(LLAMA, head=24, qk_norm=True, window=16, full_every=2),
+    "latent": replace(LATENT, value=24),  # as wide as queries: a CPU has a fused kernel
+    "deepseek": replace(
+        LATENT, experts=8, expert_ffn=56, shared_experts=1, dense_layers=1, **GROUPS
+    ),
 }
 
 
@@ -155,12 +162,13 @@ def test_a_step_holds_what_was_predicted(name: str, precision: str, batch: int) 
 
 
 shapes = st.builds(
-    lambda head, heads, group, **rest: Config(
-        hidden=2 * head * heads * group, heads=heads * group, kv_heads=heads, **rest
+    lambda head, heads, group, own, **rest: Config(
+        hidden=2 * head * heads * group, heads=heads * group, kv_heads=heads, head=own, **rest
     ),
     st.integers(8, 16),
     st.integers(1, 3),
     st.integers(1, 3),
+    st.sampled_from([None, 8, 48]),
     seq=st.integers(16, 80),
     vocab=st.integers(64, 500),
     layers=st.integers(1, 3),
@@ -170,6 +178,8 @@ shapes = st.builds(
     bias=st.booleans(),
     tied=st.booleans(),
     dropout=st.sampled_from([0.0, 0.1]),
+    qk_norm=st.booleans(),
+    window=st.none() | st.integers(1, 80),
 )
 
 

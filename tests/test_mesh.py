@@ -72,7 +72,18 @@ COUNTED = [
     for zero in range(4)
     for config, how in [(PADDED, {}), (PADDED, ALONG), (SPARSE, {}), (PADDED, ALONG | AGAIN)]
 ]
+TODAY = replace(
+    PADDED, heads=2, kv_heads=1, head=12, qk_norm=True, window=3, full_every=2, mlp="swiglu",
+    norm="rms", bias=False,
+)  # fmt: skip
+LATENT = replace(
+    TODAY, kv_heads=None, qk_norm=False, latent=14, query_latent=6, rotary=4, value=10
+)  # fmt: skip
 COUNTED += [
+    (TODAY, replace(EIGHT, zero=1, **ALONG)),
+    (LATENT, replace(EIGHT, zero=1, **ALONG, **AGAIN)),
+    (LATENT, Layout(dp=2, tp=2, zero=3, **AGAIN)),
+    (replace(TODAY, layers=3), Layout(dp=2, tp=2, zero=2, microbatches=2)),
     (replace(PADDED, layers=6), replace(EIGHT, zero=1, **LOOPED, **ALONG)),
     (replace(SPARSE, layers=4), replace(EIGHT, zero=1, **LOOPED, **AGAIN)),
     (replace(PADDED, layers=4, tied=False), Layout(dp=2, pp=2, **LOOPED)),

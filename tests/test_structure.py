@@ -38,7 +38,7 @@ def test_it_has_the_model_s_parameters_and_meets_those_that_a_token_does(name: s
     experts = [p.numel() for n, p in parameters.items() if ".experts." in n]
     left_out = sum(experts) * (config.experts - config.experts_per_token) // max(1, config.experts)
     assert found.active == found.total - left_out
-    assert found.own is config and own_config(found, run=True) is config
+    assert found.own == own_config(found, run=True) == config
 
 
 @pytest.mark.parametrize("name", ["plain", "gated"])

@@ -196,7 +196,13 @@ def counted(config):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_reduces_bytes_and_states_are_as_predicted(size):
     mixed = {"experts": 4, "expert_ffn": 8, "shared_experts": 1, "dense_layers": 1}
-    configs = GPT2, LLAMA, replace(LLAMA, layers=3, dropout=0.1), replace(LLAMA, **mixed)
+    # Four ranks have one head of keys and values twice.
+    today = replace(LLAMA, kv_heads=2, head=12, qk_norm=True, bias=True)
+    latent = replace(LLAMA, kv_heads=None, head=8, latent=16, query_latent=20, rotary=4, value=10)
+    configs = (
+        GPT2, LLAMA, replace(LLAMA, layers=3, dropout=0.1), replace(LLAMA, **mixed), today, latent,
+        replace(latent, query_latent=None, window=3),
+    )  # fmt: skip
     for results in run(lambda: [counted(config) for config in configs], size):
         for config, (found, predicted) in zip(configs, results, strict=True):
             assert found == predicted, config

@@ -217,19 +217,19 @@ def _ends() -> Iterable[os.stat_result]:
             continue
 
 
-def read_text(name: str, given: str | Path, kind: str) -> str:
+def read_text(name: str, given: str | Path, kind: str, most: int = LARGEST) -> str:
     """What the file that an option names holds; kind: of files that are allowed, as "CSV files".
 
-    Raises ValueError for a file that cannot be read, is not in UTF-8, or has more than LARGEST
+    Raises ValueError for a file that cannot be read, is not in UTF-8, or has more than `most`
     bytes: a device may never end.
     """
     try:
         with open(place(name, given), "rb") as file:
-            text = file.read(LARGEST + 1)
+            text = file.read(most + 1)
     except OSError as error:
         raise ValueError(f"{name}={str(given)!r}: allowed are files ({error.strerror})") from None
-    if len(text) > LARGEST:
-        allowed = f"allowed are files of {LARGEST} bytes at most"
+    if len(text) > most:
+        allowed = f"allowed are files of {most} bytes at most"
         raise ValueError(f"{name}={str(given)!r}: {allowed}")
     try:
         return text.decode("utf-8-sig")

@@ -32,6 +32,7 @@ class Core:
     window: int | None = None  # tokens that a query sees at most, itself among them; None: all
     chunk: int | None = None  # a query sees those of its own chunk alone
     top: int | None = None  # so many are chosen for it, of all before it (sparse attention)
+    scores: int = 0  # numbers of a query that are compared with those of every key, to choose them
 
     def keys(self, seq: int) -> float:
         """Keys that a query sees, in the mean over a sequence of `seq` tokens; its own is one."""
@@ -43,7 +44,9 @@ class Core:
 
     def flops(self, seq: int, causal: bool = True) -> float:
         """Operations of a token's forward pass; causal: without the pairs that the mask hides."""
-        return 2 * self.heads * (self.query + self.value) * (self.keys(seq) if causal else seq)
+        whole = (seq + 1) / 2 if causal else seq
+        mixed = 2 * self.heads * (self.query + self.value) * (self.keys(seq) if causal else seq)
+        return mixed + 2 * self.scores * whole
 
 
 @dataclass(frozen=True)

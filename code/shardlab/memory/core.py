@@ -187,6 +187,7 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
     few = -(-config.key_value_heads // tp)  # of which ranks may have copies
     size, values = config.head_size, config.value_size
     beside = config.content_size if config.latent else 0  # keys, in the tensor that values are of
+    as_is = element == 4 and 1 in (batch, config.heads // tp)  # else a product makes a copy
     return Sizes(
         stream=stream,
         stream_fp32=tokens * h * 4,
@@ -199,7 +200,7 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
         value=b_s * few * (values + beside) * element,
         output=b_s * config.heads * values * element // tp,
         heads_fp32=b_s * config.heads * size * 4 // tp,
-        values_fp32=b_s * config.heads * values * 4 // tp,
+        values_fp32=b_s * config.heads * (values + as_is * beside) * 4 // tp,
         mask=seq * seq * element if config.window and config.window < seq else 0,
         scores=batch * config.heads * seq * seq * 4 // tp,
         halves=batch * config.heads * seq * seq * element // tp,

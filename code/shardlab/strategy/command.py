@@ -30,13 +30,18 @@ engine's --profile; with slurm, of any. Rates are the profile's, or those of a f
 --measure finds rates of the machine at hand, in under a minute; a plan with them needs no --gpu.
 
 --fit finds rates from measured steps (CSV with the columns of the Ultra-Scale sweep) or from layer
-times (JSON, a list of cases with "id", "config" and "published") and writes them.
+times (JSON, a list of cases with "id", "config" and "published") and writes them; with --profile
+engines from a table of throughputs (CSV: source, model, gpu, gpus, dtype, mbs, gbs, seq, degrees,
+and tokens_per_s_per_gpu, step_s or tflops_per_gpu). It names each line that it leaves out, and why.
 
 --predict prints the rows of a CSV file with predicted_seconds of a step, predicted_memory_gib that
 rank 0 reserves, and a note: why a row cannot be expressed; its numbers are then empty.
 
 --case prints a JSON list of {"id", "seconds", "memory_gib", "note"}; the memory is what is
-allocated on the fullest rank, without what an allocator loses.
+allocated on the fullest rank, without what an allocator loses. A config has a shape (layers,
+hidden, heads, ffn, kv_heads, vocab) or "file", a config.json; gpu, gpus, tp, pp, vpp, cp, ep, etp,
+dp, mbs, gbs, seq; and of today's engines (--profile engines) engine, dtype, recompute (none,
+selective, full, operators), compile (false, true, "captured"); what is missing follows.
 
 Each takes --profile: whose implementation is predicted.
 """
@@ -60,7 +65,7 @@ from shardlab.layout.core import OFFLOADS
 from shardlab.machines import MACHINES
 from shardlab.shapes import PRESETS
 
-from . import files, learn, report
+from . import files, learn, report, tables
 from .footprint import GIB
 from .hub import read_config
 from .job import DTYPES
@@ -129,9 +134,10 @@ def _main(chosen: argparse.Namespace) -> int:
         raise ValueError(f"rates='': allowed with --{entries[0]} is a file")
     if entries[0] in ("measure", "fit"):
         options.written("rates", given["rates"])  # before anything is measured or fitted
-        rates = _measured(given) if entries == ["measure"] else _fitted(given)
+        left: list[str] = []
+        rates = _measured(given) if entries == ["measure"] else _fitted(given, left)
         options.written("rates", given["rates"], rates.write)
-        print(table(rates))
+        print("\n".join([table(rates), *left]))
         return 0
     profile, rates = _rates(given)
     if entries == ["predict"]:
@@ -326,11 +332,17 @@ def _measured(given: dict[str, Any]) -> Rates:
     return measure(_profile({"profile": "course", **given}).name)
 
 
-def _fitted(given: dict[str, Any]) -> Rates:
+def _fitted(given: dict[str, Any], left: list[str]) -> Rates:
+    """The rates that a file tells; `left` gets a line for each of its lines that tells none."""
     profile, source = _profile(given), Path(given["fit"])
     if source.suffix == ".json":
         return learn.from_cases(files.read_cases("fit", source), profile, source.name)
-    return learn.from_rows(files.read_rows("fit", source), profile, source.name)
+    rows = files.read_rows("fit", source)
+    if not tables.of_throughputs(rows, profile):
+        return learn.from_rows(rows, profile, source.name)
+    rates, out = learn.from_table(rows, source.name)
+    left += [f"line {line} is left out: {why}" for line, why in out]
+    return rates
 
 
 def table(rates: Rates) -> str:
@@ -346,6 +358,7 @@ def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
     """The CSV file with what is predicted of each row, in order. Raises ValueError for the file."""
     rows = files.read_rows("predict", path)
     values = check_rates(profile, rates)
+    published = tables.of_throughputs(rows, profile)
     columns = [name for name in (rows[0] if rows else files.COLUMNS) if name not in (None, *ADDED)]
     text = io.StringIO()
     writer = csv.DictWriter(text, [*columns, *ADDED], extrasaction="ignore", lineterminator="\n")
@@ -353,7 +366,7 @@ def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
     for row in rows:
         found: dict[str, Any] = dict.fromkeys(ADDED, "")
         try:
-            job = files.row_job(row, profile)
+            job = tables.row_job(row) if published else files.row_job(row, profile)
             size = min(first_rank(job, values), _all_there_is(job.machine.memory))
             found["predicted_seconds"] = f"{of_job(job, values).seconds.total:.6g}"
             found["predicted_memory_gib"] = f"{size / GIB:.4g}"

@@ -15,22 +15,19 @@ sequence, b sequences of a micro-batch, m micro-batches, d copies, t, p and c cu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import ceil
 
 from shardlab.layout import Layout, Stage
 from shardlab.layout.core import computed_again
-from shardlab.layout.structure import Core, Kind, Product, Routed
-from shardlab.machines import MACHINES
+from shardlab.layout.structure import Core, Kind, Routed
 
 from . import copies, host
 from .job import Job
+from .products import NUMBER, formats, passes, product, products
 from .rates import Values
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
-TILE = 128, 256  # of a product's output, which one multiprocessor computes
 NARROW = 64  # size of a head up to which attention does not fill the chip
-NUMBER = 2  # bytes of a 16-bit one, in which activations and their gradients are held and sent
 
 # Work of backward, in that of forward.
 BACKWARD = 2  # a product for the gradient of each of its two factors
@@ -47,9 +44,6 @@ FILLS = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}
 # Of reserved bytes over a GPU's limit, as predicted, which is not exact: from the first on some of
 # nanotron's published runs retry, above the second all do.
 RETRIES = 0.97, 1.11
-
-# Megatron's rates were found on these; another chip reaches them as its best product does.
-A100 = MACHINES["a100"].best
 
 
 @dataclass(frozen=True)
@@ -179,13 +173,13 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
     """Forward and backward of one layer for one micro-batch; by default of the last's kind."""
     kind = kind or job.model.kinds[job.model.order[-1]]
     attention, scores = _attention(job, rates, kind.core)
-    width = (3 if kind.gated else 2) * _pass(job, rates, kind.wide / job.layout.tp)
+    width = (3 if kind.gated else 2) * passes(job, rates, kind.wide / job.layout.tp)
     width *= rates.wide * (1.0 if job.profile.compiled else rates.eager)
     stream = rates.elementwise * (1.0 if job.profile.compiled else rates.eager)
     forward = _Work(
-        products=_products(job, rates, kind),
+        products=products(job, rates, kind),
         attention=attention + _scans(job, rates, kind),
-        elementwise=_stream(job, rates, stream) + width + scores + _formats(job, rates, kind),
+        elementwise=_stream(job, rates, stream) + width + scores + formats(job, rates, kind),
         tensor=_tensor(job, rates),
         context=_context(job, rates, kind.core, attention),
         experts=_travel(job, rates, kind.routed),
@@ -216,32 +210,6 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
     return forward.plus(both, FORWARD), backward.plus(both, 1 - FORWARD)
 
 
-def _products(job: Job, rates: Values, kind: Kind) -> float:
-    """Seconds of a layer's products, those of a rank's own experts among them.
-
-    Of the experts each has to read its weights, one after another, however few tokens choose it;
-    and the step waits for the fullest rank.
-    """
-    taken = sum(_cut(job, rates, one) for one in kind.products if not one.expert)
-    if not kind.routed:
-        return taken
-    here = kind.routed.number // job.layout.ep
-    rows = job.tokens * kind.routed.chosen / here * job.layout.cut / job.layout.tp
-    own = [one for one in kind.products if one.expert]
-    read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.cut
-    least = read / (rates.memory * job.machine.stream)
-    slow = rates.grouped * rows / (rows + rates.rows)  # few rows do not fill the chip
-    each = max(least, sum(_cut(job, rates, one, rows) for one in own) / slow)
-    return taken + rates.uneven * here * each
-
-
-def _cut(job: Job, rates: Values, one: Product, rows: float | None = None) -> float:
-    """Seconds of a rank's share of a product, for so many rows; None: all tokens."""
-    t = job.layout.cut if one.expert else job.layout.tp
-    outputs = one.outputs / (t if one.tp == 0 else 1)
-    return _product(job, rates, outputs, one.inputs / (t if one.tp == 1 else 1), rows)
-
-
 def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float]:
     """Seconds of attention's two products, and of passes over its scores, in a forward pass."""
     if core is None:
@@ -251,47 +219,14 @@ def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float
     if flash:
         share = rates.attention * (rates.narrow if core.query <= NARROW else 1.0)
         return work / (share * job.machine.flops), 0.0
-    passes = rates.scores * _pass(job, rates, job.seq * core.heads / t)
-    return work / (rates.products * job.machine.flops), passes
+    read = rates.scores * passes(job, rates, job.seq * core.heads / t)
+    return work / (rates.products * job.machine.flops), read
 
 
 def _scans(job: Job, rates: Values, kind: Kind) -> float:
     """Seconds of a state space's or a linear attention's own products, in a forward pass."""
     work = job.tokens * kind.scans / job.layout.tp
     return rates.scan * work / (rates.attention * job.machine.flops)
-
-
-def _formats(job: Job, rates: Values, kind: Kind) -> float:
-    """Seconds of passes that products need beside them, in a forward pass.
-
-    What goes into products of 8 bits, and what comes out, is cast; rows are put in the experts'
-    order, and back.
-    """
-    passes = 0.0
-    if job.dtype != "bf16":
-        passes += rates.casts * _ends(kind, job.layout.tp, job.layout.cut)
-    if kind.routed and rates.routes:
-        rows = kind.routed.chosen * job.layout.cut / job.layout.tp
-        passes += rates.routes * rows * kind.routed.inputs
-    return _pass(job, rates, passes)
-
-
-@lru_cache(maxsize=4096)
-def _ends(kind: Kind, tp: int, cut: int) -> float:
-    """Numbers of a token that a rank's products read and write."""
-    found = 0.0
-    for one in kind.products:
-        t, times = tp, 1.0
-        if one.expert and kind.routed:
-            t, times = cut, kind.routed.chosen * cut / tp
-        both = one.outputs / (t if one.tp == 0 else 1) + one.inputs / (t if one.tp == 1 else 1)
-        found += times * both
-    return found
-
-
-def _pass(job: Job, rates: Values, width: float) -> float:
-    """Seconds in which a number is read or written for each token and `width`."""
-    return NUMBER * job.tokens * width / (rates.memory * job.machine.stream)
 
 
 def _stream(job: Job, rates: Values, size: float) -> float:
@@ -332,37 +267,7 @@ def _travel(job: Job, rates: Values, routed: Routed | None) -> float:
         nodes = e / here
         reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.chosen)
         far = NUMBER * tokens * routed.inputs * reached
-    return 2 * max(inside, far / (rates.network * machine.between))
-
-
-def _product(
-    job: Job,
-    rates: Values,
-    outputs: float,
-    inputs: float,
-    rows: float | None = None,
-    whole: bool = False,
-) -> float:
-    """Seconds of rows × inputs times inputs × outputs; None: as many rows as tokens.
-
-    whole: in 16 bits, whatever the format of others is.
-    """
-    rows = job.tokens if rows is None else rows
-    taken = 2 * rows * outputs * inputs / _rate(job, rates, whole)
-    if job.profile.waves and job.machine.processors:
-        taken *= A100 / (job.machine.best or A100)
-        tiles = ceil(rows / TILE[0]) * ceil(outputs / TILE[1])
-        taken *= ceil(tiles / job.machine.processors) * job.machine.processors / tiles
-    return taken
-
-
-def _rate(job: Job, rates: Values, whole: bool) -> float:
-    """Operations per second that products reach."""
-    machine = job.machine
-    share = rates.products * (rates.newer if machine.fp4 else 1.0 if machine.fp8 else rates.older)
-    if whole or job.flops == machine.flops:
-        return share * machine.flops
-    return share * job.flops * getattr(rates, job.dtype)
+    return 2 * max(inside, rates.travels * far / (rates.network * machine.between))
 
 
 def _tensor(job: Job, rates: Values) -> float:
@@ -394,10 +299,10 @@ def _context(job: Job, rates: Values, core: Core | None, attention: float) -> fl
 def _head(job: Job, rates: Values) -> _Work:
     """The output layer and the loss, forward and backward."""
     model, t = job.model, job.layout.tp
-    products = (1 + BACKWARD) * _product(job, rates, model.vocab / t, model.hidden, whole=True)
+    taken = (1 + BACKWARD) * product(job, rates, model.vocab / t, model.hidden, whole=True)
     logits = job.tokens * model.vocab / t
-    passes = job.profile.loss * logits / (rates.memory * job.machine.stream)
-    return _Work(products=products, elementwise=passes)
+    read = job.profile.loss * logits / (rates.memory * job.machine.stream)
+    return _Work(products=taken, elementwise=read)
 
 
 def _messages(job: Job, rates: Values) -> float:

@@ -9,26 +9,40 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 from shardlab.arguments import LAYERS, SIZES, check_number, check_one_of, check_whole, told
-from shardlab.layout import SCHEDULES, Layout
+from shardlab.layout import SCHEDULES, Layout, Structure, structure
+from shardlab.layout.core import OPERATORS
 from shardlab.machines import MACHINES, Machine
 from shardlab.options import read_json, read_text
 from shardlab.shapes import Config
 
-from .job import Job
-from .profile import Profile
+from . import models
+from .hub import read_config
+from .job import DTYPES, Job
+from .profile import BY_ENGINE, HOW, Profile, how
 
 SHAPE = "layers", "hidden", "heads", "ffn", "seq"
 DEGREES = "mbs", "ga", "dp", "pp", "tp", "zero"
 COLUMNS = (*SHAPE, *DEGREES)
+# Of tables of throughputs: see `tables`.
+THROUGHPUTS = "source", "model", "gpu", "gpus", "dtype", "mbs", "gbs", "seq"
 SWEEP_VOCABULARY = 131_072  # the sweep's: its column is not in the file
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257, padded
+# What engines call parts that are computed again. Up-projections of latents are not predicted:
+# two small products of a layer.
+_OPERATORS = {
+    "attention": "attention", "core_attn": "attention", "norms": "norms", "norm": "norms",
+    "layernorm": "norms", "ffn": "ffn", "mlp": "ffn", "moe": "ffn", "act": "ffn", "moe_act": "ffn",
+    "shared_expert": "ffn", "shared_experts": "ffn", "mla_up_proj": "",
+}  # fmt: skip
 _RECOMPUTE = {
     "none": "none", "baseline": "none", "sp": "none", "selective": "selective",
     "selective+sp": "selective", "full": "full", "full recompute": "full",
@@ -44,7 +58,7 @@ def read_rows(name: str, path: Path) -> list[dict[str, str]]:
         columns = reader.fieldnames or []
     except csv.Error:
         raise ValueError(f"{name}={str(path)!r}: allowed are CSV files in UTF-8") from None
-    for column in COLUMNS:
+    for column in () if set(THROUGHPUTS) <= {*columns} else COLUMNS:
         if column not in columns:
             words = f"allowed are CSV files with the columns {', '.join(COLUMNS)}"
             raise ValueError(f"{name}={str(path)!r}: {words}; {column!r} is missing")
@@ -110,45 +124,116 @@ def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
     Where a key is missing: one copy, stage, chunk; as many sequences in a step as the copies take
     at once; GPT-2's vocabulary; no ZeRO. A gated network and fused attention are taken for what
     has key-value heads or a width that is no multiple of h, and the latter from 4,096 tokens on.
+    "file" is the config.json of a model, in place of a shape.
+
+    Of today's engines: one sequence and no tensor ranks; the distributed optimizer, or full shards
+    where the engine has no other; experts by as many ranks as share them evenly, and not cut.
     """
-    c = {key: value for key, value in config.items() if value is not None}
-    need = {key: _whole(c, key) for key in ("layers", "hidden", "heads", "seq", "mbs", "tp")}
-    h = need["hidden"]
-    ffn = _whole(c, "ffn", 4 * h)
-    kv = _whole(c, "kv_heads", need["heads"])
-    gated = "swiglu" if kv != need["heads"] or ffn % h else "gelu"
-    mlp = _one_of(c, "mlp", ("gelu", "swiglu"), gated)
-    shape = Config(
-        _whole(c, "vocab", MEGATRON_VOCABULARY), need["seq"], need["layers"], need["heads"], h, kv,
-        ffn, mlp, "rms" if mlp == "swiglu" else "layer", mlp == "gelu", mlp == "gelu",
-    )  # fmt: skip
-    fused = "flash" if mlp == "swiglu" or need["seq"] >= 4096 else "plain"
-    profile = replace(profile, attention=_one_of(c, "attention", ("plain", "flash"), fused))
-    p, b = _whole(c, "pp", 1), need["mbs"]
-    cp = _whole(c, "cp", 1)
-    ranks = need["tp"] * p * cp
-    d = _whole(c, "dp", max(1, _whole(c, "n_gpus", ranks) // ranks))
+    c = {key: value for key, value in config.items() if value is not None and value != ""}
+    today = profile.name == "engines"
+    seq = _whole(c, "seq")
+    model = _model(c)
+    t, b = _whole(c, "tp", 1 if today else None), _whole(c, "mbs", 1 if today else None)
+    profile = _engine(c, profile) if today else replace(profile, attention=_attention(c, model))
+    p, cp = _whole(c, "pp", 1), _whole(c, "cp", 1)
+    ranks = t * p * cp
+    gpus = _whole(c, "gpus", _whole(c, "n_gpus", ranks))
+    d = _whole(c, "dp", max(1, gpus // ranks))
+    if "gpus" in c and d * ranks != gpus:
+        raise ValueError(f"gpus={gpus}: allowed is {d * ranks}, as dp, pp, cp and tp say")
     batch = _whole(c, "gbs", d * b * _whole(c, "microbatches", _whole(c, "ga", 1)))
     if batch % (d * b):
         raise ValueError(f"gbs={batch}: allowed are multiples of dp * mbs = {d * b}")
-    v = _whole(c, "vp", 1)
-    said = str(c.get("recompute", "none")).lower()
-    said = {"false": "none", "true": "full"}.get(said, said)
-    if said not in _RECOMPUTE:
-        raise ValueError(f"recompute={told(c['recompute'])}: allowed are none, selective and full")
-    along = bool(c.get("sequence_parallel", said == "sp" or said.endswith("+sp")))
-    zero = _whole(c, "zero", 0)
+    v = _whole(c, "vpp", _whole(c, "vp", 1))
+    recompute, along = _recomputed(c, profile)
+    experts = structure(model).experts
+    widest = gcd(experts, d * cp * t) if today and experts else 1
     stages = c.get("stages", profile.stages)
     named = str(c.get("schedule", "interleaved" if v > 1 else "1f1b")).lower()
     if named not in SCHEDULES:
         raise ValueError(f"schedule={told(c['schedule'])}: allowed are {', '.join(SCHEDULES)}")
     layout = Layout(
-        d, need["tp"], p, zero, b, batch // d // b, _RECOMPUTE[said], along, cp,
+        d, t, p, _whole(c, "zero", _zero(profile, d * cp, p)), b, batch // d // b, recompute,
+        along, cp, _whole(c, "ep", widest),
         chunks=v if p > 1 else 1, schedule=named if p > 1 else "1f1b",
         stages=tuple(stages) if isinstance(stages, list) else stages,
+        etp=_whole(c, "etp", 1) if "etp" in c or (today and experts) else None,
     )  # fmt: skip
-    fp8 = "fp8" in str(c.get("precision", "")).lower()
-    return Job(shape, _machine(c), layout, profile, need["seq"], fp8)
+    machine = _machine(c)
+    return Job(model, machine, layout, profile, seq, _dtype(c, machine))
+
+
+def _model(c: Mapping[str, Any]) -> Config | Structure:
+    """The shape of a case, or what its file describes."""
+    if "file" in c:
+        if not isinstance(c["file"], str):
+            raise ValueError(f"file={told(c['file'])}: allowed are names of config.json files")
+        return read_config(Path(c["file"]))
+    if "named" in c:  # in tables of throughputs
+        return models.named(str(c["named"]))
+    need = {key: _whole(c, key) for key in ("layers", "hidden", "heads")}
+    h = need["hidden"]
+    ffn = _whole(c, "ffn", 4 * h)
+    kv = _whole(c, "kv_heads", need["heads"])
+    gated = "swiglu" if kv != need["heads"] or ffn % h else "gelu"
+    mlp = _one_of(c, "mlp", ("gelu", "swiglu"), gated)
+    return Config(
+        _whole(c, "vocab", MEGATRON_VOCABULARY), _whole(c, "seq"), need["layers"], need["heads"],
+        h, kv, ffn, mlp, "rms" if mlp == "swiglu" else "layer", mlp == "gelu", mlp == "gelu",
+    )  # fmt: skip
+
+
+def _attention(c: Mapping[str, Any], model: Config | Structure) -> str:
+    gelu = isinstance(model, Config) and model.mlp == "gelu"
+    fused = "plain" if gelu and _whole(c, "seq") < 4096 else "flash"
+    return _one_of(c, "attention", ("plain", "flash"), fused)
+
+
+def _engine(c: Mapping[str, Any], profile: Profile) -> Profile:
+    """The profile of a case's engine, with its code compiled or not."""
+    found = BY_ENGINE[_one_of(c, "engine", tuple(BY_ENGINE), profile.engine or "megatron")]
+    named = {True: "compiled", False: "eager"}.get(c.get("compile"), c.get("compile", "compiled"))
+    check_one_of(HOW, compile=named)
+    return how(found, named)
+
+
+def _zero(profile: Profile, copies: int, pp: int) -> int:
+    """The stage of ZeRO that an engine has by itself."""
+    if profile.name != "engines" or copies == 1:
+        return 0
+    return 3 if profile.engine and pp == 1 else 1
+
+
+def _recomputed(c: Mapping[str, Any], profile: Profile) -> tuple[str, bool]:
+    """What is computed again, by a layout's words, and whether the stream is cut, too."""
+    said = str(c.get("recompute", "none")).lower()
+    said = {"false": "none", "true": "full"}.get(said, said)
+    along = bool(c.get("sequence_parallel", said == "sp" or said.endswith("+sp")))
+    if said in _RECOMPUTE:
+        said = _RECOMPUTE[said]
+        if said == "selective" and profile.engine == "torchtitan":  # saves products and attention
+            said = "norms+ffn"
+        return said, along or profile.name == "engines"
+    words = [word for word in re.split(r"[+,;\s]+", said) if word]
+    if not words or any(word not in _OPERATORS for word in words):
+        allowed = f"none, selective and full, and operators: {', '.join(_OPERATORS)}"
+        raise ValueError(f"recompute={told(c['recompute'])}: allowed are {allowed}")
+    found = {_OPERATORS[word] for word in words} - {""}
+    return "+".join(name for name in OPERATORS if name in found) or "none", along
+
+
+def _dtype(c: Mapping[str, Any], machine: Machine) -> str:
+    """The format of products; "precision" is what older tables call it."""
+    if "dtype" not in c:
+        old = "fp8" in str(c.get("precision", "")).lower() and machine.fp8
+        return "fp8" if old else "bf16"
+    there = [
+        name for name in DTYPES if machine.fp4 or (machine.fp8 and name == "fp8") or name == "bf16"
+    ]
+    if c["dtype"] not in there:
+        allowed = f"with gpu={machine.name} are {', '.join(there)}"
+        raise ValueError(f"dtype={told(c['dtype'])}: allowed {allowed}")
+    return str(c["dtype"])
 
 
 def _machine(c: Mapping[str, Any]) -> Machine:

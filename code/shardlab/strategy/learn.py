@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from . import tables
 from .core import layer, seconds
 from .files import case_job, case_measured, row_job, row_measured
 from .fit import Predict, fit
@@ -21,6 +22,12 @@ LAYER = "products", "memory", "elementwise", "scores", "node", "hidden"
 STEP = (
     "products", "attention", "memory", "elementwise", "launch", "crossing", "node", "hidden",
     "beyond", "network", "message", "exposed", "step",
+)  # fmt: skip
+ENGINES = (
+    "products", "attention", "memory", "elementwise", "launch", "node", "hidden", "network",
+    "message", "exposed", "gathers", "fp8", "mxfp8", "nvfp4", "newer", "older", "narrow", "wide",
+    "casts", "scan", "grouped", "rows", "routes", "deal", "travels", "eager", "torchtitan",
+    "automodel", "fsdp",
 )  # fmt: skip
 MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
 
@@ -46,6 +53,28 @@ def from_rows(rows: Iterable[Mapping[str, Any]], profile: Profile, origin: str) 
     if not steps and sizes:
         return rates
     return fit(rates, steps, STEP, f"fitted on the seconds of {len(steps)} runs: {origin}")
+
+
+def from_table(
+    rows: Iterable[Mapping[str, Any]], origin: str, rounds: int = 8
+) -> tuple[Rates, list[tuple[int, str]]]:
+    """Rates of today's engines by a table of throughputs; and which lines say nothing, and why.
+
+    Lines are counted from 2, as a file's are whose first has the names of its columns.
+    Raises ValueError where none tells anything.
+    """
+    steps: Measured = []
+    left = []
+    rates = guesses("engines")
+    known = rates.values_of()
+    for line, row in enumerate(rows, 2):
+        try:
+            job = tables.row_job(row)
+            steps.append((_takes(job, known), tables.measured(row, job)))
+        except ValueError as error:
+            left.append((line, str(error)))
+    words = f"fitted on {len(steps)} steps of today's engines: {origin}"
+    return fit(rates, steps, ENGINES, words, rounds), left
 
 
 def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:

@@ -184,6 +184,15 @@ BY_ENGINE = {
     **{name: replace(ENGINES, engine=name) for name in ("torchtitan", "automodel", "fsdp")},
 }
 
+# How torch runs a model: operation by operation; compiled; compiled, and a step as one CUDA graph.
+HOW = "eager", "compiled", "captured"
+
+
+def how(profile: Profile, named: str) -> Profile:
+    """`profile` with its model run so, by one of HOW."""
+    return replace(profile, compiled=named != "eager", captured=named == "captured")
+
+
 PROFILES = {
     profile.name: profile
     for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED, ENGINES)

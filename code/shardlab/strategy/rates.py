@@ -74,6 +74,7 @@ class Values:
     rows: float = 0.0
     routes: float = 0.0
     deal: float = 0.0
+    travels: float = 1.0
     eager: float = 1.0
     torchtitan: float = 1.0
     automodel: float = 1.0
@@ -299,6 +300,10 @@ _GUESSES = {
     "deal": (
         "seconds more in which a CPU launches a layer with experts",
         {"engines": (4e-3, 1.0)},
+    ),
+    "travels": (
+        "share of what goes to experts of other nodes, that nothing hides",
+        {"engines": (0.8, 0.3)},
     ),
     "eager": ("times as long as element-wise work takes uncompiled", {"engines": (1.4, 0.2)}),
     "torchtitan": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),

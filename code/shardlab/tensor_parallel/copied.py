@@ -45,4 +45,4 @@ class _Copied(torch.autograd.Function):
         own = total[rank * ctx.parts // ranks]
         own.copy_(dx)
         dist.all_reduce(total, group=ctx.group)  # [parts, dx's shape]
-        return own, None, None
+        return own.clone(), None, None  # a view would keep all of it

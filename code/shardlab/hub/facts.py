@@ -1,0 +1,162 @@
+"""Everything that a `Structure` needs, as plain data, from transformers' model on meta.
+
+Loads torch and transformers: for the child process alone.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from .build import build, configured, default
+from .kinds import OTHERS, Alike, Tensor, main_stack, settings, split, stacks
+from .mixers import mixer
+from .plugs import PLUGGED, plug
+from .trace import TOKENS, Traced, traced
+
+torch.set_num_threads(1)
+plug()
+
+# Keys that say how large a model is, or what is shared: named where a file leaves them open.
+SIZES = re.compile(
+    r"^(tie_word_embeddings|vocab_size|head_dim|.*hidden_size|.*intermediate_size|num_.*(layers|heads"
+    r"|experts|per_tok)|.*_(rank|head_dim|topk)|sliding_window|max_position_embeddings|n_.*experts"
+    r"|mlp_bias|attention_bias|use_qk_norm|first_k_dense_replace|.*mamba.*|ssm_.*)$"
+)
+
+
+def facts(asked: dict[str, Any]) -> dict[str, Any]:
+    """asked: {"given": a config.json} or {"default": a model_type}, and whether to "trace" it."""
+    given = asked.get("given", {})
+    config = configured(given) if given else default(asked["default"])
+    model, unplanned = _built(config)
+    layers, outside = split(model)
+    text = model.config.get_text_config()
+    tokens = min(_longest(text) or TOKENS, TOKENS)
+    modules = list(stacks(model)[main_stack(model)]) if layers else []
+    seen: list[Traced | None] = [None] * len(layers)
+    if asked.get("trace") and not unplanned:
+        try:
+            own = [settings(module) for module in modules]
+            seen = list(traced(model, list(zip(layers, own, strict=True)), tokens))
+        except Exception as error:
+            said = " ".join(str(error).split())[:120]
+            unplanned = f"its layers cannot be followed ({type(error).__name__}: {said})"
+    elif not unplanned:
+        unplanned = "its layers were not followed"
+    found = [
+        _kind(layer, one, mixer(module))
+        for layer, one, module in zip(layers, seen, modules, strict=True)
+    ]
+    kinds: list[dict[str, Any]] = []
+    for kind in found:
+        if kind not in kinds:
+            kinds.append(kind)
+    vocab, hidden = (int(n) for n in model.get_input_embeddings().weight.shape)
+    ends = _ends(model, outside)
+    return {
+        "model_type": given.get("model_type") or asked.get("default"),
+        "class": type(model).__name__,
+        "total": sum(p.numel() for p in model.parameters()),
+        "hidden": int(getattr(text, "hidden_size", None) or hidden),
+        "vocab": vocab,
+        "seq": _longest(text),
+        "tokens": tokens,
+        "tied": any(t.tied for t in ends),
+        "order": [kinds.index(kind) for kind in found],
+        "kinds": kinds,
+        "outside": [asdict(t) for t in ends],
+        "assumed": _assumed(given, config, model),
+        "unplanned": unplanned or _unlike(model),
+    }
+
+
+def _built(config: Any) -> tuple[nn.Module, str]:
+    """The model with the plug-ins, or without, and why then it is not followed."""
+    try:
+        return build(deepcopy(config), **PLUGGED), ""
+    except Exception as error:
+        said = " ".join(str(error).split())[:120]
+        return build(config), f"its attention cannot be replaced ({said})"
+
+
+def _kind(layer: Alike, seen: Traced | None, mixed: dict[str, Any] | None) -> dict[str, Any]:
+    if seen and seen.chosen and set(seen.chosen) != {layer.chosen}:
+        said = f"a token goes through {seen.chosen[0]} experts, and its file says {layer.chosen}"
+        raise ValueError(f"{layer.module}: {said}")
+    return {**asdict(layer), "traced": asdict(seen) if seen else None, "mixer": mixed}
+
+
+def _unlike(model: nn.Module) -> str:
+    """Why its layers are no plain stack that every token goes through once."""
+    main = main_stack(model)
+    if not main:
+        return "it has no list of layers"
+    others = {
+        name: stack
+        for name, stack in stacks(model).items()
+        if name != main and not OTHERS.search(name) and any(True for _ in stack.parameters())
+    }
+    if others:
+        return f"it has other layers beside those of {main}: {', '.join(others)}"
+    shared: set[int] = set()
+    for layer in stacks(model)[main]:
+        own = {id(p) for p in layer.parameters()}
+        if shared & own:
+            return "its layers share weights"
+        shared |= own
+    return ""
+
+
+def _assumed(given: dict[str, Any], config: Any, model: nn.Module) -> list[str]:
+    """What the file left open, and what of it was not read."""
+    if not given:
+        return []
+    text = config.get_text_config()
+    inner = next((v for v in given.values() if isinstance(v, dict) and "hidden_size" in v), {})
+    written = {config.attribute_map.get(key, key) for key in (*given, *inner)}
+    written |= {text.attribute_map.get(key, key) for key in (*given, *inner)}
+    found = []
+    for key, value in text.to_dict().items():
+        plain = isinstance(value, int | float) and value is not None
+        if SIZES.match(key) and plain and key not in written:
+            found.append(f"{key} is {value}, as {type(text).__name__} has it")
+    said = [n for n in given.get("architectures") or [] if n != type(model).__name__]
+    if said:
+        found.append(f"{type(model).__name__} is counted, and not {', '.join(map(str, said))[:80]}")
+    if text is not config and model.config is text:
+        found.append("the part that reads text is counted alone, as AutoModelForCausalLM has it")
+    towers = sum(p.numel() for name, p in model.named_parameters() if OTHERS.search(name))
+    if towers:
+        found.append(f"{towers:,} parameters of towers for images or sound are counted among all")
+    for key in ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"):
+        many = given.get(key) or inner.get(key)
+        if many:
+            found.append(f"{key}={many}: layers that predict several tokens are not counted")
+    return found
+
+
+def _ends(model: nn.Module, outside: list[Tensor]) -> list[Tensor]:
+    """What stands outside, the embedding first and the head last."""
+    names = {id(m): name for name, m in model.named_modules()}
+    head = model.get_output_embeddings()
+    first = names.get(id(model.get_input_embeddings()), "-")
+    last = names.get(id(head), "-") if head is not None else "-"
+
+    def place(tensor: Tensor) -> int:
+        return 2 * tensor.name.startswith(f"{last}.") - tensor.name.startswith(f"{first}.")
+
+    return sorted(outside, key=place)
+
+
+def _longest(config: Any) -> int:
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0

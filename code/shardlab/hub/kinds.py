@@ -1,0 +1,180 @@
+"""What a model on meta has: kinds of layers, their order, what stands outside, what is shared.
+
+A kind of layer is the class of its module, what config.layer_types says of it, and the shapes of
+all its parameters; no model is known by its name. Loads torch: for the child process alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Towers that see no token of text.
+OTHERS = re.compile(r"vision|visual|image|audio|speech|patcher|img_")
+# Modules that keep their matrices the other way round, beside those that say so.
+FLIPPED = "Conv1D", "Llama4TextExperts", "AriaExperts"
+# What files call the number of experts that a token goes through; the first that is there counts.
+CHOSEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
+    "num_selected_experts",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter: of a layer, or outside of them."""
+
+    name: str  # inside of the layer
+    shape: tuple[int, ...]  # of one expert, where it is of several; outputs before inputs
+    experts: int = 0  # how many such; 0: it is of none
+    tied: str | None = None  # the one before it with the same numbers
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What all layers of a kind have in common."""
+
+    module: str  # its class
+    pattern: str  # what config.layer_types calls it
+    tensors: tuple[Tensor, ...]
+    experts: int
+    chosen: int
+
+
+def stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Numbered layers, by name; those inside of another stack are its own matter."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            found[name] = module
+    return found
+
+
+def main_stack(model: nn.Module) -> str:
+    """The name of the stack that text goes through: the one that has most parameters."""
+    sizes = {
+        name: sum(p.numel() for p in stack.parameters())
+        for name, stack in stacks(model).items()
+        if not OTHERS.search(name)
+    }
+    return max(sizes, key=lambda name: sizes[name], default="")
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str | None]]:
+    """Every name of every parameter, and the name before it that has the same numbers."""
+    first: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        before = first.setdefault(id(p), name)
+        yield name, p, before if before != name else None
+
+
+def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
+    """Each layer of the main stack, in order, and what stands outside.
+
+    A tensor that a layer shares with one before it is not among its own. Raises ValueError where
+    it is not known how many experts a token meets.
+    """
+    stack = main_stack(model)
+    config = model.config.get_text_config()
+    layers = list(stacks(model)[stack]) if stack else []
+    inside: list[list[Tensor]] = [[] for _ in layers]
+    outside = []
+    expert = [_in_experts(layer) for layer in layers]
+    flipped = [_flipped(layer) for layer in layers]
+    for name, p, tied in parameters(model):
+        number, _, inner = name.removeprefix(f"{stack}.").partition(".")
+        if stack and name.startswith(f"{stack}.") and number.isdigit():
+            if tied is None:
+                many = expert[int(number)].get(inner, 0)
+                shape = tuple(p.shape[1:] if many else p.shape)
+                if inner in flipped[int(number)] and len(shape) == 2:
+                    shape = shape[::-1]
+                inside[int(number)].append(Tensor(inner, shape, many))
+        else:
+            outside.append(Tensor(name, tuple(p.shape), 0, tied))
+    patterns = _patterns(config, len(layers))
+    found = []
+    for number, (layer, tensors) in enumerate(zip(layers, inside, strict=True)):
+        many = {t.experts for t in tensors if t.experts}
+        if len(many) > 1:
+            words = f"experts of several numbers, {sorted(many)}: what a token meets is not known"
+            raise ValueError(f"{type(layer).__name__} has {words}")
+        shared = getattr(config, "n_shared_experts", None) or 0  # which some routers weigh, too
+        routes = {n + more for n in many for more in (0, shared)}
+        if many and not any(not t.experts and t.shape[0] in routes for t in tensors):
+            words = f"a router that chooses among others than its {max(many)} experts"
+            raise ValueError(f"{type(layer).__name__} has {words}: what a token meets is not known")
+        k = chosen(config, number) if many else 0
+        alike = type(layer).__name__, patterns[number], tuple(tensors), max(many, default=0), k
+        found.append(Alike(*alike))
+    if odd := [t.name for t in outside if "expert" in t.name and len(t.shape) > 2]:
+        raise ValueError(f"{type(model).__name__} has experts outside of the layers: {odd[0]}")
+    return found, outside
+
+
+def _in_experts(layer: nn.Module) -> dict[str, int]:
+    """The parameters that experts have of their own, by name in the layer, and how many experts.
+
+    Raises ValueError for a module whose name says that it has experts, and whose shapes do not.
+    """
+    found = {}
+    for name, module in layer.named_modules():
+        kind = type(module).__name__
+        if not kind.endswith("Experts") or "shared" in name:
+            continue
+        held = dict(module.named_parameters())
+        many = {p.shape[0] for p in held.values() if p.dim() > 2}
+        if not many:
+            words = "their tensors have no axis of experts, so what a token meets is not known"
+            raise ValueError(f"{kind}: {words}")
+        for inner, p in held.items():
+            if p.dim() > 1:
+                found[f"{name}.{inner}".lstrip(".")] = p.shape[0]
+    if not found:
+        odd = [type(m).__name__ for m in layer.modules()]
+        if odd := [kind for kind in odd if re.search("M[oO]E$|SparseMoeBlock$|MoeBlock$", kind)]:
+            raise ValueError(f"{odd[0]}: which of its tensors are experts is not known")
+    return found
+
+
+def _flipped(layer: nn.Module) -> set[str]:
+    """The matrices that are kept as (inputs, outputs), by name in the layer."""
+    found = set()
+    for name, module in layer.named_modules():
+        kind = type(module).__name__
+        if kind in FLIPPED or getattr(module, "is_transposed", False):
+            found |= {f"{name}.{inner}" for inner, _ in module.named_parameters()}
+    return found
+
+
+def chosen(config: Any, number: int) -> int:
+    """How many experts a token goes through in that layer."""
+    for key in CHOSEN:
+        value = getattr(config, key, None)
+        value = value[number] if isinstance(value, list | tuple) else value
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    words = f"none of {', '.join(CHOSEN)} says how many experts a token goes through"
+    raise ValueError(f"model_type={config.model_type!r}: {words}")
+
+
+def settings(layer: nn.Module) -> tuple[object, ...]:
+    """What its modules know of themselves beside their shapes: a window, a type, a place."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (name, key, value)
+        for name, module in layer.named_modules()
+        for key, value in sorted(vars(module).items())
+        if isinstance(value, plain) and not re.search("^_|layer_id|^layer_number$", key)
+    )
+
+
+def _patterns(config: Any, layers: int) -> list[str]:
+    """What the configuration says of each layer that its shapes do not show."""
+    types = getattr(config, "layer_types", None) or ()
+    return [str(types[n]) if n < len(types) else "" for n in range(layers)]

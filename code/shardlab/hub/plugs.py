@@ -1,0 +1,252 @@
+"""What stands in for the parts of a model whose cost its eager code does not show.
+
+transformers lets attention, masks and experts be replaced by name; norms and rotations are replaced
+where they stand. Each computes nothing, and keeps for backward what a fused kernel keeps. Without
+them a count on meta is wrong, and silently: attention has no causal half and no window, and keeps
+all scores; experts count as nothing (DeepSeek-V3: 17 of 94 · 10^9 operations a token are theirs).
+
+Loads torch and transformers: for the child process alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "shardlab"
+PLUGGED = {"attn_implementation": NAME, "experts_implementation": NAME}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which keys a query sees: those of a window, or of its chunk, or all before it."""
+
+    window: int | None = None
+    chunk: int | None = None
+    unknown: str = ""  # why that is not known
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A call of attention: a layer's core."""
+
+    heads: int
+    kv_heads: int
+    query: int
+    value: int
+    seen: Seen
+
+
+class Calls:
+    """What was called since `clear`."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, tuple[Tensor, Seen]] = {}  # by storage; kept, so that none is reused
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the calls, not the masks, which all layers share."""
+        self.mixed: list[Mixed] = []
+        self.chosen: list[int] = []
+        self.experts: set[str] = set()
+
+
+calls = Calls()
+
+
+# Attention and its mask.
+
+
+class _Core(torch.autograd.Function):
+    """Keeps what flash attention keeps: queries, keys, values, its output, a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])  # [b, s, a, D]
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    seen = Seen(window=sliding_window)
+    if isinstance(attention_mask, Tensor):
+        unknown = Seen(unknown="a mask of its own making")
+        seen = calls.masks.get(_storage(attention_mask), (None, unknown))[1]
+    elif attention_mask is None and not more.get("is_causal", getattr(module, "is_causal", True)):
+        seen = Seen(unknown="attention in both directions")
+    heads = query.shape[1], key.shape[1]
+    calls.mixed.append(Mixed(*heads, query.shape[-1], value.shape[-1], seen))
+    return _Core.apply(query, key, value), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any] | None = None,
+    local_size: int | None = None,
+    **more: Any,
+) -> Tensor:
+    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    calls.masks[_storage(mask)] = mask, _seen(mask_function, local_size)
+    return mask
+
+
+def _seen(function: Callable[..., Any] | None, size: int | None) -> Seen:
+    """What the model's own mask function lets one late query see."""
+    row = 2 * (size or 2048) + 7  # of a sequence that is longer than two windows or chunks
+    with torch.device("cpu"):
+        zero, keys = torch.zeros(1, dtype=torch.long), torch.arange(row + 64)
+        try:
+            found = torch.as_tensor(function(zero, zero, torch.tensor([row]), keys))  # type: ignore
+            found = found.expand(len(keys)).nonzero()[:, 0]
+        except Exception as error:
+            return Seen(unknown=f"a mask that cannot be asked ({type(error).__name__})")
+        first, last = int(found[0]), int(found[-1])
+    if last != row or len(found) != last - first + 1:
+        return Seen(unknown="a mask that is not causal")
+    if first == 0:
+        return Seen()
+    if size and first == row - size + 1:
+        return Seen(window=size)
+    if size and first == row - row % size:
+        return Seen(chunk=size)
+    return Seen(unknown="a mask of another form than window and chunk")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# Experts.
+
+
+class _Keeps(torch.autograd.Function):
+    """A function as one kernel, which keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        with torch.no_grad():
+            return function(*(g.detach() for g in given)).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def _experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Each choice is a row, and all rows go through expert 0: the shapes of any routing.
+
+    Weights multiply the activation, within its kernel, as in Megatron.
+    """
+    chosen = index.shape[-1]
+    calls.chosen.append(chosen)
+    rows = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(chosen, 0)  # [s k, h]
+    up = self.gate_up_proj if self.has_gate else self.up_proj
+    activated = self._apply_gate if self.has_gate else self.act_fn
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w[0] if self.is_transposed else nn.functional.linear(x, w[0])
+
+    inner = product(rows, up)
+    inner = _Keeps.apply(
+        lambda x, w: activated(x) * w.to(x.dtype), inner, weights.reshape(-1, 1).float()
+    )
+    out = product(inner, self.down_proj)
+    return out.view(-1, chosen, out.shape[-1]).sum(1).reshape(hidden.shape).to(hidden.dtype)
+
+
+# Norms and rotations.
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps its input, and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class _Opaque(torch.autograd.Function):
+    """A function that keeps nothing: a rotation turns gradients back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], more: dict[str, Any], *given: Any) -> Any:
+        with torch.no_grad():
+            out = function(*(g.detach() if isinstance(g, Tensor) else g for g in given), **more)
+        return tuple(o.clone() for o in out) if isinstance(out, tuple) else out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError
+
+
+@contextmanager
+def plugged(model: nn.Module) -> Iterator[None]:
+    """Norms and rotations as fused kernels would keep them; the latter in their modules."""
+    undo: list[tuple[Any, str, Any]] = []
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("Norm") and "Gated" not in kind and type(module) is not nn.LayerNorm:
+            module.forward = _fused(module)  # type: ignore[method-assign]
+    spaces = {type(m).__module__ for m in model.modules()}
+    for space in (sys.modules[name] for name in spaces if name.startswith("transformers.models")):
+        for name in dir(space):
+            if re.match("apply_.*rotary", name):
+                undo.append((space, name, getattr(space, name)))
+                setattr(space, name, _opaque(getattr(space, name)))
+    try:
+        yield
+    finally:
+        for space, name, function in undo:
+            setattr(space, name, function)
+
+
+def _fused(module: nn.Module) -> Callable[..., Tensor]:
+    return lambda x, *_, **__: _Norm.apply(x, getattr(module, "weight", None))
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **more: _Opaque.apply(function, more, *given)
+
+
+def plug() -> None:
+    """Register the first three, once."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+    # Both would read numbers, of which there are none on meta.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    overlay = masking_utils.chunked_overlay
+    masking_utils.chunked_overlay = lambda size, left: overlay(
+        size, torch.zeros(len(left), dtype=torch.long, device="cpu")
+    )

@@ -1,0 +1,206 @@
+"""One forward pass on meta: what each layer computes, and keeps for backward, a token.
+
+Loads torch: for the child process alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from .kinds import main_stack, stacks
+from .plugs import Mixed, calls, plugged
+
+TOKENS = 4096  # of the sequence: more than a sparse attention chooses, and no multiple of its sizes
+ACTIVATIONS = {"silu", "gelu", "sigmoid", "relu", "square", "pow"}
+LATENT = re.compile(r"(^|\.)(q|kv)_(a_(layer)?norm|b_proj|a_proj\w*)$")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Of a layer; elements and operations are those of a token."""
+
+    mixed: tuple[Mixed, ...]
+    chosen: tuple[int, ...]
+    products: float  # operations, in matrix products and convolutions
+    stream: float
+    latent: float
+    heads: float
+    network: float
+
+
+@dataclass
+class _Saved:
+    """A storage that autograd keeps."""
+
+    part: str
+    size: int
+    views: dict[int, int] = field(default_factory=dict)
+    ops: set[str] = field(default_factory=set)
+
+    @property
+    def elements(self) -> int:
+        return min(self.size, sum(self.views.values()))
+
+
+class _Ops(TorchFunctionMode):
+    """The function under way, and the storages that an activation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = [""]
+        self.activated: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        self.stack.append(name)
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self.stack.pop()
+        if name in ACTIVATIONS and isinstance(out, Tensor):
+            self.activated[_storage(out)] = out
+        return out
+
+
+class _Layer:
+    """What is seen while one layer runs."""
+
+    def __init__(self, ops: _Ops, own: set[int]) -> None:
+        self.ops, self.own = ops, own
+        self.saved: dict[int, _Saved] = {}
+        self.held: list[Tensor] = []  # so that no storage is used again
+        self.path: list[str] = []  # modules under way, names inside of the layer
+        self.inputs: set[int] = set()  # storages that the layer's child got
+        self.latent: set[int] = set()
+        self.mixing: set[str] = set()  # children that called attention
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        where = _storage(tensor)
+        if where in self.own or not tensor.is_floating_point() or tensor.dtype == torch.float32:
+            return tensor
+        self.held.append(tensor)
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        name = self.path[-1] if self.path else ""
+        child = name.partition(".")[0]
+        if where in self.inputs or not child:
+            part = "stream"
+        elif where in self.latent or LATENT.search(name):
+            part = "latent"
+        else:
+            part = child
+        one = self.saved.setdefault(where, _Saved(part, size))
+        many = min(size, tensor.numel())
+        at = tensor.storage_offset()
+        one.views[at] = max(one.views.get(at, 0), many)
+        one.ops.add(self.ops.stack[-1])
+        return tensor
+
+    @contextmanager
+    def inside(self, layer: nn.Module) -> Iterator[None]:
+        """Follow the modules of the layer."""
+        hooks = []
+        for name, module in layer.named_modules():
+            if name:
+                enter = self._enter(name)
+                hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._leave(name), always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.path.append(name)
+            if "." not in name:
+                given = [*args, *kwargs.values()]
+                self.inputs |= {_storage(g) for g in given if isinstance(g, Tensor)}
+                self.held += [g for g in given if isinstance(g, Tensor)]
+                self.before = len(calls.mixed)
+
+        return hook
+
+    def _leave(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            self.path.pop()
+            if LATENT.search(name) and "b_proj" not in name and isinstance(out, Tensor):
+                self.latent.add(_storage(out))
+                self.held.append(out)
+            if "." not in name and len(calls.mixed) > self.before:
+                self.mixing.add(name)
+
+        return hook
+
+    def kept(self, tokens: int) -> dict[str, float]:
+        """Elements by part; an activation that a gate multiplies is computed again."""
+        found = dict.fromkeys(("stream", "latent", "heads", "network"), 0.0)
+        for where, one in self.saved.items():
+            if where in self.ops.activated and one.ops <= {"mul", "silu", "sigmoid"}:
+                continue
+            other = "heads" if one.part in self.mixing else "network"
+            found[one.part if one.part in found else other] += one.elements / tokens
+        return found
+
+
+def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
+    """What each layer of the main stack does in a forward pass over a sequence of so many.
+
+    alike: of each layer what tells it apart. Of those that have the same, one is followed, and its
+    output is that of the others.
+    """
+    layers = list(stacks(model)[main_stack(model)])
+    tensors = [*model.parameters(), *model.buffers()]
+    own = {_storage(t) for t in tensors}
+    ops, counter = _Ops(), FlopCounterMode(display=False)
+    found: dict[int, Traced] = {}
+
+    def watch(number: int, layer: nn.Module) -> None:
+        forward = layer.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            calls.clear()
+            before, seen = counter.get_total_flops(), _Layer(ops, own)
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, Tensor):
+                    seen.inputs.add(_storage(given))
+            with seen.inside(layer), torch.autograd.graph.saved_tensors_hooks(seen.pack, _same):
+                out = forward(*args, **kwargs)
+            products = (counter.get_total_flops() - before) / tokens
+            called = tuple(calls.mixed), tuple(calls.chosen)
+            found[number] = Traced(*called, products, **seen.kept(tokens))
+            outputs[number] = out
+            return out
+
+        layer.forward = watched  # type: ignore[method-assign]
+
+    firsts = [alike.index(one) for one in alike]
+    outputs: dict[int, Any] = {}
+    for number, layer in enumerate(layers):
+        if firsts[number] == number:
+            watch(number, layer)
+        else:
+            first = firsts[number]
+            layer.forward = lambda *_, first=first, **__: outputs[first]  # type: ignore
+    model.eval()  # no dropout
+    with plugged(model), ops, counter, torch.device("meta"):
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        model(input_ids=ids, use_cache=False)
+    return [found[first] for first in firsts]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

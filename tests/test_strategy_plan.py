@@ -18,6 +18,8 @@ from shardlab.strategy import MACHINES, PROFILES, Layout, predict
 from shardlab.strategy.hub import read_config, shape
 from shardlab.strategy.plan import layouts, plan
 from shardlab.strategy.profile import COURSE, today
+from shardlab.strategy.rates import known
+from shardlab.strategy.rates import today as rates_today
 from shardlab.strategy.space import Space
 
 H100 = MACHINES["h100"]
@@ -148,11 +150,13 @@ def megatron_layout(text: str, gpus: int) -> Layout:
         parts = re.sub(r"\(([^)]*)\)\*(\d+)", lambda run: run[1] * int(run[2]), parts)
         chunks = (parts.count("|") + 1) // pp
     dp, size = gpus // tp // pp // cp, int(found["micro-batch-size"])
+    again = found.get("recompute-granularity", "none")
+    again = "norms" if found.get("recompute-modules") == "layernorm" else again
     shards = {"": 1, "optim_grads": 2, "optim_grads_params": 3}
     strategy = found.get("data-parallel-sharding-strategy", "")
     return Layout(
         dp, tp, pp, shards[strategy] if "use-distributed-optimizer" in found else 0, size,
-        int(found["global-batch-size"]) // dp // size, found.get("recompute-granularity", "none"),
+        int(found["global-batch-size"]) // dp // size, again,
         "sequence-parallel" in found, cp, chunks=chunks,
         schedule="interleaved" if chunks > 1 else "1f1b", stages="megatron",
     )  # fmt: skip
@@ -171,7 +175,8 @@ def test_what_megatron_gets_fits_with_megatron_s_bytes(capsys, model, gpu, gpus,
     status, out, _ = run(capsys, *job, "--emit", "megatron")
     config, machine, at = PRESETS[model], MACHINES[gpu], megatron_layout(out, gpus)
     assert status == 0 and at.ranks == gpus and at.batch == batch
-    found = predict(config, machine, at, today(PROFILES["megatron"])).memory
+    rates = rates_today(known("megatron"))
+    found = predict(config, machine, at, today(PROFILES["megatron"]), rates).memory
     assert found.reserved <= 0.96 * machine.memory
     # By hand: 2 B a weight, 4 a gradient and 12 of the optimizer, less what copies share.
     weight, gradient, optimizer = (

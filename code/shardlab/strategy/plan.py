@@ -164,7 +164,8 @@ def alone(
 
 def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
     """Fill `found` with what of the space fits, and with what comes nearest."""
-    there, easy = found.room, set()
+    there = found.room
+    easy: dict[tuple[int, ...], int] = {}  # the fewest context ranks with which all goes well
     near: tuple[float, Layout] | None = None
 
     def reserved(layout: Layout) -> tuple[float, float]:
@@ -177,7 +178,7 @@ def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
 
     for base in bases(space, found.ruled if offload == "none" else Counter()):
         copies = base.tp, base.pp, base.dp * base.cp
-        if copies in easy and "cp" not in space.fixed:
+        if easy.get(copies, base.cp) < base.cp and "cp" not in space.fixed:
             found.ruled["context ranks where the same fits without them"] += 1
             continue
         check_job(_job(found, base))
@@ -192,7 +193,7 @@ def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
                     if size <= there:
                         found.fits.append(planned(found, layout, values))
                         if layout.recompute == "none" and _bubble(layout) <= IDLE:
-                            easy.add(copies)
+                            easy.setdefault(copies, base.cp)
                     elif size - late > there and layout.chunks == 1:
                         found.ruled[LACKS] += len(row) - number
                         break

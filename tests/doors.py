@@ -62,7 +62,8 @@ def called(function: Callable[..., Any]) -> str:
 
 
 OURS = {
-    layout.Entry, layout.Stage, cp.Block, cp.Gradients, cp.Work, mesh.Groups, mesh.Instead, tp.Cut,
+    layout.Entry, layout.Stage, layout.Structure, cp.Block, cp.Gradients, cp.Work,
+    mesh.Groups, mesh.Instead, tp.Cut,
     memory.Activations, memory.Estimate, memory.Recipe, memory.States, experts.Parameters,
     experts.Route, experts.Routed,
     zero.Flat, zero.Gradients, zero.ReduceScatter, zero.Reducer, zero.Sharded, zero.Unit,
@@ -159,8 +160,10 @@ def numbers() -> Iterator[Row]:
     times = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
     table: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         (Config, {f: getattr(SPARSE, f) for f in vars(SPARSE)} | {"kv_heads": 2, "ffn": 64}
-         | {"expert_ffn": 32, "capacity": 1.5}),
-        (machines.Machine, vars(machines.MACHINES["h100"]) | {"name": "H100"}),
+         | {"expert_ffn": 32, "capacity": 1.5, "head": 8, "window": 4, "full_every": 2}),
+        (Config, {"hidden": 32, "heads": 4, "bias": False, "latent": 16, "query_latent": 16,
+                  "rotary": 4, "value": 8}),
+        (machines.Machine, vars(machines.MACHINES["b200"]) | {"name": "B200"}),
         (cp.attention_memory, {"way": "ring", **attention, "itemsize": 4}),
         (cp.ring_sent, {**grouped, "itemsize": 4}),
         (cp.ulysses_sent, {**attention, "itemsize": 4}),
@@ -211,10 +214,14 @@ def numbers() -> Iterator[Row]:
         (experts.predicted_sent, {"config": SPARSE, "tokens": 16, "itemsize": 4, "dropped": 2}),
         (experts.wait, {"load_E": [0.1, 0.2, 0.3, 0.4], "ranks": 2}),
         (layout.ledger, {"config": PLAIN}),
+        (layout.structure, {"config": PLAIN}),
         (layout.stages, {"config": PLAIN, "pp": 2, "rule": "equal", "schedule": "interleaved",
                          "chunks": 2}),
         (memory.activations, step),
         (memory.estimate, {**step, "optimizer": "adamw", "bucket": 2**20, "prefetch": 1}),
+        (memory.estimate_structure, {"config": layout.structure(PLAIN), "optimizer": "adamw",
+                                     "bucket": 2**20, **{k: v for k, v in step.items()
+                                                         if k not in ("config", "device")}}),
         (memory.attention_term, {"a": 4, "s": 16, "h": 32}),
         (memory.selective_saving, {"a": 4, "s": 16, "h": 32}),
         (memory.bytes_per_parameter, {**recipe, "layout": cut}),

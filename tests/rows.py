@@ -231,7 +231,6 @@ CUT = {
     "deepseek": ROUTED_LATENT,
     "copies": replace(LLAMA, kv_heads=1, bias=True, dropout=0.2, layers=1),
 }
-TODAY = "qwen", "latent", "deepseek"
 
 
 def tensors() -> Iterator[Row]:
@@ -241,7 +240,8 @@ def tensors() -> Iterator[Row]:
         # What a model is made of is cut on two ranks as on four.
         rest = {"weekly": "cpu" if t == 4 else "", **near}
         for case, config in CUT.items():
-            more = near if case in ("gpt2", "llama", "dropout", *TODAY) else rest
+            daily = case in ("gpt2", "llama", "dropout", "qwen")  # four ranks copy its heads
+            more = near if daily else rest
             yield row("tensor", case, config, Layout(tp=t), **more)
         for case in ("llama", "dropout"):
             layout = Layout(tp=t, recompute="full")
@@ -252,7 +252,8 @@ def tensors() -> Iterator[Row]:
         along = Layout(tp=t, sequence_parallel=True)
         for case in ("gpt2", "llama", "dropout", "qwen", "latent"):
             config = replace(CUT[case], seq=8)
-            yield row("tensor", f"{case}, along", config, along, **near)
+            more = rest if case in ("qwen", "latent") else near
+            yield row("tensor", f"{case}, along", config, along, **more)
             again = replace(along, recompute="full")
             yield row("tensor", f"{case}, along", config, again, **rest)
         options = {"keep": True}
@@ -390,10 +391,30 @@ def meshes() -> Iterator[Row]:
         ("qwen", replace(four, zero=3), replace(copies, kv_heads=2)),
         ("latent, along", replace(four, zero=2, **along, **again), LATENT),
     ):
-        yield row("mesh", case, config, layout, sizes=(2, 2), clip=(0.3,))
+        more = {"weekly": "" if case in ("deepseek", "qwen") else "cpu"}
+        yield row("mesh", case, config, layout, sizes=(2, 2), clip=(0.3,), **more)
 
 
-ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes()]
+def today() -> Iterator[Row]:
+    """Today's attention, which most techniques do not see."""
+    deep = {"layers": 6, "seq": 4, "vocab": 32}
+    for name, config in (("zb-h2", ROUTED_LATENT), ("zb-v", QWEN)):
+        layout = staged(name, 2, 3, recompute="full")
+        more = {"sizes": (4,), "steps": 2, "weekly": "cpu"}
+        yield row("pipeline", f"today, {name}", replace(config, **deep), layout, **more)
+    yield row("zero", "today", ROUTED_LATENT, Layout(dp=2, zero=3), weekly="cpu")
+    more = {"sizes": (4, 4), "near": BY_TOKENS, "weekly": "cpu"}
+    yield row("experts", "today", ROUTED_LATENT, Layout(dp=2, ep=2, tp=2), **more)
+    whole = replace(QWEN, window=None, full_every=None, seq=16)
+    for way in ("ring", "ulysses"):
+        options = {"way": way, "layout": "zigzag"}
+        yield row("context", f"today, {way}", whole, Layout(cp=2), options=options, near=CUT64)
+    options, layout = {"way": "ring", "layout": "zigzag"}, Layout(cp=2, tp=2)
+    more = {"options": options, "near": CUT64, "weekly": "cpu"}
+    yield row("context", "today, of tensors", replace(whole, kv_heads=1), layout, **more)
+
+
+ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *meshes(), *today()]
 
 
 def on_gpus(technique: str, size: int, whole: bool = True) -> list[Row]:

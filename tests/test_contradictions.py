@@ -45,6 +45,7 @@ from shardlab.tensor_types.declared import parse
 PLAIN = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 NANO, LLAMA, GPT3 = (PRESETS[name] for name in ("nano", "llama-3-8b", "gpt-3-175b"))
 SPARSE = replace(PLAIN, experts=4)
+LATENT = replace(PLAIN, bias=False, latent=16, rotary=4)
 MICRO = replace(PRESETS["micro"], experts=4)
 EIGHT, TWO = Layout(dp=2, pp=2, tp=2), Layout(cp=2)
 A100 = strategy.MACHINES["a100"]
@@ -69,6 +70,20 @@ MODELS: Table = {
     "hidden=30: allowed are multiples of 8": lambda: replace(PLAIN, hidden=30),
     "kv_heads=3: allowed are divisors of 4": lambda: replace(PLAIN, kv_heads=3),
     "layers=0: allowed are whole numbers, 1 or more": lambda: replace(PLAIN, layers=0),
+    "head=5: allowed are even sizes": lambda: replace(PLAIN, head=5),
+    "full_every=2: allowed is None without a window": lambda: replace(PLAIN, full_every=2),
+    "rotary=4: allowed is None without latent": lambda: replace(PLAIN, rotary=4),
+    "rotary=None: allowed with latent": lambda: replace(LATENT, rotary=None),
+    "bias=True: allowed with latent attention is False": lambda: replace(LATENT, bias=True),
+    "kv_heads=2: allowed with latent attention is None": lambda: replace(LATENT, kv_heads=2),
+    "qk_norm=True: allowed with latent attention": lambda: replace(LATENT, qk_norm=True),
+    "expert_groups=3: allowed are those": lambda: replace(SPARSE, expert_groups=3),
+    "expert_groups=4: allowed are those that leave groups of 2": lambda: replace(
+        SPARSE, expert_groups=4
+    ),
+    "experts_per_token=3: allowed are up to the 2 of 1 groups": lambda: replace(
+        SPARSE, expert_groups=2, experts_per_token=3
+    ),
 }
 LAYOUTS: Table = {
     "dp=0: allowed are whole numbers, 1 or more": lambda: Layout(dp=0),
@@ -147,6 +162,7 @@ MEMORY: Table = {
     "heads=32: 3 ranks need": lambda: tokens_that_fit(LLAMA, 10**9, Layout(cp=3), "ulysses"),
     "attention='plain': allowed": lambda: tokens_that_fit(LLAMA, 10**9, TWO, attention="plain"),
     "dropout=0.1: allowed is 0": lambda: tokens_that_fit(Config(dropout=0.1), 10**9, TWO),
+    "latent=16: allowed is None with cp=2": lambda: tokens_that_fit(LATENT, 10**9, TWO),
     "multiples of 16; the nearest: 96 and 112": lambda: context_moments(LLAMA, Layout(cp=8), 100),
 }
 STRATEGIES: Table = {
@@ -416,6 +432,10 @@ def sequences(group: Any, one: Any) -> Table:
             around(twelve, third, third, group)
         ),
         "allowed is a process group that holds": lambda: ring(good, good, good, one),
+        "latent=16: allowed is None with a context": lambda: cp.distribute(GPT(LATENT), group),
+        "window=4: allowed is None with a context": lambda: cp.distribute(
+            GPT(replace(PLAIN, window=4)), group
+        ),
         "dropout=0.1: allowed is 0 with a context cut": lambda: cp.distribute(
             GPT(replace(PLAIN, dropout=0.1)), group
         ),

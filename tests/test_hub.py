@@ -11,11 +11,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from shardlab import hub
+from shardlab.__main__ import main
+from shardlab.hub import core
 from shardlab.hub.ask import Builder
 from shardlab.layout.structure import Structure
 
@@ -25,10 +29,18 @@ REFUSED = {"nemotron-super-49b": "model_type='nemotron-nas': transformers"}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Structure | ValueError]:
-    """Each file of configs/, as it is read; one process for all."""
+def builder() -> Iterator[Builder]:
+    """One process for most of the tests: it takes seconds to start."""
+    with Builder() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def found(builder) -> dict[str, Structure | ValueError]:
+    """Each file of configs/, as it is read."""
     files = sorted(CONFIGS.glob("*.json"))
-    return {path.stem: one for path, one in zip(files, hub.read_many(files), strict=True)}
+    each = hub.read_many(files, builder=builder)
+    return {path.stem: one for path, one in zip(files, each, strict=True)}
 
 
 def test_public_models_are_counted_to_the_unit(found) -> None:
@@ -133,8 +145,7 @@ def test_counts_that_do_not_agree_are_refused(monkeypatch, tmp_path: Path) -> No
 # All classes of transformers.
 
 SOME = (
-    "llama", "gpt2", "gemma2", "qwen3_next", "deepseek_v3", "granitemoehybrid", "llama4_text",
-    "zamba2", "longcat_flash", "bert", "minimax", "gemma3", "falcon",
+    "gpt2", "qwen3_next", "granitemoehybrid", "zamba2", "longcat_flash", "minimax", "gemma3",
 )  # fmt: skip
 # Those whose own defaults make no model, and those that have one and are not understood.
 NOT_COUNTED = {
@@ -144,7 +155,7 @@ NOT_COUNTED = {
 }
 
 
-def test_every_class_is_counted_as_transformers_counts_it(request, tmp_path: Path) -> None:
+def test_every_class_is_counted_as_transformers_counts_it(request, builder, tmp_path: Path) -> None:
     script = """
 import json, pathlib, sys, torch
 from transformers import AutoModelForCausalLM
@@ -173,10 +184,192 @@ print(json.dumps(counts))
     files = {name: tmp_path / name / "config.json" for name in counts}
     files = {name: path for name, path in files.items() if path.exists()}
     differ = {}
-    for name, one in zip(files, hub.read_many(files.values(), trace=False), strict=True):
+    for name, one in zip(files, hub.read_many(files.values(), False, builder), strict=True):
         if isinstance(one, ValueError):
             assert "\n" not in str(one)
             assert counts[name] is None or NOT_COUNTED[name] in str(one), one
         elif one.total != counts[name] or not 0 < one.active <= one.total:
             differ[name] = one.total, counts[name]
     assert differ == {}
+
+
+# Files from strangers. Each ends in one line, and nothing goes on running.
+
+LLAMA = json.loads((CONFIGS / "llama-3.2-1b.json").read_text())
+MOE = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text())
+BOUNDED = {  # refused before anything is built
+    "hidden 10^30": (LLAMA | {"hidden_size": 10**30}, "a number of 31 digits"),
+    "hidden 10^9": (LLAMA | {"hidden_size": 10**9}, "hidden_size=1000000000: allowed are whole"),
+    "hidden -1": (LLAMA | {"hidden_size": -4096}, "hidden_size=-4096: allowed are whole numbers"),
+    "hidden text": (LLAMA | {"hidden_size": "4096"}, "hidden_size='4096': allowed are whole"),
+    "hidden 0": (LLAMA | {"hidden_size": 0}, "hidden_size=0: allowed are whole numbers, 1"),
+    "hidden 4096.5": (LLAMA | {"hidden_size": 4096.5}, "hidden_size=4096.5: allowed are whole"),
+    "layers 10^6": (LLAMA | {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000: allowed"),
+    "layers -3": (LLAMA | {"num_hidden_layers": -3}, "num_hidden_layers=-3: allowed are whole"),
+    "heads true": (LLAMA | {"num_attention_heads": True}, "num_attention_heads=True: allowed"),
+    "heads 0": (LLAMA | {"num_attention_heads": 0}, "num_attention_heads=0: allowed are whole"),
+    "kv 0": (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads=0: allowed are whole"),
+    "experts 10^12": (MOE | {"num_experts": 10**12}, "num_experts=1000000000000: allowed are"),
+    "experts -1": (MOE | {"num_experts": -1}, "num_experts=-1: allowed are numbers from 0"),
+    "vocab 10^12": (LLAMA | {"vocab_size": 10**12}, "vocab_size=1000000000000: allowed are whole"),
+    "width 10^9": (LLAMA | {"intermediate_size": 10**9}, "intermediate_size=1000000000: allowed"),
+    "nested": ({"model_type": "llama4", "text_config": {"vocab_size": 10**12}}, "vocab_size=1000"),
+    "type list": (LLAMA | {"model_type": ["llama"]}, "model_type=['llama']: allowed is a name"),
+    "type path": (LLAMA | {"model_type": "../llama"}, "model_type='../llama': allowed is a name"),
+    "no type": ({k: v for k, v in LLAMA.items() if k != "model_type"}, "model_type is missing"),
+    "a list": ([1], "allowed are files with a JSON object"),
+    "long list": (MOE | {"layer_types": [0] * 10**5}, "a list of 100000 entries"),
+    "long text": (LLAMA | {"hidden_act": "x" * 10**5}, "a text of 100000 characters"),
+    "many keys": (LLAMA | {f"key{n}": n for n in range(5000)}, "more than 2000 keys"),
+}
+TEXTS = {
+    "no JSON": ("{", "allowed are JSON files"),
+    "empty": ("", "allowed are JSON files"),
+    "NaN": ('{"model_type": "llama", "rope_theta": NaN}', "the number NaN"),
+    "deep": ('{"model_type": ' + "[" * 10**5, "it nests too deep"),
+    "deeper": ('{"model_type": "llama", "a": ' + "[" * 50 + "]" * 50 + "}", "8 objects and lists"),
+    "long": ('{"model_type": "llama", "a": "' + "x" * 10**6 + '"}', "1000000 bytes at most"),
+}
+BUILT = {  # refused by the class, or by what it takes
+    "heads 7": (LLAMA | {"num_attention_heads": 7, "head_dim": None}, ""),
+    "hidden null": (LLAMA | {"hidden_size": None}, ""),
+    "unknown type": (LLAMA | {"model_type": "evil"}, "has no class of that name"),
+    "rotation": (LLAMA | {"rope_scaling": {"rope_type": "evil", "factor": -1}}, ""),
+    "activation": (LLAMA | {"hidden_act": "__import__"}, ""),
+    "layer types": (MOE | {"layer_types": ["full_attention"] * 3}, ""),
+    "no causal": ({"model_type": "clip"}, "transformers has no causal model of it"),
+    "more chosen than there are": (MOE | {"num_experts_per_tok": 129}, "more experts than"),
+    "10^4 layers": (LLAMA | {"num_hidden_layers": 10**4}, "is not built after 2 seconds"),
+}
+
+
+def one_line(error: Exception, path: Path, words: str) -> None:
+    said = str(error)
+    assert said.startswith(f"config={str(path)!r}: ") and words in said, said
+    assert "\n" not in said and len(said) < 600 + len(str(path))
+
+
+def written(folder: Path, cases: dict[str, tuple]) -> list[tuple[Path, str]]:
+    rows = []
+    for number, (what, words) in enumerate(cases.values()):
+        path = folder / f"{number}.json"
+        path.write_text(what if isinstance(what, str) else json.dumps(what))
+        rows.append((path, words))
+    return rows
+
+
+def test_files_from_strangers_are_refused_before_a_process_starts(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(Builder, "ask", lambda self, what: pytest.fail("it was built"))
+    for path, words in written(tmp_path, BOUNDED | TEXTS):
+        with pytest.raises(ValueError) as error:
+            hub.read(path)
+        one_line(error.value, path, words)
+
+
+def test_what_goes_wrong_in_the_process_is_one_line_and_leaves_nothing(
+    monkeypatch, tmp_path: Path
+) -> None:
+    started = []
+    real = subprocess.Popen
+
+    def popen(*args, **kwargs):
+        started.append(real(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    harmless = LLAMA | {
+        "auto_map": {"AutoModelForCausalLM": "evil--modeling.Evil"},
+        "quantization_config": {"quant_method": "fp8"},
+        "_attn_implementation": "evil/kernel",
+        "torch_dtype": "evil",
+        "max_position_embeddings": 10**10,
+    }
+    rows = written(tmp_path, {"": (harmless, "")} | BUILT)
+    files = [path for path, _ in rows]
+    with Builder(seconds=2) as builder:
+        first, *found = hub.read_many(files, False, builder)
+    assert first.total == int(COUNTS["llama-3.2-1b"]["total"])
+    for (path, words), one in zip(rows[1:], found, strict=True):
+        assert isinstance(one, ValueError), (path, one)
+        one_line(one, path, words)
+    assert len(started) == 1 and all(process.poll() is not None for process in started)
+
+
+def test_too_little_memory_is_one_line(tmp_path: Path) -> None:
+    ((path, words),) = written(tmp_path, {"": (LLAMA, "ended with status")})
+    with Builder(memory=2**28) as builder:
+        (error,) = hub.read_many([path], False, builder)
+    one_line(error, path, words)
+    assert "in 0.25 GiB" in str(error)
+
+
+# The plug-ins: without any one of them a number is wrong.
+
+WITHOUT = """
+import json, sys
+from shardlab.hub import build, facts, plugs, trace, kinds
+config = build.configured(json.loads(sys.argv[1]))
+plain = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
+whole = dict(plugs.PLUGGED)
+fused, opaque, seen = plugs._fused, plugs._opaque, plugs._seen
+def row(**plugged):
+    model = build.build(build.configured(json.loads(sys.argv[1])), **plugged)
+    one = trace.traced(model, list(range(config.num_hidden_layers)), 512)[0]
+    window = one.mixed[0].seen.window if one.mixed else None
+    kept = one.stream + one.heads + one.network
+    return [round(one.products), window, round(kept), round(one.single)]
+rows = {"all": row(**whole)}
+rows["attention"] = row(**whole | {"attn_implementation": "eager"})
+rows["experts"] = row(**whole | {"experts_implementation": "batched_mm"})
+plugs._seen = lambda function, size: plugs.Seen()
+rows["masks"] = row(**whole)
+plugs._seen = seen
+plugs._fused = lambda module: module.forward
+rows["norms"] = row(**whole)
+plugs._fused = fused
+plugs._opaque = lambda function: function
+rows["rotations"] = row(**whole)
+print(json.dumps(rows))
+"""
+
+
+def test_without_any_plug_in_a_number_is_wrong() -> None:
+    h, a, d, experts, chosen, wide = 64, 4, 32, 8, 2, 48
+    config = {
+        "model_type": "mixtral", "hidden_size": h, "num_attention_heads": a, "head_dim": d,
+        "num_key_value_heads": 2, "num_local_experts": experts, "num_experts_per_tok": chosen,
+        "intermediate_size": wide, "num_hidden_layers": 1, "vocab_size": 128, "sliding_window": 100,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, json.dumps(config)], capture_output=True, check=True
+    )
+    rows = json.loads(done.stdout.splitlines()[-1])
+    products = 2 * (h * d * (a + 4) + a * d * h + experts * h + chosen * 3 * h * wide)
+    kept = 4 * h + (2 * a + 4) * d + chosen * (h + 3 * wide)
+    single = (
+        a + 2 + experts + 2 * chosen + 1
+    )  # sums, norms; scores, the chosen's, their sum, shares
+    assert rows.pop("all") == [products, 100, kept, single]
+    assert rows["masks"] == [products, None, kept, single]  # no window is seen
+    assert rows["attention"][0] > products  # all scores, without the causal half
+    assert rows["experts"][2] > kept  # gathered weights
+    assert rows["norms"][3] > single + h  # copies of inputs in float32
+    assert rows["rotations"][2] > kept
+
+
+def test_a_file_is_counted_by_the_command(capsys, monkeypatch, builder) -> None:
+    monkeypatch.setattr(core, "Builder", lambda: nullcontext(builder))
+    path = str(CONFIGS / "olmoe-1b-7b.json")
+    assert main(["memory", "--config", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    row = COUNTS["olmoe-1b-7b"]
+    assert found["count"] == {
+        "total": int(row["total"]), "active": int(row["active"]), "model_type": "olmoe",
+    }  # fmt: skip
+    assert found["parameters"] == 2 * int(row["total"])
+    assert main(["memory", "--config", path, "--tp", "2", "--ep", "4", "--dp", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "olmoe (olmoe-1b-7b.json) of 6.919 billion parameters (1.282 of them active)" in out
+    for words in (["--model", "gpt-2"], ["--device", "cpu"]):
+        assert main(["memory", "--config", path, *words]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

@@ -180,6 +180,50 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
         assert max(gap(end[0][n], w) for n, w in uninterrupted[0].items()) < 1e-4
 
 
+def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path):
+    config = replace(
+        TODAY, heads=4, kv_heads=2, vocab=32, experts=4, router="sigmoid", ffn=24, tied=False
+    )
+
+    def saved():
+        job, _ = parallel(config, Layout(tp=4), torch.float32)
+        for buffer in job.untrained.values():
+            buffer.copy_(torch.arange(4.0) / 100)
+        training = Training(job, adamw(job))
+        job.step(*batch(config, 0, 2))
+        training.optimizer.step()
+        with Checkpoints(tmp_path, dist.group.WORLD) as store:
+            training.step = 1
+            store.save(training)
+        return job.full_state_dict(), moments(job, training.optimizer)
+
+    def moments(model, optimizer):
+        def first(piece):
+            return optimizer.state[piece]["exp_avg"]
+
+        if isinstance(model, GPT):
+            return {name: first(p) for name, p in model.named_parameters()}
+        return mesh.full_tensors(model, first)
+
+    def loaded(shape):
+        model = plain(config, torch.float32)
+        if shape.ranks > 1:
+            model, _ = parallel(config, shape, torch.float32, seed=1)
+        optimizer = adamw(model)
+        with Checkpoints(tmp_path, dist.group.WORLD) as store:
+            store.load(Training(model, optimizer))
+        whole = model.state_dict() if shape.ranks == 1 else model.full_state_dict()
+        return whole, moments(model, optimizer)
+
+    want = run(saved, 4)[0]
+    assert want[0]["blocks.1.ffn.router.bias_E"].tolist() == (torch.arange(4.0) / 100).tolist()
+    for shape in (Layout(), Layout(tp=4), Layout(pp=2, tp=2, zero=1)):
+        for found in run(lambda shape=shape: loaded(shape), shape.ranks):
+            for mine, theirs in zip(found, want, strict=True):
+                assert mine.keys() == theirs.keys()
+                assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
 def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
     def work():
         job, _ = parallel(GPT2, EIGHT, zero=1, dtype=torch.float32)

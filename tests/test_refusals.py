@@ -312,7 +312,7 @@ def test_a_mistake_gets_one_line(capsys, arguments, word) -> None:
 
 PUBLISHED = show.ROOT / "code/shardlab/strategy/published"
 RUN = ["cluster", "run", "--at", "127.0.0.1:29400"]
-FIT = ["strategy", "--profile", "nanotron", "--fit", str(PUBLISHED / "sweep40.csv")]
+FIT = ["strategy", "--profile", "nanotron", "--fit", str(PUBLISHED / "sweep.csv")]
 FILES = {
     "svg": [*SMALL, "--svg"],
     "rates": [*FIT, "--rates"],

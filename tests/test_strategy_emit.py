@@ -344,6 +344,9 @@ MEGATRONS = {
         replace(MIXTRAL, dense_layers=2, shared_experts=1, expert_ffn=2048, capacity=1.25),
         Layout(dp=8, ep=4),
     ),
+    "latents": (PRESETS["deepseek-v3"], Layout(dp=16, tp=2, ep=8, zero=1, microbatches=8)),
+    "windows": (replace(LLAMA, head=64, window=4096, full_every=4), Layout(dp=8)),
+    "norms of heads": (PRESETS["qwen3-30b-a3b"], Layout(dp=8, ep=8)),
 }
 
 
@@ -503,6 +506,14 @@ WRONG = [
     ("deepspeed", LLAMA, INTERLEAVED, "schedule='interleaved': with engine='deepspeed' allowed"),
     ("deepspeed", LLAMA, {"pp": 2, "stages": (15, 17)}, "nearest is 'equal'"),
     ("deepspeed", LLAMA, {"pp": 2, "recompute": "selective"}, "nearest is 'full'"),
+    (
+        "torchtitan",
+        replace(LLAMA, head=64),
+        {},
+        "head=64: with engine='torchtitan' allowed is None",
+    ),
+    ("fsdp2", replace(LLAMA, qk_norm=True), {"tp": 2}, "qk_norm=True: with engine='fsdp2' allowed"),
+    ("megatron", LLAMA, {"tp": 16}, "tp=16: allowed are divisors of key_value_heads=8"),
     ("torchtitan", GPT3, {}, "mlp='gelu', norm='layer', bias=True: with engine='torchtitan'"),
     ("torchtitan", replace(LLAMA, dropout=0.1), {}, "dropout=0.1: with engine='torchtitan'"),
     ("torchtitan", LLAMA, {"dp": 2, "zero": 1, "microbatches": 2}, "nearest is 2"),

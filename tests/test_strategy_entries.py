@@ -10,7 +10,7 @@ from commands import ran
 
 from shardlab.strategy.rates import PUBLISHED, known
 
-SWEEP, CASES = PUBLISHED / "sweep40.csv", PUBLISHED / "megatron.json"
+SWEEP, CASES = PUBLISHED / "sweep.csv", PUBLISHED / "megatron.json"
 NANOTRON, MEGATRON = PUBLISHED / "rates_nanotron.json", PUBLISHED / "rates_megatron.json"
 ADDED = ["predicted_seconds", "predicted_memory_gib", "note"]
 HEAD = "layers,hidden,heads,ffn,emb,seq,mbs,ga,dp,pp,tp,zero"
@@ -29,7 +29,7 @@ def predicted(capsys, path: Path) -> list[dict[str, str]]:
 def test_rows_come_back_in_order_with_what_is_predicted(capsys) -> None:
     given = list(csv.DictReader(SWEEP.open()))
     found = predicted(capsys, SWEEP)
-    assert len(found) == 40 and list(found[0]) == [*given[0], *ADDED]
+    assert len(found) == 340 and list(found[0]) == [*given[0], *ADDED]
     good = 0
     for row, line in zip(given, found, strict=True):
         assert {name: line[name] for name in row} == row
@@ -66,7 +66,7 @@ def test_no_measured_column_is_needed_and_reasons_stand_beside_rows(capsys, tmp_
     assert predicted(capsys, path) == []
 
 
-def test_a_fit_writes_what_the_others_read(capsys, tmp_path) -> None:
+def test_a_fit_writes_the_rates_that_come_with_the_course(capsys, tmp_path) -> None:
     rates = tmp_path / "rates.json"
     for source, profile in ((SWEEP, "nanotron"), (CASES, "megatron")):
         status, out, err = run(
@@ -79,6 +79,7 @@ def test_a_fit_writes_what_the_others_read(capsys, tmp_path) -> None:
         for name, rate in found["rates"].items():
             assert set(rate) == {"value", "unit", "spread", "origin"}
             assert rate["value"] == pytest.approx(kept[name], rel=1e-6)
+            assert rate["origin"] == kept.all[name].origin
 
 
 def test_cases(capsys, tmp_path) -> None:

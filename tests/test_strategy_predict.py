@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -12,26 +13,40 @@ from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn
 from shardlab.strategy.core import layer
 from shardlab.strategy.footprint import activations, footprint, fullest
 from shardlab.strategy.job import Job
-from shardlab.strategy.predict import of_job
+from shardlab.strategy.predict import first_rank, of_job
 from shardlab.strategy.rates import PUBLISHED, guesses, known, read
 
 NANOTRON, MEGATRON, COURSE = (PROFILES[name] for name in ("nanotron", "megatron", "course"))
-ROWS = files.read_rows("rows", PUBLISHED / "sweep40.csv")
+ROWS = files.read_rows("rows", PUBLISHED / "sweep.csv")
 CASES = {x["id"]: x for x in files.read_cases("cases", PUBLISHED / "megatron.json")}
 H100, A100 = MACHINES["h100"], MACHINES["a100"]
 
 
-@pytest.mark.parametrize("name", ["nanotron", "megatron"])
-def test_the_rates_that_come_with_the_course_are_those_that_a_fit_finds(name: str) -> None:
-    kept = known(name)
-    if name == "nanotron":
-        found = learn.from_rows(ROWS, NANOTRON, "sweep40.csv")
-    else:
-        found = learn.from_cases(CASES.values(), MEGATRON, "megatron.json")
-    assert list(kept) == list(found)
-    for rate in found:
-        assert kept[rate] == pytest.approx(found[rate], rel=1e-6)
-        assert kept.all[rate].origin == found.all[rate].origin
+def test_cells_that_were_left_out(request) -> None:
+    """Every other cell, a model on a number of nodes, at rates of the rest; and 300 rows by 40.
+
+    Judged are runs on up to 32 nodes that the file calls steady, and that are not half as fast as
+    predicted or slower: such are held up by something else, most of them by their messages.
+    """
+    if not request.config.getoption("--whole"):
+        pytest.skip("fits 340 rows; runs with --whole")
+    cells = sorted({(row["model"], row["nodes"]) for row in ROWS})
+    halves = [[row for row in ROWS if (row["model"], row["nodes"]) in cells[k::2]] for k in (0, 1)]
+    judged = []
+    for fitted_on, rest in (halves, halves[::-1]):
+        rates = learn.from_rows(fitted_on, NANOTRON, "a half").values_of()
+        judged += [(row, rates) for row in rest]
+    few = learn.from_rows(ROWS[:40], NANOTRON, "forty").values_of()
+    for pairs in (judged, [(row, few) for row in ROWS[40:]]):
+        off: tuple[list[float], list[float]] = ([], [])
+        for row, rates in pairs:
+            job, measured = files.row_job(row, NANOTRON), files.row_measured(row)
+            found = of_job(job, rates).seconds.total, first_rank(job, rates)
+            slow = row["state"] not in ("", "steady") or found[0] < measured[0] / 2
+            if int(row["nodes"]) <= 32 and not slow:
+                for k in (0, 1):
+                    off[k].append(abs(found[k] / measured[k] - 1))
+        assert median(off[0]) < 0.07 and median(off[1]) < 0.035, [median(x) for x in off]
 
 
 def test_layer_times_of_korthikanti() -> None:

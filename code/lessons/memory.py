@@ -33,16 +33,19 @@
 # %% tags=["hide-input"]
 # Imports, and the small model that every cell trains
 import argparse
+import json
 import statistics
+import tempfile
 import textwrap
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, memory, show, text
+from shardlab import count, hub, memory, show, text
 from shardlab.check import check
 from shardlab.layout import Layout
 from shardlab.memory.command import add_command
@@ -711,6 +714,68 @@ show.table(
 
 # %% [markdown]
 # Eight times as many GPUs take an eighth of the states, and the activations do not move: from some point on, more GPUs of this kind save nothing.
+#
+# ## A model of today, from its config.json
+#
+# On Hugging Face's hub a model is its weights, and a `config.json` with its sizes. What is built of these sizes the file does not say: its class does, and each of some two hundred kinds of model has one.
+# These are the sizes of Qwen3-30B-A3B {cite}`qwen2025qwen3`.
+
+# %%
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,  # 32 of them are twice the hidden size
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "tie_word_embeddings": False,
+}
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps(QWEN3))
+    qwen = hub.read(path)
+print(f"{qwen.total:,} parameters, of which a token meets {qwen.active:,}")
+
+# %% [markdown]
+# Read as a Mixtral, whose file has nearly the same keys, it would have been another model:
+
+# %%
+as_mixtral = Config(
+    *(151_936, 40_960, 48, 32, 2048, 4, 768, "swiglu", "rms", False, False),
+    experts=128,
+    experts_per_token=8,
+)
+print(f"{memory.parameter_count(as_mixtral) - qwen.total:,} parameters")
+
+# %% [markdown]
+# Heads of half the size, and no norms of queries and keys: 1.5 % of the parameters would be missing, and two thirds of what attention keeps for backward.
+# So `hub.read` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up what is there; then it sends a pretended token through one layer of each kind, and notes what backward would keep.
+# It runs no code that comes with a file, and it starts a process for that, which takes some seconds. What it does not understand it refuses in a line, and what a file left open it names.
+#
+# What a rank holds is then counted as above. Here are 64 GPUs, of which eight share the experts; the [lesson on experts](experts.md) tells how.
+
+# %% tags=["hide-input"]
+# Table: Qwen3-30B-A3B on 64 GPUs, with more and more of its states shared
+rows = []
+for words, shared in {
+    "copies": Layout(dp=64),
+    "experts shared by 8": Layout(dp=64, ep=8),
+    "and ZeRO-1": Layout(dp=64, ep=8, zero=1),
+    "and ZeRO-3": Layout(dp=64, ep=8, zero=3),
+}.items():
+    held = memory.estimate_structure(qwen, shared, seq=4096)
+    sizes = (held.parameters, held.gradients, held.optimizer, held.activations)
+    rows.append((words, *(f"{size / GB:.1f}" for size in sizes)))
+head = ["parameters (GB)", "gradients (GB)", "optimizer (GB)", "activations (GB)"]
+show.table(rows, ["on each rank", *head], caption="One sequence of 4,096 tokens on each")
+
+# %% [markdown]
+# `python -m shardlab memory --config config.json` prints it for any layout, and [strategy](strategy.md) plans with it.
 #
 # ## What other tools count
 #

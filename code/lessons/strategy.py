@@ -49,7 +49,7 @@ from shardlab.count import speed
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config
 from shardlab.show import measured
-from shardlab.strategy import MACHINES, Layout, copies, core, files, learn
+from shardlab.strategy import MACHINES, Layout, copies, core, files, learn, products
 from shardlab.strategy.command import add_command
 from shardlab.strategy.fit import fit
 from shardlab.strategy.measure import measure
@@ -92,7 +92,7 @@ points = [(one.reserved / GB, one.seconds, one.layout) for one in found.fits]
 alt = (
     f"{fits} dots: what a layout reserves on its fullest GPU, and the seconds of its step. "
     "At every fullness there are fast and slow ones. The fastest takes 68 s at 71 GB, copies alone "
-    "74 s at 75 GB, and others take up to 130 s."
+    "74 s at 75 GB, and others take up to 152 s."
 )
 show.figure(measured.layouts(points), alt, "strategy-layouts")
 
@@ -164,11 +164,11 @@ show.table(rows, head)
 # For that you need steps that ran.
 # The makers of the Ultra-Scale Playbook {cite}`tazi2025ultrascale` speak of over 4,000 experiments on up to 512 H100s, with nanotron, early in 2025.
 # Their table lists 3,257 runs of four models, with tokens per second and memory.
-# Forty of these, on up to 128 GPUs, come with this course; this page uses no others.
+# 340 of these come with this course. This page uses the first forty, on up to 128 GPUs, and no others.
 
 # %%
 nanotron = strategy.PROFILES["nanotron"]  # the library that ran them
-sweep = files.read_rows("sweep", PUBLISHED / "sweep40.csv")
+sweep = files.read_rows("sweep", PUBLISHED / "sweep.csv")[:40]
 jobs = [files.row_job(row, nanotron) for row in sweep]
 seconds = [files.row_measured(row)[0] for row in sweep]  # of a step
 
@@ -333,13 +333,13 @@ show.table(rows, ["left out", "off in the median", "order"])
 # A layer comes first.
 
 # %%
-show.source(core.layer, core._attention, core._launches)
+show.source(core.layer, core._attention, core._launches, core._cpu)
 
 # %% [markdown]
-# What is multiplied, what experts add, and what the tensor group sends:
+# What is multiplied, what experts add, and what the groups that share matrices or sequences send:
 
 # %%
-show.source(core._products, core._cut, core._product, core._tensor)
+show.source(products.products, products._cut, products.product, core._tensor, core._context)
 
 # %% [markdown]
 # Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.
@@ -723,7 +723,7 @@ shardlab("strategy --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4 --run
 # | what one sees | what it is |
 # |---|---|
 # | the best layout on paper is slow in practice, and all others as well, by the same factor | rates of another framework: fit that one, from one measured step |
-# | one layout is four times slower than predicted, its neighbours are not | it reserves more than some 96 % of the GPU's memory: the allocator frees and retries |
+# | one layout is many times slower than predicted, its neighbours are not | it needs more than some 96 % of the GPU's memory: the allocator frees and retries |
 # | a small model does not get faster with larger `t` | launches: a layer takes what the CPU takes, however small its share; compile the blocks, or capture the step |
 # | predicted and measured agree on one node and part on two | the wrong network interface, or one card for eight GPUs: [Clusters](cluster.md) asks all ranks |
 # | the planner's first three change places with every new rate | they are equal within its error: take the emptiest, or measure them |

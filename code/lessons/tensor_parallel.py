@@ -572,7 +572,7 @@ for t in (2, 4):
 show.source(tp.cut_ffn, tp.cut_attention)
 
 # %% [markdown]
-# So $t$ divides four numbers: heads, heads of keys and values, the width $F$ and the vocabulary. These are the degrees that do:
+# So $t$ divides three numbers: heads of queries, the width $F$ and the vocabulary. The heads of keys and values it divides, or they divide it. These are the degrees that do:
 
 # %%
 padded = replace(PRESETS["gpt-2"], vocab=50_304)
@@ -581,9 +581,7 @@ print("Llama 3 405B", tp.degrees(PRESETS["llama-3-405b"]))
 
 # %% [markdown]
 # GPT-2's vocabulary is $50257 = 29 \cdot 1733$, so it is padded with entries that no token uses.
-# Llama 3 has eight heads of keys and values, and here that is the end. In practice it is not: when ranks are more than these heads, several ranks get the same one.
-# vLLM copies its weights to them {cite}`vllm2026linear`; Megatron-LM goes on cutting the weights, and gathers keys and values before each rank picks its own {cite}`nvidia2026attention`. An exercise does the first.
-# Here any other number is refused before a byte is sent:
+# Any other number is refused before a byte is sent:
 
 # %% tags=["hide-input"]
 # Shows the refusal
@@ -596,6 +594,166 @@ else:
 
 
 # %% [markdown]
+# (tp-today)=
+# ## Today's attention: copied heads, norms of heads, latents
+#
+# Three things have come into attention since, and each raises one question: what is used on *every* rank, by each for its own heads?
+#
+# | in | what | on $t$ ranks |
+# |---|---|---|
+# | Llama 3, Qwen3 | few heads of keys and values: 8, or 4 | beyond that several ranks have the same one |
+# | Qwen3 | a norm of each head of queries and of keys; all heads share its weights | the weights are whole, each rank's gradient of them is not |
+# | DeepSeek-V3 | keys and values of all heads made of one *latent* | what makes the latent is whole, what makes heads of it is cut |
+#
+# You know the answer from $x$. All ranks have it, each uses it for its own heads, so each has a summand of its gradient, and `copy_to` adds these up.
+# Weights are no exception. The plain version lets them in by the same operator, and then takes of keys and values the head that its queries look at:
+
+# %%
+def plain_qwen(x_BSH, attention):
+    """Grouped attention with norms of heads; ranks may be more than heads of keys."""
+    c, rank, t = attention.config, dist.get_rank(), dist.get_world_size()
+    size, parts = c.head_size, min(c.key_value_heads, t)
+    q_hH, k_hH, v_hH = (
+        cut(attention.query.weight, 0),
+        *(
+            CopyTo.apply(layer.weight).chunk(parts)[rank * parts // t]
+            for layer in (attention.key, attention.value)
+        ),
+    )
+    x_BSH = CopyTo.apply(x_BSH)
+    q_BaSD, k_BkSD, v_BkSD = (
+        F.linear(x_BSH, weight_hH).unflatten(-1, (-1, size)).transpose(1, 2)
+        for weight_hH in (q_hH, k_hH, v_hH)
+    )
+    norms = attention.query_norm, attention.key_norm
+    q_BaSD, k_BkSD = (
+        F.rms_norm(x, (size,), CopyTo.apply(norm.weight), norm.eps)
+        for x, norm in zip((q_BaSD, k_BkSD), norms, strict=True)
+    )
+    q_BaSD, k_BkSD = (rotate(x, c.rotary_base) for x in (q_BaSD, k_BkSD))
+    y_BaSD = F.scaled_dot_product_attention(
+        q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True
+    )
+    y_BSh = y_BaSD.transpose(1, 2).flatten(-2)
+    return ReduceFrom.apply(F.linear(y_BSh, cut(attention.out.weight, 1)))
+
+
+# %% [markdown]
+# Eight heads of queries, two of keys and values, on up to eight ranks. A head has 12 numbers: in today's models heads times their size need not be $H$.
+
+# %% tags=["hide-input"]
+# Holds output and gradients against the plain attention
+QWEN = Config(
+    hidden=64, heads=8, kv_heads=2, head=12, qk_norm=True, bias=False, norm="rms",
+    mlp="swiglu", tied=False, layers=2, ffn=192, seq=64,
+)  # fmt: skip
+
+
+def qwen_apart():
+    torch.manual_seed(0)
+    models = [Attention(QWEN).to(ranks.device()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    inputs = [normal(0, 2, 16, 64).requires_grad_() for _ in models]
+    outputs = [models[0](inputs[0]), plain_qwen(inputs[1], models[1])]
+    for y_BSH in outputs:
+        y_BSH.square().sum().backward()
+    off = [apart(*outputs), apart(*(x.grad for x in inputs))]
+    names = {"query": 0, "out": 1, "key": None, "value": None}
+    for name, dim in (names | {"query_norm": None, "key_norm": None}).items():
+        grads = [getattr(model, name).weight.grad for model in models]
+        off.append(apart(*(g if dim is None else cut(g, dim) for g in grads)))
+    return off
+
+
+for t in (2, 4, 8):
+    off = max(max(one) for one in ranks.run(qwen_apart, t))
+    assert off < 1e-4  # float32, gradients of up to 20
+    print(f"{t} ranks: output and gradients differ from the whole by {short(off)}")
+
+# %% [markdown]
+# The module cuts as far as it goes, so a rank holds one head of keys and values and no more. Copies begin alike and get the same sum, so they stay alike; in the norm of gradients each counts once.
+# It adds them up in one message of all heads, with zeros where a head is another rank's, which needs no further group. vLLM copies the weights as well {cite}`vllm2026linear`; Megatron-LM goes on cutting them, and gathers keys and values before each rank picks its own {cite}`nvidia2026attention`.
+#
+# A *latent* {cite}`deepseek2024v3` moves the place where the region begins. DeepSeek-V3 first multiplies $x$ by narrow matrices: 1,536 numbers a token for queries, 512 for keys and values, 64 that know the position. All 128 heads are made of these.
+# Every rank computes the narrow part whole, as it does a norm. What enters is the latents, and what is cut are the matrices that make heads of them:
+
+# %%
+show.source(tp.cut_latent, tp.core._entering)
+
+# %% [markdown]
+# Both as whole models, with a window in every other layer of the first, and with experts in the second:
+
+# %% tags=["hide-input"]
+# Table: both models beside one process
+WINDOWED = replace(QWEN, window=16, full_every=2)
+DEEPSEEK = replace(
+    QWEN, kv_heads=None, qk_norm=False, head=8, value=12, latent=16, query_latent=24,
+    rotary=4, experts=8, expert_ffn=32, shared_experts=1, dense_layers=1, ffn=64,
+    router="sigmoid", expert_groups=4, groups_per_token=2, routed_scale=2.5,
+)  # fmt: skip
+
+
+def today_apart(config):
+    """Largest differences of logits and gradients, and the share of parameters."""
+    group, whole = dist.group.WORLD, plain(config, torch.float64)
+    mine = tp.parallelize(plain(config, torch.float64), group)
+    tokens, targets = batch(0)
+    logits = [whole(tokens), tp.gather_last(mine(tokens), group)]
+    loss(logits[0], targets).backward()
+    tp.loss(mine(tokens), targets, group).backward()
+    full, gradients = dict(whole.named_parameters()), []
+    for name, parameter in mine.named_parameters():
+        grad, dim, parts = full[name].grad, tp.cuts(mine)[name], tp.parts(mine)[name]
+        if dim is not None:
+            grad = grad.chunk(parts, dim)[dist.get_rank() * parts // group.size()]
+        gradients.append(apart(grad, parameter.grad))
+    held = [sum(p.numel() for p in model.parameters()) for model in (mine, whole)]
+    return apart(*logits), max(gradients), held[0] / held[1]
+
+
+rows = []
+for name, config in (("as Qwen3", WINDOWED), ("as DeepSeek-V3", DEEPSEEK)):
+    for t in (2, 4, 8):
+        found = ranks.run(today_apart, t, config)
+        logits, gradients, held = map(max, zip(*found, strict=True))
+        # Float64: numbers about 1, and sums of 64 to 192 of them in another order.
+        assert logits < 1e-12 and gradients < 1e-12
+        rows.append((name, t, short(logits), short(gradients), f"{held:.3f}"))
+head = ["model", "t", "logits differ by", "gradients by", "parameters of a rank (of all)"]
+show.table(rows, head)
+
+# %% [markdown]
+# And the cost, for the published shapes: what eight ranks do not divide, and what enters.
+
+# %% tags=["hide-input"]
+# Table: a layer's attention on one of eight ranks, by formula
+rows, EIGHT = [], Layout(tp=8)
+for name in ("llama-3-8b", "qwen3-30b-a3b", "deepseek-v3"):
+    config = PRESETS[name]
+    whole, mine = (
+        memory.parameters(config, at)["attention"] / config.layers / 1e6
+        for at in (Layout(), EIGHT)
+    )
+    enters = sum(tp.predict.entering(config))
+    sizes = f"{whole:.1f}", f"{whole / 8:.2f}", f"{mine:.2f}"
+    rows.append((name, *sizes, f"{config.hidden:,}", f"{enters:,}"))
+assert [row[2:4] for row in rows[1:]] == [("2.36", "2.62"), ("23.39", "36.63")]
+assert rows[2][4:] == ("7,168", "2,112")
+head = [
+    "model",
+    "attention of a layer (M parameters)",
+    "an eighth (M)",
+    "on a rank (M)",
+    "h (numbers a token)",
+    "what enters (numbers a token)",
+]
+show.table(rows, head)
+
+
+# %% [markdown]
+# Two copies of a head cost Qwen3 a tenth more of attention's weights. DeepSeek-V3's ranks have half as much again as an eighth: each has what makes the latents.
+# In return backward adds up 2,112 numbers a token at the entrance, in place of 7,168. With sequence parallelism, the next lesson, the narrow part is computed of a rank's own tokens, and what has to be gathered are latents, too.
+#
 # ## Vocabulary: embedding, logits, loss
 #
 # The largest matrix of GPT-2 is its *embedding*. It is cut by rows: a rank looks up the tokens that it has, and puts zeros for the others; the sum has each row once.
@@ -1842,7 +2000,7 @@ check(my_degree)
 #
 # - First matrix by columns, second by rows: nothing is sent in between, one all-reduce at the end. Other orders send two and a half to four and a half times as much.
 # - Two conjugate operators make the gradients right; without `copy_to` training runs on, and learns wrongly.
-# - Heads take the place of columns in attention; embedding, logits and loss are cut by vocabulary, and three numbers for each token replace the logits.
+# - Heads take the place of columns in attention. What every rank uses for its own heads, be it $x$, a latent or weights, enters by `copy_to`; embedding, logits and loss are cut by vocabulary, and three numbers for each token replace the logits.
 # - Biases behind a sum are whole, and added once; shards are cut from one drawing.
 # - $t$ ranks hold a $t$-th of the states and less than that is saved of activations: the stream stays whole.
 # - Four all-reduces of $bsh$ elements for each block and step. Backward's half hides behind the weights' gradients, forward's behind other tokens' products; stay within one fast domain all the same.

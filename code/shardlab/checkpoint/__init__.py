@@ -9,6 +9,10 @@ number of ranks can read what another number wrote. This package adds what DCP l
 - `members`: what one rank finds, all raise;
 - `reasons`: why a file could not be written, a full disk for one;
 - `one_file`: `export`, one file for a plain process;
+- `hub`: `load_hub` and `save_hub`, weights as Hugging Face's hub keeps them, streamed; `names`,
+  what they are called there, and `safe`, the files;
+- `moving`: `hand_over`, the same weights under another layout while a job runs; `pieces`, what a
+  rank has of a model, whatever has cut it;
 - `cost`: how often to save.
 
     store = Checkpoints("runs/a", dist.group.WORLD, keep=2)
@@ -27,6 +31,9 @@ number of ranks can read what another number wrote. This package adds what DCP l
 from .core import Checkpoints, Training, named_tensors
 from .cost import best_interval, lost_fraction, simulated_lost_fraction
 from .folder import MANIFEST, CheckpointError, complete
+from .hub import load_hub, save_hub
+from .moving import hand_over, predicted_hand_over
+from .names import config_of
 from .one_file import export
 
 __all__ = [
@@ -36,8 +43,13 @@ __all__ = [
     "Training",
     "best_interval",
     "complete",
+    "config_of",
     "export",
+    "hand_over",
+    "load_hub",
     "lost_fraction",
-    "simulated_lost_fraction",
     "named_tensors",
+    "predicted_hand_over",
+    "save_hub",
+    "simulated_lost_fraction",
 ]

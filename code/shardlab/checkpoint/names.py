@@ -1,78 +1,442 @@
-"""What the hub calls the tensors of today's decoders, by the names that the course's own GPT has.
+"""What tensors and sizes are called on Hugging Face's hub, and how ours stand in them.
 
-Tensors are the same but for their names: nothing is transposed, joined or put in another order.
-Llama, Qwen3 with and without experts, and DeepSeek-V3, as `save_pretrained` of `transformers`
-writes them.
+One row of `FAMILIES` for each kind of model, by its `model_type`. Most of the hub's tensors are
+ours under another name. GPT-2's matrices are transposed, inputs first, and its queries, keys and
+values stand side by side in one; GPT-NeoX has those of a head beside each other, head after head.
+So a tensor of ours is one part of a hub's tensor or several: its `Link`s.
+
+The course's GPT has rotary positions. GPT-2 learned its own, which stay in the file (`beside`);
+what computes the same as the course's GPT of GPT-2's shape is GPT-NeoX (Black et al. 2022, arXiv
+2204.06745), with its two halves of a block one after the other.
+
+The standard library alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from shardlab.arguments import check_kind
-from shardlab.layout.entries import ledger
+from shardlab.arguments import check_kind, check_one_of
+from shardlab.layout.boxes import Box, whole
+from shardlab.layout.entries import Entry, ledger
+from shardlab.options import read_json
 from shardlab.shapes import Config
 
-OUTSIDE = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-LAYER = {  # the beginning of a name inside of a layer; the longest that fits
+
+class Link(NamedTuple):
+    """A part of one of our tensors, and where it stands in one of the hub's."""
+
+    hub: str
+    place: Box  # in the hub's
+    name: str
+    box: Box  # in ours
+    turned: bool = False  # the hub's is transposed
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a kind of model is called and stored; our names and fields are the keys."""
+
+    classname: str
+    layer: str  # what stands before the names of a layer's tensors
+    names: Mapping[str, str]
+    sizes: Mapping[str, str]  # fields of Config -> keys of config.json
+    fixed: Mapping[str, Any]  # fields of Config that all of them have
+    keys: Mapping[str, Any]  # keys of config.json with the one value that our GPT computes
+    turned: tuple[str, ...] = ()  # whose weights are stored transposed
+    fused: str = ""  # queries, keys and values in one tensor: "side by side", or "by heads"
+    beside: str = r"(?!)"  # the hub's tensors that our GPT has no place for, as a pattern
+    base: str = ""  # some files leave this out, which names begin with
+
+
+_QKV = "attention.query", "attention.key", "attention.value"
+_LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
     "attention.out": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+_EXPERT_NAMES = {
     "ffn.router.score": "mlp.gate",
-    "ffn.router.bias_E": "mlp.gate.e_score_correction_bias",
-    "ffn.shared": "mlp.shared_experts",
-    "ffn.experts": "mlp.experts",
-    "ffn": "mlp",
+    "ffn.experts.gate": "mlp.experts.{}.gate_proj",
+    "ffn.experts.up": "mlp.experts.{}.up_proj",
+    "ffn.experts.down": "mlp.experts.{}.down_proj",
 }
-LATENT = {
-    "attention.query_down": "self_attn.q_a_proj",
-    "attention.query_norm": "self_attn.q_a_layernorm",
-    "attention.query": "self_attn.q_b_proj",
-    "attention.down": "self_attn.kv_a_proj_with_mqa",
-    "attention.down_norm": "self_attn.kv_a_layernorm",
-    "attention.key_value": "self_attn.kv_b_proj",
+_QK_NORM = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+_SIZES = {
+    "vocab": "vocab_size",
+    "seq": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "tied": "tie_word_embeddings",
+    "rotary_base": "rope_theta",
 }
-NETWORK = {"up": "up_proj", "gate": "gate_proj", "down": "down_proj"}
+_LLAMA_SIZES = _SIZES | {
+    "kv_heads": "num_key_value_heads",
+    "head": "head_dim",
+    "norm_eps": "rms_norm_eps",
+}
+_RMS = {"mlp": "swiglu", "norm": "rms", "bias": False}
+_LAYER = {"mlp": "gelu", "norm": "layer", "bias": True}
+_SILU = {"hidden_act": "silu", "attention_bias": False}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES,
+        _LLAMA_SIZES,
+        _RMS,
+        _SILU | {"mlp_bias": False},
+        beside=r".*\.rotary_emb\.inv_freq",
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES | _QK_NORM,
+        _LLAMA_SIZES,
+        _RMS | {"qk_norm": True},
+        _SILU | {"use_sliding_window": False},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES
+        | {
+            "ffn.router.score": "block_sparse_moe.gate",
+            "ffn.experts.gate": "block_sparse_moe.experts.{}.w1",
+            "ffn.experts.up": "block_sparse_moe.experts.{}.w3",
+            "ffn.experts.down": "block_sparse_moe.experts.{}.w2",
+        },
+        _LLAMA_SIZES
+        | {
+            "experts": "num_local_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "window": "sliding_window",
+        },
+        _RMS,
+        {"hidden_act": "silu"},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES | _QK_NORM | _EXPERT_NAMES,
+        _LLAMA_SIZES
+        | {
+            "experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_ffn": "moe_intermediate_size",
+        },
+        _RMS | {"qk_norm": True},
+        _SILU
+        | {
+            "use_sliding_window": False,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        "model.layers.{}.",
+        _LLAMA_NAMES
+        | _EXPERT_NAMES
+        | {
+            "attention.query_down": "self_attn.q_a_proj",
+            "attention.query_norm": "self_attn.q_a_layernorm",
+            "attention.query": "self_attn.q_b_proj",
+            "attention.down": "self_attn.kv_a_proj_with_mqa",
+            "attention.down_norm": "self_attn.kv_a_layernorm",
+            "attention.key_value": "self_attn.kv_b_proj",
+            "ffn.router": "mlp.gate",
+            "ffn.shared.gate": "mlp.shared_experts.gate_proj",
+            "ffn.shared.up": "mlp.shared_experts.up_proj",
+            "ffn.shared.down": "mlp.shared_experts.down_proj",
+        },
+        _SIZES
+        | {
+            "norm_eps": "rms_norm_eps",
+            "head": "qk_nope_head_dim",
+            "value": "v_head_dim",
+            "rotary": "qk_rope_head_dim",
+            "latent": "kv_lora_rank",
+            "query_latent": "q_lora_rank",
+            "experts": "n_routed_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_ffn": "moe_intermediate_size",
+            "shared_experts": "n_shared_experts",
+            "dense_layers": "first_k_dense_replace",
+            "expert_groups": "n_group",
+            "groups_per_token": "topk_group",
+            "routed_scale": "routed_scaling_factor",
+        },
+        _RMS | {"router": "sigmoid"},
+        _SILU | {"norm_topk_prob": True, "rope_interleave": True},
+        beside=r"model\.layers\.61\..*",  # it predicts the token after the next
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        "transformer.h.{}.",
+        {
+            "embedding": "transformer.wte",
+            "attention_norm": "ln_1",
+            **dict.fromkeys(_QKV, "attn.c_attn"),
+            "attention.out": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn.up": "mlp.c_fc",
+            "ffn.down": "mlp.c_proj",
+            "norm": "transformer.ln_f",
+            "head": "lm_head",
+        },
+        {
+            "vocab": "vocab_size",
+            "seq": "n_positions",
+            "layers": "n_layer",
+            "heads": "n_head",
+            "hidden": "n_embd",
+            "ffn": "n_inner",
+            "tied": "tie_word_embeddings",
+            "norm_eps": "layer_norm_epsilon",
+        },
+        _LAYER,
+        {},
+        turned=(*_QKV, "attention.out", "ffn.up", "ffn.down"),
+        fused="side by side",
+        beside=r"transformer\.wpe\.weight|.*\.attn\.(masked_)?bias",
+        base="transformer.",
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        "gpt_neox.layers.{}.",
+        {
+            "embedding": "gpt_neox.embed_in",
+            "attention_norm": "input_layernorm",
+            **dict.fromkeys(_QKV, "attention.query_key_value"),
+            "attention.out": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn.up": "mlp.dense_h_to_4h",
+            "ffn.down": "mlp.dense_4h_to_h",
+            "norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
+        _SIZES | {"norm_eps": "layer_norm_eps"},
+        _LAYER,
+        {
+            "hidden_act": "gelu",
+            "use_parallel_residual": False,
+            "rotary_pct": 1.0,
+            "attention_bias": True,
+        },
+        fused="by heads",
+    ),
+}
+COMPUTED = [kind for kind in FAMILIES if kind != "gpt2"]  # by the course's GPT, to rounding
+_FUSED_EXPERTS = {
+    "gate_up_proj": ("ffn.experts.gate", "ffn.experts.up"),
+    "down_proj": ("ffn.experts.down",),
+}
+# What a key that is not there stands for, where that is not the value that our GPT computes.
+_ABSENT = {
+    "use_parallel_residual": True,
+    "rotary_pct": 0.25,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-6,
+}
+# Fields of Config that may be None, and what then stands for them.
+_VALUES = {
+    "kv_heads": "key_value_heads",
+    "ffn": "ffn_width",
+    "expert_ffn": "expert_width",
+    "head": "content_size",
+    "value": "value_size",
+}
 
 
-def hub_names(config: Config) -> dict[str, str]:
-    """Our name of each tensor in the state dict of GPT(config) -> the hub's, in the model's order.
+class Named(NamedTuple):
+    """An entry's name, taken apart: blocks.3.ffn.experts.5.up.weight."""
 
-    A tied head is in none of the hub's files, and has no name here. The bias of a router of
-    sigmoids, which no gradient trains, has one. Raises ValueError for shapes of other decoders.
+    stem: str  # ffn.experts.up
+    suffix: str  # weight
+    layer: int | None
+    expert: int | None
+
+
+def named(name: str) -> Named:
+    """What a name of the plain model's says."""
+    rest, _, suffix = name.rpartition(".")
+    found = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.*?)(?:\.experts\.(\d+)(\..*))?", rest)
+    layer, stem, expert, last = found.groups()
+    stem = stem if expert is None else f"{stem}.experts{last}"
+    return Named(stem, suffix, *(None if n is None else int(n) for n in (layer, expert)))
+
+
+def family_of(config: Config) -> str:
+    """The kind of model on the hub that computes what GPT(config) does, by its model_type.
+
+    Raises ValueError where none does.
     """
     check_kind(Config, config=config)
-    for name, only in (("mlp", "swiglu"), ("norm", "rms"), ("bias", False)):
-        if (value := getattr(config, name)) != only:
-            raise ValueError(f"{name}={value!r}: allowed for the hub's names is {only!r}")
-    return dict(_pairs(config))
+    for kind in COMPUTED:
+        with suppress(ValueError):
+            if _values(_shape(config_json(config, kind))) == _values(config):
+                return kind
+    raise ValueError(f"config={config}: allowed are shapes of {', '.join(COMPUTED)}")
 
 
-def _pairs(config: Config) -> Iterator[tuple[str, str]]:
-    table = LAYER | (LATENT if config.latent else {})
-    if config.latent and not config.query_latent:
-        table["attention.query"] = "self_attn.q_proj"
+def _values(config: Config) -> dict[str, Any]:
+    """What decides what a model computes when it generates."""
+    names = [field.name for field in fields(config) if field.name != "dropout"]
+    return {name: getattr(config, _VALUES.get(name, name)) for name in names}
+
+
+def links(config: Config, model_type: str) -> dict[str, list[Link]]:
+    """Where each tensor of GPT(config) stands on the hub, by our names; a tied head nowhere.
+
+    Raises ValueError for a kind that is not in the table, or has no place for one of the tensors.
+    """
+    check_kind(Config, config=config)
+    check_one_of(FAMILIES, model_type=model_type)
+    family, found = FAMILIES[model_type], {}
     for entry in ledger(config):
-        if entry.layer is None:
-            if not entry.tied:
-                yield entry.name, OUTSIDE[entry.name]
+        if entry.tied is not None:
             continue
-        before, inside = f"blocks.{entry.layer}.", f"model.layers.{entry.layer}."
-        yield entry.name, inside + _in_layer(entry.name.removeprefix(before), table)
-        if entry.name.endswith("router.score.weight") and config.router == "sigmoid":
-            yield before + "ffn.router.bias_E", inside + table["ffn.router.bias_E"]
+        stem, suffix, layer, expert = named(entry.name)
+        if stem not in family.names:
+            text = f"has no place for {entry.name}; allowed are models without"
+            raise ValueError(f"model_type={model_type!r}: {text}")
+        before = "" if layer is None else family.layer.format(layer)
+        theirs = family.names[stem].format(expert)
+        if config.latent and not config.query_latent:
+            theirs = theirs.replace("q_b_proj", "q_proj")
+        turned = stem in family.turned and suffix == "weight"
+        hub = f"{before}{theirs}.{suffix}"
+        found[entry.name] = list(_places(config, family, entry, stem, hub, turned))
+        if stem == "ffn.router.score" and "ffn.router" in family.names:  # no gradient trains it
+            name, box = entry.name.replace("score.weight", "bias_E"), whole(entry.shape[:1])
+            hub = f"{before}{family.names['ffn.router']}.e_score_correction_bias"
+            found[name] = [Link(hub, box, name, box)]
+    return found
 
 
-def _in_layer(name: str, table: dict[str, str]) -> str:
-    start = max((s for s in table if name == s or name.startswith(f"{s}.")), key=len)
-    *rest, what = name.removeprefix(start).split(".")
-    return ".".join((table[start], *(NETWORK.get(part, part) for part in rest if part), what))
+def _places(
+    config: Config, family: Family, entry: Entry, stem: str, hub: str, turned: bool
+) -> Iterator[Link]:
+    """The parts of an entry, and where they stand in the hub's tensor."""
+    rows, *rest = whole(entry.shape)
+    number = _QKV.index(stem) if stem in _QKV and family.fused else 0
+    each = config.head_size if family.fused == "by heads" and stem in _QKV else rows[1]
+    times = len(_QKV) if each < rows[1] else 1
+    for head in range(rows[1] // each):
+        first = (head * times + number) * each
+        place, box = ((first, first + each), *rest), ((head * each, (head + 1) * each), *rest)
+        yield Link(hub, place[::-1] if turned else place, entry.name, box, turned)
+
+
+def links_of_transformers(
+    model_type: str, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Link]]:
+    """The same for a model of `transformers`, whose names are the hub's but for experts.
+
+    It has those of a layer in one tensor, [E, 2F, H] for gate and up, [E, H, F] for down; the hub
+    has each alone. Raises ValueError for experts of a kind that is not in the table.
+    """
+    found, family = {}, FAMILIES.get(model_type)
+    for name, of in shapes.items():
+        before, experts, last = name.partition("mlp.experts.")
+        if experts and len(of) == 3:
+            if family is None or last not in _FUSED_EXPERTS:
+                allowed = ", ".join(
+                    kind for kind in FAMILIES if "ffn.experts.up" in FAMILIES[kind].names
+                )
+                raise ValueError(f"model_type={model_type!r}: allowed with experts are {allowed}")
+            stems = [family.names[stem] for stem in _FUSED_EXPERTS[last]]
+            each = of[1] // len(stems)
+            found[name] = [
+                Link(
+                    f"{before}{stem.format(expert)}.weight",
+                    ((0, each), (0, of[2])),
+                    name,
+                    ((expert, expert + 1), (k * each, (k + 1) * each), (0, of[2])),
+                )
+                for expert in range(of[0])
+                for k, stem in enumerate(stems)
+            ]
+            continue
+        hub = name
+        if family is not None and name == "lm_head.weight":
+            hub = f"{family.names['head']}.weight"
+        if family is not None and "ffn.router.score" in family.names and ".mlp.gate." in name:
+            hub = name.replace("mlp.gate", family.names["ffn.router.score"])
+        found[name] = [Link(hub, whole(of), name, whole(of))]
+    return found
+
+
+def shapes(found: Mapping[str, list[Link]]) -> dict[str, tuple[int, ...]]:
+    """The hub's tensors, by name, and their shapes: what all links into them cover."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for link in (link for each in found.values() for link in each):
+        here = tuple(end for _, end in link.place)
+        before = ends.get(link.hub, here)
+        ends[link.hub] = tuple(max(pair) for pair in zip(before, here, strict=True))
+    return ends
+
+
+# The shape itself, as config.json has it.
+
+
+def config_json(config: Config, model_type: str) -> dict[str, Any]:
+    """What `transformers` builds this kind of model from, with the shape of GPT(config)."""
+    family = FAMILIES[model_type]
+    found = {key: getattr(config, _VALUES.get(name, name)) for name, key in family.sizes.items()}
+    if "rope_theta" in found:
+        found["rope_parameters"] = {"rope_theta": found.pop("rope_theta"), "rope_type": "default"}
+    if "latent" in family.sizes:  # each head has keys and values of its own
+        found["num_key_value_heads"] = config.heads
+    return {"model_type": model_type, "architectures": [family.classname], **found, **family.keys}
+
+
+def config_of(folder: str | Path) -> Config:
+    """The shape of the course's GPT for the model in `folder`, from its config.json.
+
+    Raises ValueError for a kind that is not in the table, and for one that computes, by a key of
+    its file, what the GPT does not: learned positions of GPT-2 and its GELU alone are let pass.
+    """
+    path = Path(folder) / "config.json"
+    given = read_json("config", path)
+    try:
+        return _shape(given if isinstance(given, dict) else {})
+    except ValueError as error:
+        raise ValueError(f"config={str(path)!r}: {error}") from None
+
+
+def _shape(given: Mapping[str, Any]) -> Config:
+    """The shape that such a file says; ValueError for what our GPT does not compute."""
+    if given.get("model_type") not in FAMILIES:
+        allowed = f"allowed are {', '.join(FAMILIES)}"
+        raise ValueError(f"model_type={given.get('model_type')!r}; {allowed}")
+    family, ropes = FAMILIES[given["model_type"]], given.get("rope_parameters") or {}
+    scaled = given.get("rope_scaling") or ropes
+    given = {**_ABSENT, **given, **ropes}
+    given.setdefault("num_experts", given.get("num_local_experts"))  # as newer versions write it
+    given["rope_type"] = scaled.get("rope_type", scaled.get("type", "default"))
+    given["rotary_pct"] = ropes.get("partial_rotary_factor", given["rotary_pct"])
+    for key, only in {**family.keys, "rope_type": "default"}.items():
+        if given.get(key, only) != only:
+            raise ValueError(f"{key}={given[key]!r}; allowed is {only!r}")
+    sizes = {name: given[key] for name, key in family.sizes.items() if given.get(key) is not None}
+    return Config(**family.fixed | sizes)

@@ -1,6 +1,7 @@
 """Any causal model of transformers, counted from its config.json: what it is made of, exactly.
 
-- `read`: the `Structure` that a file describes; `read_many`: of several, by one process;
+- `read`: the `Structure` that a file describes; `planned`: one that can be planned as well;
+  `read_many`: of several, by one process;
 - what a file may ask for (bounds), a process that builds (child, ask), transformers' class on meta
   (build), its kinds of layers (kinds), what they compute and keep (trace), how tensor ranks cut
   them (cuts).
@@ -9,6 +10,6 @@ Nothing is guessed from names of keys: the model's own class is built, without i
 tensors are counted. It is no network's business, and no code of the file's is run.
 """
 
-from .core import read, read_many
+from .core import planned, read, read_many
 
-__all__ = ["read", "read_many"]
+__all__ = ["planned", "read", "read_many"]

@@ -42,11 +42,6 @@ def configured(given: dict[str, Any]) -> PreTrainedConfig:
     return CONFIG_MAPPING[kind].from_dict({**given, "model_type": kind})
 
 
-def default(kind: str) -> PreTrainedConfig:
-    """What that class is without a file."""
-    return CONFIG_MAPPING[kind]()
-
-
 def build(config: PreTrainedConfig, **plugged: str) -> nn.Module:
     """The model on meta: the one that AutoModelForCausalLM makes of it, else the image-text one."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):

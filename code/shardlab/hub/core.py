@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardlab.layout.entries import Entry
+from shardlab.layout.entries import COPIED, Entry
 from shardlab.layout.structure import Core, Kind, Routed, Structure
 from shardlab.options import read_text
 
@@ -32,6 +33,15 @@ def read(path: str | Path, name: str = "config") -> Structure:
         raise ValueError(f"{name}={str(path)!r}: {error}") from None
 
 
+def planned(path: str | Path, name: str = "config") -> Structure:
+    """The same, of a model whose time and memory can be predicted, or ValueError says why not."""
+    found = read(path, name)
+    if found.unplanned:
+        words = f"{found.model_type} is counted, and not planned: {found.unplanned}"
+        raise ValueError(f"{name}={str(path)!r}: {words}")
+    return found
+
+
 @lru_cache(maxsize=64)
 def _read(text: str) -> Structure:
     given = bounds.read(text)
@@ -39,31 +49,24 @@ def _read(text: str) -> Structure:
         return structure(builder.ask({"given": given, "trace": True}))
 
 
-def read_many(paths: Iterable[str | Path], trace: bool = True) -> Iterator[Structure | ValueError]:
+def read_many(
+    paths: Iterable[str | Path], trace: bool = True, builder: Builder | None = None
+) -> Iterator[Structure | ValueError]:
     """The structure of each file, or why there is none, by one process for all that end well.
 
     trace: whether what layers compute and keep is followed. Without it a count takes a tenth of
-    the time, and no model can be planned.
+    the time, and no model can be planned. builder: the process, which goes on; None: one of its
+    own.
     """
-    with Builder() as builder:
+    with nullcontext(builder) if builder else Builder() as asked:
         for path in paths:
             try:
                 text = read_text("config", path, "JSON files", bounds.BYTES)
-                found = structure(builder.ask({"given": bounds.read(text), "trace": trace}))
+                found = structure(asked.ask({"given": bounds.read(text), "trace": trace}))
             except ValueError as error:
                 yield ValueError(f"config={str(path)!r}: {error}")
             else:
                 yield found
-
-
-def defaults(model_types: Iterable[str], trace: bool = True) -> Iterator[Structure | ValueError]:
-    """The same of transformers' classes as they are without a file."""
-    with Builder() as builder:
-        for model_type in model_types:
-            try:
-                yield structure(builder.ask({"default": model_type, "trace": trace}))
-            except ValueError as error:
-                yield ValueError(f"model_type={model_type!r}: {error}")
 
 
 def structure(facts: dict[str, Any]) -> Structure:
@@ -197,7 +200,7 @@ def _told_apart(kinds: list[Kind]) -> tuple[Kind, ...]:
         entries = []
         for entry in kind.entries:
             along, many = entry.along, entry.units
-            if along and many and units.setdefault(along, many) != many:
+            if along and many and along != COPIED and units.setdefault(along, many) != many:
                 entry = replace(entry, along=f"{along} ({kind.name})")
             entries.append(entry)
         found.append(replace(kind, entries=tuple(entries)))

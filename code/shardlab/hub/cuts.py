@@ -13,7 +13,7 @@ import re
 from math import gcd
 from typing import Any
 
-from shardlab.layout.entries import Entry
+from shardlab.layout.entries import COPIED, Entry
 
 # End of a name in attention or in what stands in its place: dimension, and by what.
 _ATTENTION: tuple[tuple[str, int | None, str], ...] = (
@@ -38,13 +38,13 @@ _NETWORK: tuple[tuple[str, int | None, str], ...] = (
 )
 _MIXES = re.compile(r"attn|attention|mamba|temporal|ssm|conv|time_mix|mixer")
 _NORM = re.compile(r"(^|[._])(layer_?)?norm|(^|\.)ln_|norm(_\w|\d)?\.(weight|bias)$|layernorm")
-WORDS = {
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "both": "num_key_value_heads",
-    "mixer": "heads of the state space or linear attention",
-    "width": "intermediate_size",
-    "twice": "intermediate_size",  # gate and up in one
+WORDS = {  # as Config calls it, where it does
+    "heads": "heads",
+    "kv_heads": COPIED,
+    "both": f"{COPIED} of a fused matrix",
+    "mixer": "heads of a state space",
+    "width": "ffn_width",
+    "twice": "ffn_width",  # gate and up in one
 }
 
 
@@ -66,7 +66,8 @@ def inside(tensor: dict[str, Any], layer: dict[str, Any]) -> Entry:
     if not units or shape[dimension] % units:
         return Entry(name, shape, kind, expert=expert)
     along = WORDS["mixer" if mixes and _mixer(layer) else by]
-    along = f"{'moe_' * (expert is not None)}{along}"
+    if expert is not None:
+        along = "expert_width"
     return Entry(name, shape, kind, tp=dimension, along=along, units=units, expert=expert)
 
 
@@ -83,7 +84,7 @@ def outside(tensor: dict[str, Any], first: bool, last: bool) -> Entry:
     name, shape = tensor["name"], tuple(tensor["shape"])
     if len(shape) == 2 and (first or last):
         kind = "embedding" if first else "head"
-        cut = {"tp": 0, "along": "vocab_size", "units": shape[0]}
+        cut = {"tp": 0, "along": "vocab", "units": shape[0]}
         return Entry(name, shape, kind, tied=tensor["tied"], **cut)
     kind = "norms" if len(shape) == 1 and _NORM.search(name) else "ffn"
     if not first and "embed" in name:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .build import build, configured, default
+from .build import build, configured
 from .kinds import OTHERS, Alike, Tensor, main_stack, settings, split, stacks
 from .mixers import mixer
 from .plugs import PLUGGED, plug
@@ -25,15 +25,15 @@ plug()
 # Keys that say how large a model is, or what is shared: named where a file leaves them open.
 SIZES = re.compile(
     r"^(tie_word_embeddings|vocab_size|head_dim|.*hidden_size|.*intermediate_size|num_.*(layers|heads"
-    r"|experts|per_tok)|.*_(rank|head_dim|topk)|sliding_window|max_position_embeddings|n_.*experts"
+    r"|experts|per_tok)|.*_(rank|topk)|(qk_nope|qk_rope|v)_head_dim|sliding_window|max_position_embeddings|n_.*experts"
     r"|mlp_bias|attention_bias|use_qk_norm|first_k_dense_replace|.*mamba.*|ssm_.*)$"
 )
 
 
 def facts(asked: dict[str, Any]) -> dict[str, Any]:
-    """asked: {"given": a config.json} or {"default": a model_type}, and whether to "trace" it."""
-    given = asked.get("given", {})
-    config = configured(given) if given else default(asked["default"])
+    """asked: {"given": a config.json, "trace": whether its layers are followed}."""
+    given = asked["given"]
+    config = configured(given)
     model, unplanned = _built(config)
     layers, outside = split(model)
     text = model.config.get_text_config()
@@ -60,7 +60,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
     vocab, hidden = (int(n) for n in model.get_input_embeddings().weight.shape)
     ends = _ends(model, outside)
     return {
-        "model_type": given.get("model_type") or asked.get("default"),
+        "model_type": given["model_type"],
         "class": type(model).__name__,
         "total": sum(p.numel() for p in model.parameters()),
         "hidden": int(getattr(text, "hidden_size", None) or hidden),
@@ -71,7 +71,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
         "order": [kinds.index(kind) for kind in found],
         "kinds": kinds,
         "outside": [asdict(t) for t in ends],
-        "assumed": _assumed(given, config, model),
+        "assumed": _assumed(given, config, model, kinds),
         "unplanned": unplanned or _unlike(model),
     }
 
@@ -113,23 +113,29 @@ def _unlike(model: nn.Module) -> str:
     return ""
 
 
-def _assumed(given: dict[str, Any], config: Any, model: nn.Module) -> list[str]:
+def _assumed(
+    given: dict[str, Any], config: Any, model: nn.Module, kinds: list[dict[str, Any]]
+) -> list[str]:
     """What the file left open, and what of it was not read."""
-    if not given:
-        return []
     text = config.get_text_config()
     inner = next((v for v in given.values() if isinstance(v, dict) and "hidden_size" in v), {})
     written = {config.attribute_map.get(key, key) for key in (*given, *inner)}
     written |= {text.attribute_map.get(key, key) for key in (*given, *inner)}
+    unused = [] if any(kind["experts"] for kind in kinds) else ["expert", "per_tok", "moe"]
+    unused += [] if any(kind["mixer"] for kind in kinds) else ["mamba", "ssm_"]
+    heads = getattr(text, "num_attention_heads", None) or 1
     found = []
     for key, value in text.to_dict().items():
-        plain = isinstance(value, int | float) and value is not None
-        if SIZES.match(key) and plain and key not in written:
+        plain = isinstance(value, int | float) and not any(word in key for word in unused)
+        follows = key == "head_dim" and (
+            "qk_rope_head_dim" in written or value == text.hidden_size // heads
+        )
+        if SIZES.match(key) and plain and key not in written and not follows:
             found.append(f"{key} is {value}, as {type(text).__name__} has it")
     said = [n for n in given.get("architectures") or [] if n != type(model).__name__]
     if said:
         found.append(f"{type(model).__name__} is counted, and not {', '.join(map(str, said))[:80]}")
-    if text is not config and model.config is text:
+    if text is not config and type(model.config) is type(text):
         found.append("the part that reads text is counted alone, as AutoModelForCausalLM has it")
     towers = sum(p.numel() for name, p in model.named_parameters() if OTHERS.search(name))
     if towers:

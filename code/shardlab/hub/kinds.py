@@ -110,6 +110,9 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
             words = f"a router that chooses among others than its {max(many)} experts"
             raise ValueError(f"{type(layer).__name__} has {words}: what a token meets is not known")
         k = chosen(config, number) if many else 0
+        if k > max(many, default=k):
+            words = f"{k}, more experts than its {max(many)}"
+            raise ValueError(f"{type(layer).__name__}: a token goes through {words}")
         alike = type(layer).__name__, patterns[number], tuple(tensors), max(many, default=0), k
         found.append(Alike(*alike))
     if odd := [t.name for t in outside if "expert" in t.name and len(t.shape) > 2]:

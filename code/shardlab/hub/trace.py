@@ -35,6 +35,7 @@ class Traced:
     latent: float
     heads: float
     network: float
+    single: float  # of all of them, in float32; the others are in 16 bits
 
 
 @dataclass
@@ -85,13 +86,15 @@ class _Layer:
 
     def pack(self, tensor: Tensor) -> Tensor:
         where = _storage(tensor)
-        if where in self.own or not tensor.is_floating_point() or tensor.dtype == torch.float32:
+        if where in self.own or not tensor.is_floating_point():
             return tensor
         self.held.append(tensor)
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         name = self.path[-1] if self.path else ""
         child = name.partition(".")[0]
-        if where in self.inputs or not child:
+        if tensor.dtype == torch.float32:
+            part = "single"
+        elif where in self.inputs or not child:
             part = "stream"
         elif where in self.latent or LATENT.search(name):
             part = "latent"
@@ -143,7 +146,7 @@ class _Layer:
 
     def kept(self, tokens: int) -> dict[str, float]:
         """Elements by part; an activation that a gate multiplies is computed again."""
-        found = dict.fromkeys(("stream", "latent", "heads", "network"), 0.0)
+        found = dict.fromkeys(("stream", "latent", "heads", "network", "single"), 0.0)
         for where, one in self.saved.items():
             if where in self.ops.activated and one.ops <= {"mul", "silu", "sigmoid"}:
                 continue

@@ -121,9 +121,9 @@ class Layout:
         """Ranks that have the same experts, among which ZeRO divides these."""
         return self.shards * self.tp // (self.ep * self.cut)
 
-    def parts(self, model: Config | Structure) -> list[Stage]:
+    def parts(self, config: Config | Structure) -> list[Stage]:
         """What stands on each stage, first to last; errors as those of `stages`."""
-        return stages(model, self.pp, self.stages, self.schedule, self.chunks)
+        return stages(config, self.pp, self.stages, self.schedule, self.chunks)
 
     @property
     def route(self) -> list[int]:

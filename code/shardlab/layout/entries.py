@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 from shardlab.arguments import check_kind
 from shardlab.shapes import Config
 
+from .boxes import Box, share, whole
+
 if TYPE_CHECKING:  # which read entries
     from .stages import Stage
 
@@ -53,6 +55,11 @@ class Entry:
         """Its shape on one of `tp` ranks; what they do not divide is padded, as Megatron does."""
         parts = self.parts(tp)
         return tuple(-(-n // parts) if d == self.tp else n for d, n in enumerate(self.shape))
+
+    def box(self, rank: int = 0, tp: int = 1) -> Box:
+        """Which part of it that rank of `tp` has, where they divide it."""
+        parts = self.parts(tp)
+        return share(whole(self.shape), self.tp, rank * parts // tp, parts)
 
     def elements(self, tp: int = 1) -> int:
         """Of that shape."""

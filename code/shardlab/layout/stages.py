@@ -49,13 +49,13 @@ class Stage:
 
 
 def stages(
-    model: Config | Structure,
+    config: Config | Structure,
     pp: int = 1,
     rule: str | tuple[int, ...] = "equal",
     schedule: str = "1f1b",
     chunks: int | None = None,
 ) -> list[Stage]:
-    """The `pp` stages of `model`, first to last.
+    """The `pp` stages of `config`, first to last.
 
     rule: one of STAGE_RULES, or the layers of each stage. schedule: under "zb-v" the model goes
     there and back, and its end stands on the first stage. chunks: of each stage; None: the fewest
@@ -63,7 +63,7 @@ def stages(
 
     Raises ValueError where the layers cannot be divided so, and where those given do not add up.
     """
-    model = structure(model)
+    model = structure(config)
     check_rule(pp, rule)
     check_one_of(SCHEDULES, schedule=schedule)
     few = FEWEST.get(schedule, 1) if pp > 1 else 1

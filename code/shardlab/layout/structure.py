@@ -177,13 +177,13 @@ class Structure:
         return tuple(sum(end[k] - start[k] for start, end in ends) for k in range(len(self.kinds)))
 
 
-def structure(model: Config | Structure) -> Structure:
+def structure(config: Config | Structure) -> Structure:
     """Of a shape of the course's own model, or what is one already; ValueError for others."""
-    if isinstance(model, Config):
-        return of_config(model)
-    if not isinstance(model, Structure):
-        raise ValueError(f"model={told(model)}: allowed are a Config and a Structure")
-    return model
+    if isinstance(config, Config):
+        return of_config(config)
+    if not isinstance(config, Structure):
+        raise ValueError(f"config={told(config)}: allowed are a Config and a Structure")
+    return config
 
 
 @lru_cache(maxsize=256)
@@ -216,12 +216,12 @@ def _kind(c: Config, sparse: bool, window: int | None) -> Kind:
     )  # fmt: skip
 
 
-def own_config(model: Config | Structure, **asked: object) -> Config:
+def own_config(config: Config | Structure, **asked: object) -> Config:
     """The shape of the course's own model that is the same. Raises ValueError where none is.
 
     asked: what it is needed for, as emit="megatron".
     """
-    found = structure(model)
+    found = structure(config)
     if found.own is None:
         words = ", ".join(f"{name}={told(value)}" for name, value in asked.items())
         allowed = f"models that the course's own GPT can be, which no {found.model_type} is"
@@ -232,12 +232,12 @@ def own_config(model: Config | Structure, **asked: object) -> Config:
 # Which degrees a model takes.
 
 
-def cut_sizes(model: Config | Structure, vocabulary: bool = False) -> dict[str, int]:
+def cut_sizes(config: Config | Structure, vocabulary: bool = False) -> dict[str, int]:
     """What tensor parallelism cuts, by name, and how many of it there are.
 
     vocabulary: that too, though it may be padded.
     """
-    found = structure(model)
+    found = structure(config)
     entries = [entry for kind in found.kinds for entry in kind.entries]
     return {
         entry.along: entry.units
@@ -246,23 +246,23 @@ def cut_sizes(model: Config | Structure, vocabulary: bool = False) -> dict[str, 
     }
 
 
-def check_tensor_degree(model: Config | Structure, tp: int, copies: bool = False) -> None:
-    """Raise ValueError unless `tp` ranks can cut each layer of `model`.
+def check_tensor_degree(config: Config | Structure, tp: int, copies: bool = False) -> None:
+    """Raise ValueError unless `tp` ranks can cut each layer of `config`.
 
     copies: several ranks may have the same head of keys and values, as in `tensor_parallel`.
     """
     check_count(tp=tp)
-    for name, size in cut_sizes(model).items():
+    for name, size in cut_sizes(config).items():
         may = copies and name == COPIED
         if size % tp and not (may and tp % size == 0):
             what = "divisors and multiples" if may else "divisors"
             raise ValueError(f"tp={tp}: allowed are {what} of {name}={size}")
 
 
-def check_expert_degree(model: Config | Structure, ep: int) -> None:
-    """Raise ValueError unless `ep` ranks can deal out the experts of `model`."""
+def check_expert_degree(config: Config | Structure, ep: int) -> None:
+    """Raise ValueError unless `ep` ranks can deal out the experts of `config`."""
     check_count(ep=ep)
-    experts = structure(model).experts
+    experts = structure(config).experts
     if ep > 1 and not experts:
         raise ValueError(f"ep={ep}: allowed is 1, for a model without experts")
     if ep > 1 and experts % ep:

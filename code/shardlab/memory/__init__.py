@@ -5,6 +5,7 @@
 - `in_flight`: how many micro-batches a stage of a pipeline keeps;
 - `activations`: what autograd keeps of the course's own model, on one rank;
 - `estimate` (step): all of it, and the moment of a step that needs the most;
+- `estimate_structure` (of_structure): the same of any model of transformers, less exactly;
 - the formulas that papers and libraries print (published), `bytes_per_parameter` and `largest`;
 - `format_bytes` (units): GB is 10^9 bytes, GiB is 2^30.
 
@@ -22,6 +23,7 @@ from .counting import (
     shapes,
 )
 from .in_flight import in_flight
+from .of_structure import estimate_structure
 from .published import (
     attention_term,
     bytes_per_parameter,
@@ -51,6 +53,7 @@ __all__ = [
     "deepspeed_zero2",
     "deepspeed_zero3",
     "estimate",
+    "estimate_structure",
     "format_bytes",
     "fsdp2_shard",
     "in_experts",

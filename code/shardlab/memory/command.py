@@ -4,6 +4,7 @@
     python -m shardlab memory --model llama-3-8b --dp 8 --zero 3 --recompute full --unit GiB
     python -m shardlab memory --model gpt-2 --batch 8 --json
     python -m shardlab memory --model llama-3-405b --tp 8 --pp 16 --stages megatron --stage 0
+    python -m shardlab memory --config config.json --tp 8 --ep 8 --dp 64 --zero 1 --seq 8192
 
 With --params alone there is no shape, so nothing can be said about activations and buffers: they
 count as 0, and the table says so. --json prints whole bytes per rank, whatever the unit:
@@ -11,6 +12,12 @@ parameters, gradients, optimizer, activations, buffers, their total on the devic
 peak, the most that is held at one moment, which is less; and host, what is kept in the host's
 memory instead. All of it is what a program holds: what an allocator reserves with it is in
 `strategy --explain`.
+
+--config takes any causal model of transformers, from its config.json; its class is built without
+numbers, and so torch and transformers are needed. Its states are exact. Of activations what fused
+kernels keep is counted, and temporaries of the loss; their peak is not known. What the file left
+open, and the class decided, is said. --json has in "count" the parameters: total, active (of
+experts those that a token chooses), and the model_type; and "assumed", those words.
 
 Of a pipeline's stages the fullest is counted, unless --stage names one, from 0. --stages says which
 layers they have: equal, megatron or nanotron (as these cut), or numbers, as 9,9,8,6.
@@ -21,11 +28,12 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shardlab import memory, options
 from shardlab.arguments import check_one_of
-from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout
+from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure
 from shardlab.memory.units import whole
 from shardlab.shapes import PRESETS
 
@@ -35,6 +43,7 @@ SHAPED = (
     "batch", "seq", "recompute", "attention", "device", "microbatches", "sequence_parallel", "cp",
     "replicas", "stages", "stage", "schedule", "chunks", "ep",
 )  # fmt: skip
+SEQ = 8192  # tokens of a sequence, at most, unless --seq says otherwise; with --config
 WHOLE = (
     "zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches", "cp", "replicas", "stage",
     "chunks", "ep",
@@ -47,6 +56,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add = partial(options.add, parser)
     add("params", "number of parameters, for example 7.5e9", "P")
     add("model", f"or a model: {', '.join(PRESETS)}", "NAME")
+    add("config", "or the config.json of a model of transformers", "FILE")
     add("dp", "data-parallel degree (1)", "D")
     add("tp", "tensor-parallel degree (1)", "T")
     add("pp", "pipeline-parallel degree (1)", "P")
@@ -56,7 +66,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("optimizer", "sgd, momentum, adam or adamw (adamw)", "NAME")
     add("offload", "to the host's memory: none, optimizer or parameters (none)", "WHAT")
     add("batch", "sequences on each rank (1); with --model", "B")
-    add("seq", "tokens in a sequence (the model's longest); with --model", "S")
+    add("seq", "tokens in a sequence (the model's longest; with --config at most 8192)", "S")
     words = "none, selective, full, or operators as norms+ffn (none); with --model"
     add("recompute", words, "HOW")
     add("attention", "fused, plain or plain-16 (fused); with --model", "HOW")
@@ -88,36 +98,50 @@ def _main(chosen: argparse.Namespace) -> int:
     }
     unit = "GB" if chosen.unit is None else chosen.unit
     memory.format_bytes(0, unit)  # an unknown unit is refused before anything is counted
-    found, title = _counted(given)
+    found, title, notes = _counted(given)
     if chosen.json:
         print(json.dumps(found))
     else:
-        print(_table(found, title, unit, known="model" in given))
+        print(_table(found, title, unit, notes))
     return 0
 
 
-def _counted(given: dict[str, Any]) -> tuple[dict[str, int], str]:
-    """Bytes per rank by part, and a line that says of what. Raises ValueError for bad input."""
+def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """Bytes per rank by part, lines that say of what, and why parts are not known, by part.
+
+    Raises ValueError for bad input.
+    """
     settings = {n: _whole(n, v) if n in WHOLE else v for n, v in given.items()}
-    if ("params" in settings) == ("model" in settings):
-        both = "params" in settings
+    asked = [name for name in ("params", "model", "config") if name in settings]
+    if len(asked) != 1:
+        said = " and ".join(f"--{name}" for name in asked) or "neither --params nor --model"
         raise ValueError(
-            f"{'--params and --model' if both else 'neither --params nor --model'}: allowed is "
-            f"exactly one of --params (a number) and --model ({', '.join(PRESETS)})"
+            f"{said}: allowed is exactly one of --params (a number), --model "
+            f"({', '.join(PRESETS)}) and --config (a file)"
         )
     ranks = settings.pop("ranks", None)
     said = [name for name in settings if name in SHAPED]
     layout = _layout(settings)
     if ranks is not None:
         layout.check(ranks)
+    more: dict[str, Any] = {}
+    notes: dict[str, str] = {}
     if "model" in settings:
         name = settings.pop("model")
         check_one_of(PRESETS, model=name)
         config = PRESETS[name]
         counted = memory.estimate(config, layout, **({"device": "gpu"} | settings))
-        batch, seq = layout.micro_batch, settings.get("seq", config.seq)
-        params, of = memory.parameter_count(config), f", {batch} × {seq:,} tokens on each rank"
-        activations, buffers = counted.activations, counted.buffers
+        more["peak"] = counted.peak
+        params, seq = memory.parameter_count(config), settings.get("seq", config.seq)
+    elif "config" in settings:
+        model, name = _model(settings)
+        seq = settings.setdefault("seq", min(model.seq, SEQ))
+        counted = memory.estimate_structure(model, layout, **settings)
+        params = model.total
+        numbers = {"total": params, "active": model.active, "model_type": model.model_type}
+        more |= {"count": numbers, "assumed": list(model.assumed)}
+        if model.unplanned:
+            notes = dict.fromkeys(PARTS[3:], f"unknown: {model.unplanned}")
     else:
         if said:
             option = "--" + said[0].replace("_", "-")
@@ -126,22 +150,33 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, int], str]:
                 "activations follow from a model's shape"
             )
         params = _parameters(settings.pop("params"))
-        counted, name, of = memory.states(params, layout, **settings), "a model", ""
-        activations = buffers = 0
-    found = {part: getattr(counted, part) for part in PARTS[:3]}
-    found |= {"activations": activations, "buffers": buffers}
-    found["total"] = sum(found.values())
-    if name != "a model":
-        found["peak"] = counted.peak
-    found["host"] = counted.host
+        counted, name, seq = memory.states(params, layout, **settings), "a model", None
+        notes = dict.fromkeys(PARTS[3:], "unknown without --model")
+    found = {part: getattr(counted, part, 0) for part in PARTS}
+    found |= {"total": sum(found.values()), **more, "host": counted.host}
     names = ["dp", "tp", "pp", *["cp"] * ("cp" in said)]
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in names)
+    active = more.get("count", {}).get("active", params)
+    some = f" ({active / 1e9:.4g} of them active)" if active < params else ""
+    settings = {"precision": "bf16", "optimizer": "adamw"} | settings
+    of = f", {layout.micro_batch} × {seq:,} tokens on each rank" if seq else ""
     title = (
-        f"{name} of {params / 1e9:.4g} billion parameters, {settings.get('precision', 'bf16')}, "
-        f"{settings.get('optimizer', 'adamw')}{of}\n"
+        f"{name} of {params / 1e9:.4g} billion parameters{some}, "
+        f"{settings['precision']}, {settings['optimizer']}{of}\n"
         f"{degrees} = {layout.ranks} rank{'s' * (layout.ranks > 1)}, ZeRO stage {layout.zero}"
     )
-    return found, title
+    return found, title, notes
+
+
+def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
+    """The model that --config names, and its name; the option is taken out of `settings`."""
+    from shardlab import hub  # which no page's calculator needs
+
+    if settings.pop("device", "gpu") != "gpu":
+        raise ValueError("--device with --config: allowed is gpu")
+    path = Path(settings.pop("config"))
+    found = hub.read(path)
+    return found, f"{found.model_type} ({path.name})"
 
 
 def _layout(settings: dict[str, Any]) -> Layout:
@@ -160,14 +195,14 @@ def _layout(settings: dict[str, Any]) -> Layout:
     return Layout(**fields)
 
 
-def _table(found: dict[str, int], title: str, unit: str, known: bool) -> str:
-    rows = [(part, memory.format_bytes(found[part], unit)) for part in (*PARTS, "total")]
-    if known:
-        rows.append(("most at one moment", memory.format_bytes(found["peak"], unit)))
-    if not known:
-        unknown = "unknown without --model"
-        rows = [(name, unknown if name in PARTS[3:] else size) for name, size in rows]
+def _table(found: dict[str, Any], title: str, unit: str, notes: dict[str, str]) -> str:
+    """Of what `_counted` gives."""
+    sizes = {part: memory.format_bytes(found[part], unit) for part in (*PARTS, "total")}
+    rows = [(part, notes.get(part, size)) for part, size in sizes.items()]
+    if notes:
         rows[-1] = ("total of the states", rows[-1][1])
+    if "peak" in found:
+        rows.append(("most at one moment", memory.format_bytes(found["peak"], unit)))
     if found["host"]:
         rows.append(("in the host’s memory", memory.format_bytes(found["host"], unit)))
     wide = max(len(name) for name, _ in rows)
@@ -175,7 +210,8 @@ def _table(found: dict[str, int], title: str, unit: str, known: bool) -> str:
     lines = [f"  {name:<{wide}}  {size:>{far}}" for name, size in rows]
     rule = "  " + "-" * (wide + 2 + far)
     lines.insert(len(PARTS), rule)
-    return "\n".join([title, "", "  on each rank", *lines])
+    said = [f"  assumed: {words}" for words in found.get("assumed", ())]
+    return "\n".join([title, "", "  on each rank", *lines, *[""] * bool(said), *said])
 
 
 def _whole(name: str, given: str) -> int:

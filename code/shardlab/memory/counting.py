@@ -23,16 +23,16 @@ from .units import ceil_div
 Shapes = dict[str, tuple[int, ...]]  # name of a parameter, as the model calls it -> its shape
 
 
-def placed(model: Config | Structure, layout: Layout, stage: int | Stage | None = None) -> Stage:
+def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None = None) -> Stage:
     """The stage that is meant: by number; None: the last; or a `Stage`, which it returns.
 
     Raises ValueError unless the shape can be cut so across and along.
     """
     check_kind(Layout, layout=layout)
-    check_tensor_degree(model, layout.tp, copies=True)
+    check_tensor_degree(config, layout.tp, copies=True)
     if isinstance(stage, Stage):
         return stage
-    found = layout.parts(model)
+    found = layout.parts(config)
     check_whole(0, layout.pp - 1, **given(stage=stage))
     return found[-1 if stage is None else stage]
 
@@ -61,7 +61,7 @@ def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> Counter[str]:
 
 
 def parameters(
-    model: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
+    config: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
 ) -> dict[str, int]:
     """Parameters on one rank, by part: embedding, attention, ffn, norms, head.
 
@@ -70,9 +70,9 @@ def parameters(
     ValueError for degrees that do not divide heads, key-value heads, the width of the feed-forward
     network or of an expert (tp), the layers (pp) or the experts (ep).
     """
-    here = placed(model, layout, stage)
-    check_expert_degree(model, layout.ep)
-    return dict(held_by(structure(model), layout, here).kinds)
+    here = placed(config, layout, stage)
+    check_expert_degree(config, layout.ep)
+    return dict(held_by(structure(config), layout, here).kinds)
 
 
 def by_kind(model: Structure, here: Stage) -> list[tuple[Kind, int]]:
@@ -80,18 +80,18 @@ def by_kind(model: Structure, here: Stage) -> list[tuple[Kind, int]]:
     return [(k, n) for k, n in zip(model.kinds, model.counted(here.chunks), strict=True) if n]
 
 
-def parameter_count(model: Config | Structure) -> int:
+def parameter_count(config: Config | Structure) -> int:
     """Parameters of the whole model; tied ones count once."""
-    return structure(model).total
+    return structure(config).total
 
 
 def in_experts(
-    model: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
+    config: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
 ) -> int:
     """Of the `parameters`, those of the rank's experts, which other ranks lack."""
-    here = placed(model, layout, stage)
-    check_expert_degree(model, layout.ep)
-    return held_by(structure(model), layout, here).experts
+    here = placed(config, layout, stage)
+    check_expert_degree(config, layout.ep)
+    return held_by(structure(config), layout, here).experts
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ __all__ = [
     "join",
     "left_out",
     "local",
+    "predicted_pieces",
     "predicted_sent",
     "predicted_states",
 ]
@@ -48,6 +49,7 @@ _LATER = {
     "join": "shardlab.mesh.core",
     "left_out": "shardlab.mesh.predict",
     "local": "shardlab.mesh.states",
+    "predicted_pieces": "shardlab.mesh.predict",
     "predicted_sent": "shardlab.mesh.predict",
     "predicted_states": "shardlab.mesh.predict",
 }

@@ -29,6 +29,7 @@ from shardlab import tensor_parallel
 from shardlab.arguments import check_kind, check_whole, given
 from shardlab.buckets import MIB, deal
 from shardlab.layout import Layout, Stage, entries
+from shardlab.layout.boxes import Box, stretch, whole
 from shardlab.shapes import Config
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved"  # those with whole backwards
@@ -113,13 +114,18 @@ class Shared:
         """Elements of all shards."""
         return self.shard * self.copies
 
-    def own(self, copy: int) -> dict[str, int]:
-        """Elements of each parameter in the shard of `copy`."""
+    def spans(self, copy: int) -> dict[str, tuple[int, int]]:
+        """Of each parameter, which of its elements stand in the shard of `copy`: first and end."""
         low, high, end, found = copy * self.shard, (copy + 1) * self.shard, 0, {}
         for name, size in self.elements.items():
             begin, end = end, end + size
-            found[name] = max(0, min(end, high) - max(begin, low))
+            first, last = (min(max(x - begin, 0), size) for x in (low, high))
+            found[name] = first, last
         return found
+
+    def own(self, copy: int) -> dict[str, int]:
+        """Elements of each parameter in the shard of `copy`."""
+        return {name: end - first for name, (first, end) in self.spans(copy).items()}
 
 
 def shared(config: Config, layout: Layout, stage: int) -> list[Shared]:
@@ -166,6 +172,24 @@ def predicted_states(config: Config, layout: Layout, rank: int) -> dict[str, int
         found["parameters"] += ITEM * (flat.shard if zero == 3 else flat.padded)
         found["gradients"] += ITEM * (flat.shard if zero > 1 else flat.padded)
         found["optimizer"] += 2 * ITEM * sum(flat.own(copy).values())
+    return found
+
+
+def predicted_pieces(config: Config, layout: Layout, rank: int) -> list[tuple[str, Box]]:
+    """Which parts of the model's tensors `rank` has: what `Parallel.pieces` then are.
+
+    With a tied head on a stage of its own, by the embedding's name.
+    """
+    check_cuts(config, layout)
+    place = layout.place(rank)
+    boxes = {entry.name: entry.box(place["tp"], layout.tp) for entry in entries.ledger(config)}
+    found = []
+    for flat in shared(config, layout, place["pp"]):
+        for name, span in flat.spans(place["dp"] if layout.zero else 0).items():
+            first = "embedding.weight" if config.tied and name == "head.weight" else name
+            found += [(first, box) for box in stretch(boxes[name], *span)]
+            if name.endswith("router.score.weight"):  # beside it stands the bias of the choice
+                found.append((name.replace("score.weight", "bias_E"), whole((config.experts,))))
     return found
 
 

@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardlab import count
 from shardlab.arguments import check_callable, check_kind
+from shardlab.layout.boxes import Piece, whole
 from shardlab.layout.entries import ledger
+from shardlab.ranks import check_group
 from shardlab.ranks.gather import joined, named
 from shardlab.tensor_parallel import shard_slice
 from shardlab.zero.flat import Flat
-from shardlab.zero.saved import assembled, deal_out, warm
+from shardlab.zero.saved import assembled, deal_out, pieces_of, warm
 
 Of = Callable[[torch.nn.Parameter], Tensor | None]
 
@@ -46,6 +48,13 @@ class OnMesh(nn.Module):
     def flats(self) -> list[Flat]:
         """What ZeRO has dealt out of them."""
         return [flat for part in self.sharded for flat in part.flats]
+
+    def pieces(self) -> list[Piece]:
+        """What this rank trains, and buffers, as parts of the plain model's tensors: views.
+
+        Who fills them calls `changed`, on all ranks. A tied head goes by the embedding's name.
+        """
+        return pieces(self)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The plain model's state dict, whole and on every rank; every rank has to call it."""
@@ -79,6 +88,19 @@ class OnMesh(nn.Module):
         """Take over such tensors, saved under any mesh after `step` steps."""
         restore(self, optimizer, state)
         self.number = step
+
+
+def pieces(job: OnMesh) -> list[Piece]:
+    """What this rank trains, as parts of the plain model's tensors; see `OnMesh.pieces`."""
+    check_kind(OnMesh, job=job)
+    rank, size = check_group(job.groups.tp)
+    boxes = {entry.name: entry.box(rank, size) for entry in ledger(job.config)}
+    if job.sharded:
+        found = [piece for flat in job.flats for piece in pieces_of(flat, boxes)]
+    else:
+        found = [Piece(name, boxes[name], p.detach()) for name, p in job.named_parameters()]
+    found = [piece._replace(name=first_name(job, piece.name)) for piece in found]
+    return found + [Piece(name, whole(b.shape), b) for name, b in job.untrained.items()]
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ send in a ring and then receive wait for ever: they exchange instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -21,13 +23,13 @@ class Message:
     def __init__(
         self,
         works: list[dist.Work],
-        sent: torch.Tensor | None = None,
-        landed: torch.Tensor | None = None,
-        target: torch.Tensor | None = None,
+        sent: Sequence[torch.Tensor] = (),
+        landed: Sequence[torch.Tensor] = (),
+        targets: Sequence[torch.Tensor] = (),
     ):
         self._works = works
         self._sent, self._landed = sent, landed  # kept in memory until the transfer is over
-        self._target = target  # where what has landed has to go
+        self._targets = targets  # where what has landed has to go
 
     def wait(self) -> None:
         """Return when tensors may be used: read, if they were received; changed, if sent."""
@@ -36,21 +38,22 @@ class Message:
         for work in self._works:
             work.wait()
         self._works = []  # gloo waits for ever when it is asked a second time
-        if self._target is not None and self._target is not self._landed:
-            self._target.copy_(self._landed)
+        for target, landed in zip(self._targets, self._landed, strict=True):
+            if target is not landed:
+                target.copy_(landed)
 
 
 def isend(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None) -> Message:
     """Begin to send `tensor` to rank `peer` of `group` (its number in the group)."""
     sent = _leaving(tensor, group)
-    return Message([dist.isend(sent, _global(peer, group), group=group)], sent)
+    return Message([dist.isend(sent, _global(peer, group), group=group)], [sent])
 
 
 def irecv(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None) -> Message:
     """Begin to receive into `tensor` what rank `peer` of `group` (its number there) sends."""
     landed = _landing(tensor, group)
     work = dist.irecv(landed, _global(peer, group), group=group)
-    return Message([work], landed=landed, target=tensor)
+    return Message([work], landed=[landed], targets=[tensor])
 
 
 def exchange(
@@ -65,12 +68,31 @@ def exchange(
     Every rank of the group calls it, as in a collective: each sends one tensor and gets one. With
     nccl both set off together; all others would wait where each rank sends first.
     """
-    sent, landed = _leaving(outgoing, group), _landing(incoming, group)
+    return exchange_all([(outgoing, to)], [(incoming, source)], group)
+
+
+def exchange_all(
+    outgoing: Sequence[tuple[torch.Tensor, int]],
+    incoming: Sequence[tuple[torch.Tensor, int]],
+    group: dist.ProcessGroup | None = None,
+) -> Message:
+    """Begin to send each tensor to its rank, and to receive each from its: all in one batch.
+
+    Two ranks have to name what passes between them in the same order. Who has nothing to send or to
+    receive need not call it.
+    """
+    sent = [_leaving(tensor, group) for tensor, _ in outgoing]
+    landed = [_landing(tensor, group) for tensor, _ in incoming]
     both = [
-        dist.P2POp(dist.irecv, landed, _global(source, group), group),
-        dist.P2POp(dist.isend, sent, _global(to, group), group),
+        dist.P2POp(dist.irecv, tensor, _global(source, group), group)
+        for tensor, (_, source) in zip(landed, incoming, strict=True)
     ]
-    return Message(dist.batch_isend_irecv(both), sent, landed, incoming)
+    both += [
+        dist.P2POp(dist.isend, tensor, _global(to, group), group)
+        for tensor, (_, to) in zip(sent, outgoing, strict=True)
+    ]
+    works = dist.batch_isend_irecv(both) if both else []
+    return Message(works, sent, landed, [tensor for tensor, _ in incoming])
 
 
 def _leaving(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

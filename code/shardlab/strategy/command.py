@@ -20,7 +20,9 @@ fits or not; micro-batches that it does not name follow from --batch.
 
 --emit writes the fastest layout that an engine can run as its configuration: deepspeed, fsdp2,
 torchtitan, megatron, or slurm, a batch file. It is planned with the bytes and seconds of that
-engine's --profile; with slurm, of any. Rates are the profile's, or those of a file: --rates.
+engine's --profile; with slurm, of any. torchtitan runs a model eagerly, compiled, or captured in a
+CUDA graph, which is taken unless --compile says another: that is predicted, and emitted. Rates are
+the profile's, or those of a file: --rates.
 
     python -m shardlab strategy --measure --rates here.json
     python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
@@ -60,25 +62,25 @@ from typing import Any
 
 from shardlab import options
 from shardlab.arguments import check_one_of
-from shardlab.layout import Layout, computed_again, words
+from shardlab.layout import Layout, computed_again
+from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
 from shardlab.machines import MACHINES
 from shardlab.shapes import PRESETS
 
 from . import files, learn, report, tables
 from .footprint import GIB
-from .hub import read_config
 from .job import DTYPES
 from .plan import Plan, alone, plan, short
 from .predict import check_rates, first_rank, of_job
-from .profile import PROFILES, Profile, today
+from .profile import HOW, PROFILES, Profile, how, how_of, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
 
 ENTRIES = "measure", "fit", "predict", "case"
 # Fields of a layout that an option keeps, and the least of each, or the least and most.
 FIXED = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch"), (1,)) | {"zero": (0, 3)}
-HOW = "recompute", "offload"  # and fields that are kept by name
+WORDS = "recompute", "offload"  # and those that it keeps by name
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
 ADDED = "predicted_seconds", "predicted_memory_gib", "note"
@@ -115,6 +117,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
     words = "train the first, small, on ranks of this machine"
     parser.add_argument("--run", action="store_true", default=None, help=words)
+    add("compile", f"how torchtitan runs it: {', '.join(HOW)}", "HOW")
     add("emit", "the fastest layout as a configuration for it", "ENGINE")
     parser.set_defaults(command=_main)
 
@@ -158,7 +161,7 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
     if forms and forms != ["json"]:
         options.apart(given, ["top"], f"with --{forms[0]}, which has one layout and no table")
     if "layout" in given:
-        options.apart(given, (*FIXED, *HOW, "top"), "with --layout, which says it")
+        options.apart(given, (*FIXED, *WORDS, "top"), "with --layout, which says it")
     if "tokens" not in given:
         options.apart(given, ["price"], "alone: allowed with --tokens, of which it is the price")
 
@@ -172,7 +175,7 @@ def _planned(given: dict[str, Any]) -> int:
     else:
         profile = _profile({"profile": "course", **given})
         rates = rates_today(known(profile.name))
-    profile = today(profile)
+    profile = _compiled(given, today(profile))
     asked = _asked(given, rates)
     dtype = given.get("dtype", "bf16")
     if "layout" in given:
@@ -204,7 +207,7 @@ def _fixed(given: dict[str, Any]) -> dict[str, object]:
 
 def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:
     """The layout of --layout, with as many micro-batches as the batch that is asked for has."""
-    layout = words.read(given["layout"])
+    layout = read_layout(given["layout"])
     if "batch" in given and layout.microbatches == 1:
         each = layout.dp * layout.micro_batch
         if asked.batch % each:
@@ -241,6 +244,16 @@ def _told(given: dict[str, Any], asked: report.Asked, found: Plan, rates: Rates)
     return 0
 
 
+def _compiled(given: dict[str, Any], profile: Profile) -> Profile:
+    """The profile with its model run as --compile says, where an engine has the choice."""
+    if "compile" not in given:
+        return profile
+    if profile.name != "torchtitan":
+        raise ValueError(f"compile={given['compile']!r}: allowed with --profile torchtitan")
+    check_one_of(HOW, compile=given["compile"])
+    return how(profile, given["compile"])
+
+
 def _for_engine(given: dict[str, Any]) -> dict[str, Any]:
     """The options with the profile of the engine that a plan is for. Slurm starts any program."""
     from .emit import ENGINES
@@ -262,7 +275,8 @@ def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
     why = ""
     for number, one in enumerate(found.fits or [found.nearest], 1):
         try:
-            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq)
+            said = how_of(found.profile)
+            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq, said)
         except ValueError as error:
             why = why or str(error)
             continue
@@ -279,7 +293,11 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
         check_one_of(PRESETS, model=name)
         config = PRESETS[name]
     else:
-        name, config = Path(given["config"]).name, read_config(Path(given["config"]))
+        from shardlab import hub  # which no page's calculator needs
+
+        name, config = Path(given["config"]).name, hub.planned(given["config"])
+        for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
+            print(f"assumed: {words}", file=sys.stderr)
     if "gpu" in given or rates.machine is None:
         gpu = given.get("gpu", "")
         check_one_of(MACHINES, gpu=gpu)
@@ -292,7 +310,7 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
     if "batch" in given:
         batch = options.whole("batch", given["batch"])
     if "layout" in given and "gpus" not in given:
-        given = {**given, "gpus": str(words.read(given["layout"]).ranks)}
+        given = {**given, "gpus": str(read_layout(given["layout"]).ranks)}
     gpus = options.whole("gpus", given.get("gpus", ""))
     if "batch" not in given:  # so that all copies get as many
         batch = max(1, BATCH_TOKENS // seq // gpus) * gpus

@@ -42,7 +42,9 @@ def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> f
     """
     layout, wire, m = job.layout, job.profile.wire, job.layout.microbatches
     once = _once(job, rates, stage)
-    after = wire.weight * once
+    far = ceil(layout.shards / _near(job)) - 1  # nodes that each gather goes on to
+    each = job.model.layers / layout.pp * rates.hop * far  # of all layers, beside the bytes
+    after = wire.weight * once + (each if layout.zero < 3 else 0.0)
     if job.profile.ahead:
         after = max(rates.gathers * after, after - first)
     if layout.zero == 0:
@@ -53,8 +55,7 @@ def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> f
     # For each micro-batch; ZeRO-3 gathers weights for forward and for backward, ZeRO-2 once a step.
     gathers = 2 if layout.zero == 3 else 0
     sent = m * (wire.gradient + gathers * wire.weight) * once
-    calls = m * (1 + gathers) * job.model.layers / layout.pp
-    sent += calls * rates.hop * (ceil(layout.shards / _near(job)) - 1)
+    sent += m * (1 + gathers) * each
     waits = max(rates.gathers * sent, sent - busy)
     return waits if gathers else waits + after
 

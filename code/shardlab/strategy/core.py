@@ -41,9 +41,9 @@ GATHERED = 0.5
 # begin early. Qi et al. 2023 (arXiv 2401.10241).
 FILLS = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}
 
-# Of reserved bytes over a GPU's limit, as predicted, which is not exact: from the first on some of
-# nanotron's published runs retry, above the second all do.
-RETRIES = 0.97, 1.11
+# Of needed bytes over a GPU's limit, as predicted, which is off by some percent: below the first no
+# run is to retry, above the second all of them.
+RETRIES = 0.94, 1.06
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ class _Work:
         return sum(vars(self).values())
 
 
-def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
-    """Seconds of one step; `reserved` bytes of rank 0 decide about retries.
+def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
+    """Seconds of one step, as they are to be expected; bytes `needed` on rank 0 decide about
+    retries.
 
     Raises ValueError for layers that the stages cannot share.
     """
@@ -113,6 +114,8 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     else:
         forward, backward = each[max(each, key=lambda kind: kind.parameters)]
         weights = backward.products / BACKWARD
+        # While the pipeline fills and drains, the CPU launches ahead.
+        others -= sum(stage.launches for stage in work) - slowest.launches
         left = _left(layout, forward.total, backward.total, weights)
         bubble = others * left * _largest(found)
     fullest = max(found, key=lambda stage: job.held(stage).all)
@@ -123,7 +126,7 @@ def seconds(job: Job, rates: Values, reserved: float = 0.0) -> Seconds:
     step = _optimizer(job, rates, fullest, busy)
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step
-    retries = total * (rates.retries ** _likely(job, rates, reserved) - 1)
+    retries = total * (rates.retries - 1) * _likely(job, rates, needed)
     parts = {name: m * value for name, value in vars(slowest).items()}
     parts |= {"bubble": bubble, "messages": messages, "data": data, "optimizer": step}
     times = getattr(rates, job.profile.engine) if job.profile.engine else 1.0
@@ -151,10 +154,10 @@ def _largest(found: list[Stage]) -> float:
     return chunk / max(stage.layers for stage in found)
 
 
-def _likely(job: Job, rates: Values, reserved: float) -> float:
-    """How likely the allocator retries, with so many bytes reserved."""
+def _likely(job: Job, rates: Values, needed: float) -> float:
+    """How likely the allocator retries, where so many bytes are needed."""
     some, every = RETRIES
-    full = reserved / (rates.limit * job.machine.memory)
+    full = needed / (rates.limit * job.machine.memory)
     return min(1.0, max(0.0, (full - some) / (every - some)))
 
 
@@ -237,15 +240,28 @@ def _stream(job: Job, rates: Values, size: float) -> float:
 
 def _launches(job: Job, rates: Values, kind: Kind, gpu: float) -> float:
     """Seconds more than the GPU's, softly, in which the CPU launches a layer."""
+    cpu = _cpu(job, rates, kind)
+    return (gpu**SOFT + cpu**SOFT) ** (1 / SOFT) - gpu if cpu else 0.0
+
+
+def _cpu(job: Job, rates: Values, kind: Kind) -> float:
+    """Seconds in which the CPU launches a layer, forward and backward."""
     layout = job.layout
     if job.captured:
         return 0.0
     crossing = layout.pp > 1 and job.nodes > 1
     cpu = rates.launch + (rates.deal if kind.routed else 0.0)
     cpu += (rates.crossing * (layout.tp - 1)) if crossing else 0.0
-    if layout.recompute == "full":
-        cpu *= 1 + FORWARD
-    return (gpu**SOFT + cpu**SOFT) ** (1 / SOFT) - gpu
+    return cpu * (1 + FORWARD) if layout.recompute == "full" else cpu
+
+
+def pace(job: Job, rates: Values, kind: Kind) -> float:
+    """How long the GPU works on a layer, in the time that the CPU takes to launch it: over 1, the
+    CPU runs ahead. Of what is not captured.
+    """
+    forward, backward = layer(job, rates, kind)
+    both = forward.plus(backward)
+    return (both.total - both.launches) / _cpu(job, rates, kind)
 
 
 def _travel(job: Job, rates: Values, routed: Routed | None) -> float:

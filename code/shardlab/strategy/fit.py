@@ -3,9 +3,10 @@
 Wanted are rates under which predicted and measured times differ little, and which differ little
 from what is known beforehand. Residuals are logarithms of predicted over measured, so that a
 rate's unit does not matter, and fast and slow steps count alike. Each is weighed by
-1 / (1 + (r/σ)²) of the round before: a run that something else slowed down has little to say
-(Cauchy's weights). A prior is a value and a spread: without one, rates that no measured step tells
-apart take absurd values. Gauss-Newton; the uncertainty of a rate is what the curvature says.
+exp(-(r/cσ)²) of the round before (Welsch's weights): a run that something else slowed down has
+nothing to say, and be it every fifth. A prior is a value and a spread: without one, rates that no
+measured step tells apart take absurd values. Gauss-Newton; the uncertainty of a rate is what the
+curvature says.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .rates import Rate, Rates
 Predict = Callable[[dict[str, float]], float]  # from rates to what was measured
 STEP = 1e-4  # of a logarithm, to differentiate by
 LEAST = 0.03  # a run is repeated this well at best
+WELSCH = 2.985  # with which weights lose 5 % where nothing but a normal error is there
 
 
 def fit(
@@ -49,7 +51,7 @@ def fit(
             shifted = _residuals(measured, moved)
             slopes.append([(y - x) / STEP for x, y in zip(found, shifted, strict=True)])
         sigma = max(LEAST, 1.48 * median(abs(r) for r in found))
-        weights = [1 / (1 + (r / (2 * sigma)) ** 2) / sigma**2 for r in found]
+        weights = [exp(-((r / (WELSCH * sigma)) ** 2)) / sigma**2 for r in found]
         curvature, pull = [], []
         for i, name in enumerate(free):
             curvature.append([_sum(weights, slopes[i], other) for other in slopes])

@@ -22,6 +22,7 @@ from shardlab.memory.core import WIDE, states_of
 from shardlab.memory.in_flight import deferred
 from shardlab.memory.step import Unit
 
+from .core import SOFT, pace
 from .job import Job
 from .rates import Values
 
@@ -49,6 +50,11 @@ class Bytes:
         return self.reserved - self.fragments - self.late - self.fixed
 
     @property
+    def needed(self) -> float:
+        """Bytes that the allocator has to have: all but those that come back late."""
+        return self.reserved - self.late
+
+    @property
     def reserved(self) -> float:
         """Bytes that the allocator has taken."""
         return sum(vars(self).values())
@@ -74,11 +80,14 @@ def _reserved(job: Job, rates: Values, stage: int, here: Stage) -> Bytes:
         without = replace(job, layout=replace(layout, recompute="selective"))
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
     logits = rates.logit * job.tokens * ceil(job.model.vocab / layout.tp) if here.head else 0.0
-    return Bytes(
+    found = Bytes(
         state.parameters, state.gradients, state.optimizer, kept, logits,
         _buffers(job, rates, here, held.all),
-        kept * (rates.fragments - 1), _late(job, rates), rates.fixed * GIB,
+        kept * (rates.fragments - 1), 0.0, rates.fixed * GIB,
     )  # fmt: skip
+    # What would come back late does so at once where there is no room for it.
+    most = max(0.0, rates.limit * job.machine.memory - found.reserved)
+    return replace(found, late=min(_late(job, rates), most))
 
 
 def fullest(job: Job, rates: Values) -> Bytes:
@@ -129,13 +138,16 @@ def _buffers(job: Job, rates: Values, stage: Stage, held: int) -> float:
 def _late(job: Job, rates: Values) -> float:
     """Buffers of the uncut stream that collectives still hold while the CPU runs ahead.
 
-    It runs ahead of one micro-batch after the other, and in a pipeline waits for messages: half of
-    the time on two stages, seldom on many.
+    It runs ahead where nothing stops it. Without a pipeline nothing does, and in a node little; a
+    stage whose neighbours are on other nodes waits for their messages, but for the p - 1 passes it
+    begins with. Of these the first counts only where the GPU is slower than the CPU.
     """
     layout = job.layout
-    more = layout.microbatches - layout.pp + 1  # micro-batches after the pipeline has filled
-    if layout.tp == 1 or more < 1:
+    if layout.tp == 1:
         return 0.0
-    there = 1 - exp(-more / rates.settled)
-    ahead = 1 - 1 / layout.pp if layout.pp > 1 else 1.0
-    return rates.late * there * ahead * job.stream
+    there = 1 - exp(-layout.microbatches / rates.settled)
+    stopped = 0.0
+    if layout.pp > 1 and job.nodes > 1:
+        most = max(job.model.kinds, key=lambda kind: kind.parameters)
+        stopped = 1 / (1 + pace(job, rates, most) ** SOFT) / (layout.pp - 1)
+    return rates.late * there * (1 - stopped) * job.stream

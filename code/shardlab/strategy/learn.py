@@ -21,7 +21,7 @@ Measured = list[tuple[Predict, float]]
 LAYER = "products", "memory", "elementwise", "scores", "node", "hidden"
 STEP = (
     "products", "attention", "memory", "elementwise", "launch", "crossing", "node", "hidden",
-    "beyond", "network", "message", "exposed", "step",
+    "beyond", "network", "message", "exposed", "step", "hop",
 )  # fmt: skip
 ENGINES = (
     "products", "attention", "memory", "elementwise", "launch", "node", "hidden", "network",
@@ -35,10 +35,14 @@ MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
 def from_rows(rows: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:
     """Rates by the rows of a sweep that can be expressed, and that tell seconds or bytes.
 
+    Runs that the file's column `state` calls other than "steady" say nothing about others.
+
     Raises ValueError where none does.
     """
     jobs = []
     for row in rows:
+        if (row.get("state") or "steady") != "steady":
+            continue
         try:
             job = row_job(row, profile)
             check_job(job)
@@ -107,8 +111,8 @@ def _layer(job: Job, k: int) -> Predict:
 
 
 def _takes(job: Job, known: Values) -> Predict:
-    reserved = footprint(job, known).reserved
-    return lambda rates: seconds(job, Values(**rates), reserved).total
+    needed = footprint(job, known).needed
+    return lambda rates: seconds(job, Values(**rates), needed).total
 
 
 def _reserves(job: Job) -> Predict:

@@ -1,14 +1,16 @@
 """The models that published tables of throughputs name: what each is made of.
 
 Shapes of the course's own kind stand here; of other models, `published/models.json` holds what
-`shardlab.hub` finds in their config.json, so that reading a table starts no process with torch.
-`tests/test_strategy_engines.py` says which files these are, and makes them anew.
+`shardlab.hub` finds in their config.json, so that reading a table starts no process with torch:
+
+    python -m shardlab.strategy.models tests/configs/deepseek-v3.json …
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -118,6 +120,17 @@ def plain(model: Structure) -> dict[str, Any]:
     return _short(found)
 
 
+def write(paths: Iterable[Path]) -> None:
+    """Put what the config.json of these models describe where `named` finds it, by their names.
+
+    Raises ValueError for a file that is not counted, and then writes nothing.
+    """
+    from shardlab import hub  # which starts a process with torch
+
+    found = {path.stem: plain(hub.read(path)) for path in paths}
+    PUBLISHED.write_text(json.dumps(found, separators=(",", ":")) + "\n", "utf-8")
+
+
 def _short(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in fields.items() if x is not None and x is not False and x != ()}
 
@@ -145,3 +158,7 @@ def of_plain(fields: Mapping[str, Any]) -> Structure:
 
 def _entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:
     return tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed)
+
+
+if __name__ == "__main__":
+    write(map(Path, sys.argv[1:]))

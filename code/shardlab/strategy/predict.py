@@ -62,7 +62,7 @@ def of_job(job: Job, rates: Values) -> Prediction:
     """What a step of `job` takes. Raises ValueError as `predict` does."""
     check_job(job)
     # The limit beyond which a step takes longer was found where rank 0 alone was watched.
-    return Prediction(seconds(job, rates, footprint(job, rates).reserved), fullest(job, rates))
+    return Prediction(seconds(job, rates, footprint(job, rates).needed), fullest(job, rates))
 
 
 def first_rank(job: Job, rates: Values) -> float:

@@ -208,9 +208,10 @@ _GUESSES = {
         {"course": (0.2, 0.5), "megatron": (0.2, 0.5), "nanotron": (0.2, 0.5)},
     ),
     # nccl reckons with 14 µs itself: hwLat in its src/graph/tuning.cc, a ring over the network.
+    # nanotron gathers the weights of a layer one by one.
     "hop": (
-        "seconds of a layer's gather or sum for each further node of the copies, of ZeRO-2 and 3",
-        {"course": (14e-6, 0.5), "megatron": (14e-6, 0.5), "nanotron": (14e-6, 0.5)},
+        "seconds of a layer's gather or sum for each further node of the copies, under ZeRO",
+        {"course": (14e-6, 0.5), "megatron": (14e-6, 0.5), "nanotron": (1e-4, 0.5)},
     ),
     "uneven": (
         "times as many rows as the mean of ranks that deal out experts the fullest has",
@@ -231,7 +232,7 @@ _GUESSES = {
     ),
     "retries": (
         "times as long as a step takes then",
-        {"course": (1.0, 0.5), "megatron": (1.0, 0.5), "nanotron": (4.0, 0.5)},
+        {"course": (1.0, 0.5), "megatron": (1.0, 0.5), "nanotron": (7.0, 0.5)},
     ),
     # Of memory.
     "kept": (
@@ -311,6 +312,11 @@ _GUESSES = {
     "fsdp": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),
 }
 _LIKE = {**dict.fromkeys(("fsdp2", "torchtitan", "deepspeed"), "course"), "engines": "megatron"}
+_MEASURED = "torchtitan", "fsdp2"  # whose steps are among those of today's engines
+_NOT_OF_THEM = (
+    "launch", "crossing",  # of Megatron, which launches less
+    "limit", "retries", "kept", "fragments", "logit", "late", "settled", "gathered", "fixed",
+)  # fmt: skip
 PUBLISHED = Path(__file__).parent / "published"
 GUESS = "a guess: what jobs commonly reach"
 
@@ -327,7 +333,13 @@ def guesses(profile: str) -> Rates:
 def known(profile: str) -> Rates:
     """The best that the course knows: fitted on published runs (`--fit`), or else guesses."""
     path = PUBLISHED / f"rates_{profile}.json"
-    return read(path) if path.exists() else guesses(profile)
+    if path.exists():
+        return read(path)
+    rates = guesses(profile)
+    if profile not in _MEASURED:
+        return rates
+    found = read(PUBLISHED / "rates_engines.json").all
+    return Rates(profile, rates.all | {n: r for n, r in found.items() if n not in _NOT_OF_THEM})
 
 
 def today(rates: Rates) -> Rates:

@@ -76,14 +76,19 @@ def _scaled(config: Config, layout: Layout) -> Config:
     def wide(size: int) -> int:
         return max(1, round(size * hidden / config.hidden / narrow)) * narrow
 
-    experts = min(config.experts, EXPERTS)
+    experts, latent = min(config.experts, EXPERTS), config.latent is not None
+    groups = 2 if config.expert_groups > 1 else 1
     return replace(
         config,
-        vocab=256, seq=SEQ, dropout=0.0, hidden=hidden, heads=narrow * shared, kv_heads=narrow,
+        vocab=256, seq=SEQ, dropout=0.0, hidden=hidden, heads=narrow * shared,
+        kv_heads=None if latent else narrow,
         layers=2 * layout.pp, ffn=wide(config.ffn_width),
         expert_ffn=wide(config.expert_width) if experts else None,
-        experts=experts, experts_per_token=min(config.experts_per_token, max(1, experts)),
-        dense_layers=min(config.dense_layers, 1),
+        experts=experts, experts_per_token=min(config.experts_per_token, max(1, experts // groups)),
+        dense_layers=min(config.dense_layers, 1), expert_groups=groups, groups_per_token=1,
+        head=config.head and HEAD, window=config.window and min(config.window, SEQ // 2),
+        latent=2 * HEAD if latent else None, query_latent=config.query_latent and 2 * HEAD,
+        rotary=HEAD // 2 if latent else None, value=config.value and HEAD,
     )  # fmt: skip
 
 

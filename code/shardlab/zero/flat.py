@@ -66,11 +66,19 @@ class Flat:
         Of a parameter that lies in other ranks' shards altogether it is empty.
         """
         cuts, end = [], 0
+        for first, last in self.spans():
+            begin, end = end, end + last - first
+            cuts.append(shard[begin:end])
+        return cuts
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Of each parameter, which of its numbers this rank owns: the first, and the end."""
+        found, end = [], 0
         for size in self.sizes:
             begin, end = end, end + size
-            low, high = (min(max(x - self.own.start, 0), self.shard_size) for x in (begin, end))
-            cuts.append(shard[low:high])
-        return cuts
+            first, last = (min(max(x - begin, 0), size) for x in (self.own.start, self.own.stop))
+            found.append((first, last))
+        return found
 
     def start(self, full: Tensor, stay: bool) -> None:
         """Own a shard of `full` [size], in the masters' dtype; stay: it is there for good."""

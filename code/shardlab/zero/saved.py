@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardlab.layout.boxes import Box, Piece, elements, shape, stretch
 from shardlab.ranks.gather import gathered
 
 from .flat import Flat, all_gather
@@ -152,6 +153,15 @@ def deal_out(flat: Flat, values: Mapping[str, Tensor], targets: Mapping[str, Ten
             value = values[name]
             view.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             targets[name].copy_(part)
+
+
+def pieces_of(flat: Flat, boxes: Mapping[str, Box]) -> Iterator[Piece]:
+    """What this rank owns of a flat tensor; boxes: which part of a tensor each parameter is."""
+    for name, piece, (first, last) in zip(flat.names, flat.pieces, flat.spans(), strict=True):
+        end = 0
+        for box in stretch(boxes[name], first, last):
+            begin, end = end, end + elements(box)
+            yield Piece(name, box, piece.detach()[begin:end].view(shape(box)))
 
 
 def _rows(model: Sharded, values: Mapping[str, Tensor | None]) -> dict[str | None, Tensor]:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlab import ranks
 from shardlab.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, deal
+from shardlab.layout.boxes import Box, Piece, whole
 from shardlab.ranks.agree import check_state
 
 from . import saved
@@ -171,6 +172,20 @@ class Sharded(ranks.Single, nn.Module):
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
         """Take over such tensors, saved by any number of ranks after `step` steps."""
         saved.restore(self, optimizer, state)
+
+    def pieces(self, boxes: Mapping[str, Box] | None = None) -> list[Piece]:
+        """What this rank trains, and buffers, as parts of the plain module's tensors: views.
+
+        Who fills them calls `changed`, on all ranks. boxes: which part of a tensor the module has,
+        where it is cut itself.
+        """
+        parts = {name: whole(parameter.shape) for name, parameter in self.frozen.items()}
+        for flat in self.flats:
+            parts |= {n: whole(shape) for n, shape in zip(flat.names, flat.shapes, strict=True)}
+        parts |= boxes or {}
+        found = [Piece(name, parts[name], p.detach()) for name, p in self.frozen.items()]
+        found += [Piece(n, whole(b.shape), b) for n, b in self.module.named_buffers()]
+        return found + [piece for flat in self.flats for piece in saved.pieces_of(flat, parts)]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a rank's own tensors are no model."""

@@ -53,10 +53,12 @@ def emit(
     machine: Machine,
     layout: Layout,
     seq: int | None = None,
+    how: str = "captured",
 ) -> str:
     """The text of a file for `engine` (one of ENGINES) that runs `layout`.
 
-    seq: tokens of a sequence, by default the model's longest.
+    seq: tokens of a sequence, by default the model's longest. how: "eager", "compiled" or
+    "captured" (in a CUDA graph, where a step can be one): torchtitan has all three.
 
     Raises ValueError for an unknown engine, a shape that cannot be cut so, GPUs that fill no whole
     nodes, and what the engine cannot express: it names the field, its value and what is nearest.
@@ -64,4 +66,4 @@ def emit(
     check_one_of(ENGINES, engine=engine)
     config = own_config(config, emit=engine)
     seq = config.seq if seq is None else seq
-    return _WRITERS[engine](Target(engine, config, machine, layout, seq))
+    return _WRITERS[engine](Target(engine, config, machine, layout, seq, how))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from shardlab.shapes import Config
+
 from .target import Target, beside
 
 FILE = "train_megatron.sh"
@@ -166,6 +168,7 @@ def _shape(target: Target) -> list[tuple[str, str]]:
     if c.key_value_heads != c.heads:
         rows.append(("--group-query-attention", "several queries share a key and a value"))
         rows.append((f"--num-query-groups {c.key_value_heads}", "heads of keys and values"))
+    rows += _attention(c)
     rows += [
         (f"--seq-length {target.seq}", "tokens of a sequence"),
         (f"--max-position-embeddings {max(target.seq, c.seq)}", "the longest that there may be"),
@@ -178,11 +181,40 @@ def _shape(target: Target) -> list[tuple[str, str]]:
         rows.append(("--swiglu", "gate, SiLU and product in the place of GELU"))
     if c.norm == "rms":
         rows.append(("--normalization RMSNorm", "no mean is subtracted"))
+    if c.norm_eps != 1e-5:
+        rows.append((f"--norm-epsilon {c.norm_eps}", "by itself Megatron adds 1e-5"))
     if not c.bias:
         rows.append(("--disable-bias-linear", "matrices have no bias"))
     if not c.tied:
         rows.append(("--untie-embeddings-and-output-weights", "the head is a matrix of its own"))
     return rows + _experts(target)
+
+
+def _attention(c: Config) -> list[tuple[str, str]]:
+    """What is not as in the first GPTs."""
+    rows = []
+    if c.latent is not None:
+        rows.append(("--multi-latent-attention", "keys and values are made of a latent"))
+        if c.query_latent is not None:
+            rows.append((f"--q-lora-rank {c.query_latent}", "numbers of that of queries"))
+        rows += [
+            (f"--kv-lora-rank {c.latent}", "numbers of that of keys and values"),
+            (f"--qk-head-dim {c.content_size}", "size of a head of queries and keys"),
+            (f"--qk-pos-emb-head-dim {c.rotary}", "and what of it knows positions, beside it"),
+            (f"--v-head-dim {c.value_size}", "size of a head of values"),
+            ("--rope-type rope", "by itself it stretches positions for latents"),
+            ("--qk-layernorm", "with latents: a norm of each"),
+        ]
+    elif c.head is not None:
+        rows.append((f"--kv-channels {c.head}", "size of a head"))
+    if c.qk_norm:
+        rows.append(("--qk-layernorm", "a norm of each head of queries, and of keys"))
+    if c.window is not None:
+        rows.append((f"--window-size {c.window - 1},0", "tokens before its own that one sees"))
+        if c.full_every is not None:
+            why = "every so-manieth layer sees all"
+            rows.append((f"--window-attn-skip-freq {c.full_every}", why))
+    return rows
 
 
 def _experts(target: Target) -> list[tuple[str, str]]:
@@ -202,6 +234,13 @@ def _experts(target: Target) -> list[tuple[str, str]]:
     if c.dense_layers:
         which = f"[0]*{c.dense_layers}+[1]*{c.layers - c.dense_layers}"
         rows.append((f'--moe-layer-freq "{which}"', "layers that have experts"))
+    if c.expert_groups > 1:
+        rows += [
+            (f"--moe-router-num-groups {c.expert_groups}", "of experts"),
+            (f"--moe-router-group-topk {c.groups_per_token}", "of them for each token"),
+        ]
+    if c.routed_scale != 1.0:
+        rows.append((f"--moe-router-topk-scaling-factor {c.routed_scale}", "times the weights"))
     if c.capacity:
         words = "times a fair share of tokens: more are dropped"
         rows.append((f"--moe-expert-capacity-factor {c.capacity}", words))

@@ -26,6 +26,7 @@ class Target:
     machine: Machine
     layout: Layout
     seq: int
+    how: str = "captured"  # one of profile's HOW, where the engine has a choice
 
     def __post_init__(self) -> None:
         check_whole(seq=self.seq)
@@ -40,6 +41,12 @@ class Target:
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
             raise self.refusal(f"experts={self.config.experts}", "is 0", words)
+        plain = {"head": None, "qk_norm": False, "window": None, "latent": None}
+        if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
+            for name, only in plain.items():
+                if (value := getattr(self.config, name)) is not only:
+                    words = "of these engines 'megatron' has arguments for it"
+                    raise self.refusal(f"{name}={value}", f"is {only}", words)
         if at.cp > 1 and self.seq % (2 * at.cp):
             allowed = f"are multiples of 2·cp = {2 * at.cp}"
             raise self.refusal(f"seq={self.seq}", allowed, "each rank takes two pieces of it")
@@ -163,9 +170,9 @@ class Target:
         return {
             "none": "activations fit: nothing is computed twice",
             "selective": "attention's core is computed again: large to keep, cheap to compute",
+            "norms+ffn": "what lies between products is computed again: large, and cheap",
             "full": "each layer is computed again: a third more arithmetic, for its activations",
             "norms": "norms are computed again: passes over memory, for their outputs",
-            "norms+ffn": "norms and nonlinearities are computed again: no product is",
         }[self.layout.recompute]
 
     def why_half(self) -> str:

@@ -1,0 +1,387 @@
+"""Weights as Hugging Face's hub keeps them, into a model on any ranks, and out of it: streamed.
+
+To load, each rank reads the slices of its own pieces, and nothing is sent. To save, the tensors of
+a file come to the rank that writes it, one after the other, each from those who have parts of it;
+files are dealt out over the ranks. Nobody ever holds more than his part and one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from shardlab.arguments import check_kind, check_one_of, check_whole, given
+from shardlab.layout.boxes import Box, Piece, common, moved, shape, within
+from shardlab.shapes import Config
+from shardlab.zero.wrapper import Sharded
+
+from . import names, safe
+from .folder import SAVING, CheckpointError, sync, write_durably
+from .members import Members
+from .moving import by_name, carry, holders, parts_of, transfers
+from .names import FAMILIES, Link
+from .pieces import changed, pieces, unwrapped
+from .reasons import cause, is_full, no_room, said
+
+GB = 10**9
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
+
+
+@torch.no_grad()
+def load_hub(
+    model: nn.Module, folder: str | Path, group: dist.ProcessGroup | None = None
+) -> tuple[str, ...]:
+    """Fill a model with the weights in `folder`, which is as the hub has it.
+
+    model: a GPT, plain or on any ranks, as `pieces` takes it; or one of `transformers`, plain or
+    with DTensors. All ranks of `group` call it. Values are converted to the model's dtype. Returns
+    the tensors in the folder that such a model has no place for, such as GPT-2's positions.
+
+    Raises CheckpointError, the same on all ranks, which names the file or tensor that is missing,
+    cut off, of another shape, or unknown: all that is found before the model changes.
+    """
+    check_kind(nn.Module, model=model)
+    check_kind((str, os.PathLike), folder=folder)
+    folder, members = Path(folder), Members(group)
+    try:
+        members.check_same(folder=os.path.abspath(folder))
+        own = pieces(model)
+        shapes = _shapes(members.exchange(parts_of(own)))
+        there, kind = members.first(lambda: (safe.stored(folder), _kind(folder)))
+        links = links_of(model, kind, shapes)
+        found, left = members.first(lambda: _matched(folder, there, names.shapes(links), kind))
+        problem = []
+        try:
+            _read(folder, own, links, found)
+        except (OSError, SafetensorError) as error:
+            problem = [f"{folder}: half loaded, build the model anew: {cause(said(error))}"]
+        members.agree(problem)
+        changed(model)
+        return left
+    finally:
+        members.close()
+
+
+def _read(
+    folder: Path, own: Sequence[Piece], links: Mapping[str, list[Link]], found: Mapping[str, Any]
+) -> None:
+    """Fill this rank's pieces, file after file: of each tensor the slice that is wanted."""
+    wanted = []
+    for piece in own:
+        for link in links.get(piece.name, ()):
+            if (box := common(link.box, piece.box)) is not None:
+                stored, as_stored = found[link.hub]
+                wanted.append((stored.file, as_stored, in_hub(link, box), link, box, piece))
+    file, reader = "", ExitStack()
+    with reader:
+        for name, tensor, place, link, box, piece in sorted(wanted, key=lambda of: of[:3]):
+            if name != file:
+                reader.close()  # what was read of a file stays in memory as long as it is open
+                file, opened = name, reader.enter_context(safe_open(folder / name, "pt"))
+            values = opened.get_slice(tensor)[tuple(slice(*ends) for ends in place)]
+            piece.tensor[within(box, piece.box)].copy_(values.T if link.turned else values)
+            del values  # before there is another one
+
+
+def in_hub(link: Link, box: Box) -> Box:
+    """Where `box`, a part of link.box, stands in the hub's tensor."""
+    inside = slice(len(box) - len(link.place), None)  # of one expert among all in a tensor
+    place = link.place[::-1] if link.turned else link.place
+    found = moved(box[inside], link.box[inside], place)
+    return found[::-1] if link.turned else found
+
+
+def _matched(
+    folder: Path,
+    there: Mapping[str, safe.Stored],
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: str,
+) -> tuple[dict[str, tuple[safe.Stored, str]], tuple[str, ...]]:
+    """Where each tensor that the model wants is, and as what; and those that it has no place for.
+
+    Raises CheckpointError for what is missing, other or unknown.
+    """
+    family, found = FAMILIES.get(kind), {}
+    for name, wanted in shapes.items():
+        short = name.removeprefix(family.base) if family else name
+        as_stored = name if name in there else short
+        if as_stored not in there:
+            raise CheckpointError(f"{folder}: {name} is not in it: of another model, or renamed")
+        stored = there[as_stored]
+        if stored.shape != wanted:
+            text = f"{name} is {list(stored.shape)}, and {list(wanted)} in this model"
+            raise CheckpointError(f"{folder / stored.file}: {text}")
+        if stored.dtype not in safe.DTYPES:
+            allowed = f"allowed are {', '.join(safe.DTYPES)}"
+            raise CheckpointError(f"{folder / stored.file}: {name} is {stored.dtype}; {allowed}")
+        found[name] = stored, as_stored
+    left = sorted(there.keys() - {as_stored for _, as_stored in found.values()})
+    for name in left:
+        beside = family.beside if family else r"(?!)"
+        if not re.fullmatch(beside, name) and not re.fullmatch(beside, f"{family.base}{name}"):
+            text = f"{name} is unknown: of another model, or renamed"
+            raise CheckpointError(f"{folder / there[name].file}: {text}")
+    return found, tuple(left)
+
+
+@torch.no_grad()
+def save_hub(
+    model: nn.Module,
+    folder: str | Path,
+    group: dist.ProcessGroup | None = None,
+    like: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * GB,
+) -> None:
+    """Write a model's weights into a new folder, as the hub has them: `transformers` reads it.
+
+    model: as in `load_hub`. All ranks of `group`, which share the folder, call it. like: a folder
+    of such a model, the one that was loaded for instance, from which come its dtypes, config.json,
+    tokenizer, and what the model has no place for; without it, a GPT becomes the kind that computes
+    the same (`names.family_of`). dtype: of all; None: like's, or the model's. shard_bytes: of a
+    file, at most, unless one tensor is larger. The folder appears when all of it is on the disk.
+
+    Raises ValueError for a folder that is there, and for a model with what its kind has no place
+    for; CheckpointError, the same on all ranks, for what cannot be read or written.
+    """
+    check_kind(nn.Module, model=model)
+    check_kind((str, os.PathLike), folder=folder, **given(like=like))
+    check_one_of([None, *safe.DTYPES.values()], dtype=dtype)
+    check_whole(shard_bytes=shard_bytes)
+    members = Members(group)
+    try:
+        same = {"folder": os.path.abspath(folder), "like": like, "dtype": dtype}
+        members.check_same(**same, shard_bytes=shard_bytes)
+        job = _Saving(model, Path(folder), None if like is None else Path(like), dtype, members)
+        job.write(shard_bytes)
+    finally:
+        members.close()
+
+
+class _Saving:
+    """A model on its way into a folder: what goes where, known on all ranks before the first byte.
+
+    shapes, dtypes: of the hub's tensors. sources: of those, which come out of `like` as they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        like: Path | None,
+        dtype: torch.dtype | None,
+        members: Members,
+    ):
+        self.model, self.folder, self.like, self.members = model, folder, like, members
+        own = pieces(model)
+        told = members.exchange((parts_of(own), {p.name: p.tensor.dtype for p in own}))
+        parts, kinds = [of for of, _ in told], {n: t for _, of in told for n, t in of.items()}
+        there, kind = {}, kind_of(model)
+        if like is not None:
+            there, kind = members.first(lambda: (safe.stored(like), _kind(like)))
+        self.kind, self.pieces, self.holders = kind, by_name(own), holders(parts)
+        links = links_of(model, kind, _shapes(parts))
+        lost = [p.name for p in own if p.name not in links and p.tensor.count_nonzero()]
+        if lost := [name for names in members.exchange(lost) for name in names]:
+            text = f"model_type={kind!r} has no place for {lost[0]}"
+            raise ValueError(f"model: {text}; allowed are models without, or where it is 0")
+        self.shapes, self.into = names.shapes(links), {}
+        for link in (link for of in links.values() for link in of):
+            self.into.setdefault(link.hub, []).append(link)
+        self.dtypes = {hub: dtype or kinds[of[0].name] for hub, of in self.into.items()}
+        self.sources: dict[str, safe.Stored] = {}
+        if like is not None:
+            found, left = members.first(lambda: _matched(like, there, self.shapes, kind))
+            self.sources = {name: there[name] for name in left}
+            self.shapes |= {name: there[name].shape for name in left}
+            stored = {hub: of for hub, (of, _) in found.items()} | self.sources
+            self.dtypes = {hub: dtype or safe.DTYPES[of.dtype] for hub, of in stored.items()}
+
+    def write(self, shard_bytes: int) -> None:
+        """All files, beside their place; then the rename."""
+        files = safe.dealt(self.shapes, self.dtypes, shard_bytes)
+        saving = self.members.first(self._begin)
+        rank, size = self.members.rank, self.members.size
+        # Files of different writers in turn: while one writes to the disk, another one is filled.
+        order = sorted(
+            (number // size, place, number, hub)
+            for number, file in enumerate(files)
+            for place, hub in enumerate(file.shapes)
+        )
+        problem, opened = None, {}
+        try:
+            for number, file in enumerate(files[rank::size]):
+                opened[rank + number * size] = content = open(saving / file.name, "wb")
+                content.write(safe.header(file, self.dtypes))
+        except OSError as error:
+            problem = error
+        for _, _, number, hub in order:
+            tensor = self._tensor(hub, number % size)
+            if tensor is None or problem:  # others wait for this rank, whatever its disk says
+                continue
+            try:
+                opened[number].write(safe.numbers(tensor))
+            except OSError as error:
+                problem = error
+            del tensor
+        for content in opened.values():
+            try:
+                with content:
+                    content.flush()
+                    os.fsync(content.fileno())
+            except OSError as error:
+                problem = problem or error
+        reports = self.members.exchange((cause(problem), is_full(problem)) if problem else None)
+        self.members.first(lambda: self._complete(saving, files, [r for r in reports if r]))
+
+    def _tensor(self, hub: str, writer: int) -> Tensor | None:
+        """A tensor of the hub's, whole, on its writer; all ranks that have parts of it call it."""
+        dtype, mine = self.dtypes[hub], self.members.rank == writer
+        if hub in self.sources:
+            if not mine:
+                return None
+            with safe_open(self.like / self.sources[hub].file, "pt") as file:
+                return file.get_tensor(hub).to(dtype)
+        full = torch.empty(self.shapes[hub], dtype=dtype) if mine else None
+        for link in self.into[hub]:
+            plan = transfers(self.holders.get(link.name, {}), [(writer, link.box)])
+            assert plan is not None, link  # the shapes are those of what ranks have
+            place = []
+            if full is not None:
+                there = full[tuple(slice(*ends) for ends in link.place)]
+                there = there.T if link.turned else there
+                place = [Piece(link.name, link.box, there.view(shape(link.box)))]
+            if any(self.members.rank in (move.source, move.target) for move in plan):
+                own = self.pieces.get(link.name, ())
+                carry(plan, own, place, dtype, self.members.group, torch.device("cpu"))
+        return full
+
+    def _begin(self) -> Path:
+        """On rank 0: the folder that is written, beside the one that it becomes."""
+        if self.folder.exists():
+            raise ValueError(f"folder={str(self.folder)!r}: it is there; allowed is a new one")
+        if not self.folder.parent.is_dir():
+            parent = self.folder.parent
+            raise ValueError(f"folder={str(self.folder)!r}: there is no folder {parent}")
+        saving = self.folder.with_name(f"{SAVING}{self.folder.name}")
+        try:
+            if saving.exists():  # left by a save that was killed
+                shutil.rmtree(saving)
+            saving.mkdir()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: not saved: {cause(error)}") from None
+        return saving
+
+    def _complete(
+        self, saving: Path, files: Sequence[safe.File], reports: Sequence[tuple[str, bool]]
+    ) -> None:
+        """On rank 0: what stands beside the weights, and the rename; or nothing is left."""
+        try:
+            if unseen := [file.name for file in files if not (saving / file.name).exists()]:
+                text = f"rank 0 does not see {unseen[0]}: allowed is a folder that all ranks share"
+                reports = [*reports, (text, False)]
+            if not reports:
+                if files[1:]:
+                    write_durably(saving / safe.INDEX, safe.index(files, self.dtypes))
+                self._beside(saving)
+                sync(saving)
+                os.rename(saving, self.folder)
+                sync(self.folder.parent)
+        except OSError as error:
+            reports = [(cause(error), is_full(error))]
+        if reports:
+            shutil.rmtree(saving, ignore_errors=True)
+            problem, full = reports[0]
+            needed = sum(prod(of) * self.dtypes[hub].itemsize for hub, of in self.shapes.items())
+            room = no_room(self.folder.parent, needed) if full else ""
+            raise CheckpointError(f"{self.folder}: not saved: {problem}{room}")
+
+    def _beside(self, saving: Path) -> None:
+        """config.json, and where there is a folder to be like, tokenizer and the like."""
+        for path in sorted(self.like.iterdir()) if self.like else ():
+            weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+            if path.is_file() and not weights:
+                shutil.copyfile(path, saving / path.name)
+        content = config_json(self.model, self.kind)
+        if self.like is not None:
+            content = json.loads((self.like / "config.json").read_text("utf-8"))
+        words = {str(dtype).removeprefix("torch.") for dtype in self.dtypes.values()}
+        for key in {"dtype", "torch_dtype"} & content.keys() or {"dtype"}:
+            if len(words) == 1:
+                content[key] = next(iter(words))
+        write_durably(saving / "config.json", json.dumps(content, indent=2).encode() + b"\n")
+
+
+# Which tensors of the hub's a model has.
+
+
+def _config(model: nn.Module) -> Any:
+    """A model's own configuration: ours, or one of transformers."""
+    model = unwrapped(model)
+    inner = model.module if isinstance(model, Sharded) else model
+    config = getattr(inner, "config", None)
+    if not isinstance(config, Config) and not hasattr(config, "model_type"):
+        kind = type(model).__name__
+        raise ValueError(f"model={kind}: allowed are a GPT, and models of transformers")
+    return config
+
+
+def kind_of(model: nn.Module) -> str:
+    """The model_type of a model of transformers, or the one that computes what a GPT does."""
+    config = _config(model)
+    return names.family_of(config) if isinstance(config, Config) else config.model_type
+
+
+def links_of(
+    model: nn.Module, kind: str, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Link]]:
+    """Where each tensor of a model stands on the hub, for one of that kind (its model_type)."""
+    config = _config(model)
+    if isinstance(config, Config):
+        return names.links(config, kind)
+    if config.model_type != kind:
+        text = f"allowed are folders of {config.model_type!r}, as the model is"
+        raise ValueError(f"model_type={kind!r}: {text}")
+    return names.links_of_transformers(kind, shapes)
+
+
+def config_json(model: nn.Module, kind: str) -> dict[str, Any]:
+    """What `transformers` builds such a model from."""
+    config = _config(model)
+    if isinstance(config, Config):
+        return names.config_json(config, kind)
+    classname = type(unwrapped(model)).__name__.removeprefix("FSDP")  # fully_shard's own class
+    return config.to_dict() | {"architectures": config.architectures or [classname]}
+
+
+def _shapes(parts: Sequence[Sequence[tuple[str, Box]]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors, of which each rank has parts."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, box in (part for mine in parts for part in mine):
+        ends = tuple(end for _, end in box)
+        before = found.get(name, ends)
+        found[name] = tuple(max(pair) for pair in zip(before, ends, strict=True))
+    return found
+
+
+def _kind(folder: Path) -> str:
+    """The model_type that config.json says."""
+    path = folder / "config.json"
+    try:
+        return str(json.loads(path.read_text("utf-8"))["model_type"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: is missing") from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path}: has no model_type: {error!r}") from None

@@ -1,0 +1,177 @@
+"""Weights under one layout become weights under another: who sends what, and one tensor at a time.
+
+All ranks make the same plan, from what each of them has and what each wants: a part that two have
+is asked of each in turn, and who has a part himself sends nothing. So bytes are known before.
+
+    a trainer's ranks, tp 4      a generator's ranks, tp 2
+    [0] [1] [2] [3]       ->     [0 1] [2 3]                   of every matrix
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardlab.arguments import check_kind, check_whole, given
+from shardlab.layout.boxes import Box, Piece, common, elements, within
+from shardlab.ranks import check_group
+from shardlab.ranks.gather import gathered
+from shardlab.ranks.p2p import exchange_all
+
+from .pieces import changed, pieces
+
+Parts = Sequence[tuple[str, Box]]  # of a rank: names of tensors, and what it has of them
+
+
+class Transfer(NamedTuple):
+    """What one rank sends another, or has to copy where it is."""
+
+    source: int
+    target: int
+    box: Box
+
+
+Holders = dict[Box, list[int]]  # parts of a tensor that have nothing in common, and who has them
+
+
+def holders(parts: Sequence[Parts]) -> dict[str, Holders]:
+    """By tensor, its parts and the ranks that have them, from what each rank has."""
+    found: dict[str, Holders] = {}
+    for rank, mine in enumerate(parts):
+        for name, box in mine:
+            if elements(box):
+                found.setdefault(name, {}).setdefault(box, []).append(rank)
+    return found
+
+
+def transfers(have: Holders, wanted: Iterable[tuple[int, Box]]) -> list[Transfer] | None:
+    """Who sends what, so that each rank gets what it wants; None where nobody has it all.
+
+    A rank that has it sends itself nothing; of several others each is asked in turn.
+    """
+    found = []
+    for rank, box in wanted:
+        missing = elements(box)
+        for theirs, ranks in have.items():
+            if (both := common(box, theirs)) is not None:
+                source = rank if rank in ranks else ranks[rank % len(ranks)]
+                found.append(Transfer(source, rank, both))
+                missing -= elements(both)
+        if missing:
+            return None
+    return found
+
+
+def carry(
+    plan: Sequence[Transfer],
+    mine: Sequence[Piece],
+    wanted: Sequence[Piece],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None = None,
+) -> None:
+    """Take part in the transfers of one tensor: out of `mine`, into `wanted`, which has `dtype`.
+
+    group: with its own numbers in the plan; None: one process. device: where what is sent has to
+    be; None: where it is. All ranks that the plan names call it.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    outgoing: list[tuple[Tensor, int]] = []
+    incoming: list[tuple[Tensor, int]] = []
+    for source, target, box in plan:
+        if source == rank:
+            part = _part(mine, box).to(device=device, dtype=dtype)
+            if target == rank:
+                _part(wanted, box).copy_(part)
+            else:
+                outgoing.append((part, target))
+        elif target == rank:
+            incoming.append((_part(wanted, box), source))
+    exchange_all(outgoing, incoming, group).wait()
+
+
+def _part(among: Sequence[Piece], box: Box) -> Tensor:
+    """What stands in `box`: a view into the piece that holds it."""
+    for piece in among:
+        if common(box, piece.box) == box:
+            return piece.tensor[within(box, piece.box)]
+    raise AssertionError(box)
+
+
+@torch.no_grad()
+def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.ProcessGroup) -> None:
+    """Give the weights of `source` to `target`, a model of the same shape under another layout.
+
+        hand_over(trainer, generator, dist.group.WORLD)     # while the job runs
+
+    On each rank of `group`, of which all call it, either may be None: a trainer's ranks may be a
+    generator's as well, or others. A rank sends to others what they need and do not have, in the
+    dtype in which they want it; of one tensor at a time there is a copy.
+
+    Raises ValueError, on every rank and before anything is sent, where a part of the target's
+    tensors is nowhere.
+    """
+    rank, _ = check_group(group)
+    check_kind(nn.Module, **given(source=source, target=target))
+    there, wants = ([] if model is None else pieces(model) for model in (source, target))
+    kinds = {piece.name: piece.tensor.dtype for piece in wants}
+    told = gathered((parts_of(there), parts_of(wants), kinds), group)
+    plans = planned([parts for parts, _, _ in told], [parts for _, parts, _ in told])
+    dtypes = {name: dtype for *_, each in told for name, dtype in each.items()}
+    mine, wanted = by_name(there), by_name(wants)
+    for name, plan in plans.items():
+        if any(rank in (move.source, move.target) for move in plan):
+            carry(plan, mine.get(name, ()), wanted.get(name, ()), dtypes[name], group)
+    if target is not None:
+        changed(target)
+
+
+def predicted_hand_over(
+    before: Sequence[Parts], after: Sequence[Parts], itemsize: int = 4
+) -> list[int]:
+    """Bytes that each rank sends in `hand_over`, from what each has, and what each is to have.
+
+    before, after: for each rank of the group, in its order; [] for one without such a model.
+    `mesh.predicted_pieces` are those of a layout. itemsize: bytes of a number of the target's.
+    """
+    check_whole(itemsize=itemsize)
+    sent = [0] * len(before)
+    for name, plan in planned(before, after).items():
+        each = 4 if name.endswith("bias_E") else itemsize  # it is float32 in a model of any dtype
+        for move in plan:
+            if move.source != move.target:
+                sent[move.source] += each * elements(move.box)
+    return sent
+
+
+def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[Transfer]]:
+    """By tensor, who sends what. Raises ValueError where something is wanted that nobody has."""
+    have = holders(before)
+    wanted: dict[str, list[tuple[int, Box]]] = {}
+    for rank, parts in enumerate(after):
+        for name, box in parts:
+            if elements(box):
+                wanted.setdefault(name, []).append((rank, box))
+    found = {name: transfers(have.get(name, {}), of) for name, of in wanted.items()}
+    for name, plan in found.items():
+        if plan is None:
+            text = "allowed are models whose tensors the source has, whole and of the same shape"
+            raise ValueError(f"target: {name} is not all in the source; {text}")
+    return found
+
+
+def by_name(found: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """The pieces of each tensor."""
+    names: dict[str, list[Piece]] = {}
+    for piece in found:
+        names.setdefault(piece.name, []).append(piece)
+    return names
+
+
+def parts_of(found: Iterable[Piece]) -> list[tuple[str, Box]]:
+    """Of pieces what has to be known of them elsewhere."""
+    return [(piece.name, piece.box) for piece in found]

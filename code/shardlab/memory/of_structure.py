@@ -1,0 +1,112 @@
+"""A training step on one rank, of any model whose `Structure` is known: by kinds of layers.
+
+States are exact: what a rank holds of each tensor. Of activations, what fused kernels keep is
+counted (flash attention, fused norms, rotations, gated activations): per token and layer the
+elements that `Kind` names, 3 F of a gated network and 2 F of another, and for each expert that a
+token chooses its input and the same of its width. Not exact: which temporaries stand beside that,
+how evenly tokens choose experts, and what a script that is not fused keeps on top. `step` counts
+the course's own model, whose every moment is known.
+"""
+
+from __future__ import annotations
+
+from shardlab.arguments import check_kind, check_one_of, check_whole
+from shardlab.layout import ALONE, Layout, Structure, computed_again, structure
+from shardlab.layout.structure import Kind, check_expert_degree
+from shardlab.shapes import Config
+
+from .core import check_recipe, states_of
+from .counting import by_kind, held_by, placed
+from .in_flight import in_flight
+from .step import MIB, Estimate, Unit
+from .units import ceil_div
+
+LOGITS = 3 * 4  # bytes of each: the log-softmax in float32, its gradient and a temporary
+
+
+def estimate_structure(
+    config: Config | Structure,
+    layout: Layout = ALONE,
+    seq: int | None = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    *,
+    attention: str = "fused",
+    stage: int | None = None,
+    bucket: int = 25 * MIB,
+) -> Estimate:
+    """What one rank holds in a step of such a model; arguments as in `estimate`.
+
+    Its one moment is the sum of all: with ZeRO-3 or many micro-batches a step stays below. Of a
+    model that is counted and not planned (`Structure.unplanned`) there are the states alone. Raises
+    ValueError as `estimate` does.
+    """
+    model = structure(config)
+    check_kind(Layout, layout=layout)
+    recipe = check_recipe(precision, optimizer)
+    check_one_of(("fused",), attention=attention)
+    check_whole(0, bucket=bucket)
+    check_expert_degree(model, layout.ep)
+    if stage is None and layout.pp > 1:
+        some = (0, layout.pp - 1) if layout.stages == "equal" else range(layout.pp)
+        how = {"attention": attention, "bucket": bucket}
+        each = (
+            estimate_structure(model, layout, seq, precision, optimizer, stage=one, **how)
+            for one in some
+        )
+        return max(each, key=lambda one: one.total)
+    here = placed(model, layout, stage)
+    seq = model.seq if seq is None else seq
+    check_whole(seq=seq)
+    tokens = _shared(seq, layout) * layout.micro_batch
+    mine = held_by(model, layout, here)
+    state = states_of(mine.all, mine.shard(layout), layout, recipe, optimizer)
+    if model.unplanned:
+        return Estimate(
+            state.parameters, state.gradients, state.optimizer, 0, 0, state.host,
+            {"states": state.total},
+        )  # fmt: skip
+    again = computed_again(layout.recompute)
+    flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
+    layers = sum(n * kept(model, kind, layout, again) for kind, n in by_kind(model, here))
+    logits = LOGITS * ceil_div(model.vocab, layout.tp) * here.head
+    stream = recipe.compute * tokens * model.hidden
+    activations = round(recipe.compute * tokens * layers * flying) + tokens * logits
+    buffers = 16 * tokens + _on_the_way(layout, mine.all * recipe.gradients, bucket)
+    if layout.zero == 3 and layout.shards > 1:
+        buffers += Unit.of(model, layout, here).gathered(recipe)
+    if layout.pp > 1:
+        buffers += stream * (2 if here.embedding or here.head else 3)
+    total = state.total + activations + buffers
+    parts = state.parameters, state.gradients, state.optimizer, activations, buffers, state.host
+    return Estimate(*parts, moments={"all of it": total})
+
+
+def kept(model: Structure, kind: Kind, layout: Layout, again: frozenset[str]) -> float:
+    """Elements that a layer of that kind keeps on a rank, for each token of a micro-batch."""
+    along = layout.tp if layout.sequence_parallel else 1
+    if layout.recompute == "full":
+        return model.hidden / along
+    norms = kind.stream // 2 if "norms" in again else 0  # their outputs
+    tensors = (3 if kind.gated else 2) - ("ffn" in again)
+    rows = kind.routed.chosen * kind.routed.inputs if kind.routed else 0
+    whole = kind.stream - norms + kind.latent + rows
+    return whole / along + (kind.heads + tensors * kind.wide) / layout.tp
+
+
+def _on_the_way(layout: Layout, gradients: int, bucket: int) -> int:
+    """Bytes of gradients in buckets, as `estimate` has them."""
+    if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.shards > 1):
+        return 0
+    return gradients if layout.zero == 0 and bucket else min(gradients, bucket)
+
+
+def _shared(seq: int, layout: Layout) -> int:
+    """Tokens of each sequence on a rank."""
+    if seq % layout.cp:
+        raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={seq}")
+    seq //= layout.cp
+    if layout.sequence_parallel and seq % layout.tp:
+        words = "allowed with sequence_parallel are divisors of"
+        raise ValueError(f"tp={layout.tp}: {words} seq={seq}")
+    return seq

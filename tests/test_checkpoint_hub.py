@@ -1,0 +1,485 @@
+"""Weights of real models: the hub's folders, in and out, and over to another layout."""
+
+import errno
+import json
+import os
+import shutil
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import here
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from shardlab import count, ranks
+from shardlab.checkpoint import (
+    CheckpointError,
+    config_of,
+    hand_over,
+    load_hub,
+    names,
+    predicted_hand_over,
+    safe,
+    save_hub,
+)
+from shardlab.checkpoint.pieces import pieces
+from shardlab.layout import Layout
+from shardlab.layout.boxes import common, elements, shape, stretch, whole, within
+from shardlab.mesh import Parallel, join, predicted_pieces
+from shardlab.model import GPT, PRESETS, Config
+from shardlab.tensor_parallel import parallelize
+
+SMALL = {"layers": 2, "heads": 4, "hidden": 32, "ffn": 48, "vocab": 64, "seq": 32}
+SHAPES = {
+    "llama": replace(PRESETS["llama-3-8b"], **SMALL, kv_heads=2),
+    "mixtral": replace(PRESETS["mixtral-8x7b"], **SMALL, kv_heads=2, experts=4),
+    "qwen3": replace(PRESETS["llama-3-8b"], **SMALL, kv_heads=2, head=12, qk_norm=True),
+    "qwen3_moe": replace(
+        PRESETS["qwen3-30b-a3b"], **SMALL, kv_heads=2, head=12, experts=4, experts_per_token=2,
+        expert_ffn=24,
+    ),
+    "deepseek_v3": replace(
+        PRESETS["deepseek-v3"], **SMALL, head=8, latent=16, query_latent=24, rotary=4, value=6,
+        experts=4, experts_per_token=2, expert_ffn=24, dense_layers=1, expert_groups=2,
+        groups_per_token=1,
+    ),
+    "gpt2": replace(PRESETS["gpt-2"], **SMALL),
+    "gpt_neox": replace(PRESETS["gpt-2"], **SMALL, tied=False),
+}  # fmt: skip
+MESH = Layout(dp=2, tp=2, pp=2, microbatches=2, zero=1)
+TOKENS = torch.arange(24).view(2, 12) % 64  # BS
+
+
+def of_transformers(config, kind, device="cpu"):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**names.config_json(config, kind))
+        )
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Folders that transformers has written, by kind, in files of 30 kB."""
+    folder = tmp_path_factory.mktemp("hub")
+    torch.manual_seed(0)
+    for kind, config in SHAPES.items():
+        model = of_transformers(config, kind)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point() and tensor.numel() > 6:  # not angles of positions
+                torch.nn.init.normal_(tensor, std=0.1)  # biases are no zeros, norms no ones
+        model.save_pretrained(folder / kind, max_shard_size="30KB")
+    return folder
+
+
+def tensors(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    return found
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )
+
+
+def logits(folder):
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder).eval()(TOKENS).logits
+
+
+# In and out.
+
+
+def there_and_back(hub, out, layout):
+    """Each kind into a mesh, and out again."""
+    group, left = dist.group.WORLD, {}
+    for kind, config in SHAPES.items():
+        model = Parallel(here(GPT(config)), join(layout, group), layout)
+        left[kind] = load_hub(model, hub / kind, group)
+        save_hub(model, out / kind, group, like=hub / kind, shard_bytes=20_000)
+    return left
+
+
+def test_what_transformers_wrote_goes_into_a_mesh_and_comes_back_bit_for_bit(hub, tmp_path):
+    found = ranks.run(there_and_back, 8, hub, tmp_path, MESH, timeout=120)
+    for kind in SHAPES:
+        assert equal(tensors(hub / kind), tensors(tmp_path / kind))
+        assert torch.equal(logits(hub / kind), logits(tmp_path / kind))
+        written = sorted(path.name for path in (tmp_path / kind).iterdir())
+        assert len(written) > 4 and safe.INDEX in written and "generation_config.json" in written
+        beside = ("transformer.wpe.weight",) if kind == "gpt2" else ()
+        assert all(left[kind] == beside for left in found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(SHAPES)  # nothing half saved
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_course_s_gpt_computes_what_transformers_does_from_the_same_folder(hub, kind):
+    model = GPT(config_of(hub / kind))
+    assert names.config_json(model.config, kind) == names.config_json(SHAPES[kind], kind)
+    load_hub(model, hub / kind)
+    with torch.no_grad():
+        apart = (model(TOKENS) - logits(hub / kind)).abs().max().item()
+    # GPT-2 has positions of its own, and another GELU: that is another model, with these weights.
+    assert apart > 1e-3 if kind == "gpt2" else apart < 1e-5
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_has_the_names_and_shapes_of_transformers(preset):
+    config = PRESETS[preset]
+    kind = names.family_of(config)
+    found = names.shapes(names.links(config, kind))
+    model = of_transformers(config, kind, "meta")
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    theirs = {name: of for name, of in theirs.items() if not config.tied or "head" not in name}
+    assert found == names.shapes(names.links_of_transformers(kind, theirs))
+
+
+def test_without_a_folder_to_be_like_transformers_computes_the_same(tmp_path):
+    for number, tied in enumerate((True, False)):
+        torch.manual_seed(number)
+        model = GPT(replace(PRESETS["nano"], tied=tied, vocab=64, seq=32, ffn=80))
+        save_hub(model, tmp_path / f"{tied}", dtype=torch.float32)
+        with torch.no_grad():
+            assert (logits(tmp_path / f"{tied}") - model(TOKENS)).abs().max() < 1e-5
+        assert names.family_of(config_of(tmp_path / f"{tied}")) == "gpt_neox"
+
+
+def of_the_library(hub, out):
+    """Models of transformers, sharded by FSDP2 over ranks that nothing divides by."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    group = dist.group.WORLD
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for kind in SHAPES:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hub / kind))
+        for module in list(model.modules()):
+            if type(module).__name__.endswith(("DecoderLayer", "GPT2Block", "NeoXLayer")):
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert load_hub(model, hub / kind, group) == ()
+        save_hub(model, out / kind, group, dtype=torch.bfloat16 if kind == "llama" else None)
+
+
+def test_models_of_transformers_in_shards_of_fsdp2_go_out_under_the_hub_s_names(hub, tmp_path):
+    ranks.run(of_the_library, 3, hub, tmp_path, device="cpu", timeout=120)
+    for kind in SHAPES:
+        before = tensors(hub / kind)
+        if kind == "llama":
+            before = {name: tensor.bfloat16() for name, tensor in before.items()}
+        assert equal(before, tensors(tmp_path / kind))
+        about = json.loads((tmp_path / kind / "config.json").read_text())
+        assert about["dtype"] == ("bfloat16" if kind == "llama" else "float32")
+        assert about["architectures"] == [names.FAMILIES[kind].classname]
+    # What was bfloat16 is it again, after a model of float32 has had it.
+    load_hub(model := GPT(SHAPES["llama"]), tmp_path / "llama")
+    save_hub(model, tmp_path / "again", like=tmp_path / "llama")
+    assert equal(tensors(tmp_path / "llama"), tensors(tmp_path / "again"))
+
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def streams(folder, config):
+    """Bytes that loading and saving took beside the model: tensors at the peak, and all memory."""
+    torch.set_num_threads(1)
+    group, found = dist.group.WORLD, []
+    layout = Layout(dp=2, tp=2, zero=3)
+    model = Parallel(GPT(config), join(layout, group), layout)
+    load_hub(model, folder / "big", group)  # and what is imported at the first call
+    for act in (
+        lambda: load_hub(model, folder / "big", group),
+        lambda: save_hub(model, folder / "out", group, like=folder / "big", shard_bytes=4_000_000),
+    ):
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+        before = peak()
+        with count.held(*(piece.tensor for piece in pieces(model))) as held:
+            start = held.now
+            act()
+        found.append((held.peak - start, peak() - before))
+    return found
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux keeps the peak")
+def test_no_rank_ever_has_the_whole_in_its_memory(tmp_path):
+    config = Config(vocab=1024, layers=12, hidden=384, heads=4, seq=8, mlp="swiglu", norm="rms",
+                    bias=False, tied=False)  # fmt: skip
+    save_hub(model := GPT(config), tmp_path / "big", shard_bytes=4_000_000)
+    size, most = (of(p.nbytes for p in model.parameters()) for of in (sum, max))
+    for rank in ranks.run(streams, 4, tmp_path, config, device="cpu", timeout=120):
+        (load, load_all), (save, save_all) = rank
+        # A tensor, of which a slice is read; a tensor, and what of it has come and is no row of it.
+        # And all names.
+        assert load <= most + 10**5 and save <= 2 * most + 10**5, (most, load, save)
+        assert load_all < size / 4 and save_all < size / 4, (size, load_all, save_all)
+    assert equal(tensors(tmp_path / "big"), tensors(tmp_path / "out"))
+
+
+# What does not fit.
+
+
+def cut_off(folder):
+    path = sorted(folder.glob("model-*"))[1]
+    os.truncate(path, path.stat().st_size - 4)
+    return path.name
+
+
+def renamed(folder):
+    path = sorted(folder.glob("model-*"))[1]
+    path.rename(folder / "model-1.safetensors")
+    return path.name
+
+
+def no_numbers(folder):
+    path = sorted(folder.glob("model-*"))[0]
+    path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    return path.name
+
+
+def without_index(folder):
+    (folder / safe.INDEX).unlink()
+    return safe.INDEX
+
+
+def no_index(folder):
+    (folder / safe.INDEX).write_text("[1]")
+    return safe.INDEX
+
+
+def elsewhere(folder):
+    index = json.loads((folder / safe.INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "../model.safetensors"
+    (folder / safe.INDEX).write_text(json.dumps(index))
+    return safe.INDEX
+
+
+def without_config(folder):
+    (folder / "config.json").unlink()
+    return "config.json"
+
+
+def changed(change):
+    """A folder whose tensors have passed through `change`, in one file."""
+
+    def damage(folder):
+        found = tensors(folder)
+        said = change(found)
+        for path in folder.glob("model*"):
+            path.unlink()
+        save_file(found, folder / safe.ONE)
+        return said
+
+    return damage
+
+
+def other_name(found):
+    found["model.layers.0.mlp.upward.weight"] = found.pop(
+        name := "model.layers.0.mlp.up_proj.weight"
+    )
+    return name
+
+
+def one_more(found):
+    found[name := "model.layers.2.input_layernorm.weight"] = torch.zeros(32)
+    return name
+
+
+def other_shape(found):
+    found[name := "model.norm.weight"] = torch.zeros(31)
+    return name
+
+
+def whole_numbers(found):
+    found[name := "model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
+    return name
+
+
+DAMAGES = {
+    of.__name__: of
+    for of in (cut_off, renamed, no_numbers, without_index, no_index, elsewhere, without_config)
+} | {of.__name__: changed(of) for of in (other_name, one_more, other_shape, whole_numbers)}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_does_not_fit_is_refused_in_one_line_and_the_model_stays(
+    hub, tmp_path, damage
+):
+    shutil.copytree(hub / "llama", folder := tmp_path / "llama")
+    said = DAMAGES[damage](folder)
+    model = GPT(SHAPES["llama"])
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(CheckpointError) as caught:
+        load_hub(model, folder)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert equal(before, dict(model.named_parameters()))
+
+
+def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path):
+    model = GPT(SHAPES["llama"])
+    for call, match in (
+        (lambda: load_hub(3, hub / "llama"), "model=3"),
+        (lambda: load_hub(torch.nn.Linear(2, 2), hub / "llama"), "model=Linear: allowed are a GPT"),
+        (lambda: load_hub(model, 3), "folder=3"),
+        (lambda: load_hub(model, hub / "gpt2"), "no place for blocks.0.ffn.gate.weight"),
+        (lambda: save_hub(model, hub / "llama"), "it is there; allowed is a new one"),
+        (lambda: save_hub(model, tmp_path / "a/b"), "there is no folder"),
+        (lambda: save_hub(model, tmp_path / "c", dtype=torch.int8), "dtype=torch.int8"),
+        (lambda: save_hub(model, tmp_path / "c", shard_bytes=0), "shard_bytes=0"),
+        (lambda: config_of(tmp_path), "config.json"),
+        (lambda: names.family_of(replace(SHAPES["gpt2"], norm="rms")), "allowed are shapes of"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    for key, value in (("rope_parameters", {"rope_type": "yarn", "rope_theta": 5e5}),
+                       ("hidden_act", "relu"), ("model_type", "mamba")):  # fmt: skip
+        about = json.loads((hub / "llama/config.json").read_text()) | {key: value}
+        (tmp_path / "config.json").write_text(json.dumps(about))
+        with pytest.raises(ValueError, match="rope_type='yarn'|hidden_act='relu'|'mamba'"):
+            config_of(tmp_path)
+    moved = GPT(SHAPES["mixtral"])
+    moved.blocks[0].ffn.router.bias_E += 1  # Mixtral's router has none
+    with pytest.raises(ValueError, match="'mixtral' has no place for .*bias_E"):
+        save_hub(moved, tmp_path / "c")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+def full_disk(hub, out):
+    """The disk of rank 1 is full while it writes."""
+    group, layout = dist.group.WORLD, Layout(tp=2)
+    model = Parallel(GPT(SHAPES["llama"]), join(layout, group), layout)
+    told = []
+    damaged = out / "damaged"
+    for act in (
+        lambda: load_hub(model, damaged, group),
+        lambda: save_hub(model, out / "new", group, shard_bytes=20_000),
+    ):
+        try:
+            act()
+        except CheckpointError as error:
+            told.append(str(error))
+        if dist.get_rank() == 1:
+
+            def no_room(_):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            safe.numbers = no_room
+    return told
+
+
+def test_what_fails_on_one_rank_fails_on_all_alike_and_nothing_is_left(hub, tmp_path):
+    shutil.copytree(hub / "llama", tmp_path / "damaged")
+    said = cut_off(tmp_path / "damaged")
+    first, second = ranks.run(full_disk, 2, hub, tmp_path, device="cpu")
+    assert first == second and said in first[0]
+    assert "not saved" in first[1] and "the disk is full" in first[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+# To another layout.
+
+LAYOUTS = (
+    Layout(tp=4),
+    Layout(dp=2, tp=2),
+    Layout(dp=2, pp=2, zero=1, microbatches=2),
+    Layout(dp=4, zero=3),
+    Layout(pp=4, microbatches=4),
+    Layout(tp=2, pp=2, microbatches=2, order=("tp", "pp")),
+    Layout(dp=2, tp=2, zero=2),
+)
+FOUR = {
+    "tied": replace(PRESETS["nano"], heads=4, layers=4),
+    "experts": replace(SHAPES["mixtral"], layers=4, kv_heads=2),  # fewer than tensor ranks
+}
+
+
+def handed_over(config, old, new):
+    """Bytes sent, counted and predicted; the target then has the source's weights."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    models = []
+    for seed, layout in enumerate((old, new)):
+        torch.manual_seed(seed)
+        models.append(Parallel(here(GPT(config)), join(layout, group), layout))
+    parts = [[predicted_pieces(config, of, r) for r in range(4)] for of in (old, new)]
+    for model, each in zip(models, parts, strict=True):
+        assert sorted((piece.name, piece.box) for piece in pieces(model)) == sorted(each[rank])
+    with count.sent() as sent:
+        hand_over(*models, group)
+    source, target = (model.full_state_dict() for model in models)
+    assert equal(source, target)
+    return sent.bytes, predicted_hand_over(*parts)[rank]
+
+
+def all_handed_over(whole_table):
+    pairs = list(zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True))
+    rows = [(config, *pair) for config in FOUR.values() for pair in pairs]
+    return [handed_over(*row) for row in (rows if whole_table else rows[:4] + rows[11:])]
+
+
+def trainer_and_generator():
+    """Ranks 0 to 3 train by tp 4; 4 and 5 generate by tp 2, in bfloat16."""
+    group, rank, config = dist.group.WORLD, dist.get_rank(), FOUR["tied"]
+    torch.manual_seed(rank > 3)
+    model = here(GPT(config))
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    two = dist.new_group([4, 5]), dist.new_group([0, 1, 2, 3])
+    model = parallelize(model if rank < 4 else model.bfloat16(), two[rank < 4])
+    with count.sent() as sent:
+        hand_over(model if rank < 4 else None, model if rank > 3 else None, group)
+    with pytest.raises(ValueError, match="target: embedding.weight is not all in the source"):
+        hand_over(model if rank in (0, 4) else None, model if rank > 3 else None, group)
+    return sent.bytes, {n: p.detach().cpu() for n, p in model.named_parameters()}, plain
+
+
+def test_weights_pass_to_any_layout_and_bytes_are_those_predicted(request):
+    found = ranks.run(all_handed_over, 4, request.config.getoption("--whole"), timeout=120)
+    for each in zip(*found, strict=True):
+        assert all(counted == predicted for counted, predicted in each)
+        assert sum(counted for counted, _ in each)
+
+
+def test_a_generator_on_other_ranks_gets_a_trainer_s_weights_in_its_own_dtype():
+    found = ranks.run(trainer_and_generator, 6, device="cpu", timeout=120)
+    config, plain = FOUR["tied"], found[0][2]
+    for place, (_, own, _) in enumerate(found[4:]):
+        for entry in names.ledger(config)[:-1]:
+            want = plain[entry.name].bfloat16()
+            want = want if entry.tp is None else want.chunk(2, entry.tp)[place]
+            assert torch.equal(own[entry.name], want)
+    old = [predicted_pieces(config, Layout(tp=4), rank) for rank in range(4)]
+    new = [predicted_pieces(config, Layout(tp=2), rank) for rank in range(2)]
+    sent = predicted_hand_over([*old, [], []], [[], [], [], [], *new], itemsize=2)
+    assert [counted for counted, *_ in found] == sent and sum(sent) > 0
+
+
+# Boxes.
+
+
+@pytest.mark.parametrize("of", [(), (7,), (3, 5), (2, 3, 4)])
+def test_a_stretch_of_a_box_is_boxes_in_its_order(of):
+    full = torch.arange(elements(whole(of))).reshape(of)
+    for first in range(full.numel()):
+        for end in range(first, full.numel() + 1):
+            found = list(stretch(whole(of), first, end))
+            parts = [full[within(box, whole(of))] for box in found]
+            assert [tuple(part.shape) for part in parts] == [shape(box) for box in found]
+            numbers = [n for part in parts for n in part.flatten().tolist()]
+            assert numbers == list(range(first, end)) and len(found) <= 2 * len(of) + 1
+            assert all(common(box, whole(of)) == box for box in found)

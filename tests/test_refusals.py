@@ -239,6 +239,8 @@ MISTAKES = {  # arguments: a word of the line that they get
     (*PLAN, "--explain", "--emit", "slurm"): "--emit with --explain",
     (*PLAN, "--explain", "--top", "3"): "--top with --explain",
     (*PLAN, "--price", "2"): "--price",
+    (*PLAN, "--compile", "eager"): "compile='eager': allowed with --profile torchtitan",
+    (*PLAN, "--profile", "torchtitan", "--compile", "no"): "compile='no': allowed are 'eager'",
     (*PLAN, "--zero", "7"): "zero=7: allowed are whole numbers, 0 to 3",
     ("strategy", "--case", "a", "--rates", "b", "--gpus", "8"): "--gpus with --case",
     ("strategy", "--fit", "a", "--rates", "b", "--json"): "--json with --fit",
@@ -487,20 +489,32 @@ CASE = {
 }  # fmt: skip
 
 
-def test_a_wrong_value_of_a_case_is_noted_beside_it(capsys, tmp_path) -> None:
+TODAY = {
+    "named": "qwen3-30b-a3b", "seq": 4096, "mbs": 1, "tp": 2, "pp": 4, "dp": 4, "cp": 2, "vpp": 2,
+    "ep": 8, "etp": 1, "gpus": 64, "gpu": "gb200", "dtype": "mxfp8", "engine": "megatron",
+    "recompute": "moe_act+layernorm", "gbs": 16, "compile": True,
+}  # fmt: skip
+OLD = READ["case"]
+ENGINES = ["strategy", "--rates", str(PUBLISHED / "rates_engines.json"), "--case"]
+FILE = {"file": None, "layers": 2, "hidden": 64, "heads": 2, "seq": 64, "gpu": "h100"}
+
+
+@pytest.mark.parametrize("case, words", [(CASE, OLD), (TODAY, ENGINES)], ids=["old", "today"])
+def test_a_wrong_value_of_a_case_is_noted_beside_it(capsys, tmp_path, case, words) -> None:
     path = tmp_path / "cases.json"
-    changed = [CASE | {key: wrong} for key in CASE for wrong in WRONG]
-    path.write_text(json.dumps([{"id": 0, "config": c} for c in [CASE, *changed]]))
-    status, out, err = ran(capsys, *READ["case"], str(path))
+    changed = [case | {key: wrong} for key in case for wrong in WRONG]
+    changed += [FILE | {"file": wrong} for wrong in WRONG if not isinstance(wrong, str)]
+    path.write_text(json.dumps([{"id": 0, "config": c} for c in [case, *changed]]))
+    status, out, err = ran(capsys, *words, str(path))
     assert status == 0 and err == ""
     found = json.loads(out)
     assert found[0]["seconds"] and len(found) == 1 + len(changed)
-    for case, one in zip(changed, found[1:], strict=True):
-        assert (one["seconds"] is None) == bool(one["note"]), (case, one)
-        assert "\n" not in one["note"] and len(one["note"]) < 300, (case, one)
+    for bad, one in zip(changed, found[1:], strict=True):
+        assert (one["seconds"] is None) == bool(one["note"]), (bad, one)
+        assert "\n" not in one["note"] and len(one["note"]) < 300, (bad, one)
     noted = [c for c, one in zip(changed, found[1:], strict=True) if one["note"]]
-    for key in set(CASE) - {"precision", "sequence_parallel", "stages"}:  # words, a yes, a list
-        assert all(CASE | {key: wrong} in noted for wrong in ([], {}, [[]])), key
+    for key in set(case) - {"precision", "sequence_parallel", "stages"}:  # words, a yes, a list
+        assert all(case | {key: wrong} in noted for wrong in ([], {}, [[]])), key
 
 
 def test_a_wrong_value_of_rates_is_refused(capsys, tmp_path) -> None:

@@ -81,7 +81,12 @@ def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
     """Medians as they were measured, a little rounded up: 6, 18 and 11 %; by source 24 at most."""
     numbers = list(range(len(USED)))
     random.Random(1).shuffle(numbers)
-    found = medians(left_out([numbers[::2], numbers[1::2]]))
+    halves = left_out([numbers[::2], numbers[1::2]])
+    for i, error in halves.items():  # which the table keeps, for a picture
+        row, _, measured = USED[i]
+        kept = abs(float(row["by_others_s"]) / measured - 1)
+        assert kept == pytest.approx(error, abs=2e-3)
+    found = medians(halves)
     assert found.pop("dense") < 0.08
     assert found.pop("with experts") < 0.20
     assert found.pop("8 bits") < 0.125
@@ -142,7 +147,7 @@ def test_models_are_what_the_hub_counts(request) -> None:
 def test_a_model_that_nobody_knows_is_named() -> None:
     with pytest.raises(ValueError, match=r"model='GPT-9': its shape is not known here"):
         models.name_of("GPT-9")
-    with pytest.raises(ValueError, match="named='x': allowed are llama-3-8b, "):
+    with pytest.raises(ValueError, match="named='x': allowed are models of tables"):
         models.named("x")
 
 
@@ -213,7 +218,7 @@ def test_lines_of_a_table_are_predicted_and_those_left_out_say_why(capsys, tmp_p
     for options in (["--profile", "course", "--fit", path], ["--profile", "engines", "--fit",
                      str(PUBLISHED / "sweep40.csv")]):  # fmt: skip
         assert main(["strategy", *options, "--rates", str(tmp_path / "r.json")]) == 2
-        assert capsys.readouterr().err.startswith("error: profile=") or True
+        assert "profile=" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------- torchtitan, as it is emitted

@@ -128,7 +128,7 @@ def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
     Of today's engines: one sequence and no tensor ranks; the distributed optimizer, or full shards
     where the engine has no other; experts by as many ranks as share them evenly, and not cut.
     """
-    c = {key: value for key, value in config.items() if value is not None and value != ""}
+    c = {key: value for key, value in config.items() if value is not None}
     today = profile.name == "engines"
     seq = _whole(c, "seq")
     model = _model(c)
@@ -193,7 +193,9 @@ def _attention(c: Mapping[str, Any], model: Config | Structure) -> str:
 def _engine(c: Mapping[str, Any], profile: Profile) -> Profile:
     """The profile of a case's engine, with its code compiled or not."""
     found = BY_ENGINE[_one_of(c, "engine", tuple(BY_ENGINE), profile.engine or "megatron")]
-    named = {True: "compiled", False: "eager"}.get(c.get("compile"), c.get("compile", "compiled"))
+    named = c.get("compile", "compiled")
+    if isinstance(named, bool):
+        named = "compiled" if named else "eager"
     check_one_of(HOW, compile=named)
     return how(found, named)
 

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shardlab.arguments import told
 from shardlab.layout import Structure, structure
 from shardlab.layout.entries import Entry
 from shardlab.layout.structure import Core, Kind, Routed
@@ -94,8 +95,7 @@ def named(name: str) -> Structure:
     if name in _SHAPES:
         return structure(_SHAPES[name])
     if name not in _published():
-        allowed = ", ".join([*_SHAPES, *_published()])
-        raise ValueError(f"named={name!r}: allowed are {allowed}")
+        raise ValueError(f"named={told(name)}: allowed are models of tables, as 'deepseek-v3'")
     return _read(name)
 
 

@@ -172,7 +172,8 @@ def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: fl
     assert chosen in found.fits and chosen.reserved <= found.room == 0.96 * size
     assert list(rungs) == [name for name in RUNGS if name in rungs]
     place = RUNGS.index(strategy.rung(chosen.layout))
-    for one in found.fits:
+    alone = [one for one in found.fits if one.layout.cp == 1]
+    for one in alone or found.fits:  # the chart knows no context ranks
         name = strategy.rung(one.layout)
         assert rungs[name].seconds <= one.seconds + 1e-6
         wait = rungs[name].prediction.seconds  # for weights that ZeRO-3 gathers, on any rung
@@ -204,8 +205,8 @@ def test_the_chart_by_model_size() -> None:
 def test_gpt3_on_64_gpus_has_one_answer() -> None:
     """The plan's, which command, page and lesson print; the chart's is slower."""
     found = planned("gpt-3-175b", "a100", 64, 64)
-    assert str(found.fits[0].layout) == "d 2 · t 8 · p 4, ZeRO-1, interleaved 4"
-    assert strategy.choose(found).seconds == pytest.approx(1.2 * found.fits[0].seconds, rel=0.01)
+    assert str(found.fits[0].layout) == "d 2 · t 4 · p 8, ZeRO-1, recompute ffn, interleaved 4"
+    assert strategy.choose(found).seconds == pytest.approx(1.24 * found.fits[0].seconds, rel=0.01)
 
 
 def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
@@ -218,7 +219,8 @@ def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
     # Without another way it is taken all the same: slow is better than not at all.
     alone = replace(config, heads=1, kv_heads=1, layers=79)
     narrow = replace(slow, memory=150e9)
-    assert strategy.choose(strategy.plan(alone, narrow, 64, 512)).layout.zero == 3
+    whole = strategy.plan(alone, narrow, 64, 512, fixed={"pp": 1, "cp": 1})
+    assert strategy.choose(whole).layout.zero == 3
 
 
 def test_what_is_short_is_said() -> None:

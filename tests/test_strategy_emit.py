@@ -423,6 +423,11 @@ def test_megatron_s_stages_hold_each_layer_once(tmp_path):
     uneven = Layout(pp=4, microbatches=4, stages=(7, 9, 9, 7))
     given = arguments(emit("megatron", LLAMA, H100, uneven), tmp_path)[1]
     assert given["--pipeline-model-parallel-layout"] == ["Et*7|(t*9|)*2t*7L"]
+    # Parts of several sizes, and an end that stands alone.
+    for v, text in ((8, "E|(t*1|)*126L"), (3, "Et*2|(t*3|)*31(t*2|)*15t*1L")):
+        at = Layout(pp=16, microbatches=16, stages="megatron", chunks=v, schedule="interleaved")
+        given = arguments(emit("megatron", BIG, H100, at), tmp_path)[1]
+        assert given["--pipeline-model-parallel-layout"] == [text]
 
 
 # ----------------------------------------------------------------------------------------- slurm
@@ -515,7 +520,7 @@ WRONG = [
     ("torchtitan", LLAMA, {"dp": 2, "pp": 2, "zero": 3}, "zero=3: with engine='torchtitan'"),
     ("torchtitan", LLAMA, {"cp": 2}, "zero=0: with engine='torchtitan' allowed with cp=2"),
     ("torchtitan", LLAMA, {"pp": 2, "schedule": "zb-h1"}, "nearest is '1f1b'"),
-    ("torchtitan", LLAMA, {**INTERLEAVED, "stages": (7, 9, 9, 7)}, "stages=(7, 9, 9, 7): with"),
+    ("torchtitan", LLAMA, {**INTERLEAVED, "stages": (1, 15, 15, 1)}, "chunks=2: with engine"),
     ("torchtitan", LLAMA, {"dp": 2, "offload": "optimizer"}, "nearest is 'parameters'"),
 ]
 

@@ -14,8 +14,8 @@ from shardlab.machines import MACHINES
 from shardlab.mesh.command import as_predicted
 from shardlab.mesh.job import rounding, run
 from shardlab.shapes import PRESETS
-from shardlab.strategy.plan import layouts
 from shardlab.strategy.profile import PROFILES
+from shardlab.strategy.space import Space, bases, series
 from shardlab.strategy.trial import equal, small
 
 
@@ -28,8 +28,10 @@ from shardlab.strategy.trial import equal, small
 )
 def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
     config, machine = PRESETS[model], MACHINES["h100"]
-    asked = config, machine, gpus, 16 * gpus, 32_768, PROFILES[profile]
-    plan = data.draw(st.sampled_from([*layouts(*asked, Counter())] or [Layout()]))
+    space = Space(config, machine, gpus, 16 * gpus, 32_768, PROFILES[profile], {})
+    base = data.draw(st.sampled_from([*bases(space, Counter())] or [None]))
+    tried = [x for _, rows in series(space, base) for row in rows for x in row] if base else []
+    plan = data.draw(st.sampled_from(tried or [Layout()]))
     job, left_out = small(config, plan)  # Job refuses what a mesh does not train
     found = job.layout
     assert 1 <= found.ranks <= 8
@@ -38,7 +40,16 @@ def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
         assert getattr(found, axis) <= wide and (getattr(found, axis) > 1) == (wide > 1)
     assert found.order == plan.order and found.zero in (plan.zero, 1)
     lost = {word.partition("=")[0] for word in left_out}
-    assert lost <= {"cp", "ep", "recompute", "schedule", "chunks", "sequence_parallel", "stages"}
+    assert lost <= {
+        "cp",
+        "ep",
+        "etp",
+        "recompute",
+        "schedule",
+        "chunks",
+        "sequence_parallel",
+        "stages",
+    }
     kept = {"recompute", "schedule", "chunks", "sequence_parallel", "stages"} - lost
     if found.pp == 1 or plan.chunks > 2:
         kept.discard("chunks")

@@ -187,7 +187,8 @@ def strategy(given):
     ruled = [f"{many} ruled out: {why}" for why, many in found["ruled_out"].items()]
     fit = f"{found['fit']} layouts fit" if found["fit"] != 1 else "One layout fits"
     said = f"First is {best[0]['layout']}, {best[0]['seconds']:.3g} s a step. {fit}"
-    return {"said": "; ".join([said, *ruled]) + ".", "head": head, "rows": rows}
+    told = ["; ".join([said, *ruled]), *(f"Warning: {words}" for words in found["warnings"])]
+    return {"said": " ".join(f"{words}." for words in told), "head": head, "rows": rows}
 
 
 CALCULATORS = {"memory": memory, "schedule": schedule, "mesh": mesh, "strategy": strategy}

@@ -6,7 +6,7 @@ Blocks stand in the order embedding, layers, last norm and head. Rules:
               last; other numbers are refused
     megatron  embedding and head count as a layer each where the layers alone cannot be divided:
               126 layers on 16 stages are 7, 14 times 8, 7 (Llama 3 405B; arXiv 2407.21783,
-              section 3.3.2)
+              section 3.3.2); of eight chunks the first has the embedding alone
     nanotron  a layer costs its weights, 4h² + 3hF as that library counts them, the head Vh, all
               else nothing; a stage ends with the block at which the running cost passes its share
 
@@ -84,7 +84,8 @@ def stages(
             raise ValueError(f"stages={rule}: allowed are those with {model.layers} layers in all")
     if schedule == "zb-v" and pp > 1:
         last = 0
-    dealt = _dealt(layers, v, route(pp, schedule, v))
+    ends = rule == "megatron" and model.layers % pp > 0 and schedule != "zb-v"
+    dealt = _dealt(layers, v, route(pp, schedule, v), ends)
     return [Stage(mine, k == 0, k == last) for k, mine in enumerate(dealt)]
 
 
@@ -95,13 +96,24 @@ def route(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:
     return there + there[::-1] if schedule == "zb-v" and pp > 1 else there * chunks
 
 
-def _dealt(layers: list[int], chunks: int, order: list[int]) -> list[tuple[range, ...]]:
-    """The layers of each chunk of each stage, which the model passes in that order."""
+def _dealt(
+    layers: list[int], chunks: int, order: list[int], ends: bool = False
+) -> list[tuple[range, ...]]:
+    """The layers of each chunk of each stage, which the model passes in that order.
+
+    ends: what stands before the first layer and behind the last one has a layer's place.
+    """
+    places = list(layers)
+    if ends and min(layers[order[0]], layers[order[-1]]) + 1 >= chunks:
+        places[order[0]] += 1
+        places[order[-1]] += 1
     found: list[tuple[range, ...]] = [()] * len(layers)
     begin = 0
-    for stage in order:
-        each, more = divmod(layers[stage], chunks)
+    for number, stage in enumerate(order):
+        each, more = divmod(places[stage], chunks)
         end = begin + each + (len(found[stage]) < more)
+        if places[stage] > layers[stage]:
+            end -= (number == 0) + (number == len(order) - 1)
         found[stage] = (*found[stage], range(begin, end))
         begin = end
     return found

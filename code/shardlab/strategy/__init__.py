@@ -5,7 +5,7 @@
 - `flops`, `zero_bytes`, `floor`, `training_days`: work, traffic, and the least that a step takes;
 - `predict`: what a step takes, in seconds and bytes, by a `Profile` (what an implementation keeps
   and does) and `Rates` (what has to be measured); `learn` finds these in files, `measure` here;
-- `plan`: every layout of a job, the fastest first, and what ruled out the others;
+- `plan`: the layouts of a job, the fastest first, and what ruled out the others; `alone`: one;
 - `rungs`, `choose`: the flow chart over a plan, from copies alone to pipelines across nodes;
 - `fullness`, `slowness`: what a layout lacks, in a sentence.
 
@@ -19,7 +19,7 @@ from .advice import fullness, slowness
 from .chart import RUNGS, choose, rung, rungs
 from .core import Seconds
 from .cost import Floor, floor, flops, training_days, zero_bytes
-from .plan import Plan, Planned, plan
+from .plan import Plan, Planned, alone, plan
 from .predict import Prediction, predict, room
 from .profile import PROFILES, Profile
 from .rates import Rate, Rates, known
@@ -38,6 +38,7 @@ __all__ = [
     "Rate",
     "Rates",
     "Seconds",
+    "alone",
     "choose",
     "floor",
     "flops",

@@ -34,9 +34,13 @@ def rung(layout: Layout) -> str:
 
 
 def rungs(found: Plan) -> dict[str, Planned]:
-    """The fastest layout of each rung that has one that fits, in the chart's order."""
+    """The fastest layout of each rung that has one that fits, in the chart's order.
+
+    The chart knows no context ranks: those who have them stand in it where nothing else fits.
+    """
     best: dict[str, Planned] = {}
-    for planned in found.fits:  # the fastest first
+    alone = [planned for planned in found.fits if planned.layout.cp == 1]
+    for planned in alone or found.fits:  # the fastest first
         best.setdefault(rung(planned.layout), planned)
     return {name: best[name] for name in RUNGS if name in best}
 

@@ -7,9 +7,16 @@
 The table has the layouts that fit and are fastest: micro-batch and how many, GB that the fullest
 rank reserves, and that stay free; seconds of a step; MFU as PaLM counts it; with --tokens the days
 and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --cp, --ep, --zero,
---micro-batch and --recompute keep one value of a layout. --explain shows the first layout part by
-part, --json everything. --run trains the first one here, on real ranks, as small as this machine
-can: whether it equals one process, and what each rank holds and sends beside the prediction.
+--micro-batch, --recompute and --offload keep one value of a layout. --explain shows the first
+layout part by part, --json everything. --run trains the first one here, on real ranks, as small as
+this machine can: whether it equals one process, and what each rank holds and sends beside the
+prediction.
+
+    python -m shardlab strategy --model llama-3-405b --gpu h100 --batch 2048 \\
+        --layout "d 128 · t 8 · p 16, ZeRO-1, interleaved 8, stages megatron, sequence parallelism"
+
+--layout takes one layout as it is, in the words of the table, and shows it part by part, whether it
+fits or not; micro-batches that it does not name follow from --batch.
 
 --emit writes the fastest layout that an engine can run as its configuration: deepspeed, fsdp2,
 torchtitan, megatron, or slurm, a batch file. It is planned with the bytes and seconds of that
@@ -55,12 +62,16 @@ from typing import Any
 
 from shardlab import options
 from shardlab.arguments import check_one_of
+from shardlab.layout import Layout, computed_again
+from shardlab.layout import read as read_layout
+from shardlab.layout.core import OFFLOADS
 from shardlab.machines import MACHINES
 from shardlab.shapes import PRESETS
 
 from . import files, learn, report, tables
 from .footprint import GIB
-from .plan import Plan, plan, short
+from .job import DTYPES
+from .plan import Plan, alone, plan, short
 from .predict import check_rates, first_rank, of_job
 from .profile import HOW, PROFILES, Profile, how, how_of, today
 from .rates import Rates, known, read
@@ -69,6 +80,7 @@ from .rates import today as rates_today
 ENTRIES = "measure", "fit", "predict", "case"
 # Fields of a layout that an option keeps, and the least of each, or the least and most.
 FIXED = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch"), (1,)) | {"zero": (0, 3)}
+WORDS = "recompute", "offload"  # and those that it keeps by name
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
 ADDED = "predicted_seconds", "predicted_memory_gib", "note"
@@ -95,7 +107,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("top", f"rows of the table ({TOP})", "N")
     for name in FIXED:
         add(name.replace("_", "-"), "keep this value", "N")
-    add("recompute", "keep this: none, selective or full", "HOW")
+    add("recompute", "keep this: none, full, selective, or operators as norms+ffn", "HOW")
+    add("offload", f"keep this: {', '.join(OFFLOADS)}", "WHAT")
+    add("layout", "plan this one alone, as 'd 2 · t 8 · p 4, ZeRO-1'", "WORDS")
+    add("dtype", f"products: {', '.join(DTYPES)} (bf16)", "NAME")
     words = "find the rates of this machine"
     parser.add_argument("--measure", action="store_true", default=None, help=words)
     parser.add_argument("--explain", action="store_true", default=None, help="the first, by part")
@@ -145,6 +160,8 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
         options.apart(given, forms[1:], f"with --{forms[0]}: allowed is one of them")
     if forms and forms != ["json"]:
         options.apart(given, ["top"], f"with --{forms[0]}, which has one layout and no table")
+    if "layout" in given:
+        options.apart(given, (*FIXED, *WORDS, "top"), "with --layout, which says it")
     if "tokens" not in given:
         options.apart(given, ["price"], "alone: allowed with --tokens, of which it is the price")
 
@@ -160,33 +177,68 @@ def _planned(given: dict[str, Any]) -> int:
         rates = rates_today(known(profile.name))
     profile = _compiled(given, today(profile))
     asked = _asked(given, rates)
+    dtype = given.get("dtype", "bf16")
+    if "layout" in given:
+        layout = _entered(given, asked)
+        found = alone(asked.config, asked.machine, layout, asked.seq, profile, rates, dtype)
+    else:
+        job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
+        found = plan(*job, profile, rates, _fixed(given), dtype)
+        if not found.fits:
+            raise ValueError(short(found))
+    return _told(given, asked, found, rates)
+
+
+def _fixed(given: dict[str, Any]) -> dict[str, object]:
+    """The fields of a layout that the options keep."""
     fixed: dict[str, object] = {
         name: options.whole(name, given[name], *ends)
         for name, ends in FIXED.items()
         if name in given
     }
     if "recompute" in given:
-        check_one_of(("none", "selective", "full"), recompute=given["recompute"])
+        computed_again(given["recompute"])
         fixed["recompute"] = given["recompute"]
-    job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
-    found = plan(*job, profile, rates, fixed)
-    if not found.fits:
-        raise ValueError(short(found))
+    if "offload" in given:
+        check_one_of(OFFLOADS, offload=given["offload"])
+        fixed["offload"] = given["offload"]
+    return fixed
+
+
+def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:
+    """The layout of --layout, with as many micro-batches as the batch that is asked for has."""
+    layout = read_layout(given["layout"])
+    if "batch" in given and layout.microbatches == 1:
+        each = layout.dp * layout.micro_batch
+        if asked.batch % each:
+            raise ValueError(f"batch={asked.batch}: allowed are multiples of d · b = {each}")
+        layout = replace(layout, microbatches=asked.batch // each)
+    if "batch" in given and layout.batch != asked.batch:
+        raise ValueError(f"batch={asked.batch}: allowed is {layout.batch}, d · b · m of the layout")
+    if "gpus" in given and layout.ranks != asked.gpus:
+        raise ValueError(f"gpus={asked.gpus}: allowed is {layout.ranks}, those of the layout")
+    if layout.ranks > (n := asked.machine.per_node) and layout.ranks % n:
+        raise ValueError(f"gpus={layout.ranks}: allowed are 1 to {n}, and whole nodes of {n}")
+    return layout
+
+
+def _told(given: dict[str, Any], asked: report.Asked, found: Plan, rates: Rates) -> int:
+    """Print a plan in the form that the options ask for; the status as of `_planned`."""
+    first = found.fits[0] if found.fits else found.nearest
     top = options.whole("top", given.get("top", str(TOP)))
     if "json" in given:
-        best = [report.row(asked, one, found.room) for one in found.fits[:top]]
-        ruled = dict(found.ruled.most_common())
-        print(json.dumps({"best": best, "fit": len(found.fits), "ruled_out": ruled}, indent=1))
+        best = found.fits[:top] or [first]
+        print(json.dumps(report.data(asked, found, best), indent=1))
     elif "emit" in given:
         print(_emitted(given["emit"], asked, found))
-    elif "explain" in given:
-        print(report.explained(asked, found.fits[0], found.room, rates))
     elif "run" in given:
         from .trial import trained  # which loads torch
 
-        text, good = trained(asked.name, asked.config, found.fits[0].layout)
+        text, good = trained(asked.name, asked.config, first.layout)
         print(text)
         return 0 if good else 1
+    elif "explain" in given or "layout" in given:
+        print(report.explained(asked, found, first, rates))
     else:
         print(report.text(asked, found, rates, top))
     return 0
@@ -221,7 +273,7 @@ def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
     from .emit import emit
 
     why = ""
-    for number, one in enumerate(found.fits, 1):
+    for number, one in enumerate(found.fits or [found.nearest], 1):
         try:
             said = how_of(found.profile)
             text = emit(engine, asked.config, asked.machine, one.layout, asked.seq, said)
@@ -257,6 +309,8 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
     seq = options.whole("seq", given["seq"]) if "seq" in given else config.seq
     if "batch" in given:
         batch = options.whole("batch", given["batch"])
+    if "layout" in given and "gpus" not in given:
+        given = {**given, "gpus": str(read_layout(given["layout"]).ranks)}
     gpus = options.whole("gpus", given.get("gpus", ""))
     if "batch" not in given:  # so that all copies get as many
         batch = max(1, BATCH_TOKENS // seq // gpus) * gpus

@@ -21,7 +21,7 @@ from shardlab.layout import Layout, Stage
 from shardlab.layout.core import computed_again
 from shardlab.layout.structure import Core, Kind, Routed
 
-from . import copies
+from . import copies, host
 from .job import Job
 from .products import NUMBER, formats, passes, product, products
 from .rates import Values
@@ -97,7 +97,7 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     Raises ValueError for layers that the stages cannot share.
     """
     layout = job.layout
-    m, v = layout.microbatches, layout.chunks
+    m = layout.microbatches
     each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
     found = layout.parts(job.model)
     alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
@@ -116,13 +116,14 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
         weights = backward.products / BACKWARD
         # While the pipeline fills and drains, the CPU launches ahead.
         others -= sum(stage.launches for stage in work) - slowest.launches
-        bubble = others * _left(layout, forward.total, backward.total, weights) / v
+        left = _left(layout, forward.total, backward.total, weights)
+        bubble = others * left * _largest(found)
     fullest = max(found, key=lambda stage: job.held(stage).all)
     busy = slowest.total * m
     # What hides the weights that come for it.
     first = sum(n * each[kind][0].total for kind, n in job.layers(fullest))
     data = copies.seconds(job, rates, fullest, busy, first)
-    step = _optimizer(job, rates, fullest)
+    step = _optimizer(job, rates, fullest, busy)
     messages = _messages(job, rates)
     total = busy + bubble + messages + data + step
     retries = total * (rates.retries - 1) * _likely(job, rates, needed)
@@ -145,6 +146,12 @@ def _stage(
         for one in both if n else ():
             found = found.plus(one, n)
     return found
+
+
+def _largest(found: list[Stage]) -> float:
+    """Of a stage with most layers, the share in the largest chunk, by which a pipeline fills."""
+    chunk = max(len(chunk) for stage in found for chunk in stage.chunks)
+    return chunk / max(stage.layers for stage in found)
 
 
 def _likely(job: Job, rates: Values, needed: float) -> float:
@@ -325,10 +332,12 @@ def _messages(job: Job, rates: Values) -> float:
     return 2 * layout.chunks * each * (layout.microbatches + layout.pp - 2)
 
 
-def _optimizer(job: Job, rates: Values, stage: Stage) -> float:
-    """Seconds in which gradients are added up and weights updated."""
+def _optimizer(job: Job, rates: Values, stage: Stage, busy: float) -> float:
+    """Seconds in which gradients are added up and weights updated, here or on the host."""
     layout, profile = job.layout, job.profile
     held = job.held(stage)
     kept = held.shard(layout) if layout.zero else held.all
-    read = profile.update * kept + profile.accumulate * held.all * layout.microbatches
-    return rates.step + read / (rates.memory * job.machine.stream)
+    update = profile.update * kept if layout.offload == "none" else 0.0
+    read = update + profile.accumulate * held.all * layout.microbatches
+    there = host.seconds(job, rates, kept, busy)
+    return rates.step + read / (rates.memory * job.machine.stream) + there

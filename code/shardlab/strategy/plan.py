@@ -1,6 +1,11 @@
-"""A plan: every layout of a job, predicted; which are fastest, and what ruled out the others.
+"""A plan: the layouts of a job, predicted; which are fastest, and what ruled out the others.
 
 This is the one search. What else chooses, the chart for instance, chooses from its layouts.
+
+It does not predict what it knows to be of no use: larger micro-batches of a layout that does not
+fit, context ranks where the same layout fits without, operators that are computed again where
+nothing has to be or where it cannot be faster than what is there, and the host's memory where
+something fits without it.
 """
 
 from __future__ import annotations
@@ -8,24 +13,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd, isqrt
 
-from shardlab.arguments import SIZES, check_kind, check_whole
+from shardlab.arguments import SIZES, check_kind, check_one_of, check_whole
 from shardlab.layout import Layout, Structure, structure
-from shardlab.layout.structure import cut_sizes
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
 from .cost import flops
-from .job import Job
-from .predict import Prediction, check_rates, of_job, room
+from .footprint import fullest
+from .job import DTYPES, Job
+from .predict import Prediction, check_job, check_rates, of_job, room
 from .profile import COURSE, Profile
-from .rates import Rates
+from .rates import Rates, Values
+from .space import LACKS, LONG, Space, bases, series
 
-LONG = 32_768  # tokens of a sequence, from which on ranks may share it
-CHUNKS = 2, 4  # of a stage, that are tried
 MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
 MORE = 2, 4, 8, 16, 32, 64  # times as many GPUs, tried where nothing fits
+# Of a step, that a pipeline's bubble takes: above it context ranks may pay, for they make more
+# micro-batches of the same batch.
+IDLE = 0.05
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,9 @@ class Plan:
     fits: list[Planned] = field(default_factory=list)
     ruled: Counter[str] = field(default_factory=Counter)
     nearest: Planned | None = None  # of those that do not fit, the one that lacks least
+    dtype: str = "bf16"
+    # Parts of the space: "" where it was searched, or else why it was not.
+    searched: dict[str, str] = field(default_factory=dict)
 
 
 def plan(
@@ -66,18 +75,21 @@ def plan(
     profile: Profile = COURSE,
     rates: Rates | None = None,
     fixed: Mapping[str, object] | None = None,
+    dtype: str = "bf16",
 ) -> Plan:
-    """Every layout for `batch` sequences in a step on `gpus` GPUs.
+    """The layouts for `batch` sequences in a step on `gpus` GPUs, as far as they may be of use.
 
     Tried are all tensor degrees inside of a node (with sequence parallelism), all pipelines, 1F1B
-    and interleaved, ranks that share a sequence where it is long, all ways to deal out experts, the
-    profile's stages of ZeRO (2 and 3 without a pipeline: no engine here has others), micro-batches
-    in powers of two, and recomputation.
-    fixed: fields of the layouts that have to have these values.
+    and interleaved, with stages as equal as the profile's engine can have them, ranks that share a
+    sequence where it is long, all ways to deal out experts, the profile's stages of ZeRO (2 and 3
+    without a pipeline: no engine here has others), micro-batches in powers of two, recomputation,
+    of layers and of operators, and where nothing fits the host's memory.
+    fixed: fields of the layouts that have to have these values. dtype: of products: `DTYPES`.
 
-    A layout fits if its fullest rank reserves no more than the share of memory beyond which the
+    A layout fits if its fullest rank reserves no more than the share of memory beyond which an
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
-    below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, and for rates of another profile.
+    below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, for rates of another profile, and for
+    machines that have no products of that dtype.
     """
     config = structure(config)  # once, and not for each layout
     check_kind(Machine, machine=machine)
@@ -87,116 +99,223 @@ def plan(
         raise ValueError(f"gpus={gpus}: allowed are 1 to {n}, and whole nodes of {n}")
     seq = config.seq if seq is None else seq
     check_whole(1, SIZES, seq=seq)
+    check_dtype(machine, dtype)
     values = check_rates(profile, rates)
     there = room(machine, values)
-    found = Plan(config, machine, gpus, batch, seq, profile, rates, there)
-    work = flops(config, batch * seq, seq, causal=False)
-    for layout in layouts(config, machine, gpus, batch, seq, profile, found.ruled):
-        if fixed and any(getattr(layout, name) != value for name, value in fixed.items()):
-            continue
-        prediction = of_job(Job(config, machine, layout, profile, seq), values)
-        seconds, reserved = prediction.seconds.total, prediction.memory.reserved
-        planned = Planned(
-            layout, prediction, seconds, reserved, batch * seq / seconds,
-            work / seconds / (gpus * machine.flops),
-        )  # fmt: skip
-        if reserved <= found.room:
-            found.fits.append(planned)
-            continue
-        found.ruled["needs more memory than there is"] += 1
-        if found.nearest is None or reserved < found.nearest.reserved:
-            found.nearest = planned
+    found = Plan(config, machine, gpus, batch, seq, profile, rates, there, dtype=dtype)
+    space = Space(config, machine, gpus, batch, seq, profile, fixed or {})
+    offloads = ["none", *profile.offloads]
+    if "offload" in space.fixed:
+        offloads = [str(space.fixed["offload"])]
+    for offload in offloads:
+        if not found.fits:
+            _search(found, space, values, offload)
+            last = offload
+    if found.fits and "recompute" not in space.fixed:
+        _operators(found, values)
     # Of layouts that take the same time, the emptier one: it leaves room for what is not counted.
     found.fits.sort(key=lambda planned: (round(planned.seconds, 6), planned.reserved))
+    found.searched = _searched(space, found, last)
     return found
 
 
-def layouts(
+def check_dtype(machine: Machine, dtype: str) -> None:
+    """Raise ValueError where a machine has no products of that dtype."""
+    has = {"bf16": True, "fp8": machine.fp8, "mxfp8": machine.fp8, "nvfp4": machine.fp4}
+    check_one_of([name for name in DTYPES if has[name]], dtype=dtype)
+
+
+def planned(found: Plan, layout: Layout, values: Values | None = None) -> Planned:
+    """What comes of one layout, whether it fits or not. Raises ValueError as `predict` does."""
+    values = check_rates(found.profile, found.rates) if values is None else values
+    prediction = of_job(_job(found, layout), values)
+    taken = prediction.seconds.total
+    tokens = found.batch * found.seq
+    work = flops(found.config, tokens, found.seq, causal=False)
+    mfu = work / taken / (found.gpus * found.machine.flops)
+    return Planned(layout, prediction, taken, prediction.memory.reserved, tokens / taken, mfu)
+
+
+def _job(found: Plan, layout: Layout) -> Job:
+    return Job(found.config, found.machine, layout, found.profile, found.seq, found.dtype)
+
+
+def alone(
     config: Config | Structure,
     machine: Machine,
-    gpus: int,
-    batch: int,
+    layout: Layout,
     seq: int,
     profile: Profile,
-    ruled: Counter[str],
-) -> Iterator[Layout]:
-    """What `plan` tries; `ruled` counts degrees that cannot be, by reason."""
-    experts = structure(config).experts
-    for tp in divisors(min(gpus, machine.per_node)):
-        if gpus % tp:
+    rates: Rates | None = None,
+    dtype: str = "bf16",
+) -> Plan:
+    """The plan of one layout, as it is. Raises ValueError as `predict` and `plan` do."""
+    check_dtype(machine, dtype)
+    there = room(machine, check_rates(profile, rates))
+    job = config, machine, layout.ranks, layout.batch, seq, profile, rates, there
+    found = Plan(*job, dtype=dtype)
+    one = planned(found, layout)
+    if one.reserved <= there:
+        found.fits.append(one)
+    else:
+        found.nearest = one
+    return found
+
+
+def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
+    """Fill `found` with what of the space fits, and with what comes nearest."""
+    there = found.room
+    easy: dict[tuple[int, ...], int] = {}  # the fewest context ranks with which all goes well
+    near: tuple[float, Layout] | None = None
+
+    def reserved(layout: Layout) -> tuple[float, float]:
+        """Bytes, and those of them that a larger layout may not have."""
+        nonlocal near
+        taken = fullest(_job(found, layout), values)
+        if taken.reserved > there and (near is None or taken.reserved < near[0]):
+            near = taken.reserved, layout
+        return taken.reserved, taken.late
+
+    for base in bases(space, found.ruled if offload == "none" else Counter()):
+        copies = base.tp, base.pp, base.dp * base.cp
+        if easy.get(copies, base.cp) < base.cp and "cp" not in space.fixed:
+            found.ruled["context ranks where the same fits without them"] += 1
             continue
-        if any(n % tp for n in (*cut_sizes(config).values(), seq)):
-            ruled["a tensor degree that does not divide heads, widths and tokens"] += 1
-            continue
-        for pp in divisors(gpus // tp):
-            if pp > config.layers or (profile.stages == "equal" and config.layers % pp):
-                ruled["stages that the layers cannot be cut into"] += 1
+        check_job(_job(found, base))
+        for least, rows in series(space, base, offload):
+            size, late = reserved(least)
+            if size - late > there:
+                found.ruled[LACKS] += sum(map(len, rows))
                 continue
-            for cp in divisors(gpus // tp // pp) if seq >= LONG else [1]:
-                dp = gpus // tp // pp // cp
-                if seq % cp or batch % dp:
-                    ruled["copies that cannot share the batch evenly"] += 1
-                    continue
-                for ep in divisors(gcd(experts, dp)) if experts else [1]:
-                    base = Layout(
-                        dp, tp, pp, sequence_parallel=tp > 1, cp=cp, ep=ep, stages=profile.stages
-                    )  # fmt: skip
-                    yield from _variants(config, base, batch // dp, profile)
+            for row in rows:
+                for number, layout in enumerate(row):
+                    size, late = reserved(layout)
+                    if size <= there:
+                        found.fits.append(planned(found, layout, values))
+                        if layout.recompute == "none" and _bubble(layout) <= IDLE:
+                            easy.setdefault(copies, base.cp)
+                    elif size - late > there and layout.chunks == 1:
+                        found.ruled[LACKS] += len(row) - number
+                        break
+                    else:
+                        found.ruled[LACKS] += 1
+    if near and (found.nearest is None or near[0] < found.nearest.reserved):
+        found.nearest = planned(found, near[1], values)
 
 
-def _variants(
-    config: Config | Structure, base: Layout, each: int, profile: Profile
-) -> Iterator[Layout]:
-    """ZeRO, recomputation, micro-batches and chunks for given degrees; `each`: b times m."""
-    shards = base.dp * base.cp
-    zeros = (0,) if shards == 1 else (0, 1) if base.pp > 1 else profile.zeros
-    recomputes = ("none", "selective", "full") if profile.attention == "plain" else ("none", "full")
-    size = 1
-    while each % size == 0:
-        m = each // size
-        chunked = [v for v in CHUNKS if config.layers % (base.pp * v) == 0 and m % base.pp == 0]
-        for zero in zeros:
-            for recompute in recomputes:
-                layout = replace(
-                    base, zero=zero, micro_batch=size, microbatches=m, recompute=recompute
-                )
-                yield layout
-                for v in chunked if base.pp > 1 and profile.interleaves else ():
-                    yield replace(layout, schedule="interleaved", chunks=v)
-        size *= 2
+def _bubble(layout: Layout) -> float:
+    return (layout.pp - 1) / (layout.chunks * layout.microbatches)
 
 
-def divisors(n: int) -> list[int]:
-    """All divisors of `n`, from 1."""
-    small = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
-    return small + [n // k for k in reversed(small) if k * k != n]
+def _operators(found: Plan, values: Values) -> None:
+    """Add layouts that compute some operators again, where they may be the fastest.
+
+    They lie between a layout that keeps all, which does not fit, and one that keeps its layers'
+    inputs, which does: they take longer than the one, and fit if at all where the other does.
+    """
+    fitting = {one.layout for one in found.fits}
+    first = "attention+" if found.profile.attention == "plain" else ""
+    some = [first + name for name in found.profile.operators]
+    fastest = min(one.seconds for one in found.fits)
+    between: list[tuple[float, Layout]] = []
+
+    def fits(layout: Layout) -> bool:
+        return fullest(_job(found, layout), values).reserved <= found.room
+
+    for one in found.fits if some else ():
+        plain = replace(one.layout, recompute="none")
+        least = replace(plain, recompute=some[-1])
+        if one.layout.recompute == "full" and plain not in fitting and fits(least):
+            parts = of_job(_job(found, plain), values).seconds
+            between.append((parts.total - parts.retries, plain))
+    for least, plain in sorted(between, key=lambda pair: pair[0]):
+        if least >= fastest:
+            break
+        for name in some:
+            layout = replace(plain, recompute=name)
+            if fits(layout):
+                found.fits.append(planned(found, layout, values))
+                fastest = min(fastest, found.fits[-1].seconds)
+                break
+
+
+def _searched(space: Space, found: Plan, offload: str) -> dict[str, str]:
+    """Parts of the space: "" where it was searched, or else why it was not."""
+    profile, fixed = space.profile, space.fixed
+    name = profile.name
+    without = f"{name} has none"
+    uneven = space.config.layers > 1 and profile.stages == "equal"
+    host = "" if offload != "none" else "something fits without" if found.fits else without
+    context = "" if profile.shares else without
+    if space.seq < LONG:
+        context = f"sequences are shorter than {LONG:,} tokens"
+    experts = structure(space.config).experts
+    found_by = {
+        "tensor ranks": "",
+        "stages": "",
+        "unequal stages": f"{name} has equal ones alone" if uneven else "",
+        "chunks of stages": "" if profile.interleaves else without,
+        "context ranks": context,
+        "hidden context messages": "" if profile.hides else f"{name} waits for them",
+        "experts over ranks": "" if experts else "the model has none",
+        "folded experts": "" if experts and profile.folds else without if experts else "no experts",
+        "ZeRO": "",
+        "recomputation": "",
+        "recomputation by operator": "" if profile.operators else without,
+        "the host's memory": host,
+        "8-bit products": "" if found.dtype != "bf16" else "not asked for: --dtype",
+        "schedules without a bubble": "not tried: --layout takes one",
+        "tensor ranks beyond a node": "not tried: --layout takes them",
+    }
+    names = {
+        "tp": "tensor ranks", "pp": "stages", "cp": "context ranks", "ep": "experts over ranks",
+        "zero": "ZeRO", "recompute": "recomputation", "offload": "the host's memory",
+    }  # fmt: skip
+    kept = {names[n]: f"kept at {value}" for n, value in fixed.items() if n in names}
+    return found_by | kept
+
+
+def layouts(space: Space, ruled: Counter[str]) -> Iterator[Layout]:
+    """All of the space but operators and the host; `ruled` counts what cannot be, by reason."""
+    for base in bases(space, ruled):
+        for _, rows in series(space, base):
+            for row in rows:
+                yield from row
 
 
 def short(found: Plan) -> str:
     """Why nothing of `found` fits: what comes nearest, and what would make it fit."""
-    machine, gpus, batch = found.machine, found.gpus, found.batch
+    gpus = found.gpus
     if found.nearest is None:
         why = "; ".join(found.ruled) or "the layouts asked for do not exist"
         return f"gpus={gpus}: no layout can be made: {why}"
 
-    def fits(gpus: int, batch: int, seq: int) -> bool:
-        job = found.config, machine, gpus, batch, seq, found.profile, found.rates
-        return bool(plan(*job).fits)
-
     near = found.nearest
     lacks = near.reserved - found.room
+    left = "; ".join(f"{what}: {why}" for what, why in found.searched.items() if why)
     words = (
         f"gpus={gpus}: no layout fits; {near.layout} comes nearest and needs "
         f"{near.reserved / 1e9:,.1f} GB on its fullest GPU, {lacks / 1e9:,.1f} GB more than the "
         f"{found.room / 1e9:,.1f} GB that it may take"
     )
+    return f"{words}; {_help(found)}. Not searched: {left}"
+
+
+def _help(found: Plan) -> str:
+    """What would make something fit, in words."""
+
+    def fits(gpus: int, batch: int, seq: int) -> bool:
+        job = found.config, found.machine, gpus, batch, seq, found.profile, found.rates
+        return bool(plan(*job, None, found.dtype).fits)
+
+    gpus, batch, node = found.gpus, found.batch, found.machine.per_node
     for times in MORE:
         more = gpus * times
-        if more > MOST_GPUS or (more > machine.per_node and more % machine.per_node):
+        if more > MOST_GPUS or (more > node and more % node):
             continue
         if fits(more, batch * times, found.seq):
-            return f"{words}; {more} of these GPUs would be enough, with {batch * times} sequences"
+            return f"{more} of these GPUs would be enough, with {batch * times} sequences"
     half = found.seq // 2
     if half and fits(gpus, batch, half):
-        return f"{words}; sequences of {half} tokens would fit"
-    return f"{words}; {MORE[-1]} times as many of these GPUs would not help; larger ones would"
+        return f"sequences of {half} tokens would fit"
+    return f"{MORE[-1]} times as many of these GPUs would not help; larger ones would"

@@ -44,6 +44,10 @@ class Profile:
     # What it offers.
     zeros: tuple[int, ...]  # stages of ZeRO, without a pipeline; with one, 0 and 1
     interleaves: bool
+    operators: tuple[str, ...] = ()  # that it can compute again, one by one: see `Layout.recompute`
+    offloads: tuple[str, ...] = ()  # what it can keep in the host's memory: see `Layout.offload`
+    shares: bool = True  # sequences among ranks
+    folds: bool = False  # tensor ranks may join those that share the experts: see `Layout.etp`
     # Of today's engines.
     engine: str = ""  # the rate that says how much longer its steps take than its family's
     compiled: bool = True  # element-wise work is fused
@@ -93,12 +97,16 @@ MEGATRON = Profile(
     sequence_parallel=False,
     zeros=(0, 1),
     interleaves=True,
+    operators=("norms",),
+    offloads=("optimizer",),
+    hides=True,  # --cp-comm-type p2p, as it is by default
+    folds=True,
 )
 
 # The course's own model under torch: 16-bit gradients, ZeRO as FSDP2 does it.
 COURSE = Profile(
     name="course",
-    stages="equal",
+    stages="megatron",
     attention="flash",
     wide=WIDE,
     recipe=PRECISIONS["bf16"],
@@ -114,6 +122,8 @@ COURSE = Profile(
     sequence_parallel=False,
     zeros=(0, 1, 2, 3),
     interleaves=True,
+    operators=("norms", "ffn", "norms+ffn"),
+    folds=True,
 )
 
 # torch 2.13's fully_shard, as `emit` writes it: float32 weights, among the optimizer's states here,
@@ -122,12 +132,17 @@ COURSE = Profile(
 FSDP2 = replace(
     COURSE,
     name="fsdp2",
+    stages="equal",
     recipe=PRECISIONS["bf16-fp32-gradients"],
     bucket=0,
     wire=Wire(4, 2),
     update=40,  # Adam 28, its norm and clipping 12
     accumulate=10,
     interleaves=False,
+    operators=(),
+    offloads=("parameters",),
+    shares=False,
+    folds=False,
     engine="torchtitan",  # which measured the same fully_shard; the script does not compile
     compiled=False,
 )
@@ -136,13 +151,32 @@ FSDP2 = replace(
 # cannot be captured (its config/configs.py and trainer.py).
 # It is emitted compiled; `how` says otherwise.
 TORCHTITAN = replace(
-    FSDP2, name="torchtitan", compiled=True, captured=True, interleaves=True, hides=True
+    FSDP2,
+    name="torchtitan",
+    stages="megatron",
+    compiled=True,
+    captured=True,
+    interleaves=True,
+    operators=("norms+ffn",),  # its SelectiveAC keeps products and attention
+    shares=True,
+    hides=True,
 )
 
 # DeepSpeed 0.19.8: gradients in the 16-bit type, unless data_types says otherwise, and for the step
 # a copy of its share in float32; ZeRO-1 and 2 gather when the step is over.
 _COPIED = replace(PRECISIONS["bf16"], master=4 + 4, about="with a copy of gradients in float32")
-DEEPSPEED = replace(COURSE, name="deepspeed", recipe=_COPIED, ahead=False, interleaves=False)
+DEEPSPEED = replace(
+    COURSE,
+    name="deepspeed",
+    stages="equal",
+    recipe=_COPIED,
+    ahead=False,
+    interleaves=False,
+    operators=(),
+    offloads=("optimizer", "parameters"),
+    shares=False,
+    folds=False,
+)
 
 # Today's engines in one family, whose rates are found together: Megatron Core, and what differs in
 # others. Tokens go to experts by DeepEP or HybridEP, and rings of context hide behind attention.

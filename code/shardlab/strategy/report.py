@@ -7,6 +7,7 @@ from typing import Any
 
 from shardlab import memory
 from shardlab.layout import Structure
+from shardlab.layout.words import written
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -14,6 +15,10 @@ from .cost import DAY, floor
 from .plan import Plan, Planned
 from .rates import Rates
 
+# Of what is reserved, by which predicted bytes of rows that were not fitted are off in the median:
+# lessons/strategy.md, "Predicted beside measured".
+MARGIN = 0.07
+LITTLE = 0.25  # of the data sheet's operations
 PARTS = {  # of a step's seconds
     "products": "products of matrices, on the slowest stage",
     "attention": "attention's core",
@@ -59,6 +64,7 @@ def row(asked: Asked, planned: Planned, room: float) -> dict[str, Any]:
     """What is known of one layout, in plain numbers: bytes, seconds, shares."""
     found: dict[str, Any] = {
         "layout": str(planned.layout),
+        "written": written(planned.layout),
         "fields": asdict(planned.layout),
         "micro_batch": planned.layout.micro_batch,
         "microbatches": planned.layout.microbatches,
@@ -118,7 +124,8 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
             cells.append(f"{one['cost']:,.0f}")
         table.append([*cells, one["waits_for"]])
     lines += aligned(table)
-    lines += ["", first(found, rates), ruled(found)]
+    lines += ["", first(found, rates), ruled(found), searched(found)]
+    lines += [f"Warning: {words}." for words in warnings(found, found.fits[0])]
     return "\n".join(lines)
 
 
@@ -169,8 +176,55 @@ def ruled(found: Plan) -> str:
     return " ".join(words)
 
 
-def explained(asked: Asked, planned: Planned, room: float, rates: Rates) -> str:
+def searched(found: Plan) -> str:
+    """Which parts of the space were searched, and why others were not."""
+    here = ", ".join(name for name, why in found.searched.items() if not why)
+    left = "; ".join(f"{name} ({why})" for name, why in found.searched.items() if why)
+    return f"Searched: {here}. Not searched: {left}."
+
+
+def warnings(found: Plan, planned: Planned) -> list[str]:
+    """What to mind of a layout, in sentences: little room, or few of the machine's operations."""
+    said, free = [], found.room - planned.reserved
+    if free < 0:
+        said.append(
+            f"{planned.layout} needs {-free / 1e9:.1f} GB more than the {found.room / 1e9:.1f} GB "
+            "that it may take"
+        )
+    elif free < MARGIN * planned.reserved:
+        words = (
+            f"{planned.layout} leaves {free / 1e9:.1f} GB free, less than the {100 * MARGIN:.0f} % "
+            "by which predicted bytes are off in the median"
+        )
+        roomy = [x for x in found.fits if found.room - x.reserved >= MARGIN * x.reserved]
+        if roomy:
+            longer = 100 * (roomy[0].seconds / planned.seconds - 1)
+            words += f"; the first that leaves more, {roomy[0].layout}, takes {longer:.1f} % longer"
+        said.append(words)
+    if planned.mfu < LITTLE:
+        said.append(
+            f"{100 * planned.mfu:.0f} % of the data sheet's operations are below the "
+            f"{100 * LITTLE:.0f} % that large jobs reach: a step waits for "
+            f"{waits_for(planned)}; ask for more sequences in a step, or fewer GPUs"
+        )
+    return said
+
+
+def data(asked: Asked, found: Plan, best: list[Planned]) -> dict[str, Any]:
+    """A plan in plain numbers: its best layouts, and what `text` says beside them."""
+    return {
+        "best": [row(asked, one, found.room) for one in best],
+        "fit": len(found.fits),
+        "ruled_out": dict(found.ruled.most_common()),
+        "searched": [name for name, why in found.searched.items() if not why],
+        "not_searched": {name: why for name, why in found.searched.items() if why},
+        "warnings": warnings(found, best[0]),
+    }
+
+
+def explained(asked: Asked, found: Plan, planned: Planned, rates: Rates) -> str:
     """One layout in bytes and seconds, part by part, and where its rates come from."""
+    room = found.room
     one = row(asked, planned, room)
     layout = planned.layout
     lines = [
@@ -195,6 +249,7 @@ def explained(asked: Asked, planned: Planned, room: float, rates: Rates) -> str:
     sizes.append(["together", f"{one['reserved_bytes'] / 1e9:.2f}", "100.0", "reserved"])
     sizes.append(["room", f"{room / 1e9:.2f}", "", "beyond it the allocator retries"])
     lines += [*aligned(seconds), "", *aligned(sizes), "", *_origins(rates)]
+    lines += [f"Warning: {words}." for words in warnings(found, planned)]
     return "\n".join(lines)
 
 

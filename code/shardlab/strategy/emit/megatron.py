@@ -15,6 +15,10 @@ from .target import Target, beside
 FILE = "train_megatron.sh"
 # GPUs on which sums start in time by themselves: its arguments.py asks for compute capability 10.
 BLACKWELL = "B200", "B300"
+MODULES = {  # that it can compute again, by our words
+    "selective": ("--recompute-modules core_attn", "from queries and keys to their values"),
+    "norms": ("--recompute-modules layernorm", "their outputs, where the products take them"),
+}
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}  # of Megatron-FSDP
 
 
@@ -143,11 +147,11 @@ def _recompute(target: Target) -> list[tuple[str, str]]:
     how = target.layout.recompute
     if how == "none":
         return []
-    rows = [(f"--recompute-granularity {how}", target.why_recompute())]
-    if how == "selective":
-        return [*rows, ("--recompute-modules core_attn", "from queries and keys to their values")]
+    if how in MODULES:
+        rows = [("--recompute-granularity selective", target.why_recompute())]
+        return [*rows, MODULES[how]]
     return [
-        *rows,
+        ("--recompute-granularity full", target.why_recompute()),
         ("--recompute-method uniform", "all layers alike"),
         ("--recompute-num-layers 1", "one after another: the least is kept"),
     ]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlab.arguments import check_whole
+from shardlab.arguments import check_whole, listed
 from shardlab.layout import Layout
 from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
-# What some engines can compute again beside that, as a layout has it.
-OPERATORS = {"torchtitan": ("norms+ffn",)}
+from ..profile import PROFILES
+
 WIDTH = 100  # columns of what is written
 
 
@@ -34,9 +34,9 @@ class Target:
         check_tensor_degree(self.config, at.tp)
         if at.ranks > n and at.ranks % n:
             raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
-        if at.recompute not in ("none", "selective", "full", *OPERATORS.get(self.engine, ())):
-            allowed = "are 'none', 'selective' and 'full'"
-            raise self.refusal(f"recompute={at.recompute!r}", allowed)
+        has = PROFILES[self.engine].operators if self.engine in PROFILES else ()
+        if at.recompute not in (known := ("none", "selective", "full", *has)):
+            raise self.refusal(f"recompute={at.recompute!r}", f"are {listed(known)}")
         check_expert_degree(self.config, at.ep)
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
@@ -104,16 +104,14 @@ class Target:
         """
         at = self.layout
         placed = at.parts(self.config)
-        held = tuple(stage.layers for stage in placed)
         if not placed[0 if at.schedule == "zb-v" else -1].head:
             raise self.refusal(f"stages={at.stages!r}", "are those with the head on the last one")
-        if any(layers % at.chunks for layers in held):
-            allowed = f"with chunks={at.chunks} are multiples of that on each stage"
-            raise self.refusal(f"stages={held}", allowed)
-        order = list(range(at.pp))
-        back = order[::-1] if at.schedule == "zb-v" else order
-        ranks = [i for v in range(at.chunks) for i in (back if v % 2 else order)]
-        return [held[i] // at.chunks for i in ranks]
+        chunks = [list(stage.chunks) for stage in placed]
+        sizes = [len(chunks[i].pop(0)) for i in at.route]
+        if 0 in sizes[1:-1]:
+            allowed = "are as many as give each part a layer, but for the first and the last"
+            raise self.refusal(f"chunks={at.chunks}", allowed)
+        return sizes
 
     # -------------------------------------------------------------------------------- reasons
 
@@ -174,6 +172,7 @@ class Target:
             "selective": "attention's core is computed again: large to keep, cheap to compute",
             "norms+ffn": "what lies between products is computed again: large, and cheap",
             "full": "each layer is computed again: a third more arithmetic, for its activations",
+            "norms": "norms are computed again: passes over memory, for their outputs",
         }[self.layout.recompute]
 
     def why_half(self) -> str:

@@ -31,6 +31,10 @@ SHAPES = {
     "long": replace(NANO, seq=512),
     "words": replace(NANO, vocab=8192, tied=False),
     "dropout": replace(NANO, dropout=0.1),
+    "qwen": replace(LLAMA, kv_heads=2, head=24, qk_norm=True, window=16, full_every=2),
+    "latent": replace(
+        LLAMA, kv_heads=None, head=16, latent=48, query_latent=64, rotary=8, value=16
+    ),
 }
 
 

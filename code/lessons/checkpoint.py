@@ -21,9 +21,10 @@
 # - save a sharded run on four ranks and go on with two or one, and prove that nothing but rounding differs;
 # - say what belongs into a checkpoint beside the weights, and what each missing part costs;
 # - save so that a kill at any moment loses nothing, and damage is named before it does harm;
-# - compute how often to save, how many bytes that writes, and what saving in the background gains.
+# - compute how often to save, how many bytes that writes, and what saving in the background gains;
+# - load a model of Hugging Face's hub into any layout and write it back bit for bit, and hand weights to another layout while a job runs.
 #
-# It takes about 40 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It takes about 45 minutes to read and 40 minutes for the exercises. Running it takes a minute.
 # It needs [Data parallelism](data_parallel.md), and reads better after [ZeRO](zero.md): most models here are sharded by `fully_shard`, PyTorch's own ZeRO-3.
 #
 # One thing to wonder about before you start.
@@ -46,18 +47,21 @@ import textwrap
 import threading
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import ranks, show, text
+from shardlab import count, ranks, show, text
 from shardlab.check import check
 from shardlab.checkpoint import (
     MANIFEST,
@@ -66,14 +70,25 @@ from shardlab.checkpoint import (
     Training,
     best_interval,
     complete,
+    config_of,
     core,
     export,
+    hand_over,
+    load_hub,
     lost_fraction,
+    moving,
+    names,
+    predicted_hand_over,
+    save_hub,
     simulated_lost_fraction,
 )
+from shardlab.layout import Layout
+from shardlab.mesh import Parallel, join, predicted_pieces
 from shardlab.model import GPT, PRESETS, loss, parameter_count
 
 show.style()
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="checkpoints-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
 BATCH = 8  # windows in a step, over all ranks
@@ -873,11 +888,134 @@ value = loss(alone(tokens), targets).item()
 assert abs(value - after) < 1e-5  # one process computes the batch at once: rounding
 print(f"next loss: four ranks {after:.4f}, plain process {value:.4f}")
 
-
 # %% [markdown]
-# For weights that others will read, the `safetensors` format goes further: a header in JSON and raw numbers, nothing that could be code.
 # [DeepSpeed](deepspeed_engine.md) saves a folder per step with a file per rank, names the current one in a text file `latest`, and has scripts that turn shards into one state dict, or into the universal format, which any number of ranks loads.
 #
+# ## Weights of real models
+#
+# On Hugging Face's hub a model is a folder: `config.json` says its shape, and the weights lie in files of `safetensors`.
+# Such a file is a header in JSON, which says of each tensor its name, dtype, shape and place, and then raw numbers: nothing that could be code.
+# So a rank reads the slices that it holds, and nothing else; nothing is sent, and nobody ever has the whole model.
+#
+# What is in the way is names. Each kind of model has its own, and some store matrices otherwise.
+# `names.links` says of every tensor of the course's GPT where it stands:
+
+# %%
+for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
+    links = names.links(PRESETS[preset], kind)
+    (link,) = links["blocks.0.attention.key.weight"]
+    turned = ", transposed" if link.turned else ""
+    print(f"{preset}: {link.hub} at {link.place}{turned}")
+
+
+# %% [markdown]
+# GPT-2 keeps queries, keys and values side by side in one matrix, inputs first: keys are its middle third.
+#
+# The next cell has `transformers` save a tiny Llama, in files of 30 kB. Eight ranks load it: two copies, two stages, two tensor ranks, with [ZeRO](zero.md) between the copies ([Mesh](mesh.md) puts these together).
+# They write it again: tensor by tensor the parts of all ranks come to the one that writes the file, into a folder that appears when it is complete.
+
+# %%
+def through_a_mesh(source, target):
+    group = dist.group.WORLD
+    layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=2)
+    model = Parallel(GPT(config_of(source)), join(layout, group), layout)
+    load_hub(model, source, group)
+    save_hub(model, target, group, like=source, shard_bytes=30_000)
+
+
+shape = replace(
+    PRESETS["llama-3-8b"], layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64
+)
+known = transformers.LlamaConfig(**names.config_json(shape, "llama"))
+transformers.LlamaForCausalLM(known).save_pretrained(
+    FOLDER / "hub", max_shard_size="30KB"
+)
+_ = run(through_a_mesh, 8, FOLDER / "hub", FOLDER / "back")
+
+# %% tags=["hide-input"]
+# Holds what came back against what was there: tensors, and logits
+
+
+def stored(folder):
+    files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
+    return {n: f.get_tensor(n) for f in files for n in f.keys()}, len(files)  # noqa: SIM118
+
+
+(there, _), (back, files) = stored(FOLDER / "hub"), stored(FOLDER / "back")
+assert there.keys() == back.keys()
+assert all(torch.equal(there[name], back[name]) for name in there)
+print(f"{len(back)} tensors in {files} files: equal, bit for bit")
+tokens = torch.arange(16)[None] % 64
+theirs, again = (
+    transformers.LlamaForCausalLM.from_pretrained(FOLDER / name)(tokens).logits
+    for name in ("hub", "back")
+)
+load_hub(ours := GPT(config_of(FOLDER / "back")), FOLDER / "back")
+assert torch.equal(theirs, again) and (ours(tokens) - theirs).abs().max() < 1e-5
+print("logits of transformers from both folders: equal; the course's GPT has them, too")
+
+# %% [markdown]
+# A file that is cut off, missing or renamed is named before the model changes, as is a tensor of another shape or name.
+# The course's GPT has rotary positions: GPT-2's weights load, and its learned positions stay in the file, so what they make is another model. `load_hub` returns the names of what it left.
+#
+# ### Another layout, while the job runs
+#
+# Reinforcement learning trains a model and generates with it in turn, and what is good for training is not what is good for generating: say, every matrix over four ranks for the one, over two for the other, in two copies.
+# Files are too slow for every few steps. All ranks know from the [ledger](memory.md) who has which part of which tensor, and who wants which. So each makes the same plan, sends what others lack, and the bytes are known before.
+
+# %%
+show.source(moving.hand_over, moving.transfers)
+
+# %% [markdown]
+# Who is to have which half decides the price.
+# With the tensor ranks of a copy side by side, rank 1, which trains the second quarter of a matrix, is to generate with the second half: it has nothing of it.
+# With copies side by side, ranks 0 and 1 both get the first half, of which each has a quarter already. In all, four quarters travel instead of six.
+
+# %%
+TRAINER = Layout(tp=4)
+GENERATORS = {
+    "tensor ranks side by side": Layout(dp=2, tp=2, order=("dp", "tp")),
+    "copies side by side": Layout(dp=2, tp=2, order=("tp", "dp")),
+}
+four_heads = replace(PRESETS["micro"], vocab=512)
+
+
+def handed(layout):
+    models = []
+    for seed, of in enumerate((TRAINER, layout)):
+        torch.manual_seed(seed)
+        groups = join(of, dist.group.WORLD)
+        models.append(Parallel(GPT(four_heads), groups, of))
+    with count.sent() as sent:
+        hand_over(*models, dist.group.WORLD)
+    return sent.bytes, [model.full_state_dict() for model in models]
+
+
+def predicted_for(layout):
+    parts = [
+        [predicted_pieces(four_heads, of, rank) for rank in range(4)]
+        for of in (TRAINER, layout)
+    ]
+    return predicted_hand_over(*parts)
+
+
+# %% tags=["hide-input"]
+# Table: bytes that each rank sends, predicted and counted
+
+rows = []
+for words, layout in GENERATORS.items():
+    results, predicted = run(handed, 4, layout), predicted_for(layout)
+    for _, (trainer, generator) in results:
+        assert all(torch.equal(trainer[name], generator[name]) for name in trainer)
+    assert [sent for sent, _ in results] == predicted
+    for what, each in (("predicted", predicted), ("counted", [s for s, _ in results])):
+        mb = [f"{one / 1e6:.3f}" for one in each]
+        rows.append((words, what, *mb, f"{sum(each) / 1e6:.3f}"))
+head = ["generator", "bytes (MB)", *(f"rank {rank}" for rank in range(4)), "together"]
+show.table(rows, head)
+
+
+# %% [markdown]
 # ## What goes wrong
 #
 # ### One folder for all saves
@@ -1411,6 +1549,7 @@ check(my_save_interval)
 # - Sizes and checksums, names and shapes are compared before a model is touched.
 # - 12 bytes per parameter in float32 with AdamW; in the background, training waits for the copy alone.
 # - Save every $\sqrt{2\delta M}$ seconds.
+# - The hub's files are read by slices, under names and forms that a table knows; between two layouts a rank sends what others lack, and the bytes are known before.
 #
 # ## Further reading
 #

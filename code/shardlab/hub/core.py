@@ -15,20 +15,23 @@ from shardlab.layout.structure import Core, Kind, Routed, Structure
 from shardlab.options import read_text
 
 from . import bounds, cuts
+from .ahead import with_modules
 from .ask import Builder
 
 SEQ = 8192  # tokens, where a file names no longest sequence
 
 
-def read(path: str | Path, name: str = "config") -> Structure:
+def read(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
     """The structure of the model that a config.json describes.
 
-    Raises ValueError, in one line, for a file that is none, and for a model that is not counted;
-    name: what the message calls the argument. The same content is built once in a process.
+    name: what messages call the argument; mtp: of the modules that predict further tokens so many
+    are counted, too (`ahead`). The same content is built once in a process. Raises ValueError, in
+    one line, for a file that is none, and for a model that is not counted.
     """
     text = read_text(name, path, "JSON files", bounds.BYTES)
     try:
-        return _read(text)
+        found = _read(text)
+        return with_modules(found, bounds.read(text), mtp) if mtp else found
     except ValueError as error:
         raise ValueError(f"{name}={str(path)!r}: {error}") from None
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .ahead import said
 from .build import build, configured
 from .kinds import OTHERS, Alike, Tensor, main_stack, settings, split, stacks
 from .mixers import mixer
@@ -132,18 +133,19 @@ def _assumed(
         )
         if SIZES.match(key) and plain and key not in written and not follows:
             found.append(f"{key} is {value}, as {type(text).__name__} has it")
-    said = [n for n in given.get("architectures") or [] if n != type(model).__name__]
-    if said:
-        found.append(f"{type(model).__name__} is counted, and not {', '.join(map(str, said))[:80]}")
+    other = [n for n in given.get("architectures") or [] if n != type(model).__name__]
+    if other:
+        found.append(
+            f"{type(model).__name__} is counted, and not {', '.join(map(str, other))[:80]}"
+        )
     if text is not config and type(model.config) is type(text):
         found.append("the part that reads text is counted alone, as AutoModelForCausalLM has it")
     towers = sum(p.numel() for name, p in model.named_parameters() if OTHERS.search(name))
     if towers:
         found.append(f"{towers:,} parameters of towers for images or sound are counted among all")
-    for key in ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"):
-        many = given.get(key) or inner.get(key)
-        if many:
-            found.append(f"{key}={many}: layers that predict several tokens are not counted")
+    key, many = said(given)
+    if many:
+        found.append(f"{key}={many}: layers that predict further tokens are not counted")
     return found
 
 

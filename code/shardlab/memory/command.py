@@ -46,7 +46,7 @@ SHAPED = (
 SEQ = 8192  # tokens of a sequence, at most, unless --seq says otherwise; with --config
 WHOLE = (
     "zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches", "cp", "replicas", "stage",
-    "chunks", "ep",
+    "chunks", "ep", "mtp",
 )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("params", "number of parameters, for example 7.5e9", "P")
     add("model", f"or a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model of transformers", "FILE")
+    add("mtp", "modules that predict further tokens, of those of the file (0); with --config", "N")
     add("dp", "data-parallel degree (1)", "D")
     add("tp", "tensor-parallel degree (1)", "T")
     add("pp", "pipeline-parallel degree (1)", "P")
@@ -119,6 +120,10 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]
             f"{said}: allowed is exactly one of --params (a number), --model "
             f"({', '.join(PRESETS)}) and --config (a file)"
         )
+    if "config" not in settings:
+        options.apart(
+            settings, ["mtp"], "alone: allowed with --config, whose file has such modules"
+        )
     ranks = settings.pop("ranks", None)
     said = [name for name in settings if name in SHAPED]
     layout = _layout(settings)
@@ -175,7 +180,7 @@ def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
     if settings.pop("device", "gpu") != "gpu":
         raise ValueError("--device with --config: allowed is gpu")
     path = Path(settings.pop("config"))
-    found = hub.read(path)
+    found = hub.read(path, mtp=settings.pop("mtp", 0))
     return found, f"{found.model_type} ({path.name})"
 
 
@@ -215,7 +220,7 @@ def _table(found: dict[str, Any], title: str, unit: str, notes: dict[str, str]) 
 
 
 def _whole(name: str, given: str) -> int:
-    bounds = {"zero": (0, 3), "stage": (0,)}
+    bounds = {"zero": (0, 3), "stage": (0,), "mtp": (0,)}
     return options.whole(name, given, *bounds.get(name, ()))
 
 

@@ -6,11 +6,14 @@ Pictures of what the lesson computes itself are drawn by `shardlab.show.measured
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import matplotlib.pyplot as plt
 
 from shardlab import show
 from shardlab.machines import MACHINES
+from shardlab.strategy import files, tables
+from shardlab.strategy.rates import PUBLISHED
 
 HERE = Path(__file__).parent
 COLORS = [show.RANK_COLORS[i] for i in (4, 5, 7)]  # places are no ranks: not the first four
@@ -48,5 +51,40 @@ def draw_walls() -> None:
     )
 
 
+def draw_engines() -> None:
+    """Steps of today's engines: predicted by rates of the other half, over measured, by source."""
+    show.style()
+    ratios: dict[str, list[float]] = {}
+    for row in files.read_rows("rows", PUBLISHED / "throughput.csv"):
+        if row["by_others_s"]:
+            measured = tables.measured(row, tables.row_job(row))
+            name = row["source"].split(" (")[0].replace("MosaicML ", "").replace("NeMo A", "A")
+            ratios.setdefault(name, []).append(float(row["by_others_s"]) / measured)
+    figure, axes = plt.subplots(figsize=(4.6, 3.2))
+    names = sorted(ratios, key=lambda name: -len(ratios[name]))
+    for y, name in enumerate(names):
+        found = sorted(ratios[name])
+        spread = [y + 0.24 * (k % 5 - 2) / 2 for k in range(len(found))]
+        axes.plot(found, spread, "o", color=COLORS[0], markersize=2.5, alpha=0.6)
+        axes.plot([median(found)] * 2, [y - 0.34, y + 0.34], color=COLORS[1], linewidth=2.5)
+    for x in (0.75, 1.0, 1.25):
+        axes.axvline(x, color="0.5", linewidth=0.7, zorder=0)
+    axes.set_yticks(range(len(names)), [f"{name} ({len(ratios[name])})" for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.6)
+    axes.set_xscale("log")
+    axes.set_xlim(0.4, 2.5)
+    axes.set_xticks([0.5, 0.75, 1, 1.25, 2], ["0.5", "0.75", "1", "1.25", "2"])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("predicted over measured seconds of a step")
+    said = ", ".join(f"{name} {median(ratios[name]):.2f} ({len(ratios[name])})" for name in names)
+    show.svg(
+        figure,
+        HERE / "strategy_engines.svg",
+        "Predicted over measured seconds of published steps, a dot each, by source, on a "
+        f"logarithmic axis; each half by rates of the other. Medians, and how many: {said}.",
+    )
+
+
 if __name__ == "__main__":
     draw_walls()
+    draw_engines()

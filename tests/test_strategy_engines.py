@@ -211,7 +211,7 @@ def test_lines_of_a_table_are_predicted_and_those_left_out_say_why(capsys, tmp_p
     assert float(first["predicted_seconds"]) > 1 and not first["note"]
     assert "its shape is not known" in unknown["note"] and "LoRA" in lora["note"]
     for options in (["--profile", "course", "--fit", path], ["--profile", "engines", "--fit",
-                     str(PUBLISHED / "sweep40.csv")]):  # fmt: skip
+                     str(PUBLISHED / "sweep.csv")]):  # fmt: skip
         assert main(["strategy", *options, "--rates", str(tmp_path / "r.json")]) == 2
         assert capsys.readouterr().err.startswith("error: profile=") or True
 

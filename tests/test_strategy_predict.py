@@ -25,6 +25,9 @@ H100, A100 = MACHINES["h100"], MACHINES["a100"]
 def test_cells_that_were_left_out(request) -> None:
     """Every other cell, a model on a number of nodes, at rates of the rest; and 300 rows by 40.
 
+    Seconds are off by less than 7 % in the median, bytes of rank 0 by 3.5 %; the layout that is
+    called the fastest of its cell takes 10 % longer than the fastest in one cell at most.
+
     Judged are runs on up to 32 nodes that the file calls steady, and that are not half as fast as
     predicted or slower: such are held up by something else, most of them by their messages.
     """
@@ -39,6 +42,7 @@ def test_cells_that_were_left_out(request) -> None:
     few = learn.from_rows(ROWS[:40], NANOTRON, "forty").values_of()
     for pairs in (judged, [(row, few) for row in ROWS[40:]]):
         off: tuple[list[float], list[float]] = ([], [])
+        cells = {}
         for row, rates in pairs:
             job, measured = files.row_job(row, NANOTRON), files.row_measured(row)
             found = of_job(job, rates).seconds.total, first_rank(job, rates)
@@ -46,7 +50,14 @@ def test_cells_that_were_left_out(request) -> None:
             if int(row["nodes"]) <= 32 and not slow:
                 for k in (0, 1):
                     off[k].append(abs(found[k] / measured[k] - 1))
+                cells.setdefault((row["model"], row["nodes"]), []).append((found[0], measured[0]))
         assert median(off[0]) < 0.07 and median(off[1]) < 0.035, [median(x) for x in off]
+        regrets = [
+            min(cell)[1] / min(taken for _, taken in cell) - 1
+            for cell in cells.values()
+            if len(cell) > 2
+        ]
+        assert sum(x < 0.1 for x in regrets) >= len(regrets) - 1 and max(regrets) < 0.15, regrets
 
 
 def test_layer_times_of_korthikanti() -> None:

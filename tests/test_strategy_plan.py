@@ -246,7 +246,7 @@ LLAMA = {
     "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14_336,
     "max_position_embeddings": 8192, "num_attention_heads": 32, "num_hidden_layers": 32,
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "vocab_size": 128_256,
+    "vocab_size": 128_256, "rope_theta": 5e5,
 }  # fmt: skip
 
 
@@ -256,3 +256,9 @@ def test_a_file_of_the_hub_is_planned_as_the_same_preset(capsys, tmp_path: Path)
     status, out, _ = run(capsys, "--config", path, "--gpu", "a100", "--gpus", "16", "--json")
     _, same, _ = run(capsys, *JOB, "--json")
     assert status == 0 and json.loads(out) == json.loads(same)
+    # An engine is told of it as of the preset, and of nothing that the course's GPT is not.
+    asked = "--config", path, "--gpu", "a100", "--gpus", "16", "--emit", "megatron"
+    assert run(capsys, *asked)[:2] == run(capsys, *JOB, "--emit", "megatron")[:2]
+    path.write_text(json.dumps({"model_type": "llama", "mlp_bias": True} | LLAMA))
+    status, out, err = run(capsys, *asked)
+    assert (status, out) == (2, "") and "mlp_bias=True; allowed is False" in err

@@ -427,7 +427,11 @@ def config_of(folder: str | Path) -> Config:
     its file, what the GPT does not: learned positions of GPT-2 and its GELU alone are let pass.
     """
     check_folder(folder=folder)
-    path = Path(folder) / "config.json"
+    return config_in(Path(folder) / "config.json")
+
+
+def config_in(path: Path) -> Config:
+    """The same of a file. Raises ValueError."""
     given = read_json("config", path)
     try:
         return _shape(given if isinstance(given, dict) else {})

@@ -62,7 +62,7 @@ from typing import Any
 
 from shardlab import options
 from shardlab.arguments import check_one_of
-from shardlab.layout import Layout, computed_again
+from shardlab.layout import Layout, Structure, computed_again, structure
 from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
 from shardlab.machines import MACHINES
@@ -287,6 +287,20 @@ def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
     raise ValueError(f"emit={engine!r}: none of the {len(found.fits)} layouts that fit; {why}")
 
 
+def _as_own(path: Path, found: Structure) -> Structure:
+    """`found` with the shape in which the course's own model computes the same.
+
+    Raises ValueError where none does: an engine would be told of another model.
+    """
+    from shardlab.checkpoint.names import config_in  # which loads torch
+
+    own = config_in(path)
+    if structure(own).total != found.total:
+        words = f"config={str(path)!r}: {found.total:,} parameters"
+        raise ValueError(f"{words}; allowed with --emit and --run are {structure(own).total:,}")
+    return replace(found, own=own)
+
+
 def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
     if "model" in given:
         name = given["model"]
@@ -298,6 +312,8 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
         name, config = Path(given["config"]).name, hub.planned(given["config"])
         for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
             print(f"assumed: {words}", file=sys.stderr)
+        if "emit" in given or "run" in given:
+            config = _as_own(Path(given["config"]), config)
     if "gpu" in given or rates.machine is None:
         gpu = given.get("gpu", "")
         check_one_of(MACHINES, gpu=gpu)

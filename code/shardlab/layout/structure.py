@@ -86,7 +86,7 @@ class Kind:
     heads: int = 0  # that go with the heads: queries, keys, values, what the core gives
     scans: float = 0.0  # operations of a token's forward pass, beside matrices and core
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Of the layer, with all its experts."""
         return self.met(self.routed.number if self.routed else 0)

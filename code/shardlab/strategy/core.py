@@ -99,7 +99,7 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     layout = job.layout
     m = layout.microbatches
     each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
-    found = layout.parts(job.model)
+    found = job.stages
     alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
     work = []
     for stage in found:

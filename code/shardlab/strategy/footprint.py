@@ -68,10 +68,12 @@ def footprint(job: Job, rates: Values, stage: int = 0) -> Bytes:
     layout = job.layout
     if isinstance(stage, bool) or stage not in range(layout.pp):
         raise ValueError(f"stage={stage!r}: allowed are 0 to {layout.pp - 1}")
-    return _reserved(job, rates, stage, layout.parts(job.model)[stage])
+    return _reserved(job, rates, stage, _late(job, rates))
 
 
-def _reserved(job: Job, rates: Values, stage: int, here: Stage) -> Bytes:
+def _reserved(job: Job, rates: Values, stage: int, late: float) -> Bytes:
+    """late: what buffers that come back late would take, if there were room."""
+    here = job.stages[stage]
     layout, held = job.layout, job.held(here)
     state = states_of(held.all, held.shard(layout), layout, job.profile.recipe)
     flying = in_flight(layout, stage)
@@ -87,18 +89,24 @@ def _reserved(job: Job, rates: Values, stage: int, here: Stage) -> Bytes:
     )  # fmt: skip
     # What would come back late does so at once where there is no room for it.
     most = max(0.0, rates.limit * job.machine.memory - found.reserved)
-    return replace(found, late=min(_late(job, rates), most))
+    return replace(found, late=min(late, most))
 
 
 def fullest(job: Job, rates: Values) -> Bytes:
-    """What the stage reserves that reserves the most: the first, the second, or the last.
+    """What the stage reserves that reserves the most."""
+    return first_and_fullest(job, rates)[1]
 
-    The second keeps a micro-batch less than the first, and may have a layer more.
+
+def first_and_fullest(job: Job, rates: Values) -> tuple[Bytes, Bytes]:
+    """What the first stage reserves; and what that does which reserves the most.
+
+    It is the first, the second, or the last. The second keeps a micro-batch less than the first,
+    and may have a layer more.
     """
-    here = job.layout.parts(job.model)
-    some = {0, min(1, job.layout.pp - 1), job.layout.pp - 1}
-    found = (_reserved(job, rates, k, here[k]) for k in some)
-    return max(found, key=lambda one: one.reserved)
+    late = _late(job, rates)
+    some = sorted({0, min(1, job.layout.pp - 1), job.layout.pp - 1})
+    found = [_reserved(job, rates, k, late) for k in some]
+    return found[0], max(found, key=lambda one: one.reserved)
 
 
 def activations(job: Job, rates: Values, stage: Stage) -> float:

@@ -6,6 +6,7 @@ Letters as in `cost`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 from shardlab.layout import Layout, Stage, Structure, structure
@@ -31,10 +32,15 @@ class Job:
     seq: int
     dtype: str = "bf16"  # in which products of matrices are computed: one of DTYPES
 
-    @property
+    @cached_property
     def model(self) -> Structure:
         """What it is made of."""
         return structure(self.config)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """What stands on each stage; ValueError for layers that the stages cannot share."""
+        return self.layout.parts(self.model)
 
     @property
     def flops(self) -> float:

@@ -13,7 +13,7 @@ from shardlab.machines import Machine
 from shardlab.shapes import Config
 
 from .core import Seconds, seconds
-from .footprint import Bytes, footprint, fullest
+from .footprint import Bytes, first_and_fullest, footprint
 from .job import Job
 from .profile import COURSE, PROFILES, Profile
 from .rates import Rates, Values, known
@@ -62,7 +62,8 @@ def of_job(job: Job, rates: Values) -> Prediction:
     """What a step of `job` takes. Raises ValueError as `predict` does."""
     check_job(job)
     # The limit beyond which a step takes longer was found where rank 0 alone was watched.
-    return Prediction(seconds(job, rates, footprint(job, rates).needed), fullest(job, rates))
+    first, fullest = first_and_fullest(job, rates)
+    return Prediction(seconds(job, rates, first.needed), fullest)
 
 
 def first_rank(job: Job, rates: Values) -> float:

@@ -371,6 +371,7 @@ show.source(
     memory.core.kept_by_softmax,
     memory.core.kept_by_attention,
     memory.core._kept_by_core,
+    memory.core.kept_by_dropout,
     memory.core.wide_tensors,
     memory.core.kept_by_ffn,
     memory.core.layer_parts,

@@ -164,6 +164,14 @@ def test_experts_are_dealt_out_over_tensor_and_context_ranks() -> None:
     )
 
 
+def test_tensor_ranks_beyond_the_heads_of_keys_are_for_engines_that_copy_them() -> None:
+    """Qwen3-30B-A3B has four of them."""
+    for name in ("course", "megatron", "torchtitan", "fsdp2", "deepspeed"):
+        job = PRESETS["qwen3-30b-a3b"], H100, 16, 128, 4096, today(PROFILES[name])
+        found = {one.layout.tp for one in plan(*job).fits}
+        assert (8 in found) == (name in ("course", "megatron")), name
+
+
 def test_the_host_s_memory_is_tried_where_nothing_fits_without() -> None:
     config, profile = PRESETS["llama-3-70b"], PROFILES["deepspeed"]
     found = plan(config, H100, 16, 16, 4096, profile)

@@ -87,6 +87,12 @@ def test_a_structure_is_counted_and_planned_as_its_config_is() -> None:
     assert strategy.floor(model, machine, layout) == strategy.floor(config, machine, layout)
 
 
+def test_ranks_beyond_the_heads_of_keys_and_values_have_one_of_each() -> None:
+    """Queries and outputs of a/t heads, keys and values of one: two numbers of D for each."""
+    (kind,) = structure(SHAPES["gated"]).kinds  # four heads of eight numbers, two of keys
+    assert [kind.heads_on(tp) for tp in (1, 2, 4)] == [2 * 6 * 8, 2 * 3 * 8, 2 * 2 * 8]
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ValueError, match="config='nano': allowed are a Config and a Structure"):
         structure("nano")  # type: ignore[arg-type]

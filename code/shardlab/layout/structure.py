@@ -96,6 +96,13 @@ class Kind:
         times = (self.routed.chosen if self.routed else 0) if experts is None else experts
         return sum(e.elements() * (1 if e.expert is None else times) for e in self.entries)
 
+    def heads_on(self, tp: int) -> float:
+        """Of the `heads` elements those on one of `tp` ranks, each of which has keys and values."""
+        core = self.core
+        if core is None or tp <= core.kv_heads:
+            return self.heads / tp
+        return self.heads / tp + (core.query + core.value) * (1 - core.kv_heads / tp)
+
     @property
     def wide(self) -> int:
         """Width of all networks that a token goes through."""

@@ -22,7 +22,7 @@ def fullness(
     Bytes are predicted, of the course's own model. Raises ValueError as `predict` does, and for
     heads that this model cannot be cut into.
     """
-    check_tensor_degree(config, layout.tp)
+    check_tensor_degree(config, layout.tp, copies=True)
     there, found = room(machine), predict(config, machine, layout, seq=seq).memory
     if found.reserved <= there:
         return ""

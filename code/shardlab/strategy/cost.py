@@ -139,7 +139,7 @@ def floor(
     seq = config.seq if seq is None else seq
     check_whole(seq=seq)
     found = layout.parts(config)
-    check_tensor_degree(config, layout.tp)
+    check_tensor_degree(config, layout.tp, copies=True)
     check_expert_degree(config, layout.ep)
     work = flops(config, layout.batch * seq, seq, layout.recompute, causal)
     arithmetic = work / (layout.ranks * machine.flops)

@@ -47,6 +47,7 @@ class Profile:
     operators: tuple[str, ...] = ()  # that it can compute again, one by one: see `Layout.recompute`
     offloads: tuple[str, ...] = ()  # what it can keep in the host's memory: see `Layout.offload`
     shares: bool = True  # sequences among ranks
+    copies: bool = False  # of heads of keys and values, on more tensor ranks than there are heads
     folds: bool = False  # tensor ranks may join those that share the experts: see `Layout.etp`
     # Of today's engines.
     engine: str = ""  # the rate that says how much longer its steps take than its family's
@@ -100,6 +101,7 @@ MEGATRON = Profile(
     operators=("norms",),
     offloads=("optimizer",),
     hides=True,  # --cp-comm-type p2p, as it is by default
+    copies=True,
     folds=True,
 )
 
@@ -123,6 +125,7 @@ COURSE = Profile(
     zeros=(0, 1, 2, 3),
     interleaves=True,
     operators=("norms", "ffn", "norms+ffn"),
+    copies=True,
     folds=True,
 )
 
@@ -142,6 +145,7 @@ FSDP2 = replace(
     operators=(),
     offloads=("parameters",),
     shares=False,
+    copies=False,
     folds=False,
     engine="torchtitan",  # which measured the same fully_shard; the script does not compile
     compiled=False,
@@ -175,6 +179,7 @@ DEEPSPEED = replace(
     operators=(),
     offloads=("optimizer", "parameters"),
     shares=False,
+    copies=False,
     folds=False,
 )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import gcd, isqrt
 
 from shardlab.layout import Layout, Structure, structure
-from shardlab.layout.structure import cut_sizes
+from shardlab.layout.structure import check_tensor_degree
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -54,7 +54,7 @@ def bases(space: Space, ruled: Counter[str]) -> Iterator[Layout]:
     for tp in divisors(min(gpus, space.machine.per_node)):
         if gpus % tp or space.fixed.get("tp", tp) != tp:
             continue
-        if any(n % tp for n in (*cut_sizes(config).values(), seq)):
+        if seq % tp or not divides(config, tp, space.profile.copies):
             ruled["a tensor degree that does not divide heads, widths and tokens"] += 1
             continue
         for pp in divisors(gpus // tp):
@@ -76,6 +76,15 @@ def bases(space: Space, ruled: Counter[str]) -> Iterator[Layout]:
                     )  # fmt: skip
                     if space.keeps(base, "dp", "cp", "ep"):
                         yield base
+
+
+def divides(config: Config | Structure, tp: int, copies: bool) -> bool:
+    """Whether `tp` ranks can cut a model; copies: of heads of keys and values, if need be."""
+    try:
+        check_tensor_degree(config, tp, copies)
+    except ValueError:
+        return False
+    return True
 
 
 def rule(layers: int, pp: int, profile: Profile) -> str | None:

@@ -31,7 +31,7 @@ class Target:
     def __post_init__(self) -> None:
         check_whole(seq=self.seq)
         at, n = self.layout, self.machine.per_node
-        check_tensor_degree(self.config, at.tp)
+        check_tensor_degree(self.config, at.tp, copies=self.engine == "megatron")
         if at.ranks > n and at.ranks % n:
             raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
         has = PROFILES[self.engine].operators if self.engine in PROFILES else ()

@@ -950,7 +950,7 @@ print(tt.check(without_gradients, tp=2))
 def equal_shards(model, tp):
     """Each rank draws with one seed, in its small shapes: all have the first part."""
     full = dict(plain().named_parameters())
-    for name, parameter, dim in tensor_parallel.states.pieces(model):
+    for name, parameter, dim, _ in tensor_parallel.states.pieces(model):
         if dim is not None:
             parameter.data.copy_(full[name].chunk(tp.size(), dim)[0])
 

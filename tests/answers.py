@@ -1394,7 +1394,7 @@ MODEL_PARALLELISM = {
         ((8, 4, 2), "should be a strategy.Layout"),
         (laid_out(dp=4, microbatches=128), "there are 64 GPUs"),
         (laid_out(microbatches=4), "a step has 512"),
-        (laid_out(dp=1, tp=64, pp=1, microbatches=512), "cannot be cut"),
+        (laid_out(dp=1, tp=64, pp=1, microbatches=512), "reaches beyond a node"),
         (laid_out(zero=0), "copies can share one"),
         (laid_out(sequence_parallel=False), "sequence parallelism shares it"),
         (laid_out(micro_batch=8, microbatches=8), "fewer sequences"),

@@ -428,7 +428,7 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
     },
     "strategy": {
         "the best layout on paper": SECONDS,
-        "one layout is four times slower": SECONDS,
+        "one layout is many times slower": SECONDS,
         "a small model does not get faster": SECONDS,
         "predicted and measured agree on one node": SECONDS,
         "the planner's first three": SECONDS,

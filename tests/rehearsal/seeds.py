@@ -41,7 +41,7 @@ def finding(kind: str) -> str:
 SEEDS = [
     Seed(
         "positions on the CPU",
-        "model.py",
+        "attention.py",
         "positions_S = torch.arange(sequence, device=x_BASD.device)",
         "positions_S = torch.arange(sequence)",
         "model_parallelism.plain_model",
@@ -166,9 +166,8 @@ SEEDS = [
     Seed(
         "a ring in which all send first",
         "ranks/p2p.py",
-        "Message(dist.batch_isend_irecv(both), sent, landed, incoming)",
-        "Message([dist.isend(sent, _global(to, group), group), "
-        "dist.irecv(landed, _global(source, group), group)], sent, landed, incoming)",
+        "dist.batch_isend_irecv(both) if both else []",
+        "[one.op(one.tensor, one.peer, one.group) for one in reversed(both)]",
         "collectives.shards",
         finding("connection"),
         gpus=4,

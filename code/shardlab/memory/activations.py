@@ -173,6 +173,8 @@ def activations(
     plain = sum(layer_parts(config, z, again, kind, device).values())
     working = {moment: size - shared for moment, size in backward.items()}
     last = here.head
+    # Plain scores take the mask as a summand, which is not kept.
+    masked = kind == "fused" and recompute != "full" and "attention" not in again
     windowed = sum(config.window_of(layer) is not None for layer in here.numbers)
     return Activations(
         layer=layer,
@@ -195,7 +197,7 @@ def activations(
             n for one, n in by_kind(structure(config), here) if config.experts and not one.routed
         ),
         dense_layer=layer if recompute == "full" else plain,
-        masks=0 if recompute == "full" or "attention" in again else z.mask * windowed,
+        masks=z.mask * windowed if masked else 0,
     )
 
 

@@ -209,7 +209,6 @@ show.table(rows, head)
 # Then saving is a file for each rank, and a line of the index.
 # Loading goes through all lines, and copies the rows in which somebody's old interval overlaps this rank's new one.
 
-
 # %%
 def save_plain(folder, shards, step):
     """Write this rank's rows of every tensor, and its line of the index."""
@@ -294,7 +293,6 @@ def train_rows(model, shards, done, steps):
 # %% [markdown]
 # Four ranks train three steps and save. Then one, two and three ranks load what the four have written, and train the next three.
 
-
 # %%
 def first_half(path):
     model, shards = cut_by_rows()
@@ -352,7 +350,6 @@ for size, (found, state) in went_on.items():
 # - Training waits until everything is written.
 #
 # The next cell shows the first two. Every number in the shards says of which step it is; rank 1 dies before it saves step 6. Then a bit of another checkpoint flips.
-
 
 # %%
 def saves_twice(path, dies):
@@ -486,7 +483,9 @@ def resumed(path, dtype):
 
 without_stop = {dtype: run(unstopped, 4, FOLDER, dtype)[0] for dtype in TYPES}
 after_stop = {
-    (size, dtype): run(resumed, size, FOLDER, dtype)[0] for size in (4, 2, 1) for dtype in TYPES
+    (size, dtype): run(resumed, size, FOLDER, dtype)[0]
+    for size in (4, 2, 1)
+    for dtype in TYPES
 }
 
 # %% tags=["hide-input"]
@@ -500,7 +499,9 @@ for (size, dtype), losses in after_stop.items():
     near = 1e-4 if dtype == torch.float32 else 1e-11
     assert gap == 0 if size == 4 else gap < near
     shown = ", ".join(f"{value:.4f}" for value in losses)
-    rows.append((f"4, then {size}", str(dtype)[6:], shown, f"{gap:.0e}" if gap else "0"))
+    rows.append(
+        (f"4, then {size}", str(dtype)[6:], shown, f"{gap:.0e}" if gap else "0")
+    )
 head = ["ranks", "type", "losses of steps 4 to 6", "largest difference"]
 show.table(rows, head, caption="Resumed, beside the run without a stop")
 
@@ -541,7 +542,6 @@ show.source(core.begin, core.commit, core.prune)
 # The claim is that a kill at any moment loses nothing that was promised.
 # Two ranks save one step after the other and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which nobody can catch.
 # Rank 0 notes each step whose `save` has returned: this is the promise.
-
 
 # %%
 def life(path, victims, delay):
@@ -606,7 +606,6 @@ show.table(rows, [*head, "unfinished saves left"])
 # The last file in the folder is a manifest: sizes and checksums of all others, and what the run was.
 # This is one, with the first of its files and tensors.
 
-
 # %%
 def save_once(path):
     with Checkpoints(path, dist.group.WORLD) as store:
@@ -635,7 +634,6 @@ show.source(Checkpoints.load)
 
 # %% tags=["hide-input"]
 # Damages a checkpoint in four ways, and tries to load it
-
 
 def attempt(path, model=None):
     """Try to load; print why not, and make sure that the model was not touched."""
@@ -688,7 +686,6 @@ show.source(Checkpoints.save, Checkpoints._complete, Checkpoints._rename)
 # %% [markdown]
 # The next cell measures how long `save` holds training up, on an emulated storage that takes a second to answer, as a shared one may.
 # Right after the call it spoils every weight, as training that goes on would.
-
 
 # %%
 class SlowStorage(dcp.FileSystemWriter):
@@ -748,7 +745,6 @@ show.table(rows, ["save", "training held up (s)", "ratio", "the checkpoint holds
 #
 # In float32 with AdamW a checkpoint holds 12 bytes per parameter: the weight, and two averages.
 # Beside the prediction stand the files of real saves, on one, two and four ranks.
-
 
 # %%
 def written(path, preset):
@@ -827,7 +823,9 @@ for save, color, place in (
     least = 100 * lost_fraction(best, save, mtbf, restart)
     assert 100 * lost_fraction(2 * best, save, mtbf, restart) < least + 5
     axes.plot(best / 60, least, "*", color=color, ms=15)
-    words = f"a save holds up for {save} s:\nbest {best / 60:.0f} min, {least:.0f} % lost"
+    words = (
+        f"a save holds up for {save} s:\nbest {best / 60:.0f} min, {least:.0f} % lost"
+    )
     axes.text(best / 60, place, words, ha="center", va="center")
 axes.set_xscale("log")
 axes.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
@@ -869,7 +867,6 @@ show.figure(
 # For a plain process, one file with the whole model is handier.
 # `export` gathers it on rank 0, and so needs that one rank's memory to hold it. `torch.load` reads it with `weights_only=True`, which builds tensors and numbers and runs no code.
 # `export` takes the models of [ZeRO](zero.md) and [mesh](mesh.md), too.
-
 
 # %%
 def trained_and_exported(path):
@@ -920,7 +917,6 @@ for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
 # The next cell has `transformers` save a tiny Llama, in files of 30 kB. Eight ranks load it: two copies, two stages, two tensor ranks, with [ZeRO](zero.md) between the copies ([Mesh](mesh.md) puts these together).
 # They write it again: tensor by tensor the parts of all ranks come to the one that writes the file, into a folder that appears when it is complete.
 
-
 # %%
 def through_a_mesh(source, target):
     group = dist.group.WORLD
@@ -930,9 +926,13 @@ def through_a_mesh(source, target):
     save_hub(model, target, group, like=source, shard_bytes=30_000)
 
 
-shape = replace(PRESETS["llama-3-8b"], layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64)
+shape = replace(
+    PRESETS["llama-3-8b"], layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64
+)
 known = transformers.LlamaConfig(**names.config_json(shape, "llama"))
-transformers.LlamaForCausalLM(known).save_pretrained(FOLDER / "hub", max_shard_size="30KB")
+transformers.LlamaForCausalLM(known).save_pretrained(
+    FOLDER / "hub", max_shard_size="30KB"
+)
 _ = run(through_a_mesh, 8, FOLDER / "hub", FOLDER / "back")
 
 # %% tags=["hide-input"]
@@ -996,7 +996,8 @@ def handed(layout):
 
 def predicted_for(layout):
     parts = [
-        [predicted_pieces(four_heads, of, rank) for rank in range(4)] for of in (TRAINER, layout)
+        [predicted_pieces(four_heads, of, rank) for rank in range(4)]
+        for of in (TRAINER, layout)
     ]
     return predicted_hand_over(*parts)
 
@@ -1024,7 +1025,6 @@ show.table(rows, head)
 #
 # This is the opening's accident, with DCP as it comes. DCP writes its index last, which is meant to tell complete from incomplete.
 # Rank 1 is killed just before it writes its second shard.
-
 
 # %%
 class KilledOnRank1(dcp.FileSystemWriter):
@@ -1073,7 +1073,6 @@ assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 #
 # Weights alone are enough to *use* a model. To go on training with them is another matter.
 # After 120 steps the next cell goes on twice: with AdamW's state, and with a new AdamW. It measures the loss on text that the model never sees in training, and how far a step moves the weights.
-
 
 # %%
 def new(state=None, optimizer_state=None):
@@ -1165,7 +1164,6 @@ show.figure(
 # `named_tensors` asks only where there is a state, and leaves the optimizer as it found it.
 # ````
 
-
 # %%
 def counted(ask):
     """AdamW's step counter after two steps, and the loss then."""
@@ -1192,7 +1190,6 @@ show.table(rows, head)
 # ### Forgetting the position in the data
 #
 # A run of 60 steps stops after 20 and after 40. What does it see of the text, if a resumed loader begins at the beginning; if each rank kept a position of its own and the number of ranks changed from four to two; and if the position counts samples of all ranks?
-
 
 # %%
 def windows(position, rank, size):
@@ -1238,7 +1235,6 @@ show.table(rows, head)
 #
 # The reflex of data-parallel days is `if rank == 0: torch.save(…)`. On a sharded model that is one rank's part.
 
-
 # %%
 def only_rank_0(path):
     model = sharded().model
@@ -1267,7 +1263,6 @@ assert fraction == 0.25
 # ### Running a stranger's code
 #
 # A pickle is a program. `torch.load` with `weights_only=False` runs it.
-
 
 # %%
 class Trap:
@@ -1384,7 +1379,6 @@ check(answer, "checkpoint_interval")
 # All ranks together have trained on `samples` windows. Return the numbers of the windows that this rank takes in the next step, in which all ranks together take `batch`.
 # The check stops and goes on with 4, 2, 1 and 8 ranks.
 
-
 # %%
 def my_windows(samples, batch, rank, size):
     pass  # your code
@@ -1403,7 +1397,6 @@ check(my_windows)
 # ```
 #
 # The position is one number for all, and the ranks cut what follows it.
-
 
 # %%
 def my_windows(samples, batch, rank, size):
@@ -1425,7 +1418,6 @@ check(my_windows)
 # Write the bytes `content` to the file `path`, which may exist already, so that whoever looks finds the old content or the new, and nothing else.
 # The check kills your function before each line of Python that it runs.
 
-
 # %%
 def my_write(path, content):
     pass  # your code
@@ -1444,7 +1436,6 @@ check(my_write)
 # ```
 #
 # Beside it, to the disk, and then in its place. The next write opens the same name anew, so nothing is left lying about.
-
 
 # %%
 def my_write(path, content):
@@ -1471,7 +1462,6 @@ check(my_write)
 # `saved` is a list of boxes `(file, offset, size)`, and this rank's new box is `(offset, size)`. Offset and size have two numbers each: rows and columns of the whole matrix.
 # Return what to read: a list of `(file, theirs, mine)`, so that `box[mine] = saved_box[theirs]` copies what the two have in common. `theirs` and `mine` are pairs of slices, each counted from its own box's corner. Files that hold nothing for this rank are not in the list.
 
-
 # %%
 def my_pieces(saved, offset, size):
     pass  # your code
@@ -1491,7 +1481,6 @@ check(my_pieces)
 #
 # The overlap of two boxes is the overlap of two intervals, in each direction. This is what DCP's planner does, for any number of directions.
 
-
 # %%
 def my_pieces(saved, offset, size):
     plan = []
@@ -1501,7 +1490,9 @@ def my_pieces(saved, offset, size):
         high = [min(a + n, b + m) for a, n, b, m in both]
         if all(first < last for first, last in zip(low, high, strict=True)):
             theirs, mine = (
-                tuple(slice(i - c, j - c) for i, j, c in zip(low, high, at, strict=True))
+                tuple(
+                    slice(i - c, j - c) for i, j, c in zip(low, high, at, strict=True)
+                )
                 for at in (corner, offset)
             )
             plan.append((file, theirs, mine))
@@ -1522,7 +1513,6 @@ check(my_pieces)
 # A checkpoint of `size` bytes is saved by `ranks_` ranks at once. Each copies its share to the host, at `copy` bytes per second, and training waits for that. Then training goes on while the shares are written; storage takes `write` bytes per second from all of them together. A save begins only when the one before is written. The job, all of it, fails every `mtbf` seconds.
 # Return after how many seconds of training to save, so that the least is lost.
 
-
 # %%
 def my_save_interval(size, ranks_, copy, write, mtbf):
     pass  # your code
@@ -1541,7 +1531,6 @@ check(my_save_interval)
 # ```
 #
 # The copy alone holds training up, so it alone stands under the root. What storage takes is the least that there can be between two saves.
-
 
 # %%
 def my_save_interval(size, ranks_, copy, write, mtbf):

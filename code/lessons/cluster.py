@@ -73,7 +73,6 @@ FOLDER = Path(TEMPORARY.name)
 # On a cluster nobody calls that function: a program on each node starts the node's ranks.
 # This is such a program. It tells each rank who it is, waits, and ends all when one fails.
 
-
 # %%
 def plain_agent(command, size):
     """Start `size` ranks of a program; their exit statuses."""
@@ -171,7 +170,6 @@ show.source(core.Agent, core.run)
 # ### What each rank finds
 #
 # Two nodes come: one with one rank, one with three. Each agent runs in a process of its own, and the ranks write down what they find.
-
 
 # %%
 def node(*jobs):
@@ -612,7 +610,6 @@ show.table(rows, head, caption=caption)
 # How much of the GPU that kernel filled, it does not say.
 # Busy and useful differ on a core as well. Here one multiplies small matrices for half a second, and then large ones.
 
-
 # %%
 def multiply(n, seconds=0.5):
     """Share of the time that a core was busy, and FLOP/s, in products of n x n."""
@@ -676,7 +673,6 @@ show.source(sample.Sampler.read, sample.Sampler._gpu)
 #
 # The next cell watches two ranks for two seconds. In the middle rank 0 alone is busy with a file, for 0.7 s.
 
-
 # %%
 def watched(folder):
     rank, pids = dist.get_rank(), [None, None]
@@ -717,7 +713,6 @@ show.figure(report.report(folder), alt, "cluster-report")
 # ### Step times hide the straggler
 #
 # One of these three ranks takes 40 ms longer in each step, before its first message. Every rank measures its own steps.
-
 
 # %%
 def steps(slow):
@@ -772,7 +767,6 @@ show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 # ### All ranks on one timeline
 #
 # The profiler writes a trace for each rank. Laid on one axis, they show the share of communication that is hidden: the time in which a rank also computes.
-
 
 # %%
 def traced(folder):
@@ -836,7 +830,6 @@ show.figure(timeline.picture(traces["ddp"]), alt, "cluster-timeline-ddp")
 # Here rank 1 leaves out the last all-reduces, as it would with a batch less. The group gives up after two seconds.
 # Before that, a thread of each rank, a watchdog, sees that no step ends, and writes down what its rank has called.
 
-
 # %%
 def average(group, watchdog):
     for step in range(3):
@@ -868,7 +861,6 @@ print(*ranks.run(skips, 3, FOLDER / "flight", device="cpu"), sep="\n")
 # %% [markdown]
 # Ranks 0 and 2 complain, which waited. The one at fault says nothing.
 # Counting calls finds it:
-
 
 # %%
 def fewer(calls, group):
@@ -945,7 +937,6 @@ print(captured.log("uneven").partition("== flight")[0].strip())
 # ## Where ranks run: cores, and the right network
 #
 # Two ranks that are bound to one core share it, however many are idle.
-
 
 # %%
 def on_cores(cores):
@@ -1208,7 +1199,6 @@ check(answer, "hang_uneven")
 # The host sees beats: `seen` is a list of `(time, agent, beat)`, in the order in which it read them, with its own clock. An agent whose process is stopped leaves its last beat in the store, so the host goes on reading it.
 # Return the agents that are silent at `now`: those whose beat has not changed for more than `patience` seconds.
 
-
 # %%
 def my_silent(seen, now, patience):
     pass  # your code
@@ -1227,7 +1217,6 @@ check(my_silent)
 # ```
 #
 # What counts is when a beat was *first* seen.
-
 
 # %%
 def my_silent(seen, now, patience):
@@ -1252,7 +1241,6 @@ check(my_silent)
 # Write what a task under `srun` needs in place of `torchrun`. `slurm` holds Slurm's variables as text, `names` the job's nodes in order, `gpus` how many GPUs this task sees.
 # Return a dictionary with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` and `device`, numbers as numbers. `device` is the index of the task's GPU, or None where it sees none. Two jobs on one node must get two ports; ports below 1024 are not yours, those from 32768 are given out by Linux.
 
-
 # %%
 def my_ranks(slurm, names, gpus):
     pass  # your code
@@ -1269,7 +1257,6 @@ check(my_ranks)
 # :label: sol-cluster-srun
 # :class: dropdown
 # ```
-
 
 # %%
 def my_ranks(slurm, names, gpus):
@@ -1331,9 +1318,9 @@ check(answer, "hang_order")
 # A link is slow when it has less than a third of the median of all links.
 # Write a function that returns the rank *all* of whose links are slow, and `None` when there is none: then it is a cable between two, or nothing.
 
-
 # %%
-def culprit(links): ...
+def culprit(links):
+    ...
 
 
 check(culprit, "cluster_culprit")
@@ -1349,7 +1336,6 @@ check(culprit, "cluster_culprit")
 # ```
 #
 # Each other rank has one slow link as well, the one to the culprit: so *some* is not enough.
-
 
 # %%
 def culprit(links):
@@ -1409,9 +1395,9 @@ check(answer, "hang_tensor")
 # For an even number of ranks $N$ there is a schedule of $N-1$ rounds in which nobody ever is: that of a round-robin tournament.
 # Write `rounds(size)`, a list of rounds, each a list of pairs `(a, b)`.
 
-
 # %%
-def rounds(size): ...
+def rounds(size):
+    ...
 
 
 check(rounds, "cluster_rounds")
@@ -1427,7 +1413,6 @@ check(rounds, "cluster_rounds")
 # ```
 #
 # The last rank keeps its place, and the others go round in a circle: those who stand opposite meet.
-
 
 # %%
 def rounds(size):

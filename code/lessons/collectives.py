@@ -85,7 +85,6 @@ style = show.style()
 # Here are both, as plain as they come. In the ring every rank sends to the next one only, a piece of its tensor at a time.
 # The indices are explained [further below](#the-ring-step-by-step), with pictures.
 
-
 # %%
 def plain_naive(tensor, group):
     """Every rank's tensor becomes the sum of all: over rank 0."""
@@ -242,7 +241,6 @@ show.table([line.split() for line in lines], names)
 # Every rank has to call `new_group`, members or not.
 # The same process has two numbers.
 
-
 # %%
 def number_in_group():
     pair = dist.new_group([1, 3])
@@ -282,7 +280,6 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 # Here they are on three ranks, with numbers that you can check in your head.
 # Rank 0 begins with 1, 2, 3, rank 1 with 10, 20, 30, and rank 2 with 100, 200, 300.
 
-
 # %%
 def tiny():
     group, rank = dist.group.WORLD, dist.get_rank()
@@ -294,7 +291,9 @@ def tiny():
     results["all_reduce"] = own.clone()
     collectives.all_reduce(results["all_reduce"], group)  # in place
     results["reduce_scatter"] = torch.zeros_like(own[:1])
-    collectives.reduce_scatter(results["reduce_scatter"], collectives.split(own, 3), group)
+    collectives.reduce_scatter(
+        results["reduce_scatter"], collectives.split(own, 3), group
+    )
     for name, given in (
         ("all_gather", own[:1]),
         ("all_to_all", collectives.split(own, 3)),
@@ -432,7 +431,6 @@ show.source(collectives.all_to_all)
 # What is only copied has to be equal, bit for bit.
 # The table holds the largest difference over 1 to 4 ranks, and what is allowed for four.
 
-
 # %% tags=["hide-input"]
 # Holds every collective against torch's, on 1 to 4 ranks
 def full_tensors(x, group):
@@ -505,7 +503,11 @@ for dtype in ROUNDING:
             gaps,
         )
         table.setdefault(name, []).extend([f"{max(gaps):.1e}", f"{limits[-1]:.1e}"])
-head = [f"{dtype}: {what}" for dtype in ("float32", "bfloat16") for what in ("off by", "allowed")]
+head = [
+    f"{dtype}: {what}"
+    for dtype in ("float32", "bfloat16")
+    for what in ("off by", "allowed")
+]
 show.table(
     [(name, *cells, "OK") for name, cells in table.items()],
     ["collective", *head, "verdict"],
@@ -522,7 +524,6 @@ show.table(
 # Replicas of a model would otherwise drift apart.
 # Second, every addition in `bfloat16` rounds to eight bits, on every hop.
 # With a thousand ranks that adds up, and therefore large jobs often reduce gradients in `float32`, at twice the bytes.
-
 
 # %%
 def same_bits():
@@ -575,7 +576,9 @@ def calls(x, group):
     return {
         "broadcast": lambda: collectives.broadcast(x, 0, group),
         "reduce": lambda: collectives.reduce(x, 0, group),
-        "reduce_scatter": lambda: collectives.reduce_scatter(result[rank], pieces, group),
+        "reduce_scatter": lambda: collectives.reduce_scatter(
+            result[rank], pieces, group
+        ),
         "all_gather": lambda: collectives.all_gather(result, pieces[rank], group),
         "all_to_all": lambda: collectives.all_to_all(landed, pieces, group),
         **{
@@ -601,7 +604,9 @@ found = ranks.run(count_bytes, 4, device="cpu")
 rows = []
 for name in found[0]:
     counted = [rank[name] for rank in found]
-    formula = [collectives.bytes_sent(name, 4 * ELEMENTS, 4, 4, rank) for rank in range(4)]
+    formula = [
+        collectives.bytes_sent(name, 4 * ELEMENTS, 4, 4, rank) for rank in range(4)
+    ]
     off = max(abs(c - f) for c, f in zip(counted, formula, strict=True))
     assert off == 0
     rows.append((name, f"{max(counted):,}", f"{formula[0]:,}", f"{counted[0]:,}", off))
@@ -614,7 +619,6 @@ show.table(rows, ["collective", *head, "difference (B)"])
 # The naive way makes rank 0 send three times the tensor; in the ring nobody sends more than anybody else.
 #
 # With the number of ranks it grows to twice the tensor, and never beyond.
-
 
 # %% tags=["hide-input"]
 # Table: what the ring sends on 2 to 1,024 ranks, predicted and counted
@@ -801,7 +805,9 @@ show.table(rows, ["link", "α (µs)", "1/β (MB/s)", "typical error", "largest e
 figure, axes = plt.subplots(figsize=(4.9, 3.4))
 for (name, fit), color in zip(fits.items(), show.RANK_COLORS, strict=False):
     axes.plot(SIZES, measured[name], "o", color=color, ms=5)
-    axes.plot(SIZES, [fit.seconds("message", size) for size in SIZES], color=color, lw=1.5)
+    axes.plot(
+        SIZES, [fit.seconds("message", size) for size in SIZES], color=color, lw=1.5
+    )
     axes.text(SIZES[0], 1.5 * fit.latency, name, va="bottom")
 axes.set_title("dots measured, lines fitted", fontsize="medium")
 axes.set(xscale="log", yscale="log", xlabel="message (bytes)", ylabel="time (s)")
@@ -853,7 +859,9 @@ def race():
 # Measures the three all-reduces, and draws them beside the prediction
 found = ranks.run(race, 4, device="cpu")
 timed = {key: best([rank[key] for rank in found]) for key in found[0]}
-predicted = {(way, size): model.seconds(f"all_reduce {way}", size, 4) for way, size in timed}
+predicted = {
+    (way, size): model.seconds(f"all_reduce {way}", size, 4) for way, size in timed
+}
 # Nothing beats the wire (1 %: rounding). A busy machine may add to that: 25 % at most
 # in half of the cases.
 over = sorted(timed[key] / predicted[key] for key in timed)
@@ -918,7 +926,11 @@ for ranks_in_all in (8, 64, 1024):
         for way in ("tree", "ring")
     ]
     rows.append((ranks_in_all, *times, f"{cluster.crossover(ranks_in_all) / 1e6:.1f}"))
-head = [f"{way}, {name} (ms)" for name in ("1 kB", "1 MB", "1 GB") for way in ("tree", "ring")]
+head = [
+    f"{way}, {name} (ms)"
+    for name in ("1 kB", "1 MB", "1 GB")
+    for way in ("tree", "ring")
+]
 show.table(rows, ["ranks", *head, "crossing (MB)"])
 
 
@@ -934,7 +946,6 @@ show.table(rows, ["ranks", *head, "crossing (MB)"])
 # In your own code you call `torch.distributed`, not this module.
 # How much faster is it?
 # Both ways run alternately, four ranks on this machine, 16 MiB.
-
 
 # %% tags=["hide-input", "measured"]
 # Measures ours beside gloo's
@@ -952,8 +963,12 @@ def side_by_side():
 found = ranks.run(side_by_side, 4, device="cpu")
 rows = []
 for name in kinds:
-    mine, gloos = (best([rank[name, who] for rank in found]) for who in ("ours", "theirs"))
-    rows.append((name, f"{1e3 * mine:.0f}", f"{1e3 * gloos:.0f}", f"{mine / gloos:.2f}"))
+    mine, gloos = (
+        best([rank[name, who] for rank in found]) for who in ("ours", "theirs")
+    )
+    rows.append(
+        (name, f"{1e3 * mine:.0f}", f"{1e3 * gloos:.0f}", f"{mine / gloos:.2f}")
+    )
 # In a reduce-scatter gloo moves twice our bytes, in an all-reduce the same.
 show.timed(float(rows[1][3]) < float(rows[0][3]), "we gain more in a reduce-scatter")
 show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / torch"])
@@ -983,7 +998,6 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 #
 # ![Four mistakes. Another order: rank 1 begins with a broadcast, the others with an all-reduce. One rank missing: rank 2 does not call, and the others wait. Another shape: rank 2 sums three numbers, the others four. Another tensor: rank 0 sums a, then b, rank 1 b, then a; nobody waits, and both sums are a + b.](../figures/collectives_mistakes.svg)
 
-
 # %% tags=["hide-input"]
 # Runs a function that has to fail, and prints what is said about it
 def failure(function):
@@ -999,7 +1013,6 @@ def failure(function):
 
 # %% [markdown]
 # **Another order.** Rank 1 calls broadcast first; the others begin with all-reduce.
-
 
 # %%
 def other_order():
@@ -1023,7 +1036,6 @@ assert blamed == [1]
 # **One rank missing.** A condition that only some ranks fulfil, and a collective inside it.
 # The usual form is `if rank == 0: save()`, where `save` contains a collective.
 
-
 # %%
 def one_missing():
     x = torch.ones(4)
@@ -1040,7 +1052,6 @@ assert blamed == [2]
 
 # %% [markdown]
 # **Other shapes.** Rank 2 has three numbers where the others have four: a last batch that is short, a vocabulary that was padded on one rank.
-
 
 # %%
 def other_shapes():
@@ -1059,7 +1070,6 @@ assert blamed == [2]
 # **No error at all.** The worst one: two all-reduces in another order, of the same size.
 # Rank 0 sums `a` then `b`, rank 1 sums `b` then `a`.
 # Nothing hangs, and both sums are wrong.
-
 
 # %%
 def swapped():
@@ -1082,7 +1092,6 @@ assert found == [(101.0, 101.0)] * 2
 # Without `ranks.run` you see none of these explanations.
 # The job stands still, every GPU may show 100 % (NCCL waits actively), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the *innocent* ranks complain.
 # This is what rank 0 gets to say when rank 1 comes too late, with a timeout of one second:
-
 
 # %%
 def late():
@@ -1168,7 +1177,6 @@ check((40 - 12) + (40 - 12), "ring_bytes")
 # Loss scaling in mixed precision needs one: has any rank seen an infinity?
 # You may use `ranks.isend`, `ranks.irecv` and `ranks.exchange`, and everything in this lesson's module.
 
-
 # %%
 def all_reduce_max(tensor, group):
     pass  # your code
@@ -1188,7 +1196,6 @@ check(all_reduce_max)
 #
 # The shortest way gathers all tensors and takes the maximum on each rank: $(N - 1) S$ sent per rank, fine for a few numbers.
 # For large tensors, change one line of the ring: `torch.maximum` in the place of `add_`.
-
 
 # %%
 def all_reduce_max(tensor, group):
@@ -1210,7 +1217,6 @@ check(all_reduce_max)
 #
 # Every rank wants to hand its tensor to the next one, and to return what the one before handed over.
 # This function looks right, and hangs. Repair it so that it works with NCCL as well, on any number of ranks: [by parity, or in one batch](#ring-parity).
-
 
 # %%
 def shift(tensor, group):
@@ -1236,7 +1242,6 @@ check(shift)
 # Each rank waits for its send to end, and a send ends when somebody receives it; but all of them are sending.
 # To begin a send, then a receive, and to wait for both afterwards is enough with gloo and not with NCCL: there each rank already stops where it begins to send, for a neighbour that has stopped for the next.
 # By parity every send meets a receive.
-
 
 # %%
 def shift(tensor, group):
@@ -1269,7 +1274,6 @@ check(shift)
 # Write one in which no rank ever sends more than $2\,\frac{N-1}{N} S$, in pieces of an $N$-th.
 # It works in place, for any root. Hint: which collective turns "one piece on each rank" into "everything on every rank"?
 
-
 # %%
 def broadcast_large(tensor, root, group):
     pass  # your code
@@ -1289,7 +1293,6 @@ check(broadcast_large)
 #
 # Scatter, then all-gather: what {cite}`thakur2005mpich` call van de Geijn's algorithm.
 # The root sends each rank its piece, and the ring does the rest: about twice $S$ on the wire's clock, where the tree needs $\lceil\log_2 N\rceil$ times.
-
 
 # %%
 def broadcast_large(tensor, root, group):
@@ -1319,7 +1322,6 @@ check(broadcast_large)
 # Return the smallest bucket, in bytes, of whose all-reduce at most `fraction` is latency: 0.1 for a tenth of its time. Take the pieces as equal.
 # What does that say about buckets on a thousand ranks?
 
-
 # %%
 def my_bucket_bytes(size, latency, bandwidth, fraction):
     pass  # your code
@@ -1339,7 +1341,6 @@ check(my_bucket_bytes)
 #
 # $2(N-1)$ messages, each of an $N$-th of the bucket $n$: latency is $\alpha / (\alpha + \beta n / N)$ of the time, whatever the number of messages.
 # So $n = N \frac{\alpha}{\beta} \frac{1 - \text{fraction}}{\text{fraction}}$: on a thousand ranks buckets have to be a hundred times what suits ten, or the ring is the wrong way.
-
 
 # %%
 def my_bucket_bytes(size, latency, bandwidth, fraction):

@@ -70,7 +70,9 @@ def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
     """This rank's queries, keys and values, cut from the same everywhere: leaves."""
     generator = torch.Generator().manual_seed(0)
     full = (
-        torch.randn(1, n, seq, size, generator=generator, dtype=dtype).to(ranks.device())
+        torch.randn(1, n, seq, size, generator=generator, dtype=dtype).to(
+            ranks.device()
+        )
         for n in (heads, kv_heads, kv_heads)
     )
     N, rank = dist.get_world_size(), dist.get_rank()
@@ -122,7 +124,6 @@ assert of.saved > 80e9
 #
 # This is forward of ring attention, without a mask:
 
-
 # %%
 def attend(q, k, v):
     """Output over these keys, and the logarithm of each row's sum of exponentials."""
@@ -164,7 +165,9 @@ def ring_gap():
 
 gaps = {N: max(ranks.run(ring_gap, N, device="cpu")) for N in (2, 3, 4)}
 assert max(gaps.values()) < 1e-13  # float64; a row's sum is made block by block
-print(*(f"{N} ranks: largest difference {each:.0e}" for N, each in gaps.items()), sep="\n")
+print(
+    *(f"{N} ranks: largest difference {each:.0e}" for N, each in gaps.items()), sep="\n"
+)
 
 # %% [markdown]
 # Why by parity? `send` returns when the other end has received. If all ranks sent first, nobody would receive, and the ring would stand still ([below](#all-send-first) it does).
@@ -188,7 +191,6 @@ show.source(ranks.exchange)
 #
 # The module has all four. Here are the first two in numbers, on four ranks, beside the module's `ring_attention`.
 
-
 # %% tags=["hide-input"]
 # Table: bytes held and the keys' gradient, plain and the module
 def both_rings(way, seq=2048):
@@ -210,7 +212,9 @@ def qkv_of_one(seq):
 
 
 def module_ring(q, k, v):
-    return cp.ring_attention(q, k, v, dist.group.WORLD, causal=False, layout="contiguous")
+    return cp.ring_attention(
+        q, k, v, dist.group.WORLD, causal=False, layout="contiguous"
+    )
 
 
 RINGS = {
@@ -302,7 +306,6 @@ show.source(cp.Block, cp.blocks)
 # %% [markdown]
 # The next cell counts the pairs of query and key that each rank computes, and the processor's time that they take.
 
-
 # %%
 def work(seq):
     """By layout: pairs of query and key in a head of this rank, and seconds."""
@@ -365,7 +368,6 @@ show.table(rows, head, caption=f"{seq} tokens, causal, forward")
 # ![Four pieces of a sequence and four heads on four ranks. Before, each rank has one piece with all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the whole sequence. A second all-to-all goes back.](../figures/context_parallel_ulysses.svg)
 #
 # The plain version needs one function for both ways. It deals out one dimension and collects another.
-
 
 # %%
 def swap(x, deal, collect):
@@ -436,7 +438,6 @@ show.source(cp.average_gradients)
 # %% [markdown]
 # A training step then reads like this:
 
-
 # %%
 def train_step(model, optimizer, tokens, targets, layout):
     """Loss of a step on this rank's tokens, averaged over the ranks."""
@@ -473,7 +474,9 @@ def attention_gaps(attention, layout):
     for causal in (True, False):
         mine = qkv(layout, 64)
         full = [cp.gather(x, group, layout, dim=2).requires_grad_() for x in mine]
-        right = F.scaled_dot_product_attention(*full, is_causal=causal, enable_gqa=True)
+        right = F.scaled_dot_product_attention(
+            *full, is_causal=causal, enable_gqa=True
+        )
         got = attention(*mine, group, causal=causal, layout=layout)
         weights = torch.arange(right.numel(), device=right.device).view_as(right).sin()
         (right * weights).sum().backward()
@@ -504,7 +507,10 @@ def five_steps(attention, layout):
 
 
 def all_gaps():
-    return {way: (*attention_gaps(fn, way[1]), *five_steps(*way)) for way, fn in WAYS.items()}
+    return {
+        way: (*attention_gaps(fn, way[1]), *five_steps(*way))
+        for way, fn in WAYS.items()
+    }
 
 
 rows = []
@@ -539,7 +545,6 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 # - the ring sends its piece $N-1$ times forward. Backward it does so again, and the gradients go $N$ times, all the way home (in float32, if not in more): with $e = 4$ that is $2bKD\frac{s}{N}\,e\,(3N-2)$ in all, which grows a little with $N$;
 # - the all-to-all sends $\frac{N-1}{N}$ of queries, keys, values and output, forward and backward: $4b(a+K)D\frac{s}{N}\,e\,\frac{N-1}{N}$, which falls with $N$.
 
-
 # %%
 def attention_sent(heads, kv_heads, seq, size):
     """Bytes of a rank, forward and backward of one attention: ring, all-to-all."""
@@ -568,7 +573,9 @@ for (kv, N), counted in SENT.items():
     both = cp.ring_sent(1, 1024, kv, 16, N), swap_
     want = [each["forward"] + each["backward"] for each in both]
     assert counted == want
-    cells = [f"{bytes_:,}" for pair in zip(want, counted, strict=True) for bytes_ in pair]
+    cells = [
+        f"{bytes_:,}" for pair in zip(want, counted, strict=True) for bytes_ in pair
+    ]
     rows.append((kv, N, *cells))
 head = ["heads of keys", "ranks", "ring: predicted (B)", "counted (B)"]
 show.table(
@@ -660,7 +667,6 @@ show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
 # A rank of the ring keeps its share of queries, keys, values and output, and $\ell$; while it works it holds two pieces of keys and values, and in backward their gradients.
 # The all-to-all keeps its result twice, by heads and by tokens, and has what is on its way twice.
 
-
 # %%
 def attention_bytes(attention, contexts):
     """On a rank, for each context: bytes kept by forward, the most held in backward."""
@@ -708,7 +714,9 @@ for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict
     for seq in CONTEXTS:
         want = cp.attention_memory(way, 1, seq, 8, 8, 16, N)
         # A thread of gloo may hold a message for a moment longer: take the least.
-        kept, peak = (min(run[i] for found in every for run in found[seq]) for i in (0, 1))
+        kept, peak = (
+            min(run[i] for found in every for run in found[seq]) for i in (0, 1)
+        )
         wants.append((want["kept"], want["backward"]))
         measured.append((kept, peak))
         assert kept == want["kept"], (name, kept, want)
@@ -721,8 +729,12 @@ for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict
         axes.plot(CONTEXTS, [bytes_ / 1e6 for bytes_ in lines], color=color)
         axes.plot(CONTEXTS, [bytes_ / 1e6 for bytes_ in dots], "o", color=color, ms=4)
         end = CONTEXTS[-1], dots[-1] / 1e6
-        axes.annotate(name, end, (6, 0), textcoords="offset points", va="center", fontsize=8)
-for axes, label in zip(panels, ("kept by forward (MB)", "most in backward (MB)"), strict=True):
+        axes.annotate(
+            name, end, (6, 0), textcoords="offset points", va="center", fontsize=8
+        )
+for axes, label in zip(
+    panels, ("kept by forward (MB)", "most in backward (MB)"), strict=True
+):
     axes.set(xlabel="tokens of context", ylabel=label, xlim=(300, 4700), ylim=(0, None))
     axes.set_xticks(CONTEXTS)
 figure.tight_layout()
@@ -786,7 +798,6 @@ assert cp.tokens_that_fit(LLAMA, 80e9, again) > 5 * fits[1]
 # `set_rotate_method("alltoall")` makes a ring of both, with one piece under way at a time.
 # It needs the fused kernels of a GPU; on a CPU it raises (torch 2.13). With two GPUs the next cell runs it beside ours.
 
-
 # %%
 def beside_context_parallel():
     from torch.distributed.tensor.experimental import context_parallel
@@ -825,7 +836,6 @@ else:
 #
 # Two ranks, the plain ring's messages, and no parity. It ends at the time limit of the run, with both ranks in `send`.
 
-
 # %%
 def all_send_first():
     kv, peer = torch.ones(4), 1 - dist.get_rank()
@@ -848,13 +858,14 @@ except ranks.RankError as error:
 # Cut the batch along the sequence, leave the model as it is, average the gradients: it runs. Each rank then trains on short texts of its own, whose tokens cannot see what came before.
 # Half right is worse to find: the ring is there, but positions begin at 0 on every rank.
 
-
 # %%
 def mistaken(way, dtype, steps=20):
     """First loss, gradients, and the last loss, of a model that is set up this way."""
     model, group = plain(dtype), dist.group.WORLD
     if way == "positions from 0":
-        cp.core.positions = lambda layout, seq, N, *_: torch.arange(seq // N, device=ranks.device())
+        cp.core.positions = lambda layout, seq, N, *_: torch.arange(
+            seq // N, device=ranks.device()
+        )
     if way != "own tokens alone":
         cp.distribute(model, group, "ring", "contiguous")
     optimizer = adamw(model, lr=3e-3)
@@ -920,7 +931,6 @@ show.table(rows, [*head, "queries' weights (%)", "loss after 20 steps"])
 #
 # These are refused before anything is sent:
 
-
 # %%
 def refused():
     group, q = dist.group.WORLD, torch.zeros(1, 6, 5, 8)
@@ -971,7 +981,6 @@ _ = ranks.run(lambda: refused() if dist.get_rank() == 0 else None, 4, device="cp
 #
 # Return the positions of the tokens that `rank` of `size` has in the zig-zag, in the order in which it has them. `seq` is a multiple of `2 * size`.
 
-
 # %%
 def my_zigzag(seq, rank, size):
     pass  # your code
@@ -990,7 +999,6 @@ check(my_zigzag)
 # ```
 #
 # Two pieces, one counted from the front and one from the back.
-
 
 # %%
 def my_zigzag(seq, rank, size):
@@ -1016,7 +1024,6 @@ check(my_zigzag)
 # Hand `tensor` to the next rank and return what the rank before has handed to you, on any number of ranks from 2 on.
 # Use messages between two ranks, no collective. The check replays them by nccl's rules: whoever begins a message waits for its other end.
 
-
 # %%
 def my_pass(tensor, group):
     pass  # your code
@@ -1035,7 +1042,6 @@ check(my_pass)
 # ```
 #
 # One batch. (By parity, as `pass_on` above, is right as well.)
-
 
 # %%
 def my_pass(tensor, group):
@@ -1065,7 +1071,6 @@ check(my_pass)
 # `q_BA1D` is the same on all ranks, `k_BAsD` and `v_BAsD` are this rank's. Return [B, A, 1, D], attention over the keys of all ranks, on every rank.
 # Keys and values stay where they are: collectives are allowed for what comes of them. Scores may be as large as 1000.
 
-
 # %%
 def my_decode(q_BA1D, k_BAsD, v_BAsD, group):
     pass  # your code
@@ -1084,7 +1089,6 @@ check(my_decode)
 # ```
 #
 # The merge of all blocks at once: the largest logarithm first, then outputs weighed by $e^{\ell - \max}$, and the weights beside them.
-
 
 # %%
 def my_decode(q_BA1D, k_BAsD, v_BAsD, group):
@@ -1112,7 +1116,6 @@ check(my_decode)
 # Write forward of a *causal* ring. Shares are contiguous: rank 0 has the first tokens. A token sees itself and all tokens before it. Return this rank's output [B, A, s, D].
 # No collectives: `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. With `send` and `recv`, mind the parity.
 
-
 # %%
 def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
     pass  # your code
@@ -1131,7 +1134,6 @@ check(my_ring)
 # ```
 #
 # Pass on first, compute, merge, then wait for the next piece. A piece from a later rank is passed on and not computed; the last piece is not passed on.
-
 
 # %%
 def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
@@ -1171,7 +1173,6 @@ check(my_ring)
 # Return `(ranks, way)` for one sequence of `seq` tokens: the fewest ranks of 1, 2, 4, …, 64 on which it fits when only the sequence is cut, or `None`.
 # The way is `"none"` on one rank. Otherwise it is `"all-to-all"` where the ranks divide both numbers of heads and it sends fewer bytes in *forward* than the ring; else `"ring"`.
 
-
 # %%
 def my_context(seq, kept, states, memory_, heads, kv_heads):
     pass  # your code
@@ -1190,7 +1191,6 @@ check(my_context)
 # ```
 #
 # Forward, for each of its tokens, a rank sends $2K(N-1)$ heads in the ring, and $(2a + 2K)\frac{N-1}{N}$ in the all-to-all.
-
 
 # %%
 def my_context(seq, kept, states, memory_, heads, kv_heads):

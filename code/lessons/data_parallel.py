@@ -91,7 +91,6 @@ def local_batch(step, size=4, rank=None):
 #
 # The next cell does that for five steps. `drift` says how far the ranks' weights have come apart: the largest difference of any weight from rank 0's.
 
-
 # %%
 def train_alone(steps):
     model, optimizer = model_and_optimizer()
@@ -103,6 +102,7 @@ def train_alone(steps):
         optimizer.step()
     seconds = (count.clock(ranks.device()) - begin) / steps
     return seconds, drift(model, dist.group.WORLD)
+
 
 
 # %% tags=["hide-input", "measured"]
@@ -145,7 +145,6 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 #
 # This is what is missing, in three lines.
 
-
 # %%
 def average(model):
     for parameter in model.parameters():
@@ -155,7 +154,6 @@ def average(model):
 
 # %% [markdown]
 # The next cell trains again, and now averages behind each `backward`.
-
 
 # %%
 def train_together():
@@ -244,7 +242,6 @@ show.source(DataParallel)
 #
 # The table compares with both, and with PyTorch's `DistributedDataParallel`, over five AdamW steps, also with a short last batch. Some columns are exactly 0, and float64 shrinks the others.
 
-
 # %% tags=["hide-input"]
 # Holds gradients and weights against one process and torch's DDP
 def largest(a, b):
@@ -324,7 +321,6 @@ show.table(rows, head, caption="Largest differences over five steps")
 # If you do sum, AdamW hides it from you: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
 # Gradient clipping and SGD do not hide it. The table has both, with a sum in place of the average on four ranks.
 # ````
-
 
 # %% tags=["hide-input"]
 # Table: how far a step moves a weight, with an average and with a sum
@@ -497,7 +493,6 @@ show.table(
 # In units of the weights' size, one process with AdamW holds 1 for weights, 1 for gradients and 2 for AdamW's two moments.
 # Data parallelism takes nothing off that. It should add nothing either, as long as gradients live in the buckets.
 
-
 # %% tags=["hide-input"]
 # Table: memory in units of the weights, predicted and measured
 def held(way):
@@ -586,7 +581,8 @@ show.table(rows, head)
 slow = {way: overlap.middle(run) for way, run in runs["1 Gbit/s"].items()}
 show.figure(
     overlap.timeline(slow["without"], slow["with"]),
-    "Timelines of a step without and with overlap, measured by this page on one of two ranks.",
+    "Timelines of a step without and with overlap, measured by this page on one of two "
+    "ranks.",
     "data_parallel_timeline",
 )
 
@@ -758,7 +754,6 @@ show.figure(
 #
 # The table has both, step by step in turn, on two ranks and the same buckets.
 
-
 # %% tags=["hide-input", "measured"]
 # Table: median steps of ours and of torch's DDP
 def side_by_side(rounds):
@@ -809,7 +804,6 @@ show.table(rows, ["two ranks, loopback", "median step (ms)"])
 # Two lines are easily forgotten: the sampler itself, and `set_epoch`, which changes the seed from epoch to epoch.
 # The table counts, for 4 ranks and 1,000 windows, which windows are seen in an epoch, and how many have the same place in the next.
 
-
 # %%
 def seen(sampler, set_epoch, epoch, N=4, windows=1000):
     """The windows that each of N ranks sees in an epoch, 250 each."""
@@ -820,6 +814,7 @@ def seen(sampler, set_epoch, epoch, N=4, windows=1000):
         dealer.set_epoch(epoch if set_epoch else 0)
         orders.append(list(dealer)[: windows // N])
     return orders
+
 
 
 # %% tags=["hide-input"]
@@ -854,7 +849,6 @@ show.table(
 # A rank's loss is the loss of its own share. The number to report is the average over the ranks, an all-reduce of one scalar.
 # Printing, and writing files, is for rank 0 alone; *computing* what is printed, if that needs an all-reduce, is for all ranks.
 # In the loop two things stand under the `if`, and the all-reduce does not.
-
 
 # %%
 def train(folder):
@@ -903,7 +897,6 @@ print("in one process, from the file: loss", round(value, 1))
 # `register_post_accumulate_grad_hook` hands the hook the *parameter*. Its gradient is `parameter.grad`.
 # At least one widely read teaching code has averaged what it is handed.
 
-
 # %%
 def drift_with_hook(right):
     model, optimizer = model_and_optimizer()
@@ -926,6 +919,7 @@ def drift_with_hook(right):
     return found
 
 
+
 # %% tags=["hide-input"]
 # Table: drift after each step, with the right hook and with the wrong one
 right, wrong = (ranks.run(drift_with_hook, 2, which)[0] for which in (True, False))
@@ -946,7 +940,6 @@ show.table(rows, ["the hook averages", *(f"drift after step {i}" for i in range(
 #
 # The last batch of an epoch is short on some ranks. Averaging the ranks' own means gives each *rank* the same weight, not each sample.
 
-
 # %%
 def short_batch(joined):
     plain, _ = model_and_optimizer()
@@ -964,6 +957,7 @@ def short_batch(joined):
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     want = torch.cat([p.grad.flatten() for p in plain.parameters()])
     return ((got - want).norm() / want.norm()).item()
+
 
 
 # %% tags=["hide-input"]
@@ -987,7 +981,6 @@ show.source(joined_mean)
 #
 # The first makes gradients pile up. The second is about accumulation: $k$ micro-batches per step need one exchange, not $k$.
 # Neither makes the ranks disagree, so `drift` sees nothing.
-
 
 # %%
 def norms(forget):
@@ -1015,6 +1008,7 @@ def traffic(forget):
                 with model.no_sync():
                     (loss(model(tokens), targets) / 4).backward()
     return sent.collectives["all_reduce"][1]
+
 
 
 # %% tags=["hide-input"]
@@ -1056,7 +1050,6 @@ show.table(rows, ["RANK", "node", "by RANK", "outcome", "by LOCAL_RANK"])
 #
 # `model.module(x)` computes the same as `model(x)`. Torch's DDP prepares its reducer in its own `forward`, so a training step that goes round it sends nothing, and says nothing.
 
-
 # %%
 def around(wrap):
     model, _ = model_and_optimizer()
@@ -1068,6 +1061,7 @@ def around(wrap):
         loss(wrapped.module(tokens), targets).backward()
         optimizer.step()
     return drift(model, dist.group.WORLD)
+
 
 
 # %% tags=["hide-input"]
@@ -1086,7 +1080,6 @@ print(
 #
 # **A rank skips a bucket**, say because of a condition that only it fulfils. Its part of the all-reduce never comes.
 
-
 # %%
 def skips_one():
     model, _ = model_and_optimizer()
@@ -1097,6 +1090,7 @@ def skips_one():
     tokens, targets = local_batch(0)
     loss(model(tokens), targets).backward()
     average_in_buckets(buckets[:-1] if dist.get_rank() == 1 else buckets)
+
 
 
 # %% tags=["hide-input"]
@@ -1119,7 +1113,6 @@ assert failure(skips_one) == [1]
 #
 # **The ranks built different models.** Without a check, the broadcast at the start would hang or mix tensors up. `DataParallel`, like torch's, compares shapes first, and every rank learns what is wrong.
 
-
 # %%
 def different_models():
     layers = [nn.Linear(4, 4) for _ in range(2 + dist.get_rank())]
@@ -1128,6 +1121,7 @@ def different_models():
     except ValueError as error:
         print(error)
         return "refused"
+
 
 
 # %% tags=["hide-input"]
@@ -1235,7 +1229,6 @@ check(answer, "overlap_floor")
 # Write it so that this does not happen: a parameter that *some* rank used gets the average, one that *no* rank used keeps `grad=None`.
 # Some parameters are frozen.
 
-
 # %%
 def my_exact_average(module, group):
     pass  # your code
@@ -1254,7 +1247,6 @@ check(my_exact_average)
 # ```
 #
 # One more all-reduce counts who has a gradient, for all parameters at once. All ranks learn the same, so they leave out the same.
-
 
 # %%
 def my_exact_average(module, group):
@@ -1283,7 +1275,6 @@ check(my_exact_average)
 # `DataParallel` averages gradients over the ranks. Return this rank's loss such that the result is the gradient of the mean over *all* samples of all ranks.
 # `loss_sum` is the sum over this rank's `samples` samples.
 
-
 # %%
 def my_joined_loss(loss_sum, samples, group):
     pass  # your code
@@ -1302,7 +1293,6 @@ check(my_joined_loss)
 # ```
 #
 # The sum of all losses over all samples, times $N$ because the average divides by it once more.
-
 
 # %%
 def my_joined_loss(loss_sum, samples, group):
@@ -1325,7 +1315,6 @@ check(my_joined_loss)
 # Run backward on every micro-batch, so that the gradients end as those of the mean over all micro-batches of all ranks, and every bucket is sent once.
 # `model` is a `DataParallel`; `loss_of(micro_batch)` puts a micro-batch through it and returns its mean loss. All micro-batches are of one size.
 
-
 # %%
 def my_accumulate(model, loss_of, micro_batches):
     pass  # your code
@@ -1344,7 +1333,6 @@ check(my_accumulate)
 # ```
 #
 # All but the last inside `no_sync()`. The last backward sends what has come together.
-
 
 # %%
 def my_accumulate(model, loss_of, micro_batches):
@@ -1369,7 +1357,6 @@ check(my_accumulate)
 # On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward hides as much of the all-reduce as it takes time.
 # Return the least number of micro-batches with which ranks wait for at most `fraction` of the step. Latency and the first bucket's backward do not count.
 
-
 # %%
 def my_micro_batches(size, n, bandwidth, forward, backward, fraction):
     pass  # your code
@@ -1389,7 +1376,6 @@ check(my_micro_batches)
 #
 # What is left of the wire after one backward is waited for, however many micro-batches there are. With $w$ of it and $m$ of them the share is $w / (w + m (f + b))$.
 # So a slow link is paid for with a larger batch, which the learning rate has to bear.
-
 
 # %%
 def my_micro_batches(size, n, bandwidth, forward, backward, fraction):

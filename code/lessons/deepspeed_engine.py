@@ -117,7 +117,6 @@ LOSSES, WEIGHTS = one_process()
 # The engine is called like the model; then it takes over `backward` and `step`.
 # That is all of a training script: no averaging of gradients, no `zero_grad`.
 
-
 # %%
 def plain_script(settings):
     deepspeed, module = de.prepare(), model()
@@ -222,7 +221,6 @@ show.source(de.config)
 # So the same file trains otherwise after an upgrade. Write the line.
 # ````
 
-
 # %%
 def train(cases):
     """On a rank, for each configuration: mean losses, weights, seconds of a step."""
@@ -258,7 +256,9 @@ for name, (losses, _, _) in clipped.items():
 assert clipped["left out"][0] == clipped["1.0"][0]
 assert apart(clipped["left out"][0], LOSSES) > 1e-3
 assert apart(clipped["0.0"][0], LOSSES) < 1e-5  # float32, losses near 5
-show.table(rows, ["gradient_clipping", "last loss", "largest difference from one process"])
+show.table(
+    rows, ["gradient_clipping", "last loss", "largest difference from one process"]
+)
 
 
 # %% [markdown]
@@ -281,7 +281,6 @@ show.table(rows, ["gradient_clipping", "last loss", "largest difference from one
 #
 # Give two of the three, and DeepSpeed works the third out. Give all three, and they must fit.
 # The next cell gives three that do not, and the message writes the product out.
-
 
 # %%
 def refused(settings):
@@ -316,7 +315,6 @@ assert "7 != 2 * 1 * 2" in message
 #
 # Now every stage, and what can be combined with it, against one process: five steps of AdamW, losses and weights.
 # One run does them all, one engine after the other.
-
 
 # %%
 def sharded(zero, **more):
@@ -353,7 +351,9 @@ for name, (losses, weights, seconds) in found.items():
     rows.append((name, *map(digits, gaps), f"{1e3 * seconds:.0f}"))
 show.timed(found["stage 3"][2] > found["stage 1"][2], "stage 3 is slower than stage 1")
 head = ["configuration", "losses differ by", "weights differ by", "ms per step"]
-show.table(rows, head, caption="DeepSpeed on two CPU ranks, from one process in float32")
+show.table(
+    rows, head, caption="DeepSpeed on two CPU ranks, from one process in float32"
+)
 
 
 # %% [markdown]
@@ -378,7 +378,6 @@ show.table(rows, head, caption="DeepSpeed on two CPU ranks, from one process in 
 #
 # In stages 1 and 2 overlap is off unless you ask for it; with it one bucket fills while the other is sent. Stage 3 has one bucket in either case.
 # The next cell counts the bytes that one rank holds at most, for our model of 0.5 MB.
-
 
 # %%
 def peak(cases):
@@ -416,7 +415,9 @@ rows = []
 for (name, predicted), most in held.items():
     # The rest is the model's states and activations: some 3 MB.
     assert 0 <= most - predicted < 5e6, (name, most)
-    rows.append((name, *(f"{n / 1e6:,.1f}" for n in (predicted, most, most - predicted))))
+    rows.append(
+        (name, *(f"{n / 1e6:,.1f}" for n in (predicted, most, most - predicted)))
+    )
 head = ["stage, bucket (numbers)", "predicted buckets (MB)", "measured, all (MB)"]
 show.table(rows, [*head, "the rest: states, activations (MB)"])
 
@@ -441,7 +442,6 @@ show.source(de.recompute)
 
 # %% [markdown]
 # And this is the count, together with the loss after a step, which recomputation must not change.
-
 
 # %%
 def saved_bytes():
@@ -468,7 +468,9 @@ results = ranks.run(saved_bytes, 2, device="cpu")[0]
 # Table: bytes saved for backward, and the loss after a step
 
 names = ["nothing", "the section", "the section, and the call"]
-rows = [(n, f"{b / 1e3:,.1f}", f"{v:.5f}") for n, (b, v) in zip(names, results, strict=True)]
+rows = [
+    (n, f"{b / 1e3:,.1f}", f"{v:.5f}") for n, (b, v) in zip(names, results, strict=True)
+]
 (without, after), (section, _), (asked, same) = results
 assert section == without and asked < without / 4
 assert abs(same - after) < 1e-6  # the same operations, a second time
@@ -488,7 +490,6 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 #
 # The cell runs both on two ranks, and notes what each rank holds.
 
-
 # %%
 def cut(kind):
     """On a rank: losses, parameters held, the shape of one matrix, the batch."""
@@ -505,7 +506,9 @@ def cut(kind):
         losses.append(de.step(engine, list(pairs)))
     held = sum(p.numel() for p in engine.module.parameters())
     named = engine.module.named_parameters()
-    up = next((tuple(p.shape) for name, p in named if name.endswith("ffn.up.weight")), "-")
+    up = next(
+        (tuple(p.shape) for name, p in named if name.endswith("ffn.up.weight")), "-"
+    )
     return losses, held, up, engine.train_batch_size()
 
 
@@ -567,7 +570,6 @@ show.source(de.load, de.to_universal)
 # %% [markdown]
 # The cell trains three steps at stage 3, saves, and trains two more. Then fresh engines load and train the same two: two ranks from the checkpoint as it is, one, two and four from the universal one.
 
-
 # %%
 def four_windows(step):
     """This rank's part of the step's four windows, on one, two or four ranks."""
@@ -600,7 +602,9 @@ with tempfile.TemporaryDirectory() as folder:
     state = de.plain_state_dict(folder)
     as_it_is = ranks.run(resume, 2, folder, False, device="cpu")[0]
     made = de.to_universal(folder)
-    universal = {n: ranks.run(resume, n, folder, True, device="cpu")[0] for n in (1, 2, 4)}
+    universal = {
+        n: ranks.run(resume, n, folder, True, device="cpu")[0] for n in (1, 2, 4)
+    }
 
 # %% tags=["hide-input"]
 # Table: losses of steps 4 and 5, resumed on two, one and four ranks
@@ -612,19 +616,22 @@ tokens, targets = joined(3)
 value = loss(alone(tokens), targets).item()
 assert abs(value - LOSSES[3]) < 1e-5
 rows = []
-resumed = {"2, as it is": as_it_is} | {f"{n}, universal": v for n, v in universal.items()}
+resumed = {"2, as it is": as_it_is} | {
+    f"{n}, universal": v for n, v in universal.items()
+}
 for name, losses in resumed.items():
     gap = apart(losses, went_on)
     assert gap < 1e-5  # float32: gradients are added up in another order
     rows.append((name, ", ".join(f"{v:.5f}" for v in losses), digits(gap)))
 print(f"plain model with the plain state dict, step 4: {value:.5f}")
-show.table(rows, ["resumed on ranks", "losses of steps 4 and 5", "from the run that went on"])
+show.table(
+    rows, ["resumed on ranks", "losses of steps 4 and 5", "from the run that went on"]
+)
 
 
 # %% [markdown]
 # On as many ranks both ways go on bit for bit; on others the difference is rounding.
 # Without the conversion, another number of ranks is refused, as the next cell shows.
-
 
 # %%
 def on_one_rank(folder):
@@ -647,7 +654,9 @@ print(textwrap.fill(message, 84))
 # Table: the files of the checkpoint, and their sizes
 
 assert "world size of 2 but the current world size is 1" in message
-show.table([(name, f"{size / 1e3:,.0f}") for name, size in sizes], ["file", "size (kB)"])
+show.table(
+    [(name, f"{size / 1e3:,.0f}") for name, size in sizes], ["file", "size (kB)"]
+)
 
 # %% [markdown]
 # The optimizer files are the large ones: they hold master weights and AdamW's two moments, of which each rank has half.
@@ -839,7 +848,6 @@ except ValueError as error:
 #
 # Between its uses, a parameter of stage 3 is not there. Its shape is `(0,)`, and code that looks at weights, to initialise, to log a norm, to tie two, sees nothing, without an error.
 
-
 # %%
 def look():
     deepspeed, module = de.prepare(), model()
@@ -876,7 +884,6 @@ show.table(
 # Not any more. In DeepSpeed 0.19.8 (November 2026) stage 0 refuses, and stages 1 to 3 hang their work on the gradients themselves, accumulation included: measured below.
 #  `engine.backward` is the call that all stages take, and the one in the documentation.
 # ````
-
 
 # %%
 def by_hand(stage):
@@ -1107,7 +1114,6 @@ check(answer, "deepspeed_log")
 #
 # Return the accumulation for any job, as an `int`. Raise `ValueError` when no whole number fits.
 
-
 # %%
 def my_accumulation(train_batch, micro_batch, world_size, tp, pp):
     pass  # your code
@@ -1127,7 +1133,6 @@ check(my_accumulation)
 #
 # Two divisions, and both may leave a rest.
 
-
 # %%
 def my_accumulation(train_batch, micro_batch, world_size, tp, pp):
     copies, rest = divmod(world_size, tp * pp)
@@ -1135,7 +1140,9 @@ def my_accumulation(train_batch, micro_batch, world_size, tp, pp):
         raise ValueError(f"world_size={world_size}: not a multiple of {tp * pp}")
     steps, rest = divmod(train_batch, micro_batch * copies)
     if rest or not steps:
-        raise ValueError(f"train_batch={train_batch}: not a multiple of {micro_batch * copies}")
+        raise ValueError(
+            f"train_batch={train_batch}: not a multiple of {micro_batch * copies}"
+        )
     return steps
 
 
@@ -1152,7 +1159,6 @@ check(my_accumulation)
 #
 # Write the rule by which you would configure a job: the first of `(0, "none")`, `(1, "none")`, `(2, "none")`, `(3, "none")`, `(3, "parameters")` whose states take at most 70 % of a GPU, or `None`.
 # All GPUs share the host, and what is offloaded from all of them has to fit in it. `params` is the number of parameters, `gpu` and `host` are bytes. Train in bf16 with AdamW.
-
 
 # %%
 def my_choice(params, gpus, gpu, host):
@@ -1172,7 +1178,6 @@ check(my_choice)
 # ```
 #
 # The list goes from the least traffic to the most.
-
 
 # %%
 def my_choice(params, gpus, gpu, host):

@@ -112,7 +112,6 @@ show.table(rows, head)
 #
 # The router is one matrix. It gives a token a score for each expert; the outputs of the $k$ chosen ones are weighed by their scores:
 
-
 # %%
 def choose(x_TH, router_HE, k=2):
     """The best k experts of each token, and how much each of them counts."""
@@ -150,7 +149,6 @@ def one_process(x_TH, router_HE, networks):
 # The first all-to-all is called *dispatch*, the second *combine* {cite}`lepikhin2020gshard`.
 # Their sizes are uneven, and new in every layer and every step, for they are what the router says.
 # So the ranks tell each other first how many rows will come.
-
 
 # %%
 def over_ranks(x_TH, router_HE, own):
@@ -238,7 +236,6 @@ show.source(experts.average_gradients)
 # Five steps with AdamW, on 1, 2 and 4 ranks and with copies: losses, the first step's gradients and the weights are those of one process that has all experts.
 # The second shape is DeepSeek's: sigmoid, three of eight experts, one shared expert that sees every token, and a first layer without experts.
 
-
 # %%
 def pairs():
     """Of four ranks: this one's neighbour and itself; those in the same place of their pair."""
@@ -282,7 +279,9 @@ def alone(config):
     return torch.stack(losses), first, model.state_dict()
 
 
-DEEPSEEK = replace(SMALL, router="sigmoid", experts_per_token=3, shared_experts=1, dense_layers=1)
+DEEPSEEK = replace(
+    SMALL, router="sigmoid", experts_per_token=3, shared_experts=1, dense_layers=1
+)
 rows = []
 for name, config in (("Mixtral's", SMALL), ("DeepSeek's", DEEPSEEK)):
     losses, first, want = ranks.run(alone, 1, config)[0]
@@ -303,7 +302,6 @@ show.table(rows, head)
 #
 # An expert is a feed-forward network, and [tensor parallelism](tensor_parallel.md) cuts those.
 # So cut first, then deal out: two ranks share each matrix and see the same tokens, and with the other pair they have all experts.
-
 
 # %%
 def with_tensor():
@@ -355,7 +353,6 @@ show.source(router.drop)
 # %% [markdown]
 # Here the places are those of one *sequence*. Then it is the same tokens that are dropped, however the batch is shared out over ranks. Libraries count by rank and step: there, who is dropped depends on the number of ranks.
 
-
 # %% tags=["hide-input"]
 # Table: what is dropped, by capacity, on one process and on four ranks
 def dropped(capacity):
@@ -372,9 +369,7 @@ for capacity in (0.5, 1.0, 1.5, 2.0, None):
     assert found[0] == found[1]
     kept[capacity] = found[0]
     places = replace(SMALL, capacity=capacity).places(32)
-    rows.append(
-        (capacity or "none", places or "as many as come", *found, f"{found[0] / CHOICES:.0%}")
-    )
+    rows.append((capacity or "none", places or "as many as come", *found, f"{found[0] / CHOICES:.0%}"))
 assert kept[0.5] >= CHOICES // 2 and kept[None] == 0 < kept[2.0]
 head = ["capacity", "places in a sequence", "dropped, 1 rank", "4 ranks", f"of {CHOICES:,} choices"]
 show.table(rows, head)
@@ -389,7 +384,6 @@ show.table(rows, head)
 #
 # Not with a capacity. First choices come before second ones, so a *later* token's first choice takes the place of an earlier token's second. The next cell changes the last tokens of a sequence, and looks at the logits of the first ones.
 # `````
-
 
 # %%
 def sees_ahead(capacity):
@@ -412,7 +406,6 @@ assert ranks.run(sees_ahead, 1, None)[0] < 1e-12 and ranks.run(sees_ahead, 1, 1.
 #
 # An expert that is chosen learns; one that learns is chosen. Nothing in the loss stops that.
 # Here the model trains on two ranks, three times: as it is, and with either cure.
-
 
 # %%
 def train(way, steps=50):
@@ -511,7 +504,6 @@ assert router.Router(SMALL).bfloat16().bias_E.dtype == torch.float32
 #
 # With experts over $N$ ranks each holds all the rest, and $E/N$ experts in each layer.
 
-
 # %% tags=["hide-input"]
 # Table: parameters of a rank, predicted and counted
 def held(config):
@@ -525,12 +517,7 @@ for N in (1, 2, 4, 8):
     want, found = experts.held(SMALL, N), set(ranks.run(held, N, SMALL))
     assert found == {want}
     rows.append((N, f"{16 * mixtral / 1e9:.0f}", f"{want:,}", f"{found.pop():,}"))
-head = [
-    "ranks",
-    "Mixtral's model states (GB)",
-    "our small model, predicted (parameters)",
-    "counted",
-]
+head = ["ranks", "Mixtral's model states (GB)", "our small model, predicted (parameters)", "counted"]
 show.table(rows, head)
 
 
@@ -541,7 +528,6 @@ show.table(rows, head)
 # ### Bytes sent
 #
 # Each row of $h$ numbers is handed over four times in a step: dispatch and combine, forward and backward. The sizes go ahead, eight bytes for each expert.
-
 
 # %% tags=["hide-input"]
 # Table: bytes of all-to-alls in a step of all ranks, predicted and counted
@@ -571,7 +557,6 @@ show.table(rows, head)
 
 # %% [markdown]
 # The same for real shapes. In a layer a rank sends $2Tkh$ numbers forward, of which $(N-1)/N$ leave it if choices are even. Gradients of data parallelism travel while backward computes; these messages stand in the middle of a layer that waits for them.
-
 
 # %%
 def layer_bytes(tokens, k, h, N, itemsize=2):
@@ -607,7 +592,6 @@ show.table(rows, head)
 # ### Who waits
 #
 # A step's experts take as long as those of the fullest rank. `experts.wait` says how much longer than even. Here a bias moves ever more tokens to rank 0's experts:
-
 
 # %%
 def busy(shifts, rounds=9):
@@ -653,7 +637,6 @@ show.table(rows, [*head, "the fullest: times even, predicted", "measured"])
 #
 # A product of few rows waits for its weights: each has to come from memory, whatever it is multiplied with.
 
-
 # %%
 def rate(rows_R):
     """Operations per second of an expert's three products on so many rows."""
@@ -697,7 +680,6 @@ print(f"{rows_needed:.0f} rows of each expert, {tokens:,.0f} tokens for all rank
 # It has messages of one size only: without dropping, every expert's rows are *padded* to those of the fullest, on every rank.
 #
 # ![Rows for four experts: 5, 2, 1 and 4. With uneven messages 12 rows travel. Padded to the fullest expert, 20 do, 8 of them empty.](../figures/experts_padded.svg)
-
 
 # %%
 def deepspeed_layer(layer, group):
@@ -744,11 +726,7 @@ de.prepare()
 rows = []
 for N in (2, 4):
     results = ranks.run(beside, N, device="cpu", show=False)
-    off = max(
-        apart(a, b)
-        for found, _ in results
-        for a, b in zip(found["ours"][:2], found["DeepSpeed"][:2])
-    )
+    off = max(apart(a, b) for found, _ in results for a, b in zip(found["ours"][:2], found["DeepSpeed"][:2]))
     assert off < 1e-5  # float32
     ours, theirs = (sum(found[name][2] for found, _ in results) for name in results[0][0])
     padded = experts.padded(SMALL, 128, results[0][1])  # of a rank's 128 tokens
@@ -769,7 +747,6 @@ show.table(rows, head)
 # ### The wrong average
 #
 # Four ranks, two copies of each expert: what if experts are averaged over their two copies, as a data-parallel wrapper around them would do? What if over all four, as one around the whole model does? Or over none?
-
 
 # %%
 def wrong(way, steps=20):
@@ -827,7 +804,6 @@ show.table(rows, [*head, "copies of an expert"])
 # ### A rank without tokens skips the exchange
 #
 # Rank 1 has no tokens in this step: its part of the data is at its end. So why should it call the layer?
-
 
 # %%
 def skips():
@@ -942,7 +918,6 @@ check(answer, "experts_wire")
 #
 # `chosen_TC` holds the experts that the tokens of one sequence chose, best first. Return the same with -1 where the expert has no place: `count` experts have `places` places each; all first choices come before all second ones, and earlier tokens before later ones.
 
-
 # %%
 def my_admit(chosen_TC, count, places):
     pass  # your code
@@ -961,7 +936,6 @@ check(my_admit)
 # ```
 #
 # A loop shows it best. `router.drop` does it without one: it counts, along the queue, how often each expert has come so far.
-
 
 # %%
 def my_admit(chosen_TC, count, places):
@@ -989,7 +963,6 @@ check(my_admit)
 #
 # Return what `experts.exchange` returns, for forward: `sent[j]` rows of `x_RH`, one rank's after the other's, are for rank `j`, and `received[i]` rows come from rank `i`. `collectives.all_to_all(outputs, inputs, group)`, of the course, takes lists of tensors of any sizes.
 
-
 # %%
 def my_exchange(x_RH, sent, received, group):
     pass  # your code
@@ -1008,7 +981,6 @@ check(my_exchange)
 # ```
 #
 # Cut, make room, exchange, join.
-
 
 # %%
 def my_exchange(x_RH, sent, received, group):
@@ -1030,7 +1002,6 @@ check(my_exchange)
 #
 # Four ranks have tokens of their own; ranks 0 and 1 share the experts, ranks 2 and 3 have copies of them. After backward `shared` is the gradient of something that all ranks have, `own` that of one of this rank's experts. Make both what one process would have, in place. `data` are all four ranks, `copies` those with the same experts.
 
-
 # %%
 def my_average(shared, own, data, copies):
     pass  # your code
@@ -1049,7 +1020,6 @@ check(my_average)
 # ```
 #
 # The sum is over those who have it, the divisor is the number of those who brought tokens.
-
 
 # %%
 def my_average(shared, own, data, copies):
@@ -1072,7 +1042,6 @@ check(my_average)
 #
 # Return the balancing loss of one layer, $E \sum_e f_e P_e$, so that its mean over ranks, and its gradient, are those of one process with all tokens. `scores_TE` are this rank's tokens' scores, `chosen_TC` the experts that they chose; all ranks have equally many tokens.
 
-
 # %%
 def my_balancing(scores_TE, chosen_TC, group):
     pass  # your code
@@ -1091,7 +1060,6 @@ check(my_balancing)
 # ```
 #
 # The load is counted over all ranks; it has no gradient, so a plain all-reduce does. The mean score stays this rank's own: the average of gradients makes the mean over all.
-
 
 # %%
 def my_balancing(scores_TE, chosen_TC, group):
@@ -1114,7 +1082,6 @@ check(my_balancing)
 #
 # Return the smallest number of ranks to share the experts of `config`: it divides `config.experts`; the model states of a rank, 16 bytes for each of `experts.held(config, ranks)`, take at most `limit` bytes; and each expert gets `rows` rows or more, where each rank brings `tokens` tokens and choices are even. `None` if there is none.
 
-
 # %%
 def my_expert_ranks(config, tokens, limit, rows):
     pass  # your code
@@ -1133,7 +1100,6 @@ check(my_expert_ranks)
 # ```
 #
 # More ranks hold less each, and bring more tokens: both wishes point the same way. What points the other way is the wire, so the smallest is best.
-
 
 # %%
 def my_expert_ranks(config, tokens, limit, rows):

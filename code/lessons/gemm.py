@@ -132,7 +132,6 @@ else:
 # Here are the same steps on two ranks, told by each of them.
 # Each multiplies its own two rows of $A$; the all-gather puts the results below one another, everywhere.
 
-
 # %%
 def plain_rows(a_mK, b_KN):
     c_mN = a_mK @ b_KN
@@ -159,7 +158,6 @@ found = ranks.run(story, 2, device="cpu")
 # %% [markdown]
 # By columns only the last line is another one: what arrives belongs side by side.
 # By the inner dimension no rank has an entry of $C$ that is right before the sum, and the sum is an all-reduce.
-
 
 # %%
 def plain_columns(a_MK, b_Kn):
@@ -286,7 +284,6 @@ show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
 # Each step is a product by the inner dimension, but the summands are added up in one place, one after another.
 # This is the picture as a loop, for a square grid and blocks of one size.
 
-
 # %%
 def plain_summa(a_mk, b_kn, grid):
     """This rank's block of C, from its blocks of A and B."""
@@ -324,7 +321,6 @@ show.source(gemm.Grid, gemm.panels, gemm.summa, fold=70)
 
 # %% [markdown]
 # Both ways on a grid of 2 × 2, whose rows and columns have links of 40 MB/s. The core uses panels of 64.
-
 
 # %% tags=["hide-input", "measured"]
 # Measures the plain SUMMA beside the core: bytes held, and seconds
@@ -378,7 +374,9 @@ def differences(dtype):
         a_MK, b_KN = random(*sizes, dtype)
         right, inner = a_MK @ b_KN, sizes[1]
         allowed = 2 * inner * ROUNDING[dtype] * (a_MK.abs() @ b_KN.abs()).max().item()
-        pairs = [(way, gemm.multiply(way, a_MK, b_KN, group), right) for way in gemm.CUTS]
+        pairs = [
+            (way, gemm.multiply(way, a_MK, b_KN, group), right) for way in gemm.CUTS
+        ]
         cut = gemm.multiply("inner", a_MK, b_KN, group, full=False)
         gathered = gemm.gather_rows(cut, sizes[0], group)
         pairs.append(("inner, reduce-scattered", gathered, right))
@@ -412,7 +410,11 @@ for way in by_size[0][0]:
         limit = max(found[number][way][1] for found in by_size)
         cells += [f"{off:.0e}" if off else "0", f"{limit:.0e}"]
     rows.append((way, *cells))
-head = [f"{kind}: {what}" for kind in ("float32", "float64") for what in ("off by", "allowed")]
+head = [
+    f"{kind}: {what}"
+    for kind in ("float32", "float64")
+    for what in ("off by", "allowed")
+]
 show.table(rows, ["way", *head])
 
 # %% [markdown]
@@ -483,7 +485,9 @@ for number, (way, full) in enumerate(CASES):
     near = not seen or 1 <= seen / cost.wire < 1.25
     show.timed(near, f"{way}: the formula's bytes, +25 %")
     name = f"{way}, C on all" if full else f"{way}, C cut"
-    calls = ", ".join(f"{times} {what}" for what, (times, _) in cost.collectives.items())
+    calls = ", ".join(
+        f"{times} {what}" for what, (times, _) in cost.collectives.items()
+    )
     wire = (f"{value / 4 / 1e6:.2f}" for value in (cost.wire, seen))
     rows.append((name, calls, *wire, f"{seen / cost.wire - 1:+.1%}"))
 head = [
@@ -492,7 +496,9 @@ head = [
     "predicted (MB per rank)",
     "on the wire (MB per rank)",
 ]
-show.table(rows, [*head, "difference"], caption=f"4 ranks, C takes {4 * m * n / 1e6:.1f} MB")
+show.table(
+    rows, [*head, "difference"], caption=f"4 ranks, C takes {4 * m * n / 1e6:.1f} MB"
+)
 
 # %% [markdown]
 # ### Why a grid
@@ -508,7 +514,9 @@ for t in (4, 16, 64, 256):
     p = int(t**0.5)
     one_d = gemm.predict("rows", side, side, side, t, 2, full=False)
     received = collectives.bytes_sent("all_gather", full, 2, t, 0)  # sent = received
-    two_d = gemm.predict("summa", side, side, side, t, 2, full=False, shape=(p, p), width=256)
+    two_d = gemm.predict(
+        "summa", side, side, side, t, 2, full=False, shape=(p, p), width=256
+    )
     cells = (one_d.held, two_d.held, received, two_d.wire / t)
     rows.append((t, *(f"{value / 1e6:,.0f}" for value in cells)))
 head = [
@@ -518,7 +526,9 @@ head = [
     "on a grid (MB)",
 ]
 assert float(rows[-1][4]) < float(rows[-1][3]) / 5
-show.table(rows, ["ranks", *head], caption=f"Square matrices of 16-bit numbers, side {side:,}")
+show.table(
+    rows, ["ranks", *head], caption=f"Square matrices of 16-bit numbers, side {side:,}"
+)
 
 # %% [markdown]
 # By rows, a rank receives all of $B$, however many ranks there are.
@@ -572,7 +582,6 @@ show.table(rows, ["ranks", *head, "inner, α = 10 µs (side)"])
 # `gemm.measure` finds operations per second, latency and bandwidth, and `gemm.pays_from` predicts the crossing from them.
 # Then both ways are measured around it, at half of the predicted side and at twice of it, and in between.
 
-
 # %%
 def one_and_two():
     wire = link.slow(2e-4, 400e6)
@@ -608,9 +617,13 @@ print(f"measured: from side {measured:.0f}, {measured / crossing - 1:+.0%}")
 figure, axes = plt.subplots(figsize=(5.2, 3.3))
 looks = (("1 rank", show.RANK_COLORS[0]), ("2 ranks", show.RANK_COLORS[1]))
 for number, (name, color) in enumerate(looks):
-    line = [1e3 * gemm.seconds("rows", n, n, n, number + 1, machine).total for n in sides]
+    line = [
+        1e3 * gemm.seconds("rows", n, n, n, number + 1, machine).total for n in sides
+    ]
     axes.plot(sides, line, color=color, lw=1.6)
-    axes.plot(sides, [1e3 * pair[number] for pair in times.values()], "o", color=color, ms=5)
+    axes.plot(
+        sides, [1e3 * pair[number] for pair in times.values()], "o", color=color, ms=5
+    )
     axes.text(1.05 * sides[-1], line[-1], name, va="center")
 axes.axvline(crossing, color=show.INK, lw=1, ls=(0, (2, 2)))
 least = min(min(pair) for pair in times.values())
@@ -671,7 +684,6 @@ WORK = {  # name: (FLOP, bytes, the work); all in float32
 # %% [markdown]
 # The roof over them is the best rates that any of them reached, or a long copy.
 
-
 # %% tags=["hide-input", "measured"]
 # Measures and draws the roofline of this machine
 def raised(roof, points):
@@ -711,7 +723,6 @@ show.figure(
 # On top of that a kernel cuts $C$ into tiles and deals them out to the processor's units; from a thin shard there are few tiles, the last round is half empty, and a tile at the edge is computed in full {cite}`nvidia2023gemm`.
 #
 # The cell measures the share that each rank would get, for 1 to 16 ranks, on one device: no communication, just the thin product.
-
 
 # %%
 def thin_shards():
@@ -829,7 +840,6 @@ show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"
 #
 # The knowing has a price. Both ways multiply by rows and gather $C$, alternating in one run, on two ranks.
 
-
 # %% tags=["hide-input", "measured"]
 # Measures DTensor beside ours, for small and for large matrices
 def beside_dtensor():
@@ -840,16 +850,24 @@ def beside_dtensor():
         a = distribute_tensor(a_MK, mesh, [Shard(0)], src_data_rank=None)
         b = distribute_tensor(b_KN, mesh, [Replicate()], src_data_rank=None)
         works = (
-            lambda a=a_mK, b=b_KN, n=side: gemm.gather_rows(gemm.by_rows(a, b), n, group),
+            lambda a=a_mK, b=b_KN, n=side: gemm.gather_rows(
+                gemm.by_rows(a, b), n, group
+            ),
             lambda a=a, b=b: (a @ b).full_tensor(),
         )
-        found.append([[gemm.stopwatch(work, group, 3) for work in works] for _ in range(9)])
+        found.append(
+            [[gemm.stopwatch(work, group, 3) for work in works] for _ in range(9)]
+        )
     return found
 
 
 rows = []
-for side, pairs in zip((64, 1024), ranks.run(beside_dtensor, 2, device="cpu")[0], strict=True):
-    low, middle, high = statistics.quantiles([ours / theirs for ours, theirs in pairs], n=4)
+for side, pairs in zip(
+    (64, 1024), ranks.run(beside_dtensor, 2, device="cpu")[0], strict=True
+):
+    low, middle, high = statistics.quantiles(
+        [ours / theirs for ours, theirs in pairs], n=4
+    )
     ms = (f"{1e3 * statistics.median(times):.2f}" for times in zip(*pairs, strict=True))
     rows.append((side, *ms, f"{middle:.2f} [{low:.2f}, {high:.2f}]"))
     if side == 64:
@@ -864,7 +882,6 @@ show.table(rows, ["side", "ours (ms)", "DTensor (ms)", "ours / DTensor"])
 # ## What goes wrong
 #
 # None of these three raises an error.
-
 
 # %%
 def mistakes():
@@ -901,7 +918,6 @@ show.table(rows, ["mistake", "shape", "the same on all ranks", "relative error o
 # Therefore: compare with one process, once, on small matrices whose sizes are all different and do not divide. Square ones hide most mistakes.
 #
 # The fourth mistake is a small one. In bfloat16 the summands are rounded to eight bits *before* they are added, and each addition rounds again.
-
 
 # %%
 def rounding():
@@ -1022,7 +1038,6 @@ check(answer, "gemm_pays")
 # Return the gradient of all of $A$, on every rank, and that of `b_Kn`, with a single collective. $N$ need not divide.
 # (In one process they are `grad_MN @ b_KN.T` and `a_MK.T @ grad_MN`.)
 
-
 # %%
 def my_backward_of_columns(a_MK, b_Kn, grad_Mn, group):
     pass  # your code
@@ -1041,7 +1056,6 @@ check(my_backward_of_columns)
 # ```
 #
 # $N$ was the cut dimension of $C$, and is the inner dimension of $A$'s gradient: a product by columns, backward, is one by the inner dimension. $B$'s gradient is again one by columns.
-
 
 # %%
 def my_backward_of_columns(a_MK, b_Kn, grad_Mn, group):
@@ -1063,7 +1077,6 @@ check(my_backward_of_columns)
 #
 # Return $AB + \text{bias}$ on every rank. `a_Mk` and `b_kN` are this rank's shares of the inner dimension; `bias_N` is whole on every rank.
 
-
 # %%
 def my_inner(a_Mk, b_kN, bias_N, group):
     pass  # your code
@@ -1082,7 +1095,6 @@ check(my_inner)
 # ```
 #
 # After the sum. Before it, the bias would be summed as well, $t$ times.
-
 
 # %%
 def my_inner(a_Mk, b_kN, bias_N, group):
@@ -1105,7 +1117,6 @@ check(my_inner)
 # A feed-forward network is $\text{gelu}(XV)\,W$. `x_MK` is whole, `v_Kf` has this rank's columns of $V$, and `w_fN` the rows of $W$ with the same numbers.
 # Return the result on every rank, with a single collective.
 
-
 # %%
 def my_two_products(x_MK, v_Kf, w_fN, group):
     pass  # your code
@@ -1124,7 +1135,6 @@ check(my_two_products)
 # ```
 #
 # By columns leaves its result cut just as *by the inner dimension* wants its input, and GELU works on each entry alone. This is the heart of tensor parallelism {cite}`shoeybi2019megatron`.
-
 
 # %%
 def my_two_products(x_MK, v_Kf, w_fN, group):
@@ -1149,7 +1159,6 @@ check(my_two_products)
 # No rank may hold all of $B$: let the pieces go around a ring.
 # `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. (A ring in which all send first and then receive hangs with NCCL: [Collectives](collectives.md#who-sends-first-in-a-ring) says why.)
 
-
 # %%
 def my_ring_product(a_mK, b_kN, group):
     pass  # your code
@@ -1168,7 +1177,6 @@ check(my_ring_product)
 # ```
 #
 # Send before you multiply, so that the piece travels meanwhile. The piece that is here in step $i$ set out from rank $r - i$, and belongs to that rank's columns of $A$.
-
 
 # %%
 def my_ring_product(a_mK, b_kN, group):
@@ -1201,7 +1209,6 @@ check(my_ring_product)
 # Return `"rows"`, `"columns"` or `"inner"`: the way in which the fullest rank holds the fewest entries of its shares of $A$ and $B$ and of its own product together.
 # Sizes need not divide; $C$ stays as it falls.
 
-
 # %%
 def my_way(M, K, N, ranks_):
     pass  # your code
@@ -1220,7 +1227,6 @@ check(my_way)
 # ```
 #
 # Round shares up, and count all of $C$ for the inner dimension.
-
 
 # %%
 def my_way(M, K, N, ranks_):

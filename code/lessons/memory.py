@@ -63,7 +63,9 @@ SHAPE = Config(vocab=8192, seq=256, layers=4, heads=4, hidden=256)
 def training(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
     """A model, its AdamW, and a batch: tokens, targets: [batch, seq]."""
     torch.manual_seed(0)
-    with torch.device(device):  # where it is to be: the CPU may have less room than the GPU
+    with torch.device(
+        device
+    ):  # where it is to be: the CPU may have less room than the GPU
         model = GPT(config).to(dtype)
     # foreach=True, the default on a GPU, would copy some tensors during the step.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -113,7 +115,10 @@ parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
 # Table: the parts of a step of Llama 3 8B, and the most at one moment
 sizes = {part: getattr(one, part) for part in parts}
 sizes |= {"all parts together": one.total, "most at one moment": one.peak}
-rows = [(part, f"{size / GB:.1f}", f"{100 * size / one.total:.0f}") for part, size in sizes.items()]
+rows = [
+    (part, f"{size / GB:.1f}", f"{100 * size / one.total:.0f}")
+    for part, size in sizes.items()
+]
 assert one.total > one.peak > 141 * GB > 80 * GB > 4 * one.parameters > 0
 show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of all parts (%)"])
 
@@ -127,7 +132,6 @@ show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of all parts (%)"])
 #
 # An allocation that cannot be met raises an error on the line that asked.
 # The next cell asks for a thousand terabytes, or on a GPU for ten times its memory. Nothing is harmed: what was refused was never taken.
-
 
 # %% tags=["measured"]
 def refused(size, device):
@@ -171,7 +175,6 @@ print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
 # All of it can be counted in the plainest way.
 # Weights, gradients and moments are tensors that a model and its optimizer name.
 # Activations have no name, but autograd hands each tensor that it keeps to a hook.
-
 
 # %%
 def plain_states(model, optimizer):
@@ -246,17 +249,13 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 
 # %%
 show.source(
-    memory.core.Recipe,
-    memory.core.check_recipe,
-    memory.core.States,
-    memory.states,
+    memory.core.Recipe, memory.core.check_recipe, memory.core.States, memory.states,
     memory.core.states_of,
 )
 
 
 # %% [markdown]
 # The next cell makes both kinds of states, and counts the bytes of every tensor that is there after a step.
-
 
 # %%
 def float32():
@@ -435,7 +434,6 @@ show.source(count.held)
 # %% [markdown]
 # The next cell runs two steps and writes down what is held after each line, and the most on the way.
 
-
 # %%
 def watch(model, optimizer, tokens, targets, trace=False):
     """One step: bytes held {after each line}, {at most in it}, states, trace, marks."""
@@ -471,7 +469,9 @@ for name in first[0]:
     rows.append((name, *(f"{size:.1f}" for size in sizes)))
 moments = first[2]["optimizer"]
 assert second[0]["before"] - first[0]["before"] == moments + first[2]["counters"]
-assert max(second[1].values()) - max(first[1].values()) == moments + first[2]["counters"]
+assert (
+    max(second[1].values()) - max(first[1].values()) == moments + first[2]["counters"]
+)
 head = ["line", "step 1: held after it (MB)", "at most in it (MB)"]
 show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
 
@@ -490,7 +490,6 @@ show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
 # | step 1000 | a longer batch than before, something that piles up, or fragments |
 #
 # And here is the second step beside the prediction.
-
 
 # %% tags=["hide-input"]
 # Table: each part of the second step, predicted and measured
@@ -523,7 +522,6 @@ show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 
 # %% [markdown]
 # Now the same step as a picture, one column for each tensor that is made or freed; and beside it a step whose layers are computed again in backward, which is [explained below](#memory-recompute).
-
 
 # %%
 def recomputed(job):
@@ -573,7 +571,9 @@ for name, config in {"this page's model": SHAPE, **LARGER}.items() if GPU else (
         continue
     rows = []
     for part, predicted, measured in compare(config, batch, "cuda"):
-        assert abs(measured / predicted - 1) <= (0.1 if part in ("activations", "peak") else 0)
+        assert abs(measured / predicted - 1) <= (
+            0.1 if part in ("activations", "peak") else 0
+        )
         rows.append((part, f"{predicted:,}", f"{measured:,}", off(measured, predicted)))
     show.table(rows, head, caption=f"{name}: one step on {device}, batch of {batch}")
 if not GPU:
@@ -593,7 +593,9 @@ for batch in (4, 2, 1):
     states = memory.states(P, precision="fp32").total
     ratio = "" if last is None else f"{peak / last:.2f}"
     assert last is None or 0.5 < peak / last < 0.8
-    rows.append((batch, f"{states / MB:.1f}", f"{kept / MB:.1f}", f"{peak / MB:.1f}", ratio))
+    rows.append(
+        (batch, f"{states / MB:.1f}", f"{kept / MB:.1f}", f"{peak / MB:.1f}", ratio)
+    )
     last = peak
 head = ["sequences", "states (MB)", "activations (MB)", "peak (MB)", "of the row above"]
 show.table(rows, head)
@@ -625,7 +627,6 @@ show.table(rows, head)
 # ![Activations of four layers in time, twice. Keep all: each layer's stay from its forward to its backward, and at the end of forward all four are there. Recompute: each layer keeps its input alone, runs forward again right before its backward, and only one layer's activations are whole at any time.](../figures/memory_recompute.svg)
 #
 # A step costs about two units of arithmetic in backward for each in forward, so one more forward is a third more. The table has what it saves and what it costs, measured alternating.
-
 
 # %% tags=["hide-input", "measured"]
 # Table: what recomputation saves, predicted and measured; its price
@@ -663,7 +664,6 @@ show.table(rows, head)
 # %% [markdown]
 # The layers' part shrinks to a seventeenth; logits and loss stay, since they are in no layer.
 # And the result is the same, bit for bit: the second forward computes what the first did. (With dropout it has to draw the same numbers again; `checkpoint` sees to that.)
-
 
 # %%
 def gradients(job):
@@ -1051,7 +1051,6 @@ check(answer, "largest_model")
 #
 # Write the calculator. `precision` is "fp32", "bf16" (with float32 master weights) or "bf16-fp32-gradients"; `optimizer` is "sgd", "momentum" or "adamw". Return the bytes of parameters, gradients and optimizer together.
 
-
 # %%
 def my_states_bytes(params, precision, optimizer):
     pass  # your code
@@ -1070,7 +1069,6 @@ check(my_states_bytes)
 # ```
 #
 # Only mixed precision has master weights, and moments are float32 always.
-
 
 # %%
 def my_states_bytes(params, precision, optimizer):
@@ -1095,7 +1093,6 @@ check(my_states_bytes)
 # How many sequences of the model's full length fit? Use `memory.estimate(config, Layout(micro_batch=…))`, whose `.peak` is the most that a step holds, and `limit`, the bytes there are.
 # Return 0 when not even one fits.
 
-
 # %%
 def my_largest_batch(config, limit):
     pass  # your code
@@ -1114,7 +1111,6 @@ check(my_largest_batch)
 # ```
 #
 # Count up, and stop before the first that does not fit.
-
 
 # %%
 def my_largest_batch(config, limit):
@@ -1138,7 +1134,6 @@ check(my_largest_batch)
 # Return the mean loss of `model` over `batches`, pairs of tokens and targets, all of one size.
 # Hold no more with the last batch than with the first, and keep no activations.
 
-
 # %%
 def my_evaluate(model, batches):
     total = 0  # your code: this version grows
@@ -1160,7 +1155,6 @@ check(my_evaluate)
 # ```
 #
 # `no_grad` saves nothing for backward, and `.item()` returns a plain number.
-
 
 # %%
 def my_evaluate(model, batches):
@@ -1185,7 +1179,6 @@ check(my_evaluate)
 # Compute the gradient of the mean loss over all eight sequences, into `parameter.grad`, and never hold more activations than two sequences need. The optimizer is not your concern.
 # `tokens` and `targets` are `[8, sequence]`.
 
-
 # %%
 def my_backward(model, tokens, targets):
     pass  # your code
@@ -1204,7 +1197,6 @@ check(my_backward)
 # ```
 #
 # Four pieces, each with its own backward; gradients add up by themselves. A piece's loss is a mean of its own, hence the quarter.
-
 
 # %%
 def my_backward(model, tokens, targets):
@@ -1227,7 +1219,6 @@ check(my_backward)
 # Return `(sequences, recompute)`: micro-batches of equal size, as large as possible, and `"none"` or `"full"`. Recomputation costs arithmetic, so it comes only where no size fits without it. If nothing fits, return `None`.
 # What do the gradients of the micro-batches before have to do with it?
 
-
 # %%
 def my_micro_batch(config, batch, limit):
     pass  # your code; memory.estimate(config, Layout(micro_batch=…, …)) may help
@@ -1246,7 +1237,6 @@ check(my_micro_batch)
 # ```
 #
 # With more than one micro-batch gradients are held from the start, so a step of six needs less than a micro-batch of six.
-
 
 # %%
 def my_micro_batch(config, batch, limit):

@@ -138,7 +138,6 @@ show.table(rows, [*head, "in all, for each GPU (GB)"])
 # it shares every matrix with $t-1$ others, it is one of $p$ stages, and it belongs to one of $d$ copies.
 # Who is with whom is arithmetic. Read the rank's number as a number with three digits, the last of which counts to $t$.
 
-
 # %%
 def groups(sizes, axis):
     """All groups along one axis of a box with N = product of `sizes` ranks in it."""
@@ -214,7 +213,6 @@ print("rank 5 is with", *(ours for ours, _ in joined[5]), "in both")
 #
 # Two layers, one on each stage. Each is a feed-forward network, $Y = \mathrm{GELU}(X W_1) W_2$, whose matrices are halved over a tensor group. Two copies take half of the batch each.
 # Every line is from one of the lessons before; new is that they run at once.
-
 
 # %%
 def plain_step(layers, x_BH, groups):
@@ -302,9 +300,13 @@ show.source(Parallel.step, Parallel._loss, Parallel._joined)
 
 # %%
 SHAPES = {
-    "2 × 2 × 2, ZeRO-1, sequence": replace(EIGHT, zero=1, sequence_parallel=True, micro_batch=2),
+    "2 × 2 × 2, ZeRO-1, sequence": replace(
+        EIGHT, zero=1, sequence_parallel=True, micro_batch=2
+    ),
     "2 × 1 × 2, ZeRO-3": Layout(dp=2, tp=2, zero=3, micro_batch=4),
-    "1 × 2 × 2, GPipe": Layout(pp=2, tp=2, schedule="gpipe", micro_batch=2, microbatches=4),
+    "1 × 2 × 2, GPipe": Layout(
+        pp=2, tp=2, schedule="gpipe", micro_batch=2, microbatches=4
+    ),
 }
 JOBS = {name: Job(SMALL, layout) for name, layout in SHAPES.items()}
 results = {name: ranks.run(train, job.layout.ranks, job) for name, job in JOBS.items()}
@@ -388,7 +390,6 @@ show.table(rows, ["who adds up what", "norm"])
 # Norms see their own tokens alone, under sequence parallelism. And an average over copies is the mean over sequences only where all copies have equally many.
 # Take out one of the three at a time:
 
-
 # %%
 def faulty(fault, sizes=(3, 1)):
     """A step with a fault in it: how far each gradient is off, as a share of its norm."""
@@ -438,7 +439,6 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 # Ranks of a *tensor* group must drop the same between regions, since all of them hold the same activations there. *Copies* and *stages* must drop something else.
 # One seed on all ranks breaks the second rule; a seed for each rank breaks the first.
 
-
 # %%
 def masks(seeded):
     groups = mesh.join(Layout(dp=2, tp=2), dist.group.WORLD)
@@ -462,7 +462,6 @@ show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
 # %% [markdown]
 # Half of the places are alike by chance. So seed by copy and stage, and you train rightly.
 # You still cannot compare with one process, or go on from a checkpoint under another mesh with the same numbers. `PlacedDropout` can: it sets the generator before each block, by step, block and micro-batch, counted over all copies.
-
 
 # %% tags=["hide-input"]
 # Shows PlacedDropout, and holds a job with dropout against one process
@@ -585,7 +584,6 @@ show.table(rows, head)
 #
 # With PyTorch you cut along one axis of a mesh and shard along the other.
 
-
 # %%
 def torch_job(config):
     """ZeRO-3 over data × tensor parallelism, by torch alone."""
@@ -653,7 +651,6 @@ print("clip_grad_norm_:", refused)
 #
 # ZeRO-3 gathers each weight twice in a step. *Hybrid sharding* (HSDP) gathers within a node alone, and averages gradients between nodes {cite}`zhao2023fsdp`: two axes of copies, an inner one that shards and an outer one that repeats.
 # With the parts of this course it is one line behind backward; with torch it is `fully_shard` with a mesh of two dimensions.
-
 
 # %%
 def hybrid():
@@ -754,7 +751,6 @@ show.table(rows, head)
 #
 # A checkpoint knows nothing of the mesh that saved it. Each rank writes its part of a matrix under the plain model's name, with its place in the whole; pieces of ZeRO's are gathered over the copies first. [Checkpoints](checkpoint.md) does the rest.
 
-
 # %%
 def go_on(folder, layout, steps):
     """Load what is there, train, save the first time; weights at the beginning and the end."""
@@ -810,7 +806,6 @@ show.table(rows, head)
 #
 # What no mesh can train is refused on every rank, or before there are any, in one sentence:
 
-
 # %%
 def said(make):
     try:
@@ -828,7 +823,6 @@ said(lambda: Job(SMALL, Layout(cp=2)))
 
 # %% [markdown]
 # The last one names what `Parallel` leaves out: contexts and experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators alone. Most of it has a lesson of its own, without the other cuts; `mesh.left_out(config, layout)` says what of a layout it is.
-
 
 # %%
 def a_mesh_without_rank_3():
@@ -867,7 +861,6 @@ except ranks.RankError as error:
 #
 # Return three lists for `rank`: its data group, its pipeline and its tensor group, with ranks in ascending order. The order is data, pipeline, tensor, from the outermost in.
 
-
 # %%
 def my_groups(rank, d, p, t):
     pass  # your code
@@ -886,7 +879,6 @@ check(my_groups)
 # ```
 #
 # The last digit counts to $t$, the one before to $p$: a step along the pipeline is $t$ ranks, one along the copies $p \cdot t$.
-
 
 # %%
 def my_groups(rank, d, p, t):
@@ -940,7 +932,6 @@ check(answer, "mesh_budget")
 # A tied GPT is cut over `groups.pp` and `groups.tp`; there is one copy. `gradients` are this rank's, by the plain model's names; `cut` are the names of those of which each tensor rank has a part, all others lie whole on every rank of a tensor group. The embedding's gradient is on the first stage as `embedding.weight`, and once more on the last as `head.weight`.
 # Return the norm of one process's gradients, a scalar tensor, on every rank.
 
-
 # %%
 def my_norm(gradients, cut, groups):
     pass  # your code
@@ -959,7 +950,6 @@ check(my_norm)
 # ```
 #
 # Every number once: what is whole counts on the first tensor rank, the twin not at all. Then the squares are added up along both axes.
-
 
 # %%
 def my_norm(gradients, cut, groups):
@@ -987,7 +977,6 @@ check(my_norm)
 # Return a `Layout` of `ranks` ranks for `config`, with `zero=1`, such that every rank holds at most `limit` bytes of model states and that as few bytes as possible leave the nodes of `node` ranks in a step of `batch` sequences in all; `None` if none fits. Allowed are $t$ and $p$ that divide the model (`mesh.check_cuts(config, layout)` raises ValueError for others) and $d$ that divide `batch`.
 # At hand are `mesh.predicted_states(config, layout, rank)`, `mesh.predicted_sent(config, layout, rank, config.seq, batch // d)` and `layout.leaving(node, sent)`, where `sent` is a function of the rank.
 
-
 # %%
 def my_mesh(config, ranks, node, limit, batch):
     pass  # your code
@@ -1006,7 +995,6 @@ check(my_mesh)
 # ```
 #
 # Try them all: there are few. What leaves is what the functions say, summed over axes and nodes.
-
 
 # %%
 def my_mesh(config, ranks, node, limit, batch):

@@ -92,7 +92,6 @@ def local_batch(*tensors):
 # The first way knows nothing of parallelism: five steps of AdamW, with eight sequences in each.
 # Helpers, proofs and tables are folded; the line that you see of a folded cell says what it does.
 
-
 # %%
 def train(model, batch=batch):
     optimizer = adamw(model.parameters())
@@ -114,7 +113,6 @@ def one_process():
 # %% [markdown]
 # Every other way has to end with these losses and these weights, up to rounding.
 
-
 # %% tags=["hide-input"]
 # Trains it, and keeps losses and weights as the measure
 class Trained(NamedTuple):
@@ -133,7 +131,9 @@ def on_wire(sent):
             name.startswith("all_gather"),
             name.startswith("reduce_scatter"),
         )
-        total += size * (n - 1 if gathers else (n - 1) / n if scatters else 2 * (n - 1) / n)
+        total += size * (
+            n - 1 if gathers else (n - 1) / n if scatters else 2 * (n - 1) / n
+        )
     return total
 
 
@@ -142,7 +142,9 @@ def counted(technique, *args):
     marks = []
     with count.sent() as sent:
         hook = register_optimizer_step_post_hook(
-            lambda *_: marks.append((on_wire(sent), sum(sent.calls.values()) + sent.messages))
+            lambda *_: marks.append(
+                (on_wire(sent), sum(sent.calls.values()) + sent.messages)
+            )
         )
         losses, module, optimizer = technique(*args)
         hook.remove()
@@ -152,11 +154,21 @@ def counted(technique, *args):
         *(p.grad for p in module.parameters() if p.grad is not None),
     ]
     held += [p.grad for group in optimizer.param_groups for p in group["params"]]
-    held += [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    full = getattr(module, "full_state_dict", None)  # ZeRO-3 puts its weights together for it
-    weights = [w.detach().cpu() for w in (full().values() if full else module.parameters())]
-    sent, calls = ((last - first) / (STEPS - 1) for first, last in zip(marks[0], marks[-1]))
-    return Trained(losses, weights, count.bytes_of(t for t in held if t is not None), sent, calls)
+    held += [
+        s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
+    full = getattr(
+        module, "full_state_dict", None
+    )  # ZeRO-3 puts its weights together for it
+    weights = [
+        w.detach().cpu() for w in (full().values() if full else module.parameters())
+    ]
+    sent, calls = (
+        (last - first) / (STEPS - 1) for first, last in zip(marks[0], marks[-1])
+    )
+    return Trained(
+        losses, weights, count.bytes_of(t for t in held if t is not None), sent, calls
+    )
 
 
 ONE = ranks.run(counted, 1, one_process)[0]
@@ -190,7 +202,12 @@ for name in ("llama-3-8b", "llama-3-70b", "gpt-3-175b"):
     one = memory.estimate(config, precision="fp32", device="gpu")
     states = memory.states(memory.parameter_count(config), precision="fp32")
     assert states.total == 4 * states.parameters == 16 * memory.parameter_count(config)
-    assert strategy.MACHINES["h200"].memory == 141 * GB < one.peak < states.total + one.activations
+    assert (
+        strategy.MACHINES["h200"].memory
+        == 141 * GB
+        < one.peak
+        < states.total + one.activations
+    )
     sizes = states.parameters, states.total, one.activations, one.peak
     rows.append((name, *(f"{size / GB:,.0f}" for size in sizes)))
 assert [row[1:] for row in rows[:2]] == [
@@ -204,7 +221,6 @@ show.table(rows, head, caption="One GPU, float32, one sequence")
 # %% [markdown]
 # Nothing here fits on an RTX 4090 (24 GB), an A100 or an H100 (80 GB), or an H200 (141 GB).
 # The same formulas predict our small GPT, where every byte can be counted.
-
 
 # %% tags=["hide-input"]
 # Counts every byte of a step of the small GPT, beside the prediction
@@ -226,7 +242,8 @@ want, found = (
 assert abs(found / want.peak - 1) < 0.05
 print(f"states: predicted {16 * P:,} B, counted {ONE.states:,} B")
 print(
-    f"peak: predicted {want.peak:,} B, counted {found:,} B, {100 * (found / want.peak - 1):+.1f} %"
+    f"peak: predicted {want.peak:,} B, counted {found:,} B, "
+    f"{100 * (found / want.peak - 1):+.1f} %"
 )
 
 # %% [markdown]
@@ -266,7 +283,6 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 # On this page ranks are real processes that send each other real messages.
 # `ranks.run(function, 4)` starts four of them, lets each run the function, and returns four results.
 
-
 # %%
 def hello():
     number = torch.tensor(dist.get_rank())
@@ -291,8 +307,12 @@ def full(found):
     if len(found[0].weights) < len(ONE.weights):
         return [w for rank in found for w in rank.weights]
     joined = []
-    for pieces, one in zip(zip(*(rank.weights for rank in found)), ONE.weights, strict=True):
-        assert pieces[0].shape != one.shape or all(p.equal(pieces[0]) for p in pieces)  # copies
+    for pieces, one in zip(
+        zip(*(rank.weights for rank in found)), ONE.weights, strict=True
+    ):
+        assert pieces[0].shape != one.shape or all(
+            p.equal(pieces[0]) for p in pieces
+        )  # copies
         cut = [d for d in range(one.dim()) if pieces[0].shape[d] != one.shape[d]]
         joined.append(torch.cat(pieces, cut[0]) if cut else pieces[0])
     return joined
@@ -300,7 +320,9 @@ def full(found):
 
 def apart(found, one):
     """The largest difference of a step's loss, and of a weight after the last step."""
-    known = [[x for x in step if x is not None] for step in zip(*(r.losses for r in found))]
+    known = [
+        [x for x in step if x is not None] for step in zip(*(r.losses for r in found))
+    ]
     losses = [sum(step) / len(step) for step in known]
     pairs = zip(full(found), one.weights, strict=True)
     in_weights = max((a - b).abs().max().item() for a, b in pairs)
@@ -324,7 +346,6 @@ def beside_one_process(name, technique, *args, device="auto"):
 # Every rank has the whole model and a quarter of the batch.
 # After backward the ranks average their gradients.
 # They begin with equal weights, and equal gradients make equal steps: so the copies stay equal.
-
 
 # %%
 def data_parallel():
@@ -365,7 +386,6 @@ beside_one_process("data parallel", data_parallel)
 # The table measures it.
 # Only with plain SGD, where a step is the gradient times a number, the two are the same.
 # `````
-
 
 # %% tags=["hide-input"]
 # Table: averaged gradients, and averaged weights, beside one process
@@ -415,18 +435,21 @@ show.table(rows, ["optimizer", "averaged", "losses differ by", "weights differ b
 # Predicts how many times faster N copies are
 h100, llama = strategy.MACHINES["h100"], PRESETS["llama-3-8b"]
 params, SPEEDUP = memory.parameter_count(llama), {}
-compute = 6 * params * 4e6 / (0.4 * h100.flops)  # s on one GPU, two thirds of it backward
+compute = (
+    6 * params * 4e6 / (0.4 * h100.flops)
+)  # s on one GPU, two thirds of it backward
 for n in (64, 512, 4096):
     sending = 2 * (n - 1) / n * 2 * params / h100.between  # s; gradients of 2 bytes
     SPEEDUP[n] = compute / (compute / n / 3 + max(2 * compute / n / 3, sending))
-print(", ".join(f"{n:,} GPUs: {times:,.0f} times as fast" for n, times in SPEEDUP.items()))
+print(
+    ", ".join(f"{n:,} GPUs: {times:,.0f} times as fast" for n, times in SPEEDUP.items())
+)
 assert [round(100 * SPEEDUP[n] / n) for n in SPEEDUP] == [100, 99, 17]
 
 
 # %% [markdown]
 # The plain loop calls an all-reduce for each of 35 tensors, and waits until backward is over.
 # [Data parallelism](data_parallel.md) packs the gradients into *buckets* and sends them while backward runs, as `DistributedDataParallel` does.
-
 
 # %% tags=["hide-input"]
 # Holds that lesson's module against one process, and counts its calls
@@ -437,7 +460,9 @@ def in_buckets():
 
 
 beside_one_process("data parallel, buckets", in_buckets)
-plain, packed = (FOUR[name][0].calls for name in ("data parallel", "data parallel, buckets"))
+plain, packed = (
+    FOUR[name][0].calls for name in ("data parallel", "data parallel, buckets")
+)
 print(f"all-reduces in a step: {plain:.0f} in the plain loop, {packed:.0f} in buckets")
 assert plain == 35 and packed < 4
 
@@ -450,7 +475,6 @@ assert plain == 35 and packed < 4
 # Rank 0 has the embedding and the first layer, rank 3 the last layer and the head.
 # Activations go from rank to rank, and in backward their gradients come back the same way.
 # Nothing else is sent.
-
 
 # %%
 def receive(shape, source):
@@ -481,7 +505,6 @@ def pipeline_step(stage, micro_batches):
 
 # %% [markdown]
 # The loop around it is the one you know; `m` says into how many micro-batches a batch is cut.
-
 
 # %%
 def in_stages(m):
@@ -525,7 +548,6 @@ beside_one_process("pipeline", in_stages, 4, device="cpu")
 # The table measures it with the function above, on stages that sleep, so that they wait for each other and not for this machine's cores.
 # `````
 
-
 # %% tags=["hide-input", "measured"]
 # Table: how busy four stages are, by the formula and by the clock
 class Sleep(torch.autograd.Function):
@@ -547,7 +569,11 @@ def busy(m, unit=0.01):
     """Share of a step in which a stage works: the best of three steps."""
 
     def asleep(x):
-        x = x if x.is_floating_point() else torch.zeros(*x.shape, SHAPE.hidden, requires_grad=True)
+        x = (
+            x
+            if x.is_floating_point()
+            else torch.zeros(*x.shape, SHAPE.hidden, requires_grad=True)
+        )
         return Sleep.apply(x, unit)
 
     pairs = [(part, torch.zeros_like(part)) for part in batch(0)[0].chunk(m)]
@@ -562,7 +588,9 @@ def busy(m, unit=0.01):
 
 rows = []
 for m in (1, 4, 8):
-    found = ranks.run(busy, 4, m, device="cpu")[0]  # the first stage is the last to be done
+    found = ranks.run(busy, 4, m, device="cpu")[
+        0
+    ]  # the first stage is the last to be done
     rows.append((m, f"{100 * m / (m + 3):.0f}", f"{100 * found:.0f}"))
     near = abs(found - m / (m + 3)) < 0.12  # sleeps end late on a busy machine
     show.timed(near, f"{m} micro-batches: busy as the formula says, within 12 points")
@@ -574,11 +602,17 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 
 # %% tags=["hide-input"]
 # Counts what the first of four stages keeps of 16 micro-batches
-drawn = {name: pipeline.simulate(pipeline.schedule(name, 4, 16)) for name in ("gpipe", "1f1b")}
+drawn = {
+    name: pipeline.simulate(pipeline.schedule(name, 4, 16))
+    for name in ("gpipe", "1f1b")
+}
 for name, found in drawn.items():
     assert abs(found.bubble - 3 / 19) < 1e-12
     kept = found.peak_activations[0]
-    print(f"{name}: idle {100 * found.bubble:.0f} % of the step, keeps {kept:g} micro-batches")
+    print(
+        f"{name}: idle {100 * found.bubble:.0f} % of the step, "
+        f"keeps {kept:g} micro-batches"
+    )
 assert [found.peak_activations[0] for found in drawn.values()] == [16, 4]
 
 
@@ -599,7 +633,6 @@ assert [found.peak_activations[0] for found in drawn.values()] == [16, 4]
 # $W_2$ is cut by the rows that meet these columns.
 # What comes out is a *summand* of $Y$, and one all-reduce adds the summands up.
 
-
 # %%
 class CutFeedForward(nn.Module):
     """This rank's columns of the first matrix, and its rows of the second."""
@@ -618,7 +651,6 @@ class CutFeedForward(nn.Module):
 # %% [markdown]
 # Backward needs an all-reduce, too: every rank used all of $X$, so $X$'s gradient is the sum of what the ranks find.
 # `Copy` and `Sum` are mirror images of each other.
-
 
 # %%
 class Copy(torch.autograd.Function):
@@ -653,7 +685,6 @@ class Sum(torch.autograd.Function):
 # Four ranks train the GPT with every feed-forward network cut in this way.
 # All of them see the whole batch, and the loop is that of one process.
 
-
 # %%
 def tensor_parallel():
     model = small_gpt()
@@ -665,7 +696,6 @@ def tensor_parallel():
 # %% [markdown]
 # Attention is cut in the same way, by heads.
 # The course's module does that, and cuts the embedding and the head as well.
-
 
 # %% tags=["hide-input"]
 # Holds both against one process: some matrices cut, and all of them
@@ -705,7 +735,9 @@ beside_one_process("tensor parallel", everything_cut)
 # %% tags=["hide-input"]
 # Table: bytes that a GPU sends in a step, as a copy and as a shard
 rows = []
-jobs = [(name, PRESETS[name], 8, 8, 2) for name in ("gpt-2", "llama-3-8b", "gpt-3-175b")]
+jobs = [
+    (name, PRESETS[name], 8, 8, 2) for name in ("gpt-2", "llama-3-8b", "gpt-3-175b")
+]
 for name, config, n, sequences, size in [("the small GPT", SHAPE, 4, BATCH, 4), *jobs]:
     tokens_, params = sequences * config.seq, memory.parameter_count(config)
     copies = 2 * (n - 1) / n * params * size
@@ -717,7 +749,9 @@ for name, config, n, sequences, size in [("the small GPT", SHAPE, 4, BATCH, 4), 
     if config is SHAPE:  # the loss and the embedding send some more
         assert abs(FOUR["data parallel"][0].sent / copies - 1) < 1e-3
         assert 1 <= FOUR["tensor parallel"][0].sent / shards < 1.2
-assert [float(row[4].replace(",", "")) > float(row[3].replace(",", "")) for row in rows] == [
+assert [
+    float(row[4].replace(",", "")) > float(row[3].replace(",", "")) for row in rows
+] == [
     *[True] * 3,
     False,
 ]
@@ -739,7 +773,6 @@ show.table(rows, [*head, "equal at (tokens)"])
 # All weights stand side by side in one flat tensor, of which each rank owns a quarter.
 # A *reduce-scatter* gives each rank the averaged gradients of its quarter alone.
 # Each rank steps its quarter, with a quarter of AdamW's means; an *all-gather* hands the new weights to all.
-
 
 # %%
 def zero_2():
@@ -771,7 +804,6 @@ def zero_2():
 # A layer's weights are gathered just before it computes, and forgotten after it.
 # That is the picture's last panel, and one line with the course's module.
 
-
 # %%
 def zero_3():
     model = zero.shard(small_gpt(), dist.group.WORLD, stage=3)
@@ -795,7 +827,9 @@ def real_zero_2():
 
 beside_one_process("ZeRO-2", zero_2, device="cpu")
 beside_one_process("ZeRO-3", zero_3, device="cpu")
-peaks = [ranks.run(peak, 4, way, device="cpu")[0] / 1e6 for way in (zero_2, real_zero_2)]
+peaks = [
+    ranks.run(peak, 4, way, device="cpu")[0] / 1e6 for way in (zero_2, real_zero_2)
+]
 print(
     f"peak of stage 2: {peaks[0]:.1f} MB in its plain form, "
     f"{peaks[1]:.1f} MB in the course's module"
@@ -817,7 +851,9 @@ for stage in range(4):
     rows.append((stage, *cells, f"{SEVEN[0] / SEVEN[stage]:.1f}"))
 assert list(SEVEN.values()) == [122e9, 73e9, 48.5e9, 24e9] and SEVEN[0] / 8 == 15.25e9
 head = ["stage", "weights (GB)", "gradients (GB)", "optimizer (GB)", "activations (GB)"]
-show.table(rows, [*head, "together (GB)", "times less"], caption="One of 8 GPUs, float32")
+show.table(
+    rows, [*head, "together (GB)", "times less"], caption="One of 8 GPUs, float32"
+)
 
 # %% [markdown]
 # `````{admonition} Checked: "ZeRO-3 divides all 122 GB by 8"
@@ -863,7 +899,8 @@ PREDICTED = {  # bytes of states, bytes sent in a step
 rows, HELD, SENT, CALLS = [], {}, {}, {}
 for name, (states, sent) in PREDICTED.items():
     HELD[name], SENT[name], CALLS[name] = (
-        max(getattr(rank, part) for rank in FOUR[name]) for part in ("states", "sent", "calls")
+        max(getattr(rank, part) for rank in FOUR[name])
+        for part in ("states", "sent", "calls")
     )
     assert HELD[name] == states, (name, HELD[name], states)
     if sent is None:
@@ -893,7 +930,9 @@ show.table(rows, head, caption="The fullest rank")
 # Holds the table to the numbers of this page
 assert [round(HELD[f"ZeRO-{z}"] / P) for z in (2, 3)] == [7, 4]
 assert memory.states(4, Layout(dp=4, zero=1), "fp32").total == 4 * 10
-assert round(SENT["tensor parallel"] / SENT["pipeline"]) == 14 and round(100 * 3 / 7) == 43
+assert (
+    round(SENT["tensor parallel"] / SENT["pipeline"]) == 14 and round(100 * 3 / 7) == 43
+)
 assert CALLS["ZeRO-3"] > 3 * CALLS["ZeRO-2"] and (
     CALLS["data parallel"],
     CALLS["ZeRO-2"],
@@ -967,7 +1006,10 @@ for name, gpu, gpus, sequences in JOBS:
     times.append(best and best.seconds / tried[0].seconds)
     if name == "gpt-3-175b":
         assert round(strategy.choose(found).seconds / tried[0].seconds, 1) == 1.2
-    says = [str(way.layout).replace("-", "\u2011") if way else "-" for way in (best, tried[0])]
+    says = [
+        str(way.layout).replace("-", "\u2011") if way else "-"
+        for way in (best, tried[0])
+    ]
     slower = "does not fit" if best is None else f"{times[-1]:.2f}"
     rows.append((f"{name}, {gpus} {machine.name}", kind, says[0], slower, says[1]))
 assert [x and round(x, 2) for x in times] == [1.01, None, 1.07, 1.17, 1.11, 1, 1]
@@ -991,7 +1033,6 @@ print(json.dumps(settings, indent=1))
 # `stage` is ZeRO's.
 # The engine does backward, averaging and the step.
 
-
 # %%
 def by_deepspeed(settings):
     engine = de.initialize(small_gpt(), settings)
@@ -1012,7 +1053,13 @@ de.prepare()  # imports DeepSpeed once, before any rank starts
 for stage in (2, 3):
     settings = de.config(Layout(dp=2, zero=stage, micro_batch=2, microbatches=2))
     found = ranks.run(by_deepspeed, 2, settings, device="cpu")
-    parts = torch.tensor([losses for losses, _ in found]).mean(0).view(STEPS, 2).mean(1).tolist()
+    parts = (
+        torch.tensor([losses for losses, _ in found])
+        .mean(0)
+        .view(STEPS, 2)
+        .mean(1)
+        .tolist()
+    )
     in_losses = max(abs(a - b) for a, b in zip(parts, ONE.losses, strict=True))
     names = [name for name, _ in GPT(SHAPE).named_parameters()]
     pairs = zip((found[0][1][name] for name in names), ONE.weights, strict=True)
@@ -1130,7 +1177,6 @@ check(answer, "gradient_traffic")
 # Return the smallest number of micro-batches that does it.
 # Mind that 0.9 is no exact number in a computer: count in whole ones.
 
-
 # %%
 def my_busy_microbatches(p, percent):
     pass  # your code
@@ -1150,7 +1196,6 @@ check(my_busy_microbatches)
 #
 # Busy is $m/(m+p-1)$.
 # From $100\,m \ge \text{percent}\,(m+p-1)$ follows $m \ge \text{percent}\,(p-1)/(100-\text{percent})$, rounded up, and one at least.
-
 
 # %%
 def my_busy_microbatches(p, percent):
@@ -1205,7 +1250,6 @@ check(answer, "gpus_needed")
 # Stage 3 gathers the weights again for each forward and each backward.
 # $d$ divides `params`.
 
-
 # %%
 def my_zero_traffic(params, d, m):
     pass  # your code
@@ -1224,7 +1268,6 @@ check(my_zero_traffic)
 # ```
 #
 # An all-reduce is twice $(d-1)/d$ of the gradients; a reduce-scatter and an all-gather are once each.
-
 
 # %%
 def my_zero_traffic(params, d, m):
@@ -1251,7 +1294,6 @@ check(my_zero_traffic)
 # Copies have equally many sequences.
 # Derivative: the gradient of `w_fH` is `y_Bf.T @ x_BH` over the sequences.
 
-
 # %%
 def my_grid_step(x_BH, w_fH, tensor_group, data_group):
     pass  # your code
@@ -1272,7 +1314,6 @@ check(my_grid_step)
 # Shards are parts of one sum: the loss adds up over the tensor group.
 # Copies are averaged.
 # The gradient of a share belongs to that share alone: it is averaged over the copies, and the tensor group has nothing to say to it.
-
 
 # %%
 def my_grid_step(x_BH, w_fH, tensor_group, data_group):

@@ -79,7 +79,6 @@ def nothing(*_):
 #
 # One small GPT and one training loop serve this whole page. Programs differ in what they hand to it: how the model is spread over ranks, which part of the batch a rank takes, what is done between backward and the step.
 
-
 # %%
 def same(x):
     return x
@@ -117,7 +116,6 @@ def train(watch, config=SMALL, dtype=torch.float32, steps=1, spread=same,
 
 # %% [markdown]
 # `train` as it stands is the plain program. This one is parallel: each rank takes its share of the batch, and gradients are added up.
-
 
 # %%
 def share(x):
@@ -158,7 +156,6 @@ print(parity.check(train, summed, ranks=2))
 #
 # Record every module's output and every gradient on both sides. Put the ranks' halves together. Print the first that differs. Some twenty lines:
 
-
 # %%
 def record(program):
     """What a program's modules give in a step, and its gradients, in order."""
@@ -198,7 +195,6 @@ def first_difference(plain, by_rank, allowed=0.0, dimensions=1):
 # %% [markdown]
 # Now three programs, all of them *right*. `averaged` repairs the one above. `dealt` deals sequences like cards, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the halves' results behind it.
 
-
 # %%
 def average(model):
     data_parallel.average_gradients(model, world())
@@ -235,9 +231,7 @@ asked = [
 rows = []
 for name, allowed, dimensions in asked:
     said = first_difference(plain, FOUND[name], allowed, dimensions)
-    rows.append(
-        (name, f"{allowed:.0e}" if allowed else "0", "any" if dimensions > 1 else "first", said)
-    )
+    rows.append((name, f"{allowed:.0e}" if allowed else "0", "any" if dimensions > 1 else "first", said))
 assert [row[3] == "none" for row in rows] == [False, True, False, False, False]
 show.table(rows, ["right program", "allowed", "halves joined along", "“first difference”"])
 
@@ -368,7 +362,6 @@ for program in (averaged, dealt, halved):
 #
 # Now leave out what `halved` needs in backward: each half sees its own part of the input's gradient, and they have to be added up. The output is right, and so is the loss.
 
-
 # %%
 def forgetful(model):
     model = halves(model)
@@ -398,7 +391,6 @@ assert not report.equal
 #
 # **A mean of means** (transformers 34191 {cite}`transformers34191`). Some texts are short. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `joined` is right: one sum, one count.
 
-
 # %%
 def uneven(step):
     tokens, targets = batch(step)
@@ -413,7 +405,6 @@ def joined(logits, targets):
 
 # %% [markdown]
 # **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it is given what has two dimensions. Sharded parameters are flat, and AdamW gets all of them.
-
 
 # %%
 def muon(model):
@@ -433,7 +424,6 @@ def sharded(model):
 
 # %% [markdown]
 # **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The loop accumulates by hand, and DeepSpeed has not been told: it takes each backward for a whole step's, and keeps the last. This is the real engine, as installed; stages 1 and 2 of version 0.19.8 still do it (November 2026).
-
 
 # %%
 def micro_batches():
@@ -473,7 +463,6 @@ def by_deepspeed(watch, told):
 # %% [markdown]
 # **Clipped on one rank** (DeepSpeed 1801 {cite}`deepspeed1801`). With cut matrices, gradients were clipped on rank 0 of each tensor group alone. BLOOM trained with it: norms, which all ranks hold whole, drifted apart.
 
-
 # %%
 def cut(model, **more):
     return tensor_parallel.parallelize(model, world(), **more)
@@ -498,7 +487,6 @@ def clip_cut(model, everywhere=True):
 # %% [markdown]
 # **A gradient that is an addend** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). A DTensor's local part goes to experts that are cut. What the part's gradient is, only the author knows, and `to_local` was not told: three times in one project.
 
-
 # %%
 def leaves(x, group, placements):
     mesh = DeviceMesh.from_group(group, ranks.device().type)
@@ -513,7 +501,6 @@ def through_dtensor(model, placements=None):
 
 # %% [markdown]
 # **A weight that all heads share** (Megatron-LM 7452, finding 11 {cite}`megatron7452`). Heads are cut; a norm on each head has one weight for all. Each rank's gradient of it knows of its own heads, and nobody adds them up.
-
 
 # %%
 class HeadNorm(nn.Module):
@@ -540,7 +527,6 @@ def cut_and_normed(model):
 # %% [markdown]
 # **A sum in fewer digits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`, and adds those of norms on tensor ranks in `bfloat16`; torch 2.13 still does. Here everything but that sum is in `float32`.
 
-
 # %%
 def add_norms(model, which, dtype=torch.float32):
     for name, p in model.named_parameters():
@@ -552,7 +538,6 @@ def add_norms(model, which, dtype=torch.float32):
 
 # %% [markdown]
 # **Experts that count more** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is a sum over them already. It has to be divided by their number all the same.
-
 
 # %%
 def unlike(model):
@@ -582,7 +567,6 @@ def average_dense(model):
 # %% [markdown]
 # **A norm on each rank** (Automodel 3816 {cite}`automodel3816`). Ranks hold other experts, so they find other norms, and clip what they share by other factors.
 
-
 # %%
 def average_and_clip(model, clip=experts.clip_grad_norm_):
     average_all(model)
@@ -595,7 +579,6 @@ def clip_own(model, limit):
 
 # %% [markdown]
 # **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). Two contexts should be entered. `rng and fp8` is `fp8`: nobody enters the other one, and all ranks drop the same. To compare dropout at all, the plain program has to draw what ranks should draw: here each half of the batch has a seed of its own.
-
 
 # %%
 @contextmanager
@@ -662,11 +645,7 @@ TEN = {  # a plain program, a right and a wrong one: what each hands to train
         ALONG | {"after": partial(add_norms, which="norm")},
         ALONG | {"after": partial(add_norms, which="norm", dtype=torch.bfloat16)},
     ),
-    "Megatron-LM 5956": (
-        SPARSE,
-        EXPERTS | {"after": average_all},
-        EXPERTS | {"after": average_dense},
-    ),
+    "Megatron-LM 5956": (SPARSE, EXPERTS | {"after": average_all}, EXPERTS | {"after": average_dense}),
     "Automodel 3816": (
         SPARSE | {"after": clip},
         EXPERTS | {"after": average_and_clip},
@@ -731,9 +710,7 @@ for name in TEN:
 assert [seen for _, seen, _ in rows].count("right") == 8
 assert REPORTS["pytorch 190626", "wrong"].first.error > 2e-3
 head = ["thread", "loss", "what the report says"]
-show.table(
-    rows, head, caption="Ten published mistakes, each beside a right program, which was silent"
-)
+show.table(rows, head, caption="Ten published mistakes, each beside a right program, which was silent")
 
 # %% [markdown]
 # - **Eight of ten losses are right**, to the last digits, and the other two are off by less than a thousandth: a fresh model guesses, and its loss is $\ln 256$ whatever it does. Compare gradients, by name.
@@ -792,7 +769,6 @@ assert done.returncode == 1, done.stderr
 # ## Same bits: what makes two runs of one program differ
 #
 # Parity asks about other ranks, where sums have another order, so it has to allow rounding. Between two runs of the *same* program on the same ranks you can ask for more: the same bits. Then a difference of one bit is news, and no tolerance is needed.
-
 
 # %%
 def mean_of_halves(tokens, targets, model):
@@ -860,7 +836,6 @@ torch.use_deterministic_algorithms(False)
 # Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them. `watch.samples(ids)`, in both, says which samples a step's batch holds, so that data that are dealt wrongly have their own line.
 #
 # A run that is stopped and resumed is a program in two halves, and has a call of its own. `before` takes some steps and saves to a folder, `after` loads and takes the rest, on as many ranks or on others. Here the optimizer's state stays behind.
-
 
 # %%
 def some_steps(watch, model, optimizer, numbers):
@@ -1019,7 +994,6 @@ show.source(core.Judge._wrong)
 #
 # numbers, and $P$ first weights beside them.
 
-
 # %% tags=["hide-input"]
 # Table: numbers that a record keeps, predicted and counted
 def kept(layers):
@@ -1028,9 +1002,7 @@ def kept(layers):
 
 
 rows = []
-for layers, counted in zip(
-    (2, 4, 8), ranks.run(lambda: [*map(kept, (2, 4, 8))], 1)[0], strict=True
-):
+for layers, counted in zip((2, 4, 8), ranks.run(lambda: [*map(kept, (2, 4, 8))], 1)[0], strict=True):
     c = replace(SMALL, layers=layers)
     tokens, size = 8 * c.seq, sum(p.numel() for p in GPT(c).parameters())
     predicted = 2 * tokens * (16 * c.hidden * layers + 2 * c.hidden + 2 * c.vocab) + 3 * size
@@ -1171,7 +1143,6 @@ check(answer, "four_reports")
 # A loader deals *pairs* of rows: rank $r$ of $N$ has rows $2r$, $2r + 1$, then $2N + 2r$, $2N + 2r + 1$, and so on. A new cut is a function and a row of the table `CUTS`.
 # Write the function: of `total` rows a rank holds `size`. Return a tensor of row numbers for every rank, beginning with rank `first`, then the following ones, round the end. `total` is a multiple of `2 * N`.
 
-
 # %%
 def my_cut(size, total, first):
     return []  # your code
@@ -1188,7 +1159,6 @@ check(my_cut)
 # :label: sol-parity-cut
 # :class: dropdown
 # ```
-
 
 # %%
 def my_cut(size, total, first):
@@ -1211,7 +1181,6 @@ check(my_cut)
 # ```
 #
 # The plain program takes the mean loss over all tokens that have a target (−100 has none), clips the norm of the gradients to 0.1, and takes a step of AdamW. This is the parallel one. It has two mistakes, and the check is `parity.check` on 2 and 4 ranks: its report is your verdict. `start()` is the model and `batches()` are two steps' batches of all ranks.
-
 
 # %%
 def my_program(watch):
@@ -1244,7 +1213,6 @@ check(my_program)
 #
 # The sum of the losses is divided by the count of all ranks' tokens, so gradients are added up and not averaged. The norm is that of the joined gradient.
 
-
 # %%
 def my_program(watch):
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -1276,16 +1244,14 @@ check(my_program)
 #
 # Take a model of yours, a small one of its make, and write both programs: `plain`, in one process, and `parallel`, on two ranks, from the same weights and with the same batches. Which steps have to be in it so that it sees what your job does?
 
-
 # %%
 def made():
     torch.manual_seed(0)
     ...  # your model
 
 
-def steps(
-    watch, model, rank, size
-): ...  # optimizer; watch(model, optimizer); a few steps on this rank's share
+def steps(watch, model, rank, size):
+    ...  # optimizer; watch(model, optimizer); a few steps on this rank's share
 
 
 report = ...  # parity.check(plain, parallel, ranks=2)

@@ -87,7 +87,6 @@ def staged(name, microbatches, model=None, chunks=None, **options):
 # A stage can do two things. *Forward*: take activations from the stage before, compute, and send the result on. *Backward*: take a gradient from the stage behind, compute, and send the gradient of the input back.
 # This class is all that a pipeline needs. What was received is a leaf of autograd's graph, and its gradient is what goes back.
 
-
 # %%
 class Stage:
     """A stage in its plainest form: forward and backward, each with its messages."""
@@ -123,7 +122,6 @@ class Stage:
 # Sends are begun, and waited for at the end of the step. `pipeline.cut` deals the blocks out, and `between` says what shape travels: $[b, s, h]$ elements of a micro-batch.
 # A training step is then an *order* of forwards and backwards over $m$ pieces of the batch, the *micro-batches*.
 # The simplest order takes one after the other, as one does to accumulate gradients; with $m = 1$ the piece is the whole batch.
-
 
 # %%
 def in_a_loop(stage, pieces):
@@ -221,7 +219,6 @@ show.figure(
 #
 # GPipe {cite}`huang2019gpipe` makes two loops of the one:
 
-
 # %%
 def gpipe(stage, pieces):
     kept = [stage.forward(*piece) for piece in pieces]
@@ -285,7 +282,6 @@ show.timed(abs(busy - 4 / 7) < 0.1, "busy for 4/7 of the step, within 10 points"
 #
 # A backward frees what its forward kept. So run it as early as possible: once micro-batch 0 has come back, alternate *one forward, one backward* {cite}`narayanan2021megatron`.
 # Stage $s$, counted from 0, runs $p-1-s$ forwards ahead, and then holds at most $p-s$ micro-batches, however large $m$ is. Three loops, for warm-up, steady state and cool-down:
-
 
 # %%
 def one_f_one_b(stage, pieces):
@@ -498,7 +494,9 @@ for p, m, times, rates in PUBLISHED:
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
         found.append(pipeline.simulate(pipeline.schedule(name, p, m), *times).bubble)
         assert round(found[-1], 4) == rate, (name, p, m, found)
-    shown = "   ".join(f"{rate:.4f} {ours:.4f}" for rate, ours in zip(rates, found, strict=True))
+    shown = "   ".join(
+        f"{rate:.4f} {ours:.4f}" for rate, ours in zip(rates, found, strict=True)
+    )
     print(f"p = {p:2}, m = {m}:   {shown}")
 
 # %% [markdown]
@@ -539,7 +537,6 @@ for schedule in late:
 # gloo lets it pass. Such code works on a laptop and hangs on a cluster.
 #
 # The *parity rule* solves it: even stages send first and then receive, odd stages receive first. Of two neighbours one is even, so every send meets a receive. Here each rank swaps its number with both neighbours:
-
 
 # %%
 def swap(out, peer):
@@ -688,7 +685,9 @@ def one_process(shape, dtype, micro, at_once=False):
         losses = []
         for step in range(5):
             optimizer.zero_grad()
-            pieces = [x.tensor_split(1 if at_once else m) for x in batch(6, step, shape.seq)]
+            pieces = [
+                x.tensor_split(1 if at_once else m) for x in batch(6, step, shape.seq)
+            ]
             total = 0.0
             for tokens, targets in zip(*pieces, strict=True):
                 value = loss(model(tokens), targets) * (len(tokens) / 6)
@@ -716,7 +715,9 @@ def differences(name, shape, dtype, reference):
             optimizer.step()
         apart = [0.0, 0.0]
         for own, p in mine.named_parameters():  # those of this rank's layers
-            for i, (got, want) in enumerate(zip((p.grad, p.detach()), tensors[own], strict=True)):
+            for i, (got, want) in enumerate(
+                zip((p.grad, p.detach()), tensors[own], strict=True)
+            ):
                 apart[i] = max(apart[i], (got.cpu() - want).abs().max().item())
         found.append(apart)
     return found
@@ -763,7 +764,9 @@ for case, tied, at_once in (
         apart = [max(rank[0][which] for rank in found) for which in (0, 1)]
         # Gradients reach 1. AdamW divides by a gradient's size: where that is almost 0,
         # rounding decides which way a weight moves.
-        assert all(0 < value < limit for value, limit in zip(apart, room, strict=True)), apart
+        assert all(
+            0 < value < limit for value, limit in zip(apart, room, strict=True)
+        ), apart
         rows.append((case, str(dtype)[6:], *(f"{value:.0e}" for value in apart)))
 show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five steps"])
 
@@ -811,7 +814,9 @@ for hop, timeline in cases:
     bubbles = [f"{100 * t.bubble:.0f}" for t in (predicted, timeline)]
     rows.append((name, f"{1e3 * hop:.0f}", *cells, f"{100 * off:+.1f}", *bubbles))
 head = ["schedule", "hop (ms)", "predicted (ms)", "measured (ms)", "difference (%)"]
-show.table(rows, [*head, "bubble: predicted (%)", "measured (%)"], caption="Four ranks, m = 8")
+show.table(
+    rows, [*head, "bubble: predicted (%)", "measured (%)"], caption="Four ranks, m = 8"
+)
 
 # %% [markdown]
 # With hops 1F1B takes longer than GPipe, which pays each hop once on the way there and once back. A stage that alternates waits round after round for a message that its neighbour could not send earlier.
@@ -836,7 +841,6 @@ show.figure(
 # ### Memory
 #
 # A stage holds $1/p$ of the model states, give or take embedding and head. Of activations it holds what its layers keep for one micro-batch, times the micro-batches in flight; and a layer's temporaries.
-
 
 # %%
 def predicted_peak(name, stage, m, again):
@@ -984,8 +988,12 @@ def uneven_step(seconds):
 cuts = {"as many layers each": [8] * 4, "balance(costs, 4)": pipeline.balance(costs, 4)}
 rows = []
 for what, layers in cuts.items():
-    stages = [1e-3 * (n + HEAD * (i == 3)) for i, n in enumerate(layers)]  # 1 ms a layer
-    predicted = pipeline.simulate(pipeline.schedule("1f1b", 4, 8), stages, stages, stages)
+    stages = [
+        1e-3 * (n + HEAD * (i == 3)) for i, n in enumerate(layers)
+    ]  # 1 ms a layer
+    predicted = pipeline.simulate(
+        pipeline.schedule("1f1b", 4, 8), stages, stages, stages
+    )
     measured = ranks.run(uneven_step, 4, stages, device="cpu")[0]
     off = measured / predicted.cost - 1
     show.timed(-0.02 < off < 0.4, f"{what}: a step within 40 % of the prediction")
@@ -1028,7 +1036,9 @@ for p in (2, 4, 8, 16):
         "zb-h1": "ZB-H1",
         "zb-v": "ZB-V",
     }
-    found = [pipeline.simulate(pipeline.schedule(name, p, 4 * p)).bubble for name in names]
+    found = [
+        pipeline.simulate(pipeline.schedule(name, p, 4 * p)).bubble for name in names
+    ]
     assert abs(found[0] - (p - 1) / (5 * p - 1)) < 1e-12
     bubbles = zip(names.values(), found, strict=True)
     print(
@@ -1066,10 +1076,13 @@ def torchs(name, m, model, **options):
     parts = pipeline.cut(model, schedule.parts)
     numbers = schedule.placement[dist.get_rank()]
     stages = [
-        pipelining.PipelineStage(parts[i], i, schedule.parts, ranks.device()) for i in numbers
+        pipelining.PipelineStage(parts[i], i, schedule.parts, ranks.device())
+        for i in numbers
     ]
     kind = getattr(pipelining, "Schedule" + TORCHS[name])
-    theirs = kind(stages if schedule.chunks > 1 else stages[0], m, **{"loss_fn": loss} | options)
+    theirs = kind(
+        stages if schedule.chunks > 1 else stages[0], m, **{"loss_fn": loss} | options
+    )
 
     def step(tokens, targets):
         first = [tokens] if 0 in numbers else []
@@ -1077,7 +1090,6 @@ def torchs(name, m, model, **options):
         theirs.step(*first, **last)
 
     return step, nn.ModuleList(parts[i] for i in numbers)
-
 
 # %% [markdown]
 # The table times both, in turn, and compares the gradients of the last step.
@@ -1104,7 +1116,9 @@ def side_by_side(names, rounds, m):
                 seconds[who].append(time.perf_counter() - begin)
         pairs = zip(ours.parameters(), parts.parameters(), strict=True)
         apart = max((a.grad - b.grad).abs().max().item() for a, b in pairs)
-        ratios = [a / b for a, b in zip(*(s[1:] for s in seconds.values()), strict=True)]
+        ratios = [
+            a / b for a, b in zip(*(s[1:] for s in seconds.values()), strict=True)
+        ]
         found.append((apart, statistics.median(ratios)))
     return found
 
@@ -1153,8 +1167,12 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 gone = importlib.util.find_spec("torch.distributed.pipeline") is None
 there = [name for name in dir(pipelining) if name.startswith("Schedule")]
 print("torch.distributed.pipeline:", "gone" if gone else "still there")
-print("torch.distributed.pipelining:", *(name.removeprefix("Schedule") for name in there))
-assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= set(there)
+print(
+    "torch.distributed.pipelining:", *(name.removeprefix("Schedule") for name in there)
+)
+assert gone and {"ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"} <= set(
+    there
+)
 
 # %% [markdown]
 # `````{admonition} Checked: "DeepSpeed's pipeline goes with any ZeRO stage"
@@ -1222,7 +1240,9 @@ def two_by_two(m):
         for x, y in zip(tokens.chunk(m), targets.chunk(m), strict=True):
             (loss(alone(x), y) / m / 2).backward()
     want = dict(alone.named_parameters())
-    apart = max((p.grad - want[name].grad).abs().max() for name, p in mine.named_parameters())
+    apart = max(
+        (p.grad - want[name].grad).abs().max() for name, p in mine.named_parameters()
+    )
     return apart.item(), sent.collectives["all_reduce"][0], len(list(mine.parameters()))
 
 
@@ -1350,7 +1370,9 @@ def norms(m):
     right = sum(p.grad.square().sum() for p in step.parameters()).sqrt()
     found = {}
     ways = {"torch divides (default)": {}, "nobody divides": {"scale_grads": False}}
-    ways["torch and the loss divide"] = {"loss_fn": lambda y, targets: loss(y, targets) / m}
+    ways["torch and the loss divide"] = {
+        "loss_fn": lambda y, targets: loss(y, targets) / m
+    }
     for name, options in ways.items():
         run, parts = torchs("gpipe", m, plain(), **options)
         run(*batch(8))
@@ -1428,7 +1450,6 @@ check(answer, "pipeline_bubble")
 # An order is given, such as `["F0", "F1", "B0", "B1"]`. How many micro-batches' activations does the stage hold at its fullest?
 # Where backward is split into `"I0"` and `"W0"`, activations go with the `W`.
 
-
 # %%
 def my_live(order):
     pass  # your code
@@ -1447,7 +1468,6 @@ check(my_live)
 # ```
 #
 # A forward adds one, a backward takes one away.
-
 
 # %%
 def my_live(order):
@@ -1473,7 +1493,6 @@ check(my_live)
 # Micro-batches go in groups of $p$. A group passes all chunks in turn, forward from chunk 0 up, backward from the last chunk down; then comes the next group.
 # Stage $s$ runs $2(p-1-s) + (v-1)p$ forwards ahead, or all that there are; then one forward, one backward; then what is left.
 
-
 # %%
 def my_interleaved(stage, stages, microbatches, chunks):
     pass  # your code
@@ -1492,7 +1511,6 @@ check(my_interleaved)
 # ```
 #
 # 1F1B's three loops, over lists that name chunks as well.
-
 
 # %%
 def my_interleaved(stage, stages, microbatches, chunks):
@@ -1523,7 +1541,6 @@ check(my_interleaved)
 # `costs` is the time of each layer, in order; the last one includes the head.
 # Cut it into `parts` runs of neighbours, none empty, so that the slowest run is as fast as possible. Return how many layers each run gets.
 
-
 # %%
 def my_balance(costs, parts):
     pass  # your code
@@ -1542,7 +1559,6 @@ check(my_balance)
 # ```
 #
 # Try the place of the last cut; what stands before it is the same question with one part fewer.
-
 
 # %%
 def my_balance(costs, parts):
@@ -1573,7 +1589,6 @@ check(my_balance)
 # `part` is this rank's module, from [b, h] to [b, h]; `x_BH` and `y_BH` are the whole batch of inputs and targets, the same on every rank; `m` divides it.
 # The loss is `F.mse_loss`, the mean over the whole batch. Leave the gradients in the parameters of `part`, and hold no more than $p - s$ micro-batches.
 
-
 # %%
 def my_1f1b(part, x_BH, y_BH, m, stage, stages, send, receive):
     pass  # your code
@@ -1593,7 +1608,6 @@ check(my_1f1b)
 #
 # Between two stages, in the steady state, an output meets a gradient: `swap` has both, and even stages send first.
 # A gradient that goes back and the next input that comes are such a pair, too, so the next input is received before the next forward.
-
 
 # %%
 def my_1f1b(part, x_BH, y_BH, m, stage, stages, send, receive):
@@ -1651,7 +1665,6 @@ check(my_1f1b)
 # A forward waits for the same forward on the stage before, a backward for the same backward on the stage behind, and on the last stage for its own forward.
 # Return `{stage: action}`: the stages that wait for ever, and the action at which each stands. `{}` if all finish.
 
-
 # %%
 def my_deadlock(orders):
     pass  # your code
@@ -1670,7 +1683,6 @@ check(my_deadlock)
 # ```
 #
 # Let every stage go on for as long as anything moves.
-
 
 # %%
 def my_deadlock(orders):
@@ -1706,7 +1718,6 @@ check(my_deadlock)
 # 1F1B with `stages` stages; a step has `batch` sequences.
 # Return the smallest $m$ that divides the batch, keeps the bubble at or below `bubble`, and lets the first stage hold activations of no more than `room` sequences; `None` if there is none. (The smallest, because large micro-batches compute faster.)
 
-
 # %%
 def my_microbatches(stages, batch, bubble, room):
     pass  # your code
@@ -1725,7 +1736,6 @@ check(my_microbatches)
 # ```
 #
 # The first stage holds $\min(p, m)$ micro-batches of $B/m$ sequences.
-
 
 # %%
 def my_microbatches(stages, batch, bubble, room):

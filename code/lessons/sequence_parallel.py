@@ -98,7 +98,6 @@ show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat1
 #
 # Four ranks train a small GPT with tensor parallelism. `kept` counts what forward leaves in memory for backward, on each of them.
 
-
 # %%
 def kept(edges, layers=SHAPE.layers):
     """Bytes that forward leaves for backward on this rank, in bfloat16."""
@@ -117,10 +116,13 @@ TENSOR = {t: ranks.run(kept, t, tp.REPLICATED, device="cpu")[0] for t in (1, 2, 
 # %% tags=["hide-input"]
 # Table: what tensor parallelism keeps on each rank
 rows = [
-    (t, f"{TENSOR[t]:,}", f"{100 * TENSOR[t] / TENSOR[1]:.0f}", f"{100 / t:.0f}") for t in TENSOR
+    (t, f"{TENSOR[t]:,}", f"{100 * TENSOR[t] / TENSOR[1]:.0f}", f"{100 / t:.0f}")
+    for t in TENSOR
 ]
 assert TENSOR[4] > 0.4 * TENSOR[1]
-show.table(rows, ["ranks", "kept on each (B)", "of one rank's (%)", "divided evenly (%)"])
+show.table(
+    rows, ["ranks", "kept on each (B)", "of one rank's (%)", "divided evenly (%)"]
+)
 
 
 # %% [markdown]
@@ -163,7 +165,6 @@ show.table(rows, ["ranks", "kept on each (B)", "of one rank's (%)", "divided eve
 #
 # Collectives know nothing of autograd, so each edge says what its backward is. This is all of sequence parallelism:
 
-
 # %%
 def gather(x_BsH):
     """All ranks' tokens, [B, S, H], from this rank's."""
@@ -205,7 +206,6 @@ class Leave(torch.autograd.Function):
 #
 # Now half a transformer block: norm, feed-forward network, shortcut.
 # `up_HF` holds this rank's columns, `down_FH` its rows, as in tensor parallelism. Norm and shortcut see this rank's tokens.
-
 
 # %%
 def half_block(x_BsH, norm, up_HF, down_FH):
@@ -265,7 +265,6 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 # And gloo, which carries messages between CPU ranks, makes an all-reduce of `reduce_scatter` and throws most of it away.
 # The next cell measures the last one beside the module's, on the loopback interface.
 
-
 # %%
 def on_the_wire(repeats=8):
     """Bytes that a rank sends in a reduce-scatter of 4 MB: plain, and the module's."""
@@ -289,7 +288,9 @@ WIRE = ranks.run(on_the_wire, 4, device="cpu")[0]
 least = 3 / 4 * 4 * 2**20  # (t - 1) / t of the tensor
 rows = [
     (name, f"{least / 1e6:.2f}", f"{bytes_ / 1e6:.2f}", f"{bytes_ / least:.2f}")
-    for name, bytes_ in zip(("plain, gloo's reduce_scatter", "the module"), WIRE, strict=True)
+    for name, bytes_ in zip(
+        ("plain, gloo's reduce_scatter", "the module"), WIRE, strict=True
+    )
 ]
 # Headers and whatever else talks on this machine come on top; nothing can be missing.
 assert not WIRE[1] or WIRE[1] > 0.99 * least
@@ -331,7 +332,6 @@ show.source(sp.seen_partly, sp.sum_gradients)
 # %% [markdown]
 # Nothing changes in the model. A training step with it reads like this:
 
-
 # %%
 def train_step(model, optimizer, tokens, targets, summed=True):
     """Loss of a step; the model is cut, and its edges are along the sequence."""
@@ -352,7 +352,6 @@ def adamw(model, lr=1e-3):
 # ## The same model after five steps
 #
 # One process, and the cut model on 1, 2 and 4 ranks: loss, all gradients, and all weights after five steps of AdamW. It is float64, so that rounding cannot hide anything.
-
 
 # %% tags=["hide-input"]
 # Holds loss, gradients and weights against one process
@@ -444,7 +443,9 @@ for (t, name), measured in LAYER.items():
     cells = f"{formula(t):.1f}", f"{want / sbh:.2f}", f"{measured / sbh:.2f}"
     rows.append((t, name, *cells, f"{100 * (measured / want - 1):+.1f}"))
 head = ["ranks", "cut", "by formula (sbh)", "predicted (sbh)", "measured (sbh)"]
-show.table(rows, [*head, "difference (%)"], caption="Bytes that a layer keeps on each rank")
+show.table(
+    rows, [*head, "difference (%)"], caption="Bytes that a layer keeps on each rank"
+)
 
 
 # %% [markdown]
@@ -465,7 +466,6 @@ show.table(rows, [*head, "difference (%)"], caption="Bytes that a layer keeps on
 # `````
 #
 # The cell counts what goes out at the edges of a step, by collective.
-
 
 # %%
 def sent(edges):
@@ -488,7 +488,9 @@ SENT = {name: ranks.run(sent, 4, CUTS[name][0], device="cpu")[0] for name in CUT
 # Table: collectives of a step, and bytes predicted and counted
 rows = []
 for name, (times, handed) in SENT.items():
-    want = sp.edges_sent(SHAPE, 2, SHAPE.seq, 4, along_sequence=CUTS[name][1], keep="whole" in name)
+    want = sp.edges_sent(
+        SHAPE, 2, SHAPE.seq, 4, along_sequence=CUTS[name][1], keep="whole" in name
+    )
     # An all-gather is handed this rank's share, the others the whole tensor.
     wire = handed["all_gather"] * 3 + handed["all_to_all"] * 3 // 4
     wire += 2 * handed["all_reduce"] * 3 // 4
@@ -528,13 +530,14 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 #
 # `DTensor` has sequence parallelism as a plan: norms are `SequenceParallel`, a cut part's input goes from `Shard(1)` (the tokens) to `Replicate()`, and what leaves it is `Shard(1)` again.
 
-
 # %%
 def by_torch(model):
     """torch's plan for tensor and sequence parallelism, applied to the plain GPT."""
     along, replicated = (Shard(1),), (Replicate(),)
     plan = {
-        "embedding": torchs.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "embedding": torchs.RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1)
+        ),
         "norm": torchs.SequenceParallel(),
         "head": torchs.ColwiseParallel(
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
@@ -545,7 +548,9 @@ def by_torch(model):
         plan[f"blocks.*.{part}"] = torchs.PrepareModuleInput(
             input_layouts=along, desired_input_layouts=replicated
         )
-        plan[f"blocks.*.{part}.{last}"] = torchs.RowwiseParallel(output_layouts=Shard(1))
+        plan[f"blocks.*.{part}.{last}"] = torchs.RowwiseParallel(
+            output_layouts=Shard(1)
+        )
     for name in ("attention.query", "attention.key", "attention.value", "ffn.up"):
         plan[f"blocks.*.{name}"] = torchs.ColwiseParallel()
     mesh = init_device_mesh(ranks.device().type, (dist.get_world_size(),))
@@ -554,7 +559,6 @@ def by_torch(model):
 
 # %% [markdown]
 # The same model takes one step with that plan, and with ours in both ways. The table counts collectives in each phase, and the bytes that forward keeps.
-
 
 # %% tags=["hide-input"]
 # Counts collectives of a step of torch's and of ours, phase by phase
@@ -601,7 +605,11 @@ def beside_torch():
     tokens, targets = batch(seq=SHAPE.seq)
     model = by_torch(plain(untied))
     with torchs.loss_parallel():
-        found = {"torch": three_phases(model, lambda: loss(model(tokens), targets), lambda: None)}
+        found = {
+            "torch": three_phases(
+                model, lambda: loss(model(tokens), targets), lambda: None
+            )
+        }
     for keep in (True, False):
         mine = tp.parallelize(plain(untied), group, edges=sp.AlongSequence(keep))
         found["ours, kept whole" if keep else "ours"] = three_phases(
@@ -613,7 +621,10 @@ def beside_torch():
 
 
 results = ranks.run(beside_torch, 4, device="cpu", show=False)[0]
-rows = [(n, f"{value:.6f}", f"{kept_:,}", *calls) for n, (value, kept_, *calls) in results.items()]
+rows = [
+    (n, f"{value:.6f}", f"{kept_:,}", *calls)
+    for n, (value, kept_, *calls) in results.items()
+]
 values = [value for value, *_ in results.values()]
 assert max(values) - min(values) < 1e-5  # float32, a loss of about 5.5
 assert results["torch"][4] == 54
@@ -641,13 +652,14 @@ show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 # `sum_gradients` is one line behind `backward`, and easy to forget. No error is raised.
 # Each rank then steps its norms by what its own tokens say, and they drift apart: `apart` is the largest difference of the last norm's weight between ranks after ten steps.
 
-
 # %%
 def train_norms(summed, steps=10):
     """Losses, and how far apart the ranks' last norms are at the end."""
     model = tp.parallelize(plain(), dist.group.WORLD, edges=sp.ALONG_SEQUENCE)
     optimizer = adamw(model, lr=3e-3)
-    losses = [train_step(model, optimizer, *batch(step), summed) for step in range(steps)]
+    losses = [
+        train_step(model, optimizer, *batch(step), summed) for step in range(steps)
+    ]
     weight_H = model.norm.weight.detach()
     least, most = weight_H.clone(), weight_H.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -678,7 +690,6 @@ show.table(rows, head)
 # ### Tokens that the ranks cannot share
 #
 # The ranks need equally many tokens. Another length is refused before anything is sent:
-
 
 # %%
 def refused():
@@ -757,7 +768,6 @@ check(answer, "sequence_bytes")
 # Return those whose gradients have to be summed over the ranks after backward.
 # (`query`, `key`, `value`, `up` and `gate` are cut by columns, `out` and `down` by rows, embedding and head by the vocabulary. Print the names of `plain()` to see all.)
 
-
 # %%
 def my_summands(names):
     pass  # your code
@@ -776,7 +786,6 @@ check(my_summands)
 # ```
 #
 # Norms, and what is added behind the reduce-scatter. A column's bias is cut with its column, and is added to all tokens.
-
 
 # %%
 def my_summands(names):
@@ -799,7 +808,6 @@ check(my_summands)
 # Both inputs get their gradients, and between forward and backward nothing of [B, S, H] stays.
 # (`torch.autograd.Function`; plain collectives will do, also ones that move more than they must.)
 
-
 # %%
 def my_column(x_BsH, w_HF, group):
     pass  # your code
@@ -818,7 +826,6 @@ check(my_column)
 # ```
 #
 # Save the share, gather once more. The gather could be under way while `dx_BSH` is computed, and the sum while `dw_HF` is.
-
 
 # %%
 class Column(torch.autograd.Function):

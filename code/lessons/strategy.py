@@ -114,7 +114,6 @@ show.figure(measured.layouts(points), alt, "strategy-layouts")
 #
 # ![For six GPUs, on a logarithmic axis, how many operations of a product pay for one byte. V100: 139 from its own memory, 833 from its node, 20,000 from the network. A100 80 GB: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. Products grew faster than every link.](../figures/strategy_walls.svg)
 
-
 # %%
 def walls(machine, config, tokens, t):
     """Seconds of one layer, forward and backward, on one of t GPUs that share it."""
@@ -192,7 +191,6 @@ show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
 # And does it put them in order: among layouts of one model on one number of nodes, is the fastest the one that it calls so?
 # The second is Spearman's correlation of the two orders: 1 when they agree, 0 when one says nothing of the other.
 
-
 # %%
 def off(predicted):
     """The median of |log(predicted / measured)|, about the share that it is off."""
@@ -240,7 +238,6 @@ assert order(floors) < 0.5
 #
 # What is missing are constants that no data sheet has.
 # Six are enough.
-
 
 # %%
 def plain(job, r):
@@ -293,7 +290,8 @@ print("off:", round(off(predicted), 3), "order:", round(order(predicted), 2))
 # Table: the six constants, and how sure the fit is of each
 assert off(predicted) < 0.1 and order(predicted) > 0.95
 rows = [
-    [name, f"{rate.value:.3g}", f"± {rate.spread:.0%}", rate.unit] for name, rate in six.all.items()
+    [name, f"{rate.value:.3g}", f"± {rate.spread:.0%}", rate.unit]
+    for name, rate in six.all.items()
 ]
 show.table(rows, ["constant", "value", "well within", "what"])
 
@@ -349,9 +347,7 @@ show.source(products.products, products._cut, products.product, core._tensor, co
 # Then a step.
 
 # %%
-show.source(
-    core.seconds, core._stage, core._likely, core._left, core._head, core._messages, core._optimizer
-)
+show.source(core.seconds, core._stage, core._likely, core._left, core._head, core._messages, core._optimizer)
 
 # %% [markdown]
 # And what the copies wait for.
@@ -504,10 +500,7 @@ tight_fit, loose_fit = fitted(list(GUESSES), few), fitted(list(GUESSES), few, lo
 # %% tags=["hide-input"]
 # Table: constants of five rows, with and without priors
 rows = [
-    [
-        name,
-        *(f"{rates[name]:.3g} ± {rates.all[name].spread:.0%}" for rates in (tight_fit, loose_fit)),
-    ]
+    [name, *(f"{rates[name]:.3g} ± {rates.all[name].spread:.0%}" for rates in (tight_fit, loose_fit))]
     for name in GUESSES
 ]
 errors = [off([plain(job, rates) for job in jobs]) for rates in (tight_fit, loose_fit)]
@@ -657,7 +650,6 @@ show.table(rows, ["machines", "model", "the fastest", "the rule says", "costs"])
 # A choice that turns over when a guess is a little off is no choice.
 # Halve and double each rate, and plan again.
 
-
 # %%
 def turned(first, name, factor, *job):
     """The fastest layout with one rate changed, and what `first` then costs."""
@@ -673,10 +665,7 @@ def turned(first, name, factor, *job):
 # Table: what turns the choice over, for two jobs
 rows = []
 NAMES = "products", "attention", "memory", "launch", "node", "hidden", "network", "gathers"
-for config, gpu, words in (
-    ("70B", "h100", "70B, 64 × H100"),
-    ("8B", "a100-40", "8B, 64 × A100 40 GB"),
-):
+for config, gpu, words in (("70B", "h100", "70B, 64 × H100"), ("8B", "a100-40", "8B, 64 × A100 40 GB")):
     calm, job = [], (MODELS[config], MACHINES[gpu], 64, 512)
     first = strategy.plan(*job).fits[0].layout
     for name in NAMES:
@@ -822,9 +811,9 @@ check(answer, "strategy_days")
 # A layer takes the longer of its launch and of its operations at some rate; a measurement scatters by a percent, and now and then one is disturbed and takes several times as long.
 # Write a function that returns `(launch, rate)`, within 5 %. There are small layers and large ones.
 
-
 # %%
-def corner(layers): ...
+def corner(layers):
+    ...
 
 
 check(corner, "strategy_corner")
@@ -840,7 +829,6 @@ check(corner, "strategy_corner")
 # ```
 #
 # Disturbances only make slower. So the shortest time is a launch, and the highest rate is the rate.
-
 
 # %%
 def corner(layers):

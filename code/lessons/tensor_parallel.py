@@ -132,7 +132,6 @@ show.table(rows, head)
 # Let $Y = XW$, and let every rank have all of $X$. There are two ways to share the work out over ranks, and each is one line.
 # In code `T` stands for tokens, `I` and `O` for inputs and outputs, and a small letter for a rank's share of what its capital counts: `o` columns of `O`.
 
-
 # %%
 def cut(x, dim):
     """This rank's share of x along a dimension."""
@@ -163,7 +162,6 @@ def by_rows(x_TI, w_IO):
 # $$
 #
 # Both give what one process computes, on two ranks and on four:
-
 
 # %%
 def both_cuts():
@@ -210,7 +208,6 @@ for found in (two, four):
 #
 # So there are two operators, which the paper calls $f$ and $g$. Each is the other one, read backwards:
 
-
 # %%
 class CopyTo(torch.autograd.Function):
     """Forward hands x on; backward adds up what the ranks found for it."""
@@ -245,7 +242,6 @@ class ReduceFrom(torch.autograd.Function):
 # Behind the second matrix that happens to be right, since backward has nothing to do there. In front of the first, where a sum is due, nothing would happen either.
 #
 # With the two operators the network is three lines, for training as well:
-
 
 # %%
 def plain_ffn(x_TH, w1_HF, w2_FH):
@@ -292,12 +288,20 @@ want = ranks.run(train_once, 1, full_ffn)[0]
 for t, results in found.items():
     # Of a matrix each rank has the gradient of its own share, and zeros elsewhere.
     y, dx, dw1, dw2 = zip(*results, strict=True)
-    off = [max(apart(one, full) for one in ones) for ones, full in zip((y, dx), want, strict=False)]
-    off += [apart(sum(ones), full) for ones, full in zip((dw1, dw2), want[2:], strict=True)]
+    off = [
+        max(apart(one, full) for one in ones)
+        for ones, full in zip((y, dx), want, strict=False)
+    ]
+    off += [
+        apart(sum(ones), full)
+        for ones, full in zip((dw1, dw2), want[2:], strict=True)
+    ]
     # Float32: sums of up to 2048 products, in another order; entries are about 1.
     assert max(off) < 1e-5, off
     told = ", ".join(map(short, off))
-    print(f"{t} ranks: Y and the gradients of X, W1, W2 differ from one process by {told}")
+    print(
+        f"{t} ranks: Y and the gradients of X, W1, W2 differ from one process by {told}"
+    )
 calls = ranks.run(sums_of, 2, plain_ffn)[0]
 assert calls == [1, 1]
 print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
@@ -317,7 +321,6 @@ print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
 # ![Four ways of cutting two matrices, and what each rank sends, in units of one Y times (N-1)/N. Columns, then rows: nothing before GELU, an all-reduce of Y at the end: 2. Columns twice: an all-gather after GELU and one of Y: 4 + 1. Rows twice: a reduce-scatter before GELU and an all-reduce of Y: 4 + 2. Rows, then columns: an all-reduce before GELU and an all-gather of Y: 8 + 1.](../figures/tensor_parallel_orders.svg)
 #
 # With an all-gather, an all-reduce and a reduce-scatter from [Collectives](collectives.md) each order is one line, and four ranks count what they send.
-
 
 # %% tags=["hide-input"]
 # The three collectives, as functions of a tensor
@@ -479,7 +482,6 @@ show.source(tp.Cut, tp.ColumnLinear, tp.RowLinear)
 # The next cell cuts `nn.Linear` with a bias over $t$ ranks, in both ways.
 # `````
 
-
 # %% tags=["hide-input"]
 # Measures how often the bias is in Y when each rank adds it
 def biased_rows():
@@ -498,7 +500,9 @@ def biased_rows():
 for t in (2, 4, 8):
     off, surplus = ranks.run(biased_rows, t)[0]
     assert off < 1e-5 and abs(surplus - (t - 1)) < 1e-3  # float32, numbers about 1
-    print(f"{t} ranks: RowLinear has the bias once, the mistake {1 + surplus:.2f} times")
+    print(
+        f"{t} ranks: RowLinear has the bias once, the mistake {1 + surplus:.2f} times"
+    )
 
 
 # %% [markdown]
@@ -511,7 +515,6 @@ for t in (2, 4, 8):
 #
 # The plain version takes an attention of the plain model. Its weights are those of `nn.Linear`, so columns are dimension 0:
 
-
 # %%
 def plain_attention(x_BSH, attention):
     """What `attention` computes, by this rank's heads of it and all the others'."""
@@ -523,7 +526,9 @@ def plain_attention(x_BSH, attention):
         for layer in (attention.query, attention.key, attention.value)
     )
     q_BaSD, k_BkSD = (rotate(x, attention.config.rotary_base) for x in (q_BaSD, k_BkSD))
-    y_BaSD = F.scaled_dot_product_attention(q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True)
+    y_BaSD = F.scaled_dot_product_attention(
+        q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True
+    )
     y_BSh = y_BaSD.transpose(1, 2).flatten(-2)
     return ReduceFrom.apply(F.linear(y_BSh, cut(attention.out.weight, 1)))
 
@@ -603,7 +608,6 @@ else:
 # You know the answer from $x$. All ranks have it, each uses it for its own heads, so each has a summand of its gradient, and `copy_to` adds these up.
 # Weights are no exception. The plain version lets them in by the same operator, and then takes of keys and values the head that its queries look at:
 
-
 # %%
 def plain_qwen(x_BSH, attention):
     """Grouped attention with norms of heads; ranks may be more than heads of keys."""
@@ -627,7 +631,9 @@ def plain_qwen(x_BSH, attention):
         for x, norm in zip((q_BaSD, k_BkSD), norms, strict=True)
     )
     q_BaSD, k_BkSD = (rotate(x, c.rotary_base) for x in (q_BaSD, k_BkSD))
-    y_BaSD = F.scaled_dot_product_attention(q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True)
+    y_BaSD = F.scaled_dot_product_attention(
+        q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True
+    )
     y_BSh = y_BaSD.transpose(1, 2).flatten(-2)
     return ReduceFrom.apply(F.linear(y_BSh, cut(attention.out.weight, 1)))
 
@@ -725,7 +731,8 @@ rows, EIGHT = [], Layout(tp=8)
 for name in ("llama-3-8b", "qwen3-30b-a3b", "deepseek-v3"):
     config = PRESETS[name]
     whole, mine = (
-        memory.parameters(config, at)["attention"] / config.layers / 1e6 for at in (Layout(), EIGHT)
+        memory.parameters(config, at)["attention"] / config.layers / 1e6
+        for at in (Layout(), EIGHT)
     )
     enters = sum(tp.predict.entering(config))
     sizes = f"{whole:.1f}", f"{whole / 8:.2f}", f"{mine:.2f}"
@@ -762,7 +769,6 @@ show.table(rows, head)
 # $$
 #
 # and all that a rank has to tell the others is three numbers for each token. The plain versions use the operators that you know:
-
 
 # %%
 def own_entries(numbers_BS, v):
@@ -854,7 +860,9 @@ for which in ("plain", "tp.loss"):
     )
 assert float(rows[1][2]) < 1.3 < 2 < float(rows[0][2])
 head = ["loss", "off one process by", "held at most (logits)", "sent (MB)"]
-show.table(rows, [*head, "gathering logits would send (MB)"], caption=f"4 ranks, V = {V:,}")
+show.table(
+    rows, [*head, "gathering logits would send (MB)"], caption=f"4 ranks, V = {V:,}"
+)
 
 # %% [markdown]
 # For one sequence of 8,192 tokens of Llama 3, float32 logits and 8 ranks, gathering would send 3,677 MB from each rank; three numbers a token are 0.17 MB.
@@ -869,7 +877,6 @@ show.source(tp.parallelize)
 
 # %% [markdown]
 # Training differs from one process in two lines, `parallelize` and `tp.loss`:
-
 
 # %%
 def five_steps(config):
@@ -899,7 +906,9 @@ print("tensors of a plain GPT:", len(weights))
 # %% tags=["hide-input"]
 # Table: largest differences from one process, on 2 and on 4 ranks
 GPT2ISH = Config(seq=32, layers=2, heads=8, hidden=64)
-LLAMAISH = replace(GPT2ISH, kv_heads=4, mlp="swiglu", norm="rms", bias=False, tied=False)
+LLAMAISH = replace(
+    GPT2ISH, kv_heads=4, mlp="swiglu", norm="rms", bias=False, tied=False
+)
 CASES = {
     "GPT-2's": GPT2ISH,
     "Llama's": LLAMAISH,
@@ -910,7 +919,9 @@ CASES = {
 def gradients_apart(alone, cut_, group):
     """By parameter: how far its gradient is from this rank's part of one process's."""
     full = dict(alone.named_parameters())
-    for (name, p), dim in zip(cut_.named_parameters(), tp.cuts(cut_).values(), strict=True):
+    for (name, p), dim in zip(
+        cut_.named_parameters(), tp.cuts(cut_).values(), strict=True
+    ):
         want = full[name].grad
         yield apart(p.grad, want if dim is None else cut(want, dim))
 
@@ -953,8 +964,12 @@ def compare_all(names):
 rows = []
 for names, device in ((["GPT-2's", "Llama's"], "auto"), (["dropout"], "cpu")):
     # A mask's bits are one process's on the CPU alone; a GPU's kernels draw their own.
-    found = [torch.tensor(ranks.run(compare_all, t, names, device=device)) for t in (2, 4)]
-    for i, (name, dtype) in enumerate((n, d) for n in names for d in ("float32", "float64")):
+    found = [
+        torch.tensor(ranks.run(compare_all, t, names, device=device)) for t in (2, 4)
+    ]
+    for i, (name, dtype) in enumerate(
+        (n, d) for n in names for d in ("float32", "float64")
+    ):
         # Sums over ranks are made in another order. Logits and gradients reach 1; AdamW
         # divides by a gradient's size, and where that is almost 0, rounding decides
         # which way a weight moves.
@@ -977,7 +992,6 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 # Norms and the biases behind sums are whole on every rank; everything else of the model's states is divided by $t$.
 # The cell measures states after a step, and what forward saves for backward.
 
-
 # %% tags=["hide-input"]
 # Table: states and activations of a rank, predicted and measured
 def held():
@@ -990,7 +1004,9 @@ def held():
     value.backward()
     optimizer.step()
     states = count.states(model, optimizer)
-    del states["counters"]  # AdamW counts its steps, in four bytes for each parameter tensor
+    del states[
+        "counters"
+    ]  # AdamW counts its steps, in four bytes for each parameter tensor
     return sum(states.values()), saved.bytes
 
 
@@ -1001,7 +1017,9 @@ for t, (states, saved) in HELD.items():
     assert states == predicted
     layout = Layout(tp=t, micro_batch=8)
     activations = memory.activations(MODEL, layout, seq=64, precision="fp32")
-    kept = activations.layer * activations.layers + activations.head + activations.logits
+    kept = (
+        activations.layer * activations.layers + activations.head + activations.logits
+    )
     # The loss keeps some numbers for each token besides.
     assert abs(saved / kept - 1) < 0.01, (t, kept, saved)
     numbers = f"{predicted:,}", f"{states:,}", f"{states / HELD[1][0]:.3f}"
@@ -1027,7 +1045,6 @@ show.table(rows, head, caption="On each rank, float32")
 # ### Messages and bytes
 #
 # Two all-reduces forward and two backward for each block, one behind the embedding, one in backward of the head: each carries the stream, $b \cdot s \cdot h$ elements. Two small ones make the loss.
-
 
 # %% tags=["hide-input"]
 # Table: all-reduces and bytes of a step, predicted and counted
@@ -1064,7 +1081,9 @@ head = [
     "on the wire: predicted (MB)",
     "counted (MB)",
 ]
-show.table(rows, head, caption="A step on 4 ranks: 4 blocks, 8 sequences of 64, h = 128")
+show.table(
+    rows, head, caption="A step on 4 ranks: 4 blocks, 8 sequences of 64, h = 128"
+)
 
 # %% [markdown]
 # Is that much? Data parallelism hands its all-reduce $P \approx 12 L h^2$ elements in a step, here it is about $4 L b s h$. So with more than $3h$ tokens in a step tensor parallelism sends more: 12,288 tokens for $h = 4096$.
@@ -1140,7 +1159,9 @@ rows += [
 ]
 rows = [(case, told, f"{1e3 * took:.0f}") for case, told, took in rows]
 head = ["step", "predicted (ms)", "measured (ms)"]
-show.table(rows, head, caption=f"Two ranks; all messages take {1e3 * wire:.0f} ms on the wire")
+show.table(
+    rows, head, caption=f"Two ranks; all messages take {1e3 * wire:.0f} ms on the wire"
+)
 
 
 # %% [markdown]
@@ -1148,7 +1169,6 @@ show.table(rows, head, caption=f"Two ranks; all messages take {1e3 * wire:.0f} m
 # ### Hide forward's half
 #
 # Forward has no gradients to hide behind, and it is often said that nothing can hide its half. But the sum can be made in pieces. Tokens are independent in a product, so the sum of some tokens travels while the next ones are multiplied:
-
 
 # %%
 def row_in_pieces(x_Ti, w_iO, pieces, group):
@@ -1193,7 +1213,9 @@ show.timed(less < 0.95, "in 8 pieces it takes less than 95 % of the time")
 hidden = (unsplit - pieces) / min(product, wire)
 print(f"product alone {1e3 * product:.0f} ms, its sum on the wire {1e3 * wire:.0f} ms")
 print(f"in 1 piece {1e3 * unsplit:.0f} ms, in 8 pieces {1e3 * pieces:.0f} ms: ", end="")
-print(f"{100 * hidden:.0f} % of the shorter is hidden; the same sum, up to {short(off)}")
+print(
+    f"{100 * hidden:.0f} % of the shorter is hidden; the same sum, up to {short(off)}"
+)
 
 # %% [markdown]
 # With 8 pieces at best 7 of 8 parts of the shorter one, product or wire, disappear. How near the measured value comes depends on what else wants the cores: copying and adding up on loopback is work for the same two.
@@ -1226,7 +1248,9 @@ for name in ("llama-3-8b", "llama-3-70b", "llama-3-405b"):
         cells.append(f"{100 * ratio / (1 + ratio):.0f}")
     rows.append((name, f"{h:,}", *cells))
 head = ["fast, t = 2", "fast, t = 8", "fast, t = 32", "slow, t = 2", "slow, t = 8"]
-show.table(rows, ["model", "h", *head], caption="Share of forward that waits for the wire (%)")
+show.table(
+    rows, ["model", "h", *head], caption="Share of forward that waits for the wire (%)"
+)
 
 
 # %% [markdown]
@@ -1239,7 +1263,6 @@ show.table(rows, ["model", "h", *head], caption="Share of forward that waits for
 #
 # `parallelize_module` takes a plan: a name, or a pattern, and how that module is cut. Weights become `DTensor`s, tensors that know how they are dealt out, and each operation on them asks what has to be sent.
 # The plan says what [`cut_attention` and `cut_ffn`](#attention-heads-take-the-place-of-columns) do, with `PrepareModuleInput` in the place of an entrance:
-
 
 # %%
 def by_torch(model, group, enter_once=True):
@@ -1270,7 +1293,6 @@ def torch_step(model, step):
 
 # %% [markdown]
 # Now both train for five steps; the third line is the plan as one often sees it, without `PrepareModuleInput`.
-
 
 # %% tags=["hide-input"]
 # Table: losses, weights, all-reduces and dispatches of both
@@ -1329,7 +1351,6 @@ show.table(list(zip(ways, calls, dispatched, strict=True)), head)
 #
 # What does DTensor cost? Each operation on a tensor that knows how it is cut has to be looked up, and its result wrapped. The next cell takes a step of both, in turn.
 
-
 # %% tags=["hide-input", "measured"]
 # Measures a step of ours and of DTensor's
 def timed(rounds):
@@ -1355,7 +1376,9 @@ seconds = ranks.run(timed, 2, 10, device="cpu", show=False)[0]
 ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
 show.timed(ratio < 1.0, "ours is faster")  # about 0.7 on a quiet machine
 for who, times in seconds.items():
-    print(f"{who}: {1e3 * statistics.median(times):.0f} ms a step, two ranks on loopback")
+    print(
+        f"{who}: {1e3 * statistics.median(times):.0f} ms a step, two ranks on loopback"
+    )
 print(f"ours / DTensor, median of the ratios: {ratio:.2f}")
 
 # %% [markdown]
@@ -1430,10 +1453,16 @@ print(f"mean of steps 71 to 80: {statistics.mean(right[-10:]):.2f} and ", end=""
 print(f"{statistics.mean(wrong[-10:]):.2f} where it is forgotten")
 figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.0), gridspec_kw={"wspace": 0.38})
 places = (38, -0.2, "right", "top"), (46, 0.15, "left", "bottom")
-for (name, (losses, apart_)), color, place in zip(curves.items(), (2, 5), places, strict=True):
-    smooth = [statistics.mean(losses[max(0, i - 4) : i + 1]) for i in range(len(losses))]
+for (name, (losses, apart_)), color, place in zip(
+    curves.items(), (2, 5), places, strict=True
+):
+    smooth = [
+        statistics.mean(losses[max(0, i - 4) : i + 1]) for i in range(len(losses))
+    ]
     for axes, values in zip(panels, (smooth, apart_), strict=True):
-        axes.plot(range(1, len(values) + 1), values, color=show.RANK_COLORS[color], lw=2)
+        axes.plot(
+            range(1, len(values) + 1), values, color=show.RANK_COLORS[color], lw=2
+        )
     step, off, ha, va = place
     panels[0].text(step, smooth[step] + off, name, ha=ha, va=va)
 panels[0].set_ylabel("loss")
@@ -1468,7 +1497,9 @@ def dropped(seed_of_its_own):
     """On a rank: loss of step 20; stream of step 1; how far norms end apart."""
     group, streams = dist.group.WORLD, []
     model = tp.parallelize(plain(DROPS), group)
-    model.norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0].detach()))
+    model.norm.register_forward_pre_hook(
+        lambda _, inputs: streams.append(inputs[0].detach())
+    )
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     torch.manual_seed(dist.get_rank() if seed_of_its_own else 0)
     for step in range(20):
@@ -1486,7 +1517,11 @@ def heads_alike():
 
 for own in (False, True):
     (value, stream, norms), (_, other, _) = ranks.run(dropped, 2, own, device="cpu")
-    assert apart(stream, other) > 0.05 < 100 * norms if own else apart(stream, other) == norms == 0
+    assert (
+        apart(stream, other) > 0.05 < 100 * norms
+        if own
+        else apart(stream, other) == norms == 0
+    )
     name = "a seed for each rank" if own else "one seed for all"
     print(f"between regions, {name}: loss of step 20 {value:.2f}, ", end="")
     print(f"streams of ranks {apart(stream, other):.2f} apart, norms {norms:.4f}")
@@ -1521,7 +1556,6 @@ show.source(_own)
 # The cell trains two ranks' feed-forward network for 50 steps, drawn in three ways, and counts different neurons.
 # `````
 
-
 # %% tags=["hide-input"]
 # Table: a network of shards that were drawn in three ways
 def feed_forward(how, group, wide=64, inner=256):
@@ -1533,7 +1567,9 @@ def feed_forward(how, group, wide=64, inner=256):
             nn.Linear(wide, inner, bias=False),
             nn.Linear(inner, wide, bias=False),
         )
-        return tp.ColumnLinear.from_plain(up, group), tp.RowLinear.from_plain(down, group)
+        return tp.ColumnLinear.from_plain(up, group), tp.RowLinear.from_plain(
+            down, group
+        )
     torch.manual_seed(dist.get_rank(group) if how == "each its own seed" else 0)
     up, down = nn.Linear(wide, shard, bias=False), nn.Linear(shard, wide, bias=False)
     first, second = tp.ColumnLinear(group), tp.RowLinear(group)
@@ -1580,7 +1616,6 @@ show.table(rows, [*head, "loss after 50 steps"])
 # %% [markdown]
 # DTensor walks into the first of the two where its mesh has no generator of its own, as on CPUs. It prints a warning, and goes on:
 
-
 # %%
 def drawn_by_torch():
     torch.manual_seed(0)
@@ -1597,7 +1632,6 @@ assert torch.equal(*shards)
 # %% [markdown]
 # So draw each matrix whole, from one seed, and keep your part. A model that is too large to be whole anywhere is drawn matrix by matrix: `tp.initialize` gives it the numbers that one process would have drawn.
 
-
 # %%
 def never_full():
     group = dist.group.WORLD
@@ -1612,7 +1646,6 @@ def never_full():
 
 # %% [markdown]
 # The way back to one process is `tp.full_state_dict`. With `tp.load_full_state_dict` a state goes into shards again, on any number of ranks:
-
 
 # %%
 def resumed(state):
@@ -1644,7 +1677,6 @@ print(f"{len(state)} tensors trained on 4 ranks, loaded on 1 and on 2: the same 
 # Ranks of a tensor group are *one* worker. A sampler that deals out batches by global rank gives them different ones; then the embedding adds up rows of different tokens, and the loss is taken of a mixture.
 # Deal out by the number of the group, not of the rank.
 # And torch's `clip_grad_norm_` sees a rank's own gradients. Every rank scales by another factor, and whole parameters drift. `tp.clip_grad_norm_` adds up the squares of what is cut over the ranks, and counts once what is whole.
-
 
 # %% tags=["hide-input"]
 # Measures the norm: one process's, the module's, torch's by rank
@@ -1731,7 +1763,6 @@ check(answer, "tp_bytes")
 #
 # Return `(up_fH, up_bias_f, down_Hf)` of `rank` of `size`, for a feed-forward network whose weights are those of `nn.Linear`, which computes `x @ weight.T + bias`: `up_FH`, `up_bias_F`, `down_HF`. `size` divides F.
 
-
 # %%
 def my_ffn_shards(up_FH, up_bias_F, down_HF, rank, size):
     pass  # your code
@@ -1750,7 +1781,6 @@ check(my_ffn_shards)
 # ```
 #
 # A column of $W_1$ is a row of `up.weight`. Both matrices are cut along F, dimension 0 of the one and 1 of the other.
-
 
 # %%
 def my_ffn_shards(up_FH, up_bias_F, down_HF, rank, size):
@@ -1803,7 +1833,6 @@ check(answer, "tp_other_order")
 # Compute $Y = (\mathrm{SiLU}(X G) \cdot X U)\, D + b$ so that gradients are right as well. Every rank has all of `x_BSH` and `bias_H`, and its own shards of the three matrices, as `nn.Linear` keeps them. `tp.copy_to` and `tp.reduce_from` are yours to use.
 # One all-reduce forward and one backward are enough.
 
-
 # %%
 def my_gated_ffn(x_BSH, gate_fH, up_fH, down_Hf, bias_H, group):
     pass  # your code
@@ -1822,7 +1851,6 @@ check(my_gated_ffn)
 # ```
 #
 # $X$ enters once, for both matrices. The bias stands behind the sum.
-
 
 # %%
 def my_gated_ffn(x_BSH, gate_fH, up_fH, down_Hf, bias_H, group):
@@ -1847,7 +1875,6 @@ check(my_gated_ffn)
 # Return two lists for `rank` of `size`: the heads of keys and values that it holds, and the ranks over which the gradients of their weights have to be added up, itself among them (`[rank]` where nobody else holds them).
 # `size` divides `heads`, and of `size` and `kv_heads` one divides the other.
 
-
 # %%
 def my_kv_heads(heads, kv_heads, rank, size):
     pass  # your code
@@ -1866,7 +1893,6 @@ check(my_kv_heads)
 # ```
 #
 # What a rank holds follows from its first and last head of queries. Each copy of a head of keys sees the queries of its own rank alone, so its gradient is a summand: an all-reduce over the copies, and over nobody else.
-
 
 # %%
 def my_kv_heads(heads, kv_heads, rank, size):
@@ -1890,7 +1916,6 @@ check(my_kv_heads)
 #
 # Rank $r$ has the logits of entries $r v$ to $r v + v - 1$ of the vocabulary: `logits_BSv`, float32. Return the number of the entry with the largest logit for each token, `[B, S]`, the same on every rank, without gathering logits. Among equal logits the smallest number wins, as `argmax` has it in one process.
 
-
 # %%
 def my_greedy(logits_BSv, group):
     pass  # your code
@@ -1909,7 +1934,6 @@ check(my_greedy)
 # ```
 #
 # First the largest logit of all, then the smallest number among those that have it: ranks that have it not offer a number beyond all others.
-
 
 # %%
 def my_greedy(logits_BSv, group):
@@ -1936,7 +1960,6 @@ check(my_greedy)
 #
 # Return the smallest $t$, from 1 to `node` (the GPUs that share a fast link), that divides the model (`config.heads`, `key_value_heads`, `ffn_width`, `vocab`) and whose `memory.estimate(config, Layout(tp=t), device="gpu").peak` is at most `limit` bytes; `None` if there is none.
 
-
 # %%
 def my_degree(config, limit, node):
     pass  # your code
@@ -1955,7 +1978,6 @@ check(my_degree)
 # ```
 #
 # The smallest, because each doubling makes shards thinner and messages no smaller.
-
 
 # %%
 def my_degree(config, limit, node):

@@ -79,7 +79,6 @@ def off(found, wanted):
 #
 # Both are a feed-forward network on two ranks, cut as in [Tensor parallelism](tensor_parallel.md): the first matrix by columns, the second by rows.
 
-
 # %%
 def first(x, up, up_bias, down, bias, group):
     y = F.gelu(F.linear(copy_to(x, group), up, up_bias))
@@ -223,21 +222,30 @@ def wrong_gradients(chosen):
     """On a rank: by program, the parameters whose gradient finite differences refute."""
     found = []
     for seed, program in enumerate(chosen):
-        found.append(programs.wrong_gradients(program, seed, dist.group.WORLD, OPERATORS))
+        found.append(
+            programs.wrong_gradients(program, seed, dist.group.WORLD, OPERATORS)
+        )
     return found
 
 
 # There, "*V" is a product, and the last g is always made.
-steps = [tuple(s if s in SENDS else f"*{s}" for s in text.split()[:-1]) for text in SEVEN.values()]
+steps = [
+    tuple(s if s in SENDS else f"*{s}" for s in text.split()[:-1])
+    for text in SEVEN.values()
+]
 rows = []
-for (name, text), wrong in zip(SEVEN.items(), ranks.run(wrong_gradients, 2, steps)[0], strict=True):
+for (name, text), wrong in zip(
+    SEVEN.items(), ranks.run(wrong_gradients, 2, steps)[0], strict=True
+):
     try:
         said = f"passes: {follow(text.split())}"
     except ValueError as error:
         said = str(error)
     assert said.startswith("passes") == (not wrong)
     rows.append((name, text, said, ", ".join(wrong) or "none"))
-show.table(rows, ["program", "steps", "the plain checker", "wrong gradients, two ranks"])
+show.table(
+    rows, ["program", "steps", "the plain checker", "wrong gradients, two ranks"]
+)
 
 # %% [markdown]
 # Twenty lines and no number, and each verdict is that of finite differences.
@@ -261,7 +269,6 @@ show.source(adjoint.disproof)
 
 # %% [markdown]
 # Each of the course's operators, the two of the [next lesson](sequence_parallel.md) included, goes through all sixteen pairs of words, and through one more operator: $f$ whose author forgot what its backward is for.
-
 
 # %%
 class Forgets(torch.autograd.Function):
@@ -290,7 +297,11 @@ CANDIDATES = {
 def pairs_that_pass():
     pairs = [f"{src} -> {dst}" for src in tt.WORDS for dst in tt.WORDS]
     return {
-        name: [w for w in pairs if not adjoint.disproof(op, w, dist.group.WORLD, dimension=dim)]
+        name: [
+            w
+            for w in pairs
+            if not adjoint.disproof(op, w, dist.group.WORLD, dimension=dim)
+        ]
         for name, (op, dim) in CANDIDATES.items()
     }
 
@@ -360,7 +371,6 @@ show.source(core.checking)
 # One call checks a step: the processes are pretended, and messages move nothing, so it needs neither a GPU nor a second rank.
 # `step` is called with a group for each axis. `declare` says what a tensor is.
 
-
 # %%
 def network_step(network, tp):
     words = {"x": "I", "up": "V", "up_bias": "V", "down": "V", "bias": "I"}
@@ -383,7 +393,6 @@ for network in (first, second):
 #
 # A checker that lets a wrong program pass is worse than none. So 200 programs are drawn from six operators that send, products and sums with parameters of all four words, and GELU.
 # The checker judges each. Then two real ranks run each of them and compare every parameter's gradient with finite differences.
-
 
 # %%
 def refusals(chosen):
@@ -441,7 +450,9 @@ def after_backward(model, dp, tp):
 def mesh_step(dp, tp, edges=tensor_parallel.REPLICATED, after=after_backward):
     model = tensor_parallel.parallelize(GPT(SMALL), tp, edges)
     tt.declare_parameters(model, dp="R", tp=tensor_parallel.words(model))
-    tokens, targets = (tt.declare(torch.randint(64, (2, 16)), dp="V", tp="R") for _ in range(2))
+    tokens, targets = (
+        tt.declare(torch.randint(64, (2, 16)), dp="V", tp="R") for _ in range(2)
+    )
     value = tensor_parallel.loss(model(tokens), targets, tp)
     tt.declare(value, dp="P").backward()  # an addend of the joint loss
     after(model, dp, tp)
@@ -456,7 +467,6 @@ for edges in (tensor_parallel.REPLICATED, ALONG_SEQUENCE):
 
 # %% [markdown]
 # Nothing of the model was changed for it but the line of words beside each operator. Now with some steps left out:
-
 
 # %%
 def not_averaged(model, dp, tp):
@@ -492,7 +502,6 @@ for after, edges in (
 # The second was reported in September 2026 (NVIDIA/Megatron-LM, issue 7452, finding 11): a norm on each head, with one weight for all heads, inside the cut part.
 # Both are here, in one attention, and the same operator makes both right: $f$ around the weight.
 
-
 # %%
 def attention(x, queries, keys_values, scale, out, group, f_kv=copy_to, f_norm=copy_to):
     """One head of keys and values for all queries, and a norm on each query."""
@@ -524,7 +533,10 @@ PARTS = {"queries": 0, "out": 1}
 def weights():
     generator = torch.Generator().manual_seed(3)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(ranks.device()) / 4
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            ranks.device()
+        )
+        / 4
         for name, shape in SHAPES.items()
     }
 
@@ -571,7 +583,9 @@ for name, options in (
             line,
         )
     )
-show.table(rows, ["attention", "output off (%)", "worst gradient off (%)", "the checker"])
+show.table(
+    rows, ["attention", "output off (%)", "worst gradient off (%)", "the checker"]
+)
 
 
 # %% [markdown]
@@ -579,7 +593,6 @@ show.table(rows, ["attention", "output off (%)", "worst gradient off (%)", "the 
 #
 # Nothing is sent, and no memory is held beyond the program's own. What a check takes grows with the number of operations, and that is proportional to the layers: two small models predict all others.
 # Operators that send can be counted in the model itself: an entrance and an exit for each attention, each feed-forward network; an exit of the embedding, an entrance of the head, and the loss. That is $4L + 3$.
-
 
 # %%
 def one_axis(tp, layers):
@@ -610,7 +623,6 @@ show.table(rows, head)
 
 # %% [markdown]
 # In time that is some milliseconds for each layer:
-
 
 # %% tags=["hide-input", "measured"]
 # Table: milliseconds of a forward, plain and followed
@@ -654,7 +666,9 @@ THERE = importlib.util.find_spec("spmd_types") is not None
 
 def both(chosen):
     """In a pretended rank: for each program, whether ours and theirs pass it."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # older names of collectives
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # older names of collectives
     group = dist.group.WORLD
     for operator in (_CopyTo, _ReduceFrom, _GatherLast, _SplitLast):
         library.attach(operator)
@@ -663,7 +677,9 @@ def both(chosen):
 
     def declared():
         given = programs.parameters(0, group)
-        return {n: library.declare(x, tp=programs.PARAMETERS[n]) for n, x in given.items()}
+        return {
+            n: library.declare(x, tp=programs.PARAMETERS[n]) for n, x in given.items()
+        }
 
     def run(program, given):
         programs.run(program, given, group, OPERATORS, partial(library.declare, tp="P"))
@@ -692,7 +708,6 @@ made
 # It knows more. In its *global* mode V has a dimension, S(1) say, as in DTensor. Then it derives that a product along a cut dimension is P, where ours believes the author.
 # This network applies GELU to addends, and with V alone nothing is wrong with its gradients:
 
-
 # %%
 def gelu_of_addends(x, up_rows, tp):
     """The first matrix by rows, and no sum in front of GELU."""
@@ -712,10 +727,14 @@ def theirs():
     group = dist.group.WORLD
     with spmd.set_current_mesh({"tp": spmd.MeshAxis.of(group)}):
         x = spmd.assert_type(torch.randn(2, 8, requires_grad=True), {"tp": spmd.I})
-        up_rows = spmd.assert_type(torch.randn(16, 4, requires_grad=True), {"tp": spmd.S(1)})
+        up_rows = spmd.assert_type(
+            torch.randn(16, 4, requires_grad=True), {"tp": spmd.S(1)}
+        )
         try:
             with typecheck(local=False):
-                F.gelu(F.linear(spmd.convert(x, group, src=spmd.I, dst=spmd.S(1)), up_rows))
+                F.gelu(
+                    F.linear(spmd.convert(x, group, src=spmd.I, dst=spmd.S(1)), up_rows)
+                )
         except spmd.SpmdTypeError as error:
             return str(error).splitlines()[0]
 
@@ -750,7 +769,9 @@ def joint():
 
 def finished(model):
     """Gradients as they are before the step, which is taken."""
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    found = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.1 * parameter.grad
@@ -870,7 +891,6 @@ for step, options in (
 # %% [markdown]
 # Factors are no words, random numbers have none, and what you declare is believed.
 
-
 # %%
 def apart_at_start(model, tp):
     torch.manual_seed(tp.rank())
@@ -906,7 +926,6 @@ show.table(rows, ["mistake", "loss off (%)", "worst gradient off (%)", "the chec
 # Hooks that work within backward, such as those of `DataParallel` and ZeRO, are not followed. Say with `believe` what they leave behind, and test it as their lessons do, beside one process.
 # And a check in which nothing is differentiated checks nothing of $f$, for without a gradient I and R are one. The verdict says so:
 
-
 # %%
 def without_gradients(tp):
     with torch.no_grad():
@@ -925,7 +944,6 @@ print(tt.check(without_gradients, tp=2))
 #
 # Lessons here end in what goes wrong. Which of these would you have found, and how early?
 # Rows with numbers were run just now: on two ranks beside one process, and under the checker. The others are judged by what their lessons measured; what raises, hangs or only takes time has no numbers to compare. An empty cell asks nothing of that test. (The table of [Model parallelism](model_parallelism.md#what-goes-wrong-and-how-it-looks) is made of these.)
-
 
 # %% tags=["hide-input"]
 # The mistakes that were run: lesson, name, step and what is wrong with it
@@ -1166,7 +1184,6 @@ check(answer, "type_words")
 #
 # Write an operator with the words V → R: all ranks' `x` [..., n] side by side, [..., t n], for ranks that go on with it differently. `group` has t ranks. The check runs the numeric test on real ones.
 
-
 # %%
 def my_operator(x, group):
     pass  # your code
@@ -1185,7 +1202,6 @@ check(my_operator)
 # ```
 #
 # Forward gathers. The gradient of R is P: backward is given addends, so it adds them up, and keeps the part that belongs to this rank's `x`.
-
 
 # %%
 class GatherForAll(torch.autograd.Function):
@@ -1222,7 +1238,6 @@ check(my_operator)
 #
 # Return the word of a sum of tensors with the given `words` (a list, of any length from 1), all of which get gradients and are added as they are; `None` where it is refused.
 
-
 # %%
 def my_sum(words):
     pass  # your code
@@ -1241,7 +1256,6 @@ check(my_sum)
 # ```
 #
 # I is alone with its like, and so is P: a sum of addends is an addend. The others may be mixed.
-
 
 # %%
 def my_sum(words):
@@ -1270,7 +1284,6 @@ check(my_sum)
 #
 # `x`, `scale` and `bias` are I, `gate`, `up` and `down` are this rank's parts, as `nn.Linear` keeps them. Below, the output is right, and gradients are not. Repair them with `copy_to` and `reduce_from`. The check follows your network, and compares it with one process.
 
-
 # %%
 def my_network(x, gate, up, down, scale, bias, group):
     y = F.silu(F.linear(x, gate)) * F.linear(x, up) * scale
@@ -1290,7 +1303,6 @@ check(my_network)
 # ```
 #
 # Both `x` and `scale` are used by each rank with something of its own: both have to become R. The bias stays behind the sum.
-
 
 # %%
 def my_network(x, gate, up, down, scale, bias, group):

@@ -123,9 +123,7 @@ axes.axhline(math.log(256), color=show.INK, ls=":", lw=1)
 axes.text(300, math.log(256) - 0.1, "guessing among 256 bytes", ha="right", va="top", fontsize=9)
 axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(1.5, 5.8))
 assert sum(learned[-20:]) / 20 < 2.8
-show.figure(
-    figure, "The loss falls from 5.5 to about 2.5 nats per byte in 300 steps.", "train-loss"
-)
+show.figure(figure, "The loss falls from 5.5 to about 2.5 nats per byte in 300 steps.", "train-loss")
 
 # %% [markdown]
 # Perplexity is $e^{\text{loss}}$: 12 means that the model hesitates as if between 12 equally likely bytes.
@@ -301,7 +299,6 @@ changes(plain.evaluate, core.evaluate)
 # %% tags=["hide-input"]
 # Table: a validation loss by the number of ranks, filled up and counted once
 
-
 def filled_up(model, windows):
     """The mean of the ranks' means, over what a sampler gives to each."""
     sampler = DistributedSampler(windows, shuffle=False)
@@ -343,7 +340,6 @@ changes(sampler.main, core.main)
 # The barrier makes the others wait until rank 0 has written what they read.
 #
 # What happens without `if rank == 0`? Usually nothing, and now and then this. The order of the two writers is fixed here; in a job it is chance.
-
 
 # %%
 def write_at_once(path):
@@ -517,7 +513,6 @@ show.source(LossScaler)
 #
 # The function trains with FSDP2 on two ranks, and doubles after 3 good steps instead of 2,000.
 
-
 # %%
 def in_fp16(group, steps=16):
     """On a rank: the mean losses, and this rank's scale after each step."""
@@ -661,7 +656,6 @@ de.check(settings, optimizer=True)  # an AdamW comes beside them
 #
 # Most CPUs are refused: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`, for want of instructions that few have. torch computes `float16` without them, only slowly. So the cell overrules the check, and the real engine trains: with these settings, and with a first scale of $2^{20}$ and a window of 3.
 
-
 # %%
 def with_deepspeed(changes, steps=10):
     """On a rank: losses, and the scale and the overflow of each step."""
@@ -680,7 +674,6 @@ def with_deepspeed(changes, steps=10):
         losses.append(de.step(engine, list(micro_batches)))
         overflows.append(engine.optimizer.overflow)
     return losses, scales, overflows
-
 
 # %% tags=["hide-input"]
 # Table: DeepSpeed's scale, measured beside the rule in its source
@@ -835,7 +828,6 @@ print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one pro
 #
 # The script builds the model on every rank's host before it cuts it. On the device `meta`, tensors have shapes and no storage. So a larger model is built there, cut, given room for its shards, and filled from rank 0's host, one tensor at a time.
 
-
 # %%
 def begun_on_meta():
     """On a rank: how far a model that no rank holds whole is from the plain one."""
@@ -887,7 +879,6 @@ show.source(lightning.LitGPT, lightning.fit)
 # %% [markdown]
 # Usually Lightning starts your script again for each rank, or takes torchrun's. `TheseRanks` (12 lines) has it take those of `ranks.run`.
 # Ten steps of 8 windows, two epochs of 40, are held against a plain loop that draws its order with `torch.randperm` from seed + epoch.
-
 
 # %%
 def plain_loop(steps=10):
@@ -1035,7 +1026,6 @@ show.table(rows, ["you write", "you get"])
 #
 # The same global batch on 1, 2 and 4 ranks, timed in turns. *Compute* is the same step with no message, under `no_sync`.
 
-
 # %%
 def times(repeats=2, steps=2, batch=8):
     """Seconds of a step on this rank: with messages, without."""
@@ -1067,14 +1057,7 @@ for size, (step, compute) in measured.items():
     gain, messages = alone / step, 100 * max(0, step - compute) / step
     slower = compute * size / alone
     rows.append(
-        (
-            size,
-            f"{step:.3f}",
-            f"{gain:.2f}",
-            f"{100 * gain / size:.0f}",
-            f"{slower:.2f}",
-            f"{messages:.0f}",
-        )
+        (size, f"{step:.3f}", f"{gain:.2f}", f"{100 * gain / size:.0f}", f"{slower:.2f}", f"{messages:.0f}")
     )
 show.table(
     rows,
@@ -1113,7 +1096,6 @@ show.source(Training.report)
 # Then a checkpoint is written as after any last step, and all ranks end with status 0, which keeps `torchrun` from starting them again. A file `stopped` says that there is more to do.
 # Processes that load data ignore the signal: the last step still needs them.
 # Here rank 1 alone gets a signal while it trains; the command is then given once more.
-
 
 # %%
 def signalled(folder, **options):
@@ -1202,7 +1184,6 @@ check(answer, "validation_filled_up")
 # Each rank has the summed loss of its tokens and their number, as Python numbers. Some ranks may have none.
 # Return the mean loss of a token over all ranks of `group`, the same number on each.
 
-
 # %%
 def my_mean(total, count, group):
     pass  # your code
@@ -1219,7 +1200,6 @@ check(my_mean)
 # :label: sol-train-mean
 # :class: dropdown
 # ```
-
 
 # %%
 def my_mean(total, count, group):
@@ -1242,7 +1222,6 @@ check(my_mean)
 # `order` is the order of an epoch, a list of window numbers. `done` steps of `batch` windows are over, made by any number of ranks.
 # Return the windows that this rank reads in the rest of the epoch, in order, when `size` ranks go on. An incomplete last batch is dropped. `size` divides `batch`.
 
-
 # %%
 def my_rest(order, done, batch, rank, size):
     pass  # your code
@@ -1261,7 +1240,6 @@ check(my_rest)
 # ```
 #
 # The position counts windows of all ranks; who has read them does not matter.
-
 
 # %%
 def my_rest(order, done, batch, rank, size):
@@ -1283,7 +1261,6 @@ check(my_rest)
 # Each rank has a list of its shards of the gradients, which may be empty.
 # Return `True` on all ranks if no rank has an inf or a nan, `False` on all ranks otherwise: a `bool`.
 
-
 # %%
 def my_decision(gradients, group):
     pass  # your code
@@ -1302,7 +1279,6 @@ check(my_decision)
 # ```
 #
 # A flag travels, not the gradients: large finite ones would overflow in their sum, and inf and -inf need not meet. Every rank calls the collective, also one without shards or without an inf.
-
 
 # %%
 def my_decision(gradients, group):

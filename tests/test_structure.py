@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_layout import GATED
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab import memory, strategy
@@ -17,10 +18,7 @@ from shardlab.machines import MACHINES
 from shardlab.model import GPT
 from shardlab.shapes import PRESETS, Config
 
-MIXED = Config(
-    96, 16, 5, 4, 32, 2, 48, "swiglu", "rms", False, False,
-    experts=4, expert_ffn=24, shared_experts=1, dense_layers=2,
-)  # fmt: skip
+MIXED = replace(GATED, layers=5, dense_layers=2)
 SHAPES = {
     "plain": Config(96, 16, 2, 4, 32),
     "gated": replace(MIXED, experts=0, dense_layers=0, shared_experts=0),

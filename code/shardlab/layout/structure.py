@@ -42,6 +42,10 @@ class Core:
         w = min(seq, self.window or seq, self.top or seq)
         return w - w * (w - 1) / (2 * seq)
 
+    def pairs(self, tp: int = 1) -> float:
+        """Numbers of a token's keys and values on one of `tp` ranks, which has a head at least."""
+        return (self.query + self.value) * max(1.0, self.kv_heads / tp)
+
     def flops(self, seq: int, causal: bool = True) -> float:
         """Operations of a token's forward pass; causal: without the pairs that the mask hides."""
         whole = (seq + 1) / 2 if causal else seq
@@ -98,10 +102,8 @@ class Kind:
 
     def heads_on(self, tp: int) -> float:
         """Of the `heads` elements those on one of `tp` ranks, each of which has keys and values."""
-        core = self.core
-        if core is None or tp <= core.kv_heads:
-            return self.heads / tp
-        return self.heads / tp + (core.query + core.value) * (1 - core.kv_heads / tp)
+        copied = self.core.pairs(tp) - self.core.pairs() / tp if self.core else 0.0
+        return self.heads / tp + copied
 
     @property
     def wide(self) -> int:
@@ -164,6 +166,11 @@ class Structure:
 
     def _ends(self) -> int:
         return sum(entry.elements() for entry in self.outside if entry.tied is None)
+
+    @cached_property
+    def largest(self) -> Kind:
+        """The kind of layer that has most parameters."""
+        return max(self.kinds, key=lambda kind: kind.parameters)
 
     @property
     def width(self) -> int:

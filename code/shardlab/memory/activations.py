@@ -158,7 +158,11 @@ def activations(
     check_one_of(PRECISIONS, precision=precision)
     tp, batch, recompute = layout.tp, layout.micro_batch, layout.recompute
     along = layout.sequence_parallel
-    seq = _shared(config, seq, layout.cp, tp if along else 1, attention)
+    seq = tokens_of(seq, layout)
+    if layout.cp > 1 and attention != "fused":
+        raise ValueError(f"attention={attention!r}: allowed with cp={layout.cp} is 'fused'")
+    if layout.cp > 1 and config.dropout:
+        raise ValueError(f"dropout={config.dropout}: allowed with cp={layout.cp} is 0")
     flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
     z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, along)
     again = computed_again(recompute)
@@ -201,16 +205,15 @@ def activations(
     )
 
 
-def _shared(config: Config, seq: int, cp: int, tp: int, attention: str) -> int:
-    """Tokens of each sequence on a rank, of `cp` that share it; `tp` ranks cut them again."""
-    if cp > 1:
-        if seq % cp:
-            raise ValueError(f"cp={cp}: allowed are divisors of seq={seq}")
-        if attention != "fused":
-            raise ValueError(f"attention={attention!r}: allowed with cp={cp} is 'fused'")
-        if config.dropout:
-            raise ValueError(f"dropout={config.dropout}: allowed with cp={cp} is 0")
-        seq //= cp
-    if seq % tp:
-        raise ValueError(f"tp={tp}: allowed with sequence_parallel are divisors of seq={seq}")
+def tokens_of(seq: int, layout: Layout) -> int:
+    """Tokens of each sequence on a rank: context ranks share it, and tensor ranks may cut it again.
+
+    Raises ValueError for tokens that they do not divide.
+    """
+    if seq % layout.cp:
+        raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={seq}")
+    seq //= layout.cp
+    if layout.sequence_parallel and seq % layout.tp:
+        words = "allowed with sequence_parallel are divisors of"
+        raise ValueError(f"tp={layout.tp}: {words} seq={seq}")
     return seq

@@ -15,10 +15,11 @@ from shardlab.layout import ALONE, Layout, Structure, computed_again, structure
 from shardlab.layout.structure import Kind, check_expert_degree
 from shardlab.shapes import Config
 
+from .activations import tokens_of
 from .core import check_recipe, states_of
 from .counting import by_kind, held_by, placed
 from .in_flight import in_flight
-from .step import MIB, Estimate, Unit
+from .step import MIB, Estimate, Unit, on_the_way
 from .units import ceil_div
 
 LOGITS = 3 * 4  # bytes of each: the log-softmax in float32, its gradient and a temporary
@@ -58,7 +59,7 @@ def estimate_structure(
     here = placed(model, layout, stage)
     seq = model.seq if seq is None else seq
     check_whole(seq=seq)
-    tokens = _shared(seq, layout) * layout.micro_batch
+    tokens = tokens_of(seq, layout) * layout.micro_batch
     mine = held_by(model, layout, here)
     state = states_of(mine.all, mine.shard(layout), layout, recipe, optimizer)
     if model.unplanned:
@@ -72,7 +73,7 @@ def estimate_structure(
     logits = LOGITS * ceil_div(model.vocab, layout.tp) * here.head
     stream = recipe.compute * tokens * model.hidden
     activations = round(recipe.compute * tokens * layers * flying) + tokens * logits
-    buffers = 16 * tokens + _on_the_way(layout, mine.all * recipe.gradients, bucket)
+    buffers = 16 * tokens + on_the_way(layout, mine.all * recipe.gradients, bucket)
     if layout.zero == 3 and layout.shards > 1:
         buffers += Unit.of(model, layout, here).gathered(recipe)
     if layout.pp > 1:
@@ -92,21 +93,3 @@ def kept(model: Structure, kind: Kind, layout: Layout, again: frozenset[str]) ->
     rows = kind.routed.chosen * kind.routed.inputs if kind.routed else 0
     whole = kind.stream - norms + kind.latent + rows
     return whole / along + kind.heads_on(layout.tp) + tensors * kind.wide / layout.tp
-
-
-def _on_the_way(layout: Layout, gradients: int, bucket: int) -> int:
-    """Bytes of gradients in buckets, as `estimate` has them."""
-    if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.shards > 1):
-        return 0
-    return gradients if layout.zero == 0 and bucket else min(gradients, bucket)
-
-
-def _shared(seq: int, layout: Layout) -> int:
-    """Tokens of each sequence on a rank."""
-    if seq % layout.cp:
-        raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={seq}")
-    seq //= layout.cp
-    if layout.sequence_parallel and seq % layout.tp:
-        words = "allowed with sequence_parallel are divisors of"
-        raise ValueError(f"tp={layout.tp}: {words} seq={seq}")
-    return seq

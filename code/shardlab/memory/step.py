@@ -78,7 +78,8 @@ def estimate(
     backward on: in a pipeline with no more of them than stages to come, this is on the safe side.
 
     The peak is counted with an optimizer that takes one parameter after the other (foreach=False).
-    Not in it: what an allocator loses to fragments, CUDA's context, buffers of nccl.
+    Not in it: what an allocator loses to fragments, CUDA's context, buffers of nccl; and what a CPU
+    casts in forward, with dropout in 16 bits: with heads wider than the stream it can be the most.
 
     Raises ValueError as `states` and `activations` do.
     """
@@ -107,12 +108,8 @@ def estimate(
     unit = Unit.of(model, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64
-    gathered = buckets = 0
-    if shards > 1 and zero == 3:
-        gathered = unit.gathered(recipe, prefetch)
-    elif layout.dp * layout.cp > 1:
-        gradients = held * recipe.gradients
-        buckets = gradients if zero == 0 and bucket else min(gradients, bucket)
+    gathered = unit.gathered(recipe, prefetch) if shards > 1 and zero == 3 else 0
+    buckets = on_the_way(layout, held * recipe.gradients, bucket)
     messages = kept.stream * (2 if here.embedding or here.head else 3) if pp > 1 else 0
     earlier = layout.microbatches > 1
     sharded = zero if shards > 1 else 0
@@ -129,6 +126,13 @@ def estimate(
         state.host,
         {name: size + tokens + buckets + messages for name, size in moments.items()},
     )
+
+
+def on_the_way(layout: Layout, gradients: int, bucket: int) -> int:
+    """Bytes of gradients in buckets, where whole weights are not gathered with them (ZeRO-3)."""
+    if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.shards > 1):
+        return 0
+    return gradients if layout.zero == 0 and bucket else min(gradients, bucket)
 
 
 def _in_order(config: Config, layout: Layout, here: Stage) -> list[int]:

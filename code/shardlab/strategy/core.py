@@ -112,7 +112,7 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     if layout.schedule == "naive":
         bubble = m * others if layout.pp > 1 else 0.0
     else:
-        forward, backward = each[max(each, key=lambda kind: kind.parameters)]
+        forward, backward = each[job.model.largest]
         weights = backward.products / BACKWARD
         # While the pipeline fills and drains, the CPU launches ahead.
         others -= sum(stage.launches for stage in work) - slowest.launches
@@ -305,10 +305,9 @@ def _context(job: Job, rates: Values, core: Core | None, attention: float) -> fl
     layout, c = job.layout, job.layout.cp
     if c == 1 or core is None:
         return 0.0
-    width = core.kv_heads * (core.query + core.value)  # of keys and values
     near = c * layout.tp <= job.machine.per_node
     rate = rates.node * job.machine.inside if near else rates.network * job.machine.between
-    taken = (c - 1) * NUMBER * job.tokens * width / layout.tp / rate
+    taken = (c - 1) * NUMBER * job.tokens * core.pairs(layout.tp) / rate
     return max(0.0, taken - attention) if job.profile.hides else taken
 
 

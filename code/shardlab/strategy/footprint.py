@@ -24,10 +24,10 @@ from shardlab.memory.step import Unit
 
 from .core import SOFT, pace
 from .job import Job
+from .products import NUMBER
 from .rates import Values
 
 GIB = 2**30
-NUMBER = 2  # bytes of an activation
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,5 @@ def _late(job: Job, rates: Values) -> float:
     there = 1 - exp(-layout.microbatches / rates.settled)
     stopped = 0.0
     if layout.pp > 1 and job.nodes > 1:
-        most = max(job.model.kinds, key=lambda kind: kind.parameters)
-        stopped = 1 / (1 + pace(job, rates, most) ** SOFT) / (layout.pp - 1)
+        stopped = 1 / (1 + pace(job, rates, job.model.largest) ** SOFT) / (layout.pp - 1)
     return rates.late * there * (1 - stopped) * job.stream

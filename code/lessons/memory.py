@@ -717,7 +717,6 @@ show.table(
 # %% [markdown]
 # Eight times as many GPUs take an eighth of the states, and the activations do not move: from some point on, more GPUs of this kind save nothing.
 #
-# (memory-today)=
 # ## A model of today, from its config.json
 #
 # On Hugging Face's hub a model is its weights, and a `config.json` with its sizes. What is built of these sizes the file does not say: its class does, and each of some two hundred kinds of model has one.

@@ -693,7 +693,7 @@ shardlab("strategy --model llama-3-70b --gpu h100 --gpus 64 --top 3")
 # Below the table stands what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, operators are computed again where that may be faster. What a search leaves out it names, and it warns where little memory is free or few operations are reached.
 # `--layout` takes a layout as it is, from a paper for instance. With Megatron's rates Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU, and ran at 41 {cite}`dubey2024llama3`; for what ran in 80 GiB 92 GB are predicted, or 80 if gradients are sharded as well.
 #
-# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted](memory.md#memory-today) and never guessed: latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in a line.
+# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted](memory.md#a-model-of-today-from-its-configjson) and never guessed: latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in a line.
 # `--rates here.json` takes the rates that `--measure` or `--fit` wrote.
 # `--emit` writes the fastest layout that an engine can run as its configuration, each line with its reason: for DeepSpeed, FSDP2, torchtitan, Megatron, or as a batch file for Slurm.
 # So a file for DeepSpeed begins:

@@ -54,6 +54,7 @@ ZERO = {
     ],
     "my_mixed_step": [
         (nothing, "Nothing has changed"),
+        (Swap("master -= lr", "master = master - lr"), "`master = …` gives the name"),
         (Swap(" / dist.get_world_size(group))", ")"), "summed over 2 ranks, not averaged"),
         (Swap("zero.all_gather(weights, own, group).wait()", "..."), "nobody has the others'"),
         (Swap("weights[own] = master", "..."), "never get into the weights"),
@@ -726,6 +727,7 @@ TRAIN = {
     "my_mean": [
         (Swap("[total, count]", "[total / max(count, 1), 1.0]"), "mean of the ranks' means"),
         (Swap("(both[0] / both[1])", "both[0]"), "sum of all losses"),
+        (Swap("(both, group=group)", "(both)"), "the mean over all ranks"),
         (lambda total, count, group: total / max(count, 1), "off by"),
         (nothing, "returned None"),
     ],

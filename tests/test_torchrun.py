@@ -314,7 +314,6 @@ def test_set_up_shows_what_is_tried_here() -> None:
     assert sum("--standalone" in c for c in HERE) == 2 and len(LONG) == 1 and len(HERE) == 4
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", HERE)
 def test_set_ups_commands_run_as_printed(

@@ -874,13 +874,6 @@ CLUSTER = {
         ((7, 7, 2), "on the rank's own node"), ((7, 1, 7), "GROUP_RANK is the node's number"),
         ((6, 1, 2), "how many ranks come before it"), (7, "Three numbers"),
     ],
-    "my_silent": [
-        (Swap("last[agent][0] != beat", "True"), "though the host has read it again"),
-        (Swap("> patience", ">= patience"), "2 s are not more than 2 s"),
-        (Swap("last[agent][0] != beat", "last[agent][0] < beat"), "smaller than before"),
-        (nothing, "returned None, which should be the agents, as a set"),
-        (lambda seen: seen, "raised TypeError"),
-    ],
     "cluster_batch": [
         ({3, 8, 9, 12}, "Line 12 is right"), ({8, 9, 11}, "3 of four. How many launchers"),
         ({3, 9, 11}, "3 of four. Where does sbatch stop"),
@@ -935,6 +928,30 @@ CLUSTER = {
         (lambda n: [[(a, a ^ 1) for a in range(0, n, 2)]] * (n - 1), "2 pairs meet, of 6"),
         (nothing, "A list of rounds"),
         (lambda n: 1 / 0, "raised ZeroDivisionError"),
+    ],
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------- elastic
+
+ELASTIC = {
+    "my_first_ranks": [
+        (Swap("sum(sizes[:node])", "sum(sizes[: node + 1])"), "Ranks 0 to 3 are on the first"),
+        (Swap("sum(sizes[:node])", "node * sizes[0]"), "One rank is on the first node"),
+        (nothing, "a list of ranks"),
+    ],
+    "my_silent": [
+        (Swap("last[agent][0] != beat", "True"), "though the host has read it again"),
+        (Swap("> patience", ">= patience"), "2 s are not more than 2 s"),
+        (Swap("last[agent][0] != beat", "last[agent][0] < beat"), "smaller than before"),
+        (nothing, "returned None, which should be the agents, as a set"),
+        (lambda seen: seen, "raised TypeError"),
+    ],
+    "my_cause": [
+        (Swap("one[2] in (0, 6)", "False"), "killed with SIGKILL"),
+        (Swap("if one[2] != 15", ""), "ended by its agent"),
+        (Swap("in (0, 6)", "== 0"), "counts like an error"),
+        (Swap("(one[2] in (0, 6), one[0])", "one[2] in (0, 6)"), "the earliest"),
+        (lambda failures: failures[0][1], "the earliest"),
     ],
 }  # fmt: skip
 
@@ -1409,6 +1426,7 @@ MODEL_PARALLELISM = {
 ROWS: dict[str, list[tuple[Any, str | None]]] = {
     **CHECKPOINT,
     **CLUSTER,
+    **ELASTIC,
     **COLLECTIVES,
     **CONTEXT_PARALLEL,
     **DATA_PARALLEL,

@@ -19,14 +19,14 @@
 # After this lesson you can
 #
 # - say in bytes what training holds on a GPU, and which technique divides which part of it;
-# - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in some twenty lines each, and show that each trains the model that one process trains;
+# - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in some twenty lines each, and compare each with one process;
 # - say what each of them sends, and what it waits for;
 # - choose among them for a given model on given machines.
 #
 # It takes about 20 minutes to read and 30 minutes for the exercises.
 # Running it takes under a minute.
 # You need to know PyTorch, and nothing of parallelism.
-# Each technique has a lesson of its own, to which its section here leads.
+# Each technique has a lesson of its own; a link to it ends its section.
 #
 # The 70.6 billion weights of Llama 3 70B are 282 GB in float32; the largest GPU on this page has 141 GB.
 # And training holds four times as much as the weights, before it reads the first word.
@@ -56,7 +56,7 @@ from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
 show.style()
 GB = 1e9
-# Four layers and four heads, so that four ranks can share either.
+# Four layers and four heads, so that four ranks can divide either.
 SHAPE = Config(seq=64, layers=4, heads=4, hidden=128, bias=False, tied=False)
 P, STEPS, BATCH = memory.parameter_count(SHAPE), 5, 8
 
@@ -176,11 +176,10 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 # (mp-problem)=
 # ## It does not fit, and it is too slow
 #
-# What does this loop hold?
-# For every weight its gradient, and two running means that AdamW keeps.
+# This loop holds each weight, its gradient, and two running means that AdamW keeps.
 # In float32 these are four numbers of 4 bytes: **16 bytes for each parameter**.
 # They are called the *model states*.
-# Then there are the activations: everything that forward computes and backward needs again.
+# Then there are the *activations*: everything that forward computes and backward needs again.
 #
 # ![Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means, 96 GB together, are there all the time. Activations pile up during forward, to 101 GB. During backward they go, and gradients come in their place, up to 32 GB. The peak of 198 GB is at the end of forward; the four parts add up to 230 GB.](../figures/model_parallelism_step.svg)
 #
@@ -210,7 +209,7 @@ show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 
 # %% [markdown]
 # Neither fits on an RTX 4090 (24 GB), an A100 or an H100 (80 GB), or an H200 (141 GB).
-# The same formulas predict our small GPT, where every byte can be counted.
+# The same formulas predict our small GPT, where each byte can be counted.
 
 # %% tags=["hide-input"]
 # Counts every byte of a step of the small GPT, beside the prediction
@@ -289,10 +288,10 @@ print(ranks.run(hello, 4))
 # This operation is an *all-reduce*.
 # Operations that all ranks call together are *collectives*.
 #
-# Below, each technique trains on four ranks, and a function of the next cell compares it with one process.
+# Each technique below trains on four ranks; `beside_one_process` compares them with one process.
 
 # %% tags=["hide-input"]
-# Defines `beside_one_process`, which holds ranks against one process
+# Defines `beside_one_process`: the same losses, and the same weights?
 FOUR = {}  # what each technique held and sent on four ranks: filled below
 
 
@@ -362,7 +361,7 @@ def data_parallel():
 # %% [markdown]
 # Two things are new: `local_batch`, and the all-reduce after backward.
 # It averages because a loss is a mean: the mean of four means over equally many sequences is the mean over all.
-# No weight is sent: the copies begin equal, and equal gradients make equal steps.
+# No weight is sent: the copies begin equal, and equal gradients keep them equal.
 
 # %% tags=["hide-input"]
 # Holds four copies against one process
@@ -370,8 +369,7 @@ beside_one_process("data parallel", data_parallel)
 
 # %% [markdown]
 # An all-reduce can be done in a ring, where each of $N$ ranks sends to the next one.
-# To all-reduce $S$ bytes, each rank then sends $2\frac{N-1}{N}S$ bytes: never more than $2S$, however many ranks there are.
-# [Collectives](collectives.md) builds it.
+# For $S$ bytes a rank then sends $2\frac{N-1}{N}S$, never more than $2S$; [Collectives](collectives.md) shows why.
 #
 # Copies divide the batch, and with it time and activations.
 # They do not divide the states: **the whole model must fit on one GPU**.
@@ -379,9 +377,9 @@ beside_one_process("data parallel", data_parallel)
 # `````{admonition} Checked: "N GPUs train N times as fast"
 # :class: checked
 #
-# They do while the gradients travel faster than backward computes.
-# With more GPUs a rank has fewer sequences, and backward gets shorter; the gradients stay as large.
-# The table predicts it for Llama 3 8B on H100s, with 4 million tokens in a step.
+# They do while the gradients travel in less time than backward takes.
+# With more GPUs each has fewer sequences, and its backward gets shorter; its gradients stay as large.
+# The table predicts both for Llama 3 8B on H100s, with 4 million tokens in a step.
 # `````
 
 # %% tags=["hide-input"]
@@ -402,8 +400,8 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The plain loop calls an all-reduce for each of 35 tensors, and begins only when backward is over.
-# [Data parallelism](data_parallel.md) packs the gradients into *buckets* and sends them while backward runs, as PyTorch's `DistributedDataParallel` does.
+# The plain loop sends each of 35 tensors by itself, when backward is over.
+# [Data parallelism](data_parallel.md) packs gradients into *buckets* and sends them while backward runs, as PyTorch's `DistributedDataParallel` does.
 
 # %% tags=["hide-input"]
 # Holds that lesson's module against one process, and counts its calls
@@ -478,7 +476,7 @@ def pipeline_step(stage, micro_batches):
 # A batch is cut into $m$ *micro-batches*.
 # With $m = 1$ this is the *naive pipeline*: one rank works, and three wait for it.
 # With $m = 4$ a stage begins the next micro-batch as soon as it has sent the one before: this is GPipe {cite}`huang2019gpipe`.
-# The loop around it is the one you know.
+# The loop around `pipeline_step` is the one you know.
 
 # %% tags=["hide-input"]
 # Holds both pipelines against one process
@@ -505,9 +503,9 @@ beside_one_process("pipeline", in_stages, 4, device="cpu")
 #
 # ![Three timelines of four stages on one axis; a backward takes twice as long as a forward. Naive: the whole batch at once, one stage computes at a time, each is busy 25 % of the time. GPipe with four micro-batches: all forwards, then all backwards; stages overlap, each is busy 57 % of the time. 1F1B with four micro-batches: each backward begins as early as it can; it takes exactly as long as GPipe.](../figures/model_parallelism_bubble.svg)
 #
-# The idle part is the *bubble*.
-# With $p$ stages of equal time a step takes $m + p - 1$ turns, and a stage works in $m$ of them: it is idle for $\frac{p-1}{m+p-1}$ of the step.
-# The table measures that with the functions above, on stages that sleep instead of computing.
+# The time in which a stage is idle is the *bubble*.
+# With $p$ stages a step takes $m + p - 1$ turns, and each stage works in $m$ of them: the bubble is $\frac{p-1}{m+p-1}$ of the step.
+# The table measures it with the functions above, on stages that sleep instead of computing.
 
 # %% tags=["hide-input", "measured"]
 # Table: how busy four stages are, by the formula and by the clock
@@ -559,12 +557,12 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 
 
 # %% [markdown]
-# More micro-batches make the bubble smaller; but GPipe keeps the activations of all $m$ until backward.
+# More micro-batches make the bubble smaller, but GPipe keeps the activations of all $m$ until backward.
 # {term}`1F1B <one forward, one backward>` does each backward as early as it can, which frees what its forward kept.
-# It waits exactly as long, and keeps at most $p$ micro-batches {cite}`narayanan2021megatron`.
+# It waits as long, and keeps at most $p$ micro-batches {cite}`narayanan2021megatron`.
 #
-# A rank holds about a quarter of the states and sends the least of all ways on this page.
-# The price is the bubble, and that the stages have to take equal time.
+# A rank holds about a quarter of the states, and no other technique here sends so little.
+# The price is the bubble, and that all stages have to take equal time.
 # [Pipeline parallelism](pipeline.md) builds 1F1B and its successors, down to no bubble at all.
 #
 # (mp-tensor)=
@@ -576,10 +574,10 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 #
 # ![A feed-forward network on four ranks. Every rank has all of X. The first matrix is cut by columns, a quarter for each rank, and so are X times it and its GELU. The second matrix is cut by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an all-reduce adds the four.](../figures/model_parallelism_ffn.svg)
 #
-# $W_1$ is cut by columns: a rank computes some columns of $X W_1$.
-# GELU changes each number by itself, so it needs no other columns.
+# $W_1$ is cut by columns, so a rank computes some columns of $X W_1$.
+# GELU changes each number by itself, and needs no other columns.
 # $W_2$ is cut by the rows that meet these columns.
-# What comes out is a *summand* of $Y$, and one all-reduce adds up the summands.
+# What comes out is a *summand* of $Y$; one all-reduce adds up the summands.
 
 # %%
 class CutFeedForward(nn.Module):
@@ -597,10 +595,11 @@ class CutFeedForward(nn.Module):
 
 
 # %% [markdown]
-# The end of a tensor's name says its axes: $B$ sequences, $S$ tokens, $H$ numbers for each token; $f$ is a rank's part of the $F$ columns of $W_1$.
+# A tensor's name ends in its axes: $B$ sequences, $S$ tokens, $H$ numbers for each token; $f$ is this rank's part of the $F$ columns of $W_1$.
 #
 # `Sum` is the all-reduce; in backward it does nothing.
-# `Copy` is its mirror image: every rank used all of $X$, so in backward the gradient of $X$ is a sum over the ranks.
+# `Copy` is the opposite.
+# Every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
 
 # %% tags=["hide-input"]
 # Defines `Copy` and `Sum`: an all-reduce in backward, and one in forward
@@ -633,7 +632,7 @@ class Sum(torch.autograd.Function):
 
 
 # %% [markdown]
-# All ranks see the whole batch, and the loop is that of one process.
+# Every rank has the whole batch, and the loop is that of one process.
 
 # %%
 def tensor_parallel():
@@ -645,7 +644,7 @@ def tensor_parallel():
 
 # %% [markdown]
 # Attention is cut in the same way, by heads.
-# The course's module does that, and cuts the embedding and the head as well.
+# The course's module does that, and cuts embedding and head as well.
 
 # %% tags=["hide-input"]
 # Holds both against one process: some matrices cut, and all of them
@@ -668,17 +667,16 @@ beside_one_process("tensor parallel", everything_cut)
 
 # %% [markdown]
 # States and arithmetic of each layer are divided, and there is no bubble.
-# The price is four all-reduces a layer: in forward one after attention and one after the feed-forward network, in backward two more.
-# The next product has to wait for each.
-# So the ranks that cut matrices are the GPUs of one *node*, a machine within which links are fast.
+# The price is four all-reduces a layer, two in forward and two in backward, and the next product has to wait for each.
+# So these ranks are usually the GPUs of one *node*: one machine, with fast links inside.
 #
 # `````{admonition} Checked: "tensor parallelism sends less than data parallelism"
 # :class: checked
 #
 # Often it sends more.
-# A copy sends gradients: twice the number of its parameters, whatever the batch.
-# A rank with cut matrices sends activations: for each token and each layer, eight times the width of the model.
-# The last column of the table says from how many tokens in a step on this is more.
+# A copy sends gradients: two numbers for each parameter, whatever the batch.
+# A rank with cut matrices sends activations: for each layer and token, eight times the model's width.
+# The last column says from how many tokens on that is more.
 # `````
 
 # %% tags=["hide-input"]
@@ -714,7 +712,7 @@ show.table(rows, [*head, "equal at (tokens in a step)"])
 # (mp-zero)=
 # ## ZeRO: copies that divide their states
 #
-# Data parallelism keeps the same states $N$ times.
+# Data parallelism keeps the same states on every rank.
 # ZeRO is data parallelism in which each rank *owns* one part of the states {cite}`rajbhandari2020zero`.
 #
 # ![Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: and a quarter of the gradients, 7 bytes. Stage 3: and a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
@@ -748,7 +746,7 @@ def zero_2():
 
 # %% [markdown]
 # This is stage 2; stage 1 would keep all gradients until the next step begins.
-# The module of the course sends each gradient as soon as backward has made it, so that they are never all there at once.
+# The course's module sends gradients while backward makes them, so that they are never all there at once.
 #
 # Stage 3 divides the weights, too: it gathers a layer's weights just before they are needed, and frees them afterwards.
 # With the course's module that is one line.
@@ -789,7 +787,7 @@ show.table(
 # So stage 3 holds 24 GB, and not an eighth of 122.
 #
 # Stages 1 and 2 send what data parallelism sends, because an all-reduce *is* a reduce-scatter and an all-gather.
-# Stage 3 gathers the weights once more, for backward, and sends 1.5 times as much at most.
+# Stage 3 gathers the weights once more, for backward: 1.5 times as much at most.
 # [ZeRO](zero.md) builds all stages, and shows FSDP2, PyTorch's stage 3.
 #
 # (mp-together)=
@@ -872,7 +870,8 @@ print("all numbers of the table are those of this page")
 #
 # ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over stages on several nodes.](../figures/model_parallelism_choose.svg)
 #
-# The course's planner predicts memory and seconds of every layout; `choose` walks the chart over those that fit.
+# A *layout* says how a job is divided.
+# The course's planner predicts memory and seconds of every layout, and `choose` follows the chart.
 
 # %%
 h100 = strategy.MACHINES["h100"]
@@ -882,10 +881,11 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 
 
 # %% [markdown]
-# Here $d$ is the number of copies, and z3 is ZeRO's stage 3.
-# The chart is a rule of thumb: it stops at what changes least, and a later rung may be faster. [Strategy](strategy.md) predicts by how much.
+# In that output $d$ is the number of copies.
+# The chart takes what changes least; a later rung may be faster, and [Strategy](strategy.md) predicts by how much.
 #
-# Large jobs combine the techniques: they cut matrices over the GPUs of a node, layers over nodes, and make copies of all that, with ZeRO-1.
+# Large jobs combine the techniques.
+# They divide matrices among the GPUs of a node and layers among nodes, and make copies of all that, with ZeRO-1.
 #
 # ![Two jobs on four nodes of four GPUs. A large model: there are two copies, and each gets half of the batch. A copy is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the second; inside a node each GPU has a quarter of every matrix. A small model and much data: every GPU has all layers, and a sixteenth of the batch for itself.](../figures/model_parallelism_stacks.svg)
 #
@@ -895,7 +895,7 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 # ## DeepSpeed in practice
 #
 # Nobody writes all this anew.
-# DeepSpeed, one of the production engines, takes a model and a dictionary of settings {cite}`rasley2020deepspeed`.
+# DeepSpeed, a production engine, takes a model and a dictionary of settings {cite}`rasley2020deepspeed`.
 # It does backward, averaging and the step.
 
 # %%
@@ -943,28 +943,28 @@ for stage in (2, 3):
 # ## What goes wrong, and how it looks
 #
 # A run is set up right when its first loss and the norm of its first gradients are those of one process, and a rank holds and sends the predicted bytes.
-# If not ([Symptoms](../book/symptoms.md) has more):
+# If not, look here, then at [Symptoms](../book/symptoms.md):
 #
 # | what you see | what it often is | more in |
 # |---|---|---|
 # | everything stands still, without an error | a rank left out a collective, or two stages follow two schedules | [Collectives](collectives.md), [Pipeline parallelism](pipeline.md) |
 # | the first loss is right, later ones are not | a missing all-reduce in backward | [Tensor parallelism](tensor_parallel.md) |
-# | the norm of the gradients is too large by the number of ranks or micro-batches | a sum where a mean belongs | [Data parallelism](data_parallel.md) |
+# | the norm of the gradients is as many times too large as there are ranks, or micro-batches | a sum in place of a mean | [Data parallelism](data_parallel.md) |
 # | ZeRO-3 runs out of memory though the states fit | activations, or the whole model gathered at once | [ZeRO](zero.md) |
-# | more GPUs, and no shorter step | the gradients travel longer than backward takes | [Data parallelism](data_parallel.md) |
+# | more GPUs, and no shorter step | gradients travel longer than backward takes | [Data parallelism](data_parallel.md) |
 #
 # Bytes and losses on this page are those of any cluster; times are not.
 #
 # ## Exercises
 #
-# Each exercise has a check; the sixth runs your answer on four real ranks.
+# Each exercise has a check; the sixth runs your answer on four ranks.
 #
-# ```{exercise-start} A GPU's share of the states (easy)
+# ```{exercise-start} The states of one GPU (easy)
 # :label: ex-map-states
 # ```
 #
 # 7 billion parameters are trained in mixed precision: weights and gradients in 16 bits; master weights and AdamW's two means in float32.
-# 16 GPUs share the states by ZeRO-2.
+# 16 GPUs divide the states by ZeRO-2.
 # How many bytes of states does each GPU hold?
 
 # %%
@@ -980,7 +980,7 @@ check(answer, "zero_states")
 # :class: dropdown
 # ```
 #
-# Stage 2 leaves the 2 bytes of each weight whole; the 2 of a gradient and the 12 of the optimizer are shared.
+# Every GPU holds the 2 bytes of each weight; the 2 of its gradient and the 12 of the optimizer are divided by 16.
 
 # %%
 answer = 7e9 * (2 + (2 + 12) / 16)
@@ -996,7 +996,7 @@ check(answer, "zero_states")
 #
 # A model of 7 billion parameters is trained on 8 GPUs, each with a copy of it.
 # Gradients have 2 bytes.
-# How many bytes does each GPU send in one step, when a ring adds up the gradients?
+# How many bytes does each GPU send in one step, when a ring all-reduces the gradients?
 
 # %%
 answer = ...  # bytes
@@ -1011,7 +1011,7 @@ check(answer, "gradient_traffic")
 # :class: dropdown
 # ```
 #
-# A ring's all-reduce sends $2(N-1)/N$ of the tensor: once around to add up, once around to hand out.
+# Each GPU sends $2(N-1)/N$ of the tensor: $(N-1)/N$ to add up, and as much again to hand out the sums.
 
 # %%
 answer = 2 * 7 / 8 * 7e9 * 2
@@ -1026,9 +1026,9 @@ check(answer, "gradient_traffic")
 # :label: ex-map-busy
 # ```
 #
-# A pipeline of `p` equal stages should be busy for at least `percent` percent of a step, a whole number below 100.
+# Each of `p` equal stages of a pipeline should be busy for at least `percent` percent of a step; `percent` is a whole number below 100.
 # Return the smallest number of micro-batches that does it.
-# Mind that 0.9 is no exact number in a computer: count in whole ones.
+# A float rounds 0.9, so count in whole numbers.
 
 # %%
 def my_busy_microbatches(p, percent):
@@ -1047,8 +1047,8 @@ check(my_busy_microbatches)
 # :class: dropdown
 # ```
 #
-# Busy is $m/(m+p-1)$.
-# From $100\,m \ge \text{percent}\,(m+p-1)$ follows $m \ge \text{percent}\,(p-1)/(100-\text{percent})$, rounded up, and one at least.
+# A stage is busy for $m/(m+p-1)$ of a step.
+# From $100\,m \ge \text{percent}\,(m+p-1)$ follows $m \ge \text{percent}\,(p-1)/(100-\text{percent})$, rounded up; and $m$ is at least one.
 
 # %%
 def my_busy_microbatches(p, percent):
@@ -1066,7 +1066,8 @@ check(my_busy_microbatches)
 # ```
 #
 # 70 billion parameters, 16 bytes of states for each, are trained with ZeRO-3. Each GPU also holds 10 GB of activations, gathered layers and buffers.
-# GPUs have 80 GB, of which a job plans with 90 %, and stand in nodes of 8. How many GPUs are needed, in whole nodes?
+# A GPU has 80 GB, of which the job uses no more than 90 %; a node has 8 GPUs.
+# How many GPUs are needed, in whole nodes?
 
 # %%
 answer = ...  # GPUs
@@ -1081,7 +1082,8 @@ check(answer, "gpus_needed")
 # :class: dropdown
 # ```
 #
-# 72 GB less the 10 that nothing divides leave 62 GB for states: 1,120 / 62 = 18.1 GPUs, which are three nodes.
+# Of 72 GB the 10 that nothing divides leave 62 GB for states.
+# 1,120 / 62 = 18.1, so 19 GPUs are needed, which are in three nodes.
 
 # %%
 alone = math.ceil(70e9 * 16 / (0.9 * 80e9 - 10e9))
@@ -1099,9 +1101,11 @@ check(answer, "gpus_needed")
 #
 # A stage of a pipeline has `params` parameters and `d` copies.
 # A step has `m` micro-batches; weights and gradients have 2 bytes.
-# Return a list of four numbers: the bytes that a rank sends to the other copies in one step, in ZeRO's stages 0 to 3. Stages 0 and 1 send gradients when the last micro-batch is done; stages 2 and 3 after each, because they keep a share of them only.
-# Stage 3 gathers the weights again for each forward and each backward.
-# $d$ divides `params`.
+# Return a list of four numbers: the bytes that a rank sends to the other copies in one step, in ZeRO's stages 0 (plain data parallelism) to 3.
+# Stages 0 and 1 send gradients once, after the last micro-batch.
+# Stages 2 and 3 send them after each micro-batch, because a rank keeps those of its own part alone.
+# Stage 3 gathers the weights for each forward, and again for each backward.
+# `params` is a multiple of `d`.
 
 # %%
 def my_zero_traffic(params, d, m):
@@ -1120,7 +1124,7 @@ check(my_zero_traffic)
 # :class: dropdown
 # ```
 #
-# An all-reduce is twice $(d-1)/d$ of the gradients; a reduce-scatter and an all-gather are once each.
+# A reduce-scatter sends $(d-1)/d$ of a tensor, an all-gather as much, and an all-reduce twice that.
 
 # %%
 def my_zero_traffic(params, d, m):
@@ -1139,10 +1143,11 @@ check(my_zero_traffic)
 # :label: ex-map-grid
 # ```
 #
-# Four ranks train `y_BF = x_BH @ w_FH.T` as two copies of two shards.
+# Four ranks train `y_BF = x_BH @ w_FH.T`: two copies, each cut in two.
 # The loss is half of the sum of `y_BF ** 2`, divided by the sequences of *all* copies.
-# Each rank has its copy's `x_BH`, and `w_fH`, its share of the rows of `w_FH`.
-# `tensor_group` holds the ranks that share one copy, `data_group` the ranks of all copies that hold the same share.
+# Each rank has the `x_BH` of its copy, and `w_fH`: half of the rows of `w_FH`.
+# `tensor_group` is the group of the ranks of one copy, `data_group` that of the ranks with the same rows.
+# A collective takes a group as `group=…`, and is then over its ranks alone.
 # Return the loss of the whole batch, the same on all ranks, and the gradient of `w_fH`.
 # Copies have equally many sequences.
 # Derivative: the gradient of `w_fH` is `y_Bf.T @ x_BH` over the sequences.
@@ -1164,9 +1169,9 @@ check(my_grid_step)
 # :class: dropdown
 # ```
 #
-# Shards are parts of one sum: the loss adds up over the tensor group.
-# Copies are averaged.
-# The gradient of a share belongs to that share alone: it is averaged over the copies, and the tensor group has nothing to say to it.
+# The two parts of a copy are parts of one sum, so the loss is added up over the tensor group.
+# The losses of the copies are averaged.
+# The gradient of a rank's rows is averaged over the copies, which have the same rows; the tensor group has other rows.
 
 # %%
 def my_grid_step(x_BH, w_fH, tensor_group, data_group):
@@ -1191,8 +1196,8 @@ check(my_grid_step)
 # ```
 #
 # Lay out Llama 3 70B on 64 H200s, 8 in a node, for steps of 512 sequences of 8,192 tokens.
-# The fullest GPU should reserve no more than 135.4 GB, 96 % of what it has, and a step should take no more than 71 s, as `strategy.predict` has it.
-# What the chart says fits, and is too slow.
+# The fullest GPU should reserve no more than 135.4 GB, 96 % of what it has, and a step should take no more than 71 s, as `strategy.predict` predicts.
+# The chart's layout fits, and is too slow.
 # More than one layout does it; the check says what yours lacks.
 
 # %%
@@ -1210,9 +1215,9 @@ check(layout, "my_layout")
 # :class: dropdown
 # ```
 #
-# The chart takes ZeRO-3 with recomputation, which computes a third more than it must.
-# Half a node for each matrix, two stages and eight copies hold the activations without it.
-# A wider cut, $t = 8$, would wait longer for its sums.
+# The chart takes ZeRO-3 with recomputation, which computes a third more.
+# With matrices cut over half a node, two stages and eight copies the activations fit without it.
+# Matrices cut over a whole node, `tp=8`, would wait longer for their sums.
 
 # %%
 layout = strategy.Layout(
@@ -1230,11 +1235,11 @@ check(layout, "my_layout")
 # - Copies divide the batch, a pipeline the layers, tensor parallelism the matrices, ZeRO the states that copies hold many times.
 # - Each is some twenty lines in its plain form, and trains the model that one process trains.
 # - They differ in what they hold, send and wait for.
-# - Take the first rung of the chart that fits; a plan says what a later one would gain.
+# - Take the first rung of the chart that fits; the planner says what a later one would gain.
 #
 # ## Further reading
 #
 # - [Questions: the map](../book/questions_map.md): what you can say now without running anything.
 # - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: the papers that tensor parallelism, micro-batches and ZeRO come from.
 # - {cite:t}`narayanan2021megatron`: the three together, with the formulas behind the choice, on up to 3,072 GPUs.
-# - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong meanwhile.
+# - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong.

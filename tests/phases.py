@@ -47,7 +47,7 @@ LONGEST = (
     "test_checkpoint.py",
     "test_record_gpu.py",
     "test_cluster_slurm.py",
-    "test_cluster.py",
+    "test_elastic.py",
     "test_benchmarks.py",
     "test_deepspeed_engine.py",
     "test_zero.py",

@@ -174,6 +174,7 @@ print("drift after five steps:", apart)
 # Holds the drift of all four ranks against zero
 assert apart == [0.0] * 4
 
+
 # %% [markdown]
 # Not almost zero: zero.
 # Each sum is made in one place and copied to all ranks, so they get the same bits, and keep them.
@@ -182,6 +183,43 @@ assert apart == [0.0] * 4
 # An all-reduce waits for every rank. A rank that left one out, because it had nothing to say, would leave the others waiting.
 # The package's [average_gradients](../code/shardlab/buckets.py) deals with both, and one of the exercises goes a step further.
 #
+# ````{admonition} Checked: "copies synchronise their weights"
+# :class: checked
+#
+# No weight is sent in a step, only gradients.
+# (`DistributedDataParallel` sends weights once, before the first step.)
+# To average weights after the step is another algorithm: AdamW divides each rank's gradient by that rank's own history, so the mean of the steps is not the step of the mean.
+# Only with plain SGD, where a step is the gradient times a number, do both end with the same weights.
+# ````
+
+# %% tags=["hide-input"]
+# Table: averaged gradients beside averaged weights
+def averaging(what, kind):
+    model, optimizer = model_and_optimizer()
+    if kind == "SGD":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        tokens, targets = local_batch(step)
+        optimizer.zero_grad()
+        loss(model(tokens), targets).backward()
+        if what == "gradients":
+            average(model)
+        optimizer.step()
+        for parameter in model.parameters() if what == "weights" else ():
+            parameter.data /= dist.get_world_size()
+            dist.all_reduce(parameter.data)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+rows, off = [], []
+for kind in ("AdamW", "SGD"):
+    ways = [ranks.run(averaging, 4, what, kind)[0] for what in ("gradients", "weights")]
+    off.append(max((a - b).abs().max().item() for a, b in zip(*ways, strict=True)))
+    rows.append((kind, f"{off[-1]:.0e}"))
+assert off[0] > 1e-3 > 1e-5 > off[1]
+show.table(rows, ["optimizer", "weights after five steps differ by"])
+
+# %% [markdown]
 # ### Step 2: buckets
 #
 # This GPT has 35 parameters, a large one has hundreds, and most of them are small: biases, norms.

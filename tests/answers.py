@@ -738,17 +738,6 @@ TRAIN = {
         (Swap("[rank::size]", "[rank::size][:-1]"), "windows are read in all"),
         (nothing, "A list is due"),
     ],
-    "my_decision": [
-        (Swap("dist.all_reduce(bad, dist.ReduceOp.MAX, group)", "..."), "their scales differ"),
-        (Swap("ReduceOp.MAX", "ReduceOp.MIN"), "all ranks make the step"),
-        (Swap("float(any(not g.isfinite().all() for g in gradients))",
-              "sum(g.sum() for g in gradients) + 0.0", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM",
-              "not bad.item()", "bool(bad.isfinite())"), "they should make it"),
-        (nothing, "return a bool"),
-    ],
-    "skipped_steps": [
-        (16, "a hysteresis of 2"), (15, "both overflow"), (18, "is forgiven"),
-    ],
     "states_of_a_job": [
         ({"ddp": 20.8, "fsdp2": 20.8}, "FSDP2 divides"),
         ({"ddp": 5.2, "fsdp2": 2.6}, "the weights alone"),
@@ -759,6 +748,25 @@ TRAIN = {
     "missing_lines": [
         (LACKS | {"A": "wrapper", "D": "sampler"}, "up to which step are the weights right"),
         ({"A": "sampler"}, "a dictionary with"), (LACKS | {"B": "epoch"}, "Allowed are sampler"),
+    ],
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------- trainers
+
+TRAINERS = {
+    "lightning_steps": [
+        (256, "a rank's"), (1024, "shares out"), (16, "1,024 windows"),
+    ],
+    "my_decision": [
+        (Swap("dist.all_reduce(bad, dist.ReduceOp.MAX, group)", "..."), "their scales differ"),
+        (Swap("ReduceOp.MAX", "ReduceOp.MIN"), "all ranks make the step"),
+        (Swap("float(any(not g.isfinite().all() for g in gradients))",
+              "sum(g.sum() for g in gradients) + 0.0", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM",
+              "not bad.item()", "bool(bad.isfinite())"), "they should make it"),
+        (nothing, "return a bool"),
+    ],
+    "skipped_steps": [
+        (16, "a hysteresis of 2"), (15, "both overflow"), (18, "is forgiven"),
     ],
 }  # fmt: skip
 
@@ -1425,5 +1433,6 @@ ROWS: dict[str, list[tuple[Any, str | None]]] = {
     **TENSOR_PARALLEL,
     **TENSOR_TYPES,
     **TRAIN,
+    **TRAINERS,
     **ZERO,
 }

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.text import Windows, parts
 
-from .plain import generate
+from .one_gpu import generate
 
 
 def main(

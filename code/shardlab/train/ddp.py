@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.text import Windows, parts
 
-from .plain import evaluate, generate
+from .one_gpu import evaluate, generate
 
 
 def main(

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.text import Windows, parts
 
-from .plain import evaluate, generate
+from .one_gpu import evaluate, generate
 
 
 def main(

@@ -1,6 +1,6 @@
 """The script in one process: train a small GPT on text.
 
-python -m shardlab.train.plain
+python -m shardlab.train.one_gpu
 """
 
 import math

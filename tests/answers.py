@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -717,8 +718,16 @@ TENSOR_TYPES = {
 
 # ------------------------------------------------------------------------------- train
 
+SCRIPT = Path(__file__).resolve().parents[1] / "code/shardlab/train"
 LACKS = {"A": "sampler", "B": "set_epoch", "C": "all_reduce", "D": "wrapper"}
 TRAIN = {
+    "my_ddp_script": [
+        (3, "the path of your script"), ("none.py", "allowed are scripts"),
+        (SCRIPT / "sampler.py", "Step 10, the loss of all ranks: Rank 0 prints"),
+    ],
+    "my_fsdp_script": [
+        (SCRIPT / "core.py", "Of 17 steps 15 are made. Step 16, FSDP2"),
+    ],
     "validation_filled_up": [
         (5.5, "That is the right mean"), (4.5, "repeats two instead"),
         (74 / 12, "begins anew at the first"), (6.5, "out of how many"),

@@ -59,7 +59,7 @@ from shardlab.check import check
 from shardlab.check.train import four_scripts
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.show.changes import changes
-from shardlab.train import core, ddp, one_gpu, sampler, take_home
+from shardlab.train import core, ddp, fsdp, one_gpu, sampler, take_home
 from shardlab.train.take_home import Training
 
 show.style()
@@ -375,6 +375,33 @@ assert losses[0] == losses[1]
 show.source(core.main)
 
 # %% [markdown]
+# ## The steps, one by one
+#
+# Now do it yourself: [an exercise](#from-one-gpu-to-many-by-your-own-hand-medium) takes your copy of [one_gpu.py](../code/shardlab/train/one_gpu.py) and says after each step whether it is made.
+#
+# | step | what you write | seen on two ranks |
+# |---|---|---|
+# | 1, 2 | `init_process_group`, `destroy_process_group` around `main` | a group of two, and none at the end |
+# | 3 | a device by `LOCAL_RANK` | by your text alone, without a GPU |
+# | 4 | `manual_seed(seed + 1 + rank)` behind the model | one seed for weights, two afterwards |
+# | 5 | `DistributedDataParallel` | whether forward goes through it |
+# | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 in a step |
+# | 8, 9 | `drop_last=True`, `set_epoch` | each step's windows are those of one process |
+# | 10 | the mean of the loss | the printed loss, to four digits |
+# | 11, 12 | validation by shares, each window once | who validates what; the printed loss |
+# | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, on a slow disk |
+# | 16, 17 | `fully_shard`; whole weights in the files | units; names and shapes in the files |
+#
+# A batch file for one GPU, and what four GPUs change in it; two nodes are in [Clusters](cluster.md).
+#
+# ```bash
+# #!/bin/bash
+# #SBATCH --gpus-per-node=1        # then 4
+# #SBATCH --cpus-per-task=4        # then 16
+# #SBATCH --time=00:10:00
+# srun python my_train.py          # then: srun torchrun --nproc-per-node=4 my_train.py
+# ```
+#
 # ## What a job asks for besides
 #
 # A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
@@ -705,6 +732,73 @@ print("the second start made", len(rest), "more steps")
 # | Lightning, accelerate | the loop, the launch and the checkpoint are written | [what they change without being asked](trainers.md#what-it-hides) |
 #
 # ## Exercises
+#
+# ```{exercise-start} From one GPU to many, by your own hand (medium)
+# :label: ex-train-steps
+# ```
+#
+# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py), and change your copy, `my_train.py`, in [fifteen steps](#the-steps-one-by-one).
+# After each step, in the terminal or here, two ranks run it, and you hear whether the step is made:
+#
+# ```bash
+# python -m shardlab steps my_train.py
+# ```
+
+# %%
+answer = ...  # "my_train.py"
+check(answer, "my_ddp_script")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-steps
+# :label: sol-train-steps
+# :class: dropdown
+# ```
+#
+# It is the script that the lesson comes to, `core`.
+
+# %%
+answer = core.__file__
+check(answer, "my_ddp_script")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The same under FSDP2 (medium)
+# :label: ex-train-fsdp
+# ```
+#
+# Make the last two steps: shards in the place of DDP, and files with whole weights. Nothing else changes.
+
+# %%
+answer = ...  # "my_train.py"
+check(answer, "my_fsdp_script")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-fsdp
+# :label: sol-train-fsdp
+# :class: dropdown
+# ```
+#
+# [fsdp.py](../code/shardlab/train/fsdp.py) differs from `core` in these lines.
+# By default the outermost unit keeps its weights whole after a forward without a backward, as `generate` makes them, and weights that are loaded then do not fit: hence `reshard_after_forward=True`.
+
+# %%
+changes(core.main, fsdp.main)
+
+# %%
+answer = fsdp.__file__
+check(answer, "my_fsdp_script")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
 #
 # ```{exercise-start} Counted twice (easy)
 # :label: ex-train-counted

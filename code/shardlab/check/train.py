@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardlab import ranks
 from shardlab.check import Wrong, exercise
 from shardlab.check.forms import Number, Part, Trial, blanks, called, number, on_ranks
-from shardlab.train import one_gpu, sampler
+from shardlab.train import one_gpu, sampler, steps
 
 number("validation_filled_up", 58 / 12, "nats", rel=0.002,
        says="Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else.", wrong={
@@ -73,9 +73,32 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: whoever goes on, each step sees the windows that one process would see."
 
 
+def _script(name: str, upto: int, says: str) -> None:
+    """An exercise whose answer is a script's path, which has to have made so many steps."""
+
+    def judge(answer: Any) -> str:
+        if not isinstance(answer, str | Path):
+            raise Wrong(f"The answer is the path of your script, not {answer!r}.")
+        try:
+            done, wrong = steps.progress(answer, upto)
+        except ValueError as error:
+            raise Wrong(f"{error}.") from None
+        if wrong:
+            title = steps.STEPS[min(done, upto - 1)][0]
+            raise Wrong(f"Of {upto} steps {done} are made. Step {done + 1}, {title}: {wrong}")
+        return says
+
+    exercise(name)(judge)
+
+
+_script("my_ddp_script", steps.DDP, "Right, all 15 steps: on two ranks it trains as on one.")
+_script("my_fsdp_script", steps.FSDP2, "Right, all 17 steps: each rank holds its shards alone.")
+
+
 # What the step `sampler` lacks to report the losses of all ranks.
 _REPORTS = {
-    "from .one_gpu import": "from .core import averaged\nfrom .one_gpu import",
+    "from shardlab.train.one_gpu": "from shardlab.train.core import averaged\n"
+    "from shardlab.train.one_gpu",
     "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
 }
 # Script -> what it lacks, and how its text differs from that.

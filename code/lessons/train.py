@@ -23,7 +23,7 @@
 # - stop in the middle of an epoch and go on: bit for bit on as many ranks, to rounding on any number that divides the batch;
 # - start your own jobs from [a script to take home](#the-script-to-take-home).
 #
-# It takes about 50 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It takes about 35 minutes to read and an hour for the exercises. Running it takes a minute.
 # It needs [Data parallelism](data_parallel.md).
 #
 # One thing to wonder about before you start.
@@ -87,7 +87,7 @@ for rank, losses in enumerate(asked):
 
 # %% [markdown]
 # Two GPUs were asked for, and each trained the same model on the same text, to the last digit of the loss. The job takes as long as on one GPU, and costs twice as much.
-# The script lacks some forty lines. This lesson adds them, in an order in which you can check each.
+# The script lacks some forty lines. This lesson adds them one after the other, and checks each.
 #
 # ## The script for one process
 #
@@ -98,11 +98,11 @@ for rank, losses in enumerate(asked):
 show.source(one_gpu.main, fold=80)
 
 # %% [markdown]
-# It validates every 100 steps, keeps the last and the best weights, and in the end tests the best ones, once.
+# Every 100 steps it validates, and writes the last and the best weights to files. At the end it tests the best ones, once.
 # `evaluate` adds up losses and counts tokens. A mean of the batches' means would be another number, as the last batch is short.
 
 # %%
-show.source(one_gpu.evaluate, one_gpu.generate)
+show.source(one_gpu.evaluate)
 
 # %% [markdown]
 # 300 steps show that it learns. Before, it writes noise; after, something that looks like Python from a distance.
@@ -122,10 +122,10 @@ assert sum(learned[-20:]) / 20 < 2.8
 show.figure(figure, "The loss falls from 5.5 to about 2.5 nats per byte in 300 steps.", "train-loss")
 
 # %% [markdown]
-# Perplexity is $e^{\text{loss}}$: 12 means that the model hesitates as if between 12 equally likely bytes.
+# The script prints *perplexity*, too, which is $e^{\text{loss}}$. A loss of 2.5 nats is a perplexity of $e^{2.5} = 12$: the model is as unsure as if it had to guess among 12 equally likely bytes. At the start there are 256.
 #
-# From here on, twelve steps on a few kilobytes are enough: what is asked of each change is that it computes the same.
-# `same` runs a script on two ranks, and holds losses and weights against those of the script above in one process.
+# From here on, twelve steps on a few kilobytes are enough, since each change is asked one thing: does it still compute the same?
+# `same` runs a script on two ranks, and compares losses and weights with those of the script above in one process.
 
 # %% tags=["hide-input"]
 # Runs a script on ranks, and holds losses and weights against one process
@@ -184,18 +184,19 @@ changes(one_gpu.main, ddp.main)
 # dist.destroy_process_group()
 # ```
 #
-# `LOCAL_RANK` counts within a machine, `RANK` over all machines: the device comes from the first, everything else from the second.
-# Without it, all ranks of a machine compute on its first GPU.
-# The remainder is for jobs in which Slurm shows each process one GPU alone, which then is number 0.
-# `destroy_process_group` stands outside of `main` on purpose. Under gloo, a model wrapped by DDP that is the group's last owner can wait for ever for threads that wait for it; when `main` has returned, the model is gone.
+# `RANK` is a process's number among all, `LOCAL_RANK` its number on its own machine. The device comes from `LOCAL_RANK`: without it, all ranks of a machine compute on its first GPU.
+# Why `% torch.cuda.device_count()`? In some Slurm jobs each process sees one GPU alone. Its number is then 0, whatever `LOCAL_RANK` says, and $r \bmod 1 = 0$.
+#
+# `destroy_process_group` comes after `main` on purpose. A model in DDP uses the group. If it is still there when the group is destroyed, the process may never end: with gloo, each of the two can wait for the other. When `main` has returned, the model is gone.
 #
 # Each step is a file of its own, and runs under `torchrun`: `torchrun --nproc-per-node=2 -m shardlab.train.ddp`.
 # On this page `ranks.run` starts the ranks, which takes 0.2 s instead of 5.
 #
 # ## Seeds: one for each purpose
 #
-# Weights have to be the same on all ranks, and dropout has to differ: otherwise all ranks drop the same units, and their joined gradient is noisier than one process's.
-# One line between the model and everything else does it: `torch.manual_seed(seed + 1 + rank)`.
+# Weights have to be the same on all ranks, so all make their model with the same seed.
+# Dropout has to differ: if all ranks drop the same units, their average is noisier than one process's gradient.
+# So a line after the model gives each rank a seed of its own: `torch.manual_seed(seed + 1 + rank)`.
 #
 # The order of the data has a seed of its own, as all ranks have to agree on it.
 #
@@ -238,11 +239,11 @@ assert losses[0] == losses[1] == one
 
 # %% [markdown]
 # The losses are *bit for bit* those of one process, and that is the second surprise: both ranks still read the same batches.
-# The average of two equal gradients is that gradient. Two ranks do the work twice.
+# The average of two equal gradients is the same gradient. Two ranks do the same work twice.
 #
 # ## Samplers: a share of the data for each rank
 #
-# `DistributedSampler` deals one order to all ranks, like cards. Rank $r$ of $N$ gets the places $r$, $r+N$, $r+2N$ and so on.
+# `DistributedSampler` has one order of the windows, the same on all ranks. Rank $r$ of $N$ reads the places $r$, $r+N$, $r+2N$ and so on of it.
 
 # %%
 changes(ddp.main, sampler.main)
@@ -252,8 +253,8 @@ changes(ddp.main, sampler.main)
 #
 # - `set_epoch` makes the order of an epoch from seed and epoch. Without it every epoch has the order of the first.
 # - The loader has a `sampler` and must not have `shuffle=True` as well; PyTorch refuses both. `shuffle` is the sampler's business now.
-# - `drop_last=True`. By default the sampler fills up with windows from the front, so that all ranks get equally many. From 143 windows it makes 144 on two ranks: a ninth step, which one process does not have, and from there on all steps of the run are others.
-# - `batch // world`: a loader's batch is its rank's share. Leave it at 16, and 4 ranks train with batches of 64, at a learning rate that was chosen for 16. Three ranks would make 15 of it, so a batch that the ranks do not divide is an error.
+# - `drop_last=True`. By default the sampler fills up with windows from the front, so that all ranks get equally many. On two ranks 143 windows become 144. That makes a ninth step in the epoch, where one process has eight, and all later steps read other windows.
+# - `batch // world`: a loader's batch is its rank's share. If it stays 16, four ranks train with batches of 64, at a learning rate that was chosen for 16. On three ranks `16 // 3` would make batches of 15, so a batch that the ranks do not divide is an error.
 #
 # ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; four ranks deal the rest of the order anew.](../figures/train_order.svg)
 
@@ -264,7 +265,7 @@ losses = same(sampler, each=True)
 assert losses[0] != losses[1]
 
 # %% [markdown]
-# Each rank sees other losses now, and their mean is that of one process: two ranks together see the very windows that one process saw, step by step, whatever the size of the data. So the same model comes out, to rounding.
+# Each rank has another loss now, and the mean of both is one process's loss: in each step two ranks together read the windows that one process reads. So the same model comes out, to rounding.
 # Why only to rounding, and when that is close enough: [Data parallelism](data_parallel.md#five-steps-equal-one-process).
 #
 # Loading costs time, too. `DataLoader(…, num_workers=2)` loads in two processes *of each rank*: with four ranks a node, `num_workers=os.cpu_count()` starts four times as many processes as there are cores.
@@ -272,21 +273,21 @@ assert losses[0] != losses[1]
 #
 # ## Losses: of all ranks
 #
-# A rank's own loss is that of its share. It wanders more than the batch's, and rank 0's is not the job's.
+# A rank's own loss is that of its share of the batch. It varies more than the whole batch's, and nobody wants to watch one rank.
 # The third step reports the mean over all ranks:
 
 # %%
 show.source(core.averaged)
 
 # %% [markdown]
-# The shares are equally large, so a mean of means is right here. The loss is detached before: without it the sum keeps every step's graph alive.
+# The shares are equally large, so a mean of means is right here. The loss is detached first: otherwise each step's graph would stay in memory.
 #
 # ## Validation: each window once
 #
-# 143 windows do not go into 2, 4 or 8 equal shares. A `DistributedSampler` fills up: it repeats the first windows until all ranks have as many, and counts them twice.
-# The validation loss then depends on the number of ranks. Dropping the incomplete rest, `drop_last=True`, makes it depend on them, too.
+# 143 windows cannot be divided into 2, 4 or 8 equal shares. A `DistributedSampler` repeats the first windows until all ranks have as many, and those count twice.
+# The validation loss then depends on the number of ranks. With `drop_last=True` it does, too: then some windows do not count.
 #
-# So the sampler may fill up, as all ranks should make equally many forwards: under FSDP2 each forward is a collective. What it repeats is marked with the target −100, which cross-entropy ignores, and two numbers are added up over the ranks: losses and tokens.
+# The sampler may repeat windows, and should: under FSDP2 each forward is a collective, so all ranks need equally many. But a repeated window gets the targets −100, which cross-entropy ignores. Then two numbers are added up over the ranks, the losses and the tokens that count, and divided once.
 
 # %%
 changes(one_gpu.evaluate, core.evaluate)
@@ -330,14 +331,16 @@ show.table(
 # %%
 changes(sampler.main, core.main)
 
-
 # %% [markdown]
 # `model.module` is the model inside the wrapper. DDP's own state dict has names that begin with `module.`, which fit no plain model.
 # The barrier makes the others wait until rank 0 has written what they read.
 #
-# What happens without `if rank == 0`? Usually nothing, and now and then this. The order of the two writers is fixed here; in a job it is chance.
+# Without `if rank == 0` two ranks write one file. Most of the time nothing happens, and now and then the file is spoilt. The cell forces the order in which that happens; in a job it is chance.
 
-# %%
+# %% tags=["hide-input"]
+# Shows a checkpoint that two ranks write at once
+
+
 def write_at_once(path):
     """Each rank writes its checkpoint to one path; rank 1 opens it while rank 0 writes."""
     content = Path(f"{path}.{dist.get_rank()}")
@@ -383,7 +386,7 @@ show.source(core.main)
 # |---|---|---|
 # | 1, 2 | `init_process_group`, `destroy_process_group` around `main` | a group of two, and none at the end |
 # | 3 | a device by `LOCAL_RANK` | by your text alone, without a GPU |
-# | 4 | `manual_seed(seed + 1 + rank)` behind the model | one seed for weights, two afterwards |
+# | 4 | `manual_seed(seed + 1 + rank)` after the model | one seed for weights, two afterwards |
 # | 5 | `DistributedDataParallel` | whether forward goes through it |
 # | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 in a step |
 # | 8, 9 | `drop_last=True`, `set_epoch` | each step's windows are those of one process |
@@ -406,7 +409,7 @@ show.source(core.main)
 #
 # A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
 # [code/train.py](../code/train.py) has all of that in one file of some 600 lines that needs PyTorch alone: copy it anywhere, and run it under `torchrun`, `srun` or alone.
-# Its model and its data stand at its top, to be replaced by yours: `GPT`, `text` and `Windows`, a hundred lines in all.
+# Its model and its data come first, a hundred lines that you replace by yours: `GPT`, `text` and `Windows`.
 # What follows goes through the rest, one method after the other. `main` asks a `Training` for batches and steps:
 
 # %%
@@ -458,7 +461,7 @@ _ = home("the script to take home")
 show.source(Training.backward)
 
 # %% [markdown]
-# DDP would send all gradients in every backward. `no_sync` puts it off until the last, which sends the sums: as many bytes as without accumulation ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
+# DDP would send all gradients in every backward. Under `no_sync` it sends none; the last backward, outside of it, sends the sums: as many bytes as without accumulation ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
 # Forward has to run inside of it, too.
 #
 # **Clipping** comes once, after that. The norm is that of the averaged gradient, which all ranks have after the last backward, so all scale by the same number.
@@ -473,7 +476,7 @@ _ = home("micro-batches of 2", micro=2)
 # ## bf16: products in 16 bits
 #
 # `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 binary digits.
-# It goes around the model's forward, so that validation computes as training does: `spread` does it, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
+# It wraps the model's forward, so validation computes as training does: `spread` does that, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
 # The scaler does nothing unless `precision="fp16"`: `float16` needs [a scale that all ranks share](trainers.md#fp16-a-scale-that-all-ranks-share).
 
 # %% tags=["hide-input"]
@@ -489,7 +492,7 @@ print(f"in bf16 the losses are within {gap:.0e} of those in float32")
 #
 # ## Resume: everything that decides the next step
 #
-# The files so far hold weights. A run that goes on needs more: the optimizer's averages, the scaler, the step, the place in the data, and each rank's random state.
+# The files so far have weights alone. A run that goes on needs more: the optimizer's averages, the scaler, the step, the place in the data, and each rank's random state.
 # `Training` names all of it. PyTorch's [distributed checkpoint](checkpoint.md) (DCP) calls two of its methods on every rank: that is what `Stateful` is for.
 
 # %%
@@ -527,13 +530,13 @@ assert stopped + resumed == unbroken and all(torch.equal(a[name], b[name]) for n
 #
 # ## FSDP2: weights, gradients and optimizer sharded
 #
-# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `spread` has both, and all in which they differ is there, in `backward` and in one line of `clip`:
+# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `spread` makes either. They differ there, in `backward`, and in one line of `clip`:
 
 # %%
 show.source(take_home.spread, Training.clip)
 
 # %% [markdown]
-# - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed behind it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
+# - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed after it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
 # - **Precision.** The policy replaces `autocast`, in validation as well: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
 # - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: a third fewer bytes on the wire, and all weights in memory ([ZeRO](zero.md) has the figures).
 # - **Accumulation.** Every micro-batch sends. `set_requires_gradient_sync(False)` puts it off until the last, and keeps whole gradients in `float32` till then: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
@@ -600,13 +603,12 @@ assert ranks.run(begun_on_meta, 2) == [0, 0]
 # %% [markdown]
 # ### Compiled blocks
 #
-# `torch.compile` works on each block before it is sharded, the first lines of `spread`: all blocks share one compiled program, and gathering stays outside of it.
+# The first lines of `spread` compile each block before it is sharded. All blocks share one compiled program, and gathering stays outside of it.
 
 # %% tags=["hide-input"]
 # Holds compiled blocks against one process
 
 _ = home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
-
 
 # %% [markdown]
 # The page uses the backend `aot_eager`, which traces forward and backward and generates no code, as that needs a C++ compiler. On a GPU take `--compiler inductor`, and expect its first step to take a minute.
@@ -615,7 +617,10 @@ _ = home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 #
 # The same global batch on 1, 2 and 4 ranks, timed in turns. *Compute* is the same step with no message, under `no_sync`.
 
-# %%
+# %% tags=["hide-input"]
+# Times a step with messages and without
+
+
 def times(repeats=2, steps=2, batch=8):
     """Seconds of a step on this rank: with messages, without."""
     torch.manual_seed(0)

@@ -57,15 +57,17 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from shardlab import options
 from shardlab.arguments import check_one_of
 from shardlab.layout import Layout, Structure, computed_again, structure
+from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
-from shardlab.machines import MACHINES
+from shardlab.machines import MACHINES, check_named
 from shardlab.shapes import PRESETS
 
 from . import files, learn, report, tables
@@ -76,6 +78,7 @@ from .predict import check_rates, first_rank, of_job
 from .profile import HOW, PROFILES, Profile, how, how_of, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
+from .space import rule
 
 ENTRIES = "measure", "fit", "predict", "case"
 # Fields of a layout that an option keeps, and the least of each, or the least and most.
@@ -183,7 +186,9 @@ def _planned(given: dict[str, Any]) -> int:
         found = alone(asked.config, asked.machine, layout, asked.seq, profile, rates, dtype)
     else:
         job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
-        found = plan(*job, profile, rates, _fixed(given), dtype)
+        fixed = _fixed(given)
+        _check_kept(fixed, asked, profile)
+        found = plan(*job, profile, rates, fixed, dtype)
         if not found.fits:
             raise ValueError(short(found))
     return _told(given, asked, found, rates)
@@ -203,6 +208,28 @@ def _fixed(given: dict[str, Any]) -> dict[str, object]:
         check_one_of(OFFLOADS, offload=given["offload"])
         fixed["offload"] = given["offload"]
     return fixed
+
+
+def _check_kept(fixed: dict[str, Any], asked: report.Asked, profile: Profile) -> None:
+    """Raise ValueError for a value that no layout of the job can have; it says which there are."""
+    gpus, config, node = asked.gpus, asked.config, asked.machine.per_node
+    tp, pp, dp = (fixed.get(name, 1) for name in ("tp", "pp", "dp"))
+    check_tensor_degree(config, tp, profile.copies)
+    check_expert_degree(config, fixed.get("ep", 1))
+    if tp > node:
+        raise ValueError(f"tp={tp}: allowed are 1 to {node}, those of a node; --layout takes more")
+    if rule(config.layers, pp, profile) is None:
+        allowed = "divisors of" if profile.stages == "equal" else "fewer stages, of"
+        raise ValueError(f"pp={pp}: allowed with {profile.name} are {allowed} {config.layers} layers")
+    for name, whole, size in (("cp", "seq", asked.seq), ("tp", "seq", asked.seq),
+                              ("dp", "batch", asked.batch)):  # fmt: skip
+        if name in fixed and size % fixed[name]:
+            raise ValueError(f"{name}={fixed[name]}: allowed are divisors of {whole}={size}")
+    kept = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}
+    if gpus % (product := prod(kept.values())):
+        said = " with ".join(f"{name}={value}" for name, value in kept.items())
+        allowed = "products that divide" if len(kept) > 1 else "divisors of"
+        raise ValueError(f"{said}: allowed are {allowed} gpus={gpus}")
 
 
 def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:
@@ -315,9 +342,7 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
         if "emit" in given or "run" in given:
             config = _as_own(Path(given["config"]), config)
     if "gpu" in given or rates.machine is None:
-        gpu = given.get("gpu", "")
-        check_one_of(MACHINES, gpu=gpu)
-        machine = MACHINES[gpu]
+        machine = check_named(gpu=given.get("gpu", ""))
     else:
         machine = rates.machine
     if "per_node" in given:

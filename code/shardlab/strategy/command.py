@@ -64,9 +64,9 @@ from typing import Any
 from shardlab import options
 from shardlab.arguments import check_one_of
 from shardlab.layout import Layout, Structure, computed_again, structure
-from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
+from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardlab.machines import MACHINES, check_named
 from shardlab.shapes import PRESETS
 
@@ -75,7 +75,7 @@ from .footprint import GIB
 from .job import DTYPES
 from .plan import Plan, alone, plan, short
 from .predict import check_rates, first_rank, of_job
-from .profile import HOW, PROFILES, Profile, how, how_of, today
+from .profile import HOW, PROFILES, Profile, how, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
 from .space import rule
@@ -122,6 +122,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--run", action="store_true", default=None, help=words)
     add("compile", f"how torchtitan runs it: {', '.join(HOW)}", "HOW")
     add("emit", "the fastest layout as a configuration for it", "ENGINE")
+    add("engine", "with --emit slurm, the whole job of: torchtitan, megatron, course", "ENGINE")
+    add("into", "with --engine, the folder for its files (job)", "DIR")
+    add("time", "with --engine, the job's time limit (01:00:00)", "TIME")
+    add("partition", "with --engine, where it runs (the default one)", "NAME")
     parser.set_defaults(command=_main)
 
 
@@ -165,6 +169,11 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
         options.apart(given, ["top"], f"with --{forms[0]}, which has one layout and no table")
     if "layout" in given:
         options.apart(given, (*FIXED, *WORDS, "top"), "with --layout, which says it")
+    if given.get("emit") != "slurm":
+        options.apart(given, ["engine"], "alone: allowed with --emit slurm")
+    if "engine" not in given:
+        more = ["into", "time", "partition"]
+        options.apart(given, more, "alone: allowed with --engine, of whose job it is")
     if "tokens" not in given:
         options.apart(given, ["price"], "alone: allowed with --tokens, of which it is the price")
 
@@ -172,7 +181,9 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
 def _planned(given: dict[str, Any]) -> int:
     """Print the plan that the options ask for; the status is 1 where its trial is not equal."""
     if "emit" in given:
-        given = _for_engine(given)
+        from .emitted import for_engine  # which no page's calculator loads
+
+        given = for_engine(given)
     if "rates" in given:
         profile, rates = _rates(given)
     else:
@@ -220,13 +231,15 @@ def _check_kept(fixed: dict[str, Any], asked: report.Asked, profile: Profile) ->
         raise ValueError(f"tp={tp}: allowed are 1 to {node}, those of a node; --layout takes more")
     if rule(config.layers, pp, profile) is None:
         allowed = "divisors of" if profile.stages == "equal" else "fewer stages, of"
-        raise ValueError(f"pp={pp}: allowed with {profile.name} are {allowed} {config.layers} layers")
+        raise ValueError(
+            f"pp={pp}: allowed with {profile.name} are {allowed} {config.layers} layers"
+        )
     for name, whole, size in (("cp", "seq", asked.seq), ("tp", "seq", asked.seq),
                               ("dp", "batch", asked.batch)):  # fmt: skip
         if name in fixed and size % fixed[name]:
             raise ValueError(f"{name}={fixed[name]}: allowed are divisors of {whole}={size}")
     kept = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}
-    if gpus % (product := prod(kept.values())):
+    if gpus % prod(kept.values()):
         said = " with ".join(f"{name}={value}" for name, value in kept.items())
         allowed = "products that divide" if len(kept) > 1 else "divisors of"
         raise ValueError(f"{said}: allowed are {allowed} gpus={gpus}")
@@ -257,7 +270,9 @@ def _told(given: dict[str, Any], asked: report.Asked, found: Plan, rates: Rates)
         best = found.fits[:top] or [first]
         print(json.dumps(report.data(asked, found, best), indent=1))
     elif "emit" in given:
-        print(_emitted(given["emit"], asked, found))
+        from .emitted import emitted, written
+
+        print((written if "engine" in given else emitted)(given, asked, found))
     elif "run" in given:
         from .trial import trained  # which loads torch
 
@@ -279,39 +294,6 @@ def _compiled(given: dict[str, Any], profile: Profile) -> Profile:
         raise ValueError(f"compile={given['compile']!r}: allowed with --profile torchtitan")
     check_one_of(HOW, compile=given["compile"])
     return how(profile, given["compile"])
-
-
-def _for_engine(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with the profile of the engine that a plan is for. Slurm starts any program."""
-    from .emit import ENGINES
-
-    engine = given["emit"]
-    check_one_of(ENGINES, emit=engine)
-    if engine not in PROFILES:
-        return given
-    if given.get("profile", engine) != engine:
-        words = f"profile={given['profile']!r}: allowed with --emit {engine} is {engine!r}"
-        raise ValueError(f"{words}, whose bytes and seconds it is planned with")
-    return {**given, "profile": engine}
-
-
-def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
-    """The fastest layout that `engine` can run, as its configuration; why not the first, aside."""
-    from .emit import emit
-
-    why = ""
-    for number, one in enumerate(found.fits or [found.nearest], 1):
-        try:
-            said = how_of(found.profile)
-            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq, said)
-        except ValueError as error:
-            why = why or str(error)
-            continue
-        if why:
-            words = f"number {number} of the layouts that fit, {one.layout}: the first is refused"
-            print(f"{words}: {why}", file=sys.stderr)
-        return text.rstrip("\n")
-    raise ValueError(f"emit={engine!r}: none of the {len(found.fits)} layouts that fit; {why}")
 
 
 def _as_own(path: Path, found: Structure) -> Structure:

@@ -28,18 +28,8 @@ NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installe
 LLAMA = PRESETS["llama-3-8b"]
 PAIR = replace(MACHINES["a100"], per_node=2)
 ENGINES = "torchtitan", "megatron", "course"
-ASK = [
-    "strategy",
-    "--model",
-    "llama-3-8b",
-    "--gpu",
-    "a100",
-    "--gpus",
-    "16",
-    "--emit",
-    "slurm",
-    "--engine",
-]
+ASK = ["strategy", "--model", "llama-3-8b", "--gpu", "a100", "--gpus", "16"]
+ASK += ["--emit", "slurm", "--engine"]
 
 
 def files(engine, layout=None, config=LLAMA, time="00:50:00", **more):

@@ -71,6 +71,7 @@ from shardlab.machines import MACHINES, check_named
 from shardlab.shapes import PRESETS
 
 from . import files, learn, report, tables
+from .advice import told
 from .footprint import GIB
 from .job import DTYPES
 from .plan import Plan, alone, plan, short
@@ -281,6 +282,8 @@ def _told(given: dict[str, Any], asked: report.Asked, found: Plan, rates: Rates)
         return 0 if good else 1
     elif "explain" in given or "layout" in given:
         print(report.explained(asked, found, first, rates))
+        if len(rows := told(found, first.layout)) > 1:
+            print("", *report.aligned(rows), sep="\n")
     else:
         print(report.text(asked, found, rates, top))
     return 0

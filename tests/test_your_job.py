@@ -33,7 +33,7 @@ def words(line):
 
 
 def test_every_line_of_the_page_is_known_here():
-    assert len(PLANS) == 6 and len(LINES) == 14
+    assert len(PLANS) == 7 and len(LINES) == 15
     for line in LINES:
         assert line in OURS or line.split()[0] in (*ELSEWHERE, "sbatch"), line
 
@@ -51,7 +51,7 @@ def test_the_planner_s_commands_run_and_say_what_the_page_says(
         assert out.rstrip().endswith("equal to one process but for rounding")
     if "--layout" in line:
         assert "FullAC.Config()" in out and "needs 66.9 GB more" in out
-    if "--into" in line:
+    if "--into job" in line:
         assert {path.name for path in (tmp_path / "job").iterdir()} == {
             "job.sbatch", "site.sh", "planned.py"
         }  # fmt: skip
@@ -68,7 +68,7 @@ def test_the_other_commands_take_the_options_that_the_page_gives(capsys):
 @NEEDS
 def test_slurm_takes_the_page_s_jobs(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = next(line for line in PLANS if "--engine" in line)
+    line = next(line for line in PLANS if "--engine torchtitan" in line)
     with slurm.up(tmp_path / "box", cpus=32, gpus=7) as box:  # no machine has eight such devices
         for engine in ENGINES:
             asked = line.replace("--engine torchtitan", f"--engine {engine}")

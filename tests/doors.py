@@ -76,7 +76,7 @@ OURS = {
     pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,
     buckets.Backward, buckets.in_backward, count.Held, count.Saved, count.Sent, count.machine,
-    count.rates, count.saved, count.sent, link.SlowGroup, link.Helper, link.Moment, link.Wire,
+    count.limited, count.rates, count.saved, count.sent, link.SlowGroup, link.Helper, link.Moment, link.Wire,
     tt.Mismatch, tt.Verdict, checkpoint.CheckpointError, checkpoint.Training,
     checkpoint.named_tensors, zero.saved.warm, parity.Finding, parity.Key, parity.Report,
     parity.Watch, parity.Mistake, parity.mistakes,

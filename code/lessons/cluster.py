@@ -191,7 +191,7 @@ LIST = f"import os; print(*(os.environ[name] for name in {NAMES}))"
 at = f"127.0.0.1:{free_port('127.0.0.1')}"
 told = {"nodes": (2, 2), "logs": FOLDER / "found"}
 jobs = [Job((sys.executable, "-S", "-c", LIST), at, size, **told) for size in (1, 3)]
-ended = ranks.run(node, 2, *jobs, device="cpu", timeout=60)
+ended = ranks.run(node, 2, *jobs, device="cpu", timeout=60)  # CPU: agents, no GPU
 
 # %% tags=["hide-input"]
 # Table: the environment of four ranks on two nodes
@@ -517,7 +517,7 @@ print(TRAIN.count("\n"), "lines")
 program = (sys.executable, str(FOLDER / "train.py"), str(FOLDER / "deadly"), "deadly")
 at = f"127.0.0.1:{free_port('127.0.0.1')}"
 job = Job(program, at, nodes=(2, 2), logs=FOLDER / "logs")
-ended = ranks.run(node, 2, job, job, device="cpu", timeout=60)
+ended = ranks.run(node, 2, job, job, device="cpu", timeout=60)  # CPU: agents, no GPU
 for status, said in ended:
     print(f"status {status}:", *said, sep="\n  ")
 
@@ -624,6 +624,7 @@ def multiply(n, seconds=0.5):
 # %% tags=["hide-input", "measured"]
 # Table: busy and useful, for small and for large products
 
+# CPU: cores are measured
 found = {n: ranks.run(multiply, 1, n, device="cpu")[0] for n in (16, 512)}
 show.timed(found[512][1] > 5 * found[16][1], "large products: five times the FLOP/s")
 rows = [(n, f"{100 * b:.0f}", f"{f / 1e9:.1f}") for n, (b, f) in found.items()]
@@ -696,7 +697,7 @@ def watched(folder):
 # Runs it, and draws what each rank used, from the samples
 
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
-ranks.run(watched, 2, folder, device="cpu")
+ranks.run(watched, 2, folder, device="cpu")  # CPU: cores are sampled
 (samples,) = folder.glob("samples-*.jsonl")
 idle = [line for line in report.lines(samples) if line.get("cpu_percent", 100) < 40]
 both = {line["rank"] for line in idle} == {0, 1} and len(idle) >= 6
@@ -735,7 +736,7 @@ def late(results):
 # %% tags=["hide-input", "measured"]
 # Table: each rank's steps, and when it arrives at their first message
 
-results = ranks.run(steps, 3, 1, device="cpu")
+results = ranks.run(steps, 3, 1, device="cpu")  # CPU: times are gloo's
 arrivals = late(results)
 middle = [1e3 * median(seconds) for seconds, _ in results]
 show.timed(max(middle) < 1.2 * min(middle), "steps of all ranks take equally long")
@@ -793,6 +794,7 @@ def traced(folder):
 # Traces both, and draws the step whose messages come after backward
 
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
+# CPU: gloo's messages are traced
 ranks.run(traced, 2, folder, device="cpu", show=False)
 traces = {name: timeline.read(folder / name) for name in ("after", "ddp")}
 for trace in traces["ddp"]:
@@ -855,6 +857,7 @@ def skips(folder):
     return message
 
 
+# CPU: gloo's time limit
 print(*ranks.run(skips, 3, FOLDER / "flight", device="cpu"), sep="\n")
 
 
@@ -953,7 +956,9 @@ def on_cores(cores):
 # Table: what two ranks get of the cores, bound to one and bound to two
 
 first, *others = sorted(os.sched_getaffinity(0))
+# CPU: cores are measured
 together = sum(ranks.run(on_cores, 2, [first, first], device="cpu"))
+# CPU: cores are measured
 apart = sum(ranks.run(on_cores, 2, [first, (others or [first])[0]], device="cpu"))
 show.timed(together < 1.1, "ranks on one core share it")
 rows = [("one core for both", f"{together:.2f}"), ("a core each", f"{apart:.2f}")]

@@ -451,6 +451,7 @@ def masks(seeded):
 # Table: who drops the same
 rows = []
 for seeded in ("one seed", "by rank", "by copy"):
+    # CPU: masks by the CPU's generator
     found = ranks.run(masks, 4, seeded, device="cpu")
     alike = [(found[0] == found[other]).float().mean().item() for other in (1, 2)]
     rows.append([seeded, *(f"{100 * fraction:.0f} %" for fraction in alike)])
@@ -485,7 +486,7 @@ def dropped():
     return abs(value.item()), off
 
 
-lost, off = ranks.run(dropped, 8, device="cpu")[0]
+lost, off = ranks.run(dropped, 8, device="cpu")[0]  # CPU: masks by the CPU's generator
 assert lost < 5e-6 and off < 1e-5  # float32
 print(f"dropout on 8 ranks: loss off by {short(lost)}, gradients by {short(off)}")
 show.source(PlacedDropout)
@@ -834,6 +835,7 @@ def a_mesh_without_rank_3():
 
 
 try:
+    # CPU: a mesh is refused, on no device
     ranks.run(a_mesh_without_rank_3, 4, device="cpu", show=False)
 except ranks.RankError as error:
     print(str(error).splitlines()[0])

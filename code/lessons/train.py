@@ -316,6 +316,7 @@ def both_ways():
     return filled_up(model, windows), exact
 
 
+# CPU: float64, of the host
 found = {size: ranks.run(both_ways, size, device="cpu")[0] for size in (1, 2, 4)}
 assert len({f"{exact:.9f}" for _, exact in found.values()}) == 1
 assert len({f"{wrong:.6f}" for wrong, _ in found.values()}) == 3
@@ -538,6 +539,7 @@ def in_fp16(group, steps=16):
 
 
 both_ways = ranks.run(
+    # CPU: autocast of the CPU
     lambda: [in_fp16(group) for group in (None, dist.group.WORLD)], 2, device="cpu"
 )
 broken, repaired = zip(*both_ways, strict=True)
@@ -622,6 +624,7 @@ def two_gradients(first_is_sharded):
 
 
 for sharded in (True, False):
+    # CPU: a scaler of the CPU
     scales = ranks.run(two_gradients, 2, sharded, device="cpu")
     print(f"{'sharded' if sharded else 'replicated'} first: scales {scales}")
     assert scales == ([512, 512] if sharded else [1024, 512])
@@ -714,6 +717,7 @@ def one_process(steps=10):
 de.prepare()
 high = {"initial_scale_power": 20, "loss_scale_window": 3}
 as_given, too_high = zip(
+    # CPU: the check that is overruled is a CPU's
     *ranks.run(lambda: [with_deepspeed(c) for c in ({}, high)], 2, device="cpu"),
     strict=True,
 )
@@ -904,11 +908,14 @@ def plain_loop(steps=10):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    one = ranks.run(plain_loop, 1, device="cpu")[0]
+    one = ranks.run(plain_loop, 1, device="cpu")[0]  # CPU: Lightning on the CPU
     fits = {
+        # CPU: Lightning on the CPU
         "DDP": ranks.run(lightning.fit, 2, "ddp", 10, device="cpu")[0],
+        # CPU: Lightning on the CPU
         "FSDP2": ranks.run(lightning.fit, 2, "fsdp2", 10, device="cpu")[0],
         "FSDP2, its default mesh": ranks.run(
+            # CPU: Lightning on the CPU
             lightning.fit, 2, "fsdp2", 10, 8, 40, "auto", device="cpu"
         )[0],
     }
@@ -992,8 +999,10 @@ def probed(items, batch, precision="32-true", **options):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    # CPU: Lightning on the CPU
     a, b = ranks.run(lambda: probed(8, 2, max_epochs=2), 2, device="cpu")
     options = dict(max_epochs=1, accumulate_grad_batches=4)
+    # CPU: Lightning on the CPU
     c, _ = ranks.run(lambda: probed(10, 1, "16-mixed", **options), 2, device="cpu")
 assert a[0][:2] != a[0][2:] and c[1] == [1, 0.25] and c[4] == "bf16-mixed"
 assert a[2]["own"] != b[2]["own"] and a[2]["mean"] == b[2]["mean"]

@@ -362,8 +362,8 @@ show.table(
 # Stages and offload change *where* numbers live, and leave the arithmetic alone, as in [our own ZeRO](zero.md), which is held against the same one process.
 # Accumulation does too: `engine.backward` divides each micro-batch's loss by their number, and `engine.step` does nothing until the last.
 #
-# bf16 is another arithmetic. Forward and backward have eight bits of precision, while the engine keeps float32 *master weights*, takes the step on them, and rounds them to bf16 for the next forward.
-# Its difference is rounding as well, of numbers that are rounded at the third digit.
+# The row with bf16 differs more. Forward and backward have eight bits of precision, while the engine keeps float32 *master weights*, takes the step on them, and rounds them to bf16 for the next forward.
+# Its difference is rounding as well, at the third digit.
 #
 # The times are those of the machine that built this page, a CPU, with a model so small that DeepSpeed's own bookkeeping is most of them.
 # They do show one thing that holds elsewhere: stage 3, which gathers and frees around each layer, has more to do than stage 1, which does not. When that matters is [below](#when-stage-3-is-worth-its-traffic).
@@ -671,7 +671,7 @@ show.table(
 #
 # ## The lab: one Llama, four ways
 #
-# So far the model was ours. Now it is a Llama of Hugging Face's `transformers`, built from a configuration with random weights, so that nothing is downloaded: `lab.TINY`, with 3.1 million parameters ([counted below](#operations-predicted-and-counted)).
+# So far the model was the course's. Now it is a Llama of Hugging Face's `transformers`, built from a configuration with random weights, so that nothing is downloaded: `lab.TINY`, with 3.1 million parameters ([counted below](#operations-predicted-and-counted)).
 # `model="…"` takes a name on the hub instead.
 # `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight ways that the lab has, each stage of ZeRO among them; `--precision bf16` runs them with 16-bit weights.
 #
@@ -749,7 +749,7 @@ found, failed = lab.tried(["data", "one"], 2, small, device="cpu", memory=70e6)
 print("failed:", failed, "went on:", sorted({report.way for report in found}))
 
 # %% tags=["hide-input"]
-# Holds four ranks, two copies cut in two, against one process, and memory's limit
+# Holds four ranks against one process, and what memory's limit ended
 
 apart_by = (mixed[1].outcome - losses).abs().max().item()
 assert torch.equal(mixed[0].outcome, tokens) and apart_by < 1e-5  # float32, near 8

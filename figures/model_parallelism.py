@@ -34,6 +34,7 @@ RUNGS = {  # what each rung of the strategy's chart does
     "recompute": "layers keep their inputs alone; ZeRO as before",
     "tensor in the node": "matrices cut, over 2, 4, … GPUs of a node",
     "pipeline across nodes": "layers cut, over stages on several nodes",
+    "the host's memory": "optimizer, or all states, on the host: slowest",
 }
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
@@ -321,7 +322,7 @@ def choose() -> Figure:
     shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After
     the last one: more GPUs, or larger ones. The rungs:
     """
-    figure, axes = canvas(WIDE, 6.55)
+    figure, axes = canvas(WIDE, 7.29)
     left, wide, high, step, bus = 0.05, 3.5, 0.48, 0.74, 4.02
     words(axes, left, 0.11, "Can the batch be shared out?", ha="left", fontsize=10)
     line = "Does the fullest rank fit into its memory?"

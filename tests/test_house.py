@@ -180,6 +180,32 @@ def test_whatever_takes_a_mesh_is_given_it() -> None:
     assert bare == []
 
 
+def kept_on_the_cpu(lines: list[str]) -> list[int]:
+    """Numbers of the lines that keep ranks off a GPU; a reason is a comment there or above."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse("\n".join(lines)))
+        if isinstance(node, ast.Call) and not ast.unparse(node.func).startswith("torch.")
+    ]
+    pins = [
+        keyword.lineno
+        for call in calls
+        for keyword in call.keywords
+        if keyword.arg == "device" and ast.unparse(keyword.value) == "'cpu'" and len(call.args) > 1
+    ]
+    return [n for n in pins if not any("# CPU: " in line for line in lines[n - 2 : n])]
+
+
+def test_a_lesson_keeps_ranks_off_a_gpu_for_a_reason_alone() -> None:
+    unsaid = []
+    for topic in TOPICS:
+        path = ROOT / f"code/lessons/{topic}.py"
+        lines = path.read_text("utf-8").splitlines()
+        unsaid += [f"{path.name}:{n} {lines[n - 1].strip()}" for n in kept_on_the_cpu(lines)]
+    assert unsaid == []
+    assert kept_on_the_cpu(["run(f, 2,", "    device='cpu')"]) == [2]  # the search finds one
+
+
 def test_requirements_are_exact() -> None:
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
     lines = [line.partition(" #")[0].strip() for line in lines if not line.startswith("#")]

@@ -185,6 +185,7 @@ def test_a_rung_is_the_last_that_a_layout_adds() -> None:
     layouts = (
         Layout(8), Layout(8, zero=1), Layout(8, zero=2), Layout(8, zero=3),
         Layout(8, zero=3, recompute="full"), Layout(4, 2, recompute="full"), Layout(2, 2, 2, 1),
+        Layout(2, 2, 2, 1, offload="optimizer"),
     )  # fmt: skip
     assert tuple(map(strategy.rung, layouts)) == RUNGS
 
@@ -225,7 +226,7 @@ def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
 
 def test_what_is_short_is_said() -> None:
     with pytest.raises(ValueError, match=r"gpus=8: no layout fits; .* 16 of these GPUs would be e"):
-        strategy.choose(planned("llama-3-70b", "h200", 8, 512))
+        strategy.choose(planned("gpt-3-175b", "h100", 8, 64))
     with pytest.raises(ValueError, match="larger ones would"):
         small = replace(A100, memory=1e9)
         strategy.choose(strategy.plan(PRESETS["llama-3-70b"], small, 8, 8))

@@ -99,6 +99,7 @@ BATCH = 8  # windows in a step, over all ranks
 
 def run(fn, size, *args, **how):
     """These ranks compute on the CPU: what this page measures is files, not GPUs."""
+    # CPU: files are measured, not GPUs
     return ranks.run(fn, size, *args, device="cpu", **how)
 
 

@@ -143,7 +143,7 @@ def sum_gradients():
 
 # %% tags=["hide-input", "measured"]
 # Holds the sums against 1 + 10 + 100 + 1000; table: bytes and times
-found = ranks.run(sum_gradients, 4, device="cpu")
+found = ranks.run(sum_gradients, 4, device="cpu")  # CPU: times are gloo's
 assert all(rank[way][2] for rank in found for way in WAYS)
 model = CostModel(LATENCY, BANDWIDTH)
 rows, ms = [], {}
@@ -536,7 +536,7 @@ def same_bits():
     return results
 
 
-found = ranks.run(same_bits, 4, device="cpu")
+found = ranks.run(same_bits, 4, device="cpu")  # CPU: the same bits each time
 naive, tree, ring = found[0]
 print("the same on ranks 0 and 3:", *map(torch.equal, found[0], found[3]))
 print("of 1000 sums differ, naive and ring:", (naive != ring).sum().item())
@@ -600,7 +600,7 @@ def count_bytes():
     return counted
 
 
-found = ranks.run(count_bytes, 4, device="cpu")
+found = ranks.run(count_bytes, 4, device="cpu")  # CPU: counts the module's bytes
 rows = []
 for name in found[0]:
     counted = [rank[name] for rank in found]
@@ -634,6 +634,7 @@ for size in (2, 3, 4, 8, 64, 1024):
     formula = collectives.bytes_sent("all_reduce ring", nbytes, 4, size, 0) / nbytes
     counted = "–"
     if size <= 8:
+        # CPU: counts the module's bytes
         counted = ranks.run(ring_bytes_sent, size, 3072, device="cpu")[0] / nbytes
         assert counted == formula
         counted = f"{counted:.3f}"
@@ -690,8 +691,8 @@ def weigh(make, names):
 
 
 kinds = ["all_reduce ring", "reduce_scatter", "all_gather", "all_to_all"]
-ours = ranks.run(weigh, 4, calls, kinds, device="cpu")[0]
-theirs = ranks.run(weigh, 4, torchs, kinds, device="cpu")[0]
+ours = ranks.run(weigh, 4, calls, kinds, device="cpu")[0]  # CPU: bytes on loopback
+theirs = ranks.run(weigh, 4, torchs, kinds, device="cpu")[0]  # CPU: bytes on loopback
 rows = []
 for name in kinds:
     formula = collectives.bytes_sent(name, 16 * MIB, 4, 4, 0) / (16 * MIB)
@@ -770,7 +771,9 @@ def ping_pong(slow, passes):
 
 
 measured = {
+    # CPU: times are gloo's
     "slow link": ranks.run(ping_pong, 2, True, 5, device="cpu")[0],
+    # CPU: times are gloo's
     "loopback": ranks.run(ping_pong, 2, False, 4, device="cpu")[0],
 }
 fits = {name: CostModel.fit(SIZES, seconds) for name, seconds in measured.items()}
@@ -857,7 +860,7 @@ def race():
 
 # %% tags=["hide-input", "measured"]
 # Measures the three all-reduces, and draws them beside the prediction
-found = ranks.run(race, 4, device="cpu")
+found = ranks.run(race, 4, device="cpu")  # CPU: times of the CPU's work and a wire
 timed = {key: best([rank[key] for rank in found]) for key in found[0]}
 predicted = {
     (way, size): model.seconds(f"all_reduce {way}", size, 4) for way, size in timed
@@ -960,7 +963,7 @@ def side_by_side():
     return times
 
 
-found = ranks.run(side_by_side, 4, device="cpu")
+found = ranks.run(side_by_side, 4, device="cpu")  # CPU: times are gloo's
 rows = []
 for name in kinds:
     mine, gloos = (
@@ -1003,6 +1006,7 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 def failure(function):
     """Run on four ranks and print what `ranks.run` says about the failure."""
     try:
+        # CPU: gloo, whose ranks can be asked
         ranks.run(function, 4, timeout=4, device="cpu", show=False, apart=True)
     except ranks.RankError as error:
         for line in str(error).splitlines():
@@ -1080,7 +1084,7 @@ def swapped():
     return a.item(), b.item()
 
 
-found = ranks.run(swapped, 2, device="cpu")
+found = ranks.run(swapped, 2, device="cpu")  # CPU: a mix-up that gloo lets pass
 print("sums of a and b on rank 0:", *found[0], "(right: 2 and 200)")
 
 # %% tags=["hide-input"]
@@ -1105,7 +1109,7 @@ def late():
         return str(error).splitlines()[0].split("] ")[-1]
 
 
-message = ranks.run(late, 2, device="cpu", show=False)[0]
+message = ranks.run(late, 2, device="cpu", show=False)[0]  # CPU: gloo's own words
 print(message)
 
 # %% tags=["hide-input"]

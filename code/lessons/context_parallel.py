@@ -163,6 +163,7 @@ def ring_gap():
     return gap(right.chunk(dist.get_world_size(), 2)[dist.get_rank()], ring(*mine))
 
 
+# CPU: its attention takes float64
 gaps = {N: max(ranks.run(ring_gap, N, device="cpu")) for N in (2, 3, 4)}
 assert max(gaps.values()) < 1e-13  # float64; a row's sum is made block by block
 print(
@@ -218,6 +219,7 @@ def module_ring(q, k, v):
 
 
 RINGS = {
+    # CPU: its attention takes float64
     name: ranks.run(both_rings, 4, way, device="cpu")
     for name, way in (("plain", ring), ("module", module_ring))
 }
@@ -324,7 +326,7 @@ N, seq = 4, 8192
 
 # %% tags=["hide-input", "measured"]
 # Table: work of each rank in both layouts, predicted and counted
-WORK = ranks.run(work, N, seq, device="cpu")
+WORK = ranks.run(work, N, seq, device="cpu")  # CPU: times are gloo's
 rows, slowest = [], {}
 for layout in cp.LAYOUTS:
     all_seconds = sum(result[layout][1] for result in WORK)
@@ -400,7 +402,7 @@ def swap_gap():
 
 
 for N in (2, 4):
-    results = ranks.run(swap_gap, N, device="cpu")
+    results = ranks.run(swap_gap, N, device="cpu")  # CPU: its attention takes float64
     off, *calls = map(max, zip(*results, strict=True))
     assert off < 1e-13 and calls == [4, 2]
     print(f"{N} ranks: largest difference {off:.0e}; all-to-alls: plain 4, module 2")
@@ -560,6 +562,7 @@ def attention_sent(heads, kv_heads, seq, size):
 
 
 SENT = {
+    # CPU: counts the module's bytes
     (kv, N): ranks.run(attention_sent, N, 16, kv, 1024, 16, device="cpu")[0]
     for kv in (16, 2)
     for N in (2, 4, 8)
@@ -633,6 +636,7 @@ def forwards(times):
     return found
 
 
+# CPU: times are gloo's
 TIMES = ranks.run(forwards, 2, {128: 12, 3072: 3}, device="cpu")[0]
 
 # %% tags=["hide-input", "measured"]
@@ -710,6 +714,7 @@ CORES = {
 figure, panels = plt.subplots(1, 2, figsize=(7.4, 3))
 for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict=False):
     wants, measured = [], []
+    # CPU: bytes held by CPU kernels
     every = ranks.run(attention_bytes, N, core, CONTEXTS, device="cpu")
     for seq in CONTEXTS:
         want = cp.attention_memory(way, 1, seq, 8, 8, 16, N)
@@ -844,6 +849,7 @@ def all_send_first():
 
 
 try:
+    # CPU: gloo, whose ranks can be asked
     ranks.run(all_send_first, 2, timeout=3, device="cpu", show=False, apart=True)
 except ranks.RankError as error:
     print(error)
@@ -877,6 +883,7 @@ def mistaken(way, dtype, steps=20):
 
 
 WRONG = {
+    # CPU: float32 beside bfloat16
     (way, dtype): ranks.run(mistaken, 4, way, dtype, device="cpu")[0]
     for way in ("right", "own tokens alone", "positions from 0")
     for dtype in (torch.float32, torch.bfloat16)
@@ -900,6 +907,7 @@ def apart(mine, right, part):
     return 100 * ((a - b).norm() / b.norm()).item()
 
 
+# CPU: its attention takes float64
 value, right = ranks.run(of_one_process, 1, device="cpu", show=False)[0]
 rows, off = [], {}
 for (way, dtype), (first, gradients, last) in WRONG.items():
@@ -944,6 +952,7 @@ def refused():
             print(error)
 
 
+# CPU: refused before anything is sent
 _ = ranks.run(lambda: refused() if dist.get_rank() == 0 else None, 4, device="cpu")
 
 

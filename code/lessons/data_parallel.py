@@ -468,6 +468,7 @@ weights = sum(p.nbytes for p in parameters)
 buckets = len(assign_buckets(parameters, *SIZES.values()))
 rows = []
 for way in ("average_gradients", "average_in_buckets", "DataParallel"):
+    # CPU: bytes on loopback
     (messages, size), on_wire = ranks.run(sent_by, N, way, device="cpu")[0]
     by_parameter = way == "average_gradients"
     assert messages == (len(parameters) if by_parameter else buckets)
@@ -536,6 +537,7 @@ messages = {
 rows = []
 for way, sizes in messages.items():
     predicted = sum(WIRE.seconds("all_reduce ring", size, 2) for size in sizes)
+    # CPU: times of the CPU's work and a wire
     measured = max(ranks.run(seconds_of, 2, way, device="cpu"))
     # The wire's clock is exact; on top comes this machine's own work.
     assert measured > predicted * 0.99
@@ -630,7 +632,9 @@ show.table(
 # %% tags=["hide-input", "measured"]
 # Table: a step with and without overlap, on loopback and a slow link
 runs = {
+    # CPU: times of the CPU's work and a wire
     "loopback": ranks.run(overlap.trace, 2, 1, 7, 0.0, 1e12, device="cpu")[0],
+    # CPU: times of the CPU's work and a wire
     "1 Gbit/s": ranks.run(overlap.trace, 2, 3, 5, 50e-6, 125e6, device="cpu")[0],
 }
 rows, ratios = [], {}
@@ -737,6 +741,7 @@ def sleeping_steps(growing):
 measured, predicted = {}, {}
 for growing in (False, True):
     for size in (1, 2, 4, 8):
+        # CPU: what sleeps needs no GPU
         results = ranks.run(sleeping_steps, size, growing, device="cpu")
 
         def wire(nbytes, size=size):
@@ -854,6 +859,7 @@ def side_by_side(rounds):
     return {name: statistics.median(values) for name, values in seconds.items()}, equal
 
 
+# CPU: times are gloo's
 medians, equal = ranks.run(side_by_side, 2, 15, device="cpu")[0]
 ratio = medians["ours"] / medians["torch DDP"]
 assert equal == 0.0

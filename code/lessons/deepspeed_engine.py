@@ -108,8 +108,8 @@ LOSSES, WEIGHTS = one_process()
 
 
 # %% [markdown]
-# All ranks on this page are processes on the CPU, wherever you run it, and two of them: the page says `device="cpu"` each time.
-# DeepSpeed is the real one, version 0.19.8 (November 2026); what it runs on is the only difference to a job on GPUs. So equality and bytes carry over, and times do not.
+# Each run has two ranks: processes on GPUs where your machine has some, and on the CPU otherwise. Where a cell says `device="cpu"`, its comment says why.
+# DeepSpeed is the real one, version 0.19.8 (November 2026). What it runs on is the only difference to a job on GPUs: equality and bytes carry over, and times do not.
 #
 # ## The plain script: initialize, backward, step
 #
@@ -138,9 +138,11 @@ four_lines = {
     "zero_optimization": {"stage": 2},
     "zero_allow_untested_optimizer": True,  # any optimizer of torch's
 }
+# CPU: this script moves nothing to a GPU
 with_all = ranks.run(plain_script, 2, four_lines, device="cpu")
 
 three_lines = {k: v for k, v in four_lines.items() if k != "gradient_clipping"}
+# CPU: this script moves nothing to a GPU
 without = ranks.run(plain_script, 2, three_lines, device="cpu")
 
 # %% [markdown]
@@ -245,7 +247,7 @@ cases = {
     "1.0": de.config(PLAIN, clipping=1.0),
     "0.0": de.config(PLAIN),
 }
-clipped = ranks.run(train, 2, cases, device="cpu")[0]
+clipped = ranks.run(train, 2, cases, device="cpu")[0]  # CPU: the same bits each time
 
 # %% tags=["hide-input"]
 # Table: the last loss with the line left out, with 1.0 and with 0.0
@@ -298,7 +300,7 @@ wrong = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
 }
-message = ranks.run(refused, 2, wrong, device="cpu")[0]
+message = ranks.run(refused, 2, wrong, device="cpu")[0]  # CPU: nothing trains
 print(textwrap.fill(message, 84))
 
 # %% tags=["hide-input"]
@@ -339,7 +341,7 @@ cases = {
 # %% tags=["hide-input", "measured"]
 # Trains all of them, and tabulates the differences from one process
 
-found = ranks.run(train, 2, cases, device="cpu")[0]
+found = ranks.run(train, 2, cases)[0]
 rows = []
 for name, (losses, weights, seconds) in found.items():
     gaps = apart(losses, LOSSES), apart(weights, WEIGHTS)
@@ -360,8 +362,8 @@ show.table(
 # Stages and offload change *where* numbers live, and leave the arithmetic alone, as in [our own ZeRO](zero.md), which is held against the same one process.
 # Accumulation does too: `engine.backward` divides each micro-batch's loss by their number, and `engine.step` does nothing until the last.
 #
-# bf16 is another arithmetic. Forward and backward have eight bits of precision, while the engine keeps float32 *master weights*, takes the step on them, and rounds them to bf16 for the next forward.
-# Its difference is rounding as well, of numbers that are rounded at the third digit.
+# The row with bf16 differs more. Forward and backward have eight bits of precision, while the engine keeps float32 *master weights*, takes the step on them, and rounds them to bf16 for the next forward.
+# Its difference is rounding as well, at the third digit.
 #
 # The times are those of the machine that built this page, a CPU, with a model so small that DeepSpeed's own bookkeeping is most of them.
 # They do show one thing that holds elsewhere: stage 3, which gathers and frees around each layer, has more to do than stage 1, which does not. When that matters is [below](#when-stage-3-is-worth-its-traffic).
@@ -406,7 +408,7 @@ cases = {
     ("3, 20 million, overlap", 4 * 20_000_000): bucket(20_000_000, True, zero=3),
     ("2, 20,000", 4 * 20_000): bucket(20_000),
 }
-held = ranks.run(peak, 2, cases, device="cpu")[0]
+held = ranks.run(peak, 2, cases)[0]
 
 # %% tags=["hide-input"]
 # Table: bytes of the buckets, predicted, beside all bytes that a rank holds
@@ -446,7 +448,7 @@ show.source(de.recompute)
 # %%
 def saved_bytes():
     """On a rank: bytes saved for backward, and the loss after a step, three ways."""
-    tokens, targets = local_batch(0)
+    tokens, targets = (side.to(ranks.device()) for side in local_batch(0))
     found = []
     for section, asked in (("none", False), ("full", False), ("full", True)):
         settings = de.config(sharded(1, recompute=section))
@@ -462,7 +464,7 @@ def saved_bytes():
     return found
 
 
-results = ranks.run(saved_bytes, 2, device="cpu")[0]
+results = ranks.run(saved_bytes, 2)[0]
 
 # %% tags=["hide-input"]
 # Table: bytes saved for backward, and the loss after a step
@@ -512,6 +514,7 @@ def cut(kind):
     return losses, held, up, engine.train_batch_size()
 
 
+# CPU: stages of a pipeline want a GPU each
 cuts = {kind: ranks.run(cut, 2, kind, device="cpu") for kind in ("tensor", "pipeline")}
 
 # %% tags=["hide-input"]
@@ -596,13 +599,16 @@ def resume(folder, universal):
 
 
 with tempfile.TemporaryDirectory() as folder:
+    # CPU: the same bits each time
     went_on = ranks.run(save_and_go_on, 2, folder, device="cpu")[0]
     files = sorted(Path(folder).rglob("*.pt"))
     sizes = [(file.name, file.stat().st_size) for file in files]
     state = de.plain_state_dict(folder)
+    # CPU: the same bits each time
     as_it_is = ranks.run(resume, 2, folder, False, device="cpu")[0]
     made = de.to_universal(folder)
     universal = {
+        # CPU: the same bits each time
         n: ranks.run(resume, n, folder, True, device="cpu")[0] for n in (1, 2, 4)
     }
 
@@ -643,8 +649,8 @@ def on_one_rank(folder):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    ranks.run(save_and_go_on, 2, folder, device="cpu")
-    message = ranks.run(on_one_rank, 1, folder, device="cpu")[0]
+    ranks.run(save_and_go_on, 2, folder, device="cpu")  # CPU: the same bits each time
+    message = ranks.run(on_one_rank, 1, folder)[0]
 print(textwrap.fill(message, 84))
 
 # %% [markdown]
@@ -665,9 +671,9 @@ show.table(
 #
 # ## The lab: one Llama, four ways
 #
-# So far the model was ours. Now it is a Llama of Hugging Face's `transformers`, built from a configuration with random weights, so that nothing is downloaded: `lab.TINY`, with 3.1 million parameters ([counted below](#operations-predicted-and-counted)).
+# So far the model was the course's. Now it is a Llama of Hugging Face's `transformers`, built from a configuration with random weights, so that nothing is downloaded: `lab.TINY`, with 3.1 million parameters ([counted below](#operations-predicted-and-counted)).
 # `model="…"` takes a name on the hub instead.
-# On a machine with a GPU for each rank, `python -m shardlab.deepspeed_engine.lab --ranks 2` runs the same lab on GPUs; here it runs on the CPU.
+# `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight ways that the lab has, each stage of ZeRO among them; `--precision bf16` runs them with 16-bit weights.
 #
 # Each way first generates, greedily and with a cache, and then trains the same weights.
 # Times are the slowest rank's: the median of three generations, and the sum of the training steps after the first.
@@ -676,6 +682,14 @@ show.table(
 # - **data parallel**: a copy on each rank, the batch divided;
 # - **ZeRO-3, offload**: the batch divided, and all states cut and kept in the host's memory;
 # - **tensor parallel**: one copy cut in two, the whole batch on both.
+#
+# With ZeRO-3 no rank ever holds the whole model. Inside of `deepspeed.zero.Init` each parameter is cut as soon as it is made, and the weights come from their file one tensor at a time:
+
+# %%
+show.source(lab._sharded)
+
+# %% [markdown]
+# The other ways make the whole model first: see the last column of the next table.
 
 # %%
 show.source(lab.generate)
@@ -685,12 +699,12 @@ show.source(lab.generate)
 
 # %% tags=["measured"]
 task = lab.Task(batch=4, prompt=32, new=8, seq=64, steps=3)
-ways = {way: lab.run(way, 2, task, device="cpu") for way in breakdown.WAYS}
+ways = {way: lab.run(way, 2, task) for way in ("one", "data", "offload", "tensor")}
 reports = [ways[way][i] for i in range(2) for way in ways]
-slower = ways["zero3"][0].rate < ways["data"][0].rate  # it gathers, for each token
+slower = ways["offload"][0].rate < ways["data"][0].rate  # it gathers, for each token
 show.timed(slower, "ZeRO-3 is slower than copies")
 print(", ".join(f"{what}: {value}" for what, value in count.machine()))
-breakdown.table(reports, caption="Two CPU ranks that share one machine")
+breakdown.table(reports, caption="Two ranks that share one machine")
 
 # %% [markdown]
 # The same as a picture. Intensity, on the right, does not depend on the machine. Speed does: two ranks here share two cores, and the tiny model leaves most of the time to bookkeeping.
@@ -722,6 +736,25 @@ for way, (inference, training) in ways.items():
     agree = f"{tokens.numel()} of {tokens.numel()}"
     rows.append((breakdown.WAYS[way], agree, digits(gap)))
 show.table(rows, ["way", "generated tokens that agree", "losses differ by"])
+
+# %% [markdown]
+# Tensor parallelism and ZeRO combine: four ranks are two copies, each cut in two, which share their optimizer states.
+# And a way that runs out of memory does not end the others. Here each rank gets 70 MB more than it has: DeepSpeed's copies need more for their buckets, and one process does not.
+
+# %%
+mixed = lab.run("mixed", 4, task)
+small = lab.Task(batch=2, prompt=8, new=2, seq=16, steps=1)
+# CPU: the limit is one that the system knows
+found, failed = lab.tried(["data", "one"], 2, small, device="cpu", memory=70e6)
+print("failed:", failed, "went on:", sorted({report.way for report in found}))
+
+# %% tags=["hide-input"]
+# Holds four ranks against one process, and what memory's limit ended
+
+apart_by = (mixed[1].outcome - losses).abs().max().item()
+assert torch.equal(mixed[0].outcome, tokens) and apart_by < 1e-5  # float32, near 8
+assert failed == {"data": "out of memory"} and {r.way for r in found} == {"one"}
+print(f"tensor × ZeRO-1 on 4 ranks: the same tokens, losses {digits(apart_by)} apart")
 
 # %% [markdown]
 # What the columns say:
@@ -831,6 +864,7 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
 
 # %%
 misspelt = {"train_micro_batch_size_per_gpu": 2, "gradient_cliping": 0}
+# CPU: nothing trains
 print("DeepSpeed:", ranks.run(refused, 2, misspelt, device="cpu")[0])
 try:
     de.check(misspelt)
@@ -858,7 +892,7 @@ def look():
         return outside, norm, tuple(weight.shape), weight.norm().item()
 
 
-outside, no_norm, inside, norm = ranks.run(look, 2, device="cpu")[0]
+outside, no_norm, inside, norm = ranks.run(look, 2)[0]
 
 # %% tags=["hide-input"]
 # Table: a parameter's shape and norm, outside and inside
@@ -890,7 +924,7 @@ def by_hand(stage):
     engine = de.initialize(model(), de.config(sharded(stage, micro_batch=1, microbatches=2)))
     losses = []
     for step in range(STEPS):
-        tokens, targets = local_batch(step)
+        tokens, targets = (side.to(ranks.device()) for side in local_batch(step))
         for x, y in zip(tokens.chunk(2), targets.chunk(2), strict=True):
             value = loss(engine(x), y)
             try:
@@ -905,7 +939,7 @@ def by_hand(stage):
     return gap, drift(engine.module, dist.group.WORLD) if stage < 3 else None
 
 
-results = [ranks.run(by_hand, 2, stage, device="cpu")[0] for stage in range(4)]
+results = [ranks.run(by_hand, 2, stage)[0] for stage in range(4)]
 
 # %% tags=["hide-input"]
 # Holds each stage's losses against one process

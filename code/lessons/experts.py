@@ -431,7 +431,7 @@ def train(way, steps=50):
 
 
 WAYS = {"nothing": "as it is", "loss": "balancing loss", "bias": "bias"}
-TRAINED = {way: ranks.run(train, 2, way, device="cpu")[0] for way in WAYS}
+TRAINED = {way: ranks.run(train, 2, way)[0] for way in WAYS}
 
 # %% tags=["hide-input"]
 # Draws the share of tokens that the busiest expert of the last layer gets
@@ -615,7 +615,7 @@ def busy(shifts, rounds=9):
 # %% tags=["hide-input", "measured"]
 # Table: rows of the fullest rank and seconds that each rank computes
 SHIFTS = 0.0, 0.02, 0.05, 1.0
-found, rows = ranks.run(busy, 2, SHIFTS, device="cpu"), []
+found, rows = ranks.run(busy, 2, SHIFTS, device="cpu"), []  # CPU: times are gloo's
 loads = found[0][0]
 for shift in SHIFTS:
     seconds = [times[shift] for _, times in found]
@@ -652,6 +652,7 @@ def rate(rows_R):
 # %% tags=["hide-input", "measured"]
 # Draws what an expert's products reach, by rows
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+# CPU: times are gloo's
 RATES = ranks.run(lambda: [rate(n) for n in SIZES], 1, device="cpu")[0]
 show.timed(max(RATES) > 3 * RATES[0], "many rows reach three times the rate of one")
 figure, axes = plt.subplots(figsize=(4.6, 2.4))
@@ -725,6 +726,7 @@ def beside():
 de.prepare()
 rows = []
 for N in (2, 4):
+    # CPU: DeepSpeed makes its gate there
     results = ranks.run(beside, N, device="cpu", show=False)
     off = max(apart(a, b) for found, _ in results for a, b in zip(found["ours"][:2], found["DeepSpeed"][:2]))
     assert off < 1e-5  # float32
@@ -779,7 +781,7 @@ def wrong(way, steps=20):
 # Table: the trace of each mistake
 rows, traces = [], {}
 for way in ("right", "over two copies", "over all four", "over nobody"):
-    found = ranks.run(wrong, 4, way, device="cpu")
+    found = ranks.run(wrong, 4, way)
     norms, values, weights = zip(*found, strict=True)
     same = weights[0].equal(weights[2]) and weights[1].equal(weights[3])
     traces[way] = norms, values[0], same
@@ -814,7 +816,7 @@ def skips():
 
 
 try:
-    ranks.run(skips, 4, device="cpu", timeout=5)
+    ranks.run(skips, 4, device="cpu", timeout=5)  # CPU: gloo, whose ranks can be asked
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [1]

@@ -152,6 +152,7 @@ def story():
     return c_MN
 
 
+# CPU: integers, for which GPUs have no products
 found = ranks.run(story, 2, device="cpu")
 
 
@@ -249,7 +250,7 @@ def held_by_four():
     return peaks
 
 
-measured = ranks.run(held_by_four, 4, device="cpu")[0]
+measured = ranks.run(held_by_four, 4, device="cpu")[0]  # CPU: bytes of gloo's way
 
 # %% tags=["hide-input"]
 # Table: bytes held by a rank, predicted and measured
@@ -341,6 +342,7 @@ def plain_and_core():
     return peaks, pairs
 
 
+# CPU: times of the CPU's work and a wire
 peaks, pairs = ranks.run(plain_and_core, 4, device="cpu")[0]
 ms = [f"{1e3 * statistics.median(times):.0f}" for times in zip(*pairs, strict=True)]
 ratio = statistics.median(plain / core for plain, core in pairs)
@@ -473,7 +475,7 @@ def bytes_sent():
     return found
 
 
-by_rank, rows = ranks.run(bytes_sent, 4, device="cpu"), []
+by_rank, rows = ranks.run(bytes_sent, 4, device="cpu"), []  # CPU: bytes on loopback
 m, k, n = SHAPE
 for number, (way, full) in enumerate(CASES):
     for rank, found in enumerate(by_rank):
@@ -603,6 +605,7 @@ def one_and_two():
 
 # %% tags=["hide-input", "measured"]
 # Measures where one rank and two take equally long, and draws it
+# CPU: times of the CPU's work and a wire
 machine, crossing, times = ranks.run(one_and_two, 2, device="cpu")[0]
 sides = list(times)
 gains = [split / alone for alone, split in times.values()]  # above 1: one is faster
@@ -821,7 +824,7 @@ def with_dtensor():
     return found
 
 
-found = ranks.run(with_dtensor, 4, device="cpu")[0]
+found = ranks.run(with_dtensor, 4, device="cpu")[0]  # CPU: DTensor on a CPU mesh
 
 # %% tags=["hide-input"]
 # Table: what DTensor makes of each way, and when it sends
@@ -863,6 +866,7 @@ def beside_dtensor():
 
 rows = []
 for side, pairs in zip(
+    # CPU: times are gloo's
     (64, 1024), ranks.run(beside_dtensor, 2, device="cpu")[0], strict=True
 ):
     low, middle, high = statistics.quantiles(
@@ -901,7 +905,7 @@ def mistakes():
     return [(name, c, (c - right).norm() / right.norm()) for name, c in found.items()]
 
 
-by_rank = ranks.run(mistakes, 4, device="cpu")
+by_rank = ranks.run(mistakes, 4)
 
 # %% tags=["hide-input"]
 # Table: the three mistakes, and what a reader sees of them
@@ -934,6 +938,7 @@ def rounding():
 # Table: rounding errors by rows and by the inner dimension
 rows = []
 for t in (1, 2, 4, 8):
+    # CPU: rounding of the CPU's bfloat16
     by_rows, summed, in_float32 = ranks.run(rounding, t, device="cpu")[0]
     rows.append((t, *(f"{100 * off:.2f}" for off in (by_rows, summed, in_float32))))
 assert summed > 1.5 * by_rows and in_float32 < 1.1 * by_rows

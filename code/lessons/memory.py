@@ -33,11 +33,13 @@
 # %% tags=["hide-input"]
 # Imports, and the small model that every cell trains
 import argparse
+import gc
 import json
 import statistics
 import tempfile
 import textwrap
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -939,7 +941,30 @@ show.table(rows, [*head, "difference (%)"])
 # The error then says that much is *reserved but unallocated*. What helps: `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (older versions: `PYTORCH_CUDA_ALLOC_CONF`), with which segments grow and every rest of 512 bytes or more is cut off; lengths padded to a few sizes; and the longest batch first.
 # On the CPU there is no such cache, so this page cannot show it.
 #
-# **An exception keeps a step.** In a notebook, a traceback holds the frames, the frames hold the tensors, and after an out-of-memory error the next cell has less memory than before. Restart the kernel.
+# **An exception keeps a step.** A traceback holds the frames, and the frames hold the tensors. A notebook keeps the last one, so after an out-of-memory error the next cell has less memory than before.
+# No restart is needed: let go of the exception and of your own names for tensors, and collect what refers to itself.
+
+# %%
+seen = []
+
+
+def too_large():
+    activations = torch.zeros(1_000_000)
+    seen.append(weakref.ref(activations))
+    raise torch.OutOfMemoryError("as a GPU would say")
+
+
+try:
+    too_large()
+except torch.OutOfMemoryError as error:
+    kept = error  # a notebook has it as sys.last_value
+print("tensors held after the error:", seen[0]() is not None)
+kept = None  # in a notebook: sys.last_value = sys.last_traceback = None
+gc.collect()
+print("and after the exception is gone:", seen[0]() is not None)
+
+# %% [markdown]
+# On a GPU `torch.cuda.empty_cache()` comes next: it gives back what torch keeps for later, and frees no tensor that a name still holds.
 #
 # ## What helps, and what it costs
 #

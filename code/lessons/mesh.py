@@ -473,6 +473,7 @@ def masks(seeded):
 # Table: who drops the same
 rows = []
 for seeded in ("one seed", "by rank", "by copy"):
+    # CPU: masks by the CPU's generator
     found = ranks.run(masks, 4, seeded, device="cpu")
     alike = [(found[0] == found[other]).float().mean().item() for other in (1, 2)]
     rows.append([seeded, *(f"{100 * fraction:.0f} %" for fraction in alike)])
@@ -507,7 +508,7 @@ def dropped():
     return abs(value.item()), off
 
 
-lost, off = ranks.run(dropped, 8, device="cpu")[0]
+lost, off = ranks.run(dropped, 8, device="cpu")[0]  # CPU: masks by the CPU's generator
 assert lost < 5e-6 and off < 1e-5  # float32
 print(f"dropout on 8 ranks: loss off by {short(lost)}, gradients by {short(off)}")
 

@@ -226,7 +226,7 @@ def bytes_of_a_step():
 
 want, found = (
     memory.estimate(SHAPE, Layout(micro_batch=BATCH), precision="fp32"),
-    ranks.run(bytes_of_a_step, 1, device="cpu")[0],
+    ranks.run(bytes_of_a_step, 1, device="cpu")[0],  # CPU: bytes held by CPU kernels
 )
 assert abs(found / want.peak - 1) < 0.05
 print(f"states: predicted {16 * P:,} B, counted {ONE.states:,} B")
@@ -495,6 +495,7 @@ def in_stages(m):
 
 # On the CPU: gloo, which ranks on one GPU use, sends no tensor of a GPU to one rank alone.
 beside_one_process("naive pipeline", in_stages, 1, device="cpu")
+# CPU: plain sends, which wait
 beside_one_process("pipeline", in_stages, 4, device="cpu")
 
 
@@ -547,7 +548,7 @@ def busy(m, unit=0.01):
 
 rows = []
 for m in (1, 4, 8):
-    found = ranks.run(busy, 4, m, device="cpu")[
+    found = ranks.run(busy, 4, m, device="cpu")[  # CPU: what sleeps needs no GPU
         0
     ]  # the first stage is the last to be done
     rows.append((m, f"{100 * m / (m + 3):.0f}", f"{100 * found:.0f}"))
@@ -761,6 +762,7 @@ def zero_3():
 # Holds both stages against one process
 # On the CPU: gloo, which ranks on one GPU use, has no reduce-scatter for a GPU's tensors.
 beside_one_process("ZeRO-2", zero_2, device="cpu")
+# CPU: bytes held by CPU kernels
 beside_one_process("ZeRO-3", zero_3, device="cpu")
 
 # %% [markdown]
@@ -868,7 +870,7 @@ print("all numbers of the table are those of this page")
 # Each technique has a price, so take the cheapest that fits.
 # First comes what changes no line of the model, then what needs fast links, last what needs a schedule.
 #
-# ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over stages on several nodes.](../figures/model_parallelism_choose.svg)
+# ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
 #
 # A *layout* says how a job is divided.
 # The course's planner predicts memory and seconds of every layout, and `choose` follows the chart.
@@ -916,6 +918,7 @@ def by_deepspeed(stage):
 # Holds DeepSpeed on two ranks against one process
 de.prepare()  # imports DeepSpeed once, before any rank starts
 for stage in (2, 3):
+    # CPU: its losses are compared with those of CPU ranks
     found = ranks.run(by_deepspeed, 2, stage, device="cpu")
     means = torch.tensor([losses for losses, _ in found]).mean(0).tolist()
     in_losses = max(abs(a - b) for a, b in zip(means, ONE.losses, strict=True))

@@ -229,6 +229,7 @@ def naive(microbatches):
     return mine.timeline()
 
 
+# CPU: times are gloo's
 at_once, looped = (ranks.run(naive, 4, m, device="cpu")[0] for m in (1, 4))
 busy = {m: 1 - timeline.bubble for m, timeline in ((1, at_once), (4, looped))}
 # One at a time is 25 % at most. What is missing are messages and a busy machine.
@@ -305,6 +306,7 @@ def plain_seconds(order, m, wire=None):
 
 apart = apart_from_one_process(gradients, 8)
 print("gradients differ from one process by", apart)
+# CPU: what sleeps needs no GPU
 seconds = ranks.run(plain_seconds, 4, gpipe, 4, device="cpu")[0]
 busy = 4 * 3 * UNIT / seconds
 print(f"busy: claimed 75 %, predicted {400 / 7:.0f} %, measured {100 * busy:.0f} %")
@@ -400,7 +402,9 @@ cases = [  # name, order, slots of f + g, micro-batches kept by stages 0 and 3
 ]
 for name, order, slots, *kept in cases:
     apart_from_one_process(ranks.run(train, 4, order, m), m)  # it asserts
+    # CPU: bytes held by CPU kernels
     peaks = ranks.run(plain_peak, 4, order, m, device="cpu")
+    # CPU: what sleeps needs no GPU
     seconds = ranks.run(plain_seconds, 4, order, m, device="cpu")[0]
     first[order] = peaks[0]
     predicted = 3 * UNIT * slots
@@ -682,10 +686,13 @@ def core_seconds(name, m):
 
 rows = []
 for order, name in ((gpipe, "gpipe"), (one_f_one_b, "1f1b")):
+    # CPU: bytes held by CPU kernels
     peak = ranks.run(core_peak, 4, name, 8, device="cpu")[0]
     assert peak < first[order]
     seconds = [
+        # CPU: what sleeps needs no GPU
         ranks.run(plain_seconds, 4, order, 8, (HOP, 1e9), device="cpu")[0],
+        # CPU: what sleeps needs no GPU
         ranks.run(core_seconds, 4, name, 8, device="cpu")[0],
     ]
     times = [f"{1e3 * t:.0f}" for t in seconds]
@@ -835,7 +842,9 @@ def sleeping_steps(names, microbatches, wire=None):
 
 
 names = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+# CPU: what sleeps needs no GPU
 near = ranks.run(sleeping_steps, 4, names, 8, device="cpu")[0]
+# CPU: what sleeps needs no GPU
 far = ranks.run(sleeping_steps, 4, names[:2], 8, (HOP, 1e9), device="cpu")[0]
 cases = [(0.0, timeline) for timeline in near.values()]
 cases += [(HOP, timeline) for timeline in far.values()]
@@ -919,6 +928,7 @@ def held_in_a_step(m):
     return found
 
 
+# CPU: bytes held by CPU kernels
 by_rank = ranks.run(held_in_a_step, 4, 8, device="cpu")
 PEAKS = {case: [found[i] for found in by_rank] for i, case in enumerate(CASES)}
 rows = []
@@ -978,6 +988,7 @@ def traffic(cases):
 
 
 cases, rows = [("1f1b", 4), ("1f1b", 8), ("interleaved", 8), ("zb-v", 8)], []
+# CPU: counts the module's bytes
 found = ranks.run(traffic, 4, cases, device="cpu")[1]
 for (name, m), (messages, size) in zip(cases, found, strict=True):
     v = pipeline.schedule(name, 4, m).chunks
@@ -1030,6 +1041,7 @@ for what, layers in cuts.items():
     predicted = pipeline.simulate(
         pipeline.schedule("1f1b", 4, 8), stages, stages, stages
     )
+    # CPU: what sleeps needs no GPU
     measured = ranks.run(uneven_step, 4, stages, device="cpu")[0]
     off = measured / predicted.cost - 1
     show.timed(-0.02 < off < 0.4, f"{what}: a step within 40 % of the prediction")
@@ -1159,6 +1171,7 @@ def side_by_side(names, rounds, m):
     return found
 
 
+# CPU: times are gloo's
 results = ranks.run(side_by_side, 2, list(TORCHS), 7, 4, device="cpu")
 rows = []
 for i, (name, theirs) in enumerate(TORCHS.items()):
@@ -1238,6 +1251,7 @@ with torch.no_grad():
     tokens, targets = text.batch(64, 4)
     alone = loss(plain(device="cpu")(tokens), targets).item()
 for zero in (0, 1, 2):
+    # CPU: stages of a pipeline want a GPU each
     found = ranks.run(deepspeeds, 2, zero, device="cpu")[0]
     trains = isinstance(found, float) and abs(found - alone) < 1e-5  # float32
     print(f"stage {zero}:", "trains, with the loss of one process" if trains else found)
@@ -1324,6 +1338,7 @@ def unchecked(schedule):
 
 
 try:
+    # CPU: gloo, whose ranks can be asked
     ranks.run(unchecked, 2, mixed, timeout=5, device="cpu", apart=True)
 except ranks.RankError as error:
     print(error)
@@ -1351,6 +1366,7 @@ print("stage 1:", *swapped.actions[1])
 # Runs both schedules unchecked, and validates the wrong one
 
 for schedule in (right, swapped):
+    # CPU: gloo, as the run that hung
     print(f"loss: {ranks.run(unchecked, 2, schedule, device='cpu')[1]:.4f}")
 try:
     pipeline.validate(swapped)
@@ -1383,6 +1399,7 @@ def raises():
 
 
 try:
+    # CPU: gloo, whose ranks can be asked
     ranks.run(raises, 4, timeout=20, device="cpu")
 except ranks.RankError as error:
     print(error)
@@ -1417,6 +1434,7 @@ def norms(m):
     return found
 
 
+# CPU: stages of a pipeline want a GPU each
 found = ranks.run(norms, 2, 4, device="cpu")[0]
 assert [round(ratio, 4) for ratio in found.values()] == [1, 4, 0.25]
 for name, ratio in found.items():

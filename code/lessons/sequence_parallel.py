@@ -111,6 +111,7 @@ def kept(edges, layers=SHAPE.layers):
         return held.now - before if value.isfinite() else None
 
 
+# CPU: bytes held by CPU kernels
 TENSOR = {t: ranks.run(kept, t, tp.REPLICATED, device="cpu")[0] for t in (1, 2, 4)}
 
 # %% tags=["hide-input"]
@@ -248,7 +249,7 @@ y_BSH.square().sum().backward()
 right = y_BSH.detach(), *(x.grad for x in leaves), norm.weight.grad
 rows = []
 for t in (2, 4):
-    parts = list(zip(*ranks.run(on_a_rank, t, device="cpu"), strict=True))
+    parts = list(zip(*ranks.run(on_a_rank, t), strict=True))
     full = [torch.cat(p, dim) for p, dim in zip(parts, (1, 1, 1, 0), strict=False)]
     gaps = [gap(a, b) for a, b in zip((*full, parts[4][0]), right, strict=True)]
     # Float64 has 16 digits, and gradients here are of some hundreds.
@@ -284,7 +285,7 @@ def on_the_wire(repeats=8):
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes of a reduce-scatter, plain and the module's
-WIRE = ranks.run(on_the_wire, 4, device="cpu")[0]
+WIRE = ranks.run(on_the_wire, 4, device="cpu")[0]  # CPU: bytes on loopback
 least = 3 / 4 * 4 * 2**20  # (t - 1) / t of the tensor
 rows = [
     (name, f"{least / 1e6:.2f}", f"{bytes_ / 1e6:.2f}", f"{bytes_ / least:.2f}")
@@ -425,6 +426,7 @@ def of_a_layer(edges):
 
 
 LAYER = {
+    # CPU: bytes held by CPU kernels
     (t, name): ranks.run(of_a_layer, t, edges, device="cpu")[0]
     for t in (2, 4)
     for name, (edges, *_) in CUTS.items()
@@ -482,6 +484,7 @@ def sent(edges):
     return times, handed
 
 
+# CPU: counts the module's bytes
 SENT = {name: ranks.run(sent, 4, CUTS[name][0], device="cpu")[0] for name in CUTS}
 
 # %% tags=["hide-input"]
@@ -620,6 +623,7 @@ def beside_torch():
     return found
 
 
+# CPU: bytes held by CPU kernels
 results = ranks.run(beside_torch, 4, device="cpu", show=False)[0]
 rows = [
     (n, f"{value:.6f}", f"{kept_:,}", *calls)
@@ -700,7 +704,7 @@ def refused():
         return str(error)
 
 
-print(ranks.run(refused, 4, device="cpu")[0])
+print(ranks.run(refused, 4)[0])
 
 # %% [markdown]
 # Pad to a multiple of $t$, and leave the padding's targets out of the loss. Every rank computes the loss of all tokens here, so nothing else changes.

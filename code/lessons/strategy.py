@@ -890,6 +890,7 @@ check(layout, "strategy_layout")
 # ## Further reading
 #
 # - {cite:t}`tazi2025ultrascale`: the sweep, with all its runs, and what its authors make of it.
+# - {cite:t}`austin2025scaling`: the same walls for TPUs and GPUs, from the roofline to whole models.
 # - {cite:t}`narayanan2021megatron`, section 3: which cut goes where, with the formulas.
 # - {cite:t}`korthikanti2022recomputation`: layer times, and what a layer keeps.
 # - [Questions: together](../book/questions_together.md) closes this part.

@@ -882,7 +882,7 @@ rows, gathering = (
     4 * B * S * V * 3 // 4,
 )  # an all-gather's bytes out of each of 4 ranks
 for which in ("plain", "tp.loss"):
-    off, most, handed = ranks.run(of_loss, 4, which, device="cpu")[0]
+    off, most, handed = ranks.run(of_loss, 4, which)[0]
     sent = tp.on_wire(handed, 4)
     assert off < 1e-5 and handed == 3 * 4 * B * S  # float32, a loss of about 9
     rows.append(
@@ -1046,6 +1046,7 @@ def held():
     return sum(states.values()), saved.bytes
 
 
+# CPU: bytes held by CPU kernels
 HELD = {t: ranks.run(held, t, device="cpu")[0] for t in (1, 2, 4)}
 rows = []
 for t, (states, saved) in HELD.items():
@@ -1172,6 +1173,7 @@ def on_a_wire(rounds, nothing, pair):
 
 
 edges = tp.Edges(silent, silent), tp.Edges(tp.copy_to, tp.reduce_from)
+# CPU: times of the CPU's work and a wire
 seconds = ranks.run(on_a_wire, 2, 8, *edges, device="cpu")[0]
 calls = sum(tp.predicted_calls(WIDER, 2).values())
 handed = sum(tp.predicted_sent(WIDER, 2, 4, 64).values())
@@ -1240,6 +1242,7 @@ def in_pieces(rounds):
     return found[1:], apart(y_TO, full_TO)
 
 
+# CPU: times of the CPU's work and a wire
 found, off = ranks.run(in_pieces, 2, 10, device="cpu")[0]
 product, unsplit, pieces = map(statistics.median, zip(*found, strict=True))
 wire = 2e-4 + 4 * 1024 * 1024 / 100e6
@@ -1365,6 +1368,7 @@ def beside():
     return in_loss, max(weights), [profiled(*step) for step in steps]
 
 
+# CPU: a profiler counts gloo's calls
 in_loss, in_weights, found = ranks.run(beside, 2, device="cpu", show=False)[0]
 # Float32, a loss of 5; AdamW divides by a gradient's size, as above.
 assert in_loss < 1e-4 and in_weights < 5e-3
@@ -1408,7 +1412,7 @@ def timed(rounds):
     return {who: times[2:] for who, times in seconds.items()}
 
 
-seconds = ranks.run(timed, 2, 10, device="cpu", show=False)[0]
+seconds = ranks.run(timed, 2, 10, device="cpu", show=False)[0]  # CPU: times are gloo's
 ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
 show.timed(ratio < 1.0, "ours is faster")  # about 0.7 on a quiet machine
 for who, times in seconds.items():
@@ -1474,8 +1478,8 @@ def replicated_apart(model, group):
 
 forgotten = tp.Edges(enter=nothing, leave=tp.reduce_from)
 RUNS = {
-    "as it should be": ranks.run(train, 2, tp.REPLICATED, device="cpu")[0],
-    "forgotten": ranks.run(train, 2, forgotten, device="cpu")[0],
+    "as it should be": ranks.run(train, 2, tp.REPLICATED)[0],
+    "forgotten": ranks.run(train, 2, forgotten)[0],
 }
 
 # %% tags=["hide-input"]
@@ -1552,6 +1556,7 @@ def heads_alike():
 
 
 for own in (False, True):
+    # CPU: masks by the CPU's generator
     (value, stream, norms), (_, other, _) = ranks.run(dropped, 2, own, device="cpu")
     assert (
         apart(stream, other) > 0.05 < 100 * norms
@@ -1561,6 +1566,7 @@ for own in (False, True):
     name = "a seed for each rank" if own else "one seed for all"
     print(f"between regions, {name}: loss of step 20 {value:.2f}, ", end="")
     print(f"streams of ranks {apart(stream, other):.2f} apart, norms {norms:.4f}")
+# CPU: masks by the CPU's generator
 same = torch.stack(ranks.run(heads_alike, 2, device="cpu"))
 fraction = (same[0] == same[1]).float().mean().item()
 print(f"within attention, one seed: {100 * fraction:.0f} % of rank 1's mask is rank 0's")
@@ -1634,6 +1640,7 @@ def initialised(how):
 
 rows, scales = [], {}
 for how in ("whole, then cut", "each its own seed", "one seed on all ranks"):
+    # CPU: drawn by the CPU's generator
     found = ranks.run(initialised, 2, how, device="cpu")
     neurons = len(torch.unique(torch.cat([weight for *_, weight in found]), dim=0))
     scales[how], value, _ = found[0]
@@ -1660,6 +1667,7 @@ def drawn_by_torch():
     return nn.init.normal_(weight).to_local()
 
 
+# CPU: a DTensor on a CPU mesh
 shards = ranks.run(drawn_by_torch, 2, device="cpu", show=False)
 print("shards of a DTensor drawn on a CPU mesh are equal:", torch.equal(*shards))
 assert torch.equal(*shards)
@@ -1698,6 +1706,7 @@ def same_bits(found, want):
 
 want = plain(MODEL).state_dict()
 full = sum(4 * tensor.numel() for tensor in want.values())
+# CPU: the same bits each time
 for peak, drawn in ranks.run(never_full, 4, device="cpu"):
     assert peak < 0.7 * full and same_bits(drawn, want)
 print(f"drawn on 4 ranks: at most {peak:,} B held of {full:,} B; the same bits")

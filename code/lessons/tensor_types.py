@@ -864,6 +864,7 @@ def far(step, options, clipped):
 def measured(step, options):
     """Loss and worst gradient, how far they are off on any rank; what the checker says."""
     clipped = options.get("after") is clipped_own
+    # CPU: float64, of the host
     found = ranks.run(far, 2, step, options, clipped, device="cpu")
     verdict = tt.check(partial(step, **options), **{AXIS[step]: 2})
     return *(max(each) for each in zip(*found, strict=True)), verdict

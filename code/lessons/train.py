@@ -313,6 +313,7 @@ def both_ways():
     return filled_up(model, windows), exact
 
 
+# CPU: float64, of the host
 found = {size: ranks.run(both_ways, size, device="cpu")[0] for size in (1, 2, 4)}
 assert len({f"{exact:.9f}" for _, exact in found.values()}) == 1
 assert len({f"{wrong:.6f}" for wrong, _ in found.values()}) == 3

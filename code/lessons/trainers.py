@@ -116,11 +116,15 @@ def plain_loop(steps=10):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    # CPU: Lightning is given the CPU here
     one = ranks.run(plain_loop, 1, device="cpu")[0]
     fits = {
+        # CPU: Lightning is given the CPU here
         "DDP": ranks.run(beside.fit, 2, "ddp", 10, device="cpu")[0],
+        # CPU: Lightning is given the CPU here
         "FSDP2": ranks.run(beside.fit, 2, "fsdp2", 10, device="cpu")[0],
         "FSDP2, its default mesh": ranks.run(
+            # CPU: Lightning is given the CPU here
             beside.fit, 2, "fsdp2", 10, 8, 40, "auto", device="cpu"
         )[0],
     }
@@ -202,8 +206,10 @@ def probed(items, batch, precision="32-true", **options):
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    # CPU: Lightning is given the CPU here
     a, b = ranks.run(lambda: probed(8, 2, max_epochs=2), 2, device="cpu")
     options = dict(max_epochs=1, accumulate_grad_batches=4)
+    # CPU: Lightning is given the CPU here
     c, _ = ranks.run(lambda: probed(10, 1, "16-mixed", **options), 2, device="cpu")
 assert a[0][:2] != a[0][2:] and c[1] == [1, 0.25] and c[4] == "bf16-mixed"
 assert a[2]["own"] != b[2]["own"] and a[2]["mean"] == b[2]["mean"]
@@ -310,6 +316,7 @@ def in_fp16(group, steps=16):
 
 
 both_ways = ranks.run(
+    # CPU: its mesh and autocast are the CPU's
     lambda: [in_fp16(group) for group in (None, dist.group.WORLD)], 2, device="cpu"
 )
 broken, repaired = zip(*both_ways, strict=True)
@@ -394,6 +401,7 @@ def two_gradients(first_is_sharded):
 
 
 for sharded in (True, False):
+    # CPU: its mesh is the CPU's
     scales = ranks.run(two_gradients, 2, sharded, device="cpu")
     print(f"{'sharded' if sharded else 'replicated'} first: scales {scales}")
     assert scales == ([512, 512] if sharded else [1024, 512])
@@ -486,6 +494,7 @@ def one_process(steps=10):
 de.prepare()
 high = {"initial_scale_power": 20, "loss_scale_window": 3}
 as_given, too_high = zip(
+    # CPU: compared with one process on the CPU
     *ranks.run(lambda: [with_deepspeed(c) for c in ({}, high)], 2, device="cpu"),
     strict=True,
 )

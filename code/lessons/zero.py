@@ -388,6 +388,7 @@ def plain_and_core(ways):
 
 
 ways = [stage_1, core(1), stage_2, core(2), stage_3, core(3)]
+# CPU: times of the CPU's work and a wire
 found = ranks.run(plain_and_core, 2, ways, device="cpu")[0]
 names = [f"{stage}, {way}" for stage in (1, 2, 3) for way in ("plain", "core")]
 rows = [
@@ -736,6 +737,7 @@ CASES = {
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes of states, and the peak of a step
+# CPU: bytes held by CPU kernels
 measured = ranks.run(peaks, 4, list(CASES.values()), device="cpu")[0]
 ON_TOP = {
     name: (peak - states) / 1e6
@@ -813,7 +815,7 @@ def traffic():
 N, P = 4, sum(p.numel() for p in GPT(DEEP).parameters())
 # Who had a gradient: DataParallel sends it in buckets.
 flags = len(list(GPT(DEEP).parameters()))
-found = ranks.run(traffic, N, device="cpu")[0]
+found = ranks.run(traffic, N, device="cpu")[0]  # CPU: counts the module's bytes
 rows = []
 for (name, (*_, factor)), (sent, predicted) in zip(WAYS.items(), found, strict=True):
     unit = 4 * P * (N - 1) / N  # bytes
@@ -872,7 +874,7 @@ def both():
     return accumulate(1), accumulate(2)
 
 
-found = ranks.run(both, 4, device="cpu")[0]
+found = ranks.run(both, 4, device="cpu")[0]  # CPU: counts the module's bytes
 rows = [
     (stage, f"{sent / 1e6:.2f}", f"{held / 1e6:.2f}")
     for stage, (sent, held) in zip((1, 2), found, strict=True)
@@ -960,6 +962,7 @@ def sleeping_steps(forward):
 W = BLOCKS * BLOCK_BYTES * (2 - 1) / 2 / BANDWIDTH
 rows, ratios = [], []
 for forward in (0.015, 0.15):
+    # CPU: times of the CPU's work and a wire
     found = ranks.run(sleeping_steps, 2, forward, device="cpu")[0]
     backward = max(2 * forward, 2 * W)
     predicted = {"data parallel": forward + backward + 2 * W / BLOCKS}
@@ -1033,7 +1036,7 @@ def beside():
 
 rows = []
 for size in (2, 4):
-    in_loss, in_weights, *held = ranks.run(beside, size, device="cpu")[0]
+    in_loss, in_weights, *held = ranks.run(beside, size)[0]
     # FSDP2 adds up in gloo's order. A loss is about 5, with seven digits; for weights
     # see above. Two ranks: a + b is all there is to compute, with the bits of b + a.
     assert in_loss < 1e-4 and in_weights < 5e-3
@@ -1059,7 +1062,7 @@ def peaks_beside():
     return [peak(lambda b=blocks: with_fsdp(DEEP, b))[0] for blocks in (True, False)]
 
 
-theirs = ranks.run(peaks_beside, 4, device="cpu")[0]
+theirs = ranks.run(peaks_beside, 4, device="cpu")[0]  # CPU: bytes held by CPU kernels
 assert 1.4 * theirs[0] < theirs[1]
 for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
     print(f"{name}: FSDP2 {size / 1e6:.1f} MB, ours {PEAK[f'3, {name}']:.1f} MB")

@@ -23,9 +23,10 @@ class Machine:
     fp8: float | None = None  # operations per second of dense 8-bit products; None: has none
     best: float | None = None  # share of `flops` that its best product reaches; None: not known
     fp4: float | None = None  # operations per second of dense 4-bit products; None: has none
+    host: float = 32e9  # bytes per second from the host's memory, and as many to it
 
     def __post_init__(self) -> None:
-        for field in ("memory", "inside", "between", "flops"):
+        for field in ("memory", "inside", "between", "flops", "host"):
             check_number(**{field: getattr(self, field)})
         check_number(**given(bandwidth=self.bandwidth, fp8=self.fp8, best=self.best, fp4=self.fp4))
         check_count(per_node=self.per_node, **given(processors=self.processors))
@@ -44,33 +45,37 @@ class Machine:
 # A100, 794.5 of 989 on an H100, which its power holds back, 1745 of 2250 on a B200; 781.9 of 1307
 # on an MI300X (ROCm 6.2).
 _A100 = Machine("A100", 80e9, 8, 300e9, 25e9, 312e12, 2039e9, 108, best=0.869)
-
-_B200 = Machine(
-    "B200", 180e9, 8, 900e9, 50e9, 2250e12, 8000e9, 148, 4500e12, best=0.776, fp4=9000e12
-)
+_H100 = Machine("H100", 80e9, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12, 0.803, host=64e9)
+_B200 = Machine("B200", 180e9, 8, 900e9, 50e9, 2250e12, 8000e9, 148, 4500e12, 0.776, 9000e12, 64e9)
 _GB200 = replace(
-    _B200, name="GB200", memory=186e9, per_node=72, flops=2500e12, fp8=5000e12, fp4=10_000e12
-)
+    _B200, name="GB200", memory=186e9, per_node=72, flops=2500e12, fp8=5000e12, fp4=10_000e12,
+    host=225e9,
+)  # fmt: skip
 
 # Memory is the decimal number of the product's name: tools report a little more. NVIDIA's data
 # sheets and white papers; links are quoted there for both directions together, and halved here.
+# To the host: 16 lanes of PCIe 3.0 (16 GB/s), 4.0 (32), or from H100 on 5.0 (64); NVLink-C2C of
+# 900 GB/s for two GPUs in a GB200.
 # Products are without sparsity: sheets from Hopper on print twice as many.
 MACHINES: dict[str, Machine] = {
     # GeForce RTX 4090 (Ada white paper: 165.2 TFLOP/s with sums in float32): no NVLink, 16 lanes of
     # PCIe 4.0. Between nodes: assumed is one network card of 100 Gbit/s for eight of them.
     "rtx-4090": Machine("RTX 4090", 24e9, 8, 32e9, 100e9 / 8 / 8, 165e12, 1008e9, 128, 330e12),
+    # A10 (data sheet): no NVLink, 16 lanes of PCIe 4.0, of which four stand in a machine. The same
+    # card of 100 Gbit/s is assumed for them.
+    "a10": Machine("A10", 24e9, 4, 32e9, 100e9 / 8 / 4, 125e12, 600e9, 72),
     # DGX-1 with V100 (data sheet): NVLink of 300 GB/s, four cards of 100 Gbit/s for eight GPUs.
-    "v100": Machine("V100", 32e9, 8, 150e9, 6.25e9, 125e12, 900e9, 80),
+    "v100": Machine("V100", 32e9, 8, 150e9, 6.25e9, 125e12, 900e9, 80, host=16e9),
     # DGX A100: NVLink of 600 GB/s, for each GPU a card of 200 Gbit/s.
     "a100": _A100,
     "a100-80": _A100,
     "a100-40": replace(_A100, name="A100 40 GB", memory=40e9, bandwidth=1555e9),
     # DGX H100: NVLink of 900 GB/s, for each GPU a card of 400 Gbit/s; 1979 TFLOP/s are with
     # sparsity, dense products reach half of it.
-    "h100": Machine("H100", 80e9, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12, 0.803),
-    "h200": Machine("H200", 141e9, 8, 450e9, 50e9, 989e12, 4800e9, 132, 1979e12, 0.803),
+    "h100": _H100,
+    "h200": replace(_H100, name="H200", memory=141e9, bandwidth=4800e9),
     # The same with 96 GB of HBM2e, held to 500 W: torchtitan's benchmarks/llama3_h100_202412.
-    "h100-96": Machine("H100 96 GB", 96e9, 8, 450e9, 50e9, 989e12, 2400e9, 132, 1979e12, 0.803),
+    "h100-96": replace(_H100, name="H100 96 GB", memory=96e9, bandwidth=2400e9),
     # DGX B200 (data sheet): eight with 1,440 GB and 64 TB/s of memory, 72 PFLOP/s of 8-bit products
     # with sparsity, NVLink of 1.8 TB/s each; a card of 400 Gbit/s for each GPU.
     "b200": _B200,
@@ -83,7 +88,9 @@ MACHINES: dict[str, Machine] = {
     "gb300": replace(_GB200, name="GB300", memory=279e9, between=100e9, fp4=15_000e12),
     # AMD Instinct MI300X (data sheet): seven Infinity Fabric links of 128 GB/s, both directions
     # together; platforms have a card of 400 Gbit/s for each GPU.
-    "mi300x": Machine("MI300X", 192e9, 8, 448e9, 50e9, 1307e12, 5300e9, 304, 2614e12, best=0.598),
+    "mi300x": Machine(
+        "MI300X", 192e9, 8, 448e9, 50e9, 1307e12, 5300e9, 304, 2614e12, 0.598, host=64e9
+    ),
 }
 
 # What drivers and shops add to a GPU's name, which changes nothing in the table.

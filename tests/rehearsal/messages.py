@@ -95,12 +95,16 @@ _copies = (("copy", n) for n in count())
 _over: weakref.WeakSet[Any] = weakref.WeakSet()  # nccl's works; gloo waits for ever a second time
 
 
-def check(what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-    """`what` uses these tensors now."""
+def check(
+    what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], in_stream: bool = False
+) -> None:
+    """`what` uses these tensors now; or once the stream comes to it, after all earlier copies."""
     if not FLIGHTS:
         return
     read, written = _spans(reads), _spans(writes)
     for flight in list(FLIGHTS.values()):
+        if in_stream and flight.work is None:
+            continue
         conflict = flight.conflict(read, written)
         if conflict and flight.over is not None:
             flight.join()  # the stream has waited for it

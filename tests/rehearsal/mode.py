@@ -93,7 +93,7 @@ class Rehearsal(TorchDispatchMode):
         aten = call.space == "aten"
         if messages.FLIGHTS and not func.is_view and call.name not in BLIND:
             reads, writes = call.sides()
-            messages.check(str(func), reads, writes)
+            messages.check(str(func), reads, writes, in_stream=_crosses(call))
         if not call.gpus:
             device = CPU if CPU in call.paints else None
             return _painted(func(*args, **kwargs), device)
@@ -174,6 +174,11 @@ def _checked(call: Call) -> torch.device:
         shapes = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in bad)
         find("devices", f"{same}, but found at least two, {device} and cpu! (on the CPU: {shapes})")
     return device
+
+
+def _crosses(call: Call) -> bool:
+    """Whether a call is a copy between the host and a GPU, which the GPU's stream does."""
+    return call.name == "copy_" and len({device_of(t).type for t in call.args[:2]}) == 2
 
 
 def _wait_if_it_waits(call: Call) -> None:

@@ -2,11 +2,13 @@
 
 - `sent`, `wire_bytes` (traffic): what travels between ranks;
 - `held`, `saved`, `states`, `bytes_of` (storage): what one process holds;
+- `limited` (limit): no more than so many bytes for this process;
 - `pretended_step` (pretended): what one rank of a large job would hold, without the job;
 - `clock`, `machine`, `rates` (speed): a clock that waits for the GPU, what this machine has, and
   what it reaches.
 """
 
+from .limit import limited
 from .pretended import pretended_step
 from .speed import Rates, clock, machine, rates
 from .storage import Held, Saved, bytes_of, held, saved, states
@@ -20,6 +22,7 @@ __all__ = [
     "bytes_of",
     "clock",
     "held",
+    "limited",
     "machine",
     "pretended_step",
     "rates",

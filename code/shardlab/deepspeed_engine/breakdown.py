@@ -5,7 +5,7 @@ Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 WAYS = {
     "one": "one process",
     "data": "data parallel",
-    "zero3": "ZeRO-3, offload",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "offload": "ZeRO-3, offload",
     "tensor": "tensor parallel",
+    "mixed": "tensor × ZeRO-1",
 }
 WORK = ("inference", "training")
-_BYTES = 4  # of a float32
+NUMBERS = {"fp32": 4, "bf16": 2}  # bytes of a weight and its gradient; states are of four
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Report:
     tokens: trained, or generated. seconds: of the slowest rank, without starting. flops, moved:
     floating-point operations, and bytes to and from memory, of all ranks. price: per GPU hour, or
     None where ranks are no GPUs that anybody pays for.
-    outcome: losses [1 + steps], or generated tokens [B, new].
+    outcome: losses [1 + steps], or generated tokens [B, new]. built: bytes that a rank held at most
+    while its model was made.
     """
 
     way: str
@@ -64,6 +69,7 @@ class Report:
     moved: int
     price: float | None
     outcome: Tensor
+    built: int = 0
 
     @property
     def rate(self) -> float:
@@ -99,6 +105,7 @@ class Report:
             "tflop_per_second": self.tflops,
             "flop_per_byte": self.intensity,
             "cost_per_million_tokens": self.cost,
+            "bytes_while_built": self.built,
         }
 
 
@@ -137,45 +144,59 @@ def inference_flops(shape: Any, batch: int, prompt: int, new: int) -> int:
     return batch * (body + len(passes) * 2 * head)
 
 
-def training_moved(read: int, own: int, gathered: bool) -> int:
+def training_moved(read: int, own: int, gathered: bool, number: int = 4) -> int:
     """Bytes to and from memory in one step of one rank, activations not counted.
 
     read: parameters that its forward pass reads; own: those that its optimizer keeps, of which
     gradient (read), parameter and two moments (read and written) pass. gathered: ZeRO-3 first
-    writes the parameters, once forward and once backward.
+    writes the parameters, once forward and once backward. number: bytes of a parameter; one of two
+    has a master copy of four, which the optimizer reads and writes in its place.
     """
     passes = 2 * read + (2 * read if gathered else 0) + read  # the last: gradients written
-    return _BYTES * (passes + own * (1 + 2 * 3))
+    written = number if number < 4 else 0  # from the master copy
+    return number * (passes + own) + (4 * 2 * 3 + written) * own
 
 
 def inference_moved(
-    shape: Any, read: int, batch: int, prompt: int, new: int, degree: int, gathered: bool
+    shape: Any,
+    read: int,
+    batch: int,
+    prompt: int,
+    new: int,
+    degree: int,
+    gathered: bool,
+    number: int = 4,
 ) -> int:
     """Bytes to and from memory of one rank that generates: weights of each pass, and the cache.
 
     read: parameters that a pass reads. batch: sequences of this rank. degree: ranks that divide
-    the heads, and so the cache of keys and values [L, 2, batch, context, keys].
+    the heads, and so the cache of keys and values [L, 2, batch, context, keys]. number: bytes of a
+    parameter, and of what is in the cache.
     """
     head = shape.hidden_size // shape.num_attention_heads
     token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head // degree
     cache = prompt + sum(prompt + i for i in range(1, new)) + prompt + new - 1  # read; written
-    return _BYTES * (new * read * (2 if gathered else 1) + batch * token * cache)
+    return number * (new * read * (2 if gathered else 1) + batch * token * cache)
 
 
-def table(reports: Sequence[Report], caption: str = "") -> show.Shown:
-    """The breakdown of each report, a row each."""
+def table(
+    reports: Sequence[Report], caption: str = "", failed: Mapping[str, str] | None = None
+) -> show.Shown:
+    """The breakdown of each report, a row each; and of each way that `failed`, why."""
     head = ["work", "way", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]
-    head += ["FLOP/byte"]
+    head += ["FLOP/byte", "held to build (MB)"]
     rows: list[tuple[object, ...]] = [
         (
             *(r.work, WAYS[r.way], r.ranks, r.tokens, f"{r.seconds:.3f}", f"{r.rate:,.0f}"),
-            *(f"{r.tflops:.4f}", f"{r.intensity:.1f}"),
+            *(f"{r.tflops:.4f}", f"{r.intensity:.1f}", f"{r.built / 1e6:.1f}"),
         )
         for r in reports
     ]
     if all(r.cost is not None for r in reports):
         head += ["cost per million tokens"]
         rows = [(*row, f"{r.cost:.2f}") for row, r in zip(rows, reports, strict=True)]
+    for way, why in (failed or {}).items():
+        rows.append(("", WAYS[way], *["–"] * (len(head) - 3), why))
     return show.table(rows, head, caption)
 
 

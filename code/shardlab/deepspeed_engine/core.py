@@ -61,8 +61,7 @@ def initialize(
     if optimizer is None and "optimizer" not in settings:
         optimizer = _adamw
     device = ranks.device()
-    if device.type == "cuda":  # DeepSpeed takes this for the GPU's number; ranks may share one
-        os.environ["LOCAL_RANK"] = str(device.index)
+    join()
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=module.to(device),
@@ -71,6 +70,15 @@ def initialize(
             config=settings,
         )
     return engine
+
+
+def join() -> None:
+    """Have DeepSpeed take this rank's group and device, before it makes a model or an engine."""
+    deepspeed, device = prepare(), ranks.device()
+    # DeepSpeed takes this for the GPU's number; ranks may share one.
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    with quiet():
+        deepspeed.init_distributed()
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

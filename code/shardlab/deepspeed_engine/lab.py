@@ -1,10 +1,14 @@
-"""The lab: a Llama of Hugging Face's `transformers`, four ways, with one breakdown for each.
+"""The lab: a Llama of Hugging Face's `transformers`, eight ways, with one breakdown for each.
 
     python -m shardlab.deepspeed_engine.lab --ranks 2 --price 2.5
+    python -m shardlab.deepspeed_engine.lab --ranks 4 --ways data zero3 mixed --precision bf16
+    python -m shardlab.deepspeed_engine.lab --memory 1e8
 
-runs it on one process with plain torch, and then with DeepSpeed: data parallel, ZeRO-3 with the
-states in the host's memory, and tensor parallel. Each way first generates (greedy, with a cache of
-keys and values), then trains the same weights with AdamW, in float32.
+runs it on one process with plain torch, and then with DeepSpeed: data parallel, ZeRO's stages,
+ZeRO-3 with the states in the host's memory, tensor parallel, and tensor ranks in copies that share
+optimizer states. Each way first generates (greedy, with a cache of keys and values), then trains
+the same weights with AdamW. With ZeRO-3 no rank ever holds the whole model. A way that runs out of
+memory is a row of its own, and the others go on.
 
 Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
 """
@@ -14,30 +18,36 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.count import clock
+from shardlab.arguments import check_one_of
+from shardlab.count import clock, held, limited
 from shardlab.layout import Layout
 from shardlab.options import Parser, any_encoding
 
 from .breakdown import (
+    NUMBERS,
     WAYS,
     WORK,
     Report,
     Task,
     inference_flops,
     inference_moved,
+    matrices,
     table,
     training_flops,
     training_moved,
 )
-from .core import config, initialize
+from .core import config, initialize, join
 from .start import prepare, quiet
 
 # Llama's parts in a size for two CPU cores: 3.1 million parameters.
@@ -53,6 +63,9 @@ TINY = {
 }
 _WARM = 2  # tokens that are generated before the clock starts
 _REPEATS = 3  # of the generation, which is short: its median is reported
+_TENSOR = 2  # ranks that share a matrix in the way "mixed"
+# What says that memory is short: torch, on a GPU and on a CPU, and Python.
+_SHORT = "out of memory", "OutOfMemoryError", "can't allocate memory", "MemoryError", "bad_alloc"
 
 
 def generate(model: Any, tokens_BS: Tensor, new: int) -> Tensor:
@@ -94,33 +107,106 @@ def llama(name: str | None = None, **changes: Any) -> Any:
         return LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
 
 
-def _engine(way: str, module: Any, batch: int) -> tuple[Any, torch.optim.Optimizer | None]:
-    if way == "one":
-        module.to(ranks.device())
-        return module, torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
-    size = dist.get_world_size()
-    place = "cpu" if ranks.device().type == "cpu" else "auto"
-    layout = {
+def _layout(way: str, size: int, batch: int) -> Layout:
+    """The layout of a way on `size` ranks, for `batch` sequences of each copy."""
+    return {
+        "one": Layout(micro_batch=batch),
         "data": Layout(size, micro_batch=batch),
-        "zero3": Layout(size, micro_batch=batch, zero=3, offload="parameters"),
+        "zero1": Layout(size, micro_batch=batch, zero=1),
+        "zero2": Layout(size, micro_batch=batch, zero=2),
+        "zero3": Layout(size, micro_batch=batch, zero=3),
+        "offload": Layout(size, micro_batch=batch, zero=3, offload="parameters"),
         "tensor": Layout(tp=size, micro_batch=batch),
+        "mixed": Layout(size // _TENSOR or 1, _TENSOR, micro_batch=batch, zero=1),
     }[way]
-    return initialize(module, config(layout, tp_plan="llama", device=place)), None
 
 
-def _rank(way: str, task: Task, name: str | None) -> dict[str, Any]:
+class _Masters:
+    """AdamW on float32 copies of 16-bit parameters, as DeepSpeed keeps them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self.low = list(parameters)
+        self.high = [p.detach().float().requires_grad_() for p in self.low]
+        self.adamw = torch.optim.AdamW(self.high, lr=1e-3, foreach=False)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for low, high in zip(self.low, self.high, strict=True):
+            high.grad = None if low.grad is None else low.grad.float()
+        self.adamw.step()
+        for low, high in zip(self.low, self.high, strict=True):
+            low.copy_(high)
+
+    def zero_grad(self) -> None:
+        for parameter in self.low:
+            parameter.grad = None
+
+
+def _sharded(folder: str, settings: dict[str, Any]) -> Any:
+    """The Llama of a folder, of which this rank holds its share, and one whole tensor at a time."""
+    deepspeed = prepare()
+    from safetensors import safe_open
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    shape = AutoConfig.from_pretrained(folder)
+    join()
+    with quiet(), deepspeed.zero.Init(config_dict_or_path=settings):
+        module = LlamaForCausalLM(shape)
+    named = dict(module.named_parameters())
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in sorted({*file.keys()} & {*named}):
+                with deepspeed.zero.GatheredParameters(named[name], modifier_rank=0):
+                    if dist.get_rank() == 0:
+                        named[name].data.copy_(file.get_tensor(name))
+    return module
+
+
+def _built(
+    way: str, layout: Layout, name: str | None, folder: str, precision: str
+) -> tuple[Any, Any, int]:
+    """What computes, its optimizer where DeepSpeed has none, and the most bytes held meanwhile."""
+    place = "cpu" if ranks.device().type == "cpu" else "auto"
+    with held() as counted:
+        if way == "one":
+            dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+            module = llama(name).to(ranks.device(), dtype)
+            if precision == "bf16":
+                return module, _Masters(module.parameters()), counted.peak
+            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
+            return module, optimizer, counted.peak
+        # DeepSpeed's own are of 5e8 numbers: more than all that a small Llama takes.
+        small = {"reduce_bucket_size": max(1_000_000, matrices(_shape(name)) // 16)}
+        settings = config(
+            layout, precision=precision, tp_plan="llama", device=place, zero_optimization=small
+        )
+        module = _sharded(folder, settings) if layout.zero == 3 else llama(name)
+    return initialize(module, settings), None, counted.peak
+
+
+def _rank(
+    way: str, task: Task, name: str | None, folder: str, precision: str, memory: float | None
+) -> dict[str, Any]:
     """On every rank: generate, then train; times, outcomes, and what was moved."""
+    with limited(memory, ranks.device()) if memory else nullcontext():
+        return _work(way, task, name, folder, precision)
+
+
+def _work(way: str, task: Task, name: str | None, folder: str, precision: str) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    module = llama(name)
-    shape, parts = module.config, size if way in ("data", "zero3") else 1
+    layout = _layout(way, size, task.batch)
+    parts, number = layout.dp, NUMBERS[precision]
+    layout = _layout(way, size, task.batch // parts)
+    engine, optimizer, built = _built(way, layout, name, folder, precision)
+    module = getattr(engine, "module", engine)
+    shape = module.config
     lookup = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
     length = max(task.prompt, task.seq)
     some = torch.Generator().manual_seed(1)
     tokens_BS = torch.randint(0, shape.vocab_size, (task.batch, length), generator=some)
-    mine_BS = tokens_BS.chunk(parts)[rank % parts].to(ranks.device())
-    engine, optimizer = _engine(way, module, len(mine_BS))
+    mine_BS = tokens_BS.chunk(parts)[rank // layout.tp].to(ranks.device())
     held = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"built": built}
 
     prompt_BS = mine_BS[:, : task.prompt].contiguous()
     generate(engine, prompt_BS, _WARM)
@@ -131,11 +217,18 @@ def _rank(way: str, task: Task, name: str | None) -> dict[str, Any]:
         outcome = generate(engine, prompt_BS, task.new)
         times.append(clock(ranks.device()) - begin)
     moved = inference_moved(
-        shape, held - lookup, len(mine_BS), task.prompt, task.new, size // parts, way == "zero3"
+        shape,
+        held - lookup,
+        len(mine_BS),
+        task.prompt,
+        task.new,
+        layout.tp,
+        layout.zero == 3,
+        number,
     )
     found["inference"] = (outcome, moved, statistics.median(times))
 
-    losses, own = [], held // size if way == "zero3" else held
+    losses, own = [], held // layout.dp if layout.zero else held
     for step in range(1 + task.steps):
         if step == 1:
             dist.barrier()
@@ -153,7 +246,7 @@ def _rank(way: str, task: Task, name: str | None) -> dict[str, Any]:
     seconds = clock(ranks.device()) - begin
     mean = torch.stack(losses)
     dist.all_reduce(mean)  # [1 + steps]; ranks of a tensor-parallel group all have the same
-    moved = task.steps * training_moved(held, own, way == "zero3")
+    moved = task.steps * training_moved(held, own, layout.zero == 3, number)
     found["training"] = (mean / size, moved, seconds)
     return found
 
@@ -166,47 +259,93 @@ def run(
     model: str | None = None,
     device: str = "auto",
     timeout: float = 300.0,
+    precision: str = "fp32",
+    memory: float | None = None,
 ) -> list[Report]:
     """Generate and train in one `way` (of WAYS) on `size` ranks; "one" is always one process.
 
     price: of a GPU hour, in whatever currency; the cost comes in the same. Without one, there is no
     cost: ranks on one CPU, or on one GPU that they share, cost no more than one. model: a name on
     Hugging Face's hub, to be downloaded by each rank's process; without one, TINY with random
-    weights, and no network. device: as in `ranks.run`.
+    weights, and no network. device: as in `ranks.run`. precision: "fp32"; or "bf16" for weights,
+    with float32 copies for AdamW. memory: bytes that a rank gets, as `count.limited` has it.
 
-    Returns a Report for inference and one for training. Raises ValueError for what is not allowed.
+    Returns a Report for inference and one for training. Raises ValueError for what is not allowed,
+    RankError when a rank fails.
     """
     task = task or Task()
     size = 1 if way == "one" else size
     ranks.agree.check_whole(size=size)
-    if way not in WAYS:
-        raise ValueError(f"way={way!r}: allowed are {', '.join(map(repr, WAYS))}")
+    check_one_of(WAYS, way=way)
+    check_one_of(NUMBERS, precision=precision)
+    if memory is not None:
+        ranks.check_number(memory=memory)
+    if way == "mixed" and size % _TENSOR:
+        raise ValueError(f"size={size}: allowed with way='mixed' are multiples of {_TENSOR}")
     if price is not None:
         ranks.check_number(0, price=price)
-    if way in ("data", "zero3") and task.batch % size:
-        raise ValueError(f"batch={task.batch}: allowed are multiples of the {size} ranks")
+    layout = _layout(way, size, 1)
+    if task.batch % layout.dp:
+        raise ValueError(f"batch={task.batch}: allowed are multiples of the {layout.dp} copies")
     shape = _shape(model)
     heads = shape.num_key_value_heads
-    if way == "tensor" and heads % size:
+    if heads % layout.tp:
         raise ValueError(f"size={size}: allowed are divisors of {heads}, the heads of the keys")
     if way != "one":
         prepare()  # once here, rather than in each forked rank
-    found = ranks.run(_rank, size, way, task, model, device=device, timeout=timeout)
+    with tempfile.TemporaryDirectory() as folder:
+        if way in ("zero3", "offload"):
+            folder = _saved(model, folder)
+        given = way, task, model, folder, precision, memory
+        found = ranks.run(_rank, size, *given, device=device, timeout=timeout)
     reports = []
-    split = way in ("data", "zero3")
+    copies = _layout(way, size, 1).dp
     for work in WORK:
         results = [one[work] for one in found]
         outcome = results[0][0]
         if work == "inference":
             tokens = task.batch * task.new
             flops = inference_flops(shape, task.batch, task.prompt, task.new)
-            outcome = torch.cat([r[0] for r in results]) if split else outcome
+            outcome = torch.cat([r[0] for r in results[:: size // copies]])
         else:
             tokens = task.steps * task.batch * task.seq
             flops = task.steps * training_flops(shape, task.batch, task.seq)
         moved, seconds = sum(r[1] for r in results), max(r[2] for r in results)
-        reports.append(Report(way, work, size, tokens, seconds, flops, moved, price, outcome))
+        built = max(one["built"] for one in found)
+        reports.append(
+            Report(way, work, size, tokens, seconds, flops, moved, price, outcome, built)
+        )
     return reports
+
+
+def _saved(name: str | None, folder: str) -> str:
+    """Where the weights of a model lie in files, one tensor after the other to be read."""
+    if name is None:
+        with quiet():
+            llama().save_pretrained(folder)
+        return folder
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
+
+
+def tried(ways: Iterable[str], *given: Any, **options: Any) -> tuple[list[Report], dict[str, str]]:
+    """`run` of each way: the reports of those that end well; of those without memory enough, why.
+
+    given, options: as of `run`. Raises as `run` does, for everything else that goes wrong.
+    """
+    reports: list[Report] = []
+    failed: dict[str, str] = {}
+    for way in ways:
+        try:
+            reports += run(way, *given, **options)
+        except ranks.RankError as error:
+            if not any(words in str(error) for words in _SHORT):
+                raise
+            failed[way] = "out of memory"
+    return reports, failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,26 +357,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--price", type=float, help="of a GPU hour: adds what tokens cost")
     parser.add_argument("--model", help="a name on Hugging Face's hub; downloads it")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--precision", default="fp32", help="fp32 or bf16")
+    parser.add_argument("--memory", type=float, help="bytes that each rank gets")
     for name, default in vars(Task()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true", help="the breakdown as JSON")
     chosen = parser.parse_args(arguments)
     try:
         task = Task(**{name: getattr(chosen, name) for name in vars(Task())})
-        reports = [
-            report
-            for way in chosen.ways
-            for report in run(
-                way, chosen.ranks, task, chosen.price, chosen.model, chosen.device, 3600
-            )
-        ]
+        given = chosen.ranks, task, chosen.price, chosen.model, chosen.device, 3600
+        reports, failed = tried(chosen.ways, *given, chosen.precision, chosen.memory)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if chosen.json:
-        print(json.dumps([report.as_dict() for report in reports], indent=1))
+        rows = [report.as_dict() for report in reports]
+        rows += [{"way": way, "error": why} for way, why in failed.items()]
+        print(json.dumps(rows, indent=1))
     else:
-        table(reports)
+        table(reports, failed=failed)
     return 0
 
 

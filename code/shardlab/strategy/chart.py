@@ -1,10 +1,11 @@
 """The flow chart: what to try first, and what next when it does not do.
 
-Seven rungs, from the least that can be changed to the most; each layout stands on one of them. The
+Eight rungs, from the least that can be changed to the most; each layout stands on one of them. The
 chart is a way to read a plan: of the layouts that fit, it takes the fastest of the first rung that
 has one, unless that rung shares weights (ZeRO-3) and the copies wait for them longer than they
 compute. The order is that of effort and of traffic: a rule of thumb for links that are much faster
-inside of a node. The plan's own first says how good a one.
+inside of a node. The plan's own first says how good a one. The last rung is for what fits on none:
+its states go to the host's memory, over a link that is slower than all others.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ RUNGS = (
     "recompute",
     "tensor in the node",
     "pipeline across nodes",
+    "the host's memory",
 )
 
 
 def rung(layout: Layout) -> str:
     """Where a layout stands: on the rung of the last that it adds."""
+    if layout.offload != "none":
+        return RUNGS[7]
     if layout.pp > 1:
         return RUNGS[6]
     if layout.tp > 1:

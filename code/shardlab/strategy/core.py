@@ -61,6 +61,7 @@ class Seconds:
     messages: float  # from stage to stage
     data: float  # between the copies, and between the two ends of a tied embedding
     optimizer: float
+    host: float  # states that are kept there go, are updated, and come back
     retries: float  # of an allocator that is short of memory
 
     @property
@@ -123,12 +124,16 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     # What hides the weights that come for it.
     first = sum(n * each[kind][0].total for kind, n in job.layers(fullest))
     data = copies.seconds(job, rates, fullest, busy, first)
-    step = _optimizer(job, rates, fullest, busy)
+    held = job.held(fullest)
+    kept = held.shard(layout) if layout.zero else held.all
+    step = _optimizer(job, rates, held.all, kept)
+    there = host.seconds(job, rates, kept, busy)
     messages = _messages(job, rates)
-    total = busy + bubble + messages + data + step
+    total = busy + bubble + messages + data + step + there
     retries = total * (rates.retries - 1) * _likely(job, rates, needed)
     parts = {name: m * value for name, value in vars(slowest).items()}
-    parts |= {"bubble": bubble, "messages": messages, "data": data, "optimizer": step}
+    parts |= {"bubble": bubble, "messages": messages, "data": data}
+    parts |= {"optimizer": step, "host": there}
     times = getattr(rates, job.profile.engine) if job.profile.engine else 1.0
     return Seconds(**{name: times * x for name, x in (parts | {"retries": retries}).items()})
 
@@ -331,12 +336,9 @@ def _messages(job: Job, rates: Values) -> float:
     return 2 * layout.chunks * each * (layout.microbatches + layout.pp - 2)
 
 
-def _optimizer(job: Job, rates: Values, stage: Stage, busy: float) -> float:
-    """Seconds in which gradients are added up and weights updated, here or on the host."""
+def _optimizer(job: Job, rates: Values, held: float, kept: float) -> float:
+    """Seconds in which `held` gradients are added up, and weights updated, `kept` of them here."""
     layout, profile = job.layout, job.profile
-    held = job.held(stage)
-    kept = held.shard(layout) if layout.zero else held.all
     update = profile.update * kept if layout.offload == "none" else 0.0
-    read = update + profile.accumulate * held.all * layout.microbatches
-    there = host.seconds(job, rates, kept, busy)
-    return rates.step + read / (rates.memory * job.machine.stream) + there
+    read = update + profile.accumulate * held * layout.microbatches
+    return rates.step + read / (rates.memory * job.machine.stream)

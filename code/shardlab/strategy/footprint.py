@@ -109,6 +109,15 @@ def first_and_fullest(job: Job, rates: Values) -> tuple[Bytes, Bytes]:
     return found[0], max(found, key=lambda one: one.reserved)
 
 
+def on_host(job: Job) -> int:
+    """Bytes of states that a rank keeps in the host's memory: of the stage that has most."""
+    layout, recipe = job.layout, job.profile.recipe
+    if layout.offload == "none":
+        return 0
+    held = [job.held(stage) for stage in job.stages]
+    return max(states_of(one.all, one.shard(layout), layout, recipe).host for one in held)
+
+
 def activations(job: Job, rates: Values, stage: Stage) -> float:
     """Bytes that the layers of a stage keep for one micro-batch."""
     if job.layout.recompute == "full":  # each layer's input

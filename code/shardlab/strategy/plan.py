@@ -19,14 +19,16 @@ from shardlab.layout import Layout, Structure, structure
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
+from . import host
 from .cost import flops
-from .footprint import fullest
+from .footprint import fullest, on_host
 from .job import DTYPES, Job
 from .predict import Prediction, check_job, check_rates, of_job, room
 from .profile import COURSE, Profile
 from .rates import Rates, Values
 from .space import LACKS, LONG, Space, bases, series
 
+CROWDED = "needs more than the host's memory"
 MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
 MORE = 2, 4, 8, 16, 32, 64  # times as many GPUs, tried where nothing fits
 # Of a step, that a pipeline's bubble takes: above it context ranks may pay, for they make more
@@ -183,6 +185,9 @@ def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
             continue
         check_job(_job(found, base))
         for least, rows in series(space, base, offload):
+            if min(space.gpus, space.machine.per_node) * on_host(_job(found, least)) > host.MEMORY:
+                found.ruled[CROWDED] += sum(map(len, rows))
+                continue
             size, late = reserved(least)
             if size - late > there:
                 found.ruled[LACKS] += sum(map(len, rows))
@@ -245,7 +250,7 @@ def _searched(space: Space, found: Plan, offload: str) -> dict[str, str]:
     name = profile.name
     without = f"{name} has none"
     uneven = space.config.layers > 1 and profile.stages == "equal"
-    host = "" if offload != "none" else "something fits without" if found.fits else without
+    there = "" if offload != "none" else "something fits without" if found.fits else without
     context = "" if profile.shares else without
     if space.seq < LONG:
         context = f"sequences are shorter than {LONG:,} tokens"
@@ -262,7 +267,7 @@ def _searched(space: Space, found: Plan, offload: str) -> dict[str, str]:
         "ZeRO": "",
         "recomputation": "",
         "recomputation by operator": "" if profile.operators else without,
-        "the host's memory": host,
+        "the host's memory": there,
         "8-bit products": "" if found.dtype != "bf16" else "not asked for: --dtype",
         "schedules without a bubble": "not tried: --layout takes one",
         "tensor ranks beyond a node": "not tried: --layout takes them",

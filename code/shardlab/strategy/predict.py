@@ -13,7 +13,7 @@ from shardlab.machines import Machine
 from shardlab.shapes import Config
 
 from .core import Seconds, seconds
-from .footprint import Bytes, first_and_fullest, footprint
+from .footprint import Bytes, first_and_fullest, footprint, on_host
 from .job import Job
 from .profile import COURSE, PROFILES, Profile
 from .rates import Rates, Values, known
@@ -21,10 +21,14 @@ from .rates import Rates, Values, known
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and bytes of the fullest rank, each in parts."""
+    """Seconds of a step, and bytes of the fullest rank, each in parts.
+
+    host: bytes that a rank keeps in the host's memory, at most.
+    """
 
     seconds: Seconds
     memory: Bytes
+    host: int = 0
 
 
 def room(machine: Machine, rates: Values | None = None) -> float:
@@ -63,7 +67,7 @@ def of_job(job: Job, rates: Values) -> Prediction:
     check_job(job)
     # The limit beyond which a step takes longer was found where rank 0 alone was watched.
     first, fullest = first_and_fullest(job, rates)
-    return Prediction(seconds(job, rates, first.needed), fullest)
+    return Prediction(seconds(job, rates, first.needed), fullest, on_host(job))
 
 
 def first_rank(job: Job, rates: Values) -> float:

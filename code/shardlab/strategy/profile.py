@@ -125,6 +125,7 @@ COURSE = Profile(
     zeros=(0, 1, 2, 3),
     interleaves=True,
     operators=("norms", "ffn", "norms+ffn"),
+    offloads=("optimizer", "parameters"),  # as DeepSpeed does it: `deepspeed_engine`
     copies=True,
     folds=True,
 )

@@ -11,6 +11,7 @@ from shardlab.layout.words import written
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
+from . import host
 from .cost import DAY, floor
 from .plan import Plan, Planned
 from .rates import Rates
@@ -31,6 +32,7 @@ PARTS = {  # of a step's seconds
     "messages": "messages between stages",
     "data": "the copies wait for gradients and weights",
     "optimizer": "gradients added up, weights updated, and what is not counted",
+    "host": "states go to the host's memory, are updated there, and come back",
     "retries": "the allocator is short of memory",
 }
 PIECES = {  # of a rank's bytes
@@ -77,6 +79,7 @@ def row(asked: Asked, planned: Planned, room: float) -> dict[str, Any]:
         "waits_for": waits_for(planned),
         "seconds_by_part": dict(vars(planned.prediction.seconds)),
         "bytes_by_part": {n: round(x) for n, x in vars(planned.prediction.memory).items()},
+        "host_bytes": planned.prediction.host,
     }
     if asked.tokens:
         found["days"] = asked.tokens / planned.tokens / DAY
@@ -124,7 +127,8 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
             cells.append(f"{one['cost']:,.0f}")
         table.append([*cells, one["waits_for"]])
     lines += aligned(table)
-    lines += ["", first(found, rates), ruled(found), searched(found)]
+    lines += ["", first(found, rates), *on_host(asked, found.fits[0])]
+    lines += [ruled(found), searched(found)]
     lines += [f"Warning: {words}." for words in warnings(found, found.fits[0])]
     return "\n".join(lines)
 
@@ -161,6 +165,24 @@ def first(found: Plan, rates: Rates) -> str:
     if longer < unsure:
         words += f" That is less than the rates are sure of ({100 * unsure:.0f} %): measure both."
     return words
+
+
+def on_host(asked: Asked, planned: Planned) -> list[str]:
+    """What a layout needs of the host's memory, and what that costs, in a sentence; or none."""
+    parts, size = planned.prediction.seconds, planned.prediction.host
+    if not size:
+        return []
+    here = min(asked.gpus, asked.machine.per_node)
+    link = host.LINK * asked.machine.host
+    what = "the optimizer's states"
+    if planned.layout.offload == "parameters":
+        what = f"weights and {what}"
+    return [
+        f"On the host: {what} take {size / 1e9:.1f} GB of its memory for each GPU, "
+        f"{here * size / 1e9:,.0f} GB on a node of {here}; a step waits {parts.host:.3g} s for "
+        f"them ({100 * parts.host / parts.total:.0f} %). Assumed: {link / 1e9:.0f} GB/s to and "
+        f"from each GPU, and {host.UPDATES / 1e9:g} billion parameters of each updated in a second."
+    ]
 
 
 def _kind(planned: Planned) -> tuple[int, ...]:
@@ -248,7 +270,8 @@ def explained(asked: Asked, found: Plan, planned: Planned, rates: Rates) -> str:
             sizes.append([name, f"{part / 1e9:.2f}", percent, words])
     sizes.append(["together", f"{one['reserved_bytes'] / 1e9:.2f}", "100.0", "reserved"])
     sizes.append(["room", f"{room / 1e9:.2f}", "", "beyond it the allocator retries"])
-    lines += [*aligned(seconds), "", *aligned(sizes), "", *_origins(rates)]
+    lines += [*aligned(seconds), "", *aligned(sizes), ""]
+    lines += [*on_host(asked, planned), *_origins(rates)]
     lines += [f"Warning: {words}." for words in warnings(found, planned)]
     return "\n".join(lines)
 

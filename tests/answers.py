@@ -54,6 +54,7 @@ ZERO = {
     ],
     "my_mixed_step": [
         (nothing, "Nothing has changed"),
+        (Swap("master -= lr", "master = master - lr"), "`master = …` gives the name"),
         (Swap(" / dist.get_world_size(group))", ")"), "summed over 2 ranks, not averaged"),
         (Swap("zero.all_gather(weights, own, group).wait()", "..."), "nobody has the others'"),
         (Swap("weights[own] = master", "..."), "never get into the weights"),
@@ -726,6 +727,7 @@ TRAIN = {
     "my_mean": [
         (Swap("[total, count]", "[total / max(count, 1), 1.0]"), "mean of the ranks' means"),
         (Swap("(both[0] / both[1])", "both[0]"), "sum of all losses"),
+        (Swap("(both, group=group)", "(both)"), "the mean over all ranks"),
         (lambda total, count, group: total / max(count, 1), "off by"),
         (nothing, "returned None"),
     ],
@@ -1347,10 +1349,10 @@ ROWS_TO_TENSOR = "    dist.all_reduce(gradient_fH, group=tensor_group)\n"
 FEEDBACK = "loss / copies, gradient_fH / copies"
 MODEL_PARALLELISM = {
     "zero_states": [
-        (112e9, "Which of them does stage 2 share"), (7e9, "which is stage 3"),
+        (112e9, "Which of them does stage 2 divide"), (7e9, "which is stage 3"),
         (33.25e9, "which is stage 1"), (17.5e9, "Are the gradients there"),
         (19.25e9, "One is missing"), (18.375e9, "beside its two means"),
-        (85.75e9, "are shared, too"), (26.25e9, "16 GPUs, not 8"), (322e9, "for all GPUs together"),
+        (85.75e9, "are divided, too"), (26.25e9, "16 GPUs, not 8"), (322e9, "for all GPUs together"),
         (20.125, "10^9: the unit is bytes"),
     ],
     "gradient_traffic": [

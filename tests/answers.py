@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -718,8 +719,16 @@ TENSOR_TYPES = {
 
 # ------------------------------------------------------------------------------- train
 
+SCRIPT = Path(__file__).resolve().parents[1] / "code/shardlab/train"
 LACKS = {"A": "sampler", "B": "set_epoch", "C": "all_reduce", "D": "wrapper"}
 TRAIN = {
+    "my_ddp_script": [
+        (3, "the path of your script"), ("none.py", "allowed are scripts"),
+        (SCRIPT / "sampler.py", "Step 10, the loss of all ranks: Rank 0 prints"),
+    ],
+    "my_fsdp_script": [
+        (SCRIPT / "core.py", "Of 17 steps 15 are made. Step 16, FSDP2"),
+    ],
     "validation_filled_up": [
         (5.5, "That is the right mean"), (4.5, "repeats two instead"),
         (74 / 12, "begins anew at the first"), (6.5, "out of how many"),
@@ -740,17 +749,6 @@ TRAIN = {
         (Swap("[rank::size]", "[rank::size][:-1]"), "windows are read in all"),
         (nothing, "A list is due"),
     ],
-    "my_decision": [
-        (Swap("dist.all_reduce(bad, dist.ReduceOp.MAX, group)", "..."), "their scales differ"),
-        (Swap("ReduceOp.MAX", "ReduceOp.MIN"), "all ranks make the step"),
-        (Swap("float(any(not g.isfinite().all() for g in gradients))",
-              "sum(g.sum() for g in gradients) + 0.0", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM",
-              "not bad.item()", "bool(bad.isfinite())"), "they should make it"),
-        (nothing, "return a bool"),
-    ],
-    "skipped_steps": [
-        (16, "a hysteresis of 2"), (15, "both overflow"), (18, "is forgiven"),
-    ],
     "states_of_a_job": [
         ({"ddp": 20.8, "fsdp2": 20.8}, "FSDP2 divides"),
         ({"ddp": 5.2, "fsdp2": 2.6}, "the weights alone"),
@@ -761,6 +759,25 @@ TRAIN = {
     "missing_lines": [
         (LACKS | {"A": "wrapper", "D": "sampler"}, "up to which step are the weights right"),
         ({"A": "sampler"}, "a dictionary with"), (LACKS | {"B": "epoch"}, "Allowed are sampler"),
+    ],
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------- trainers
+
+TRAINERS = {
+    "lightning_steps": [
+        (256, "a rank's"), (1024, "shares out"), (16, "1,024 windows"),
+    ],
+    "my_decision": [
+        (Swap("dist.all_reduce(bad, dist.ReduceOp.MAX, group)", "..."), "their scales differ"),
+        (Swap("ReduceOp.MAX", "ReduceOp.MIN"), "all ranks make the step"),
+        (Swap("float(any(not g.isfinite().all() for g in gradients))",
+              "sum(g.sum() for g in gradients) + 0.0", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM",
+              "not bad.item()", "bool(bad.isfinite())"), "they should make it"),
+        (nothing, "return a bool"),
+    ],
+    "skipped_steps": [
+        (16, "a hysteresis of 2"), (15, "both overflow"), (18, "is forgiven"),
     ],
 }  # fmt: skip
 
@@ -1445,5 +1462,6 @@ ROWS: dict[str, list[tuple[Any, str | None]]] = {
     **TENSOR_PARALLEL,
     **TENSOR_TYPES,
     **TRAIN,
+    **TRAINERS,
     **ZERO,
 }

@@ -38,7 +38,7 @@ from shardlab.parity.record import Record
 from shardlab.parity.scripts import ASKED
 from shardlab.record.index import read
 from shardlab.train import core as script_of_ranks
-from shardlab.train import plain as plain_script
+from shardlab.train import one_gpu as plain_script
 
 # Each day every topic has a right program; of all of them the rest once a week. Or it has none:
 TOPICS: dict[str, tuple[str, ...] | str] = {

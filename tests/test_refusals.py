@@ -250,6 +250,7 @@ MISTAKES = {  # arguments: a word of the line that they get
     ("record", "--unpack", "a.zip", "zero"): "--unpack",
     ("gpu", "--only", "tests", "zero"): "--only=tests",
     ("parity", "plain.py"): "scripts='plain.py': needed are",
+    ("steps", "none.py"): "file='none.py': allowed are scripts",
     ("parity", "none.py", "--", "true"): "plain='none.py': there is no such script",
     ("parity", "--draws", "0", "none.py", "--", "true"): "draws=0: allowed",
     ("parity", "--folder", "", __file__, "--", "true"): "folder='': allowed",

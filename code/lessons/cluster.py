@@ -408,6 +408,7 @@ def multiply(n, seconds=0.5):
     return (time.process_time() - used) / elapsed, 2 * n**3 * count / elapsed
 
 
+# CPU: cores are measured
 found = {n: ranks.run(multiply, 1, n, device="cpu")[0] for n in (16, 512)}
 show.timed(found[512][1] > 5 * found[16][1], "large products: five times the FLOP/s")
 rows = [(n, f"{100 * b:.0f}", f"{f / 1e9:.1f}") for n, (b, f) in found.items()]
@@ -473,7 +474,7 @@ def watched(folder):
 
 
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
-ranks.run(watched, 2, folder, device="cpu")
+ranks.run(watched, 2, folder, device="cpu")  # CPU: cores are sampled
 (samples,) = folder.glob("samples-*.jsonl")
 idle = [line for line in report.lines(samples) if line.get("cpu_percent", 100) < 40]
 both = {line["rank"] for line in idle} == {0, 1} and len(idle) >= 6
@@ -511,7 +512,7 @@ def late(results):
     return straggler.arrivals(calls)
 
 
-results = ranks.run(steps, 3, 1, device="cpu")
+results = ranks.run(steps, 3, 1, device="cpu")  # CPU: times are gloo's
 arrivals = late(results)
 middle = [1e3 * median(seconds) for seconds, _ in results]
 show.timed(max(middle) < 1.2 * min(middle), "steps of all ranks take equally long")
@@ -569,6 +570,7 @@ def traced(folder):
 
 
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
+# CPU: gloo's messages are traced
 ranks.run(traced, 2, folder, device="cpu", show=False)
 traces = {name: timeline.read(folder / name) for name in ("after", "ddp")}
 for trace in traces["ddp"]:
@@ -628,6 +630,7 @@ def skips(folder):
     return message
 
 
+# CPU: gloo's time limit
 print(*ranks.run(skips, 3, FOLDER / "flight", device="cpu"), sep="\n")
 
 
@@ -724,7 +727,9 @@ def on_cores(cores):
 
 
 first, *others = sorted(os.sched_getaffinity(0))
+# CPU: cores are measured
 together = sum(ranks.run(on_cores, 2, [first, first], device="cpu"))
+# CPU: cores are measured
 apart = sum(ranks.run(on_cores, 2, [first, (others or [first])[0]], device="cpu"))
 show.timed(together < 1.1, "ranks on one core share it")
 rows = [("one core for both", f"{together:.2f}"), ("a core each", f"{apart:.2f}")]

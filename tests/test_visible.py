@@ -12,7 +12,8 @@ LESSONS = sorted((ROOT / "lessons").glob("*.md"))
 PROOF = 0.08  # of the visible lines
 CORE = 0.60  # of the core file's lines
 # The command, the figures and the many checks of these are no part of what they teach.
-WITHOUT_CORE = {"model_parallelism"}
+# What `cluster` teaches are batch scripts, and commands that look at a job.
+WITHOUT_CORE = {"cluster", "model_parallelism"}
 
 
 def each(test):

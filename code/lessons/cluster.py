@@ -80,7 +80,7 @@ sessions.job("one.sbatch")
 sessions.session("one")
 
 # %% [markdown]
-# `steps.py` does what a training script does for its job, without training: it counts, saves and resumes. It needs no GPU.
+# `steps.py` stands for a training script: it counts, saves and resumes, and needs no GPU.
 #
 # ### The environment inside a job
 #
@@ -546,7 +546,7 @@ show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 # The first picture is a step that averages gradients after backward.
 
 # %% tags=["hide-input", "measured"]
-# Traces a step of either kind, and draws the one whose messages come after backward
+# Traces both, and draws the step whose messages come after backward
 
 
 def traced(folder):
@@ -635,7 +635,7 @@ print(*ranks.run(skips, 3, FOLDER / "flight", device="cpu"), sep="\n")
 
 
 # %% [markdown]
-# Ranks 0 and 2 complain, which waited. The one at fault says nothing.
+# Ranks 0 and 2 waited, and they complain. Rank 1, which is at fault, says nothing.
 # Counting calls finds it:
 
 # %%
@@ -652,8 +652,8 @@ calls = flight.read(FOLDER / "flight")
 print("missing:", fewer(calls, "data"))
 
 # %% [markdown]
-# It leaves out ranks that called *another* collective under the same number, circles of groups, and GPUs that never start what nccl's hosts have all queued.
-# `hang.explain` has that, and names collective and line:
+# `hang.explain` does the same, and names the collective and the line.
+# It also finds ranks that called *another* collective, and groups that wait for one another in a circle:
 
 # %%
 found = hang.explain(calls)
@@ -763,9 +763,8 @@ status = doctor.main([*here, "--needs", "1e6", "--pairs"])
 
 # %% [markdown]
 # A `note` is no fault: four ranks on two cores, for instance, wait for one another.
-# The planner assumes nothing of a loopback.
-# On GPUs that its table knows, half of the planner's rate is enough between hosts.
-# Inside, an eighth is: [messages of 64 MiB reach little of NVLink's](https://github.com/NVIDIA/nccl-tests/issues/268).
+# On GPUs that the course's table knows, a link between hosts is good when it reaches half of the rate that the planner assumes.
+# Within a host an eighth is enough: [messages of 64 MiB reach little of NVLink's](https://github.com/NVIDIA/nccl-tests/issues/268).
 #
 # ### What it finds
 #
@@ -804,26 +803,7 @@ show.source(checks.clocks)
 #
 # The status is 0 when all is good, 1 when something is bad, and 2 when it could not begin; torchrun makes 1 of both.
 # Start it with the options of the training's own `srun`: another binding is another machine.
-# A rank that does not come, or stops answering, is named with what it was doing once nothing has moved for `--timeout` seconds.
-#
-# ### What it cannot see
-#
-# - What comes later: a GPU that is hot after an hour, a neighbour job that starts, a disk that fills.
-# - What only all together show: it measures pairs, and a switch that is too small shows when all ranks talk across it.
-#
-# ## What you see, and where to look
-#
-# | what you see | where |
-# |---|---|
-# | it does not start | [When they do not meet](#when-they-do-not-meet) |
-# | it ends, and every node blames another | [Who failed first](#who-failed-first) |
-# | it does not start *again* | [the shared store](#the-store-of-all-rounds) |
-# | it starts again and again at one step | [What no restart helps against](#what-no-restart-helps-against) |
-# | nothing moves | [It hangs](#it-hangs) |
-# | it is slow from the start | [the doctor](#before-the-job-ask-all-ranks); [cores and network](#where-ranks-run-cores-and-the-right-network) |
-# | it becomes slow | [the sampler](#sample-each-rank); [who comes last](#step-times-hide-the-straggler) |
-# | GPUs busy, and little done | [Is my job using its GPUs?](#is-my-job-using-its-gpus); [one timeline](#all-ranks-on-one-timeline) |
-#
+# When nothing has moved for `--timeout` seconds, it names the rank that did not come or stopped answering, and what that rank was doing.
 #
 # ### Pairs that do not disturb each other
 #
@@ -839,6 +819,11 @@ print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
 # %% [markdown]
 # With gloo the cores of a host move the bytes, so its pairs take turns (`apart=True`).
 # Above 16 ranks, the seven nearest and those 8, 16, 32, … away are measured: ten rounds for 64 ranks.
+#
+# ### What it cannot see
+#
+# - What comes later: a GPU that is hot after an hour, a neighbour job that starts, a disk that fills.
+# - What only all together show: it measures pairs, and a switch that is too small shows when all ranks talk across it.
 #
 # ## One script, many jobs: arrays
 #
@@ -883,7 +868,22 @@ sessions.job("job.yaml")
 sessions.job("trainjob.yaml")
 
 # %% [markdown]
-# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster_jobs.py) hold the YAML files to published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
+# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster.py) hold the YAML files to published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
+#
+# ## What you see, and where to look
+#
+# | what you see | where |
+# |---|---|
+# | it stays in the queue | [It stays in the queue](#it-stays-in-the-queue) |
+# | a program is not found | [The environment inside a job](#the-environment-inside-a-job) |
+# | it does not start | [When they do not meet](#when-they-do-not-meet) |
+# | it ends, and every node blames another | [Who failed first](#who-failed-first) |
+# | it does not start *again* | [the shared store](#the-store-of-all-rounds) |
+# | it starts again and again at one step | [What no restart helps against](#what-no-restart-helps-against) |
+# | nothing moves | [It hangs](#it-hangs) |
+# | it is slow from the start | [the doctor](#before-the-job-ask-all-ranks); [cores and network](#where-ranks-run-cores-and-the-right-network) |
+# | it becomes slow | [the sampler](#sample-each-rank); [who comes last](#step-times-hide-the-straggler) |
+# | GPUs busy, and little done | [Is my job using its GPUs?](#is-my-job-using-its-gpus); [one timeline](#all-ranks-on-one-timeline) |
 #
 # ## When to use what
 #
@@ -904,7 +904,7 @@ sessions.job("trainjob.yaml")
 # ```
 #
 # Three nodes come to a rendezvous with 4, 2 and 4 GPUs, in this order, a rank for each GPU.
-# What are `RANK`, `LOCAL_RANK` and `GROUP_RANK` of the second rank on the third node?
+# What are `RANK`, `LOCAL_RANK` and `GROUP_RANK` (the number of its node) of the second rank on the third node?
 
 # %%
 answer = ...  # (RANK, LOCAL_RANK, GROUP_RANK)
@@ -966,7 +966,7 @@ check(answer, "cluster_batch")
 # ```
 #
 # 3: eight tasks are eight launchers a node; it has to be one.
-# 8: behind a command, `#SBATCH` is a mere comment.
+# 8: after a command, `#SBATCH` is a mere comment.
 # 9: the signal kills `torchrun`; `trap "" USR1` has to come before it.
 # 11: on each node `localhost` is that node, so each of them would wait for the other three.
 
@@ -1210,7 +1210,7 @@ check(rounds, "cluster_rounds")
 #
 # ## Summary
 #
-# - A launcher starts ranks, tells them who they are, and ends all when one fails. On several nodes agents meet in a store, in rounds.
+# - A batch script sets up the environment and starts one launcher on each node with `srun`. A job that asks for more time than its partition allows never starts.
 # - The scheduler gives nodes and signals; the script saves at a signal, on all ranks after the same step, and is put back into the queue.
 # - A restart costs the steps since the last save and the seconds of imports; against a bad sample or a full disk it does not help.
 # - Busy is not useful: look at MFU, at who comes last, and at all ranks on one timeline.

@@ -159,9 +159,9 @@ def prepare() -> Any:
     """The course's module for Lightning, imported quietly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from shardlab.train import lightning
+        from shardlab.trainers import beside
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    return lightning
+    return beside
 
 
 def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path) -> Times:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -54,6 +55,7 @@ ZERO = {
     ],
     "my_mixed_step": [
         (nothing, "Nothing has changed"),
+        (Swap("master -= lr", "master = master - lr"), "`master = …` gives the name"),
         (Swap(" / dist.get_world_size(group))", ")"), "summed over 2 ranks, not averaged"),
         (Swap("zero.all_gather(weights, own, group).wait()", "..."), "nobody has the others'"),
         (Swap("weights[own] = master", "..."), "never get into the weights"),
@@ -717,8 +719,16 @@ TENSOR_TYPES = {
 
 # ------------------------------------------------------------------------------- train
 
+SCRIPT = Path(__file__).resolve().parents[1] / "code/shardlab/train"
 LACKS = {"A": "sampler", "B": "set_epoch", "C": "all_reduce", "D": "wrapper"}
 TRAIN = {
+    "my_ddp_script": [
+        (3, "the path of your script"), ("none.py", "allowed are scripts"),
+        (SCRIPT / "sampler.py", "Step 10, the loss of all ranks: Rank 0 prints"),
+    ],
+    "my_fsdp_script": [
+        (SCRIPT / "core.py", "Of 17 steps 15 are made. Step 16, FSDP2"),
+    ],
     "validation_filled_up": [
         (5.5, "That is the right mean"), (4.5, "repeats two instead"),
         (74 / 12, "begins anew at the first"), (6.5, "out of how many"),
@@ -726,6 +736,7 @@ TRAIN = {
     "my_mean": [
         (Swap("[total, count]", "[total / max(count, 1), 1.0]"), "mean of the ranks' means"),
         (Swap("(both[0] / both[1])", "both[0]"), "sum of all losses"),
+        (Swap("(both, group=group)", "(both)"), "the mean over all ranks"),
         (lambda total, count, group: total / max(count, 1), "off by"),
         (nothing, "returned None"),
     ],
@@ -738,17 +749,6 @@ TRAIN = {
         (Swap("[rank::size]", "[rank::size][:-1]"), "windows are read in all"),
         (nothing, "A list is due"),
     ],
-    "my_decision": [
-        (Swap("dist.all_reduce(bad, dist.ReduceOp.MAX, group)", "..."), "their scales differ"),
-        (Swap("ReduceOp.MAX", "ReduceOp.MIN"), "all ranks make the step"),
-        (Swap("float(any(not g.isfinite().all() for g in gradients))",
-              "sum(g.sum() for g in gradients) + 0.0", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM",
-              "not bad.item()", "bool(bad.isfinite())"), "they should make it"),
-        (nothing, "return a bool"),
-    ],
-    "skipped_steps": [
-        (16, "a hysteresis of 2"), (15, "both overflow"), (18, "is forgiven"),
-    ],
     "states_of_a_job": [
         ({"ddp": 20.8, "fsdp2": 20.8}, "FSDP2 divides"),
         ({"ddp": 5.2, "fsdp2": 2.6}, "the weights alone"),
@@ -759,6 +759,25 @@ TRAIN = {
     "missing_lines": [
         (LACKS | {"A": "wrapper", "D": "sampler"}, "up to which step are the weights right"),
         ({"A": "sampler"}, "a dictionary with"), (LACKS | {"B": "epoch"}, "Allowed are sampler"),
+    ],
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------- trainers
+
+TRAINERS = {
+    "lightning_steps": [
+        (256, "a rank's"), (1024, "shares out"), (16, "1,024 windows"),
+    ],
+    "my_decision": [
+        (Swap("dist.all_reduce(bad, dist.ReduceOp.MAX, group)", "..."), "their scales differ"),
+        (Swap("ReduceOp.MAX", "ReduceOp.MIN"), "all ranks make the step"),
+        (Swap("float(any(not g.isfinite().all() for g in gradients))",
+              "sum(g.sum() for g in gradients) + 0.0", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM",
+              "not bad.item()", "bool(bad.isfinite())"), "they should make it"),
+        (nothing, "return a bool"),
+    ],
+    "skipped_steps": [
+        (16, "a hysteresis of 2"), (15, "both overflow"), (18, "is forgiven"),
     ],
 }  # fmt: skip
 
@@ -874,13 +893,6 @@ CLUSTER = {
         ((7, 7, 2), "on the rank's own node"), ((7, 1, 7), "GROUP_RANK is the node's number"),
         ((6, 1, 2), "how many ranks come before it"), (7, "Three numbers"),
     ],
-    "my_silent": [
-        (Swap("last[agent][0] != beat", "True"), "though the host has read it again"),
-        (Swap("> patience", ">= patience"), "2 s are not more than 2 s"),
-        (Swap("last[agent][0] != beat", "last[agent][0] < beat"), "smaller than before"),
-        (nothing, "returned None, which should be the agents, as a set"),
-        (lambda seen: seen, "raised TypeError"),
-    ],
     "cluster_batch": [
         ({3, 8, 9, 12}, "Line 12 is right"), ({8, 9, 11}, "3 of four. How many launchers"),
         ({3, 9, 11}, "3 of four. Where does sbatch stop"),
@@ -935,6 +947,30 @@ CLUSTER = {
         (lambda n: [[(a, a ^ 1) for a in range(0, n, 2)]] * (n - 1), "2 pairs meet, of 6"),
         (nothing, "A list of rounds"),
         (lambda n: 1 / 0, "raised ZeroDivisionError"),
+    ],
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------- elastic
+
+ELASTIC = {
+    "my_first_ranks": [
+        (Swap("sum(sizes[:node])", "sum(sizes[: node + 1])"), "Ranks 0 to 3 are on the first"),
+        (Swap("sum(sizes[:node])", "node * sizes[0]"), "One rank is on the first node"),
+        (nothing, "a list of ranks"),
+    ],
+    "my_silent": [
+        (Swap("last[agent][0] != beat", "True"), "though the host has read it again"),
+        (Swap("> patience", ">= patience"), "2 s are not more than 2 s"),
+        (Swap("last[agent][0] != beat", "last[agent][0] < beat"), "smaller than before"),
+        (nothing, "returned None, which should be the agents, as a set"),
+        (lambda seen: seen, "raised TypeError"),
+    ],
+    "my_cause": [
+        (Swap("one[2] in (0, 6)", "False"), "killed with SIGKILL"),
+        (Swap("if one[2] != 15", ""), "ended by its agent"),
+        (Swap("in (0, 6)", "== 0"), "counts like an error"),
+        (Swap("(one[2] in (0, 6), one[0])", "one[2] in (0, 6)"), "the earliest"),
+        (lambda failures: failures[0][1], "the earliest"),
     ],
 }  # fmt: skip
 
@@ -1409,6 +1445,7 @@ MODEL_PARALLELISM = {
 ROWS: dict[str, list[tuple[Any, str | None]]] = {
     **CHECKPOINT,
     **CLUSTER,
+    **ELASTIC,
     **COLLECTIVES,
     **CONTEXT_PARALLEL,
     **DATA_PARALLEL,
@@ -1425,5 +1462,6 @@ ROWS: dict[str, list[tuple[Any, str | None]]] = {
     **TENSOR_PARALLEL,
     **TENSOR_TYPES,
     **TRAIN,
+    **TRAINERS,
     **ZERO,
 }

@@ -262,7 +262,7 @@ def test_what_lessons_import_is_declared(root):
         # Builds, or saves, a model of `transformers` itself.
         beside |= path.parent.name == "hub" or path.name == "checkpoint.py"
         allowed |= engine if beside else set()
-        if "train" in path.parts[-2:] or path.name == "train.py":  # beside both
+        if "trainers" in path.parts[-2:] or path.name == "trainers.py":  # beside both
             allowed |= engine | lightning
         allowed |= names(extras["spmd_types"]) if "tensor_types" in str(path) else set()
         allowed |= {"datasets"} if path.name == "text.py" else set()  # an option of the reader's

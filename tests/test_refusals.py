@@ -131,7 +131,7 @@ def test_every_public_function_has_its_row():
 for module, _ in COMMANDS.values():
     importlib.import_module(module)  # once: the forks below have it all
 for part in {*PARTS.values()}:
-    importlib.import_module(f"shardlab.cluster.{part}")
+    importlib.import_module(f"shardlab.{part}")
 
 FOLDER = "watch", "hang"  # ask for one before all else
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
@@ -250,6 +250,7 @@ MISTAKES = {  # arguments: a word of the line that they get
     ("record", "--unpack", "a.zip", "zero"): "--unpack",
     ("gpu", "--only", "tests", "zero"): "--only=tests",
     ("parity", "plain.py"): "scripts='plain.py': needed are",
+    ("steps", "none.py"): "file='none.py': allowed are scripts",
     ("parity", "none.py", "--", "true"): "plain='none.py': there is no such script",
     ("parity", "--draws", "0", "none.py", "--", "true"): "draws=0: allowed",
     ("parity", "--folder", "", __file__, "--", "true"): "folder='': allowed",

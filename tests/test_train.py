@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardlab import count, ranks, show, text
 from shardlab.model import GPT, PRESETS
-from shardlab.train import core, ddp, plain, sampler, take_home
+from shardlab.train import core, ddp, one_gpu, sampler, take_home
 from shardlab.train.take_home import Options, Refused, Training, checkpoints
 
 # 143 windows of each part: 8 steps an epoch, and a ninth for a sampler that fills up on 2, 4, 8 or
@@ -33,7 +33,7 @@ SMALL = {"steps": 10, "every": 5, "limit": 64 * 143 + 1}
 # Sums in another order: a last digit of a loss near 5, and AdamW takes steps of 1e-3 times the sign
 # of gradients near 0, so a weight may differ by a few hundredths of a step.
 LOSS, WEIGHT = 5e-6, 2e-4
-ALONE = (plain, ddp, sampler)  # each rank writes: each needs a folder
+ALONE = (one_gpu, ddp, sampler)  # each rank writes: each needs a folder
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def apart(a: list[float], b: list[float]) -> float:
 def one(tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of one process."""
     folder = tmp_path_factory.mktemp("one")
-    (losses,) = trained(plain, 1, folder)
+    (losses,) = trained(one_gpu, 1, folder)
     return losses, weights(folder / "0")
 
 
@@ -147,7 +147,7 @@ def test_a_stop_within_an_epoch_changes_no_bit(tmp_path):
     ],
 )
 def test_a_stop_on_some_ranks_goes_on_with_others(size, first, then, rest, tmp_path):
-    (whole,) = trained(plain, 1, tmp_path / "plain", steps=20, every=20)
+    (whole,) = trained(one_gpu, 1, tmp_path / "plain", steps=20, every=20)
     parts = trained(take_home, size, tmp_path / "parts", steps=11, **first)[0]  # in epoch 2
     parts += trained(take_home, then, tmp_path / "parts", steps=20, **rest)[0]  # into the third
     assert apart(parts, whole) < 2 * LOSS
@@ -549,14 +549,6 @@ def test_in_a_terminal_rank_0_draws_a_bar(tmp_path):
         except OSError:  # the other end is closed, and all is read
             break
     assert done.returncode == 0 and "3/3" in drawn and "loss=" in drawn
-
-
-def test_an_unknown_strategy_of_lightning_is_named():
-    pytest.importorskip("pytorch_lightning")
-    from shardlab.train import lightning
-
-    with pytest.raises(ValueError, match="strategy='fsdp'"):
-        lightning.fit("fsdp", 1)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@
 # - stop in the middle of an epoch and go on: bit for bit on as many ranks, to rounding on any number that divides the batch;
 # - start your own jobs from [a script to take home](#the-script-to-take-home).
 #
-# It takes about 50 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It takes about 35 minutes to read and an hour for the exercises. Running it takes a minute.
 # It needs [Data parallelism](data_parallel.md).
 #
 # One thing to wonder about before you start.
@@ -51,19 +51,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as by_name
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler
 
-from shardlab import deepspeed_engine as de
 from shardlab import ranks, show, text
 from shardlab.check import check
 from shardlab.check.train import four_scripts
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.show.changes import changes
-from shardlab.train import core, ddp, plain, sampler, take_home
-from shardlab.train.scaler import LossScaler
+from shardlab.train import core, ddp, fsdp, one_gpu, sampler, take_home
 from shardlab.train.take_home import Training
 
 show.style()
@@ -85,13 +81,13 @@ def on_ranks(script, size, folder, each=False, show=True, **options):
 
 
 # %%
-asked = on_ranks(plain, 2, FOLDER / "asked", each=True, show=False, **SMALL)
+asked = on_ranks(one_gpu, 2, FOLDER / "asked", each=True, show=False, **SMALL)
 for rank, losses in enumerate(asked):
     print("rank", rank, "begins at", losses[0], "and ends at", losses[-1])
 
 # %% [markdown]
 # Two GPUs were asked for, and each trained the same model on the same text, to the last digit of the loss. The job takes as long as on one GPU, and costs twice as much.
-# The script lacks some forty lines. This lesson adds them, in an order in which you can check each.
+# The script lacks some forty lines. This lesson adds them one after the other, and checks each.
 #
 # ## The script for one process
 #
@@ -99,20 +95,20 @@ for rank, losses in enumerate(asked):
 # Whole files are kept apart to validate and to test: windows cut from one file share names and phrases, and would flatter the model.
 
 # %%
-show.source(plain.main, fold=80)
+show.source(one_gpu.main, fold=80)
 
 # %% [markdown]
-# It validates every 100 steps, keeps the last and the best weights, and in the end tests the best ones, once.
+# Every 100 steps it validates, and writes the last and the best weights to files. At the end it tests the best ones, once.
 # `evaluate` adds up losses and counts tokens. A mean of the batches' means would be another number, as the last batch is short.
 
 # %%
-show.source(plain.evaluate, plain.generate)
+show.source(one_gpu.evaluate)
 
 # %% [markdown]
 # 300 steps show that it learns. Before, it writes noise; after, something that looks like Python from a distance.
 
 # %%
-(learned,) = on_ranks(plain, 1, FOLDER / "learned", **LONG)
+(learned,) = on_ranks(one_gpu, 1, FOLDER / "learned", **LONG)
 
 # %% tags=["hide-input"]
 # Draws the loss over the steps
@@ -126,10 +122,10 @@ assert sum(learned[-20:]) / 20 < 2.8
 show.figure(figure, "The loss falls from 5.5 to about 2.5 nats per byte in 300 steps.", "train-loss")
 
 # %% [markdown]
-# Perplexity is $e^{\text{loss}}$: 12 means that the model hesitates as if between 12 equally likely bytes.
+# The script prints *perplexity*, too, which is $e^{\text{loss}}$. A loss of 2.5 nats is a perplexity of $e^{2.5} = 12$: the model is as unsure as if it had to guess among 12 equally likely bytes. At the start there are 256.
 #
-# From here on, twelve steps on a few kilobytes are enough: what is asked of each change is that it computes the same.
-# `same` runs a script on two ranks, and holds losses and weights against those of the script above in one process.
+# From here on, twelve steps on a few kilobytes are enough, since each change is asked one thing: does it still compute the same?
+# `same` runs a script on two ranks, and compares losses and weights with those of the script above in one process.
 
 # %% tags=["hide-input"]
 # Runs a script on ranks, and holds losses and weights against one process
@@ -147,7 +143,7 @@ def weights(folder):
     return state["state"]["model"]
 
 
-one = on_ranks(plain, 1, FOLDER / "plain", show=False, **SMALL)[0]
+one = on_ranks(one_gpu, 1, FOLDER / "plain", show=False, **SMALL)[0]
 ONE = weights(FOLDER / "plain")
 
 
@@ -177,7 +173,7 @@ def same(script, size=2, each=False, show=False):
 # What ranks need to train one model is ten lines:
 
 # %%
-changes(plain.main, ddp.main)
+changes(one_gpu.main, ddp.main)
 
 # %% [markdown]
 # And at the end of the file, around `main`:
@@ -188,18 +184,19 @@ changes(plain.main, ddp.main)
 # dist.destroy_process_group()
 # ```
 #
-# `LOCAL_RANK` counts within a machine, `RANK` over all machines: the device comes from the first, everything else from the second.
-# Without it, all ranks of a machine compute on its first GPU.
-# The remainder is for jobs in which Slurm shows each process one GPU alone, which then is number 0.
-# `destroy_process_group` stands outside of `main` on purpose. Under gloo, a model wrapped by DDP that is the group's last owner can wait for ever for threads that wait for it; when `main` has returned, the model is gone.
+# `RANK` is a process's number among all, `LOCAL_RANK` its number on its own machine. The device comes from `LOCAL_RANK`: without it, all ranks of a machine compute on its first GPU.
+# Why `% torch.cuda.device_count()`? In some Slurm jobs each process sees one GPU alone. Its number is then 0, whatever `LOCAL_RANK` says, and $r \bmod 1 = 0$.
+#
+# `destroy_process_group` comes after `main` on purpose. A model in DDP uses the group. If it is still there when the group is destroyed, the process may never end: with gloo, each of the two can wait for the other. When `main` has returned, the model is gone.
 #
 # Each step is a file of its own, and runs under `torchrun`: `torchrun --nproc-per-node=2 -m shardlab.train.ddp`.
 # On this page `ranks.run` starts the ranks, which takes 0.2 s instead of 5.
 #
 # ## Seeds: one for each purpose
 #
-# Weights have to be the same on all ranks, and dropout has to differ: otherwise all ranks drop the same units, and their joined gradient is noisier than one process's.
-# One line between the model and everything else does it: `torch.manual_seed(seed + 1 + rank)`.
+# Weights have to be the same on all ranks, so all make their model with the same seed.
+# Dropout has to differ: if all ranks drop the same units, their average is noisier than one process's gradient.
+# So a line after the model gives each rank a seed of its own: `torch.manual_seed(seed + 1 + rank)`.
 #
 # The order of the data has a seed of its own, as all ranks have to agree on it.
 #
@@ -242,11 +239,11 @@ assert losses[0] == losses[1] == one
 
 # %% [markdown]
 # The losses are *bit for bit* those of one process, and that is the second surprise: both ranks still read the same batches.
-# The average of two equal gradients is that gradient. Two ranks do the work twice.
+# The average of two equal gradients is the same gradient. Two ranks do the same work twice.
 #
 # ## Samplers: a share of the data for each rank
 #
-# `DistributedSampler` deals one order to all ranks, like cards. Rank $r$ of $N$ gets the places $r$, $r+N$, $r+2N$ and so on.
+# `DistributedSampler` has one order of the windows, the same on all ranks. Rank $r$ of $N$ reads the places $r$, $r+N$, $r+2N$ and so on of it.
 
 # %%
 changes(ddp.main, sampler.main)
@@ -256,8 +253,8 @@ changes(ddp.main, sampler.main)
 #
 # - `set_epoch` makes the order of an epoch from seed and epoch. Without it every epoch has the order of the first.
 # - The loader has a `sampler` and must not have `shuffle=True` as well; PyTorch refuses both. `shuffle` is the sampler's business now.
-# - `drop_last=True`. By default the sampler fills up with windows from the front, so that all ranks get equally many. From 143 windows it makes 144 on two ranks: a ninth step, which one process does not have, and from there on all steps of the run are others.
-# - `batch // world`: a loader's batch is its rank's share. Leave it at 16, and 4 ranks train with batches of 64, at a learning rate that was chosen for 16. Three ranks would make 15 of it, so a batch that the ranks do not divide is an error.
+# - `drop_last=True`. By default the sampler fills up with windows from the front, so that all ranks get equally many. On two ranks 143 windows become 144. That makes a ninth step in the epoch, where one process has eight, and all later steps read other windows.
+# - `batch // world`: a loader's batch is its rank's share. If it stays 16, four ranks train with batches of 64, at a learning rate that was chosen for 16. On three ranks `16 // 3` would make batches of 15, so a batch that the ranks do not divide is an error.
 #
 # ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; four ranks deal the rest of the order anew.](../figures/train_order.svg)
 
@@ -268,7 +265,7 @@ losses = same(sampler, each=True)
 assert losses[0] != losses[1]
 
 # %% [markdown]
-# Each rank sees other losses now, and their mean is that of one process: two ranks together see the very windows that one process saw, step by step, whatever the size of the data. So the same model comes out, to rounding.
+# Each rank has another loss now, and the mean of both is one process's loss: in each step two ranks together read the windows that one process reads. So the same model comes out, to rounding.
 # Why only to rounding, and when that is close enough: [Data parallelism](data_parallel.md#five-steps-equal-one-process).
 #
 # Loading costs time, too. `DataLoader(…, num_workers=2)` loads in two processes *of each rank*: with four ranks a node, `num_workers=os.cpu_count()` starts four times as many processes as there are cores.
@@ -276,24 +273,24 @@ assert losses[0] != losses[1]
 #
 # ## Losses: of all ranks
 #
-# A rank's own loss is that of its share. It wanders more than the batch's, and rank 0's is not the job's.
+# A rank's own loss is that of its share of the batch. It varies more than the whole batch's, and nobody wants to watch one rank.
 # The third step reports the mean over all ranks:
 
 # %%
 show.source(core.averaged)
 
 # %% [markdown]
-# The shares are equally large, so a mean of means is right here. The loss is detached before: without it the sum keeps every step's graph alive.
+# The shares are equally large, so a mean of means is right here. The loss is detached first: otherwise each step's graph would stay in memory.
 #
 # ## Validation: each window once
 #
-# 143 windows do not go into 2, 4 or 8 equal shares. A `DistributedSampler` fills up: it repeats the first windows until all ranks have as many, and counts them twice.
-# The validation loss then depends on the number of ranks. Dropping the incomplete rest, `drop_last=True`, makes it depend on them, too.
+# 143 windows cannot be divided into 2, 4 or 8 equal shares. A `DistributedSampler` repeats the first windows until all ranks have as many, and those count twice.
+# The validation loss then depends on the number of ranks. With `drop_last=True` it does, too: then some windows do not count.
 #
-# So the sampler may fill up, as all ranks should make equally many forwards: under FSDP2 each forward is a collective. What it repeats is marked with the target −100, which cross-entropy ignores, and two numbers are added up over the ranks: losses and tokens.
+# The sampler may repeat windows, and should: under FSDP2 each forward is a collective, so all ranks need equally many. But a repeated window gets the targets −100, which cross-entropy ignores. Then two numbers are added up over the ranks, the losses and the tokens that count, and divided once.
 
 # %%
-changes(plain.evaluate, core.evaluate)
+changes(one_gpu.evaluate, core.evaluate)
 
 
 # %% tags=["hide-input"]
@@ -334,14 +331,16 @@ show.table(
 # %%
 changes(sampler.main, core.main)
 
-
 # %% [markdown]
 # `model.module` is the model inside the wrapper. DDP's own state dict has names that begin with `module.`, which fit no plain model.
 # The barrier makes the others wait until rank 0 has written what they read.
 #
-# What happens without `if rank == 0`? Usually nothing, and now and then this. The order of the two writers is fixed here; in a job it is chance.
+# Without `if rank == 0` two ranks write one file. Most of the time nothing happens, and now and then the file is spoilt. The cell forces the order in which that happens; in a job it is chance.
 
-# %%
+# %% tags=["hide-input"]
+# Shows a checkpoint that two ranks write at once
+
+
 def write_at_once(path):
     """Each rank writes its checkpoint to one path; rank 1 opens it while rank 0 writes."""
     content = Path(f"{path}.{dist.get_rank()}")
@@ -379,11 +378,38 @@ assert losses[0] == losses[1]
 show.source(core.main)
 
 # %% [markdown]
+# ## The steps, one by one
+#
+# Now do it yourself: [an exercise](#from-one-gpu-to-many-by-your-own-hand-medium) takes your copy of [one_gpu.py](../code/shardlab/train/one_gpu.py) and says after each step whether it is made.
+#
+# | step | what you write | seen on two ranks |
+# |---|---|---|
+# | 1, 2 | `init_process_group`, `destroy_process_group` around `main` | a group of two, and none at the end |
+# | 3 | a device by `LOCAL_RANK` | by your text alone, without a GPU |
+# | 4 | `manual_seed(seed + 1 + rank)` after the model | one seed for weights, two afterwards |
+# | 5 | `DistributedDataParallel` | whether forward goes through it |
+# | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 in a step |
+# | 8, 9 | `drop_last=True`, `set_epoch` | each step's windows are those of one process |
+# | 10 | the mean of the loss | the printed loss, to four digits |
+# | 11, 12 | validation by shares, each window once | who validates what; the printed loss |
+# | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, on a slow disk |
+# | 16, 17 | `fully_shard`; whole weights in the files | units; names and shapes in the files |
+#
+# A batch file for one GPU, and what four GPUs change in it; two nodes are in [Clusters](cluster.md).
+#
+# ```bash
+# #!/bin/bash
+# #SBATCH --gpus-per-node=1        # then 4
+# #SBATCH --cpus-per-task=4        # then 16
+# #SBATCH --time=00:10:00
+# srun python my_train.py          # then: srun torchrun --nproc-per-node=4 my_train.py
+# ```
+#
 # ## What a job asks for besides
 #
 # A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
 # [code/train.py](../code/train.py) has all of that in one file of some 600 lines that needs PyTorch alone: copy it anywhere, and run it under `torchrun`, `srun` or alone.
-# Its model and its data stand at its top, to be replaced by yours: `GPT`, `text` and `Windows`, a hundred lines in all.
+# Its model and its data come first, a hundred lines that you replace by yours: `GPT`, `text` and `Windows`.
 # What follows goes through the rest, one method after the other. `main` asks a `Training` for batches and steps:
 
 # %%
@@ -435,7 +461,7 @@ _ = home("the script to take home")
 show.source(Training.backward)
 
 # %% [markdown]
-# DDP would send all gradients in every backward. `no_sync` puts it off until the last, which sends the sums: as many bytes as without accumulation ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
+# DDP would send all gradients in every backward. Under `no_sync` it sends none; the last backward, outside of it, sends the sums: as many bytes as without accumulation ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
 # Forward has to run inside of it, too.
 #
 # **Clipping** comes once, after that. The norm is that of the averaged gradient, which all ranks have after the last backward, so all scale by the same number.
@@ -450,8 +476,8 @@ _ = home("micro-batches of 2", micro=2)
 # ## bf16: products in 16 bits
 #
 # `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 binary digits.
-# It goes around the model's forward, so that validation computes as training does: `spread` does it, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
-# The scaler does nothing unless `precision="fp16"`: see the next section.
+# It wraps the model's forward, so validation computes as training does: `spread` does that, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
+# The scaler does nothing unless `precision="fp16"`: `float16` needs [a scale that all ranks share](trainers.md#fp16-a-scale-that-all-ranks-share).
 
 # %% tags=["hide-input"]
 # Holds bf16 on two ranks against float32 in one process, with its own limit
@@ -464,281 +490,9 @@ print(f"in bf16 the losses are within {gap:.0e} of those in float32")
 # %% [markdown]
 # A product in `bfloat16` is off by up to $2^{-8} = 0.4\,\%$, and a loss of some 5 nats by about $10^{-3}$. That is no error of the ranks: one process in `bfloat16` is as far away.
 #
-# ## fp16: a scale that all ranks share
-#
-# `float16` has the opposite trouble of `bfloat16`: digits enough, and no range.
-# Nothing lies between 0 and $6\cdot10^{-8}$, and nothing above 65,504.
-# So the loss is multiplied by a *scale* before backward, which multiplies every gradient, and gradients are divided by it before the step {cite}`micikevicius2018mixed` (section 3.2).
-# The cell compares each parameter's gradient with that of `float32`.
-
-# %% tags=["hide-input"]
-# Table: error of gradients in float16, by the scale of the loss
-
-
-def gradients(dtype, scale=1.0):
-    """Gradients of one backward, as a list, divided by the scale."""
-    torch.manual_seed(0)
-    model = GPT(PRESETS["nano"])
-    tokens, targets = text.batch(32, 4)
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        value = loss(model(tokens), targets)
-    (value * scale).backward()
-    return [p.grad / scale for p in model.parameters()]
-
-
-exact, rows, worst = gradients(torch.float32), [], {}
-for power in (0, 16, 20):
-    found = gradients(torch.float16, 2.0**power)
-    pairs = [(f, e) for f, e in zip(found, exact, strict=True) if f.isfinite().all()]
-    worst[power] = max(((f - e).norm() / e.norm()).item() for f, e in pairs)
-    bad = len(exact) - len(pairs)
-    rows.append((f"2^{power}", f"{100 * worst[power]:.1f}", f"{bad} of {len(exact)}"))
-assert worst[0] > 3 * worst[16] and rows[1][2].startswith("0 ") and bad
-show.table(rows, ["scale", "largest error (%)", "parameters with inf or nan"])
-
-# %% [markdown]
-# Too small a scale loses digits, too large a one overflows.
-# Nobody knows the right one, and it changes. So it is searched for: halve it and leave the step out when something overflows, double it after `interval` good steps.
-
-# %%
-show.source(LossScaler)
-
-
-# %% [markdown]
-# The line with `all_reduce` is what this section is about.
-# With DDP you do not need it. The gradient's sum over ranks carries an inf to all of them, so all leave the same step out.
-# With shards, as in ZeRO and FSDP2, a rank knows its own part of the sum alone, and an inf may be in another's.
-#
-# ### Built, broken, repaired
-#
-# The function trains with FSDP2 on two ranks, and doubles after 3 good steps instead of 2,000.
-
-# %%
-def in_fp16(group, steps=16):
-    """On a rank: the mean losses, and this rank's scale after each step."""
-    torch.manual_seed(0)
-    model, mesh = GPT(PRESETS["nano"]), DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    for part in [*model.blocks, model]:
-        fully_shard(part, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler, losses, scales = LossScaler(interval=3, group=group), [], []
-    for step in range(steps):
-        tokens, targets = text.batch(32, 2, start=4 * step + 2 * dist.get_rank())
-        with torch.autocast("cpu", torch.float16):
-            value = loss(model(tokens), targets)
-        optimizer.zero_grad()
-        scaler.scaled(value).backward()
-        if scaler.unscale(optimizer):
-            optimizer.step()
-        scales.append(scaler.scale)
-        mean = value.detach() / dist.get_world_size()
-        dist.all_reduce(mean)  # a scalar
-        losses.append(mean.item())
-    return losses, scales
-
-
-both_ways = ranks.run(
-    lambda: [in_fp16(group) for group in (None, dist.group.WORLD)], 2, device="cpu"
-)
-broken, repaired = zip(*both_ways, strict=True)
-
-# %% tags=["hide-input"]
-# Draws each rank's scale over the steps, broken and repaired
-
-assert repaired[0] == repaired[1]
-low, high = sorted(scales[-1] for _, scales in broken)
-assert high > 64 * low and broken[0][0][-1] > repaired[0][0][-1] + 0.1
-figure, axes = plt.subplots(figsize=(6.4, 3))
-lines = [(scales, "-", show.RANK_COLORS[r]) for r, (_, scales) in enumerate(broken)]
-for scales, style, color in [*lines, (repaired[0][1], "--", "#8C8C8C")]:
-    powers = [math.log2(scale) for scale in scales]
-    axes.step(range(1, 17), powers, style, where="mid", color=color)
-for rank, (_, scales) in enumerate(broken):
-    words = f"rank {rank},\nbroken"
-    axes.text(16.7, math.log2(scales[-1]), words, va="center", fontsize=9)
-words = "both,\nrepaired"
-axes.text(16.7, math.log2(repaired[0][1][-1]) - 0.8, words, va="center", fontsize=9)
-axes.set(xlabel="step", ylabel="scale, as a power of 2", xlim=(0.5, 19.5))
-axes.set_xticks([1, 4, 8, 12, 16])
-axes.yaxis.get_major_locator().set_params(integer=True)
-show.figure(
-    figure,
-    "Scale over 16 steps. Repaired, it stays near 2 to the 16 on both ranks. Broken, "
-    "the ranks part at the first overflow: one falls at every step, the other climbs.",
-    "train-scale",
-)
-
-# %% [markdown]
-# The broken run learns more slowly.
-
-# %% tags=["hide-input"]
-# Table: losses of the broken and of the repaired run
-
-steps = 1, 6, 11, 16
-show.table(
-    [
-        (name, *(f"{losses[step - 1]:.3f}" for step in steps))
-        for name, (losses, _) in (("broken", broken[0]), ("repaired", repaired[0]))
-    ],
-    ["", *(f"loss, step {step}" for step in steps)],
-)
-
-# %% [markdown]
-# Nobody planted anything.
-# The first overflow lies in one rank's shard. That rank halves its scale, the other keeps its own.
-# From then on the sum mixes gradients of two scales. The larger ones overflow in the same shard again, and halving the smaller scale cannot help: it falls for ever, and half of the model no longer trains.
-# One all-reduce of one number, with MAX, repairs it.
-# With stage 2 of the course's ZeRO the same mistake hangs instead: whoever steps sends new weights, and whoever skips does not (`tests/test_train_scaler.py`).
-#
-# `torch.amp.GradScaler` needs no repair with FSDP2: gradients there are DTensors, and DTensor makes this all-reduce unasked ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). The same test holds it equal to ours, scales and weights, bit for bit.
-#
-# ````{admonition} Checked: "GradScaler knows DTensors, so all ranks decide alike"
-# :class: checked
-#
-# Only if the *first* gradient is sharded: its placement decides how the flag is reduced (torch 2.13, November 2026).
-# With a replicated gradient before a sharded one, as tensor parallelism has, one rank went to 512 and the other stayed at 1,024. A mix of DTensors and plain tensors is refused.
-# ````
-
-# %% tags=["hide-input"]
-# Shows torch's scales after an overflow on rank 1, by the gradients' order
-
-
-def two_gradients(first_is_sharded):
-    """On a rank: the scale after a step in which rank 1's shard overflows."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh, weights = DeviceMesh.from_group(dist.group.WORLD, "cpu"), []
-    mine = torch.ones(2, 4)
-    for kind in [Shard(0), Replicate()][:: 1 if first_is_sharded else -1]:
-        weight = torch.nn.Parameter(DTensor.from_local(mine, mesh, [kind]))
-        bad = math.inf if kind == Shard(0) and dist.get_rank() == 1 else 1.0
-        weight.grad = DTensor.from_local(mine * bad, mesh, [kind], run_check=False)
-        weights.append(weight)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.ones(()))
-    scaler.step(torch.optim.SGD(weights))
-    scaler.update()
-    return scaler.get_scale()
-
-
-for sharded in (True, False):
-    scales = ranks.run(two_gradients, 2, sharded, device="cpu")
-    print(f"{'sharded' if sharded else 'replicated'} first: scales {scales}")
-    assert scales == ([512, 512] if sharded else [1024, 512])
-
-# %% [markdown]
-# ### The same in DeepSpeed's configuration
-
-# %%
-settings = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,  # one decision for both micro-batches
-    "gradient_clipping": 1.0,  # of the gradients divided by the scale
-    "fp16": {
-        "enabled": True,  # weights in float16, masters in float32
-        "loss_scale": 0,  # 0: dynamic; any other number is the scale, for good
-        "initial_scale_power": 16,  # the first scale, 2**16
-        # left out: "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1
-    },
-    "zero_optimization": {
-        "stage": 2,  # gradients and optimizer sharded
-        "offload_optimizer": {"device": "cpu"},  # masters, averages, step: on the host
-    },
-    "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO,
-    "zero_force_ds_cpu_optimizer": False,  # and with offload
-}
-de.check(settings, optimizer=True)  # an AdamW comes beside them
-
-
-# %% [markdown]
-# `de.check` has DeepSpeed's own schema read all lines. Three that are left out matter: `loss_scale_window` is our `interval`; at `min_loss_scale` an overflow ends the run with an exception; and `hysteresis` 2 forgives the first overflow after each doubling: the step is skipped, the scale stays.
-# DeepSpeed reduces its flag with MAX, as we do (`has_overflow` in `stage_1_and_2.py`).
-#
-# Most CPUs are refused: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`, for want of instructions that few have. torch computes `float16` without them, only slowly. So the cell overrules the check, and the real engine trains: with these settings, and with a first scale of $2^{20}$ and a window of 3.
-
-# %%
-def with_deepspeed(changes, steps=10):
-    """On a rank: losses, and the scale and the overflow of each step."""
-    de.prepare()
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True  # overruled
-    torch.manual_seed(0)
-    section = settings["fp16"] | changes
-    engine = de.initialize(GPT(PRESETS["nano"]), settings | {"fp16": section})
-    losses, scales, overflows = [], [], []
-    for step in range(steps):
-        tokens, targets = text.batch(32, 4, start=8 * step + 4 * dist.get_rank())
-        scales.append(engine.optimizer.loss_scale)
-        micro_batches = zip(tokens.chunk(2), targets.chunk(2), strict=True)
-        losses.append(de.step(engine, list(micro_batches)))
-        overflows.append(engine.optimizer.overflow)
-    return losses, scales, overflows
-
-# %% tags=["hide-input"]
-# Table: DeepSpeed's scale, measured beside the rule in its source
-
-
-def predicted(overflows, scale, window, hysteresis=2):
-    """The scale before each step, by DynamicLossScaler.update_scale."""
-    scales, left, last = [], hysteresis, -1
-    for step, overflow in enumerate(overflows):
-        scales.append(scale)
-        good = step - last - 1
-        if overflow and left == 1:
-            scale = max(scale / 2, 1)
-        elif overflow:
-            left -= 1
-        elif good and good % window == 0:
-            scale, left = 2 * scale, hysteresis
-        last = step if overflow else last
-    return scales
-
-
-def one_process(steps=10):
-    """The losses in float32."""
-    torch.manual_seed(0)
-    model, losses = GPT(PRESETS["nano"]), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    for step in range(steps):
-        tokens, targets = text.batch(32, 8, start=8 * step)
-        optimizer.zero_grad()
-        value = loss(model(tokens), targets)
-        value.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(value.item())
-    return losses
-
-
-de.prepare()
-high = {"initial_scale_power": 20, "loss_scale_window": 3}
-as_given, too_high = zip(
-    *ranks.run(lambda: [with_deepspeed(c) for c in ({}, high)], 2, device="cpu"),
-    strict=True,
-)
-assert as_given[0] == as_given[1] and too_high[0] == too_high[1]  # ranks agree
-losses, scales, overflows = as_given[0]
-apart = max(abs(a - b) for a, b in zip(losses, one_process(), strict=True))
-assert scales == [2**16] * 10 and not any(overflows) and apart < 0.02
-print(f"settings as above: 10 steps at 2^16; losses {apart:.0e} from float32")
-losses, scales, overflows = too_high[0]
-rule = predicted(overflows, 2.0**20, 3)
-assert scales == rule and scales[:3] == [2**20, 2**20, 2**19]
-rows = [
-    [name, *(f"2^{math.log2(scale):.0f}" for scale in row)]
-    for name, row in (("scale, predicted", rule), ("scale, measured", scales))
-]
-rows.insert(0, ["overflow", *("yes" if overflow else "" for overflow in overflows)])
-show.table(rows, ["step", *map(str, range(1, 11))])
-
-# %% [markdown]
-# Starting at $2^{20}$ costs four steps, and the hysteresis a fifth.
-# After an overflow, four good steps double the scale, not three: DeepSpeed counts one more.
-#
 # ## Resume: everything that decides the next step
 #
-# The files so far hold weights. A run that goes on needs more: the optimizer's averages, the scaler, the step, the place in the data, and each rank's random state.
+# The files so far have weights alone. A run that goes on needs more: the optimizer's averages, the scaler, the step, the place in the data, and each rank's random state.
 # `Training` names all of it. PyTorch's [distributed checkpoint](checkpoint.md) (DCP) calls two of its methods on every rank: that is what `Stateful` is for.
 
 # %%
@@ -776,13 +530,13 @@ assert stopped + resumed == unbroken and all(torch.equal(a[name], b[name]) for n
 #
 # ## FSDP2: weights, gradients and optimizer sharded
 #
-# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `spread` has both, and all in which they differ is there, in `backward` and in one line of `clip`:
+# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `spread` makes either. They differ there, in `backward`, and in one line of `clip`:
 
 # %%
 show.source(take_home.spread, Training.clip)
 
 # %% [markdown]
-# - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed behind it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
+# - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed after it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
 # - **Precision.** The policy replaces `autocast`, in validation as well: parameters are gathered in 16 bits, which halves the bytes, and gradients are added up in `float32`.
 # - **Reshard.** By default a block's parameters are freed after forward and gathered again for backward. `reshard_after_forward=False` keeps them: a third fewer bytes on the wire, and all weights in memory ([ZeRO](zero.md) has the figures).
 # - **Accumulation.** Every micro-batch sends. `set_requires_gradient_sync(False)` puts it off until the last, and keeps whole gradients in `float32` till then: 280 GB on every rank for 70 billion parameters, the memory that you wanted to save.
@@ -849,7 +603,7 @@ assert ranks.run(begun_on_meta, 2) == [0, 0]
 # %% [markdown]
 # ### Compiled blocks
 #
-# `torch.compile` works on each block before it is sharded, the first lines of `spread`: all blocks share one compiled program, and gathering stays outside of it.
+# The first lines of `spread` compile each block before it is sharded. All blocks share one compiled program, and gathering stays outside of it.
 
 # %% tags=["hide-input"]
 # Holds compiled blocks against one process
@@ -859,174 +613,14 @@ _ = home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 # %% [markdown]
 # The page uses the backend `aot_eager`, which traces forward and backward and generates no code, as that needs a C++ compiler. On a GPU take `--compiler inductor`, and expect its first step to take a minute.
 #
-# ## The same with Lightning
-
-# %% tags=["hide-input"]
-# Imports Lightning, quietly
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from shardlab.train import lightning
-logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-
-# %% [markdown]
-# Lightning's `Trainer` brings loop, sampler, wrapper and clipping. You write model, loss and optimizer.
-
-# %%
-show.source(lightning.LitGPT, lightning.fit)
-
-
-# %% [markdown]
-# Usually Lightning starts your script again for each rank, or takes torchrun's. `TheseRanks` (12 lines) has it take those of `ranks.run`.
-# Ten steps of 8 windows, two epochs of 40, are held against a plain loop that draws its order with `torch.randperm` from seed + epoch.
-
-# %%
-def plain_loop(steps=10):
-    """One process: losses, gradient norms, weights."""
-    torch.manual_seed(0)
-    model, losses, norms = GPT(PRESETS["nano"]), [], []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = lightning.Windows(64)
-    for epoch in range(2):
-        order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
-        for part in order.split(8):
-            pairs = [data[i] for i in part.tolist()]
-            tokens, targets = map(torch.stack, zip(*pairs, strict=True))
-            value = loss(model(tokens), targets)
-            optimizer.zero_grad()
-            value.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(value.item())
-            norms.append(norm.item())
-    return losses, norms, model.state_dict()
-
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    one = ranks.run(plain_loop, 1, device="cpu")[0]
-    fits = {
-        "DDP": ranks.run(lightning.fit, 2, "ddp", 10, device="cpu")[0],
-        "FSDP2": ranks.run(lightning.fit, 2, "fsdp2", 10, device="cpu")[0],
-        "FSDP2, its default mesh": ranks.run(
-            lightning.fit, 2, "fsdp2", 10, 8, 40, "auto", device="cpu"
-        )[0],
-    }
-
-# %% tags=["hide-input"]
-# Table: Lightning on two ranks against one process
-
-rows = []
-for name, (losses, norms, weights) in fits.items():
-    gaps = [
-        max(abs(a - b) for a, b in zip(found, want, strict=True))
-        for found, want in ((losses, one[0]), (norms, one[1]))
-    ]
-    gaps.append(max((weights[k] - one[2][k]).abs().max().item() for k in weights))
-    equal = gaps[0] < 1e-5 and gaps[1] < 1e-5 and gaps[2] < 1e-4
-    assert equal == (name != "FSDP2, its default mesh")
-    rows.append((name, *("equal" if equal else f"{gap:.2f}" for gap in gaps)))
-assert min(one[1]) > 1  # clipping cuts in every step
-show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weights"])
-
-# %% [markdown]
-# "Equal" is $10^{-5}$ for losses and norms, and $10^{-4}$ for weights, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
-# The last row is a trap. `ModelParallelStrategy()` by default shards over the *nodes*, and keeps the ranks of a node for tensor parallelism. `fully_shard` over its `"data_parallel"` mesh then shards over one rank, both ranks read the same windows, and nothing warns: two GPUs asked for, one used.
-# FSDP1 (`strategy="fsdp"`) refuses a CPU.
-#
-# ### What it hides
-#
-# A module that only takes notes goes through the Trainer: 8 numbers to train on, and 5 to validate, in batches of 2.
-
-# %% tags=["hide-input"]
-# Table: what the Trainer does without being asked
-
-import pytorch_lightning as L
-
-
-class Probe(L.LightningModule):
-    """Notes what it is given; the gradient of a micro-batch is 1."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen, self.gradients = [], []
-
-    def training_step(self, batch, index):
-        self.seen.append([int(x) for x in batch[0]])
-        self.log("own", batch[0].mean())
-        self.log("mean", batch[0].mean(), sync_dist=True)
-        return self.weight * 1.0
-
-    def validation_step(self, batch, index):
-        self.log("validation", batch[0].mean(), sync_dist=True)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.gradients.append(self.weight.grad.item())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def probed(items, batch, precision="32-true", **options):
-    """On a rank: batches seen, gradients, metrics, keys of a checkpoint, precision."""
-    names = ("logger", "checkpointing", "progress_bar", "model_summary")
-    quiet = {name if name == "logger" else f"enable_{name}": False for name in names}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=lightning.DDP(),
-        plugins=[lightning.TheseRanks()],
-        precision=precision,
-        num_sanity_val_steps=0,
-        **quiet,
-        **options,
-    )
-    module, sizes = Probe(), (items, 5)
-    data = [DataLoader(TensorDataset(torch.arange(float(n))), batch) for n in sizes]
-    trainer.fit(module, *data)
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    kept = sorted(trainer._checkpoint_connector.dump_checkpoint())
-    return module.seen, module.gradients, metrics, kept, trainer.precision
-
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    a, b = ranks.run(lambda: probed(8, 2, max_epochs=2), 2, device="cpu")
-    options = dict(max_epochs=1, accumulate_grad_batches=4)
-    c, _ = ranks.run(lambda: probed(10, 1, "16-mixed", **options), 2, device="cpu")
-assert a[0][:2] != a[0][2:] and c[1] == [1, 0.25] and c[4] == "bf16-mixed"
-assert a[2]["own"] != b[2]["own"] and a[2]["mean"] == b[2]["mean"]
-assert not any("rng" in key or "random" in key for key in a[3])
-seen, _, metrics, kept, _ = a
-kept = ", ".join(key for key in kept if "-" not in key)
-rows = [
-    ("shuffle=False", f"rank 0 sees {seen[0]}, {seen[1]}: a shuffling sampler"),
-    ("no call of set_epoch", f"{seen[2]}, {seen[3]} in epoch 2: called for you"),
-    ("batch_size=2", "2 on each rank: 4 in a step, and half the steps"),
-    ("self.log(…)", f"{metrics['own']} on rank 0, {b[2]['own']} on rank 1"),
-    ("self.log(…, sync_dist=True)", f"{metrics['mean']} on both"),
-    ("validation on 0 to 4", f"{metrics['validation']:.2f}, not 2: 0 counts twice"),
-    ("5 micro-batches, accumulate 4", f"gradients {c[1]}: the fifth, alone, over 4"),
-    ('precision="16-mixed" on a CPU', f"{c[4]}, after a warning"),
-    ("save_checkpoint", f"{kept}; no random state"),
-]
-show.table(rows, ["you write", "you get"])
-
-
-# %% [markdown]
-# Each is a fine default, and each changes your numbers. `use_distributed_sampler=False` gives the sampler back to you; then `set_epoch` is called only if yours has one.
-#
-# Hugging Face **accelerate** keeps your loop: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`, then `accelerator.backward(loss)`.
-# We ran 1.15.0 under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)` (23 November 2026, not a dependency of this course): five losses equal to one process within $5\cdot10^{-7}$, clipping included.
-# Its configuration is a file of `accelerate config`, here `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`, or arguments of `Accelerator`.
-# Print what you got. On a CPU it said nothing, and yet: `accelerate launch` with that file started *one* process; `FullyShardedDataParallelPlugin(fsdp_version=2)` gave `DistributedDataParallel`; `mixed_precision="fp16"` computed in float32, to the last digit.
-#
 # ## How much faster?
 #
 # The same global batch on 1, 2 and 4 ranks, timed in turns. *Compute* is the same step with no message, under `no_sync`.
 
-# %%
+# %% tags=["hide-input"]
+# Times a step with messages and without
+
+
 def times(repeats=2, steps=2, batch=8):
     """Seconds of a step on this rank: with messages, without."""
     torch.manual_seed(0)
@@ -1129,7 +723,6 @@ print("the second start made", len(rest), "more steps")
 # | the validation loss changes with the number of ranks | [what fills up](#validation-each-window-once) is counted |
 # | now and then a checkpoint that cannot be read | [one rank writes](#one-rank-prints-and-writes): all did |
 # | bytes per step grow with accumulation | [`no_sync`](#accumulation-several-backwards-before-a-step) |
-# | losses rise after an overflow, scales differ by rank | [one decision](#built-broken-repaired): each rank checks its shard alone |
 # | a spike after each restart | [the optimizer, or the place in the data](#resume-everything-that-decides-the-next-step) is not in the checkpoint |
 # | the job never ends, though all is printed | [the model outlives its group](#ranks-a-process-group-and-a-device) |
 #
@@ -1141,9 +734,76 @@ print("the second start made", len(rest), "more steps")
 # |---|---|---|
 # | DDP | one line; fewest bytes; any module | the whole model and its optimizer on every GPU: 16 bytes a parameter with AdamW |
 # | FSDP2 | a model that does not fit; checkpoints by shards | half as many bytes again on the wire; units to choose; every forward is a collective, in validation as well |
-# | Lightning, accelerate | the loop, the launch and the checkpoint are written | what they change without being asked, [above](#what-it-hides) |
+# | Lightning, accelerate | the loop, the launch and the checkpoint are written | [what they change without being asked](trainers.md#what-it-hides) |
 #
 # ## Exercises
+#
+# ```{exercise-start} From one GPU to many, by your own hand (medium)
+# :label: ex-train-steps
+# ```
+#
+# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py), and change your copy, `my_train.py`, in [fifteen steps](#the-steps-one-by-one).
+# After each step, in the terminal or here, two ranks run it, and you hear whether the step is made:
+#
+# ```bash
+# python -m shardlab steps my_train.py
+# ```
+
+# %%
+answer = ...  # "my_train.py"
+check(answer, "my_ddp_script")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-steps
+# :label: sol-train-steps
+# :class: dropdown
+# ```
+#
+# It is the script that the lesson comes to, `core`.
+
+# %%
+answer = core.__file__
+check(answer, "my_ddp_script")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} The same under FSDP2 (medium)
+# :label: ex-train-fsdp
+# ```
+#
+# Make the last two steps: shards in the place of DDP, and files with whole weights. Nothing else changes.
+
+# %%
+answer = ...  # "my_train.py"
+check(answer, "my_fsdp_script")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-train-fsdp
+# :label: sol-train-fsdp
+# :class: dropdown
+# ```
+#
+# [fsdp.py](../code/shardlab/train/fsdp.py) differs from `core` in these lines.
+# By default the outermost unit keeps its weights whole after a forward without a backward, as `generate` makes them, and weights that are loaded then do not fit: hence `reshard_after_forward=True`.
+
+# %%
+changes(core.main, fsdp.main)
+
+# %%
+answer = fsdp.__file__
+check(answer, "my_fsdp_script")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
 #
 # ```{exercise-start} Counted twice (easy)
 # :label: ex-train-counted
@@ -1248,76 +908,6 @@ def my_rest(order, done, batch, rank, size):
 
 
 check(my_rest)
-
-
-# %% [markdown]
-# ```{solution-end}
-# ```
-#
-# ```{exercise-start} One decision for all ranks (medium)
-# :label: ex-train-decision
-# ```
-#
-# Each rank has a list of its shards of the gradients, which may be empty.
-# Return `True` on all ranks if no rank has an inf or a nan, `False` on all ranks otherwise: a `bool`.
-
-# %%
-def my_decision(gradients, group):
-    pass  # your code
-
-
-check(my_decision)
-
-
-# %% [markdown]
-# ```{exercise-end}
-# ```
-#
-# ```{solution-start} ex-train-decision
-# :label: sol-train-decision
-# :class: dropdown
-# ```
-#
-# A flag travels, not the gradients: large finite ones would overflow in their sum, and inf and -inf need not meet. Every rank calls the collective, also one without shards or without an inf.
-
-# %%
-def my_decision(gradients, group):
-    bad = torch.tensor(float(any(not g.isfinite().all() for g in gradients)))
-    dist.all_reduce(bad, dist.ReduceOp.MAX, group)
-    return not bad.item()
-
-
-check(my_decision)
-
-# %% [markdown]
-# ```{solution-end}
-# ```
-#
-# ```{exercise-start} A first scale that is too large (easy)
-# :label: ex-train-skipped
-# ```
-#
-# `"initial_scale_power": 32`, `"hysteresis": 2`, in DeepSpeed. Gradients overflow wherever the scale is above $2^{16}$.
-# How many steps are skipped before the first one is made?
-
-# %%
-answer = ...  # steps
-check(answer, "skipped_steps")
-
-# %% [markdown]
-# ```{exercise-end}
-# ```
-#
-# ```{solution-start} ex-train-skipped
-# :label: sol-train-skipped
-# :class: dropdown
-# ```
-#
-# The first overflow uses up the hysteresis. Then each one halves: at $2^{32}$, $2^{31}$, down to $2^{17}$.
-
-# %%
-answer = 1 + (32 - 16)
-check(answer, "skipped_steps")
 
 # %% [markdown]
 # ```{solution-end}

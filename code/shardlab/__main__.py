@@ -49,6 +49,10 @@ COMMANDS = {
         "shardlab.mesh.command",
         "train on any mesh of ranks: what each holds and sends, beside one process",
     ),
+    "steps": (
+        "shardlab.train.steps",
+        "from one GPU to many: which of seventeen steps your script has made, on two ranks",
+    ),
     "parity": (
         "shardlab.parity.command",
         "whether a parallel script computes what a plain one does; where not, and why",

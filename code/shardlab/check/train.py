@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,21 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardlab import ranks
 from shardlab.check import Wrong, exercise
-from shardlab.check.forms import (
-    Number,
-    Part,
-    Trial,
-    blanks,
-    called,
-    number,
-    on_ranks,
-    run_answer,
-)
-from shardlab.train import plain, sampler
+from shardlab.check.forms import Number, Part, Trial, blanks, called, number, on_ranks
+from shardlab.train import one_gpu, sampler, steps
 
 number("validation_filled_up", 58 / 12, "nats", rel=0.002,
        says="Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else.", wrong={
@@ -38,23 +27,44 @@ number("validation_filled_up", 58 / 12, "nats", rel=0.002,
 })  # fmt: skip
 
 
+_Losses = list[tuple[float, int]]  # of each rank of a group: the sum of its losses, their count
+
+
+def _mean(answer: Callable[..., Any], *groups: _Losses) -> Any:
+    begin, rank = 0, dist.get_rank()
+    for losses in groups:  # whatever the groups, all ranks make all of them
+        members = list(range(begin, begin + len(losses)))
+        group = dist.new_group(members)
+        if rank in members:
+            mine = *losses[rank - begin], group
+        begin += len(losses)
+    return answer(*mine)
+
+
 @on_ranks(
     "my_mean",
     (
         ([(6.0, 3), (1.0, 1)],),
         ([(0.0, 0), (12.0, 4), (2.0, 2)],),
-        ([(3.5, 7), (0.0, 0), (0.5, 1), (8.0, 2)],),
+        ([(3.5, 7), (0.0, 0)], [(0.5, 1), (8.0, 2)]),
     ),
-    says="Right on 2, 3 and 4 ranks, some of them without a token.",
+    work=_mean,
+    says="Right on 2 and 3 ranks and in two groups of 2, some of them without a token.",
 )
-def _(each: list[tuple[float, int]]) -> Trial:
-    total, count = map(sum, zip(*each, strict=True))
-    means = sum(part / max(n, 1) for part, n in each) / len(each)
+def _(*groups: _Losses) -> Trial:
+    def of(*each: tuple[float, int]) -> tuple[float, float, float]:
+        total, count = map(sum, zip(*each, strict=True))
+        return total / count, sum(part / max(n, 1) for part, n in each) / len(each), total
+
+    rows = [of(*group) for group in groups for _ in group]
+    right, means, totals = map(torch.tensor, zip(*rows, strict=True))  # [ranks] each
     mistakes = {
-        "That is the mean of the ranks' means: their shares are not equal.": torch.tensor(means),
-        "That is the sum of all losses: divide it by the sum of the counts.": torch.tensor(total),
+        "That is the mean of the ranks' means: their shares are not equal.": list(means),
+        "That is the sum of all losses: divide it by the sum of the counts.": list(totals),
+        "There are two groups here, and that is the mean over all ranks: give the all-reduce "
+        "`group`.": torch.tensor(of(*sum(groups, []))[0]),
     }
-    return Trial([Part("the mean", torch.tensor(total / count), mistakes, 1e-5)], each)
+    return Trial([Part("the mean", list(right), mistakes, 1e-5)], size=len(rows))
 
 
 @exercise("my_rest")
@@ -84,9 +94,32 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right: whoever goes on, each step sees the windows that one process would see."
 
 
+def _script(name: str, upto: int, says: str) -> None:
+    """An exercise whose answer is a script's path, which has to have made so many steps."""
+
+    def judge(answer: Any) -> str:
+        if not isinstance(answer, str | Path):
+            raise Wrong(f"The answer is the path of your script, not {answer!r}.")
+        try:
+            done, wrong = steps.progress(answer, upto)
+        except ValueError as error:
+            raise Wrong(f"{error}.") from None
+        if wrong:
+            title = steps.STEPS[min(done, upto - 1)][0]
+            raise Wrong(f"Of {upto} steps {done} are made. Step {done + 1}, {title}: {wrong}")
+        return says
+
+    exercise(name)(judge)
+
+
+_script("my_ddp_script", steps.DDP, "Right, all 15 steps: on two ranks it trains as on one.")
+_script("my_fsdp_script", steps.FSDP2, "Right, all 17 steps: each rank holds its shards alone.")
+
+
 # What the step `sampler` lacks to report the losses of all ranks.
 _REPORTS = {
-    "from .plain import": "from .core import averaged\nfrom .plain import",
+    "from shardlab.train.one_gpu": "from shardlab.train.core import averaged\n"
+    "from shardlab.train.one_gpu",
     "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
 }
 # Script -> what it lacks, and how its text differs from that.
@@ -116,7 +149,7 @@ def four_scripts() -> list[tuple[str, ...]]:
             run = lambda: main(folder=place / str(dist.get_rank()), **options)  # noqa: E731
             return ranks.run(run, size, show=False)
 
-        (one,) = losses(plain.main, 1)
+        (one,) = losses(one_gpu.main, 1)
         for name, (_, changes) in _LACKS.items():
             for rank, found in enumerate(losses(_changed(_REPORTS | changes), 2)):
                 gaps = [a - b for a, b in zip(found, one, strict=True)]
@@ -150,61 +183,6 @@ blanks(
     allows=f" Allowed are {', '.join(_WITHOUT)}.",
     wrong={(name, given): words for name in _LACKS for given, words in _WITHOUT.items()},
 )
-
-
-def _steps(rank: int, size: int) -> list[tuple[str, bool, list[Tensor]]]:
-    """What a step's gradients are, whether it may be made, and this rank's shards of them."""
-    last, fine = size - 1, torch.full((3,), 0.5)
-    inf, nan = torch.tensor([1.0, math.inf]), torch.tensor([math.nan, 1.0])
-    large = torch.full((2,), 3e38)  # finite, unless somebody adds them up
-    return [
-        ("all gradients are finite", True, [fine, -fine]),
-        ("the last rank alone has an inf", False, [fine, inf] if rank == last else [fine]),
-        ("rank 0 alone has a nan", False, [nan, fine] if rank == 0 else [fine, fine]),
-        ("rank 0 has inf and rank 1 -inf", False, [[inf], [-inf], [fine], [fine]][rank]),
-        ("the last rank holds no shard, and all is finite", True, [] if rank == last else [fine]),
-        ("rank 0 holds no shard, and the last rank has an inf", False, [inf] * (rank == last)),
-        ("all gradients are large and finite", True, [large]),
-    ]
-
-
-def _decisions(answer: Callable[..., Any]) -> list[Any]:
-    steps = _steps(dist.get_rank(), dist.get_world_size())
-    return [answer([g.clone() for g in gradients], dist.group.WORLD) for *_, gradients in steps]
-
-
-@exercise("my_decision")
-def _(answer: Callable[..., Any]) -> str:
-    for size in (2, 4):
-        found = zip(*run_answer(_decisions, size, answer), strict=True)
-        for said, (name, right, _) in zip(found, _steps(0, size), strict=True):
-            where = f"{size} ranks, {name}: "
-            for rank, one in enumerate(said):
-                if not isinstance(one, bool):
-                    kind = type(one).__name__
-                    raise Wrong(f"{where}rank {rank} returned {one!r}, a {kind}; return a bool.")
-            if len(set(said)) > 1:
-                raise Wrong(
-                    f"{where}rank {said.index(True)} makes the step, rank {said.index(False)} "
-                    "skips it, and from here on their scales differ. A rank knows its own shards "
-                    "alone: what has to travel?"
-                )
-            if said[0] != right:
-                do, should = ("make", "skip") if said[0] else ("skip", "make")
-                raise Wrong(f"{where}all ranks {do} the step, and they should {should} it.")
-    return "Right, on 2 and 4 ranks: one flag travels, and all decide alike."
-
-
-_ONCE = "The hysteresis forgives the first overflow alone, until the scale is doubled."
-number("skipped_steps", 17, "steps",
-       says="Right: one that is forgiven, and 16 that halve, from 2^32 to 2^16.", wrong={
-    16: "Each halving costs a step: 16. But with a hysteresis of 2 the first overflow leaves "
-    "the scale as it is.",
-    15: "2^32 and 2^17 both overflow: count them.",
-    18: "Only the first overflow is forgiven; from then on each one halves.",
-    32: _ONCE,
-    33: _ONCE,
-})  # fmt: skip
 
 
 def _states(name: str, right: float) -> Number:

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.text import Windows, parts
-
-from .plain import generate
+from shardlab.train.one_gpu import generate, given
 
 
 def main(
@@ -27,7 +26,7 @@ def main(
     clip=1.0,
     seed=0,
     dropout=0.0,
-    limit=None,
+    limit=0,
     every=100,
     sample=80,
     folder="run",
@@ -54,7 +53,7 @@ def main(
     done, best, losses = 0, (math.inf, math.inf), []
 
     texts = parts()
-    train, validation, test = (Windows(config.seq, part[:limit]) for part in texts)
+    train, validation, test = (Windows(config.seq, part[: limit or None]) for part in texts)
     sampler = DistributedSampler(train, world, rank, seed=seed, drop_last=True)
     loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True)
 
@@ -73,8 +72,8 @@ def main(
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation, rank, world)
                 perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
-                words = f"step {done}: validation {mean:.3f}, perplexity {perplexity:.2f}"
-                say(words)
+                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                say(f"{words}, perplexity {perplexity:.2f}")
                 best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 if rank == 0:
                     torch.save(model.module.state_dict(), folder / "last.pt")
@@ -118,5 +117,5 @@ def evaluate(model, windows, rank, world, size=64):
 
 if __name__ == "__main__":
     dist.init_process_group()
-    main()
+    main(**given(main))
     dist.destroy_process_group()

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.text import Windows, parts
-
-from .plain import evaluate, generate
+from shardlab.train.one_gpu import evaluate, generate, given
 
 
 def main(
@@ -29,7 +28,7 @@ def main(
     clip=1.0,
     seed=0,
     dropout=0.0,
-    limit=None,
+    limit=0,
     every=100,
     sample=80,
     folder="run",
@@ -53,7 +52,7 @@ def main(
     done, best, losses = 0, (math.inf, math.inf), []
 
     texts = parts()
-    train, validation, test = (Windows(config.seq, part[:limit]) for part in texts)
+    train, validation, test = (Windows(config.seq, part[: limit or None]) for part in texts)
     order = torch.Generator()
     sampler = RandomSampler(train, generator=order)
     loader = DataLoader(train, batch, sampler=sampler, drop_last=True)
@@ -73,8 +72,8 @@ def main(
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation)
                 perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
-                words = f"step {done}: validation {mean:.3f}, perplexity {perplexity:.2f}"
-                print(words)
+                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                print(f"{words}, perplexity {perplexity:.2f}")
                 best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 torch.save(model.state_dict(), folder / "last.pt")
                 if best[1] == done:
@@ -91,5 +90,5 @@ def main(
 
 if __name__ == "__main__":
     dist.init_process_group()
-    main()
+    main(**given(main))
     dist.destroy_process_group()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardlab.model import GPT, PRESETS
-from shardlab.train import core, plain, take_home
-from shardlab.train.scaler import LossScaler
+from shardlab.train import core, one_gpu, take_home
 
-from .common import folder, model, on, world
+from .common import folder, on
 
 SMALL = {"steps": 4, "every": 2, "limit": 64 * 35 + 1}  # 2 steps an epoch
 
@@ -22,7 +20,7 @@ def _equal(**changes: Any) -> None:
     with folder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         where = place / f"one-{dist.get_rank()}"
-        one = plain.main(folder=where, sample=4, **SMALL)
+        one = one_gpu.main(folder=where, sample=4, **SMALL)
         if changes:
             options = take_home.Options(folder=str(place / "all"), **SMALL | changes)
             found = take_home.main(options, lambda _: GPT(PRESETS["nano"]))
@@ -54,16 +52,3 @@ def taken_home_zero1():
 @on(2)
 def taken_home_tensor():
     _equal(strategy="fsdp2", tensor=2, report=2)
-
-
-@on(2)
-def scaler():
-    group, rank, size = world()
-    one = model()
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-    kept = LossScaler(group=group)
-    for parameter in one.parameters():
-        parameter.grad = torch.ones_like(parameter)
-        if rank == size - 1:
-            parameter.grad.fill_(float("inf"))
-    assert kept.unscale(optimizer) is False and kept.scale == 2.0**15

@@ -1,8 +1,13 @@
-"""The script in one process: train a small GPT on text.
+"""The script for one GPU: train a small GPT on text.
 
-python -m shardlab.train.plain
+    python one_gpu.py --folder runs/a
+
+Copy it, and take your copy to many GPUs, step by step: python -m shardlab steps my_train.py
+It needs PyTorch, and the model and the text of the course's package.
 """
 
+import argparse
+import inspect
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +27,7 @@ def main(
     clip=1.0,
     seed=0,
     dropout=0.0,
-    limit=None,
+    limit=0,
     every=100,
     sample=80,
     folder="run",
@@ -39,7 +44,7 @@ def main(
     done, best, losses = 0, (math.inf, math.inf), []
 
     texts = parts()
-    train, validation, test = (Windows(config.seq, part[:limit]) for part in texts)
+    train, validation, test = (Windows(config.seq, part[: limit or None]) for part in texts)
     order = torch.Generator()
     sampler = RandomSampler(train, generator=order)
     loader = DataLoader(train, batch, sampler=sampler, drop_last=True)
@@ -59,8 +64,8 @@ def main(
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation)
                 perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
-                words = f"step {done}: validation {mean:.3f}, perplexity {perplexity:.2f}"
-                print(words)
+                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                print(f"{words}, perplexity {perplexity:.2f}")
                 best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 torch.save(model.state_dict(), folder / "last.pt")
                 if best[1] == done:
@@ -101,5 +106,13 @@ def generate(model, length, start="def ", seed=0):
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
+def given(main):
+    """The options of `main`, from the command line: --steps 12 --folder runs/a."""
+    parser = argparse.ArgumentParser()
+    for name, option in inspect.signature(main).parameters.items():
+        parser.add_argument(f"--{name}", type=type(option.default), default=option.default)
+    return vars(parser.parse_args())
+
+
 if __name__ == "__main__":
-    main()
+    main(**given(main))

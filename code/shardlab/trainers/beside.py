@@ -1,9 +1,9 @@
-"""The same training with Lightning's Trainer, which brings loop, sampler, wrapper and clipping.
+"""Lightning's Trainer held against a plain loop, on ranks that are there.
 
     losses, norms, weights = ranks.run(fit, 2, "ddp", 10, device="cpu")[0]  # or "fsdp2"
 
-Needs pytorch-lightning (2.6). Left to itself, Lightning starts the script again for each rank; here
-it takes the processes that `ranks.run` or torchrun has started.
+Left to itself, Lightning starts the script again for each rank; here it takes the processes that
+`ranks.run` or torchrun has started.
 """
 
 from __future__ import annotations
@@ -16,42 +16,14 @@ import torch.distributed as dist
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
-from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.text import Windows
 
+from .core import LitGPT
+
 STRATEGIES = ("ddp", "fsdp2")
-
-
-class LitGPT(L.LightningModule):
-    """The plain GPT, its loss and its optimizer; `sharded`: FSDP2 over the mesh of the strategy."""
-
-    def __init__(self, sharded: bool = False, config: Config = PRESETS["nano"]):
-        super().__init__()
-        self.sharded, self.config, self.net = sharded, config, None
-
-    def configure_model(self) -> None:
-        """Build the model, once the ranks are there. Lightning calls it again for each stage."""
-        if self.net is None:
-            torch.manual_seed(0)
-            self.net = GPT(self.config)
-            if self.sharded:
-                for part in [*self.net.blocks, self.net]:
-                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        """Tokens and targets, each [b, S], to this rank's mean loss."""
-        tokens_BS, targets_BS = batch
-        value = loss(self.net(tokens_BS), targets_BS)
-        self.log("loss", value, sync_dist=True)  # without sync_dist: each rank its own
-        return value
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """As in the plain loop."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class TheseRanks(TorchElasticEnvironment):

@@ -1,8 +1,13 @@
-"""Loss scaling: as torch's on one process, alike on all ranks, and what happens where it is not."""
+"""Loss scaling: as torch's, and alike on all ranks. Lightning: in a real Slurm, on two nodes."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
+import shutil
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardlab import ranks, text, zero
+from shardlab.cluster import slurm
 from shardlab.model import GPT, PRESETS, loss
-from shardlab.train.scaler import LossScaler
+from shardlab.trainers.scaler import LossScaler
 
 EVENTS = {"good": 1.0, "inf": math.inf, "minus": -math.inf, "nan": math.nan}
 
@@ -171,3 +177,52 @@ def test_gradients_in_float16_are_refused():
     model(torch.ones(1, 2, dtype=torch.float16)).sum().backward()
     with pytest.raises(ValueError, match="float16"):
         LossScaler().unscale(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_unknown_strategy_of_lightning_is_named():
+    pytest.importorskip("pytorch_lightning")
+    from shardlab.trainers import beside
+
+    with pytest.raises(ValueError, match="strategy='fsdp'"):
+        beside.fit("fsdp", 1)
+
+
+@pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+def test_lightning_on_two_nodes_saves_is_requeued_and_goes_on(tmp_path, request):
+    pytest.importorskip("pytorch_lightning")
+    if not request.config.getoption("--whole"):
+        pytest.skip("four imports of Lightning, twice")
+    code = Path(__file__).resolve().parents[1] / "code"
+    shutil.copy(code / "shardlab/trainers/lightning.sbatch", tmp_path)
+    given = ["--folder=runs", "--limit=16577", "--every=50", "--steps=150"]
+    with slurm.up(tmp_path / "box") as box:
+        more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(code)}
+        how = {"cwd": tmp_path, "env": {**box.environment, **more}}
+        words = ["--parsable", "--ntasks-per-node=1", "lightning.sbatch", *given]
+        job = box.run(["sbatch", *words], **how).stdout.strip()
+        out = tmp_path / f"lightning-{job}.out"
+
+        def until(true):
+            end = time.monotonic() + 240
+            while not true():
+                assert time.monotonic() < end, out.read_text()
+                time.sleep(0.1)
+
+        def state():
+            said = box.run(["scontrol", "--oneliner", "show", "job", job]).stdout
+            return re.search(r"JobState=(\w+)", said)[1]
+
+        until((tmp_path / "runs/last.ckpt").exists)  # 50 steps are made
+        box.run(["scancel", "--signal=USR1", job])  # what --signal sends, without the clock
+        until(lambda: state() == "PENDING")
+        saved = [path.name for path in (tmp_path / "runs").glob("hpc_ckpt_*")]
+        time.sleep(2)
+        box.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+        until(lambda: state() in ("COMPLETED", "FAILED"))
+        assert state() == "COMPLETED" and saved == ["hpc_ckpt_1.ckpt"], out.read_text()
+    last = torch.load(tmp_path / "runs/last.ckpt", weights_only=False)
+    assert last["global_step"] == 150
+    assert "Starting with 2 processes" in out.read_text()
+    assert "hpc_ckpt_1" in out.read_text()  # where the second start went on
+    tables = sorted((tmp_path / "runs/lightning_logs").glob("*/metrics.csv"), key=os.path.getmtime)
+    assert float(tables[-1].read_text().splitlines()[-1].split(",")[-1]) < 4  # validation

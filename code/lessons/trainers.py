@@ -1,0 +1,643 @@
+# ---
+# jupyter:
+#   jupytext:
+#     default_lexer: ipython3
+#     notebook_metadata_filter: myst,mystnb,title,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Trainers: Lightning, accelerate, and DeepSpeed's fp16
+#
+# After this lesson you can
+#
+# - train with Lightning on one GPU or on two nodes, with validation, checkpoints, and a job that Slurm starts again;
+# - name what a trainer changes without being asked, and look whether yours did;
+# - train in `float16` with shards, by a loss scale that all ranks share;
+# - read the lines on fp16 in DeepSpeed's configuration.
+#
+# It takes about 15 minutes to read and 15 minutes for the exercises. Running it takes a minute.
+# It needs [Training script](train.md), and reads better after [ZeRO](zero.md).
+
+# %% tags=["hide-input"]
+# Imports
+
+import logging
+import math
+import warnings
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytorch_lightning as L
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardlab import deepspeed_engine as de
+from shardlab import ranks, show, text
+from shardlab.check import check
+from shardlab.model import GPT, PRESETS, loss
+from shardlab.trainers import beside
+from shardlab.trainers import core as lightning
+from shardlab.trainers.scaler import LossScaler
+
+show.style()
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+# %% [markdown]
+# ## Lightning
+#
+# Lightning's `Trainer` brings loop, sampler, wrapper, clipping and checkpoints. You write a model, its losses and its optimizer:
+
+# %%
+show.source(lightning.LitGPT)
+
+# %% [markdown]
+# `configure_model` builds the model when the ranks are there, so that FSDP2 can cut it.
+# The `Trainer` is told where to train and how long, how often to validate, and what to keep:
+
+# %%
+show.source(lightning.trainer, lightning.main)
+
+# %% [markdown]
+# On one machine `python -m shardlab.trainers.core --folder runs/a` is all: Lightning takes the GPUs that it finds, and starts the script again for each.
+#
+# ### Two nodes
+#
+# Under Slurm Lightning starts nothing. `srun` starts a task for each GPU, and Lightning reads its rank from Slurm's variables.
+# So `--ntasks-per-node` has to be the number of GPUs of a node, and `devices` the same number; Lightning compares the two, and the nodes.
+# [lightning.sbatch](../code/shardlab/trainers/lightning.sbatch) is the batch file:
+
+# %%
+show.file(Path(lightning.__file__).with_name("lightning.sbatch"), "bash")
+
+
+# %% [markdown]
+# Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning then saves, and has `scontrol requeue` put the job back into the queue; the next start finds that checkpoint in `default_root_dir` by itself.
+# This needs no line of yours but `--signal` and `--requeue` in the batch file. There `#SBATCH --signal=B:USR1@120` would send it to the batch file's shell alone, and nothing would be saved.
+#
+# The [tests](../tests/test_trainers.py) submit this file to a real Slurm of two nodes on one machine, send the signal, and find the job started again and finished. They have no GPU: what is not tried here is `accelerator="auto"` on GPUs, and nccl between nodes.
+#
+# ### Held against a plain loop
+#
+# On this page the ranks are those of `ranks.run`, and `TheseRanks` (12 lines) has Lightning take them.
+# Ten steps of 8 windows, two epochs of 40, are held against a loop without Lightning that draws its order with `torch.randperm` from seed + epoch.
+
+# %%
+def plain_loop(steps=10):
+    """One process: losses, gradient norms, weights."""
+    torch.manual_seed(0)
+    model, losses, norms = GPT(PRESETS["nano"]), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = lightning.Windows(64)
+    for epoch in range(2):
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
+        for part in order.split(8):
+            pairs = [data[i] for i in part.tolist()]
+            tokens, targets = map(torch.stack, zip(*pairs, strict=True))
+            value = loss(model(tokens), targets)
+            optimizer.zero_grad()
+            value.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(value.item())
+            norms.append(norm.item())
+    return losses, norms, model.state_dict()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    one = ranks.run(plain_loop, 1, device="cpu")[0]
+    fits = {
+        "DDP": ranks.run(beside.fit, 2, "ddp", 10, device="cpu")[0],
+        "FSDP2": ranks.run(beside.fit, 2, "fsdp2", 10, device="cpu")[0],
+        "FSDP2, its default mesh": ranks.run(
+            beside.fit, 2, "fsdp2", 10, 8, 40, "auto", device="cpu"
+        )[0],
+    }
+
+# %% tags=["hide-input"]
+# Table: Lightning on two ranks against one process
+
+rows = []
+for name, (losses, norms, weights) in fits.items():
+    gaps = [
+        max(abs(a - b) for a, b in zip(found, want, strict=True))
+        for found, want in ((losses, one[0]), (norms, one[1]))
+    ]
+    gaps.append(max((weights[k] - one[2][k]).abs().max().item() for k in weights))
+    equal = gaps[0] < 1e-5 and gaps[1] < 1e-5 and gaps[2] < 1e-4
+    assert equal == (name != "FSDP2, its default mesh")
+    rows.append((name, *("equal" if equal else f"{gap:.2f}" for gap in gaps)))
+assert min(one[1]) > 1  # clipping cuts in every step
+show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weights"])
+
+# %% [markdown]
+# "Equal" is $10^{-5}$ for losses and norms, and $10^{-4}$ for weights, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
+# The last row is a trap. `ModelParallelStrategy()` by default shards over the *nodes*, and keeps the ranks of a node for tensor parallelism. `fully_shard` over its `"data_parallel"` mesh then shards over one rank, both ranks read the same windows, and nothing warns: two GPUs asked for, one used.
+# FSDP1 (`strategy="fsdp"`) refuses a CPU.
+#
+# ## What it hides
+#
+# A module that only takes notes goes through the Trainer: 8 numbers to train on, and 5 to validate, in batches of 2.
+
+# %% tags=["hide-input"]
+# Table: what the Trainer does without being asked
+
+
+class Probe(L.LightningModule):
+    """Notes what it is given; the gradient of a micro-batch is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen, self.gradients = [], []
+
+    def training_step(self, batch, index):
+        self.seen.append([int(x) for x in batch[0]])
+        self.log("own", batch[0].mean())
+        self.log("mean", batch[0].mean(), sync_dist=True)
+        return self.weight * 1.0
+
+    def validation_step(self, batch, index):
+        self.log("validation", batch[0].mean(), sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append(self.weight.grad.item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def probed(items, batch, precision="32-true", **options):
+    """On a rank: batches seen, gradients, metrics, keys of a checkpoint, precision."""
+    names = ("logger", "checkpointing", "progress_bar", "model_summary")
+    quiet = {name if name == "logger" else f"enable_{name}": False for name in names}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=beside.DDP(),
+        plugins=[beside.TheseRanks()],
+        precision=precision,
+        num_sanity_val_steps=0,
+        **quiet,
+        **options,
+    )
+    module, sizes = Probe(), (items, 5)
+    data = [DataLoader(TensorDataset(torch.arange(float(n))), batch) for n in sizes]
+    trainer.fit(module, *data)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    kept = sorted(trainer._checkpoint_connector.dump_checkpoint())
+    return module.seen, module.gradients, metrics, kept, trainer.precision
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    a, b = ranks.run(lambda: probed(8, 2, max_epochs=2), 2, device="cpu")
+    options = dict(max_epochs=1, accumulate_grad_batches=4)
+    c, _ = ranks.run(lambda: probed(10, 1, "16-mixed", **options), 2, device="cpu")
+assert a[0][:2] != a[0][2:] and c[1] == [1, 0.25] and c[4] == "bf16-mixed"
+assert a[2]["own"] != b[2]["own"] and a[2]["mean"] == b[2]["mean"]
+assert not any("rng" in key or "random" in key for key in a[3])
+seen, _, metrics, kept, _ = a
+kept = ", ".join(key for key in kept if "-" not in key)
+rows = [
+    ("shuffle=False", f"rank 0 sees {seen[0]}, {seen[1]}: a shuffling sampler"),
+    ("no call of set_epoch", f"{seen[2]}, {seen[3]} in epoch 2: called for you"),
+    ("batch_size=2", "2 on each rank: 4 in a step, and half the steps"),
+    ("self.log(…)", f"{metrics['own']} on rank 0, {b[2]['own']} on rank 1"),
+    ("self.log(…, sync_dist=True)", f"{metrics['mean']} on both"),
+    ("validation on 0 to 4", f"{metrics['validation']:.2f}, not 2: 0 counts twice"),
+    ("5 micro-batches, accumulate 4", f"gradients {c[1]}: the fifth, alone, over 4"),
+    ('precision="16-mixed" on a CPU', f"{c[4]}, after a warning"),
+    ("save_checkpoint", f"{kept}; no random state"),
+]
+show.table(rows, ["you write", "you get"])
+
+# %% [markdown]
+# Each is a fine default, and each changes your numbers. `use_distributed_sampler=False` gives the sampler back to you; then `set_epoch` is called only if yours has one.
+#
+# ## accelerate
+#
+# Hugging Face **accelerate** keeps your loop: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`, then `accelerator.backward(loss)`.
+# We ran 1.15.0 under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)` (23 November 2026, not a dependency of this course): five losses equal to one process within $5\cdot10^{-7}$, clipping included.
+# Its configuration is a file of `accelerate config`, here `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`, or arguments of `Accelerator`.
+# Print what you got. On a CPU it said nothing, and yet: `accelerate launch` with that file started *one* process; `FullyShardedDataParallelPlugin(fsdp_version=2)` gave `DistributedDataParallel`; `mixed_precision="fp16"` computed in float32, to the last digit.
+#
+# ## fp16: a scale that all ranks share
+#
+# `float16` has the opposite trouble of `bfloat16`: digits enough, and no range.
+# Nothing lies between 0 and $6\cdot10^{-8}$, and nothing above 65,504.
+# So the loss is multiplied by a *scale* before backward, which multiplies every gradient, and gradients are divided by it before the step {cite}`micikevicius2018mixed` (section 3.2).
+# The cell compares each parameter's gradient with that of `float32`.
+
+# %% tags=["hide-input"]
+# Table: error of gradients in float16, by the scale of the loss
+
+
+def gradients(dtype, scale=1.0):
+    """Gradients of one backward, as a list, divided by the scale."""
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"])
+    tokens, targets = text.batch(32, 4)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        value = loss(model(tokens), targets)
+    (value * scale).backward()
+    return [p.grad / scale for p in model.parameters()]
+
+
+exact, rows, worst = gradients(torch.float32), [], {}
+for power in (0, 16, 20):
+    found = gradients(torch.float16, 2.0**power)
+    pairs = [(f, e) for f, e in zip(found, exact, strict=True) if f.isfinite().all()]
+    worst[power] = max(((f - e).norm() / e.norm()).item() for f, e in pairs)
+    bad = len(exact) - len(pairs)
+    rows.append((f"2^{power}", f"{100 * worst[power]:.1f}", f"{bad} of {len(exact)}"))
+assert worst[0] > 3 * worst[16] and rows[1][2].startswith("0 ") and bad
+show.table(rows, ["scale", "largest error (%)", "parameters with inf or nan"])
+
+# %% [markdown]
+# Too small a scale loses digits, too large a one overflows.
+# Nobody knows the right one, and it changes. So it is searched for: halve it and leave the step out when something overflows, double it after `interval` good steps.
+
+# %%
+show.source(LossScaler)
+
+
+# %% [markdown]
+# The line with `all_reduce` is what this section is about.
+#
+# ![Two ranks, each with a shard of the gradients. Rank 1's has an inf. Each makes a flag of its shard, and an all-reduce with MAX gives both the flag 1: both skip the step and halve the scale.](../figures/trainers_scale.svg)
+#
+# With DDP you do not need it. The gradient's sum over ranks carries an inf to all of them, so all leave the same step out.
+# With shards, as in ZeRO and FSDP2, a rank knows its own part of the sum alone, and an inf may be in another's.
+#
+# ### Built, broken, repaired
+#
+# The function trains with FSDP2 on two ranks, and doubles after 3 good steps instead of 2,000.
+
+# %%
+def in_fp16(group, steps=16):
+    """On a rank: the mean losses, and this rank's scale after each step."""
+    torch.manual_seed(0)
+    model, mesh = GPT(PRESETS["nano"]), DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    for part in [*model.blocks, model]:
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler, losses, scales = LossScaler(interval=3, group=group), [], []
+    for step in range(steps):
+        tokens, targets = text.batch(32, 2, start=4 * step + 2 * dist.get_rank())
+        with torch.autocast("cpu", torch.float16):
+            value = loss(model(tokens), targets)
+        optimizer.zero_grad()
+        scaler.scaled(value).backward()
+        if scaler.unscale(optimizer):
+            optimizer.step()
+        scales.append(scaler.scale)
+        mean = value.detach() / dist.get_world_size()
+        dist.all_reduce(mean)  # a scalar
+        losses.append(mean.item())
+    return losses, scales
+
+
+both_ways = ranks.run(
+    lambda: [in_fp16(group) for group in (None, dist.group.WORLD)], 2, device="cpu"
+)
+broken, repaired = zip(*both_ways, strict=True)
+
+# %% tags=["hide-input"]
+# Draws each rank's scale over the steps, broken and repaired
+
+assert repaired[0] == repaired[1]
+low, high = sorted(scales[-1] for _, scales in broken)
+assert high > 64 * low and broken[0][0][-1] > repaired[0][0][-1] + 0.1
+figure, axes = plt.subplots(figsize=(6.4, 3))
+lines = [(scales, "-", show.RANK_COLORS[r]) for r, (_, scales) in enumerate(broken)]
+for scales, style, color in [*lines, (repaired[0][1], "--", "#8C8C8C")]:
+    powers = [math.log2(scale) for scale in scales]
+    axes.step(range(1, 17), powers, style, where="mid", color=color)
+for rank, (_, scales) in enumerate(broken):
+    words = f"rank {rank},\nbroken"
+    axes.text(16.7, math.log2(scales[-1]), words, va="center", fontsize=9)
+words = "both,\nrepaired"
+axes.text(16.7, math.log2(repaired[0][1][-1]) - 0.8, words, va="center", fontsize=9)
+axes.set(xlabel="step", ylabel="scale, as a power of 2", xlim=(0.5, 19.5))
+axes.set_xticks([1, 4, 8, 12, 16])
+axes.yaxis.get_major_locator().set_params(integer=True)
+show.figure(
+    figure,
+    "Scale over 16 steps. Repaired, it stays near 2 to the 16 on both ranks. Broken, "
+    "the ranks part at the first overflow: one falls at every step, the other climbs.",
+    "train-scale",
+)
+
+# %% [markdown]
+# The broken run learns more slowly.
+
+# %% tags=["hide-input"]
+# Table: losses of the broken and of the repaired run
+
+steps = 1, 6, 11, 16
+show.table(
+    [
+        (name, *(f"{losses[step - 1]:.3f}" for step in steps))
+        for name, (losses, _) in (("broken", broken[0]), ("repaired", repaired[0]))
+    ],
+    ["", *(f"loss, step {step}" for step in steps)],
+)
+
+# %% [markdown]
+# Nobody planted anything.
+# The first overflow lies in one rank's shard. That rank halves its scale, the other keeps its own.
+# From then on the sum mixes gradients of two scales. The larger ones overflow in the same shard again, and halving the smaller scale cannot help: it falls for ever, and half of the model no longer trains.
+# One all-reduce of one number, with MAX, repairs it.
+# With stage 2 of the course's ZeRO the same mistake hangs instead: whoever steps sends new weights, and whoever skips does not (`tests/test_trainers.py`).
+#
+# `torch.amp.GradScaler` needs no repair with FSDP2: gradients there are DTensors, and DTensor makes this all-reduce unasked ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). The same test holds it equal to ours, scales and weights, bit for bit.
+#
+# ````{admonition} Checked: "GradScaler knows DTensors, so all ranks decide alike"
+# :class: checked
+#
+# Only if the *first* gradient is sharded: its placement decides how the flag is reduced (torch 2.13, November 2026).
+# With a replicated gradient before a sharded one, as tensor parallelism has, one rank went to 512 and the other stayed at 1,024. A mix of DTensors and plain tensors is refused.
+# ````
+
+# %% tags=["hide-input"]
+# Shows torch's scales after an overflow on rank 1, by the gradients' order
+
+
+def two_gradients(first_is_sharded):
+    """On a rank: the scale after a step in which rank 1's shard overflows."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, weights = DeviceMesh.from_group(dist.group.WORLD, "cpu"), []
+    mine = torch.ones(2, 4)
+    for kind in [Shard(0), Replicate()][:: 1 if first_is_sharded else -1]:
+        weight = torch.nn.Parameter(DTensor.from_local(mine, mesh, [kind]))
+        bad = math.inf if kind == Shard(0) and dist.get_rank() == 1 else 1.0
+        weight.grad = DTensor.from_local(mine * bad, mesh, [kind], run_check=False)
+        weights.append(weight)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(weights))
+    scaler.update()
+    return scaler.get_scale()
+
+
+for sharded in (True, False):
+    scales = ranks.run(two_gradients, 2, sharded, device="cpu")
+    print(f"{'sharded' if sharded else 'replicated'} first: scales {scales}")
+    assert scales == ([512, 512] if sharded else [1024, 512])
+
+# %% [markdown]
+# ## fp16 in DeepSpeed's configuration
+
+# %%
+settings = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,  # one decision for both micro-batches
+    "gradient_clipping": 1.0,  # of the gradients divided by the scale
+    "fp16": {
+        "enabled": True,  # weights in float16, masters in float32
+        "loss_scale": 0,  # 0: dynamic; any other number is the scale, for good
+        "initial_scale_power": 16,  # the first scale, 2**16
+        # left out: "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1
+    },
+    "zero_optimization": {
+        "stage": 2,  # gradients and optimizer sharded
+        "offload_optimizer": {"device": "cpu"},  # masters, averages, step: on the host
+    },
+    "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO,
+    "zero_force_ds_cpu_optimizer": False,  # and with offload
+}
+de.check(settings, optimizer=True)  # an AdamW comes beside them
+
+
+# %% [markdown]
+# `de.check` has DeepSpeed's own schema read all lines. Three that are left out matter: `loss_scale_window` is our `interval`; at `min_loss_scale` an overflow ends the run with an exception; and `hysteresis` 2 forgives the first overflow after each doubling: the step is skipped, the scale stays.
+# DeepSpeed reduces its flag with MAX, as we do (`has_overflow` in `stage_1_and_2.py`).
+#
+# Most CPUs are refused: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`, for want of instructions that few have. torch computes `float16` without them, only slowly. So the cell overrules the check, and the real engine trains: with these settings, and with a first scale of $2^{20}$ and a window of 3.
+
+# %%
+def with_deepspeed(changes, steps=10):
+    """On a rank: losses, and the scale and the overflow of each step."""
+    de.prepare()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # overruled
+    torch.manual_seed(0)
+    section = settings["fp16"] | changes
+    engine = de.initialize(GPT(PRESETS["nano"]), settings | {"fp16": section})
+    losses, scales, overflows = [], [], []
+    for step in range(steps):
+        tokens, targets = text.batch(32, 4, start=8 * step + 4 * dist.get_rank())
+        scales.append(engine.optimizer.loss_scale)
+        micro_batches = zip(tokens.chunk(2), targets.chunk(2), strict=True)
+        losses.append(de.step(engine, list(micro_batches)))
+        overflows.append(engine.optimizer.overflow)
+    return losses, scales, overflows
+
+# %% tags=["hide-input"]
+# Table: DeepSpeed's scale, measured beside the rule in its source
+
+
+def predicted(overflows, scale, window, hysteresis=2):
+    """The scale before each step, by DynamicLossScaler.update_scale."""
+    scales, left, last = [], hysteresis, -1
+    for step, overflow in enumerate(overflows):
+        scales.append(scale)
+        good = step - last - 1
+        if overflow and left == 1:
+            scale = max(scale / 2, 1)
+        elif overflow:
+            left -= 1
+        elif good and good % window == 0:
+            scale, left = 2 * scale, hysteresis
+        last = step if overflow else last
+    return scales
+
+
+def one_process(steps=10):
+    """The losses in float32."""
+    torch.manual_seed(0)
+    model, losses = GPT(PRESETS["nano"]), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for step in range(steps):
+        tokens, targets = text.batch(32, 8, start=8 * step)
+        optimizer.zero_grad()
+        value = loss(model(tokens), targets)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+de.prepare()
+high = {"initial_scale_power": 20, "loss_scale_window": 3}
+as_given, too_high = zip(
+    *ranks.run(lambda: [with_deepspeed(c) for c in ({}, high)], 2, device="cpu"),
+    strict=True,
+)
+assert as_given[0] == as_given[1] and too_high[0] == too_high[1]  # ranks agree
+losses, scales, overflows = as_given[0]
+apart = max(abs(a - b) for a, b in zip(losses, one_process(), strict=True))
+assert scales == [2**16] * 10 and not any(overflows) and apart < 0.02
+print(f"settings as above: 10 steps at 2^16; losses {apart:.0e} from float32")
+losses, scales, overflows = too_high[0]
+rule = predicted(overflows, 2.0**20, 3)
+assert scales == rule and scales[:3] == [2**20, 2**20, 2**19]
+rows = [
+    [name, *(f"2^{math.log2(scale):.0f}" for scale in row)]
+    for name, row in (("scale, predicted", rule), ("scale, measured", scales))
+]
+rows.insert(0, ["overflow", *("yes" if overflow else "" for overflow in overflows)])
+show.table(rows, ["step", *map(str, range(1, 11))])
+
+# %% [markdown]
+# Starting at $2^{20}$ costs four steps, and the hysteresis a fifth.
+# After an overflow, four good steps double the scale, not three: DeepSpeed counts one more.
+#
+# ## What goes wrong, and how it looks
+#
+# | symptom | the line that is missing |
+# |---|---|
+# | losses differ from the script's from the first step | [the order](#what-it-hides): Lightning's sampler shuffles, unless `use_distributed_sampler=False` |
+# | two GPUs asked for, the time of one, with `ModelParallelStrategy` | [`data_parallel_size`](#held-against-a-plain-loop): its default shards over nodes |
+# | a job is ended at its time limit, without a checkpoint | [`--signal`](#two-nodes), without `B:` |
+# | losses rise after an overflow, scales differ by rank | [one decision](#built-broken-repaired): each rank checks its shard alone |
+# | the run ends with an exception, at the smallest scale | [`min_loss_scale`](#fp16-in-deepspeeds-configuration): the loss itself is nan, or the model overflows without a scale |
+#
+# ## When to use what
+#
+# | | for | against |
+# |---|---|---|
+# | [a script of your own](train.md#the-script-to-take-home) | every line that decides a number is yours | launch, signals and checkpoints are 300 lines |
+# | Lightning | the loop, the launch and the checkpoint are written | what it changes without being asked |
+# | accelerate | the loop stays yours | look at what you got: it may be another wrapper, or another precision |
+# | `float16` | GPUs without `bfloat16`, as V100 and T4 | a scale, skipped steps, one more decision for all ranks |
+#
+# ## Exercises
+#
+# ```{exercise-start} Half the windows (easy)
+# :label: ex-trainers-steps
+# ```
+#
+# A script trains on 4,096 windows with `batch_size=16`, on one GPU. You give Lightning's `Trainer` `devices=4` and change nothing else.
+# How many optimizer steps does an epoch have now?
+
+# %%
+answer = ...  # steps
+check(answer, "lightning_steps")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-trainers-steps
+# :label: sol-trainers-steps
+# :class: dropdown
+# ```
+#
+# A loader's batch is that of a rank: a step has 4 × 16 windows, and the learning rate was chosen for 16.
+
+# %%
+answer = 4096 // (4 * 16)
+check(answer, "lightning_steps")
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} A first scale that is too large (easy)
+# :label: ex-trainers-skipped
+# ```
+#
+# `"initial_scale_power": 32`, `"hysteresis": 2`, in DeepSpeed. Gradients overflow wherever the scale is above $2^{16}$.
+# How many steps are skipped before the first one is made?
+
+# %%
+answer = ...  # steps
+check(answer, "skipped_steps")
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-trainers-skipped
+# :label: sol-trainers-skipped
+# :class: dropdown
+# ```
+#
+# The first overflow uses up the hysteresis. Then each one halves: at $2^{32}$, $2^{31}$, down to $2^{17}$.
+
+# %%
+answer = 1 + (32 - 16)
+check(answer, "skipped_steps")
+
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ```{exercise-start} One decision for all ranks (medium)
+# :label: ex-trainers-decision
+# ```
+#
+# Each rank has a list of its shards of the gradients, which may be empty.
+# Return `True` on all ranks if no rank has an inf or a nan, `False` on all ranks otherwise: a `bool`.
+
+# %%
+def my_decision(gradients, group):
+    pass  # your code
+
+
+check(my_decision)
+
+
+# %% [markdown]
+# ```{exercise-end}
+# ```
+#
+# ```{solution-start} ex-trainers-decision
+# :label: sol-trainers-decision
+# :class: dropdown
+# ```
+#
+# A flag travels, not the gradients: large finite ones would overflow in their sum, and inf and -inf need not meet. Every rank calls the collective, also one without shards or without an inf.
+
+# %%
+def my_decision(gradients, group):
+    bad = torch.tensor(float(any(not g.isfinite().all() for g in gradients)))
+    dist.all_reduce(bad, dist.ReduceOp.MAX, group)
+    return not bad.item()
+
+
+check(my_decision)
+
+# %% [markdown]
+# ```{solution-end}
+# ```
+#
+# ## Summary
+#
+# - Lightning needs a module with two steps and an optimizer, and a `Trainer` that says where, how long and what to keep.
+# - Under Slurm `srun` starts the ranks; `--signal` and `--requeue` are enough for a job that goes on.
+# - A trainer's defaults change numbers: the order, the batch of a step, what is averaged, what counts twice.
+# - In `float16` the loss has a scale. With shards, an overflow is known to one rank alone: one all-reduce with MAX decides for all.
+# - DeepSpeed's hysteresis forgives the first overflow, and its window counts one step more.
+#
+# ## Further reading
+#
+# - {cite}`micikevicius2018mixed`: why half precision needs a scale, and which parts stay in single precision.
+# - Lightning's own pages on [clusters](https://lightning.ai/docs/pytorch/stable/clouds/cluster_advanced.html).

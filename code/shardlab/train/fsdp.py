@@ -1,0 +1,106 @@
+"""The whole script with FSDP2: each rank keeps its shard of weights, gradients and optimizer.
+
+torchrun --nproc-per-node=2 -m shardlab.train.fsdp
+"""
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as by_name
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+
+from shardlab.model import GPT, PRESETS, loss
+from shardlab.text import Windows, parts
+from shardlab.train.core import averaged, evaluate
+from shardlab.train.one_gpu import generate, given
+
+# One state dict of whole tensors, on rank 0's host.
+FULL = by_name.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def main(
+    steps=400,
+    batch=16,
+    lr=1e-3,
+    clip=1.0,
+    seed=0,
+    dropout=0.0,
+    limit=0,
+    every=100,
+    sample=80,
+    folder="run",
+):
+    """Train for `steps` steps of `batch` sequences; return the loss of every step."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    print(f"rank {rank} of {world} on {device}")
+    if batch % world:
+        raise ValueError(f"batch={batch}: allowed are multiples of {world}, one share a rank")
+    say = print if rank == 0 else lambda *_: None
+
+    torch.manual_seed(seed)
+    config = replace(PRESETS["nano"], dropout=dropout)
+    model = GPT(config).to(device)
+    torch.manual_seed(seed + 1 + rank)
+    mesh = init_device_mesh(device.type, (world,))
+    for part in (*model.blocks, model):
+        # By default the outermost unit stays whole after a forward, and then takes no weights.
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    done, best, losses = 0, (math.inf, math.inf), []
+
+    texts = parts()
+    train, validation, test = (Windows(config.seq, part[: limit or None]) for part in texts)
+    sampler = DistributedSampler(train, world, rank, seed=seed, drop_last=True)
+    loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True)
+
+    say(generate(model, sample))
+    while done < steps:
+        sampler.set_epoch(done // len(loader))  # another order in every epoch
+        for tokens, targets in loader:
+            tokens, targets = tokens.to(device), targets.to(device)
+            optimizer.zero_grad()
+            value = loss(model(tokens), targets)
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses.append(averaged(value.detach()))
+            done += 1
+            if done % every == 0 or done == steps:
+                mean = evaluate(model, validation, rank, world)
+                perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
+                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                say(f"{words}, perplexity {perplexity:.2f}")
+                best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
+                weights = by_name.get_model_state_dict(model, options=FULL)  # all ranks gather
+                if rank == 0:
+                    torch.save(weights, folder / "last.pt")
+                    if best[1] == done:
+                        torch.save(weights, folder / "best.pt")
+            if done == steps:
+                break
+
+    say(generate(model, sample))
+    dist.barrier()  # the others wait for what rank 0 writes
+    by_name.set_model_state_dict(model, torch.load(folder / "best.pt", "cpu"), options=FULL)
+    mean = evaluate(model, test, rank, world)
+    say(f"test, of step {best[1]}: perplexity {torch.tensor(mean).exp():.2f}")
+    return [value.item() for value in losses]
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    main(**given(main))
+    dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""The training script with Lightning's Trainer, which brings loop, sampler, wrapper and clipping.
+
+    python -m shardlab.trainers.core --folder runs/a         # the GPUs of this machine, or its CPU
+    sbatch lightning.sbatch --folder runs/a                  # two nodes
+
+Needs pytorch-lightning (2.6).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytorch_lightning as L
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from shardlab.model import GPT, PRESETS, Config, loss
+from shardlab.text import Windows, parts
+
+
+class LitGPT(L.LightningModule):
+    """The plain GPT, its losses and its optimizer; `sharded`: FSDP2 over the strategy's mesh."""
+
+    def __init__(self, sharded: bool = False, config: Config = PRESETS["nano"]):
+        super().__init__()
+        self.sharded, self.config, self.net = sharded, config, None
+
+    def configure_model(self) -> None:
+        """Build the model, once the ranks are there. Lightning calls it again for each stage."""
+        if self.net is None:
+            torch.manual_seed(0)
+            self.net = GPT(self.config)
+            if self.sharded:
+                for part in [*self.net.blocks, self.net]:
+                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        """Tokens and targets, each [b, S], to this rank's mean loss."""
+        tokens_BS, targets_BS = batch
+        value = loss(self.net(tokens_BS), targets_BS)
+        self.log("loss", value, sync_dist=True)  # without sync_dist: each rank its own
+        return value
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        """The same, and no gradient: Lightning averages over batches and ranks."""
+        tokens_BS, targets_BS = batch
+        self.log("validation", loss(self.net(tokens_BS), targets_BS), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """As in the plain loop."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
+    """A Trainer on all GPUs of `nodes` nodes, or on their CPUs; it validates `every` steps.
+
+    It keeps the last checkpoint and the best one. In a job of Slurm's it saves and requeues the
+    job at SIGUSR1, and goes on from there at the next start.
+    """
+    kept = ModelCheckpoint(folder, "best", monitor="validation", save_last=True)
+    return L.Trainer(
+        accelerator="auto",  # GPUs where there are some
+        devices=int(os.environ.get("SLURM_NTASKS_PER_NODE", 0)) or "auto",
+        num_nodes=nodes,
+        strategy="ddp",
+        max_steps=steps,
+        val_check_interval=every,  # in batches
+        check_val_every_n_epoch=None,  # counted over all epochs, not within each
+        gradient_clip_val=1.0,
+        callbacks=[kept],
+        logger=CSVLogger(folder),
+        default_root_dir=folder,  # where it saves at SIGUSR1
+        enable_progress_bar=False,
+    )
+
+
+def main() -> None:
+    """Train as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("runs/lightning"))
+    parser.add_argument("--nodes", type=int, default=int(os.environ.get("SLURM_NNODES", 1)))
+    for name, default in {"steps": 400, "every": 100, "batch": 16, "limit": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    train, validation, _ = (Windows(64, part[: given.limit or None]) for part in parts())
+    made = trainer(given.folder, given.nodes, given.steps, given.every)
+    own = given.batch // made.world_size  # a loader's batch is its rank's share
+    loaders = DataLoader(train, own, shuffle=True, drop_last=True), DataLoader(validation, 64)
+    last = given.folder / "last.ckpt"
+    made.fit(LitGPT(), *loaders, ckpt_path=last if last.exists() else None)
+
+
+if __name__ == "__main__":
+    main()

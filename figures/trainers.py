@@ -1,0 +1,42 @@
+"""Draw the pictures of lesson `trainers`: python figures/trainers.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardlab import show
+from shardlab.show.drawing import arrow, box, canvas, names, title, words
+
+HERE = Path(__file__).parent
+
+
+def draw_scale() -> None:
+    figure, axes = canvas(6.2, 2.5)
+    top, tall, gap = 0.55, 0.5, 0.25
+    columns = 0.8, 2.6, 4.5
+    for x, text in zip(columns, ("its shard", "its flag", "after MAX"), strict=True):
+        title(axes, x + 0.7, 0.25, text)
+    names(axes, columns[0] - 0.12, top, tall, gap, 2)
+    for rank, (shard, flag, then) in enumerate(
+        [("all finite", "0: step", "1: skip, halve"), ("an inf", "1: skip", "1: skip, halve")]
+    ):
+        y = top + rank * (tall + gap)
+        color = show.RANK_COLORS[rank]
+        for x, text in zip(columns, (shard, flag, then), strict=True):
+            box(axes, x, y, 1.4, tall, text, color if x == columns[0] else "none")
+        arrow(axes, (columns[0] + 1.44, y + tall / 2), (columns[1] - 0.04, y + tall / 2))
+        arrow(axes, (columns[1] + 1.44, y + tall / 2), (columns[2] - 0.04, y + tall / 2))
+    words(
+        axes, 3.1, 2.2, "without the all-reduce rank 0 steps, rank 1 skips, and their scales part"
+    )
+    show.svg(
+        figure,
+        HERE / "trainers_scale.svg",
+        "Two ranks hold a shard of the gradients each. Rank 1's has an inf, so its flag is 1 and "
+        "rank 0's is 0. After an all-reduce with MAX both flags are 1: both skip the step and "
+        "halve the scale.",
+    )
+
+
+if __name__ == "__main__":
+    draw_scale()

@@ -181,12 +181,12 @@ def _contents(index: Index) -> str:
 
 def _table(index: Index) -> list[str]:
     """The landing page's table of the lessons."""
-    lines = ["| part | lesson | what you will be able to do | |", "|---|---|---|---|"]
+    lines = ["| part | lesson | what you will be able to do |", "|---|---|---|"]
     for part in index.parts:
         for i, topic in enumerate(part.topics):
             link = f"[{topic.title}](../lessons/{topic.topic}.md)"
-            what = (topic.title, "planned") if topic.planned else (link, "**here**")
-            lines.append(f"| {'' if i else part.part} | {what[0]} | {topic.able} | {what[1]} |")
+            what = f"{topic.title} (planned)" if topic.planned else link
+            lines.append(f"| {'' if i else part.part} | {what} | {topic.able} |")
     return lines
 
 

@@ -12,19 +12,22 @@ from contract import CUT64, FLOAT32, FLOAT64, SAME, Row, within
 from shardlab.layout import Layout
 from shardlab.model import PRESETS, Config
 from shardlab.pipeline import NAMES
+from shardlab.shapes import Yarn
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 LLAMA = Config(
     vocab=64, seq=8, layers=2, heads=8, hidden=64, kv_heads=4, ffn=40, mlp="swiglu", norm="rms",
     bias=False, tied=False,
 )  # fmt: skip
-QWEN = replace(LLAMA, heads=4, kv_heads=2, head=12, qk_norm=True, window=3, full_every=2)
+QWEN = replace(LLAMA, heads=4, kv_heads=2, head=12, qk_norm=True, window=3, full_every=2,
+               yarn=Yarn(4.0, 4, 2.0, 0.5, 1.1))  # fmt: skip
 LATENT = replace(
     LLAMA, kv_heads=None, head=8, latent=16, query_latent=20, rotary=4, value=10, norm_eps=1e-6
 )  # fmt: skip
 ROUTED_LATENT = replace(
     LATENT, heads=4, experts=8, experts_per_token=3, expert_ffn=24, shared_experts=1,
     dense_layers=1, router="sigmoid", expert_groups=4, groups_per_token=2, routed_scale=2.5,
+    yarn=Yarn(4.0, 4, 2.0, 0.5, sharper=0.7),
 )  # fmt: skip
 UNTIED = replace(GPT2, tied=False, layers=1)
 # On a GPU in 32 bits: two steps, of which the second is what all later ones are. On the CPU the

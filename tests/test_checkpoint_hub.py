@@ -348,11 +348,16 @@ def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path)
     ):
         with pytest.raises(ValueError, match=match):
             call()
-    for key, value in (("rope_parameters", {"rope_type": "yarn", "rope_theta": 5e5}),
+    for key, value in (("rope_parameters", {"rope_type": "linear", "rope_theta": 5e5}),
+                       ("rope_scaling", {"type": "dynamic", "factor": 2}),
+                       ("rope_scaling", {"rope_type": "llama3", "factor": 8}),
+                       ("rope_scaling", {"type": "yarn", "factor": 4}),  # of which length?
                        ("hidden_act", "relu"), ("model_type", "mamba")):  # fmt: skip
         about = json.loads((hub / "llama/config.json").read_text()) | {key: value}
         (tmp_path / "config.json").write_text(json.dumps(about))
-        with pytest.raises(ValueError, match="rope_type='yarn'|hidden_act='relu'|'mamba'"):
+        with pytest.raises(
+            ValueError, match="rope_type='[ldl]|original_max|hidden_act='relu'|'mamba'"
+        ):
             config_of(tmp_path)
     moved = GPT(SHAPES["mixtral"])
     moved.blocks[0].ffn.router.bias_E += 1  # Mixtral's router has none

@@ -39,7 +39,7 @@ from shardlab.layout import Layout
 from shardlab.mesh import picture
 from shardlab.model import GPT, Attention, Config, FeedForward, loss
 from shardlab.pipeline import Action, Pipeline, Sleeping, asleep, distribute, schedule, simulate
-from shardlab.shapes import PRESETS
+from shardlab.shapes import PRESETS, Yarn
 from shardlab.tensor_types.declared import parse
 
 PLAIN = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
@@ -77,6 +77,9 @@ MODELS: Table = {
     "bias=True: allowed with latent attention is False": lambda: replace(LATENT, bias=True),
     "kv_heads=2: allowed with latent attention is None": lambda: replace(LATENT, kv_heads=2),
     "qk_norm=True: allowed with latent attention": lambda: replace(LATENT, qk_norm=True),
+    "yarn.sharper=1.0: allowed is 0 without": lambda: replace(PLAIN, yarn=Yarn(4, 8, sharper=1.0)),
+    "rotary_base=1: allowed with yarn": lambda: replace(PLAIN, rotary_base=1, yarn=Yarn(4, 8)),
+    "factor=0.5: allowed are numbers from 1": lambda: Yarn(0.5, 8),
     "expert_groups=3: allowed are those": lambda: replace(SPARSE, expert_groups=3),
     "expert_groups=4: allowed are those that leave groups of 2": lambda: replace(
         SPARSE, expert_groups=4

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardlab.checkpoint import load_hub
+from shardlab.checkpoint import config_of, load_hub
 from shardlab.layout.entries import ledger
 from shardlab.model import GPT, Config, parameter_count
+from shardlab.shapes import Yarn
 
 BOTH: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4}
 BOTH |= {"intermediate_size": 40, "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
@@ -26,6 +29,12 @@ SIGMOIDS: dict[str, Any] = {"experts": 8, "experts_per_token": 3, "expert_ffn": 
 SIGMOIDS |= {"shared_experts": 1, "dense_layers": 1, "router": "sigmoid", "routed_scale": 2.5}
 SIGMOIDS |= {"expert_groups": 4, "groups_per_token": 2}
 MADE = {"latent": 16, "query_latent": 20, "rotary": 4, "head": 8, "value": 10}
+
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
+YARN |= {"original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.5}
+SHARP = YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}
+STRETCH = Yarn(4.0, 16, 2.0, 0.5, 0.1 * log(4) + 1)
+SHARPER = replace(STRETCH, turned=(0.09 * log(4) + 1) / (0.07 * log(4) + 1), sharper=0.7)
 
 # Of transformers: class, and what its configuration says beyond BOTH; of ours, beyond OURS.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -49,6 +58,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "DeepseekV3",
         {"first_k_dense_replace": 1, "num_key_value_heads": 4} | ROUTED | LATENT,
         SIGMOIDS | MADE,
+    ),
+    "qwen3, stretched": (
+        "Qwen3",
+        {"rope_parameters": YARN},
+        {"kv_heads": 2, "head": 12, "qk_norm": True, "rotary_base": 100.0, "yarn": STRETCH},
+    ),
+    "deepseek-v3, stretched": (
+        "DeepseekV3",
+        {"first_k_dense_replace": 1, "num_key_value_heads": 4, "rope_parameters": SHARP}
+        | ROUTED
+        | LATENT
+        | {"qk_rope_head_dim": 8, "head_dim": 8},
+        SIGMOIDS | MADE | {"rotary": 8, "rotary_base": 100.0, "yarn": SHARPER},
     ),
     "latent keys alone": (
         "DeepseekV3",
@@ -80,6 +102,8 @@ def test_a_tiny_model_has_the_logits_of_transformers(case: str, tmp_path: Path):
     name, more, own = CASES[case]
     model, config = theirs(name, more), Config(**(OURS | own))
     model.save_pretrained(tmp_path)
+    if config.yarn is not None:
+        assert config_of(tmp_path).yarn == config.yarn
     ours = GPT(config).eval()
     assert load_hub(ours, tmp_path) == ()  # both have the same tensors
     assert parameter_count(config) == model.num_parameters()

@@ -25,7 +25,7 @@ from shardlab.deepspeed_engine.pipe import layers
 from shardlab.layout import Layout
 from shardlab.machines import MACHINES
 from shardlab.model import GPT, loss
-from shardlab.shapes import PRESETS
+from shardlab.shapes import PRESETS, Yarn
 from shardlab.strategy.emit import FILES, deepspeed, emit
 
 HERE = Path(__file__).parent
@@ -345,6 +345,7 @@ MEGATRONS = {
         Layout(dp=8, ep=4),
     ),
     "latents": (PRESETS["deepseek-v3"], Layout(dp=16, tp=2, ep=8, zero=1, microbatches=8)),
+    "stretched": (replace(PRESETS["deepseek-v3"], yarn=Yarn(40, 4096, sharper=1.0)), Layout(8)),
     "windows": (replace(LLAMA, head=64, window=4096, full_every=4), Layout(dp=8)),
     "norms of heads": (PRESETS["qwen3-30b-a3b"], Layout(dp=8, ep=8)),
 }
@@ -513,6 +514,9 @@ WRONG = [
         "head=64: with engine='torchtitan' allowed is None",
     ),
     ("fsdp2", replace(LLAMA, qk_norm=True), {"tp": 2}, "qk_norm=True: with engine='fsdp2' allowed"),
+    ("torchtitan", replace(LLAMA, yarn=Yarn(4, 2048)), {}, "yarn=Yarn(factor=4, seq=2048"),
+    ("megatron", replace(LLAMA, yarn=Yarn(4, 2048)), {}, "yarn=Yarn(factor=4, seq=2048"),
+    ("megatron", replace(PRESETS["deepseek-v3"], yarn=Yarn(4, 2048)), {}, "yarn.seq=2048: with"),
     ("fsdp2", LLAMA, {"tp": 16}, "tp=16: allowed are divisors of key_value_heads=8"),
     (
         "megatron",

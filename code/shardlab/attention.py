@@ -11,11 +11,13 @@ Shapes in names: B batch, S sequence, H hidden, A query heads, K key-value heads
 
 from __future__ import annotations
 
+from math import ceil, floor, log, pi
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab.shapes import Config
+from shardlab.shapes import Config, Yarn
 
 
 class Attention(nn.Module):
@@ -48,8 +50,8 @@ class Attention(nn.Module):
         )
         if self.query_norm is not None:  # of the D numbers of each head, which share D weights
             q_BASD, k_BKSD = self.query_norm(q_BASD), self.key_norm(k_BKSD)
-        base = self.config.rotary_base
-        return rotate(q_BASD, base, positions_S), rotate(k_BKSD, base, positions_S), v_BKSD
+        how = self.config.rotary_base, positions_S, self.config.yarn
+        return rotate(q_BASD, *how), rotate(k_BKSD, *how), v_BKSD
 
 
 def attend(
@@ -70,17 +72,41 @@ def attend(
     )
 
 
-def rotate(x_BASD: Tensor, base: float, positions_S: Tensor | None = None) -> Tensor:
+def rotate(
+    x_BASD: Tensor, base: float, positions_S: Tensor | None = None, yarn: Yarn | None = None
+) -> Tensor:
     """Rotary positions: turn each pair of features by an angle that grows with the position.
 
-    positions_S: where the tokens stand; None: 0, 1, 2, … Su et al. 2021 (arXiv 2104.09864), section
-    3.2; pairs are (i, i + D/2), as in Llama's code.
+    positions_S: where the tokens stand; None: 0, 1, 2, … yarn: how they are stretched. Su et al.
+    2021 (arXiv 2104.09864), section 3.2; pairs are (i, i + D/2), as in Llama's code.
     """
     sequence, size = x_BASD.shape[-2:]
     steps_D = torch.arange(0, size, 2, device=x_BASD.device, dtype=torch.float32) / size
     if positions_S is None:
         positions_S = torch.arange(sequence, device=x_BASD.device)
-    angles_SD = torch.outer(positions_S.to(torch.float32), base**-steps_D)  # [S, D/2]
-    cos_SD, sin_SD = angles_SD.cos().to(x_BASD.dtype), angles_SD.sin().to(x_BASD.dtype)
+    speeds_D = base**-steps_D if yarn is None else stretched(base**-steps_D, base, yarn)
+    angles_SD = torch.outer(positions_S.to(torch.float32), speeds_D)  # [S, D/2]
+    cos_SD, sin_SD = angles_SD.cos(), angles_SD.sin()
+    if yarn is not None:
+        cos_SD, sin_SD = yarn.turned * cos_SD, yarn.turned * sin_SD
+    cos_SD, sin_SD = cos_SD.to(x_BASD.dtype), sin_SD.to(x_BASD.dtype)
     a, b = x_BASD.chunk(2, dim=-1)  # each [B, A, S, D/2]
     return torch.cat((a * cos_SD - b * sin_SD, a * sin_SD + b * cos_SD), dim=-1)
+
+
+def stretched(speeds_D: Tensor, base: float, yarn: Yarn) -> Tensor:
+    """Angles a token, [D/2], of a model that reads sequences `factor` times as long as it learned.
+
+    Pairs that turn often within the old length tell neighbours apart, and stay. Those that never
+    went round tell where in the sequence a token is, and turn slower, so that the longest sequence
+    takes no more of the circle than before. Between them it goes over evenly, from pair to pair.
+    Peng et al. 2023 (arXiv 2309.00071), section 3.2; evenly by pair, as in the code of its models.
+    """
+
+    def pair(turns: float) -> float:  # the one that turns so often in the old length
+        return len(speeds_D) * log(yarn.seq / (2 * pi * turns)) / log(base)
+
+    first, last = max(floor(pair(yarn.fast)), 0), min(ceil(pair(yarn.slow)), 2 * len(speeds_D) - 1)
+    numbers_D = torch.arange(len(speeds_D), device=speeds_D.device, dtype=torch.float32)
+    part_D = ((numbers_D - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return speeds_D * (1 - part_D) + speeds_D / yarn.factor * part_D

@@ -69,10 +69,13 @@ class LatentAttention(nn.Module):
         q_BASN, q_BASP = q_BASD.split([c.content_size, c.rotary], -1)
         k_BASN, v_BASX = kv_BASX.split([c.content_size, c.value_size], -1)
         q_BASP, k_B1SP = (
-            rotate(neighbours_apart(x), c.rotary_base) for x in (q_BASP, position_BSP[:, None])
+            rotate(neighbours_apart(x), c.rotary_base, yarn=c.yarn)
+            for x in (q_BASP, position_BSP[:, None])
         )
         k_BASP = k_B1SP.expand(-1, k_BASN.shape[1], -1, -1)
         q_BASD, k_BASD = torch.cat((q_BASN, q_BASP), -1), torch.cat((k_BASN, k_BASP), -1)
+        if c.yarn is not None and c.yarn.sharper:  # the longer a sequence, the more to tell apart
+            q_BASD = q_BASD * c.yarn.scores
         dropout = c.dropout if self.training else 0.0
         y_BASX = attend(q_BASD, k_BASD, v_BASX, dropout, self.window)
         return self.out(y_BASX.transpose(1, 2).flatten(-2))  # [B, S, A*X] @ [A*X, H]

@@ -6,18 +6,45 @@ The standard library alone, so that whoever only counts does not have to load to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log
 
 from shardlab.arguments import (
     LAYERS,
     RANKS,
     SIZES,
     check_flag,
+    check_kind,
     check_number,
     check_one_of,
     check_whole,
     given,
 )
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Positions of a model that learned on shorter sequences, stretched. See `attention.rotate`.
+
+    Peng et al. 2023, "YaRN" (arXiv 2309.00071).
+    """
+
+    factor: float  # by which slow pairs turn slower
+    seq: int  # tokens of the sequences that came first
+    fast: float = 32.0  # pairs that turn so often in these, and oftener, stay as they are
+    slow: float = 1.0  # those that turn so often, and less, turn `factor` times as slowly
+    turned: float = 1.0  # times what is turned
+    sharper: float = 0.0  # of latent attention: its scores times (0.1 sharper ln factor + 1)^2
+
+    def __post_init__(self) -> None:
+        check_number(1, factor=self.factor)
+        check_whole(1, SIZES, seq=self.seq)
+        check_number(fast=self.fast, slow=self.slow, turned=self.turned)
+        check_number(0, sharper=self.sharper)
+
+    @property
+    def scores(self) -> float:
+        """Times the scores of latent attention. DeepSeek's and transformers' mscale, squared."""
+        return (0.1 * self.sharper * log(self.factor) + 1) ** 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +83,7 @@ class Config:
     rotary: int | None = None  # with latents: numbers beside a head's `head` that know positions
     value: int | None = None  # with latents: size of a head of values; None: `head`
     norm_eps: float = 1e-5  # added to the mean of squares, or the variance
+    yarn: Yarn | None = None  # how positions are stretched; None: they are not
 
     def __post_init__(self) -> None:
         sizes = {"vocab": self.vocab, "seq": self.seq, "hidden": self.hidden}
@@ -83,6 +111,11 @@ class Config:
         check_whole(1, LAYERS, **given(full_every=self.full_every))
         check_flag(qk_norm=self.qk_norm)
         check_number(norm_eps=self.norm_eps)
+        check_kind(Yarn, **given(yarn=self.yarn))
+        if self.yarn and self.rotary_base <= 1:
+            raise ValueError(f"rotary_base={self.rotary_base}: allowed with yarn are bases above 1")
+        if self.yarn and self.yarn.sharper and self.latent is None:
+            raise ValueError(f"yarn.sharper={self.yarn.sharper}: allowed is 0 without latent")
         if self.full_every and not self.window:
             raise ValueError(f"full_every={self.full_every}: allowed is None without a window")
         for name in ("query_latent", "rotary", "value") if self.latent is None else ():

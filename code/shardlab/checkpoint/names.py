@@ -28,6 +28,8 @@ from shardlab.layout.entries import Entry, ledger
 from shardlab.options import read_json
 from shardlab.shapes import Config
 
+from . import ropes
+
 
 class Link(NamedTuple):
     """A part of one of our tensors, and where it stands in one of the hub's."""
@@ -405,7 +407,9 @@ def config_json(config: Config, model_type: str) -> dict[str, Any]:
     family = FAMILIES[model_type]
     found = {key: getattr(config, _VALUES.get(name, name)) for name, key in family.sizes.items()}
     if "rope_theta" in found:
-        found["rope_parameters"] = {"rope_theta": found.pop("rope_theta"), "rope_type": "default"}
+        found["rope_parameters"] = {"rope_theta": found.pop("rope_theta")} | ropes.written(
+            config.yarn
+        )
     if "latent" in family.sizes:  # each head has keys and values of its own
         found["num_key_value_heads"] = config.heads
     return {"model_type": model_type, "architectures": [family.classname], **found, **family.keys}
@@ -444,14 +448,18 @@ def _shape(given: Mapping[str, Any]) -> Config:
     if given.get("model_type") not in FAMILIES:
         allowed = f"allowed are {', '.join(FAMILIES)}"
         raise ValueError(f"model_type={given.get('model_type')!r}; {allowed}")
-    family, ropes = FAMILIES[given["model_type"]], given.get("rope_parameters") or {}
-    scaled = given.get("rope_scaling") or ropes
-    given = {**_ABSENT, **given, **ropes}
+    family, turned = FAMILIES[given["model_type"]], given.get("rope_parameters") or {}
+    scaled = given.get("rope_scaling") or turned
+    given = {**_ABSENT, **given, **turned}
     given.setdefault("num_experts", given.get("num_local_experts"))  # as newer versions write it
     given["rope_type"] = scaled.get("rope_type", scaled.get("type", "default"))
-    given["rotary_pct"] = ropes.get("partial_rotary_factor", given["rotary_pct"])
-    for key, only in {**family.keys, "rope_type": "default"}.items():
+    given["rotary_pct"] = turned.get("partial_rotary_factor", given["rotary_pct"])
+    for key, only in family.keys.items():
         if given.get(key, only) != only:
             raise ValueError(f"{key}={given[key]!r}; allowed is {only!r}")
     sizes = {name: given[key] for name, key in family.sizes.items() if given.get(key) is not None}
+    if given["rope_type"] != "default":
+        check_one_of(("default",) if "rotary_base" not in family.sizes else ropes.TYPES,
+                     rope_type=given["rope_type"])  # fmt: skip
+        sizes["yarn"] = ropes.read(scaled, given, "latent" in family.sizes)
     return Config(**family.fixed | sizes)

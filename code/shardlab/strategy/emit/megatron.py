@@ -7,6 +7,7 @@ vocabulary to a multiple of 128 t.
 from __future__ import annotations
 
 from itertools import groupby
+from math import log
 
 from shardlab.shapes import Config
 
@@ -25,6 +26,7 @@ SHARDING = {2: "optim_grads", 3: "optim_grads_params"}  # of Megatron-FSDP
 def write(target: Target) -> str:
     """The text of the script; ValueError for what Megatron cannot do."""
     _check(target)
+    _check_yarn(target)
     n = target.ranks_of_node
     launch = [f"torchrun --nproc-per-node={n}"]
     if target.nodes > 1:
@@ -203,7 +205,7 @@ def _attention(c: Config) -> list[tuple[str, str]]:
             (f"--qk-head-dim {c.content_size}", "size of a head of queries and keys"),
             (f"--qk-pos-emb-head-dim {c.rotary}", "and what of it knows positions, beside it"),
             (f"--v-head-dim {c.value_size}", "size of a head of values"),
-            ("--rope-type rope", "by itself it stretches positions for latents"),
+            *_stretched(c),
             ("--qk-layernorm", "with latents: a norm of each"),
         ]
     elif c.head is not None:
@@ -216,6 +218,34 @@ def _attention(c: Config) -> list[tuple[str, str]]:
             why = "every so-manieth layer sees all"
             rows.append((f"--window-attn-skip-freq {c.full_every}", why))
     return rows
+
+
+def _stretched(c: Config) -> list[tuple[str, str]]:
+    """How positions are stretched, of latent attention, which does so by itself."""
+    if c.yarn is None:
+        return [("--rope-type rope", "by itself it stretches positions for latents")]
+    each = 0.1 * log(c.yarn.factor) or 1.0  # of what mscale times that, and 1, is
+    mscale = (c.yarn.turned * (c.yarn.sharper * each + 1) - 1) / each
+    return [
+        ("--rope-type yarn", "positions of shorter sequences, stretched"),
+        (f"--rotary-scaling-factor {c.yarn.factor:g}", "so many times"),
+        (f"--mscale {mscale:.6g}", "times what is turned, over the next"),
+        (f"--mscale-all-dim {c.yarn.sharper:g}", "times the scores"),
+    ]
+
+
+def _check_yarn(target: Target) -> None:
+    """What its arguments leave open: of latents all but the factors, of others the factors."""
+    yarn = target.config.yarn
+    if yarn is None:
+        return
+    if target.config.latent is None:
+        words = "its arguments have no factor without latents"
+        raise target.refusal(f"yarn={yarn}", "is None", words)
+    for name, only in (("seq", 4096), ("fast", 32), ("slow", 1)):
+        if (value := getattr(yarn, name)) != only:
+            words = "with latents it has no argument for it"
+            raise target.refusal(f"yarn.{name}={value}", f"is {only}", words)
 
 
 def _experts(target: Target) -> list[tuple[str, str]]:

@@ -41,7 +41,7 @@ class Target:
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
             raise self.refusal(f"experts={self.config.experts}", "is 0", words)
-        plain = {"head": None, "qk_norm": False, "window": None, "latent": None}
+        plain = {"head": None, "qk_norm": False, "window": None, "latent": None, "yarn": None}
         if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
             for name, only in plain.items():
                 if (value := getattr(self.config, name)) is not only:

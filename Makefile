@@ -59,7 +59,7 @@ $(BUILT): $(wildcard book/_ext/*.py) $(INSTALLED)
 
 book: $(BUILT) ## build the site into _build/html (RECORDED=0: execute every lesson here)
 	@rm $(BUILT)
-	$(BIN)/jupyter-book build -W -n --keep-going .
+	$(BIN)/python book/_ext/build.py
 	@test -s $(SITE)/index.html || { echo "The build made no $(SITE)/index.html."; exit 1; }
 	@touch $(BUILT)
 	@echo "The site: $(SITE)/index.html (make serve shows it)"

@@ -97,9 +97,10 @@ def draw_rename() -> None:
         short = "…7-step-600" if whole and begin > 3 else name
         style = {"ha": "center", "va": "center", "fontsize": 9.5, "color": ink}
         axes.text(left + (begin + end) / 2, y + 0.19, short, **style)
-    axes.annotate("", (left, 3.55), (moment - 0.08, 3.55), arrowprops={"arrowstyle": "<->"})
+    both = {"arrowstyle": "<->", "color": INK}
+    axes.annotate("", (left, 3.55), (moment - 0.08, 3.55), arrowprops=both)
     axes.text((left + moment) / 2, 3.75, "killed here: step 500 is current", ha="center")
-    axes.annotate("", (moment + 0.08, 3.55), (6.15, 3.55), arrowprops={"arrowstyle": "<->"})
+    axes.annotate("", (moment + 0.08, 3.55), (6.15, 3.55), arrowprops=both)
     axes.text((moment + 6.15) / 2, 3.75, "here: step 600", ha="center")
     show.svg(
         figure,

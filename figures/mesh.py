@@ -22,7 +22,7 @@ SMALL = 9  # points
 def step() -> Figure:
     """What a rank of a 2 × 2 × 2 mesh sends in one step with two micro-batches, along a line of
     time. Along the tensor axis an all-reduce of B S H numbers several times in every layer, in
-    forward and in backward. Along the pipeline axis one message of B S H numbers behind the stage's
+    forward and in backward. Along the pipeline axis one message of B S H numbers after the stage's
     last layer for each micro-batch, and one back. Along the data axis the gradients, once, at the
     end.
     """
@@ -59,13 +59,18 @@ def _tick(axes, x: float, y: float, wide: float, color: str) -> None:
 
 
 def norm() -> Figure:
-    """What counts for the norm, on two stages with two tensor ranks each. Parts of matrices lie on
-    one rank, and count there. Norms and late biases lie whole on both tensor ranks, and count on
-    the first. The tied embedding lies on both stages, and counts on the first.
+    """What counts for the gradient norm, on two stages with two tensor ranks each. Parts of
+    matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor
+    ranks, and count on the first. The tied embedding is on both stages, and counts on the first.
     """
-    figure, axes = canvas(5.6, 2.62)
-    rows = ("embedding, its half", "matrices, its half", "norms, late biases", "head, its half")
-    left, wide, tall = 1.62, 0.9, 0.36
+    figure, axes = canvas(5.8, 2.62)
+    rows = (
+        "embedding, its half",
+        "matrices, its half",
+        "LayerNorms, late biases",
+        "head, its half",
+    )
+    left, wide, tall = 1.82, 0.9, 0.36
     for stage in range(2):
         x = left + stage * (2 * wide + 0.3)
         title(axes, x + wide, 0.15, f"stage {stage}", fontsize=10)

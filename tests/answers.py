@@ -55,6 +55,7 @@ ZERO = {
     ],
     "my_mixed_step": [
         (nothing, "Nothing has changed"),
+        (Swap("master -= lr", "master = master - lr"), "`master = …` gives the name"),
         (Swap(" / dist.get_world_size(group))", ")"), "summed over 2 ranks, not averaged"),
         (Swap("zero.all_gather(weights, own, group).wait()", "..."), "nobody has the others'"),
         (Swap("weights[own] = master", "..."), "never get into the weights"),
@@ -735,6 +736,7 @@ TRAIN = {
     "my_mean": [
         (Swap("[total, count]", "[total / max(count, 1), 1.0]"), "mean of the ranks' means"),
         (Swap("(both[0] / both[1])", "both[0]"), "sum of all losses"),
+        (Swap("(both, group=group)", "(both)"), "the mean over all ranks"),
         (lambda total, count, group: total / max(count, 1), "off by"),
         (nothing, "returned None"),
     ],
@@ -891,13 +893,6 @@ CLUSTER = {
         ((7, 7, 2), "on the rank's own node"), ((7, 1, 7), "GROUP_RANK is the node's number"),
         ((6, 1, 2), "how many ranks come before it"), (7, "Three numbers"),
     ],
-    "my_silent": [
-        (Swap("last[agent][0] != beat", "True"), "though the host has read it again"),
-        (Swap("> patience", ">= patience"), "2 s are not more than 2 s"),
-        (Swap("last[agent][0] != beat", "last[agent][0] < beat"), "smaller than before"),
-        (nothing, "returned None, which should be the agents, as a set"),
-        (lambda seen: seen, "raised TypeError"),
-    ],
     "cluster_batch": [
         ({3, 8, 9, 12}, "Line 12 is right"), ({8, 9, 11}, "3 of four. How many launchers"),
         ({3, 9, 11}, "3 of four. Where does sbatch stop"),
@@ -952,6 +947,30 @@ CLUSTER = {
         (lambda n: [[(a, a ^ 1) for a in range(0, n, 2)]] * (n - 1), "2 pairs meet, of 6"),
         (nothing, "A list of rounds"),
         (lambda n: 1 / 0, "raised ZeroDivisionError"),
+    ],
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------- elastic
+
+ELASTIC = {
+    "my_first_ranks": [
+        (Swap("sum(sizes[:node])", "sum(sizes[: node + 1])"), "Ranks 0 to 3 are on the first"),
+        (Swap("sum(sizes[:node])", "node * sizes[0]"), "One rank is on the first node"),
+        (nothing, "a list of ranks"),
+    ],
+    "my_silent": [
+        (Swap("last[agent][0] != beat", "True"), "though the host has read it again"),
+        (Swap("> patience", ">= patience"), "2 s are not more than 2 s"),
+        (Swap("last[agent][0] != beat", "last[agent][0] < beat"), "smaller than before"),
+        (nothing, "returned None, which should be the agents, as a set"),
+        (lambda seen: seen, "raised TypeError"),
+    ],
+    "my_cause": [
+        (Swap("one[2] in (0, 6)", "False"), "killed with SIGKILL"),
+        (Swap("if one[2] != 15", ""), "ended by its agent"),
+        (Swap("in (0, 6)", "== 0"), "counts like an error"),
+        (Swap("(one[2] in (0, 6), one[0])", "one[2] in (0, 6)"), "the earliest"),
+        (lambda failures: failures[0][1], "the earliest"),
     ],
 }  # fmt: skip
 
@@ -1347,10 +1366,10 @@ ROWS_TO_TENSOR = "    dist.all_reduce(gradient_fH, group=tensor_group)\n"
 FEEDBACK = "loss / copies, gradient_fH / copies"
 MODEL_PARALLELISM = {
     "zero_states": [
-        (112e9, "Which of them does stage 2 share"), (7e9, "which is stage 3"),
+        (112e9, "Which of them does stage 2 divide"), (7e9, "which is stage 3"),
         (33.25e9, "which is stage 1"), (17.5e9, "Are the gradients there"),
         (19.25e9, "One is missing"), (18.375e9, "beside its two means"),
-        (85.75e9, "are shared, too"), (26.25e9, "16 GPUs, not 8"), (322e9, "for all GPUs together"),
+        (85.75e9, "are divided, too"), (26.25e9, "16 GPUs, not 8"), (322e9, "for all GPUs together"),
         (20.125, "10^9: the unit is bytes"),
     ],
     "gradient_traffic": [
@@ -1426,6 +1445,7 @@ MODEL_PARALLELISM = {
 ROWS: dict[str, list[tuple[Any, str | None]]] = {
     **CHECKPOINT,
     **CLUSTER,
+    **ELASTIC,
     **COLLECTIVES,
     **CONTEXT_PARALLEL,
     **DATA_PARALLEL,

@@ -32,6 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every lesson as a script, not some")
 
 
+@pytest.hookimpl(trylast=True)  # once there is who reports
+def pytest_configure(config: pytest.Config) -> None:
+    """Have tests that run for long named, once, by the process that reports."""
+    if config.getoption("--phase") and not hasattr(config, "workerinput"):
+        writer = config.pluginmanager.get_plugin("terminalreporter")
+        config.pluginmanager.register(phases.Running(writer.write_line))
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The course's own folder."""

@@ -1,13 +1,14 @@
 """`make test`: pytest, in three phases, so that no test waits for another one's sake.
 
-    python tests/phases.py [what pytest takes]    # tests/test_zero.py, -k ring, -x
+    python tests/phases.py [what pytest takes]    # tests/test_zero.py, -k ring and not slow, -x
 
 1. beside: what needs no site and measures nothing, in one process more than there are cores: much
    of what a test takes it waits.
 2. site: what looks at the built site, in two processes. `make book` comes first.
 3. alone: what measures (the mark `alone`), one test at a time, with nothing beside it.
 
-A file's tests stay in one process, and share what the file makes once.
+A file's tests stay in one process, and share what the file makes once. A test that runs for a
+minute is named. Interrupted, it ends all that it has started, and says so in one line.
 
 What each test took is in _build/tests/seconds.txt, the slowest first. The last line sums up.
 """
@@ -18,17 +19,22 @@ import io
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from shardlab.record.gpu import child
+
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "_build/tests"
 PHASES = ("beside", "site", "alone")
+LONG = 60.0  # seconds after which a test that still runs is named, and again after twice as many
 FEW = 4  # tests that one process has done before two have started
 # Files that take longest: they begin first, so that no process is left alone with one at the end.
 LONGEST = (
@@ -41,7 +47,7 @@ LONGEST = (
     "test_checkpoint.py",
     "test_record_gpu.py",
     "test_cluster_slurm.py",
-    "test_cluster.py",
+    "test_elastic.py",
     "test_benchmarks.py",
     "test_deepspeed_engine.py",
     "test_zero.py",
@@ -69,6 +75,12 @@ def needs_site(item: pytest.Item) -> bool:
 class Collected:
     """Which tests pytest would run: a plugin."""
 
+    interrupted = False
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Keep what pytest's status does not tell from a file that cannot be imported."""
+        self.interrupted = True
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count them by phase."""
         self.phases = Counter(phase(item) for item in session.items)
@@ -76,6 +88,53 @@ class Collected:
         for item in session.items:
             self.files[phase(item)].add(str(item.path))
         self.site = any(needs_site(item) for item in session.items)
+
+
+class Running:
+    """Names the tests that run for long: a plugin of the process that reports."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self._over = say, threading.Event()
+        self._since: dict[str, tuple[float, float]] = {}  # by test: its begin, and when it is told
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins."""
+        self._since[nodeid] = time.monotonic(), LONG
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """It has ended."""
+        self._since.pop(nodeid, None)
+
+    def pytest_sessionfinish(self) -> None:
+        """All have."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(1.0):
+            for test, (begin, told) in list(self._since.items()):
+                if time.monotonic() - begin > told and test in self._since:
+                    self._since[test] = begin, 2 * told
+                    self._say(f"{test} has been running for {told:.0f} s")
+
+
+def with_words(arguments: list[str]) -> list[str]:
+    """The arguments, where the words that follow -k are one: -k ring and not slow."""
+    found = []
+    for argument in arguments:
+        words = found[-2:-1] == ["-k"] and not argument.startswith("-")
+        if words and not Path(ROOT, argument.partition("::")[0]).exists():
+            found[-1] += f" {argument}"
+        else:
+            found.append(argument)
+    return found
+
+
+def call(command: list[str], environment: dict[str, str]) -> int:
+    """The status of a program that is interrupted with all that it has started."""
+    if "--pdb" in command or "--trace" in command:  # they read what is typed
+        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    return child.run(command, None, None, None, ROOT, environment, patience=0)
 
 
 def run(
@@ -87,13 +146,15 @@ def run(
     command = [sys.executable, "-m", "pytest", "--phase", name, f"--junitxml={report}"]
     command.append(f"--files={os.pathsep.join(sorted(files))}")
     environment = dict(os.environ)
+    processes = 1
     if name != "alone" and tests > FEW:
         processes = 2 if name == "site" else 1 + (os.cpu_count() or 1)
         command += ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
         # A second thread waits for its core in a loop: beside others, it takes ten times as long.
         environment["OMP_NUM_THREADS"] = "1"
-    print(f"== tests, {name}: {tests}", flush=True)
-    status = subprocess.run([*command, *arguments], cwd=ROOT, env=environment).returncode
+    many = f"{tests} in {len(files)} file{'s' * (len(files) > 1)}"
+    print(f"== tests, {name}: {many}, {processes} at a time", flush=True)
+    status = call([*command, *arguments], environment)
     return status, list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
 
 
@@ -103,13 +164,15 @@ def main(arguments: list[str]) -> int:
     collected, told = Collected(), io.StringIO()
     with redirect_stdout(told):
         status = pytest.main(["--collect-only", "-q", *arguments], [collected])
+    if collected.interrupted:
+        raise KeyboardInterrupt
     if status:
         print(told.getvalue())
         return status
     if collected.site and not any(a.startswith("--site") for a in arguments):
         print("== the site, which tests look at: make book", flush=True)
         plain = {k: v for k, v in os.environ.items() if not k.startswith("BOOK_")}
-        if status := subprocess.run(["make", "book"], cwd=ROOT, env=plain).returncode:
+        if status := call(["make", "book"], plain):
             return status
     KEPT.mkdir(parents=True, exist_ok=True)
     tests = []
@@ -130,4 +193,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(with_words(sys.argv[1:])))
+    except KeyboardInterrupt:
+        print("\nInterrupted. What it had started is ended.", flush=True)
+        sys.exit(130)  # what a shell says of an interrupt

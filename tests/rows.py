@@ -31,6 +31,7 @@ UNTIED = replace(GPT2, tied=False, layers=1)
 # same plan in 64 bits says more.
 F32 = {"dtype": torch.float32, "steps": 2, "near": FLOAT32, "clip": (1e9, 0.1), "gpus": True}
 F32["weekly"] = "cpu"
+AGAIN = F32 | {"weekly": "cpu, gpus"}  # what another of these shows, in other numbers
 SIZES = 1, 2, 4  # ranks
 
 
@@ -93,8 +94,8 @@ def data() -> Iterator[Row]:
     yield toy("data", "plain", 2, group="pairs", clip=(1e9, 0.1))
     yield toy("data", "plain", 2, group="slow")
     yield toy("DDP", "plain", 2, group="slow", gpus=True)
-    for n in (2, 4):
-        yield row("data", "gpt", GPT2, Layout(dp=n), **F32)
+    yield row("data", "gpt", GPT2, Layout(dp=2), **F32)
+    yield row("data", "gpt", GPT2, Layout(dp=4), **AGAIN)
 
 
 def zero() -> Iterator[Row]:
@@ -118,7 +119,7 @@ def zero() -> Iterator[Row]:
         yield toy("zero", "plain", 2, stage, group="pairs", dtype=torch.float32, near=SAME)
         yield toy("zero", "plain", 2, stage, group="slow", dtype=torch.float32, near=SAME)
         yield row("zero", "gpt", GPT2, Layout(dp=2, zero=stage), **F32)
-        yield row("zero", "gpt", GPT2, Layout(dp=4, zero=stage), **F32)
+        yield row("zero", "gpt", GPT2, Layout(dp=4, zero=stage), **AGAIN)
         narrow = {"compute_dtype": torch.bfloat16}
         nano = {"sizes": (4, 4), "dtype": torch.float32, "options": narrow, "near": SAME}
         for beside in ("FSDP2", "masters"):
@@ -139,8 +140,8 @@ def zero() -> Iterator[Row]:
     for stage in (2, 3):
         yield toy("zero", "plain", 2, stage, options={"reduction": "library"})
         for n in (2, 4):
-            options = {"reduction": "ordered"}
-            yield row("zero", "gpt", GPT2, Layout(dp=n, zero=stage), options=options, **F32)
+            options, more = {"reduction": "ordered"}, F32 if n == 2 else AGAIN
+            yield row("zero", "gpt", GPT2, Layout(dp=n, zero=stage), options=options, **more)
 
 
 TINY = Config(vocab=32, seq=4, layers=6, heads=2, hidden=16, tied=False)
@@ -199,7 +200,7 @@ def pipelines() -> Iterator[Row]:
                 more["gpus"] = name == "1f1b"
                 # Every pair of schedule, shape and recomputation, each day; all three once a week.
                 other = (OTHERS.index(name) + number + (again == "full")) % 2
-                more["weekly"] = "cpu, gpus" * other
+                more["weekly"] = "cpu, gpus" if other else "gpus" * (case == "uneven")
                 near = TWINS if config.tied else SAME
                 yield row("pipeline", f"{case} {name}", config, layout, near=near, **more)
         # Micro-batches of unequal size, and both ends of a tied matrix.
@@ -269,7 +270,8 @@ def tensors() -> Iterator[Row]:
         for sequence in (False, True):
             layout = Layout(tp=t, sequence_parallel=sequence)
             for case in ("gpt2", "llama"):
-                yield row("tensor", case, replace(CUT[case], seq=8), layout, **F32)
+                more = F32 if t == 2 else AGAIN
+                yield row("tensor", case, replace(CUT[case], seq=8), layout, **more)
     thirds = Config(vocab=15, seq=5, layers=1, heads=6, hidden=24, kv_heads=3, ffn=9, mlp="swiglu")
     yield row("tensor", "thirds", thirds, Layout(tp=3), **near)
     for stage in (0, 3):
@@ -293,7 +295,8 @@ def contexts() -> Iterator[Row]:
                     yield row("context", case, config, Layout(cp=c), **more)
                 if c > 1:
                     case = f"llama, {way}, {order}"
-                    yield row("context", case, llama, Layout(cp=c), options=options, **F32)
+                    more = AGAIN if c == 4 and order == "contiguous" else F32
+                    yield row("context", case, llama, Layout(cp=c), options=options, **more)
         options = {"way": "ring", "layout": "zigzag"}
         layout = Layout(cp=c, recompute="full")
         yield row("context", "ring", dense, layout, options=options, near=CUT64)
@@ -335,11 +338,11 @@ def routed() -> Iterator[Row]:
         for case, config in ROUTED.items():
             yield row("experts", case, config, Layout(dp=n, ep=n), **near, **sizes)
             more = {"dtype": torch.float32, "steps": 1, "near": one, "gpus": True, **sizes}
-            more["weekly"] = "cpu"
+            more["weekly"] = "cpu, gpus" if n == 4 else "cpu"
             yield row("experts", case, config, Layout(dp=n, ep=n), **more)
     layout = Layout(dp=4, ep=2)
     yield row("experts", "copied", DEEPSEEK, layout, sizes=(2,) * 4, **near)
-    more["sizes"] = (2,) * 4
+    more |= {"sizes": (2,) * 4, "weekly": "cpu"}
     yield row("experts", "copied", ROUTED["mixtral"], layout, **more)
     for case in ("mixtral", "deepseek"):
         layout = Layout(dp=2, ep=2, tp=2)
@@ -385,7 +388,8 @@ def meshes() -> Iterator[Row]:
         more = {"sizes": sizes, "clip": (0.3,), "weekly": "cpu" if number in (6, 9) else ""}
         yield row("mesh", f"{number}", config, layout, **more)
         if layout.ranks in (2, 4):
-            narrow = F32 | {"sizes": sizes, "clip": (0.3,)}
+            # One cut alone is in the rows of its technique, and beside others on four.
+            narrow = (AGAIN if layout.ranks == 2 else F32) | {"sizes": sizes, "clip": (0.3,)}
             yield row("mesh", f"{number}", replace(config, dropout=0.0), layout, **narrow)
     copies = replace(QWEN, kv_heads=1, vocab=32, ffn=24)
     for case, layout, config in (

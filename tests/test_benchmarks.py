@@ -14,7 +14,7 @@ from timed import on_time
 from shardlab import pipeline, show
 
 TOPICS = [
-    "cluster", "data_parallel", "experts", "mesh", "pipeline", "tensor_parallel", "tensor_types",
+    "data_parallel", "elastic", "experts", "mesh", "pipeline", "tensor_parallel", "tensor_types",
     "train", "zero",
 ]  # fmt: skip
 KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
@@ -38,14 +38,14 @@ def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
     return printed["rows"], printed
 
 
-def test_cluster(request):
+def test_elastic(request):
     if not request.config.getoption("--whole"):
         pytest.skip("two jobs are killed and restarted, as tests of the lesson's do: with --whole")
     found, printed = rows(
-        "cluster", ["loopback"], *("seconds", "recovered", "lost", "after", "same")
+        "elastic", ["loopback"], *("seconds", "recovered", "lost", "after", "same")
     )
     [row] = found
-    recorded = json.loads((show.ROOT / "code/shardlab/cluster/restarts.json").read_text())
+    recorded = json.loads((show.ROOT / "code/shardlab/elastic/restarts.json").read_text())
     assert [*printed] == [*recorded] and row["case"] == recorded["rows"][0]["case"]
     assert row["same"] and row["after"] == [2, 2] and row["recovered"] == ["1 of 1", "1 of 1"]
     assert all(1 <= lost <= 5 for lost in row["lost"])  # a checkpoint after every 5 steps

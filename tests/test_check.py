@@ -115,6 +115,11 @@ def judged(name: str, given: object) -> Verdict:
 HANGS = ("one has to send first", "what nobody sends", "Does its loop end")
 
 
+def test_a_refused_line_of_options_prints_nothing(capfd: pytest.CaptureFixture):
+    verdict = check("--warp 9", "mesh_budget")
+    assert capfd.readouterr() == (f"{verdict!r}\n", "")
+
+
 @pytest.mark.parametrize(("name", "given", "words"), ANSWERS)
 def test_an_answer_is_told_what_is_wrong_with_it(
     name: str, given: object, words: str | None, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +203,12 @@ def test_number_says_which_way_and_why():
         Number(12, "bytes").judge("twelve")
     with pytest.raises(Wrong, match="0 is too small"):
         Number(12).judge(0)
+    with pytest.raises(Wrong, match=r"1,300,000,000.0 is the answer rounded to 2 digits: give all"):
+        Number(1_301_000_000, "parameters").judge(1.3e9)
+    with pytest.raises(Wrong, match="4.8 is the answer rounded to 2 digits: give 4"):
+        Number(58 / 12, "nats", rel=0.002).judge(4.8)
+    with pytest.raises(Wrong, match="990 bytes is too small"):  # may be anything
+        Number(994, "bytes").judge(990)
 
 
 def test_a_failing_answer_is_wrong_not_an_error():

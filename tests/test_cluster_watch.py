@@ -68,6 +68,30 @@ def test_ranks_are_found_by_their_slurm_job(leaves_nothing):
         process.kill()
 
 
+def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(leaves_nothing, monkeypatch):
+    """Under srun torchrun, the batch script and a watcher have numbers of Slurm's, too."""
+    from_slurm = {"SLURM_JOB_ID": "987654", "SLURM_PROCID": "0", "PATH": "/usr/bin:/bin"}
+    script = "RANK=0 sleep 60 & RANK=1 sleep 60 & wait"
+    launcher = subprocess.Popen(["setsid", "sh", "-c", script], env=from_slurm)
+    deadline = time.monotonic() + 60
+    while len(found := sample.find(job=987654)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    subprocess.run(["pkill", "-KILL", "-s", str(launcher.pid)], check=False)
+    launcher.wait()
+    assert list(found) == [0, 1] and launcher.pid not in found.values()
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    both = [
+        subprocess.Popen(["sleep", "60"], env=from_slurm | {"SLURM_STEP_ID": step})
+        for step in ("0", "1")
+    ]
+    time.sleep(0.1)
+    found = sample.find(job=987654)
+    for process in both:
+        process.kill()
+        process.wait()
+    assert found == {0: both[0].pid}
+
+
 @pytest.mark.alone
 def test_samples_say_who_computes_and_who_waits(tmp_path, leaves_nothing):
     busy = subprocess.Popen([sys.executable, "-c", "x = b'x' * 200_000_000\nwhile True: pass"])

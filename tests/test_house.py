@@ -147,6 +147,14 @@ def test_pictures_are_what_their_script_draws(topic: str, tmp_path: Path) -> Non
     assert {path.name: path.read_text("utf-8") for path in tmp_path.glob("*.svg")} == kept
 
 
+def test_ink_of_pictures_is_the_pages() -> None:
+    """Black strokes cannot be seen on a dark page: `show.INK` becomes `currentColor`."""
+    black = re.compile(r"(?:stroke|fill)(?:=\"|: ?)(?:#000\b|#000000|black)")
+    pictures = sorted(ROOT.glob("figures/**/*.svg"))
+    found = [p.name for p in pictures if black.search(p.read_text("utf-8"))]
+    assert pictures and found == []
+
+
 # Without a mesh, their second argument or by keyword, these take "the accelerator of this machine".
 # A run on the CPU of a machine with a GPU has another device.
 TAKE_A_MESH = {

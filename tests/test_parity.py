@@ -60,7 +60,8 @@ TOPICS: dict[str, tuple[str, ...] | str] = {
     "mesh": ("mesh d 2 · t 2, ZeRO-1",),
     "deepspeed_engine": ("DeepSpeed 2 clipped 2",),
     "strategy": "what it plans, a mesh, or DeepSpeed, trains",
-    "cluster": "it starts ranks, and looks at them",
+    "cluster": "it runs jobs, and looks at them",
+    "elastic": "it starts ranks of any program",
 }
 SHORT = {name for names in TOPICS.values() if not isinstance(names, str) for name in names}
 DRIFTS = "data: copies that drift apart"

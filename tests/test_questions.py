@@ -19,7 +19,10 @@ PAGES = {  # page: the least number of questions
     "questions_cuts": 8,
     "questions_together": 8,
 }
-EXAMPLES = ["book/gpt3_on_64_gpus"]  # worked out behind a lesson, before the questions
+EXAMPLES = [
+    "book/gpt3_on_64_gpus",
+    "book/your_job",
+]  # worked out behind a lesson, before the questions
 CLAIMS = "book/claims"  # claims of others, run again; among the pages for reference
 LEVELS = ("recall", "understanding", "application", "design", "design review")
 QUESTION = re.compile(r"^## (\d+)\. (.+) \((.+)\)\n\n(.+?)\n\n<details", re.DOTALL)

@@ -131,7 +131,7 @@ def test_every_public_function_has_its_row():
 for module, _ in COMMANDS.values():
     importlib.import_module(module)  # once: the forks below have it all
 for part in {*PARTS.values()}:
-    importlib.import_module(f"shardlab.cluster.{part}")
+    importlib.import_module(f"shardlab.{part}")
 
 FOLDER = "watch", "hang"  # ask for one before all else
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]

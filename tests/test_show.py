@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 import xml.etree.ElementTree as ElementTree
 
 import matplotlib.pyplot as plt
@@ -37,6 +39,8 @@ def test_files_that_are_not_python_and_what_a_terminal_said(tmp_path):
     assert "&lt;done&gt;" in shown.html and "<details" not in shown.html
     assert "srun python a.py" in shown.text
     assert "<details" in show.file(path, "bash", fold=1).html
+    saved = re.search(r'href="data:text/plain;base64,(.*?)" download="job.sbatch"', shown.html)
+    assert base64.b64decode(saved[1]).decode() == path.read_text()
     said = show.terminal("$ sinfo -N\nnode1 <idle>\n", "recorded today")
     assert "recorded today" in said.html and "&lt;idle&gt;" in said.html
     assert said.text.endswith("$ sinfo -N\nnode1 <idle>")

@@ -15,6 +15,7 @@ from shardlab import context_parallel, pipeline, show
 
 FOLDER = show.ROOT / "figures/steps"
 TOPICS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "sheet")
+SERIES = sorted({path.stem.rpartition("_")[0] for path in FOLDER.glob("*.svg")})
 ITEM = "{0}. ![Two boxes, {0}](../figures/boxes.svg)\n\n   Sentence {0} says why.\n"
 STEPS = "\n:::{step-through} A & B\n" + "\n".join(map(ITEM.format, (1, 2, 3))) + ":::\n"
 
@@ -36,9 +37,14 @@ def test_pictures_are_what_their_script_draws(topic: str, tmp_path: Path) -> Non
     assert {path.name: path.read_text("utf-8") for path in tmp_path.glob("*.svg")} == kept
 
 
-@pytest.mark.parametrize("topic", TOPICS)
-def test_pictures_are_small_and_of_one_size(topic: str) -> None:
-    texts = [path.read_text("utf-8") for path in FOLDER.glob(f"{topic}_*.svg")]
+def steps(series: str) -> list[Path]:
+    """The pictures of a series, in order: a topic's own, or `pipeline_naive`."""
+    return sorted(FOLDER.glob(f"{series}_[0-9]*.svg"), key=number)
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_pictures_are_small_and_of_one_size(series: str) -> None:
+    texts = [path.read_text("utf-8") for path in steps(series)]
     assert len(texts) >= 6
     assert max(map(len, texts)) < 12_000
     boxes = {re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text).groups() for text in texts}
@@ -48,11 +54,13 @@ def test_pictures_are_small_and_of_one_size(topic: str) -> None:
     assert least * min(1, 310 / wide) > 9, "on a phone, text has 9 pixels or more"
 
 
-@pytest.mark.parametrize("topic", TOPICS)
-def test_lessons_show_all_steps_in_order_and_describe_what_is_drawn(topic: str) -> None:
+@pytest.mark.parametrize("series", SERIES)
+def test_lessons_show_all_steps_in_order_and_describe_what_is_drawn(series: str) -> None:
+    topic = next(topic for topic in TOPICS if series.startswith(topic))
     lesson = (show.ROOT / f"lessons/{topic}.md").read_text("utf-8")
-    block = re.search(r"^:::\{step-through\} \S.*?^:::$", lesson, re.DOTALL | re.MULTILINE)[0]
-    files = sorted(FOLDER.glob(f"{topic}_*.svg"), key=number)
+    blocks = re.findall(r"^:::\{step-through\} \S.*?^:::$", lesson, re.DOTALL | re.MULTILINE)
+    files = steps(series)
+    (block,) = (block for block in blocks if f"/{files[0].name})" in block)
     items = re.findall(
         r"^(\d+)\. !\[(.*?)\]\(\.\./figures/steps/(\w+\.svg)\)$", block, re.MULTILINE
     )
@@ -74,6 +82,11 @@ def test_what_the_sentences_of_1f1b_say() -> None:
     for spans in whole.spans:
         inside = [min(s.end, 18) - max(s.begin, 10) for s in spans if s.begin < 18 and s.end > 10]
         assert sum(inside) == 8
+
+
+def test_what_the_sentences_of_the_whole_batch_say() -> None:
+    whole = pipeline.simulate(pipeline.schedule("naive", 4, 1))
+    assert (whole.cost, set(whole.busy), whole.peak_activations) == (12, {3}, (1, 1, 1, 1))
 
 
 def test_what_the_sentences_of_the_zig_zag_say() -> None:

@@ -10,11 +10,10 @@ from commands import ran
 from timed import on_time
 
 from shardlab import strategy
-from shardlab.machines import MACHINES
+from shardlab.machines import MACHINES, named
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS
 from shardlab.strategy import PROFILES, Layout
-from shardlab.strategy.measure import machine_called
 from shardlab.strategy.rates import known, read
 
 
@@ -29,10 +28,22 @@ from shardlab.strategy.rates import known, read
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 3060", None),
         ("NVIDIA GB200", "gb200"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("H100 96GB HBM2e, 500 W", "h100-96"),
+        ("h100-80", "h100"),
+        ("a100-40gb", "a100-40"),
+        ("h100 80 GB", "h100"),
+        ("rtx4090", "rtx-4090"),
+        ("Tesla V100-SXM2-16GB", None),  # half of the memory that the table has
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a slice of one
+        ("NVIDIA H100 NVL", None),
+        ("a100-", "a100"),
+        ("", None),
     ],
 )
 def test_a_driver_s_names(name: str, key: str | None) -> None:
-    assert machine_called(name) is (MACHINES[key] if key else None)
+    assert named(name) is (MACHINES[key] if key else None)
 
 
 def step_seconds(config, batch: int) -> float:

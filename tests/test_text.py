@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -76,7 +77,7 @@ def test_an_empty_batch_has_its_shape():
         (lambda: text.Windows(8, stride=0), "stride=0: allowed is"),
         (lambda: text.batch(8, -1), "size=-1: allowed are windows 0 to"),
         (lambda: text.batch(8, 1, 10**9), "start=1000000000"),
-        (lambda: text.corpus("hf:some/data"), "needs the package `datasets`"),
+        (lambda: text.corpus("hf:some/data"), "needs a network and the package `datasets`"),
     ],
 )
 def test_bad_input(call, message: str):
@@ -88,3 +89,33 @@ def test_an_empty_file(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match="empty"):
         text.corpus(tmp_path / "empty.txt")
+
+
+def test_a_data_set_that_was_fetched_once_needs_no_network_and_no_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "COPIES", tmp_path)
+    lines = [{"bytes": 24, "whole": False}, *(f"row {n}: ä" for n in range(3))]
+    copy = tmp_path / "some%2Fdata.jsonl"
+    copy.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = "row 0: ä\nrow 1: ä\nrow 2: ä\n".encode()
+    text.corpus.cache_clear()
+    assert bytes(text.corpus("hf:some/data", 20).tolist()) == rows[:20]
+    with pytest.raises(ValueError, match="needs a network"):
+        text.corpus("hf:some/data", 25)  # more than the copy has
+    lines[0]["whole"] = True
+    copy.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text.corpus.cache_clear()
+    assert bytes(text.corpus("hf:some/data", 999).tolist()) == rows
+
+
+def test_a_data_set_is_fetched_once_and_read_from_its_copy(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="what fetches: pip install datasets")
+    monkeypatch.setattr(text, "COPIES", tmp_path / "copies")
+    source = tmp_path / "set"
+    source.mkdir()
+    (source / "train.jsonl").write_text("".join(f'{{"text": "row {n}"}}\n' for n in range(9)))
+    text.corpus.cache_clear()
+    first = text.corpus(f"hf:{source}", 18)
+    (source / "train.jsonl").unlink()
+    text.corpus.cache_clear()
+    assert torch.equal(text.corpus(f"hf:{source}", 18), first)
+    assert bytes(first.tolist()) == b"row 0\nrow 1\nrow 2\n"

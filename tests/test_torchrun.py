@@ -314,20 +314,19 @@ def test_set_up_shows_what_is_tried_here() -> None:
     assert sum("--standalone" in c for c in HERE) == 2 and len(LONG) == 1 and len(HERE) == 4
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", HERE)
 def test_set_ups_commands_run_as_printed(
     command: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Without Jupyter, too."""
+    """In a plain shell, and without Jupyter, too."""
     if command in LONG and not request.config.getoption("--whole"):
         pytest.skip("takes a minute: --whole")
     for name, target in ((".venv", sys.prefix), ("code", show.ROOT / "code")):
         (tmp_path / name).symlink_to(target)
     (tmp_path / "train.py").write_text(TRAIN, "utf-8")
     environment = without_jupyter(tmp_path)
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment["PATH"] = "/usr/bin:/bin"  # a plain shell: the environment is not activated
     done = subprocess.run(
         command,
         shell=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -120,8 +121,8 @@ class Book:
     @property
     def executed(self) -> list[str]:
         """The lessons that the last build executed."""
-        lines = [line for line in self.log.splitlines() if line.startswith("executed ")]
-        return sorted(line.split()[1] for line in lines)
+        lines = re.findall(r"^executed \d+ of \d+: (\S+), \d+ s", self.log, re.MULTILINE)
+        return sorted(lines)
 
     def page(self, name: str = "lessons/small") -> str:
         """A page of the site."""

@@ -22,7 +22,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +57,12 @@ class Found:
     path: Path  # where they are kept
     book: nbformat.NotebookNode | None  # None: they have still to be made
     how: str
-    reasons: list[str]  # why they are not recorded ones
+    reasons: list[str]  # why they are not recorded ones; none where nobody has recorded anything
+
+    @property
+    def stale(self) -> bool:
+        """Whether there is a recording that does not hold."""
+        return bool(self.reasons) and self.reasons not in ([NONE], [IGNORED], [NEVER])
 
 
 class LessonFailed(SphinxError):
@@ -92,7 +101,7 @@ def choose(
         now[docname] = {
             "how": page.how,
             "reasons": page.reasons,
-            "stale": bool(page.reasons) and page.reasons not in ([NONE], [IGNORED], [NEVER]),
+            "stale": page.stale,
             "about": record.about(page.book),
             "content": hashlib.sha256(nbformat.writes(page.book).encode()).hexdigest(),
         }
@@ -110,7 +119,9 @@ def _find(name: str, app: Sphinx, reader: record.Reader) -> Found:
     root = Path(app.srcdir)
     path = root / record.RECORDED / f"{name}.ipynb"
     recording = record.load(path)
-    if "/" in name:
+    if not (root / record.RECORDED).is_dir():
+        reasons = []
+    elif "/" in name:
         reasons = [NEVER]
     elif os.environ.get("RECORDED") == "0":
         reasons = [IGNORED]
@@ -128,28 +139,53 @@ def _find(name: str, app: Sphinx, reader: record.Reader) -> Found:
 
 def _execute(found: dict[str, Found], root: Path) -> list[str]:
     """Execute the pages that have no outputs, and keep these; return what failed."""
-    failures = []
+    failures: dict[str, str] = {}
+    ended = count(1)
 
-    def keep(name: str, book: nbformat.NotebookNode) -> None:
-        record.save(book, found[name].path)
-
-    def say(name: str, book: nbformat.NotebookNode | record.LessonError) -> None:
+    def done(name: str, book: nbformat.NotebookNode | record.LessonError) -> None:
+        begin = f"executed {next(ended)} of {len(todo)}: {name}"
         if isinstance(book, record.LessonError):
-            failures.append(str(book))
+            failures[name] = str(book)
+            logger.info("%s, failed", begin)
             return
+        record.save(book, found[name].path)
         found[name].book = book
         made = record.about(book)
         twice = "".join(f"; code cell {number} measured again" for number in made["again"])
-        why = "; ".join(found[name].reasons)
-        logger.info("executed %s in %s s%s: %s", name, made["seconds"], twice, why)
+        why = f"; {shortened(found[name].reasons)}" if found[name].stale else ""
+        logger.info("%s, %.0f s%s%s", begin, made["seconds"], twice, why)
 
     todo = [name for name in found if found[name].book is None]
     # The longest pages begin, so that none is left alone with one at the end.
     todo.sort(key=lambda name: -key.source(name, root).stat().st_size)
     if todo:
-        logger.info("executing %s", ", ".join(todo))
-        record.execute_all(todo, root, keep, say, cpu=True)
-    return failures
+        logger.info("\nexecuting %s of %s pages", len(todo), len(found))
+        with _interruptible():
+            record.execute_all(todo, root, done, cpu=True)
+    return [failures[name] for name in todo if name in failures]
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """An interrupt reaches whoever handled it before, but only once no kernel is left."""
+    before = signal.getsignal(signal.SIGINT)
+    if callable(before):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupted = False
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        signal.raise_signal(signal.SIGINT)
+
+
+def shortened(reasons: list[str], most: int = 3) -> str:
+    """The first few reasons, and how many there are beside."""
+    more = [f"and {len(reasons) - most} more"] if len(reasons) > most else []
+    return "; ".join([*reasons[:most], *more])
 
 
 def _same_versions(book: nbformat.NotebookNode) -> bool:

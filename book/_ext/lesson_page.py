@@ -13,7 +13,7 @@ from typing import Any
 
 import nbformat
 from docutils import nodes
-from lesson_outputs import EXECUTIONS, with_outputs
+from lesson_outputs import EXECUTIONS, shortened, with_outputs
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
@@ -85,12 +85,6 @@ def line(state: dict[str, Any]) -> str:
     return text
 
 
-def shortened(reasons: list[str], most: int = 3) -> str:
-    """The first few reasons, and how many there are beside."""
-    more = [f"and {len(reasons) - most} more"] if len(reasons) > most else []
-    return "; ".join([*reasons[:most], *more])
-
-
 def add_line(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
@@ -152,6 +146,7 @@ class Executions(SphinxDirective):
 
 
 HEAD = ("Page", "Outputs", "Where", "With", "Ranks", "Date", "Seconds", "Why not a recording")
+# The last column is there as soon as anything has been recorded.
 
 
 def fill_table(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -161,7 +156,8 @@ def fill_table(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         listed = getattr(app.config, "external_site_map", None) or states  # in the book's order
         order = [d for d in listed if d in states]
         rows = [_row(app, docname, lesson, states[lesson]) for lesson in order]
-        mark.replace_self(_table(HEAD, rows))
+        columns = len(HEAD) - (not any(states[d]["reasons"] for d in order))
+        mark.replace_self(_table(HEAD[:columns], [row[:columns] for row in rows]))
 
 
 def _row(app: Sphinx, docname: str, lesson: str, state: dict[str, Any]) -> list[nodes.Node]:

@@ -14,23 +14,25 @@
 # ---
 
 # %% [markdown]
-# # Clusters: many nodes, and keeping them busy
+# # Clusters: your script as a job
 #
 # After this lesson you can
 #
-# - start a job on several nodes with `torchrun`, Slurm, PBS or Kubernetes, and say what each line of the batch script does;
-# - have it save before its time limit, go back into the queue, and outlive a lost rank or node;
+# - write a batch script for one GPU and for several nodes, and say what each line does;
+# - have a job save before its time limit, go back into the queue, and go on after a rank was lost;
 # - say whether a job uses its GPUs, and which rank holds up the others;
 # - find the rank, the collective and the line at which a job hangs;
-# - examine a cluster before a job, with one command on all ranks.
+# - examine the nodes before a job, with one command.
 #
-# It takes about 55 minutes to read and 75 minutes for the exercises. Running it takes a minute.
-# It needs [Training script](train.md), whose script runs in the batch files here.
+# It takes about 30 minutes to read and 70 minutes for the exercises. Running it takes a minute.
+# It needs [Training script](train.md), whose script runs in the batch scripts here.
 #
-# One thing to wonder about before you start.
-# Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, and no rank.
-# Under PyTorch's launcher training goes on, and loses no second. Under the one that this page builds it stops, and loses ten.
-# The second is what you want. [The table](#what-a-fault-costs) has both numbers, and the reason below it.
+# You have a script that trains on one GPU, and an account on a cluster.
+# The cluster's machines are *nodes*. You log in to one of them, the *login node*; those with GPUs are the *compute nodes*.
+# You do not start programs on compute nodes yourself. You hand a *job* to the *scheduler*: what shall run, on how many nodes and GPUs, and for how long.
+# The scheduler starts it when so many are free. Here it is Slurm; [PBS and Kubernetes](#the-same-job-under-pbs-and-kubernetes) follow near the end.
+#
+# ![On the left the login node, on which you call sbatch. The job goes into the queue, and the scheduler starts it when two nodes are free. On the first of two compute nodes the batch script runs, once. Its srun starts one torchrun on each node, and each torchrun starts two ranks. All nodes see one shared file system.](../figures/cluster_job.svg)
 
 # %% tags=["hide-input"]
 # Imports, and folders for what the ranks write
@@ -38,9 +40,6 @@
 import json
 import os
 import resource
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -52,11 +51,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardlab import cluster, ranks, show, text
+from shardlab import elastic, ranks, show, text
 from shardlab.check import check
-from shardlab.cluster import born, captured, core, doctor, host
+from shardlab.cluster import captured, doctor
 from shardlab.cluster.doctor import checks, pairs
-from shardlab.cluster.job import Job, free_port
 from shardlab.cluster.slurm import sessions
 from shardlab.cluster.watch import flight, hang, report, sample, straggler, timeline
 from shardlab.model import GPT, PRESETS, loss
@@ -65,236 +63,66 @@ show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="cluster-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
 
-
 # %% [markdown]
-# ## A launcher is a loop over processes
+# ## One GPU: a batch script
 #
-# The ranks of the other lessons were started by a function in a notebook.
-# On a cluster nobody calls that function: a program on each node starts the node's ranks.
-# This is such a program. It tells each rank who it is, waits, and ends all when one fails.
+# A *batch script* is a shell script whose first comments are options for the scheduler.
+# This one is for a script that knows nothing of ranks, as [the first stage of the training script](train.md#training-script-from-one-process-to-many).
 
 # %%
-def plain_agent(command, size):
-    """Start `size` ranks of a program; their exit statuses."""
-    started = []
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1")}
-    for rank in range(size):
-        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, **meet}
-        environment = os.environ | {name: str(value) for name, value in given.items()}
-        started.append(subprocess.Popen(command, env=environment))
-    while (codes := [one.poll() for one in started]).count(None):
-        if any(codes):  # one has failed: the others would wait for it
-            for one in started:
-                one.terminate()
-        time.sleep(0.05)
-    return codes
-
+sessions.job("one.sbatch")
 
 # %% [markdown]
-# Rank 1 of three ends with status 7 after a tenth of a second. The others would sleep for a minute.
+# You hand it in with `sbatch one.sbatch train.py --steps 1000`. What follows its name arrives in it as `"$@"`.
+# `sbatch` prints the job's number and returns at once. `squeue` lists the jobs, and `scancel NUMBER` ends one.
 
 # %%
-STUB = """
-import os, sys, time
-time.sleep(0.1)
-sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(60)
-"""
-(FOLDER / "stub.py").write_text(STUB)
-codes = plain_agent([sys.executable, "-S", str(FOLDER / "stub.py")], 3)
-print("exit statuses:", codes)
-
-# %% tags=["hide-input"]
-# Holds that nobody was waited for: who has slept a minute ends with status 0
-
-assert codes == [-15, 7, -15]
+sessions.session("one")
 
 # %% [markdown]
-# A negative status is the number of the signal that ended the process: 15 is SIGTERM, from the agent.
+# `steps.py` does what a training script does for its job, without training: it counts, saves and resumes. It needs no GPU.
 #
-# `torchrun --standalone --nproc-per-node 3` does this, in the simplest case. What the loop leaves out is what follows:
+# ### The environment inside a job
 #
-# - It knows one node. On two, somebody has to say which ranks are whose.
-# - It starts once. A failed rank ends the job, at any hour of the night.
-# - It notices a process that ends, and no node that falls silent.
-# - Whoever kills it with SIGKILL leaves its ranks behind: they train on, and hold the GPUs.
+# The job runs on another machine than the one on which you tried your script.
+# Most sites pass the variables of the shell in which you call `sbatch` on to the job. Do not rely on it: let the batch script set up everything that the script needs.
 #
-# ## Two nodes: one store, orders and reports
+# | you need | the line in the batch script |
+# |---|---|
+# | programs that the site installs | `module load NAME/VERSION`; `module avail` lists them |
+# | your own Python packages | `source /shared/venv/bin/activate`, a virtual environment in a folder that all nodes see |
+# | or a container | `srun apptainer exec --nv IMAGE.sif python "$@"`; `--nv` passes the GPUs on |
+# | data and models of Hugging Face | `export HF_HOME=/shared/hf HF_HUB_OFFLINE=1` |
 #
-# ![Two nodes, each with an agent and two ranks; the store is on node 0, the host's, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders a stop, all ranks end, and when all agents are ready it orders round 1, in which all four start anew and meet at another port.](../figures/cluster_rounds.svg)
+# Compute nodes often have no internet. Fetch data, models and packages on the login node, into a folder that all nodes see.
+# [`HF_HUB_OFFLINE=1`](https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables) then turns waiting for a network into an error at once.
 #
-# The full agent meets its fellows in a store: keys and values behind one address, which everyone is told as `--at`.
-# The agent on that node serves it. It is the *host*, and it alone decides.
-# What it wants stands in one key, the order. It holds until there is one with a higher number.
+# Where the environment is not activated, the node does not find your programs. Slurm says so in the name of a system call:
 
 # %%
-show.source(host.Order)
+sessions.session("path")
 
 # %% [markdown]
-# Every agent answers by a report, twenty times a second.
+# `execve(): torchrun: No such file or directory` means that no `torchrun` is in the job's `PATH`: activate the environment in the batch script.
+#
+# The commands of this course that look at a job, `doctor` and `cluster watch`, run inside the job.
+# So its environment needs the course's package (`pip install -e .` in the course's folder) and, for the figures of GPUs, `pip install nvidia-ml-py`.
+#
+# ### It stays in the queue
+#
+# `squeue` gives the reason in its last column.
+# `Priority` and `Resources` mean that other jobs come first. Some reasons never end by themselves:
 
 # %%
-show.source(host.Report, host.Failure, core.Meeting)
+sessions.session("pending")
 
 # %% [markdown]
-# Writing the report is the heartbeat as well: its number grows, and the host notes when *it* saw it grow. No two clocks are compared.
-# The address is bound by whoever can bind it, so nobody has to be told that they are the host.
+# Nodes are grouped into *partitions*, and each has a longest time. `sinfo -o '%P %l'` lists both.
+# `PartitionTimeLimit`: the job asks for more than its partition allows, so it waits for ever. Ask for less, or name another partition with `--partition`.
+# Some sites refuse such a job at once: `Requested time limit is invalid`.
 #
-# The host turns reports into orders. It starts nobody before the last round's ranks are gone, everywhere.
-
-# %%
-show.source(host.Host)
-
-# %% [markdown]
-# Three rules in there carry most of it:
+# ### A small Slurm on your own machine
 #
-# - *A round has its number and its own port.* A rank that was left over from round 0 cannot meet one of round 1.
-# - *All start again, not one.* The others hold connections to the dead one, and half a step.
-# - *A lost node counts for no restart*, although the ranks beside it fail as well.
-#
-# The rest is processes: how they start, how they end, and that none outlives its agent.
-
-# %%
-show.source(born.main, core.Ranks)
-
-# %% [markdown]
-# `PR_SET_PDEATHSIG` asks Linux's kernel to kill a process when the thread that started it ends. It works even when the agent is killed with SIGKILL.
-# On other systems they live on.
-
-# %%
-show.source(core.Agent, core.run)
-
-
-# %% [markdown]
-# SIGTERM takes a node out of the job: its ranks get the signal, and have `grace` seconds to save. SIGUSR1 goes to the ranks, and the agent lives on.
-#
-# ### What each rank finds
-#
-# Two nodes come: one with one rank, one with three. Each agent runs in a process of its own, and the ranks write down what they find.
-
-# %%
-def node(*jobs):
-    """Be one node's agent; its exit status, and what it said."""
-    number, said = dist.get_rank(), []
-    while number and not listens(*jobs[0].address):  # node 0 is the host
-        time.sleep(0.01)
-    return core.run(jobs[number], said.append), said
-
-
-def listens(host, port):
-    with socket.socket() as probe:
-        return probe.connect_ex((host, port)) == 0
-
-
-NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
-NAMES += ["MASTER_ADDR"]
-LIST = f"import os; print(*(os.environ[name] for name in {NAMES}))"
-at = f"127.0.0.1:{free_port('127.0.0.1')}"
-told = {"nodes": (2, 2), "logs": FOLDER / "found"}
-jobs = [Job((sys.executable, "-S", "-c", LIST), at, size, **told) for size in (1, 3)]
-ended = ranks.run(node, 2, *jobs, device="cpu", timeout=60)
-
-# %% tags=["hide-input"]
-# Table: the environment of four ranks on two nodes
-
-logs = [FOLDER / f"found/round-0/rank-{rank}.log" for rank in range(4)]
-rows = [log.read_text().split() for log in logs]
-assert [row[0] for row in rows] == list("0123")
-assert [status for status, _ in ended] == [0, 0]
-show.table(rows, NAMES)
-
-# %% [markdown]
-# `LOCAL_RANK` chooses the GPU, `RANK` everything else. `MASTER_PORT` is not in the table: it is another one in each round.
-#
-# ## torchrun, argument by argument
-#
-# `torchrun` is this agent, grown up: several kinds of rendezvous, spares, logs on the console. The defaults in this table are read from its own parser, in the installed version.
-
-# %% tags=["hide-input"]
-# Table: torchrun's options, what each gives, and ours beside it
-
-from torch.distributed.run import get_args_parser
-
-MEANS = [
-    ("--nnodes", "agents that make a job; 1:2 lets it go on with one", "--nodes"),
-    ("--nproc-per-node", "ranks on this node; also gpu, cpu, auto", "--ranks"),
-    ("--rdzv-backend", "who keeps the meeting; take c10d for several nodes", "–"),
-    ("--rdzv-endpoint", "HOST:PORT of the store; the same on all nodes", "--at"),
-    ("--rdzv-id", "the job's name; the same on all nodes", "--job"),
-    ("--rdzv-conf", "time limits: join_timeout, last_call_timeout, …", "--join, …"),
-    ("--local-addr", "this node's address, where its name does not resolve", "–"),
-    ("--max-restarts", "starts after the first", "--restarts"),
-    ("--log-dir", "folder of logs and error files", "--logs"),
-    ("--tee", "3: both streams to files and console", "–"),
-    ("--local-ranks-filter", "0: the console shows one rank of each node", "–"),
-    ("--node-rank", "only for the static backend: c10d ignores it", "–"),
-    ("--signals-to-handle", "passed to the ranks, after which the agent ends", "–"),
-    ("--shutdown-timeout", "seconds from SIGTERM to SIGKILL (none: 30)", "--grace"),
-    ("--standalone", "one node: picks a free port itself", "–"),
-]
-known = {name: a for a in get_args_parser()._actions for name in a.option_strings}
-empty = None, "", False
-rows = []
-for name, means, ours in MEANS:
-    default = known[name].default
-    shown = "–" if default in empty else str(default).replace(",", ", ")  # so that it may break
-    rows.append((name, shown, means, ours))
-show.table(rows, ["torchrun", "default", "what it gives", "ours"])
-
-# %% [markdown]
-# Try these lines in two terminals: the same ones start both nodes, here with [the script to take home](train.md#the-script-to-take-home).
-#
-# ```bash
-# export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see: the store of all rounds
-# torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-id 17 \
-#     --rdzv-endpoint 127.0.0.1:29400 --local-addr 127.0.0.1 --max-restarts 3 \
-#     --log-dir logs --tee 3 code/train.py --folder runs/two-nodes
-# ```
-#
-# Every rank finds the names in the table above (`GROUP_RANK` is its node's number), and some that begin with `TORCHELASTIC_`.
-# [A test](../tests/test_cluster.py) runs one script under both launchers, on two nodes, and compares losses and names.
-#
-# The script's own options stand behind the script.
-#
-# ### Rank 0 is not on node 0
-#
-# With c10d torchrun sorts the nodes by address, as text: `node10` comes before `node2`.
-# So print and save by `RANK`, and never by the scheduler's number of the node.
-#
-# ### Who failed first
-#
-# Each of torchrun's agents names a "root cause" among *its own* ranks. On the innocent node that is a victim, whose connection was closed.
-# Decorate `main` with `@record` (`torch.distributed.elastic.multiprocessing.errors`), and every rank that raises leaves `LOGS/ID_…/attempt_0/LOCAL_RANK/error.json`.
-# Over all nodes, the earliest is the cause.
-#
-# ````{admonition} Checked: "the timestamp in error.json tells who was first"
-# :class: checked
-#
-# It is in whole seconds (torch 2.13), and victims follow within milliseconds: [the test](../tests/test_cluster.py) finds ten digits and no more.
-# The file's own time of change is finer. On a shared file system, `ls -tr --full-time logs/*/attempt_0/*/error.json | head -1` names the first.
-# ````
-#
-# Our host looks at that time, too, and calls no rank a victim that a signal has killed: see `first_cause`.
-
-# %%
-show.source(host.first_cause)
-
-# %% [markdown]
-# ## When they do not meet
-#
-# Each row of this table is [a test](../tests/test_cluster.py).
-#
-# | what is wrong | torchrun says | our agent says |
-# |---|---|---|
-# | a node does not come | `RendezvousTimeoutError`, after `join_timeout`, 600 s | how many of how many nodes came, after `--join` |
-# | the address is wrong | `RendezvousConnectionError: The connection to the C10d store has failed`, after `read_timeout`, 60 s | no agent answered at that address |
-# | two jobs, or two ids, at one port | one of these two; no word of ids | the name of the job that meets there |
-# | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank raises, and names `ib7` | the same |
-#
-# torchrun's store listens on all interfaces of the node. Ours listens at the address in `--at`, and nowhere else.
-#
-# ## A real Slurm on your own machine
-#
-# On a cluster you hand a *batch script* to a scheduler, and it runs when enough nodes are free.
 # Slurm is made of ordinary programs: `slurmctld` decides, and a `slurmd` on each node starts what it is told to.
 # So a cluster of two nodes fits on your machine, and a mistake in a batch script costs seconds instead of a night in the queue:
 #
@@ -305,22 +133,21 @@ show.source(host.first_cause)
 # python -m shardlab cluster down
 # ```
 #
-# This needs no root (but for `apt-get`), starts no system service, and listens on the loopback interface alone.
-# Scheduling, signals, queue and files are the real thing; what is pretended: both nodes are this machine, no task is held to its CPUs, and the GPUs are character devices such as `/dev/null`, so that Slurm has something to count.
+# Only `apt-get` needs root. It starts no system service, and listens on the loopback interface alone.
+# Scheduler, signals, queue and files are real. Pretended are the nodes, which are both this machine, and the GPUs, which are devices such as `/dev/null`: Slurm can count them, and no script can compute on them.
 #
-# Where Slurm is installed, the next cell runs it. Elsewhere, it shows what was recorded, and says when.
-
-# %%
-sessions.session("ranks")
-
-# %% [markdown]
-# `sinfo` lists the nodes; `srun` starts a program once for each *task*, which finds its number in its environment.
-# `sbatch` puts a script into the queue, prints its number and returns; `squeue` shows what runs, and why the rest waits; `scancel` ends a job, or sends it a signal.
+# Where Slurm is installed, a page runs the sessions that are short. Elsewhere, and where a session is long, it shows what was recorded, and says when.
 #
-# ## The batch script, line by line
+# ## Two nodes
 #
-# Slurm runs this script once, on the job's first node.
-# It runs nothing on the other ones; that is what `srun` is for.
+# On several GPUs a script runs as several processes, the [ranks](train.md#ranks-a-process-group-and-a-device).
+# The program that starts a node's ranks, tells each who it is, and ends all when one fails is a *launcher*. PyTorch's is `torchrun`.
+# On two nodes there are two of them. They find each other at an address that both are given, and number the ranks; this meeting is the *rendezvous*.
+# [A launcher from scratch](elastic.md) builds one.
+#
+# ### The batch script, line by line
+#
+# Slurm runs the batch script once, on the job's first node. `srun` is what starts a program on all of them.
 
 # %%
 sessions.job("torchrun.sbatch")
@@ -328,22 +155,55 @@ sessions.job("torchrun.sbatch")
 # %% [markdown]
 # | line | why |
 # |---|---|
-# | `#SBATCH …` | options, as comments; behind the first command they are ignored, silently |
-# | `--ntasks-per-node=1` | one task a node: each `torchrun` starts its node's ranks itself. With 2, there are twice the ranks |
-# | `--output`, `--error` | one file each for all ranks, where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
-# | `first`, `address` | the first node's name, and the address at which Slurm reaches it: there ranks meet |
+# | `#SBATCH …` | options, as comments; after the first command Slurm ignores them, silently |
+# | `--ntasks-per-node=1` | a *task* is one start of the program by `srun`. Each `torchrun` starts its node's ranks itself, so one is enough; with 2 there are twice as many ranks as GPUs |
+# | `--output`, `--error` | one file each for all ranks, in the folder where you called `sbatch`. A folder in these names must exist, else the job fails at once, without output (`JobLaunchFailure`) |
+# | `first`, `address` | the first node's name, and the address at which Slurm reaches it: there the launchers meet |
 # | `port=…` | from the job's number: two jobs that share a node must not meet |
 # | `srun --cpus-per-task` | said again, because `srun` does not inherit it from `sbatch` since Slurm 22.05 {cite}`schedmd2026srun` |
 # | `--kill-on-bad-exit=1` | when one task fails, the others end |
 #
-# `sbatch torchrun.sbatch code/train.py --folder runs/a` submits it; what stands behind its name arrives as `"$@"`.
-# Here it starts a script that says who it is, recorded because two launchers take longer than a page should.
+# What `torchrun` is given there, and a few options more; the defaults are those of the installed version.
+
+# %% tags=["hide-input"]
+# Table: torchrun's options, their defaults, and what each gives
+
+from torch.distributed.run import get_args_parser
+
+MEANS = [
+    ("--nnodes", "nodes of the job; 1:2 lets it go on with one"),
+    ("--nproc-per-node", "ranks on this node; also gpu: one for each GPU"),
+    ("--rdzv-backend", "how launchers meet; for several nodes c10d"),
+    ("--rdzv-endpoint", "HOST:PORT where they meet; the same on all nodes"),
+    ("--rdzv-id", "the job's name; the same on all nodes"),
+    ("--rdzv-conf", "settings of the meeting: join_timeout, is_host, …"),
+    ("--max-restarts", "how often all ranks start again after one has failed"),
+    ("--log-dir", "folder of logs and error files"),
+    ("--tee", "3: output and errors to files and to the console"),
+    ("--local-ranks-filter", "0: the console shows one rank of each node"),
+    ("--node-rank", "only for the static backend: c10d ignores it"),
+    ("--shutdown-timeout", "seconds from SIGTERM to SIGKILL (none: 30)"),
+    ("--standalone", "one node: picks a free port itself"),
+]
+known = {name: a for a in get_args_parser()._actions for name in a.option_strings}
+empty = None, "", False
+rows = []
+for name, means in MEANS:
+    default = known[name].default
+    shown = "–" if default in empty else str(default).replace(",", ", ")  # so that it may break
+    rows.append((name, shown, means))
+show.table(rows, ["option", "default", "what it gives"])
+
+# %% [markdown]
+# `torchrun`'s options come before the script's name, the script's own after it.
+# `sbatch torchrun.sbatch train.py --folder runs/a` submits it. Here it starts `steps.py`, which says who it is.
 
 # %%
 sessions.session("torchrun", live=False)
 
 # %% [markdown]
 # The lines are sorted here; in the file, ranks write as they please.
+# `LOCAL_RANK` is a rank's number on its node and chooses its GPU. `RANK`, over all nodes, is for everything else.
 #
 # `srun` can start the ranks itself, without `torchrun`. Then the script needs four names that `torchrun` would have set, and Slurm has all of them:
 
@@ -352,7 +212,20 @@ sessions.job("srun.sbatch")
 
 # %% [markdown]
 # What you give up are restarts inside the job.
-# The [tests](../tests/test_cluster_slurm.py) run these files as they stand, with [our script](train.md#the-script-to-take-home): under both, losses equal those of one process, to 1e-5.
+# The [tests](../tests/test_cluster_slurm.py) run these files as they are, with [our script](train.md#the-script-to-take-home): under both, losses equal those of one process, to 1e-5.
+#
+# ### Rank 0 is not on node 0
+#
+# With `c10d`, `torchrun` sorts the nodes by address, as text: `node10` comes before `node2`.
+# So print and save by `RANK`, and never by Slurm's number of the node, `SLURM_NODEID`.
+#
+# The node that the endpoint names has to serve the meeting. Each `torchrun` decides by the name whether that is itself.
+# At some sites the endpoint is a name that no node calls itself, such as `node1i` for node1 on the InfiniBand network: then nobody serves, and all wait.
+# There `--rdzv-conf=is_host=…` decides, with 1 on the first node and 0 on the others. Single quotes let each node compute its own:
+#
+# ```bash
+# srun bash -c 'torchrun --rdzv-conf=is_host=$((SLURM_NODEID == 0)) … "$@"' torchrun "$@"
+# ```
 #
 # ### Which GPU is mine
 
@@ -389,6 +262,19 @@ sessions.session("devices", live=False)
 sessions.session("random")
 
 # %% [markdown]
+# ### When they do not meet
+#
+# Each row of this table is [a test](../tests/test_elastic.py).
+#
+# | what is wrong | what you see |
+# |---|---|
+# | a node does not come | `RendezvousTimeoutError`, after `join_timeout`, 600 s |
+# | the address is wrong, or nobody serves it | `RendezvousConnectionError: The connection to the C10d store has failed`, after `read_timeout`, 60 s |
+# | two jobs, or two ids, at one port | one of these two; no word of ids |
+# | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank raises, and names `ib7` |
+#
+# `torchrun` listens on all interfaces of the first node, without a password.
+#
 # ## Before the time limit
 #
 # A job that reaches `--time` gets SIGTERM, and SIGKILL some seconds later (30 by default, the site's `KillWait`).
@@ -398,219 +284,120 @@ sessions.session("random")
 sessions.job("requeue.sbatch")
 
 # %% [markdown]
-# `--signal=USR1@120` goes to all processes of all steps, but not to the batch script.
-# Slurm is not punctual: it may send it up to 60 seconds *earlier* than asked {cite}`schedmd2026sbatch`, so nothing may depend on when it comes.
+# `--signal=USR1@120` sends SIGUSR1 to all processes that `srun` has started, and none to the batch script, 120 seconds before the end.
+# Slurm is not punctual: it may send it up to 60 seconds *earlier* than asked {cite}`schedmd2026sbatch`.
 # Ask for more seconds than a step and a save need together.
 #
-# One signal has to become one decision. Ranks that get it at different moments would leave at different steps, and the last ones would wait for ever.
-# So every rank adds its flag to an all-reduce, and all of them stop after the same step.
-# They end with status 0 and leave the file `stopped`; the script sees it, and puts its own job back.
-# A planned stop with another status would look like a failure to `torchrun`, which would start all ranks again.
+# All ranks have to leave after the same step, though the signal reaches them at different moments. A rank that left earlier would leave the others waiting.
+# So at each step every rank adds a flag to an all-reduce, 1 if it has got the signal. When the sum is not 0, all of them save and stop.
+# They end with status 0 and leave the file `stopped`; the batch script sees it, and puts its own job back into the queue.
+# Another status would look like a failure to `torchrun`, which would start all ranks again.
 
 # %%
 sessions.session("requeue", live=False)
 
 # %% [markdown]
-# `scancel --signal` sends the same signal by hand, which is how you try this without waiting for a clock.
+# `scancel --signal` sends the same signal by hand: so you try this without waiting for the time limit.
 # A requeued job keeps its number, and so its folder. It waits two minutes before it may start (`BeginTime`); `scontrol update` takes that away.
-# The test stops [our script](train.md#the-script-to-take-home) so, and finds each step once, with the losses of one process.
+# The test stops [our script](train.md#the-script-to-take-home) in this way, and finds each step once, with the losses of one process.
 #
 # ````{admonition} Checked: "USR1 makes the job save"
 # :class: checked
 #
-# It makes the *ranks* save, if they have a handler. `torchrun` has none, and SIGUSR1 ends a process that has none: status 138, which is 128 + 10.
-# `set -e` then ends the script before it looks for `stopped`, and nothing is requeued, though everything was saved.
+# It makes the *ranks* save, if they handle the signal. `torchrun` does not, and SIGUSR1 ends a process that does not handle it: status 138, which is 128 + 10.
+# `set -e` then ends the batch script before it looks for `stopped`, and nothing is requeued, though everything was saved.
 # `--signals-to-handle` (torch 2.13) passes the signal on, but `torchrun` still ends with 1.
-# `trap "" USR1; exec torchrun` keeps it alive: an ignored signal stays ignored over `exec`, and ranks that set a handler get it all the same.
+# `trap "" USR1; exec torchrun` lets `torchrun` and what it starts ignore the signal; a rank that then sets a handler of its own gets it all the same.
 # ````
 
 # %%
 sessions.session("usr1", live=False)
 
 # %% [markdown]
-# ## One script, many jobs: arrays
-#
-# A sweep over learning rates is one job in four copies. `%2` lets two of them run at a time.
-
-# %%
-sessions.job("array.sbatch")
-
-# %%
-sessions.session("array", live=False)
-
-# %% [markdown]
-# Each task is a job of its own, with its own time limit and its own output. `scancel 1_3` ends one, `scancel 1` all.
-# A task must write into a folder of its own.
-#
-# ## The same job under PBS and Kubernetes
-#
-# What you ask for is the same everywhere.
-#
-# | | Slurm | PBS {cite}`openpbs2026qsub` | Kubernetes {cite}`kubernetes2026job` |
-# |---|---|---|---|
-# | two nodes, 2 GPUs each | `--nodes=2 --gpus-per-node=2` | `-l select=2:ngpus=2 -l place=scatter` | `completions: 2`, `nvidia.com/gpu: 2` |
-# | start on every node | `srun` | `pbsdsh` (or the site's `mpiexec`) | each pod's own `command` |
-# | meeting point | first of `SLURM_JOB_NODELIST` | first line of `$PBS_NODEFILE` | `train-0.train`, by the headless Service |
-# | time limit | `--time` | `-l walltime` | `activeDeadlineSeconds` |
-# | signal before it | `--signal=USR1@120` | none: `timeout --signal=USR1` around the command | SIGTERM, then `terminationGracePeriodSeconds` |
-# | run again | `--requeue` | `-r y` | `backoffLimit` |
-
-# %%
-sessions.job("job.pbs")
-
-# %% [markdown]
-# On Kubernetes nothing counts pods for you unless the Job is *Indexed*: then they are called `train-0` and `train-1`, and a Service without an address of its own makes these names resolve.
-
-# %%
-sessions.job("job.yaml")
-
-# %% [markdown]
-# Where Kubeflow's Trainer is installed, a TrainJob says the same in a third of the lines; its runtime sets the rendezvous.
-
-# %%
-sessions.job("trainjob.yaml")
-
-# %% [markdown]
-# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster_jobs.py) hold the YAML files to published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
-#
 # ## A rank is killed, and training goes on
 #
-# The script below knows nothing of its launcher: it calls `init_process_group`, saves every fifth step, and resumes from what is there. In the first round rank 1 kills itself after step 12.
+# A rank can be lost at any time: a GPU fails, memory runs out, somebody kills it.
+# The other ranks cannot go on without it. With `--max-restarts=3`, `torchrun` ends them and starts all of them again, up to three times.
+# This helps a script that saves, and that resumes from what is there. This one saves after every fifth step. In its first run rank 1 kills itself after step 12.
 
 # %%
-TRAIN = """
-import json, os, signal, sys
-import torch
-import torch.distributed as dist
-
-folder, deadly = sys.argv[1], sys.argv[2] == "deadly"
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-weight, done = torch.zeros(5), 0
-if os.path.exists(f"{folder}/saved.pt"):
-    weight, done = torch.load(f"{folder}/saved.pt")
-for step in range(done + 1, 21):
-    data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))[rank::size]
-    error = data[:, :5] @ weight - data[:, 5]
-    sums = torch.cat([data[:, :5].T @ error, error.square().sum()[None]])
-    dist.all_reduce(sums)  # the gradient of all ranks, and their loss
-    weight -= 0.01 * sums[:5]
-    if rank == 0:
-        with open(f"{folder}/steps", "a") as file:
-            print(json.dumps([step, size, sums[5].item() / 12]), file=file)
-    if rank == 0 and step % 5 == 0:
-        torch.save((weight, step), f"{folder}/saving.pt")
-        os.rename(f"{folder}/saving.pt", f"{folder}/saved.pt")
-    if deadly and step == 12 and rank == 1 and done == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-dist.destroy_process_group()
-"""
-(FOLDER / "train.py").write_text(TRAIN)
-print(TRAIN.count("\n"), "lines")
+show.file(sessions.JOBS / "killed.py", "python")
 
 # %% [markdown]
-# Two nodes, with a rank each:
+# The batch script is the same. The variable is explained [below](#the-store-of-all-rounds).
 
 # %%
-(FOLDER / "deadly").mkdir()
-program = (sys.executable, str(FOLDER / "train.py"), str(FOLDER / "deadly"), "deadly")
-at = f"127.0.0.1:{free_port('127.0.0.1')}"
-job = Job(program, at, nodes=(2, 2), logs=FOLDER / "logs")
-ended = ranks.run(node, 2, job, job, device="cpu", timeout=60)
-for status, said in ended:
-    print(f"status {status}:", *said, sep="\n  ")
-
-# %% tags=["hide-input"]
-# Table: the steps around the kill, beside one process that never stops
-
-
-def one_process():
-    weight, losses = torch.zeros(5), {}
-    for step in range(1, 21):
-        data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
-        error = data[:, :5] @ weight - data[:, 5]
-        weight -= 0.01 * (data[:, :5].T @ error)
-        losses[step] = error.square().sum().item() / 12
-    return losses
-
-
-plain = one_process()
-steps = [json.loads(line) for line in open(FOLDER / "deadly/steps")]
-numbers = [step for step, _, _ in steps]
-assert numbers == [*range(1, 13), *range(11, 21)]
-assert all(abs(value - plain[step]) < 1e-5 for step, _, value in steps)  # float32
-rows = [
-    (step, "0" if place < 12 else "1", f"{value:.5f}", f"{plain[step]:.5f}")
-    for place, (step, _, value) in enumerate(steps)
-    if 9 <= place <= 15
-]
-show.table(rows, ["step", "round", "loss", "loss of one process"])
+sessions.session("killed", live=False)
 
 # %% [markdown]
-# What the ranks say lies in `logs/round-0/rank-1.log` and its neighbours, a file for each rank and round, by its number over all nodes.
-# Steps 11 and 12 are made twice: they came after the last save. All losses are those of one process.
-# The job lost two steps, and the seconds until torch was imported again.
-#
+# Steps 11 and 12 are made twice, because they came after the last save. All losses equal those of a single process.
+# The job lost two steps, and the seconds in which four interpreters imported torch again.
 # Such interruptions come every few hours in a job of a thousand GPUs, as [Checkpoints](checkpoint.md#how-long-a-job-lives) counts.
-# What a restart costs is mostly no training at all. A part of it is a fresh interpreter that imports torch:
-
-# %% tags=["measured"]
-begin = time.perf_counter()
-subprocess.run([sys.executable, "-c", "import torch"], check=True)
-print("import torch:", round(time.perf_counter() - begin, 1), "s")
-
-# %% [markdown]
+#
+# ### Who failed first
+#
+# Each `torchrun` names a "root cause" among *its own* ranks. On the other nodes that is a rank whose connection was closed, and not the cause.
+# Decorate `main` with `@record` (`torch.distributed.elastic.multiprocessing.errors`), and every rank that raises leaves `LOGS/ID_…/attempt_0/LOCAL_RANK/error.json`.
+# Over all nodes, the earliest is the cause.
+#
+# ````{admonition} Checked: "the timestamp in error.json tells who was first"
+# :class: checked
+#
+# It is in whole seconds (torch 2.13), and victims follow within milliseconds: [the test](../tests/test_elastic.py) finds ten digits and no more.
+# The file's own time of change is finer. On a shared file system, `ls -tr --full-time logs/*/attempt_0/*/error.json | head -1` names the first.
+# ````
+#
 # ### What a fault costs
 #
-# The page cannot wait for all of this. `benchmarks/cluster.py` has measured it: two nodes on one machine, four ranks, a small GPT, a checkpoint after every fifth step. After step 12 something happens.
-# The seconds go from the last step before to the first step after.
+# `benchmarks/elastic.py` has measured it: two nodes on one machine, four ranks, a small GPT, a checkpoint after every fifth step. After step 12 something happens.
+# The seconds go from the last step before it to the first step after it.
 
 # %% tags=["hide-input"]
-# Table: what faults cost, recorded by benchmarks/cluster.py
+# Table: what faults cost, recorded by benchmarks/elastic.py
 
-path = Path(cluster.__file__).parent / "restarts.json"
+path = Path(elastic.__file__).parent / "restarts.json"
 found = json.loads(path.read_text())
 rows = []
 for row in found["rows"]:
-    told = row["seconds"], row["lost"], row["after"]
-    both = [" / ".join("–" if x is None else str(x) for x in pair) for pair in told]
-    rows.append((row["case"], *both))
+    told = (row["seconds"][1], row["lost"][1], row["after"][1])
+    rows.append((row["case"], *("–" if x is None else x for x in told)))
 where = f"torch {found['torch']}, {found['cores']} cores"
 start = f"started by a mere loop, the script takes {found['bare start (s)']['4']} s"
 caption = f"Recorded {found['date']}, {where}; {start}"
-head = ["what happens", "seconds, ours / torchrun", "steps lost", "ranks after (of 4)"]
+head = ["what happens", "seconds", "steps lost", "ranks after (of 4)"]
 show.table(rows, head, caption=caption)
 
-
 # %% [markdown]
-# - Medians of two jobs each. Most seconds are the script's start, its imports above all, which no launcher can spare.
-# - No launcher loses more than the steps since the last save. What was computed again had the same losses, on fewer ranks too.
-# - "An agent alone is killed": torchrun's ranks do not notice, and train on as orphans. Nobody watches them, so the next fault is for ever, unless a scheduler ends what the job has left.
-# - The store's node lost: a dash, for both jobs end. Only the scheduler can start the job again, which is what requeueing is for.
+# - Most seconds are the script's start, its imports above all, which no launcher can spare.
+# - No more is lost than the steps since the last save.
+# - An agent is torchrun's process on a node. When it alone is killed, its ranks do not notice, and train on. Nobody watches them any more: at the next fault they wait for ever, and they hold their GPUs until somebody ends them. Slurm does so when the job ends.
+# - The store is where the agents meet. A dash: the job ends with it, and only the scheduler can start it again, which is what requeueing is for.
 #
 # ### The store of all rounds
 #
-# By default torchrun's agents keep one store for the ranks of *all* rounds, and keys do not say of which round they are.
-# A restarted rank can read the address of a dead one there, and waits for it: `connectFullMesh failed … Connection refused`.
-# The [test](../tests/test_cluster.py) lets a rank of round 0 write a key, and a rank of round 1 finds it; with the variable set it does not (torch 2.13).
-# Set it wherever restarts are allowed. A port for each round, as in our agent, is the same cure.
+# Each start of the ranks is a *round*. By default `torchrun` keeps one store of addresses for the ranks of *all* rounds.
+# A restarted rank can find the address of a dead one there, and waits for it: `connectFullMesh failed … Connection refused`.
+# `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` gives each round its own store. Set it wherever you allow restarts.
+# The [test](../tests/test_elastic.py) lets a rank of the first round write a key, and a rank of the second finds it; with the variable set it does not (torch 2.13).
 #
 # ### What no restart helps against
 #
-# - The store's host is lost: the job goes with it.
-# - A bad sample: the same step fails in every round, until restarts are used up. Skip it, or find it.
+# - The first node is lost: the job goes with it.
+# - A bad sample: the same step fails in every round, until no restart is left. Find it, or skip it.
 # - A full disk: every save fails, so every round begins at the same step. [Checkpoints](checkpoint.md#a-full-disk-and-a-folder-that-is-not-shared)
-# - A node that is only slow: nothing fails. See the straggler, below.
+# - A node that is only slow: nothing fails. See [the straggler](#step-times-hide-the-straggler).
 #
 # ## Is my job using its GPUs?
 #
 # A scheduler counts GPUs that are *allocated*, whether they compute or wait. `nvidia-smi` shows their utilisation, and many people stop when it says 100 %.
-# By NVIDIA's definition that is the [share of time in which at least one kernel ran](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html).
-# How much of the GPU that kernel filled, it does not say.
-# Busy and useful differ on a core as well. Here one multiplies small matrices for half a second, and then large ones.
+# By NVIDIA's definition that is the [share of time in which at least one kernel ran](https://docs.nvidia.com/deploy/nvml-api/structnvmlUtilization__t.html), a *kernel* being one operation on the GPU.
+# How much of the GPU that kernel used, it does not say.
+# The same holds for a processor's core. Here one multiplies small matrices for half a second, and then large ones.
 
-# %%
+# %% tags=["hide-input", "measured"]
+# Table: busy and useful, for small and for large products
+
+
 def multiply(n, seconds=0.5):
     """Share of the time that a core was busy, and FLOP/s, in products of n x n."""
     a, count = torch.randn(n, n), 0
@@ -621,13 +408,10 @@ def multiply(n, seconds=0.5):
     return (time.process_time() - used) / elapsed, 2 * n**3 * count / elapsed
 
 
-# %% tags=["hide-input", "measured"]
-# Table: busy and useful, for small and for large products
-
 found = {n: ranks.run(multiply, 1, n, device="cpu")[0] for n in (16, 512)}
 show.timed(found[512][1] > 5 * found[16][1], "large products: five times the FLOP/s")
 rows = [(n, f"{100 * b:.0f}", f"{f / 1e9:.1f}") for n, (b, f) in found.items()]
-show.table(rows, ["n", "core busy (% of time)", "GFLOP/s"])
+show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 
 # %% [markdown]
 # ```{admonition} Checked: "the GPUs are at 100 %, so they are used"
@@ -637,43 +421,39 @@ show.table(rows, ["n", "core busy (% of time)", "GFLOP/s"])
 # A GPU that waits for other ranks is at 100 %, too: [each collective of nccl is a kernel](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/overview.html), which runs while it waits.
 # ```
 #
-# These numbers say more, each in its way:
+# These numbers say more:
 #
 # | number | from | what it tells |
 # |---|---|---|
-# | utilisation | nvidia-smi, NVML | whether anything ran: near 0, the GPU waits for the host |
-# | `DCGM_FI_PROF_SM_ACTIVE` | DCGM | how many of the multiprocessors have work; NVIDIA calls 0.8 necessary, and under 0.5 probably ineffective |
+# | utilisation | nvidia-smi, NVML | whether anything ran: near 0, the GPU waits for the processor or for data |
+# | `DCGM_FI_PROF_SM_ACTIVE` | DCGM | how many of the GPU's multiprocessors have work; NVIDIA calls 0.8 necessary, and under 0.5 probably ineffective |
 # | `DCGM_FI_PROF_PIPE_TENSOR_ACTIVE` | DCGM | share of cycles in which tensor cores work: they give the FLOP/s of the data sheet |
-# | `DCGM_FI_PROF_DRAM_ACTIVE` | DCGM | the same of memory: high beside idle tensor cores, memory is the limit |
-# | power, clock, reasons for a lower clock | nvidia-smi, NVML | power far below the cap: little work; one GPU too hot: that rank is slow |
-# | MFU | your script | FLOP that the model needs, over what the GPUs could do in that time {cite}`chowdhery2022palm`: being merely busy does not raise it |
+# | `DCGM_FI_PROF_DRAM_ACTIVE` | DCGM | the same of memory. If it is high and tensor cores are idle, memory is the limit |
+# | power, clock, reasons for a lower clock | nvidia-smi, NVML | power far below the limit: little work. One GPU too hot: that rank is slow |
+# | MFU (model FLOP utilisation) | your script | operations that the model needs, over what the GPUs could do in that time {cite}`chowdhery2022palm`: being merely busy does not raise it |
 #
-# The definitions are in [DCGM's feature overview](https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html).
+# NVML is the library of NVIDIA's driver, DCGM a service of the node's; [its overview](https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html) has the definitions.
 # Many sites draw them for each job: [LLview](https://github.com/FZJ-JSC/LLview) comes from Jülich, [jobstats](https://github.com/PrincetonUniversity/jobstats) from Princeton.
-# Look there first. LLview samples once in minutes; what happens between them you sample yourself.
+# Look there first. They sample once in minutes; what happens between two samples you sample yourself.
 #
 # ### Sample each rank
 #
-# A sampler asks the driver (`pip install nvidia-ml-py`) and the operating system, and sets nothing.
-
-# %% tags=["hide-input"]
-# Shows how a sample is taken, of a process and of its GPU
-
-show.source(sample.Sampler.read, sample.Sampler._gpu)
-
-
-# %% [markdown]
-# On each node it is one command, for a launcher, one process, or a job of Slurm's; the last line draws:
+# A sampler asks the driver and the operating system, and changes nothing.
+# On a machine of your own you give it the launcher; in Slurm you start it inside the job that runs, once on each node:
 #
 # ```bash
 # python -m shardlab cluster watch runs/one --pid $(pgrep -n torchrun)
-# python -m shardlab cluster watch runs/one --job $SLURM_JOB_ID
+# srun --jobid=1234 --overlap --ntasks-per-node=1 \
+#     python -m shardlab cluster watch runs/one --job 1234
 # python -m shardlab cluster watch runs/one --draw        # runs/one/report.svg
 # ```
 #
-# The next cell watches two ranks for two seconds. In the middle rank 0 alone is busy with a file, for 0.7 s.
+# The next cell watches two ranks for two seconds. In the middle rank 0 alone writes a file, for 0.7 s.
 
-# %%
+# %% tags=["hide-input", "measured"]
+# Runs two ranks of DDP, and draws what each of them used
+
+
 def watched(folder):
     rank, pids = dist.get_rank(), [None, None]
     model = torch.nn.parallel.DistributedDataParallel(GPT(PRESETS["nano"]))
@@ -692,9 +472,6 @@ def watched(folder):
         dist.broadcast(go, 0)
 
 
-# %% tags=["hide-input", "measured"]
-# Runs it, and draws what each rank used, from the samples
-
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
 ranks.run(watched, 2, folder, device="cpu")
 (samples,) = folder.glob("samples-*.jsonl")
@@ -705,16 +482,18 @@ alt = "Processor, memory and network of two ranks over two seconds. In the middl
 alt += "ranks' processors and the network fall to nothing for 0.7 s; memory stays."
 show.figure(report.report(folder), alt, "cluster-report")
 
-
 # %% [markdown]
-# The processors of *both* ranks and the network fall silent: one works on a file, all wait.
-# Memory looks healthy all the time.
+# The processors of *both* ranks and the network fall silent: one writes a file, the other waits for it.
+# Memory shows nothing of it.
 #
 # ### Step times hide the straggler
 #
-# One of these three ranks takes 40 ms longer in each step, before its first message. Every rank measures its own steps.
+# A *straggler* is a rank that is slower than the others. Here rank 1 of three takes 40 ms longer in each step, before its first message. Every rank measures its own steps.
 
-# %%
+# %% tags=["hide-input", "measured"]
+# Table: each rank's steps, and when it arrives at their first message
+
+
 def steps(slow):
     rank, seconds = dist.get_rank(), []
     for _ in range(36):
@@ -731,9 +510,6 @@ def late(results):
         calls[rank] = [c for c in flight.calls(record) if c.op == "all_reduce"]
     return straggler.arrivals(calls)
 
-
-# %% tags=["hide-input", "measured"]
-# Table: each rank's steps, and when it arrives at their first message
 
 results = ranks.run(steps, 3, 1, device="cpu")
 arrivals = late(results)
@@ -756,19 +532,22 @@ alt = "Above, the duration of 36 steps: three ranks' lines lie together. Below, 
 alt += "each called a step's first collective: rank 1 comes last, by the same distance."
 show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 
-
 # %% [markdown]
-# Each step ends when the last rank has come: *arrivals* tell ranks apart.
-# PyTorch's flight recorder keeps when a *host* queues a collective: with gloo, its arrival.
-# With nccl hosts run ahead: it ranks hosts, and hides a throttled GPU.
-# `TORCH_NCCL_ENABLE_TIMING=1` adds durations, which `arrivals` prefers: the straggler's are shortest.
-# Take medians of 30 steps; machines' clocks differ by milliseconds.
+# Each step ends when the last rank has come, so all steps take equally long. What tells ranks apart is when each *arrives* at the collective.
+# PyTorch's flight recorder, a list that each rank keeps of its last collectives, has the moment at which the *processor* queued each of them.
+# With gloo that is the rank's arrival. With nccl the processor runs ahead of its GPU, so a GPU that is slow itself does not show.
+# There set `TORCH_NCCL_ENABLE_TIMING=1`: it adds how long each collective took, and the straggler's are the shortest.
+# Take medians of 30 steps; clocks of two machines differ by milliseconds.
 #
 # ### All ranks on one timeline
 #
-# The profiler writes a trace for each rank. Laid on one axis, they show the share of communication that is hidden: the time in which a rank also computes.
+# The profiler writes a trace for each rank. On one axis they show what share of communication is hidden, which is the time in which the rank also computes.
+# The first picture is a step that averages gradients after backward.
 
-# %%
+# %% tags=["hide-input", "measured"]
+# Traces a step of either kind, and draws the one whose messages come after backward
+
+
 def traced(folder):
     """A step that averages gradients after backward, and one in which DDP does."""
     rank = dist.get_rank()
@@ -789,9 +568,6 @@ def traced(folder):
         profiler.export_chrome_trace(f"{folder}/{name}/rank{rank}.json")
 
 
-# %% tags=["hide-input", "measured"]
-# Traces both, and draws the step whose messages come after backward
-
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
 ranks.run(traced, 2, folder, device="cpu", show=False)
 traces = {name: timeline.read(folder / name) for name in ("after", "ddp")}
@@ -802,9 +578,6 @@ hidden = max(trace.hidden for trace in traces["after"])
 show.timed(hidden < 0.05, "messages after backward are not hidden")
 alt = "Two ranks. Each computes first, then its messages follow: none is hidden."
 show.figure(timeline.picture(traces["after"]), alt, "cluster-timeline-after")
-
-# %% [markdown]
-# This is the step with DDP. What is hidden is dark.
 
 # %% tags=["hide-input", "measured"]
 # Draws the step in which DDP sends during backward
@@ -884,11 +657,10 @@ found = hang.explain(calls)
 print(*found)
 
 # %% tags=["hide-input"]
-# Holds the finding, and shows how it is made
+# Holds the finding
 
 assert found[0].ranks == (1,) and found[0].call.number == 5
 assert fewer(calls, "data") == [1]
-show.source(hang.explain, hang._first)
 
 # %% [markdown]
 # The watchdog's limit is longer than any step, the first and saves included, and shorter than the group's: what gloo has given up counts as done.
@@ -906,7 +678,7 @@ show.source(hang.explain, hang._first)
 #
 # ### Time limits
 #
-# A group made without a limit takes gloo's 30 minutes, whatever `init_process_group` was given.
+# A group that is made without a limit has gloo's, 30 minutes, whatever `init_process_group` was given.
 
 # %%
 limits = {call.group.partition(":")[0]: call.limit for call in calls[0]}
@@ -914,7 +686,7 @@ print("data:", limits["data"], "s, careless:", limits["careless"], "s")
 print("the world's is another one:", limits["default_pg"] < limits["careless"])
 
 # %% [markdown]
-# With nccl a watchdog thread ends the job, and leaves each rank's record (torch 2.13, November 2026). [What steers it](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html):
+# With nccl a thread ends the job at the limit, and leaves each rank's record (torch 2.13, November 2026). [These variables steer it](https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html):
 #
 # | variable | what for |
 # |---|---|
@@ -925,20 +697,22 @@ print("the world's is another one:", limits["default_pg"] < limits["careless"])
 #
 # ### Where each rank stands
 #
-# `py-spy` reads a process's stack from outside, with root's right to trace (in containers `SYS_PTRACE`; on Ubuntu `ptrace_scope`).
+# `py-spy` (`pip install py-spy`) reads a process's stack from outside. It needs the right to trace: root, in containers `SYS_PTRACE`; Ubuntu's `ptrace_scope` may forbid it.
 # Without it, prepare: after `faulthandler.register(signal.SIGUSR2)` in the script, `kill -USR2 PID` prints the stack.
-# This was captured of a real job on 23 November 2026, and is the first exercise.
+# This was captured of a real job on 23 November 2026, and is the first of the exercises with a log.
 
 # %%
 print(captured.log("uneven").partition("== flight")[0].strip())
-
 
 # %% [markdown]
 # ## Where ranks run: cores, and the right network
 #
 # Two ranks that are bound to one core share it, however many are idle.
 
-# %%
+# %% tags=["hide-input", "measured"]
+# Table: what two ranks get of the cores, bound to one and bound to two
+
+
 def on_cores(cores):
     os.sched_setaffinity(0, {cores[dist.get_rank()]})
     a = torch.randn(256, 256)
@@ -948,9 +722,6 @@ def on_cores(cores):
         a @ a
     return (time.process_time() - used) / (time.monotonic() - begin)
 
-
-# %% tags=["hide-input", "measured"]
-# Table: what two ranks get of the cores, bound to one and bound to two
 
 first, *others = sorted(os.sched_getaffinity(0))
 together = sum(ranks.run(on_cores, 2, [first, first], device="cpu"))
@@ -976,9 +747,6 @@ show.table(rows, ["binding", "cores that the two ranks got, together"])
 #
 # `INFO` prints `NET/IB : Using …` or `NET/Socket : Using …`: the second, on a cluster with InfiniBand, is why a job is slow.
 #
-# Compute nodes often have no internet. Fetch data and models before, on a login node, into a folder that all nodes see (`HF_HOME=/shared/hf`).
-# In the job, [`HF_HUB_OFFLINE=1`](https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables) turns waiting for a network into an error at once.
-#
 # ## Before the job: ask all ranks
 #
 # With `python -m shardlab doctor`, every rank looks at its own host, then at the others, and one table says what is wrong and what to do.
@@ -996,7 +764,7 @@ status = doctor.main([*here, "--needs", "1e6", "--pairs"])
 #
 # ### What it finds
 #
-# Now the kernel gets three faults that jobs really have, and the ranks that it starts inherit two of them.
+# Now this process gets three faults that jobs really have, and the ranks that it starts inherit two of them.
 # All of them may use one core, as under a launcher that binds wrongly; each may open 150 files; and the checkpoint wants a petabyte.
 
 # %% tags=["measured"]
@@ -1020,24 +788,9 @@ show.source(checks.clocks)
 # Each rank asks rank 0 for the time, and takes the answer to be half a round trip old {cite}`cristian1989clock`.
 # So an offset is believed only as far as it is larger than that half.
 #
-# ### Pairs that do not disturb each other
-#
-# In round $d$ rank $r$ exchanges messages with rank $r \oplus d$ (exclusive or).
-# A round's pairs are disjoint, and up to 16 ranks everyone meets everyone.
-
-# %%
-hosts = ["node1", "node1", "node2", "node2"]
-for number, turn in enumerate(pairs.turns(4, hosts, apart=False), 1):
-    print(f"round {number}:", " ".join(f"{a}–{b}" for a, b in turn))
-print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
-
-# %% [markdown]
-# With gloo the cores of a host move the bytes, so its pairs take turns (`apart=True`).
-# Above 16 ranks, the seven nearest and those 8, 16, 32, … away are measured: ten rounds for 64 ranks.
-#
 # ### In a job script
 #
-# The same command is one rank of whatever launcher starts it: it reads `RANK` and its neighbours (torchrun), or `SLURM_PROCID` and its (srun).
+# The same command is one rank of whatever launcher starts it: it reads `RANK` and its like (torchrun), or `SLURM_PROCID` and its like (srun).
 #
 # ```bash
 # srun python -m shardlab doctor --folder "$FOLDER" --needs 200e9 || exit 1
@@ -1066,11 +819,73 @@ print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
 # | it becomes slow | [the sampler](#sample-each-rank); [who comes last](#step-times-hide-the-straggler) |
 # | GPUs busy, and little done | [Is my job using its GPUs?](#is-my-job-using-its-gpus); [one timeline](#all-ranks-on-one-timeline) |
 #
+#
+# ### Pairs that do not disturb each other
+#
+# In round $d$ rank $r$ exchanges messages with rank $r \oplus d$ (exclusive or).
+# A round's pairs are disjoint, and up to 16 ranks everyone meets everyone.
+
+# %%
+hosts = ["node1", "node1", "node2", "node2"]
+for number, turn in enumerate(pairs.turns(4, hosts, apart=False), 1):
+    print(f"round {number}:", " ".join(f"{a}–{b}" for a, b in turn))
+print(len(list(pairs.rounds(64))), "rounds for 64 ranks")
+
+# %% [markdown]
+# With gloo the cores of a host move the bytes, so its pairs take turns (`apart=True`).
+# Above 16 ranks, the seven nearest and those 8, 16, 32, … away are measured: ten rounds for 64 ranks.
+#
+# ## One script, many jobs: arrays
+#
+# A sweep over learning rates is one job in four copies. `%2` lets two of them run at a time.
+
+# %%
+sessions.job("array.sbatch")
+
+# %%
+sessions.session("array", live=False)
+
+# %% [markdown]
+# Each task is a job of its own, with its own time limit and its own output. `scancel 1_3` ends one, `scancel 1` all.
+# A task must write into a folder of its own.
+#
+# ## The same job under PBS and Kubernetes
+#
+# What you ask for is the same everywhere.
+#
+# | | Slurm | PBS {cite}`openpbs2026qsub` | Kubernetes {cite}`kubernetes2026job` |
+# |---|---|---|---|
+# | two nodes, 2 GPUs each | `--nodes=2 --gpus-per-node=2` | `-l select=2:ngpus=2 -l place=scatter` | `completions: 2`, `nvidia.com/gpu: 2` |
+# | start on every node | `srun` | `pbsdsh` (or the site's `mpiexec`) | each pod's own `command` |
+# | meeting point | first of `SLURM_JOB_NODELIST` | first line of `$PBS_NODEFILE` | `train-0.train`, by the headless Service |
+# | time limit | `--time` | `-l walltime` | `activeDeadlineSeconds` |
+# | signal before it | `--signal=USR1@120` | none: `timeout --signal=USR1` around the command | SIGTERM, then `terminationGracePeriodSeconds` |
+# | run again | `--requeue` | `-r y` | `backoffLimit` |
+
+# %%
+sessions.job("job.pbs")
+
+# %% [markdown]
+# On Kubernetes nothing counts pods for you unless the Job is *Indexed*: then they are called `train-0` and `train-1`, and a Service without an address of its own makes these names resolve.
+
+# %%
+sessions.job("job.yaml")
+
+# %% [markdown]
+# Where Kubeflow's Trainer is installed, a TrainJob says the same in a third of the lines; its runtime sets the rendezvous.
+
+# %%
+sessions.job("trainjob.yaml")
+
+# %% [markdown]
+# Neither PBS nor Kubernetes ran here. [Tests](../tests/test_cluster_jobs.py) hold the YAML files to published schemas (`kubeflow-trainer-api` 2.3.0); the PBS file follows OpenPBS's manual, and its shell ran with a pretended `pbsdsh`.
+#
 # ## When to use what
 #
-# - **One node**: `torchrun --standalone`.
+# - **One GPU**: `srun python`.
+# - **One node**: `srun torchrun --standalone`.
 # - **Several nodes under Slurm**: `srun` with one `torchrun` a node where ranks shall restart inside the job; `srun` alone where a requeue is restart enough.
-# - **Nodes without a scheduler**: `torchrun` with c10d, in a service that ends orphans (systemd, a container).
+# - **Nodes without a scheduler**: `torchrun` with c10d, in a service that ends what it leaves (systemd, a container).
 # - **Kubernetes**: a TrainJob where Kubeflow is installed, else an Indexed Job.
 # - **Fewer nodes than asked**: `--nnodes 1:2` only if your batch stays the same on fewer ranks, as in [our script](train.md); else the losses change.
 # - **Always**: the doctor before, `--resume auto`, a signal before the time limit, a watchdog.
@@ -1186,48 +1001,6 @@ check(answer, "hang_uneven")
 # %%
 answer = {"rank": 2, "collective": "all_reduce", "line": 17}
 check(answer, "hang_uneven")
-
-
-# %% [markdown]
-# ```{solution-end}
-# ```
-#
-# ```{exercise-start} Who is silent (medium)
-# :label: ex-cluster-silent
-# ```
-#
-# The host sees beats: `seen` is a list of `(time, agent, beat)`, in the order in which it read them, with its own clock. An agent whose process is stopped leaves its last beat in the store, so the host goes on reading it.
-# Return the agents that are silent at `now`: those whose beat has not changed for more than `patience` seconds.
-
-# %%
-def my_silent(seen, now, patience):
-    pass  # your code
-
-
-check(my_silent)
-
-
-# %% [markdown]
-# ```{exercise-end}
-# ```
-#
-# ```{solution-start} ex-cluster-silent
-# :label: sol-cluster-silent
-# :class: dropdown
-# ```
-#
-# What counts is when a beat was *first* seen.
-
-# %%
-def my_silent(seen, now, patience):
-    last = {}
-    for time, agent, beat in seen:
-        if agent not in last or last[agent][0] != beat:
-            last[agent] = beat, time
-    return {agent for agent, (_, time) in last.items() if now - time > patience}
-
-
-check(my_silent)
 
 
 # %% [markdown]
@@ -1444,4 +1217,3 @@ check(rounds, "cluster_rounds")
 # - PyTorch's [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html), and its [flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html).
 # - Slurm's manual pages: sbatch {cite}`schedmd2026sbatch` and srun {cite}`schedmd2026srun`.
 # - A pod for each node: Kubernetes on Jobs whose pods talk to each other {cite}`kubernetes2026job`.
-# - NVIDIA's [variables of nccl](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html), and [DCGM's counters](https://docs.nvidia.com/datacenter/dcgm/latest/user-guide/feature-overview.html).

@@ -274,7 +274,7 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 #
 # ![All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what each of the ranks had for it, as if rows became columns. Barrier: ranks arrive at different times, and all go on when the last one, rank 1, has arrived.](../figures/collectives_exchange.svg)
 #
-# **All-to-all** gives rank $j$ what each rank had for it; [experts](experts.md) live on it.
+# **All-to-all** gives rank $j$ what each rank had for it; lesson [experts](experts.md) sends its tokens this way.
 # **Barrier** moves no data: nobody leaves before everybody came.
 #
 # Here they are on three ranks, with numbers that you can check in your head.
@@ -314,14 +314,15 @@ show.table(rows, ["collective", "rank 0", "rank 1", "rank 2"])
 
 # %% [markdown]
 # The convention is the one of `torch.distributed`: nothing is returned.
-# The result stands in the tensor that you gave, or in the output that stands before the input.
+# The result is in the tensor that you gave, or in the output argument, which comes before the input.
 #
 # ## From one message to a tree
 #
 # All we have is one message: `ranks.isend(tensor, peer, group)` on one side, `ranks.irecv(tensor, peer, group)` on the other.
-# Both begin, and return a handle; `wait()` on the handle ends.
-# A send counts as finished when the tensor may be changed again, and with gloo and NCCL alike that can mean *when it was received*.
-# And with NCCL the *first* message between two ranks connects them, and both processes stop until it has.
+# Both start a transfer and return a handle, whose `wait()` returns when the transfer is done.
+# A send is done when its tensor may be changed again.
+# With gloo as with NCCL, that may be only after the other side has received it.
+# With NCCL, moreover, the *first* message between two ranks connects them, and both processes stop until they are connected.
 #
 # With messages alone, the root of a broadcast could send to everyone in turn, in $N - 1$ messages one after another.
 # But whoever has the tensor can help.
@@ -337,7 +338,6 @@ show.source(collectives.broadcast)
 # %% [markdown]
 # Reduce is the same tree walked backwards, and reduce followed by broadcast is an all-reduce: the *tree*.
 # The barrier uses the same distances, with everyone sending at once.
-# Little is new in them.
 
 # %%
 show.source(collectives.reduce, collectives.all_reduce_tree, collectives.barrier)
@@ -387,7 +387,7 @@ show.source(collectives.reduce, collectives.all_reduce_tree, collectives.barrier
 # It sets out from rank 1, collects rank 2's share, then rank 3's, and comes home to rank 0 in step 3, complete.
 # In steps 4 to 6 it goes around once more, and every rank keeps a copy.
 #
-# In the module the two loops of the plain version are two collectives, pieces may have any sizes, and sums grow in two buffers, so that the inputs stay as they were.
+# In the module the two loops of the plain version are two collectives, pieces may have any sizes, and partial sums are kept in two buffers, so that the inputs stay as they were.
 
 # %%
 show.source(
@@ -407,7 +407,7 @@ show.source(
 # - **Parity**: ranks of even number send first and then receive, those of odd number receive first and then send. Then each send finds somebody who receives, whatever $N$ is.
 # - **One batch**: begin a send and a receive with a single call, `dist.batch_isend_irecv`, in which neither waits for the other. That is `ranks.exchange`.
 #
-# (Where gloo moves what lies on a GPU, it leaves from a copy in the host's memory and lands in one.)
+# (When the tensors are on a GPU, gloo sends a copy that it makes in the host's memory, and receives into the host's memory, too.)
 
 # %%
 show.source(ranks.exchange)
@@ -425,7 +425,7 @@ show.source(collectives.all_to_all)
 # Do ours compute what `torch.distributed` computes?
 # We compare on 1 to 4 ranks, with seven random numbers per rank, which two, three and four do not divide.
 # How close is close enough?
-# Each addition rounds its result, by at most half a unit in the last place: a share $u$ of it, $2^{-24}$ in `float32` and $2^{-8}$ in `bfloat16`.
+# Each addition rounds its result, with a relative error of at most $u$: $2^{-24}$ in `float32` and $2^{-8}$ in `bfloat16`.
 # A sum over $N$ ranks has $N - 1$ additions, and two orders of adding can differ by twice that.
 # So the tolerance is $2(N-1)\,u \sum_r |x_r|$.
 # What is only copied has to be equal, bit for bit.
@@ -737,7 +737,7 @@ show.source(collectives.critical_path, collectives.CostModel, fold=40)
 # %% [markdown]
 # The two numbers of a link are fitted to measured times of single messages.
 # We fit two links: the emulated one, whose numbers we know, and this machine's own loopback.
-# The messages go back and forth in trains, from 16 B to 64 MiB, each in memory that the last one did not warm up.
+# Messages of 16 B to 64 MiB go back and forth, several in a row, each in memory that the one before has not brought into the caches.
 # *Typical* is the median over the twelve sizes.
 
 # %% tags=["hide-input", "measured"]
@@ -939,7 +939,7 @@ show.table(rows, ["ranks", *head, "crossing (MB)"])
 #
 # If you read the output of `nccl-tests`, you meet two bandwidths.
 # *algbw* is $S$ divided by the seconds.
-# *busbw* multiplies it by $2(N-1)/N$ for an all-reduce, so that it can be compared with what the link is sold for, whatever $N$ is {cite}`nvidia2026nccltests`.
+# *busbw* multiplies it by $2(N-1)/N$ for an all-reduce, so that it can be compared with the link's nominal bandwidth, whatever $N$ is {cite}`nvidia2026nccltests`.
 #
 # ## The time of gloo beside ours
 #
@@ -1091,7 +1091,7 @@ assert found == [(101.0, 101.0)] * 2
 # %% [markdown]
 # Without `ranks.run` you see none of these explanations.
 # The job stands still, every GPU may show 100 % (NCCL waits actively), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the *innocent* ranks complain.
-# This is what rank 0 gets to say when rank 1 comes too late, with a timeout of one second:
+# This is what rank 0 reports when rank 1 comes too late, with a timeout of one second:
 
 # %%
 def late():
@@ -1126,7 +1126,7 @@ assert "Timed out" in message
 # | all-reduce | good | bad |
 # |---|---|---|
 # | naive | adds in rank order, as one process would | rank 0 sends $(N-1) S$: three times the tensor on 4 ranks, 1,023 times on 1,024 |
-# | tree | $2\lceil\log_2 N\rceil$ latencies: 20 on 1,024 ranks | the busiest rank sends $\lceil\log_2 N\rceil\, S$ down alone: 2 S on 4 ranks, and half the ranks idle |
+# | tree | $2\lceil\log_2 N\rceil$ latencies: 20 on 1,024 ranks | the busiest rank sends $\lceil\log_2 N\rceil\, S$ in the broadcast alone: 2 S on 4 ranks; half the ranks are idle |
 # | ring | less than 2 S per rank for any $N$, all links busy; halves useful on their own | $2(N-1)$ latencies: 2,046 on 1,024 ranks, 20 ms at 10 µs each |
 #
 # ```{admonition} On more GPUs
@@ -1292,7 +1292,7 @@ check(broadcast_large)
 # ```
 #
 # Scatter, then all-gather: what {cite}`thakur2005mpich` call van de Geijn's algorithm.
-# The root sends each rank its piece, and the ring does the rest: about twice $S$ on the wire's clock, where the tree needs $\lceil\log_2 N\rceil$ times.
+# The root sends each rank its piece, and the ring does the rest: on the link that takes the time of about $2S$, where the tree takes that of $\lceil\log_2 N\rceil\, S$.
 
 # %%
 def broadcast_large(tensor, root, group):
@@ -1361,7 +1361,7 @@ check(my_bucket_bytes)
 # - The tree takes $2\lceil\log_2 N\rceil$ rounds of the whole tensor: better below the crossing, worse above.
 # - $\alpha + \beta S$ predicts a wire within a few percent, and a machine's loopback only roughly.
 # - Sums differ in the last bits with the order of adding; all ranks still hold the same bits.
-# - Same calls, same order, same sizes: otherwise it hangs, or, worse, does not. In a ring, send and receive by parity or in one batch.
+# - Same calls, same order, same sizes: otherwise the job hangs, or, worse, goes on with wrong numbers. In a ring, send and receive by parity or in one batch.
 #
 # ## Further reading
 #

@@ -174,6 +174,7 @@ print("drift after five steps:", apart)
 # Holds the drift of all four ranks against zero
 assert apart == [0.0] * 4
 
+
 # %% [markdown]
 # Not almost zero: zero.
 # Each sum is made in one place and copied to all ranks, so they get the same bits, and keep them.
@@ -182,6 +183,43 @@ assert apart == [0.0] * 4
 # An all-reduce waits for every rank. A rank that left one out, because it had nothing to say, would leave the others waiting.
 # The package's [average_gradients](../code/shardlab/buckets.py) deals with both, and one of the exercises goes a step further.
 #
+# ````{admonition} Checked: "copies synchronise their weights"
+# :class: checked
+#
+# No weight is sent in a step, only gradients.
+# (`DistributedDataParallel` sends weights once, before the first step.)
+# To average weights after the step is another algorithm: AdamW divides each rank's gradient by that rank's own history, so the mean of the steps is not the step of the mean.
+# Only with plain SGD, where a step is the gradient times a number, do both end with the same weights.
+# ````
+
+# %% tags=["hide-input"]
+# Table: averaged gradients beside averaged weights
+def averaging(what, kind):
+    model, optimizer = model_and_optimizer()
+    if kind == "SGD":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        tokens, targets = local_batch(step)
+        optimizer.zero_grad()
+        loss(model(tokens), targets).backward()
+        if what == "gradients":
+            average(model)
+        optimizer.step()
+        for parameter in model.parameters() if what == "weights" else ():
+            parameter.data /= dist.get_world_size()
+            dist.all_reduce(parameter.data)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+rows, off = [], []
+for kind in ("AdamW", "SGD"):
+    ways = [ranks.run(averaging, 4, what, kind)[0] for what in ("gradients", "weights")]
+    off.append(max((a - b).abs().max().item() for a, b in zip(*ways, strict=True)))
+    rows.append((kind, f"{off[-1]:.0e}"))
+assert off[0] > 1e-3 > 1e-5 > off[1]
+show.table(rows, ["optimizer", "weights after five steps differ by"])
+
+# %% [markdown]
 # ### Step 2: buckets
 #
 # This GPT has 35 parameters, a large one has hundreds, and most of them are small: biases, norms.
@@ -225,6 +263,42 @@ show.source(DataParallel)
 # Suppose rank 0 used layer A before B, and rank 1 the other way round, and each sent what is full first: then rank 0's bucket A would meet rank 1's bucket B, and be added to it.
 # So a full bucket waits for those before it.
 # Bucket 0 holds the last parameters, since theirs are ready first: that is why the order is reversed.
+#
+# Step through one step. A cell's colour is that of the rank whose batch is in it, four stripes are the average, and a thick outline marks what has just arrived.
+#
+# :::{step-through} A step of data parallelism on four ranks, four buckets
+# 1. ![Before the step: a table with a row for each of four ranks and a column for each bucket of gradients: embedding, block 1, block 2 and head. Each rank has its own share of the batch, all have the same weights, and there are no gradients.](../figures/steps/data_parallel_1.svg)
+#
+#    All ranks have the same weights, and each has its share of the batch.
+#
+# 2. ![Forward: every rank computes all layers on its own share of the batch. Nothing is sent.](../figures/steps/data_parallel_2.svg)
+#
+#    Each rank computes the forward of its own share. Nothing is sent.
+#
+# 3. ![Backward of the head: every rank has the head's gradients of its own batch.](../figures/steps/data_parallel_3.svg)
+#
+#    Backward begins at the last layer. Its gradients fill bucket 0.
+#
+# 4. ![Backward of block 2, while the head's gradients are all-reduced: every rank has the gradients of block 2 and the head of its own batch.](../figures/steps/data_parallel_4.svg)
+#
+#    Bucket 0 leaves. While it is under way, each rank computes the backward of block 2.
+#
+# 5. ![Backward of block 1, while the gradients of block 2 are all-reduced. The head's are the average over all four ranks now.](../figures/steps/data_parallel_5.svg)
+#
+#    The head's gradients are averages now. Block 2's are under way, and block 1 computes.
+#
+# 6. ![Backward of the embedding, while the gradients of block 1 are all-reduced. Those of block 2 and the head are averages.](../figures/steps/data_parallel_6.svg)
+#
+#    The same one layer further on.
+#
+# 7. ![Backward is over, and nothing computes while the embedding's gradients are all-reduced. All others are averages.](../figures/steps/data_parallel_7.svg)
+#
+#    Backward is over, and the last bucket has nothing left to hide it: all ranks wait for it.
+#
+# 8. ![All gradients are averages, the same on all four ranks. Each rank's optimizer makes the same step, and the weights are the same again.](../figures/steps/data_parallel_8.svg)
+#
+#    All gradients are averages, the same on all ranks. So all optimizers make the same step, and the weights are the same again.
+# :::
 #
 # This is what it gains. Both timelines are from one real run, on one of two ranks that are joined by an emulated link of 1 Gbit/s.
 # Backward is cut where a bucket became full.

@@ -129,7 +129,7 @@ else:
 #
 # ![A product by rows on four ranks, step by step. At first rank 0 alone holds A and B. Then B is broadcast to all, and each rank gets its quarter of the rows of A. Each multiplies, and holds a quarter of the rows of C. After an all-gather every rank holds all of C.](../figures/gemm_story.svg)
 #
-# Here are the same steps on two ranks, told by each of them.
+# Here are the same steps on two ranks, printed by each of them.
 # Each multiplies its own two rows of $A$; the all-gather puts the results below one another, everywhere.
 
 # %%
@@ -156,7 +156,7 @@ found = ranks.run(story, 2, device="cpu")
 
 
 # %% [markdown]
-# By columns only the last line is another one: what arrives belongs side by side.
+# By columns only the last line differs: what arrives is put side by side.
 # By the inner dimension no rank has an entry of $C$ that is right before the sum, and the sum is an all-reduce.
 
 # %%
@@ -211,7 +211,7 @@ show.source(gemm.shard_slice, gemm.cut, gemm.by_rows, gemm.by_columns)
 # %% [markdown]
 # To gather, the shorter shares are padded, and the padding is dropped where it arrives.
 # The last lines of the two functions differ.
-# Rows that arrive one after another are a matrix: they lie in memory as the matrix does.
+# Rows that arrive one after another lie in memory as those of the whole matrix do.
 # Columns do not: what arrives are $t$ narrow matrices, which have to be copied side by side. [Below](#gemm-wrong) is what happens if they are not.
 
 # %%
@@ -355,8 +355,8 @@ show.table(rows, ["SUMMA", "held by a rank (MB)", "time (ms)"])
 # %% [markdown]
 # ## Every way equals one process
 #
-# Every way is held against one process on 1, 2, 3 and 4 ranks, with sizes that do not divide.
-# Each entry of $C$ is a sum of $K$ products, and each addition rounds by at most a share $u$ of its result, $2^{-24}$ in float32.
+# Every way is compared with one process on 1, 2, 3 and 4 ranks, with sizes that do not divide.
+# Each entry of $C$ is a sum of $K$ products, and each addition rounds its result, with a relative error of at most $u$: $2^{-24}$ in float32.
 # So two orders of adding differ by at most $2 K u\,(|A|\,|B|)$: that is *allowed*. In float64 $u$ is $2^{-53}$.
 # The table has the largest difference over all ranks, sizes and grids.
 
@@ -433,7 +433,7 @@ show.table(rows, ["way", *head])
 # - on a grid of $p \times q$: what it receives is $\frac{q-1}{q}$ of its rows of $A$ and $\frac{p-1}{p}$ of its columns of $B$.
 #
 # Our reduce-scatter is an `all_to_all_single` and a sum in the order of the ranks, which moves as much, and has the same bits each time.
-# The table holds the formulas against two counts: each operation's bytes, counted, which have to be exact, and what the loopback interface transmitted, headers included.
+# The table compares the formulas with two counts: the bytes of each operation, which have to be equal, and what the loopback interface transmitted, headers included.
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes sent, predicted, counted, and seen on the interface
@@ -646,7 +646,7 @@ show.figure(
 # (gemm-roofline)=
 # ## From bytes to seconds: the roofline
 #
-# The formula hides an assumption: that a rank which gets a $t$-th of the work needs a $t$-th of the time.
+# The formula assumes that a rank which gets a $t$-th of the work needs a $t$-th of the time.
 # Whether it does depends on the bytes that it has to fetch from its own memory.
 # Every byte that an operation touches travels between memory and arithmetic, and for many operations that takes longer than the arithmetic.
 #
@@ -682,7 +682,7 @@ WORK = {  # name: (FLOP, bytes, the work); all in float32
 
 
 # %% [markdown]
-# The roof over them is the best rates that any of them reached, or a long copy.
+# The roof is made of the best rates that any of them, or a long copy, reached.
 
 # %% tags=["hide-input", "measured"]
 # Measures and draws the roofline of this machine
@@ -709,8 +709,8 @@ show.figure(
 
 
 # %% [markdown]
-# The optimizer's step and every elementwise operation stand far to the left: a faster processor does not help them, fewer bytes do.
-# A matrix with one column stands there too, and that is what generating text one token at a time is.
+# The optimizer's step and every elementwise operation are far to the left: a faster processor does not help them, fewer bytes do.
+# So is the product with a matrix of one column, which is what generating text one token at a time does.
 # With $bs$ tokens in a batch, a weight matrix is read once and used $bs$ times, so more tokens move a product to the right, under the flat roof. That is the other side of "make the batch smaller".
 #
 # ### Thin shards
@@ -738,7 +738,7 @@ def thin_shards():
 
 
 # %% [markdown]
-# *Reachable* is the roof at that intensity, for the type of these matrices. Its flat part is the best that a large product or any of these shards reached, so nothing stands above it.
+# *Reachable* is the roof at that intensity, for the type of these matrices. Its flat part is the best that a large product or any of these shards reached, so nothing is above it.
 
 # %% tags=["hide-input", "measured"]
 # Table: what thin shards reach of the roof
@@ -838,7 +838,7 @@ show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"
 # It adds up late: only when something needs the sum. On a grid it gathers a whole row of $A$ and a whole column of $B$ at once, where SUMMA brings them in panels.
 # Tensor parallelism in PyTorch is made of these.
 #
-# The knowing has a price. Both ways multiply by rows and gather $C$, alternating in one run, on two ranks.
+# This takes time of its own. Both ways multiply by rows and gather $C$, alternating in one run, on two ranks.
 
 # %% tags=["hide-input", "measured"]
 # Measures DTensor beside ours, for small and for large matrices

@@ -20,15 +20,26 @@
 #
 # - say of any rank which groups it is in, and count what an order of ranks costs;
 # - train one model by data, pipeline and tensor parallelism at once, and show that it equals one process;
-# - name what clipping, tied embeddings, norms, dropout and uneven batches need, and what they do without it;
-# - predict the bytes that each group holds and sends, and go on from a checkpoint under another mesh;
+# - name what gradient clipping, tied embeddings, LayerNorms, dropout and uneven batches need on a mesh, and what goes wrong without it;
+# - predict the bytes that each rank holds and sends, and resume from a checkpoint under another mesh;
 # - read FSDP2 over `parallelize_module` on a `DeviceMesh` as the same thing.
 #
 # It takes about 30 minutes to read and 40 minutes for the exercises. Running it takes under a minute.
 # It needs [Tensor parallelism](tensor_parallel.md), [Pipeline parallelism](pipeline.md) and [ZeRO](zero.md).
 #
-# One number to begin with. Llama 3 70B is trained on 512 GPUs: each matrix over 8, the layers over 4 stages, 16 copies of all that.
-# In nodes of 8 GPUs there are six ways to number the ranks. The best sends 26 GB for each GPU out of its node in a step. The worst sends 24 times as much.
+# One number to begin with. Say Llama 3 70B is to be trained on 512 GPUs, 8 in a node. Each matrix is cut over 8 ranks, the layers are cut into 4 stages, and there are 16 copies of the model.
+# There are six ways to number these ranks. In the best one 26 GB for each GPU leave its node in a step. In the worst one it is 24 times as much.
+#
+# A *mesh* is an arrangement of ranks with an axis for each cut. This table has the words for the three axes of this lesson:
+#
+# | axis | degree | its groups: the ranks that … | in the course's code, and usually in torch's `DeviceMesh` | Megatron-LM | DeepSpeed |
+# |---|---|---|---|---|---|
+# | data | $d$, the number of copies | hold the same part of the model, one in each copy | `dp` | `dp` | `data` |
+# | pipeline | $p$, the number of stages | hold the stages of one copy | `pp` | `pp` | `pipe` |
+# | tensor | $t$ | hold parts of the same matrices | `tp` | `tp` | `model` |
+#
+# The *degree* of an axis is the number of ranks in each of its groups. A *copy* is one whole model, on $p \cdot t$ ranks.
+# The *innermost* axis is the one along which the next number is the next rank.
 
 # %% tags=["hide-input"]
 # Imports, and the small jobs that every cell trains
@@ -58,7 +69,7 @@ from torch.nn.functional import gelu
 
 from shardlab import count, mesh, ranks, show, zero
 from shardlab import tensor_parallel as tp
-from shardlab.buckets import add_up, clip_by_joint_norm
+from shardlab.buckets import add_up
 from shardlab.check import check
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout, orders
@@ -129,14 +140,14 @@ show.table(rows, [*head, "in all, for each GPU (GB)"])
 
 
 # %% [markdown]
-# Each copy takes 16 sequences of 8,192 tokens; all numbers are float32, and in bfloat16 they are half of it.
-# The rest of this page says where these bytes come from, and then trains with all three cuts on eight real ranks.
+# Each copy takes 16 sequences of 8,192 tokens. The bytes are those of float32; bfloat16 sends half.
+# The rest of this page says where these bytes come from, and trains with all three cuts on eight real ranks.
 #
 # ## From a list of ranks to a mesh
 #
-# A launcher gives you $N$ processes with numbers from 0 to $N-1$. A job with three cuts needs $N = d \cdot p \cdot t$ of them, and each has three jobs at once:
-# it shares every matrix with $t-1$ others, it is one of $p$ stages, and it belongs to one of $d$ copies.
-# Who is with whom is arithmetic. Read the rank's number as a number with three digits, the last of which counts to $t$.
+# A launcher gives you $N$ ranks with numbers from 0 to $N-1$. Three cuts need $N = d \cdot p \cdot t$ of them, and each rank is in three groups.
+# Which ones follows from its number. Read it as three digits: the first counts the $d$ copies, the second the $p$ stages, the last the $t$ ranks of a tensor group.
+# Two ranks are in one group when their numbers differ in one digit only.
 
 # %%
 def groups(sizes, axis):
@@ -149,7 +160,7 @@ for axis, name in enumerate(("data", "pipeline", "tensor")):
     print(f"{name:8}", groups((2, 2, 2), axis))
 
 # %% [markdown]
-# Ranks of a group differ in one digit, and in no other. Put your own numbers into the cell's first line, and the picture follows; or into the form below it, which needs no Python of yours:
+# Here are the groups as a picture, for nodes of four ranks. Put your own numbers into the cell's first line, or into the form below it, which runs in your browser:
 
 # %%
 DEGREES, NODE = Layout(dp=2, pp=2, tp=2), 4  # ranks in a node
@@ -163,7 +174,7 @@ show.figure(picture.draw(DEGREES, NODE), picture.alt(DEGREES, NODE), "mesh-group
 # :node: 4
 # :::
 #
-# In the picture a dashed line leaves its node. With `order=("tp", "pp", "dp")` the tensor groups do:
+# A line joins the ranks of a group; a dashed line leaves its node. With `order=("tp", "pp", "dp")` tensor is outermost, and its groups leave their nodes:
 
 # %%
 WRONG = replace(DEGREES, order=("tp", "pp", "dp"))
@@ -172,24 +183,24 @@ show.figure(picture.draw(WRONG, NODE), picture.alt(WRONG, NODE), "mesh-wrong-ord
 # %% [markdown]
 # ### Why tensor stands innermost
 #
-# The three groups send at different moments, and different amounts.
+# Along the three axes ranks send at different moments, and different amounts. $B S H$ is one activation: batch times sequence times hidden size.
 #
-# ![What a rank of a 2 × 2 × 2 mesh sends in one step with two micro-batches, along a line of time. Along the tensor axis an all-reduce of B S H numbers several times in every layer, in forward and in backward. Along the pipeline axis one message of B S H numbers behind the stage's last layer for each micro-batch, and one back. Along the data axis the gradients, once, at the end.](../figures/mesh_step.svg)
+# ![What a rank of a 2 × 2 × 2 mesh sends in one step with two micro-batches, along a line of time. Along the tensor axis an all-reduce of B S H numbers several times in every layer, in forward and in backward. Along the pipeline axis one message of B S H numbers after the stage's last layer for each micro-batch, and one back. Along the data axis the gradients, once, at the end.](../figures/mesh_step.svg)
 #
-# - **Tensor** sends activations in every layer, four times, and every layer waits for them. It belongs on the fastest wire there is, so it gets the last digit: neighbours, in one node.
-# - **Pipeline** sends the same activations once for each *stage*, from one rank to one rank. It crosses nodes well {cite}`narayanan2021megatron`.
-# - **Data** sends gradients once for each *step*, however many micro-batches it has. Nobody waits for them before the step ends.
+# - **Tensor** ranks sum activations four times in every *layer*, and the layer waits for each sum. So this axis needs the fastest links: it is innermost, which keeps its groups inside a node.
+# - **Pipeline** ranks send one such activation for each *stage* and micro-batch to one other rank, which sends its gradient back. A network between nodes carries that well {cite}`narayanan2021megatron`.
+# - **Data** ranks sum gradients once in each *step*, however many micro-batches it has. Nobody waits for them before the step ends.
 #
-# Where tensor groups fill the nodes, the order of the other two changes nothing at a node's door: rows one and three of the table are equal. It decides what leaves a rack.
-# Which of the two stands outermost is then a question of bytes and of patience. Megatron-LM puts stages there, which often send less. Llama 3's job puts copies there, which can wait longest {cite}`dubey2024llama3`; so does this page.
+# Where tensor groups fill the nodes, the order of the other two axes does not change what leaves a node: rows one and three of the table are equal. It changes what leaves a rack.
+# Megatron-LM makes pipeline the outermost axis, which often sends fewer bytes. Llama 3's job makes data the outermost, since its messages can be late without anybody waiting {cite}`dubey2024llama3`. So does this page.
 #
 # ### PyTorch's mesh is the same arithmetic
 #
-# `init_device_mesh` is given the sizes from the outermost in, and makes the groups. So does `mesh.join`, in fewer lines:
+# `init_device_mesh` takes the degrees, outermost first, and makes the groups. So does `mesh.join`, in fewer lines:
 
 # %% tags=["hide-input"]
 # Shows the module's join
-show.source(mesh.join, mesh.groups_of)
+show.source(mesh.join)
 
 
 # %%
@@ -207,12 +218,13 @@ print("rank 5 is with", *(ours for ours, _ in joined[5]), "in both")
 
 
 # %% [markdown]
-# From here on a group is an argument, whoever made it.
+# From here on groups are arguments. Those of a `DeviceMesh` will do as well: `mesh.groups_of` reads them.
 #
 # ## All three cuts in their plainest form
 #
-# Two layers, one on each stage. Each is a feed-forward network, $Y = \mathrm{GELU}(X W_1) W_2$, whose matrices are halved over a tensor group. Two copies take half of the batch each.
-# Every line is from one of the lessons before; new is that they run at once.
+# There are two layers, one on each stage. Each is a feed-forward network, $Y = \mathrm{GELU}(X W_1) W_2$, whose two matrices are cut in halves over a tensor group. Two copies take half of the batch each.
+# In names of tensors `B` is the batch, `H` the hidden size, `F` the network's width, and `f` this rank's half of it.
+# Every line is from an earlier lesson. New is that they run together.
 
 # %%
 def plain_step(layers, x_BH, groups):
@@ -270,12 +282,17 @@ assert worst < 1e-6  # float32, gradients up to 0.1
 print(f"8 ranks, each with a quarter of the weights: gradients off by {short(worst)}")
 
 # %% [markdown]
-# What it leaves out: micro-batches, so that one stage always waits; a batch that the copies cannot share evenly; a loss over a vocabulary; a norm of all gradients; and copies that hold everything twice.
+# What it leaves out: micro-batches, without which one stage always waits for the other; a batch that does not divide evenly by the copies; a loss over a vocabulary; clipping; and ZeRO, without which every copy holds all of the optimizer.
 #
 # ## The module: the order in which the cuts meet
 #
-# `Parallel` takes a plain GPT, three groups and the layout, and hands the model from one technique to the next.
-# Each is the module of its own lesson. First matrices, then layers, then copies: a stage has to be cut by tensor parallelism before its parameters are known, and ZeRO deals out what is left.
+# `Parallel` takes a plain GPT, three groups and the layout, and cuts the model three times, each time by the module of that cut's own lesson.
+# Matrices come first, then layers, then ZeRO, which shards over the copies what the other two have left on a rank.
+#
+# Two words in the code are its own:
+#
+# - *Twins* are the two ends of a tied embedding: the first stage has it as the embedding, the last stage as the output layer, and each computes a gradient of its own.
+# - Parameters are *partly* seen when every tensor rank has all of them, but computes their gradients from a $t$-th of the tokens. With [sequence parallelism](sequence_parallel.md) these are the LayerNorms and the *late biases*, those that are added after a sum over tensor ranks.
 
 # %% tags=["hide-input"]
 # Shows how the cuts are applied
@@ -287,14 +304,17 @@ show.source(
 )
 
 # %% [markdown]
-# A step goes the other way round, from the layers out. Every group adds up what is its own, and no group adds up what another one has added already.
+# A step sums within the layers first, then between stages, and over the copies last. No group adds up what another one has added already.
 
 # %% tags=["hide-input"]
 # Shows a step
 show.source(Parallel.step, Parallel._loss, Parallel._joined)
 
 # %% [markdown]
-# Two sums stand here that no single technique knows of. The *weight* of a copy makes the average over copies a mean over sequences. And where [sequence parallelism](sequence_parallel.md) cuts the tokens between the matrices, norms have gradients that know of a $t$-th of the tokens: these are summed last, on ZeRO's pieces, where they are shortest.
+# Two things here are in none of the earlier lessons:
+#
+# - Each copy's loss has a *weight*, so that the average over copies is the mean over sequences even where copies have different numbers of them.
+# - The gradients of what is partly seen are summed over the tensor group at the very end: by then ZeRO has left each rank a shard of them, and the message is short.
 #
 # ## Five steps equal one process
 
@@ -325,28 +345,28 @@ head = ["data × pipeline × tensor", "ranks", "losses", "last gradients", "weig
 show.table(rows, head)
 
 # %% [markdown]
-# These are the largest differences of any number in the model: another order of sums, no more.
+# These are the largest differences of any number in the model. They come from sums in another order.
 # In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to $10^{-11}$ after each of five steps, all with clipping, some with dropout, uneven batches, chunks and recomputation.
 #
 # ## What each of them needs
 #
-# Each of these is right in its own lesson, and wrong when it meets another cut.
+# Each of the following is right under one cut, and wrong as soon as another cut is added.
 #
-# ### The norm: every number once
+# ### The gradient norm: every number once
 #
-# To clip by the global norm, ranks add up their squares. But not every number lies on one rank.
+# To clip gradients you need the norm of all of them, for which all ranks add up their squares. But some numbers are on several ranks, and each must count once.
 #
-# ![What counts for the norm, on two stages with two tensor ranks each. Parts of matrices lie on one rank, and count there. Norms and late biases lie whole on both tensor ranks, and count on the first. The tied embedding lies on both stages, and counts on the first.](../figures/mesh_norm.svg)
+# ![What counts for the gradient norm, on two stages with two tensor ranks each. Parts of matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor ranks, and count on the first. The tied embedding is on both stages, and counts on the first.](../figures/mesh_norm.svg)
 #
-# Who counts what is the mesh's own. The sum and the scaling, `clip_by_joint_norm`, are those of tensor parallelism, ZeRO and experts, too.
+# Which rank counts what is decided here. The sum and the scaling are those of the other lessons, [`clip_by_joint_norm`](../code/shardlab/buckets.py).
 
 # %% tags=["hide-input"]
-# Shows who counts what, and how it is added up
-show.source(Parallel.clip_grad_norm_, Parallel._counts, clip_by_joint_norm)
+# Shows who counts what
+show.source(Parallel.clip_grad_norm_, Parallel._counts)
 
 
 # %% tags=["hide-input"]
-# Table: the norm, and three that are wrong
+# Table: the gradient norm, and two ways to get it wrong
 def norms():
     job = parallel(Layout(pp=2, tp=2, microbatches=2, sequence_parallel=True))
     with torch.no_grad():  # such that norms have gradients that one sees
@@ -377,22 +397,24 @@ rows = [
     ("all squares of all ranks", f"{everything:.4f}"),
     ("torch's clip_grad_norm_, rank by rank", ", ".join(f"{r[3]:.4f}" for r in found)),
 ]
-show.table(rows, ["who adds up what", "norm"])
+show.table(rows, ["who adds up what", "gradient norm"])
 
 
 # %% [markdown]
-# With all squares of all ranks, what lies on $t$ ranks counts $t$ times, and the tied embedding twice: training runs on, with a limit that is lower than you think, and that changes with the mesh.
-# With torch's own function every rank scales by another factor, and what was whole on two ranks is soon two things.
+# In row three a LayerNorm counts $t$ times and the tied embedding twice. Training runs on, but clips more than you asked for, and how much more depends on the mesh.
+# In the last row every rank scales its gradients by another factor. A LayerNorm that was equal on two ranks is then no longer equal.
 #
-# ### Twins, norms, and a short batch
+# ### Tied embeddings, LayerNorms, and a short batch
 #
-# A tied embedding stands on the first stage and, as the head, on the last. Both see their own gradient alone, so the two exchange and add theirs after the last micro-batch.
-# Norms see their own tokens alone, under sequence parallelism. And an average over copies is the mean over sequences only where all copies have equally many.
-# Take out one of the three at a time:
+# Three sums keep the copies and the tensor ranks right. Each row of the next table leaves one of them out:
+#
+# - *the twins do not meet*: the first and the last stage do not add up their gradients of the tied embedding;
+# - *norms are not summed*: the gradients of LayerNorms and late biases stay those of a $t$-th of the tokens;
+# - *copies weigh the same*: the average over copies ignores that one copy has three sequences and the other has one.
 
 # %%
 def faulty(fault, sizes=(3, 1)):
-    """A step with a fault in it: how far each gradient is off, as a share of its norm."""
+    """A step with a fault in it: how far each gradient is off, in parts of its own norm."""
     job = parallel(replace(EIGHT, zero=1, sequence_parallel=True, microbatches=1))
     if fault == "the twins do not meet":
         job.pipeline.twin = None
@@ -432,12 +454,12 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 
 # %% [markdown]
 # No fault raises an error.
-# The first spoils one tensor, and the two that should be one drift apart. The second spoils what is small, on which much hangs. The third spoils everything, and is gone as soon as batches are even, as they are in most tests: the hardest of the three to find.
+# The first one spoils one tensor, whose two ends then become different. The second one spoils LayerNorms and late biases. The third one spoils every tensor, but only where copies have different numbers of sequences, which most tests never have: it is the hardest to find.
 #
-# ### Dropout: random in the same way, not by the same rank
+# ### Dropout: which ranks draw the same mask
 #
-# Ranks of a *tensor* group must drop the same between regions, since all of them hold the same activations there. *Copies* and *stages* must drop something else.
-# One seed on all ranks breaks the second rule; a seed for each rank breaks the first.
+# Outside of the cut matrices all ranks of a *tensor* group hold the same activations, so they must drop the same ones. *Copies* and *stages* must each drop others.
+# One seed on all ranks breaks the second rule. A seed for each rank breaks the first.
 
 # %%
 def masks(seeded):
@@ -460,11 +482,11 @@ show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
 
 
 # %% [markdown]
-# Half of the places are alike by chance. So seed by copy and stage, and you train rightly.
-# You still cannot compare with one process, or go on from a checkpoint under another mesh with the same numbers. `PlacedDropout` can: it sets the generator before each block, by step, block and micro-batch, counted over all copies.
+# 50 % is what chance gives. So seed by copy and stage.
+# But then another mesh drops other numbers: you can neither compare with one process nor resume under another mesh. [`PlacedDropout`](../code/shardlab/mesh/dropout.py) solves this. Before each block it sets the generator by step, block and micro-batch, where micro-batches are counted over all copies.
 
 # %% tags=["hide-input"]
-# Shows PlacedDropout, and holds a job with dropout against one process
+# Holds a job with PlacedDropout against one process
 def dropped():
     config, sizes, microbatches = replace(SMALL, dropout=0.2), (3, 2), 2
     layout = replace(EIGHT, zero=1, sequence_parallel=True)
@@ -488,16 +510,14 @@ def dropped():
 lost, off = ranks.run(dropped, 8, device="cpu")[0]
 assert lost < 5e-6 and off < 1e-5  # float32
 print(f"dropout on 8 ranks: loss off by {short(lost)}, gradients by {short(off)}")
-show.source(PlacedDropout)
 
 # %% [markdown]
-# It costs one call for each block. Inside attention each tensor rank draws the masks of all heads and keeps its own, as in [Tensor parallelism](tensor_parallel.md).
-#
 # ## What it costs
 #
 # ### Held and sent, by group
 #
-# For each rank of the 2 × 2 × 2 job, the formulas of `mesh.predict` beside what its five steps held and sent:
+# For the ranks of one copy of the 2 × 2 × 2 job: what `mesh.predict` says, beside what was held and sent in a step.
+# The columns *stage* and *part* are the rank's place along the pipeline and the tensor axis.
 
 # %% tags=["hide-input"]
 # Table: bytes of one copy's four ranks, predicted and counted
@@ -514,48 +534,11 @@ head += [x for a in ("tp", "pp", "dp") for x in (f"sends, {a} (B)", "counted")]
 show.table(rows, head)
 
 # %% [markdown]
-# Equal to the byte, padding and single numbers included. The second stage holds more: the last norm, and the tied embedding for a second time.
-#
-# ### Chunks and recomputation
-#
-# A stage may hold several parts of the model, as in [interleaved schedules](pipeline.md), and a block may keep its input alone and compute the rest again in backward, as in [Memory](memory.md).
-# `Parallel` takes both from the layout. What they change of a step's messages, on two stages of two tensor ranks, for the first rank:
-
-# %% tags=["hide-input"]
-# Table: four layers in two or four parts, with and without recomputation
-FOUR, STAGES = replace(SMALL, layers=4), Layout(pp=2, tp=2, micro_batch=2, microbatches=4)
-CHUNKS, AGAIN = {"schedule": "interleaved", "chunks": 2}, {"recompute": "full"}
-want, rows, sends = ranks.run(alone, 1, Job(FOUR, STAGES))[0], [], []
-for how in ({}, CHUNKS, AGAIN, CHUNKS | AGAIN):
-    layout = replace(STAGES, **how)
-    found = ranks.run(train, 4, Job(FOUR, layout))
-    assert all(one["held"] == one["held_predicted"] for one in found)
-    assert all(one["sent"] == one["sent_predicted"] for one in found)
-    gaps = apart(found[0], want)
-    assert gaps["losses"] < 5e-6 and gaps["gradients"] < 1e-5  # float32, as above
-    first = found[0]
-    sends.append(first["sent"])
-    rows.append([str(layout)])
-    for axis in ("tp", "pp"):
-        rows[-1] += [f"{first['sent_predicted'][axis]:,.0f}", f"{first['sent'][axis]:,.0f}"]
-    rows[-1].append(short(gaps["gradients"]))
-tensor, stages = ([each[axis] for each in sends] for axis in ("tp", "pp"))
-assert tensor[0] == tensor[1] < tensor[2] == tensor[3]
-assert stages[0] == stages[2] < stages[1] == stages[3]
-twin = mesh.predicted_sent(FOUR, STAGES, 0)["twin"]
-number = 4  # bytes of the loss, which all stages get
-assert stages[1] - twin - number == 3 * (stages[0] - twin - number)
-assert round(tensor[2] / tensor[0], 2) == 1.22
-head = ["layout"] + [x for a in ("tp", "pp") for x in (f"sends, {a} (B)", "counted")]
-show.table(rows, [*head, "gradients off by"])
-
-# %% [markdown]
-# Two chunks send three times the activations, beside the twin's gradient, which stays: forward from both of the stage's parts, and a gradient back from the second.
-# Recomputation sends 22 % more along the tensor axis: of each layer the first of forward's two sums once more. Behind the second stands nothing that backward needs, and torch stops where it has everything again. Where dropout or experts stand behind it, all of them come again.
+# They are equal to the byte, padding and single numbers included. The second stage holds more, since it has the last LayerNorm.
 #
 # ### Every order, counted
 #
-# The same bytes under other orders: what changes is where the neighbours are. The ranks' counted bytes, in two nodes of four:
+# Every order sends the same bytes; it changes which of them leave a node. These are the counted bytes that do, with two nodes of four ranks:
 
 # %% tags=["hide-input"]
 # Table: what leaves the two nodes under each order, predicted and counted
@@ -577,12 +560,12 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# What stands outermost pays at the door, all the rest stays inside. In a model of two layers, too, tensor outermost pays most.
-# Here stages at the door send half of what copies do. That is sequence parallelism's doing: without it the $t$ ranks of a tensor group send the same activations $t$ times.
+# With two nodes only the outermost axis leaves them, and tensor is the worst one even in a model of two layers.
+# Pipeline sends half of what data does. It would send more without sequence parallelism, where all $t$ ranks of a tensor group send the same activation to the next stage.
 #
 # ## The production library: FSDP2 over `parallelize_module`
 #
-# With PyTorch you cut along one axis of a mesh and shard along the other.
+# In PyTorch you cut the matrices along one axis of a `DeviceMesh`, and shard the parameters along the other.
 
 # %%
 def torch_job(config):
@@ -595,13 +578,13 @@ def torch_job(config):
     plan |= {"blocks.*.attention.out": RowwiseParallel(), "blocks.*.ffn.up": ColwiseParallel()}
     plan["blocks.*.ffn.down"] = RowwiseParallel()
     model = parallelize_module(model_of(config), axes["tp"], plan, src_data_rank=None)
-    for part in (*model.blocks, model):  # blocks first, what is left last
+    for part in (*model.blocks, model):  # blocks first, the rest last
         fully_shard(part, mesh=axes["dp"])
     return model, axes["dp"].get_local_rank()
 
 
 # %% [markdown]
-# Ours is one line, `Parallel` of `Layout(dp=2, tp=2, zero=3)`. Five steps of both, from the same weights:
+# With the course's module the same job is `Parallel` with `Layout(dp=2, tp=2, zero=3)`. Both train five steps from the same weights:
 
 # %% tags=["hide-input"]
 # Trains both, compares weights, and tries torch's clipping
@@ -637,74 +620,15 @@ def side_by_side():
 off, matrix, norm, refused = ranks.run(side_by_side, 4, show=False)[0]
 assert off < 1e-4 and "same mesh" in refused  # float32, after AdamW
 print(f"weights differ by {short(off)}")
-print("a matrix:", matrix, "\na norm:  ", norm)
+print("a matrix:   ", matrix, "\na LayerNorm:", norm)
 print("clip_grad_norm_:", refused)
 
-
 # %% [markdown]
-# A `DTensor` knows how it is cut, so a matrix has two entries, one for each axis, and a norm one.
-# That is also the trap: in torch 2.13 (November 2026) `clip_grad_norm_` refuses gradients of which some lie on one axis and some on two. In torchtitan the norms are made DTensors of both axes first.
+# A `DTensor` knows how it is cut. A matrix is cut along two axes and has two entries; a LayerNorm is cut along one and has one.
+# This has a consequence in torch 2.13 (November 2026): `clip_grad_norm_` refuses gradients of which some have one axis and some have two. torchtitan makes LayerNorms DTensors of both axes first.
 #
-# In [the benchmark](../benchmarks/mesh.py) ours takes 0.52 of this one's time on four ranks of two cores with 0.97 of its peak memory (loopback, a model of 8 M parameters; 0.77 with layers four times as wide, since what costs is the dispatch of each operation), and reaches 60 % of the floor, which is compute alone and the work of moving the bytes. It does not carry over to GPUs, where the dispatch hides.
-#
-# ### Hybrid sharding: ZeRO-3 in a node, copies across
-#
-# ZeRO-3 gathers each weight twice in a step. *Hybrid sharding* (HSDP) gathers within a node alone, and averages gradients between nodes {cite}`zhao2023fsdp`: two axes of copies, an inner one that shards and an outer one that repeats.
-# With the parts of this course it is one line behind backward; with torch it is `fully_shard` with a mesh of two dimensions.
-
-# %%
-def hybrid():
-    device, outer, inner = ranks.device().type, 2, 2
-    axes = init_device_mesh(device, (outer, inner), mesh_dim_names=("copies", "shards"))
-    copies, shards = (axes.get_group(name) for name in axes.mesh_dim_names)
-    ours = zero.shard(model_of(UNTIED), shards, 3)
-    theirs = model_of(UNTIED)
-    for part in (*theirs.blocks, theirs):
-        fully_shard(part, mesh=axes)
-    optimizers = adamw(ours), adamw(theirs)
-    for step in range(3):
-        tokens, targets = (x.chunk(4)[dist.get_rank()] for x in batch_of(UNTIED, 8, step))
-        with count.sent() as sent:
-            loss(ours(tokens), targets).backward()
-            add_up([p.grad for p in ours.parameters() if p.grad is not None], copies, scale=1 / 2)
-        loss(theirs(tokens), targets).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    full = ours.full_state_dict()
-    off = max(gap(full[n], p.full_tensor()) for n, p in theirs.named_parameters())
-    return off, sent.within(shards).leaving(2), sent.within(copies).leaving(2), len(full)
-
-
-# %% tags=["hide-input"]
-# Table: what hybrid sharding sends, counted, and on 64 GPUs
-off, inside, outside, tensors = ranks.run(hybrid, 4, show=False)[0]
-assert off < 1e-4  # float32, after AdamW
-full = 4 * sum(p.numel() for p in GPT(UNTIED).parameters())
-rest = 4 * sum(p.numel() for n, p in GPT(UNTIED).named_parameters() if "blocks" not in n)
-# Halves: gathered in forward, gathered in backward but for the rest, gradients; a byte a tensor.
-assert inside == (3 * full - rest) / 2 + tensors
-assert outside == full / 2  # 2 (2-1)/2 of this rank's half
-print(f"4 ranks: weights as fully_shard's, off by {short(off)}; ", end="")
-print(f"{inside:,.0f} B to the shards, {outside:,.0f} B to the copies, as predicted")
-P, NODES, G = 4 * 8.03e9, 8, 8  # bytes of the weights in float32
-rows = []
-for name, states, door in (
-    ("data parallel", 4 * P, 2 * (NODES * G - 1) / (NODES * G) * P),
-    ("ZeRO-3 over 64", 4 * P / 64, 3 * (NODES * G - 1) / (NODES * G) * P),
-    ("hybrid: 8 × ZeRO-3 over 8", 4 * P / 8, 2 * (NODES - 1) / NODES * P),
-):
-    rows.append([name, f"{states / GB:.1f}", f"{door / GB:.0f}"])
-head = ["Llama 3 8B, 64 GPUs in nodes of 8", "states of a GPU (GB)", "leaves a node in a step (GB)"]
-show.table(rows, head)
-
-# %% [markdown]
-# ```{admonition} Checked: "hybrid sharding keeps the traffic in the node"
-# :class: checked
-#
-# What leaves a node falls from 95 to 56 GB, by two fifths, and not by eight: a ring over 64 ranks crosses a node's door once, not eight times, and gradients still have to cross.
-# What hybrid sharding gains is that nothing *waits* at the door: gathers, which do make layers wait, stay inside. It pays with eight times the states.
-# ```
+# In [the benchmark](../benchmarks/mesh.py), with a model of 8 M parameters on four ranks of two cores over loopback, ours takes 0.52 of this one's time with 0.97 of its peak memory. With layers four times as wide it takes 0.77, since most of the difference is the dispatch of each operation.
+# Ours reaches 60 % of the floor, which is compute alone and the work of moving the bytes. This does not carry over to GPUs, where dispatch runs ahead of the computation.
 #
 # ## One command for any mesh
 
@@ -712,46 +636,44 @@ show.table(rows, head)
 print(shardlab("mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --steps 4"))
 
 # %% [markdown]
-# Every knob is an option, and `python -m shardlab mesh --help` names them. With `--budget` you say what a rank may hold:
+# `python -m shardlab mesh --help` names all options. With `--budget` you say what a rank may hold:
 
 # %%
 for knobs in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3"):
     told = shardlab(f"mesh --hidden 64 --heads 4 {knobs} --steps 3 --budget 5e5")
     print(f"{knobs or 'one rank':22}", told.splitlines()[0].partition(", ZeRO")[0])
 
+
 # %% [markdown]
-# A rank that holds too much is refused before anything starts. Raising `--tp` divides everything; `--dp` divides nothing until `--zero` is raised with it.
+# A layout whose fullest rank would hold too much is refused before anything starts. A larger `--tp` divides everything that a rank holds; a larger `--dp` divides nothing unless `--zero` is larger, too.
 #
-# ### When more is slower
+# What no mesh can train is refused in the same way, on every rank and in one sentence:
 
-# %% tags=["measured", "hide-input"]
-# Table: milliseconds of a step on 1, 2 and 4 tensor ranks, two widths
-rows, slower = [], {}
-for hidden, seq in ((32, 32), (512, 128)):
-    times = []
-    config = Config(seq=seq, layers=2, heads=4, hidden=hidden)
-    for t in (1, 2, 4):
-        found = ranks.run(train, t, Job(config, Layout(tp=t, micro_batch=4)))
-        times.append(max(one["seconds"] for one in found))
-    slower[hidden] = times[2] / times[0]
-    sent = found[0]["sent"]["tp"]
-    rows.append([hidden, *(f"{1e3 * s:.0f}" for s in times), f"{sent / 1e6:.1f}"])
-show.timed(slower[32] > 1, "in the narrow model four ranks are slower than one")
-show.timed(slower[512] < slower[32], "the wider, the less they lose")
-head = ["hidden", "t = 1 (ms)", "t = 2 (ms)", "t = 4 (ms)", "a rank of 4 sends (MB)"]
-show.table(rows, head)
+# %%
+def said(make):
+    try:
+        make()
+    except ValueError as error:
+        print(error)
+
+
+said(lambda: EIGHT.check(6))
+said(lambda: Job(replace(SMALL, heads=2), Layout(tp=4)))
+said(lambda: Job(SMALL, replace(EIGHT, zero=3)))
+said(lambda: Job(SMALL, Layout(pp=3)))
+said(lambda: Job(SMALL, Layout(cp=2)))
 
 
 # %% [markdown]
-# Ten all-reduces a step for two layers, each of which makes all ranks wait for one another, whatever the width.
-# In the narrow model they cost more than the products that they divide: more ranks are slower. In the wide one the products weigh more.
-# Four ranks on two cores cannot be faster than two, either; and on GPUs it is the same with other numbers: below some width a product takes no less time on half of its columns.
+# `Parallel` also trains interleaved schedules with several chunks on a stage, and full recomputation; [the tests](../tests/test_mesh.py) count their bytes.
+# It leaves out context parallelism, experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators only. `mesh.left_out(config, layout)` says what of a layout it does not train.
 #
 # ## A checkpoint goes on under another mesh
 #
-# A checkpoint knows nothing of the mesh that saved it. Each rank writes its part of a matrix under the plain model's name, with its place in the whole; pieces of ZeRO's are gathered over the copies first. [Checkpoints](checkpoint.md) does the rest.
+# A checkpoint does not depend on the mesh that saved it. Each rank writes its part of a matrix under the plain model's name, with its place in the whole matrix. ZeRO's shards are gathered over the copies first. [Checkpoints](checkpoint.md) explains the rest.
 
-# %%
+# %% tags=["hide-input"]
+# Table: saved by 2 × 2 × 2, resumed by others
 def go_on(folder, layout, steps):
     """Load what is there, train, save the first time; weights at the beginning and the end."""
     job = parallel(layout, UNTIED)
@@ -772,8 +694,6 @@ def go_on(folder, layout, steps):
     return begin, job.full_state_dict()
 
 
-# %% tags=["hide-input"]
-# Table: saved by 2 × 2 × 2, resumed by others
 def bits(a, b):
     return all(torch.equal(a[name], b[name]) for name in b)
 
@@ -799,57 +719,92 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# What is loaded has the same bits everywhere. What follows has them where the order of sums is the same: a pipeline changes no sum, as long as micro-batches stay, so $p$ may change; another $t$ or $d$ adds up in another order, and differs in the last digits.
-# Dropout goes on with the same numbers, too, where `PlacedDropout` draws them and $d \cdot m$ stays: [the tests](../tests/test_mesh.py) hold it to the bit.
+# The weights as loaded have the same bits under every mesh. Two steps later they have them only if sums are made in the same order.
+# Another $p$ changes no sum while the micro-batches are the same. Another $t$ or $d$ adds up in another order, and the last digits differ.
+# Dropout also goes on with the same numbers if `PlacedDropout` draws them and $d$ times the $m$ micro-batches of a copy is unchanged: [the tests](../tests/test_mesh.py) hold it to the bit.
 #
-# ## What goes wrong before it starts
+# ## Hybrid sharding: ZeRO-3 in a node, copies across
 #
-# What no mesh can train is refused on every rank, or before there are any, in one sentence:
+# ZeRO-3 gathers each weight twice in a step. *Hybrid sharding* (HSDP) gathers within a node only, and averages gradients between nodes {cite}`zhao2023fsdp`. The data axis is split in two: an inner one that shards, and an outer one that repeats. torchtitan calls them `dp_shard` and `dp_replicate`.
+# With this course's modules it takes one line after backward. With torch it is `fully_shard` with a mesh of two dimensions, which the next cell trains beside it.
 
 # %%
-def said(make):
-    try:
-        make()
-    except ValueError as error:
-        print(error)
+def hybrid_backward(model, tokens, targets, copies):
+    """`model` is ZeRO-3 over the ranks of a node; `copies` is this rank's group across nodes."""
+    loss(model(tokens), targets).backward()  # gathers and scatters in the node
+    shards = [p.grad for p in model.parameters() if p.grad is not None]
+    add_up(shards, copies, scale=1 / dist.get_world_size(copies))  # the average over nodes
 
 
-said(lambda: EIGHT.check(6))
-said(lambda: Job(replace(SMALL, heads=2), Layout(tp=4)))
-said(lambda: Job(SMALL, replace(EIGHT, zero=3)))
-said(lambda: Job(SMALL, Layout(pp=3)))
-said(lambda: Job(SMALL, Layout(cp=2)))
+# %% tags=["hide-input"]
+# Table: what hybrid sharding sends, counted, and on 64 GPUs
+def hybrid():
+    device, outer, inner = ranks.device().type, 2, 2
+    axes = init_device_mesh(device, (outer, inner), mesh_dim_names=("copies", "shards"))
+    copies, shards = (axes.get_group(name) for name in axes.mesh_dim_names)
+    ours = zero.shard(model_of(UNTIED), shards, 3)
+    theirs = model_of(UNTIED)
+    for part in (*theirs.blocks, theirs):
+        fully_shard(part, mesh=axes)
+    optimizers = adamw(ours), adamw(theirs)
+    for step in range(3):
+        tokens, targets = (x.chunk(4)[dist.get_rank()] for x in batch_of(UNTIED, 8, step))
+        with count.sent() as sent:
+            hybrid_backward(ours, tokens, targets, copies)
+        loss(theirs(tokens), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    full = ours.full_state_dict()
+    off = max(gap(full[n], p.full_tensor()) for n, p in theirs.named_parameters())
+    return off, sent.within(shards).leaving(2), sent.within(copies).leaving(2), len(full)
+
+
+off, inside, outside, tensors = ranks.run(hybrid, 4, show=False)[0]
+assert off < 1e-4  # float32, after AdamW
+full = 4 * sum(p.numel() for p in GPT(UNTIED).parameters())
+rest = 4 * sum(p.numel() for n, p in GPT(UNTIED).named_parameters() if "blocks" not in n)
+# Halves: gathered in forward, gathered in backward but for the rest, gradients; a byte a tensor.
+assert inside == (3 * full - rest) / 2 + tensors
+assert outside == full / 2  # 2 (2-1)/2 of this rank's half
+print(f"4 ranks: weights as fully_shard's, off by {short(off)}; ", end="")
+print(f"{inside:,.0f} B to the shards, {outside:,.0f} B to the copies, as predicted")
+P, NODES, G = 4 * 8.03e9, 8, 8  # bytes of the weights in float32
+rows = []
+for name, states, door in (
+    ("data parallel", 4 * P, 2 * (NODES * G - 1) / (NODES * G) * P),
+    ("ZeRO-3 over 64", 4 * P / 64, 3 * (NODES * G - 1) / (NODES * G) * P),
+    ("hybrid: 8 × ZeRO-3 over 8", 4 * P / 8, 2 * (NODES - 1) / NODES * P),
+):
+    rows.append([name, f"{states / GB:.1f}", f"{door / GB:.0f}"])
+head = ["Llama 3 8B, 64 GPUs in nodes of 8", "states of a GPU (GB)", "leaves a node in a step (GB)"]
+show.table(rows, head)
 
 
 # %% [markdown]
-# The last one names what `Parallel` leaves out: contexts and experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators alone. Most of it has a lesson of its own, without the other cuts; `mesh.left_out(config, layout)` says what of a layout it is.
-
-# %%
-def a_mesh_without_rank_3():
-    axes = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("dp", "pp", "tp"))
-    part = torch.distributed.device_mesh.DeviceMesh(
-        "cpu", axes.mesh[..., :3], mesh_dim_names=("dp", "pp", "tp")
-    )
-    return mesh.groups_of(part) and None
-
-
-try:
-    ranks.run(a_mesh_without_rank_3, 4, device="cpu", show=False)
-except ranks.RankError as error:
-    print(str(error).splitlines()[0])
-
-
-# %% [markdown]
+# ```{admonition} Checked: "hybrid sharding keeps the traffic in the node"
+# :class: checked
+#
+# What leaves a node falls from 95 to 56 GB: by two fifths, and not to an eighth. A ring over 64 ranks leaves a node at one rank only, not at eight, and gradients still have to leave.
+# What hybrid sharding gains is that no layer *waits* for the network between nodes: the gathers stay inside. Its price is eight times the model states.
+# ```
+#
 # ## When to use it
 #
 # | for | against |
 # |---|---|
-# | Each cut stays in the range where it is cheap: tensor within a node, stages where activations are few, copies outside | Three kinds of messages, three groups, and the faults above, none of which raises an error |
-# | Divides everything: states by $t \cdot p$, and with ZeRO-1 the optimizer by $d$ as well | Micro-batches are needed for stages, and copies divide the batch: small batches leave nothing for either |
-# | One model file, which knows nothing of it | With stages this page's ZeRO stops at 1: each micro-batch would gather or scatter everything anew. Llama 3 pays for the gradients: it shards them, too, with 16 stages {cite}`dubey2024llama3` |
+# | Each axis stays where it is cheap: tensor within a node, pipeline and data across | Three kinds of messages, three groups, and the faults above, none of which raises an error |
+# | Divides everything: model states by $t \cdot p$, and with ZeRO-1 the optimizer by $d$ as well | Stages need micro-batches, and copies divide the batch: a small batch is not enough for both |
+# | One model file, which knows nothing of it | With stages, this page's ZeRO stops at 1: each micro-batch would gather or scatter everything anew. Llama 3 accepts that for gradients, and shards them with 16 stages {cite}`dubey2024llama3` |
 #
-# In a real job these show that it is set up right: the first loss and the first norm are those of one process; norms' weights are equal over a tensor group, to the bit, after a thousand steps; the tied embedding is equal on the first and last stage; nothing of the tensor groups shows up on the network's counters.
-# Where the first norm is another one, [parity](parity.md) says of which tensor it comes, and on which ranks.
+# A real job is set up right when
+#
+# - the first loss and the first gradient norm are those of one process;
+# - LayerNorms' weights are equal over a tensor group, to the bit, after a thousand steps;
+# - the tied embedding is equal on the first and the last stage;
+# - the network's counters show nothing of the tensor groups.
+#
+# If the first gradient norm is another one, [parity](parity.md) finds the tensor and the ranks that it comes from.
 #
 # ## Exercises
 #
@@ -859,7 +814,7 @@ except ranks.RankError as error:
 # :label: ex-mesh-groups
 # ```
 #
-# Return three lists for `rank`: its data group, its pipeline and its tensor group, with ranks in ascending order. The order is data, pipeline, tensor, from the outermost in.
+# Return three lists for `rank`: its data group, its pipeline group and its tensor group, with ranks in ascending order. Data is the outermost axis, tensor the innermost.
 
 # %%
 def my_groups(rank, d, p, t):
@@ -878,7 +833,7 @@ check(my_groups)
 # :class: dropdown
 # ```
 #
-# The last digit counts to $t$, the one before to $p$: a step along the pipeline is $t$ ranks, one along the copies $p \cdot t$.
+# The last digit has $t$ values, the one before it $p$. So the next stage is $t$ ranks further, and the next copy $p \cdot t$ ranks.
 
 # %%
 def my_groups(rank, d, p, t):
@@ -899,10 +854,10 @@ check(my_groups)
 # :label: ex-mesh-budget
 # ```
 #
-# A model of `--layers 2 --hidden 64 --heads 4` takes 1.9 MB of model states. Find knobs (`--dp`, `--tp`, `--pp`, `--zero`) for `python -m shardlab mesh` with which no rank holds more than 300,000 bytes, on eight ranks at most and with a batch of 8.
+# A model of `--layers 2 --hidden 64 --heads 4` takes 1.9 MB of model states. Find options (`--dp`, `--tp`, `--pp`, `--zero`) of `python -m shardlab mesh` with which no rank holds more than 300,000 bytes, on eight ranks at most and with a batch of 8.
 
 # %%
-answer = "--tp 2"  # knobs
+answer = "--tp 2"  # options
 check(answer, "mesh_budget")
 
 # %% [markdown]
@@ -914,7 +869,7 @@ check(answer, "mesh_budget")
 # :class: dropdown
 # ```
 #
-# Eight ranks have to share nearly everything, gradients and weights included: ZeRO's stage 3, or tensor ranks, or both. ZeRO-1 leaves weights and gradients whole in every copy.
+# Gradients and weights have to be divided as well: by ZeRO-3, by tensor ranks, or by both. ZeRO-1 leaves weights and gradients whole in every copy.
 
 # %%
 answer = "--dp 2 --tp 4 --zero 3"
@@ -925,12 +880,12 @@ check(answer, "mesh_budget")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} One norm (medium)
+# ```{exercise-start} One gradient norm (medium)
 # :label: ex-mesh-norm
 # ```
 #
-# A tied GPT is cut over `groups.pp` and `groups.tp`; there is one copy. `gradients` are this rank's, by the plain model's names; `cut` are the names of those of which each tensor rank has a part, all others lie whole on every rank of a tensor group. The embedding's gradient is on the first stage as `embedding.weight`, and once more on the last as `head.weight`.
-# Return the norm of one process's gradients, a scalar tensor, on every rank.
+# A tied GPT is cut over `groups.pp` and `groups.tp`; there is one copy. `gradients` are this rank's, by the plain model's names. `cut` has the names of those of which each tensor rank has a part; all others are whole on every rank of a tensor group. The embedding's gradient is on the first stage as `embedding.weight`, and once more on the last as `head.weight`.
+# Return the norm of all gradients as one process has it, a scalar tensor, on every rank.
 
 # %%
 def my_norm(gradients, cut, groups):
@@ -949,7 +904,7 @@ check(my_norm)
 # :class: dropdown
 # ```
 #
-# Every number once: what is whole counts on the first tensor rank, the twin not at all. Then the squares are added up along both axes.
+# Every number counts once: what is whole counts on the first tensor rank, and the twin `head.weight` does not count. Then the squares are added up along both axes.
 
 # %%
 def my_norm(gradients, cut, groups):
@@ -994,7 +949,7 @@ check(my_mesh)
 # :class: dropdown
 # ```
 #
-# Try them all: there are few. What leaves is what the functions say, summed over axes and nodes.
+# Try all layouts: there are few. What leaves the nodes is what the functions say, summed over axes and nodes.
 
 # %%
 def my_mesh(config, ranks, node, limit, batch):
@@ -1024,16 +979,16 @@ check(my_mesh)
 #
 # ## Summary
 #
-# - A rank's number is its place in a box, digit by digit; a group is the ranks that differ in one digit.
-# - The last digit is the tensor group's, which sends in every layer. Other orders send up to 24 times as much out of a node.
-# - Apply matrices, then layers, then copies; sum in a step from the layers out: tensor, pipeline, twins, copies, norms.
-# - Every number counts once in the norm; the twin's and the norms' gradients are summed; copies weigh by their sequences; dropout follows the place, not the rank.
-# - Held and sent bytes are predictable to the byte, for every group.
-# - A checkpoint fits any mesh: the same bits as loaded, and afterwards where the order of sums is the same.
+# - A rank's number is its place on the mesh, a digit for each axis; the ranks of a group differ in one digit.
+# - The last digit is the tensor axis's, which sends in every layer. Other orders send up to 24 times as much out of a node.
+# - Cut matrices, then layers, then shard over copies. A step sums along tensor, pipeline, between the twins, along data, and last what is partly seen.
+# - Every number counts once in the gradient norm; copies weigh by their sequences; dropout follows the place in the model and the batch, not the rank.
+# - What ranks hold and send is predicted to the byte, along each axis.
+# - A checkpoint loads under any mesh with the same bits; later steps have them if sums are made in the same order.
 #
 # ## Further reading
 #
 # - {cite:t}`narayanan2021megatron`: all three at once on 3,072 GPUs, with the rules of which goes where.
-# - {cite:t}`korthikanti2022recomputation`: sequence parallelism, and why stages then send a $t$-th.
+# - {cite:t}`korthikanti2022recomputation`: sequence parallelism, and why stages then send a $t$-th of the bytes.
 # - {cite:t}`dubey2024llama3`: section 3.3, the order of axes of a job on 16,384 GPUs.
-# - {cite:t}`zhao2023fsdp`: hybrid sharding is section 3.2.2.
+# - {cite:t}`zhao2023fsdp`: section 3.2.2 is hybrid sharding.

@@ -19,23 +19,20 @@
 # After this lesson you can
 #
 # - say in bytes what training holds on a GPU, and which technique divides which part of it;
-# - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in ten to twenty lines each, and show that each trains the model that one process trains;
+# - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in some twenty lines each, and compare each with one process;
 # - say what each of them sends, and what it waits for;
 # - choose among them for a given model on given machines.
 #
 # It takes about 20 minutes to read and 30 minutes for the exercises.
 # Running it takes under a minute.
 # You need to know PyTorch, and nothing of parallelism.
-# Each technique has a lesson of its own, which its section leads to.
+# Each technique has a lesson of its own; a link to it ends its section.
 #
-# One number to begin with.
-# Llama 3 70B has 70.6 billion weights.
-# In float32 they are 282 GB; the largest GPU on this page has 141 GB.
-# And the weights are the *small* part: training holds four times as much before the first word is read.
+# The 70.6 billion weights of Llama 3 70B are 282 GB in float32; the largest GPU on this page has 141 GB.
+# And training holds four times as much as the weights, before it reads the first word.
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
-import json
 import math
 import time
 from functools import partial
@@ -48,7 +45,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardlab import count, memory, pipeline, ranks, show, strategy, text, zero
+from shardlab import count, memory, ranks, show, strategy, text, zero
 from shardlab import deepspeed_engine as de
 from shardlab import tensor_parallel as tp
 from shardlab.check import check
@@ -59,7 +56,7 @@ from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
 show.style()
 GB = 1e9
-# Four layers and four heads, so that four ranks can share either.
+# Four layers and four heads, so that four ranks can divide either.
 SHAPE = Config(seq=64, layers=4, heads=4, hidden=128, bias=False, tied=False)
 P, STEPS, BATCH = memory.parameter_count(SHAPE), 5, 8
 
@@ -89,8 +86,8 @@ def local_batch(*tensors):
 # ## One model, one process
 #
 # This page trains one small GPT, of four layers and 853,120 parameters, in several ways.
-# The first way knows nothing of parallelism: five steps of AdamW, with eight sequences in each.
-# Helpers, proofs and tables are folded; the line that you see of a folded cell says what it does.
+# The first way is one process: five steps of AdamW, with eight sequences in each.
+# Helpers, proofs and tables are folded under a line that says what they do; you can skip them.
 
 # %%
 def train(model, batch=batch):
@@ -179,48 +176,40 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 # (mp-problem)=
 # ## It does not fit, and it is too slow
 #
-# What does this loop hold?
-# For every weight its gradient, and two running means that AdamW keeps.
+# This loop holds each weight, its gradient, and two running means that AdamW keeps.
 # In float32 these are four numbers of 4 bytes: **16 bytes for each parameter**.
 # They are called the *model states*.
-# Then there are the activations: everything that forward computes and backward needs again.
-#
-# They are not all there at once.
+# Then there are the *activations*: everything that forward computes and backward needs again.
 #
 # ![Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means, 96 GB together, are there all the time. Activations pile up during forward, to 101 GB. During backward they go, and gradients come in their place, up to 32 GB. The peak of 198 GB is at the end of forward; the four parts add up to 230 GB.](../figures/model_parallelism_step.svg)
 #
-# Forward piles activations up.
-# Backward uses them up, from the last layer to the first, and makes gradients meanwhile: the one grows while the other shrinks.
-# So the *peak*, the most that a GPU holds at any moment, is less than the sum of its parts: for Llama 3 8B in the picture 198 GB, and not 230.
-# In GPT-3, below, states outweigh activations; there the peak is the optimizer's step, when all gradients are there and no activations.
+# Forward makes activations and keeps them.
+# Backward frees them, from the last layer to the first, and makes gradients meanwhile.
+# So the *peak*, the most that a GPU holds at any moment, is less than the sum of the parts: for Llama 3 8B it is 198 GB, and not 230.
 
 # %% tags=["hide-input"]
 # Table: what training of one sequence holds on a GPU, in float32
 rows = []
-for name in ("llama-3-8b", "llama-3-70b", "gpt-3-175b"):
+for name in ("llama-3-8b", "llama-3-70b"):
     config = PRESETS[name]
     one = memory.estimate(config, precision="fp32", device="gpu")
     states = memory.states(memory.parameter_count(config), precision="fp32")
     assert states.total == 4 * states.parameters == 16 * memory.parameter_count(config)
-    assert (
-        strategy.MACHINES["h200"].memory
-        == 141 * GB
-        < one.peak
-        < states.total + one.activations
-    )
+    assert 141 * GB == strategy.MACHINES["h200"].memory < one.peak
+    assert one.peak < states.total + one.activations and config.seq == 8192
     sizes = states.parameters, states.total, one.activations, one.peak
     rows.append((name, *(f"{size / GB:,.0f}" for size in sizes)))
-assert [row[1:] for row in rows[:2]] == [
+assert [row[1:] for row in rows] == [
     ("32", "128", "101", "198"),
     ("282", "1,129", "449", "1,295"),
 ]
 head = ["model", "weights (GB)", "all states (GB)", "activations (GB)", "peak (GB)"]
-show.table(rows, head, caption="One GPU, float32, one sequence")
+show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 
 
 # %% [markdown]
-# Nothing here fits on an RTX 4090 (24 GB), an A100 or an H100 (80 GB), or an H200 (141 GB).
-# The same formulas predict our small GPT, where every byte can be counted.
+# Neither fits on an RTX 4090 (24 GB), an A100 or an H100 (80 GB), or an H200 (141 GB).
+# The same formulas predict our small GPT, where each byte can be counted.
 
 # %% tags=["hide-input"]
 # Counts every byte of a step of the small GPT, beside the prediction
@@ -250,19 +239,21 @@ print(
 # `````{admonition} Checked: "a 70B model needs 280 GB"
 # :class: checked
 #
-# For its *weights* in float32, yes: 282 GB.
-# To train it takes 1,129 GB of states, and up to 449 GB for the activations of one sequence of 8,192 tokens.
+# Its *weights* need that, in float32.
+# To train it takes 1,129 GB of states, and 449 GB for the activations of one sequence.
 # `````
 #
-# A GPU can do two things for itself.
-# It can compute in 16 bits; but AdamW then needs float32 *master weights* beside the 16-bit ones, and 2 + 2 + 12 bytes are 16 again, so that only the activations are halved.
-# And it can *recompute*: keep only each layer's input, and run its forward again when backward gets there, for a third more arithmetic at most.
-# Neither makes the states smaller.
+# To compute in 16 bits halves the activations.
+# The states stay at 16 bytes: 2 for the weight, 2 for its gradient, and 12 for AdamW, which needs a float32 copy of the weight beside its two means.
+# To *recompute* is to keep only each layer's input, and to run its forward again during backward.
+# That leaves few activations, for a third more arithmetic at most.
 # [Memory](memory.md) counts all of this.
 #
 # The other trouble is time.
-# Llama 3 8B has read 15 trillion tokens {cite}`dubey2024llama3`, and each token takes 6 operations for each weight: 2 in forward, 4 in backward.
-# One H100 does 989 trillion operations a second in 16 bits, of which 40 % is a good share to reach.
+# In forward each weight takes 2 operations for each token: it is multiplied, and the product is added.
+# Backward takes 4, because it computes two gradients: the weight's, and that of the layer's input.
+# Llama 3 8B was trained on 15 trillion tokens {cite}`dubey2024llama3`.
+# One H100 does 989 trillion operations a second in 16 bits; to reach 40 % of that is good.
 
 # %%
 seconds = 6 * 8.03e9 * 15e12 / (0.4 * 989e12)
@@ -274,12 +265,12 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 #
 # ## Four ways to divide the work
 #
-# A training step is a batch that goes through layers; layers have weights; weights have gradients and optimizer states.
-# Each of these can be cut.
+# A step takes a batch through layers; layers have weights; weights have gradients and optimizer states.
+# Each of these can be divided.
 #
 # ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and of every layer's weights, gradients and optimizer states a quarter; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
 #
-# A rank is a process with a number; usually it has a GPU of its own.
+# A *rank* is a process with a number; usually it has a GPU of its own.
 # On this page ranks are real processes that send each other real messages.
 # `ranks.run(function, 4)` starts four of them, lets each run the function, and returns four results.
 
@@ -293,17 +284,19 @@ def hello():
 print(ranks.run(hello, 4))
 
 # %% [markdown]
-# Each rank brought its own number, 0 to 3, and each got 6.
-# That is an all-reduce, the most used collective: an operation that all ranks call together.
-# Each technique below is trained on four ranks, and held against one process by a function that the next cell defines.
+# Each rank brought its own number, 0 to 3, and each got the sum, 6.
+# This operation is an *all-reduce*.
+# Operations that all ranks call together are *collectives*.
+#
+# Each technique below trains on four ranks; `beside_one_process` compares them with one process.
 
 # %% tags=["hide-input"]
-# Defines `beside_one_process`, which holds ranks against one process
+# Defines `beside_one_process`: the same losses, and the same weights?
 FOUR = {}  # what each technique held and sent on four ranks: filled below
 
 
 def full(found):
-    """All ranks' weights: cut tensors joined, stages one behind the other."""
+    """All ranks' weights: cut tensors joined, stages one after the other."""
     if len(found[0].weights) < len(ONE.weights):
         return [w for rank in found for w in rank.weights]
     joined = []
@@ -345,7 +338,8 @@ def beside_one_process(name, technique, *args, device="auto"):
 #
 # Every rank has the whole model and a quarter of the batch.
 # After backward the ranks average their gradients.
-# They begin with equal weights, and equal gradients make equal steps: so the copies stay equal.
+#
+# ![Four ranks. Each has a quarter of the batch, all weights, and computes gradients of its own. An all-reduce averages the gradients; then all four ranks have the same gradients and make the same optimizer step.](../figures/data_parallel_replicas.svg)
 
 # %%
 def data_parallel():
@@ -365,91 +359,49 @@ def data_parallel():
 
 
 # %% [markdown]
-# Two things are new against one process: `local_batch`, and the all-reduce behind backward.
+# Two things are new: `local_batch`, and the all-reduce after backward.
 # It averages because a loss is a mean: the mean of four means over equally many sequences is the mean over all.
+# No weight is sent: the copies begin equal, and equal gradients keep them equal.
 
 # %% tags=["hide-input"]
 # Holds four copies against one process
 beside_one_process("data parallel", data_parallel)
 
-
 # %% [markdown]
-# The copies are those of one process, and bit for bit those of each other.
+# An all-reduce can be done in a ring, where each of $N$ ranks sends to the next one.
+# For $S$ bytes a rank then sends $2\frac{N-1}{N}S$, never more than $2S$; [Collectives](collectives.md) shows why.
 #
-# `````{admonition} Checked: "copies synchronise their weights"
-# :class: checked
-#
-# No weight is sent in this loop.
-# Gradients are; weights stay equal because they began equal and make equal steps.
-# (PyTorch's `DistributedDataParallel` sends weights once, before the first step.)
-# To average weights behind the step is another algorithm: AdamW divides each rank's gradient by that rank's own history, so the mean of four steps is not the step of the mean.
-# The table measures it.
-# Only with plain SGD, where a step is the gradient times a number, the two are the same.
-# `````
-
-# %% tags=["hide-input"]
-# Table: averaged gradients, and averaged weights, beside one process
-def averaging(what, kind):
-    model = small_gpt()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer, losses = sgd if kind == "SGD" else adamw(model.parameters()), []
-    for step in range(STEPS):
-        tokens, targets = local_batch(*batch(step))
-        optimizer.zero_grad()
-        value = loss(model(tokens), targets)
-        value.backward()
-        for parameter in model.parameters() if what == "gradients" else ():
-            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
-        optimizer.step()
-        for parameter in model.parameters() if what == "weights" else ():
-            dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
-        losses.append(value.item())
-    return Trained(losses, [p.detach().cpu() for p in model.parameters()], 0, 0, 0)
-
-
-rows, off = [], {}
-for kind in ("AdamW", "SGD"):
-    one = ranks.run(averaging, 1, "nothing", kind)[0]
-    for what in ("gradients", "weights"):
-        off[kind, what] = apart(ranks.run(averaging, 4, what, kind), one)
-        rows.append((kind, what, *(f"{x:.0e}" for x in off[kind, what])))
-exact = [in_losses < 1e-4 for in_losses, _ in off.values()]
-assert exact == [True, False, True, True] and off["AdamW", "weights"][0] > 0.01
-show.table(rows, ["optimizer", "averaged", "losses differ by", "weights differ by"])
-
-# %% [markdown]
-# What does it cost?
-# A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ from each of $N$ ranks, never more than $2S$, however many there are.
-# What it does *not* do is make anything fit: every rank holds all states, so **the model must fit on one GPU**.
 # Copies divide the batch, and with it time and activations.
+# They do not divide the states: **the whole model must fit on one GPU**.
 #
 # `````{admonition} Checked: "N GPUs train N times as fast"
 # :class: checked
 #
-# As long as the gradients travel while backward still computes.
-# Their bytes do not shrink with a rank's share of the batch, so from some number on the wire takes longer than backward.
-# The next line predicts it for Llama 3 8B with 4 million tokens a step, on H100s.
+# They do while the gradients travel in less time than backward takes.
+# With more GPUs each has fewer sequences, and its backward gets shorter; its gradients stay as large.
+# The table predicts both for Llama 3 8B on H100s, with 4 million tokens in a step.
 # `````
 
 # %% tags=["hide-input"]
-# Predicts how many times faster N copies are
+# Table: how many times faster N copies are, predicted
 h100, llama = strategy.MACHINES["h100"], PRESETS["llama-3-8b"]
-params, SPEEDUP = memory.parameter_count(llama), {}
-compute = (
-    6 * params * 4e6 / (0.4 * h100.flops)
-)  # s on one GPU, two thirds of it backward
+params, rows, SPEEDUP = memory.parameter_count(llama), [], {}
+# Seconds on one GPU, of which two thirds are backward
+compute = 6 * params * 4e6 / (0.4 * h100.flops)
 for n in (64, 512, 4096):
     sending = 2 * (n - 1) / n * 2 * params / h100.between  # s; gradients of 2 bytes
-    SPEEDUP[n] = compute / (compute / n / 3 + max(2 * compute / n / 3, sending))
-print(
-    ", ".join(f"{n:,} GPUs: {times:,.0f} times as fast" for n, times in SPEEDUP.items())
-)
+    step = compute / n / 3 + max(2 * compute / n / 3, sending)
+    SPEEDUP[n] = compute / step
+    cells = 2e3 * compute / n / 3, 1e3 * sending, SPEEDUP[n]
+    rows.append((f"{n:,}", *(f"{x:,.0f}" for x in cells)))
 assert [round(100 * SPEEDUP[n] / n) for n in SPEEDUP] == [100, 99, 17]
+head = ["GPUs", "backward (ms)", "gradients travel (ms)", "times as fast as one GPU"]
+show.table(rows, head)
 
 
 # %% [markdown]
-# The plain loop calls an all-reduce for each of 35 tensors, and waits until backward is over.
-# [Data parallelism](data_parallel.md) packs the gradients into *buckets* and sends them while backward runs, as `DistributedDataParallel` does.
+# The plain loop sends each of 35 tensors by itself, when backward is over.
+# [Data parallelism](data_parallel.md) packs gradients into *buckets* and sends them while backward runs, as PyTorch's `DistributedDataParallel` does.
 
 # %% tags=["hide-input"]
 # Holds that lesson's module against one process, and counts its calls
@@ -473,10 +425,11 @@ assert plain == 35 and packed < 4
 #
 # If the model does not fit, give each rank some of its layers: a {term}`stage`.
 # Rank 0 has the embedding and the first layer, rank 3 the last layer and the head.
-# Activations go from rank to rank, and in backward their gradients come back the same way.
+# Activations go to the next rank, and in backward their gradients come back.
 # Nothing else is sent.
 
-# %%
+# %% tags=["hide-input"]
+# Defines `receive`, and `my_stage`: a rank's layers of the small GPT
 def receive(shape, source):
     """What a neighbour sends: activations, or their gradient: [b, s, h]."""
     x = torch.empty(shape)
@@ -484,50 +437,63 @@ def receive(shape, source):
     return x.requires_grad_()
 
 
-def pipeline_step(stage, micro_batches):
-    """On this rank's stage: forward of all micro-batches, then backward of all."""
+def my_stage():
+    model, rank = small_gpt(), dist.get_rank()
+    layers = [model.embedding, *model.blocks, model.norm, model.head]
+    return nn.Sequential(*layers[(0, 2, 3, 4)[rank] : (2, 3, 4, 7)[rank]])
+
+
+# %%
+def forward(stage, tokens, targets):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    kept = []
-    for tokens, targets in micro_batches:
-        x = tokens if rank == 0 else receive((*tokens.shape, SHAPE.hidden), rank - 1)
-        y = stage(x)
-        if rank < last:
-            dist.send(y.detach(), rank + 1)
-        else:
-            y = loss(y, targets) / len(micro_batches)
-        kept.append((x, y))
+    shape = (*tokens.shape, SHAPE.hidden)
+    x = tokens if rank == 0 else receive(shape, rank - 1)
+    y = stage(x)
+    if rank == last:
+        return x, loss(y, targets)
+    dist.send(y.detach(), rank + 1)
+    return x, y
+
+
+def backward(x, y, m):
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    if rank == last:
+        (y / m).backward()  # a loss, of one of m micro-batches
+    else:
+        y.backward(receive(y.shape, rank + 1))
+    if rank > 0:
+        dist.send(x.grad, rank - 1)
+
+
+def pipeline_step(stage, micro_batches):
+    kept = [forward(stage, *part) for part in micro_batches]
     for x, y in kept:
-        y.backward(receive(y.shape, rank + 1) if rank < last else None)
-        if rank > 0:
-            dist.send(x.grad, rank - 1)
-    return sum(y.item() for _, y in kept) if rank == last else None
+        backward(x, y, len(micro_batches))
+    return kept
 
 
 # %% [markdown]
-# The loop around it is the one you know; `m` says into how many micro-batches a batch is cut.
+# A batch is cut into $m$ *micro-batches*.
+# With $m = 1$ this is the *naive pipeline*: one rank works, and three wait for it.
+# With $m = 4$ a stage begins the next micro-batch as soon as it has sent the one before: this is GPipe {cite}`huang2019gpipe`.
+# The loop around `pipeline_step` is the one you know.
 
-# %%
+# %% tags=["hide-input"]
+# Holds both pipelines against one process
 def in_stages(m):
-    model, rank = small_gpt(), dist.get_rank()
-    layers = [model.embedding, *model.blocks, model.norm, model.head]
-    stage = nn.Sequential(*layers[(0, 2, 3, 4)[rank] : (2, 3, 4, 7)[rank]])
+    stage, last = my_stage(), dist.get_rank() == dist.get_world_size() - 1
     optimizer = adamw(stage.parameters())
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
         pairs = zip(*(tensor.chunk(m) for tensor in batch(step)), strict=True)
-        losses.append(pipeline_step(stage, list(pairs)))
+        kept = pipeline_step(stage, list(pairs))
+        losses.append(sum(y.item() for _, y in kept) / m if last else None)
         optimizer.step()
     return losses, stage, optimizer
 
 
-# %% [markdown]
-# With `m = 1` this is the *naive pipeline*: one rank works, and three wait for it.
-# With `m = 4` a stage begins the next micro-batch as soon as it has sent the one before: this is GPipe {cite}`huang2019gpipe`.
-# Both train the same model.
-
-# %% tags=["hide-input"]
-# Holds both pipelines against one process
+# On the CPU: gloo, which ranks on one GPU use, sends no tensor of a GPU to one rank alone.
 beside_one_process("naive pipeline", in_stages, 1, device="cpu")
 beside_one_process("pipeline", in_stages, 4, device="cpu")
 
@@ -537,16 +503,9 @@ beside_one_process("pipeline", in_stages, 4, device="cpu")
 #
 # ![Three timelines of four stages on one axis; a backward takes twice as long as a forward. Naive: the whole batch at once, one stage computes at a time, each is busy 25 % of the time. GPipe with four micro-batches: all forwards, then all backwards; stages overlap, each is busy 57 % of the time. 1F1B with four micro-batches: each backward begins as early as it can; it takes exactly as long as GPipe.](../figures/model_parallelism_bubble.svg)
 #
-# The idle part is the bubble.
-# A pipeline of $p$ stages has to fill and to drain, and with $m$ micro-batches that is $\frac{p-1}{m+p-1}$ of the step.
-#
-# `````{admonition} Checked: "four micro-batches on four stages keep GPUs 75 % busy"
-# :class: checked
-#
-# It is $m/(m+p-1) = 4/7 = 57\,\%$.
-# ($3/4$ is $(p-1)/m$, the idle time as a share of the *work*.)
-# The table measures it with the function above, on stages that sleep, so that they wait for each other and not for this machine's cores.
-# `````
+# The time in which a stage is idle is the *bubble*.
+# With $p$ stages a step takes $m + p - 1$ turns, and each stage works in $m$ of them: the bubble is $\frac{p-1}{m+p-1}$ of the step.
+# The table measures it with the functions above, on stages that sleep instead of computing.
 
 # %% tags=["hide-input", "measured"]
 # Table: how busy four stages are, by the formula and by the clock
@@ -596,28 +555,14 @@ for m in (1, 4, 8):
     show.timed(near, f"{m} micro-batches: busy as the formula says, within 12 points")
 show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 
-# %% [markdown]
-# More micro-batches make the bubble smaller; but GPipe keeps the activations of all of them until backward.
-# {term}`1F1B <one forward, one backward>` waits exactly as long, and keeps less: stage $s$ never more than $p-s$ micro-batches, because each backward comes as early as it can and frees what its forward kept {cite}`narayanan2021megatron`.
-
-# %% tags=["hide-input"]
-# Counts what the first of four stages keeps of 16 micro-batches
-drawn = {
-    name: pipeline.simulate(pipeline.schedule(name, 4, 16))
-    for name in ("gpipe", "1f1b")
-}
-for name, found in drawn.items():
-    assert abs(found.bubble - 3 / 19) < 1e-12
-    kept = found.peak_activations[0]
-    print(
-        f"{name}: idle {100 * found.bubble:.0f} % of the step, "
-        f"keeps {kept:g} micro-batches"
-    )
-assert [found.peak_activations[0] for found in drawn.values()] == [16, 4]
-
 
 # %% [markdown]
-# A rank holds about a quarter of the states and sends the least of all ways on this page; the price is the bubble, and that the layers must be cut into stages of equal time.
+# More micro-batches make the bubble smaller, but GPipe keeps the activations of all $m$ until backward.
+# {term}`1F1B <one forward, one backward>` does each backward as early as it can, which frees what its forward kept.
+# It waits as long, and keeps at most $p$ micro-batches {cite}`narayanan2021megatron`.
+#
+# A rank holds about a quarter of the states, and no other technique here sends so little.
+# The price is the bubble, and that all stages have to take equal time.
 # [Pipeline parallelism](pipeline.md) builds 1F1B and its successors, down to no bubble at all.
 #
 # (mp-tensor)=
@@ -629,9 +574,10 @@ assert [found.peak_activations[0] for found in drawn.values()] == [16, 4]
 #
 # ![A feed-forward network on four ranks. Every rank has all of X. The first matrix is cut by columns, a quarter for each rank, and so are X times it and its GELU. The second matrix is cut by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an all-reduce adds the four.](../figures/model_parallelism_ffn.svg)
 #
-# $W_1$ is cut by columns: a rank computes some columns of $X W_1$, and GELU needs no others, because it looks at each number by itself.
+# $W_1$ is cut by columns, so a rank computes some columns of $X W_1$.
+# GELU changes each number by itself, and needs no other columns.
 # $W_2$ is cut by the rows that meet these columns.
-# What comes out is a *summand* of $Y$, and one all-reduce adds the summands up.
+# What comes out is a *summand* of $Y$; one all-reduce adds up the summands.
 
 # %%
 class CutFeedForward(nn.Module):
@@ -644,15 +590,19 @@ class CutFeedForward(nn.Module):
         self.down = nn.Parameter(full.down.weight.chunk(n, 1)[rank].clone())
 
     def forward(self, x_BSH):
-        inner_BSf = F.gelu(Copy.apply(x_BSH) @ self.up.T)  # [B, S, H] @ [H, f]
-        return Sum.apply(inner_BSf @ self.down.T)  # [B, S, f] @ [f, H], all-reduce
+        inner_BSf = F.gelu(Copy.apply(x_BSH) @ self.up.T)
+        return Sum.apply(inner_BSf @ self.down.T)
 
 
 # %% [markdown]
-# Backward needs an all-reduce, too: every rank used all of $X$, so $X$'s gradient is the sum of what the ranks find.
-# `Copy` and `Sum` are mirror images of each other.
+# A tensor's name ends in its axes: $B$ sequences, $S$ tokens, $H$ numbers for each token; $f$ is this rank's part of the $F$ columns of $W_1$.
+#
+# `Sum` is the all-reduce; in backward it does nothing.
+# `Copy` is the opposite.
+# Every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
 
-# %%
+# %% tags=["hide-input"]
+# Defines `Copy` and `Sum`: an all-reduce in backward, and one in forward
 class Copy(torch.autograd.Function):
     """All ranks use x: forward does nothing, backward adds up their gradients."""
 
@@ -682,8 +632,7 @@ class Sum(torch.autograd.Function):
 
 
 # %% [markdown]
-# Four ranks train the GPT with every feed-forward network cut in this way.
-# All of them see the whole batch, and the loop is that of one process.
+# Every rank has the whole batch, and the loop is that of one process.
 
 # %%
 def tensor_parallel():
@@ -695,7 +644,7 @@ def tensor_parallel():
 
 # %% [markdown]
 # Attention is cut in the same way, by heads.
-# The course's module does that, and cuts the embedding and the head as well.
+# The course's module does that, and cuts embedding and head as well.
 
 # %% tags=["hide-input"]
 # Holds both against one process: some matrices cut, and all of them
@@ -717,23 +666,21 @@ beside_one_process("tensor parallel, feed-forward alone", tensor_parallel)
 beside_one_process("tensor parallel", everything_cut)
 
 # %% [markdown]
-# States and arithmetic of each layer are divided, without a bubble.
-# The price is four all-reduces a layer, two in forward and two in backward, and the next product needs the sum.
-# So the ranks of a tensor-parallel group sit where links are fast, usually in one node.
+# States and arithmetic of each layer are divided, and there is no bubble.
+# The price is four all-reduces a layer, two in forward and two in backward, and the next product has to wait for each.
+# So these ranks are usually the GPUs of one *node*: one machine, with fast links inside.
 #
 # `````{admonition} Checked: "tensor parallelism sends less than data parallelism"
 # :class: checked
 #
-# Often the opposite.
-# Data parallelism sends gradients: $2P$ numbers a step, whatever the batch.
-# Tensor parallelism sends activations: $8Lh$ numbers for each token.
-# (Both are times $\frac{N-1}{N}$.)
-# The two are equal at $P/4Lh$ tokens a step, for real models 3,000 to 37,000 in the table; a step in which the group computes more than that sends *more* with tensor parallelism.
-# And gradients travel while backward computes; most of these sums are waited for.
+# Often it sends more.
+# A copy sends gradients: two numbers for each parameter, whatever the batch.
+# A rank with cut matrices sends activations: for each layer and token, eight times the model's width.
+# The last column says from how many tokens on that is more.
 # `````
 
 # %% tags=["hide-input"]
-# Table: bytes that a GPU sends in a step, as a copy and as a shard
+# Table: bytes that a GPU sends in a step, as a copy and with cut matrices
 rows = []
 jobs = [
     (name, PRESETS[name], 8, 8, 2) for name in ("gpt-2", "llama-3-8b", "gpt-3-175b")
@@ -741,38 +688,39 @@ jobs = [
 for name, config, n, sequences, size in [("the small GPT", SHAPE, 4, BATCH, 4), *jobs]:
     tokens_, params = sequences * config.seq, memory.parameter_count(config)
     copies = 2 * (n - 1) / n * params * size
-    shards = 8 * (n - 1) / n * config.layers * config.hidden * tokens_ * size
+    cuts = 8 * (n - 1) / n * config.layers * config.hidden * tokens_ * size
     equal_at = params / (4 * config.layers * config.hidden)
-    assert (shards > copies) == (tokens_ > equal_at)
-    sizes = f"{copies / 1e6:,.0f}", f"{shards / 1e6:,.0f}"
+    assert (cuts > copies) == (tokens_ > equal_at)
+    sizes = f"{copies / 1e6:,.0f}", f"{cuts / 1e6:,.0f}"
     rows.append((name, n, f"{tokens_:,}", *sizes, f"{equal_at:,.0f}"))
     if config is SHAPE:  # the loss and the embedding send some more
         assert abs(FOUR["data parallel"][0].sent / copies - 1) < 1e-3
-        assert 1 <= FOUR["tensor parallel"][0].sent / shards < 1.2
+        assert 1 <= FOUR["tensor parallel"][0].sent / cuts < 1.2
 assert [
     float(row[4].replace(",", "")) > float(row[3].replace(",", "")) for row in rows
 ] == [
     *[True] * 3,
     False,
 ]
-head = ["model", "GPUs", "tokens in a step", "copies send (MB)", "shards send (MB)"]
-show.table(rows, [*head, "equal at (tokens)"])
+head = ["model", "GPUs", "tokens in a step", "a copy sends (MB)", "with cut matrices (MB)"]
+show.table(rows, [*head, "equal at (tokens in a step)"])
 
 
 # %% [markdown]
-# [Tensor parallelism](tensor_parallel.md) cuts every layer, its biases and its loss; [Sequence parallelism](sequence_parallel.md) cuts the activations that stay whole here.
+# [Tensor parallelism](tensor_parallel.md) cuts the whole model, and hides a part of the waiting.
 #
 # (mp-zero)=
-# ## ZeRO: copies that share their states
+# ## ZeRO: copies that divide their states
 #
-# Data parallelism keeps the same states $N$ times.
-# ZeRO keeps the rest of it as it is, and lets each rank *own* a share of them {cite}`rajbhandari2020zero`.
+# Data parallelism keeps the same states on every rank.
+# ZeRO is data parallelism in which each rank *owns* one part of the states {cite}`rajbhandari2020zero`.
 #
 # ![Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: and a quarter of the gradients, 7 bytes. Stage 3: and a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
 #
-# All weights stand side by side in one flat tensor, of which each rank owns a quarter.
+# All weights are put into one flat tensor, of which each rank owns a quarter.
 # A *reduce-scatter* gives each rank the averaged gradients of its quarter alone.
-# Each rank steps its quarter, with a quarter of AdamW's means; an *all-gather* hands the new weights to all.
+# The rank steps its quarter, with a quarter of AdamW's means.
+# An *all-gather* then gives the new weights to all.
 
 # %%
 def zero_2():
@@ -798,11 +746,10 @@ def zero_2():
 
 # %% [markdown]
 # This is stage 2; stage 1 would keep all gradients until the next step begins.
-# What the plain form leaves out: the real stage 2 scatters gradients while backward makes them, so that they are never all there at once.
+# The course's module sends gradients while backward makes them, so that they are never all there at once.
 #
-# Stage 3 shares the weights, too.
-# A layer's weights are gathered just before it computes, and forgotten after it.
-# That is the picture's last panel, and one line with the course's module.
+# Stage 3 divides the weights, too: it gathers a layer's weights just before they are needed, and frees them afterwards.
+# With the course's module that is one line.
 
 # %%
 def zero_3():
@@ -811,34 +758,14 @@ def zero_3():
 
 
 # %% tags=["hide-input"]
-# Holds both stages against one process, and counts two peaks
-def peak(technique):
-    with count.held() as held:
-        technique()
-    return held.peak
-
-
-def real_zero_2():
-    return train(
-        zero.shard(small_gpt(), dist.group.WORLD, 2),
-        lambda step: local_batch(*batch(step)),
-    )
-
-
+# Holds both stages against one process
+# On the CPU: gloo, which ranks on one GPU use, has no reduce-scatter for a GPU's tensors.
 beside_one_process("ZeRO-2", zero_2, device="cpu")
 beside_one_process("ZeRO-3", zero_3, device="cpu")
-peaks = [
-    ranks.run(peak, 4, way, device="cpu")[0] / 1e6 for way in (zero_2, real_zero_2)
-]
-print(
-    f"peak of stage 2: {peaks[0]:.1f} MB in its plain form, "
-    f"{peaks[1]:.1f} MB in the course's module"
-)
-assert peaks[1] < 0.9 * peaks[0]
 
 # %% [markdown]
 # What does a stage save?
-# The example that everybody tells has 7 billion parameters in float32 on 8 GPUs, with 10 GB of activations on each.
+# Take 7 billion parameters in float32 on 8 GPUs, with 10 GB of activations on each.
 
 # %% tags=["hide-input"]
 # Table: what one of 8 GPUs holds of 7 billion parameters, by stage
@@ -856,22 +783,17 @@ show.table(
 )
 
 # %% [markdown]
-# `````{admonition} Checked: "ZeRO-3 divides all 122 GB by 8"
-# :class: checked
-#
-# That would be 15 GB; it is 24 GB.
-# Activations are no model states: each GPU has those of its own sequences, and there is nothing to share.
-# `````
+# Activations are not divided: each GPU has those of its own sequences.
+# So stage 3 holds 24 GB, and not an eighth of 122.
 #
 # Stages 1 and 2 send what data parallelism sends, because an all-reduce *is* a reduce-scatter and an all-gather.
-# Stage 3 gathers the weights once more, for backward, and sends 1.5 times as much at most.
+# Stage 3 gathers the weights once more, for backward: 1.5 times as much at most.
 # [ZeRO](zero.md) builds all stages, and shows FSDP2, PyTorch's stage 3.
 #
 # (mp-together)=
 # ## The four side by side
 #
-# One GPT, one batch, four ranks.
-# Every technique trained the model of one process; here is what each of them held and sent.
+# One GPT, one batch, four ranks: here is what each technique held and sent.
 
 # %% tags=["hide-input"]
 # Table: states and traffic of four ranks, predicted and counted
@@ -915,13 +837,13 @@ head += ["sent in a step (MB): predicted", "counted", "calls"]
 show.table(rows, head, caption="The fullest rank")
 
 # %% [markdown]
-# Nothing wins everywhere.
+# None is the best everywhere.
 #
 # | technique | use it when | what it costs |
 # |---|---|---|
-# | data parallelism | the model fits; no line of it changes | 16 bytes per parameter on every GPU; 17 % of ideal on 4,096 |
-# | ZeRO-1, 2 | it nearly fits: 10 or 7 bytes on four ranks, no byte more on the wire | stage 2 sends with each micro-batch |
-# | ZeRO-3 | states do not fit: 4 bytes on four ranks | up to 1.5 times the bytes, many more calls; activations stay |
+# | data parallelism | the model fits | 16 bytes per parameter on every GPU |
+# | ZeRO-1, 2 | it nearly fits: 10 or 7 bytes on four ranks | stage 2 sends after each micro-batch |
+# | ZeRO-3 | states do not fit: 4 bytes on four ranks | up to 1.5 times the bytes, in many more calls |
 # | recomputation | activations do not fit | a third more arithmetic at most |
 # | tensor parallelism | a layer is too large, or there are fewer sequences than GPUs | 14 times a pipeline's bytes here, most of them waited for |
 # | pipeline | it has to span nodes, over slow links | idle 43 % of the time with as many micro-batches as stages |
@@ -948,7 +870,8 @@ print("all numbers of the table are those of this page")
 #
 # ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over stages on several nodes.](../figures/model_parallelism_choose.svg)
 #
-# `strategy.plan` predicts memory and seconds of every layout, and keeps those that fit; `strategy.choose` walks the chart over them, and takes the fastest of the first rung that has one.
+# A *layout* says how a job is divided.
+# The course's planner predicts memory and seconds of every layout, and `choose` follows the chart.
 
 # %%
 h100 = strategy.MACHINES["h100"]
@@ -956,94 +879,36 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
     found = strategy.plan(PRESETS[name], h100, gpus=64, batch=512)
     print(name, "on 64 H100s:", strategy.choose(found).layout)
 
+
 # %% [markdown]
-# In that output $d$ counts copies; $t$ and $p$ would count cuts of matrices and stages.
-# The chart is a rule of thumb: it stops at what changes least. The plan's own first is the fastest of all rungs.
-# Here they agree to a tenth. GPT-3 on 64 A100s takes a quarter longer by the chart: it fits with ZeRO-3 and recomputation, and would be faster in stages.
-# Large jobs stack the techniques, from the inside out: matrices over the GPUs of a node, layers over nodes, copies of all that, and ZeRO-1 among the copies.
+# In that output $d$ is the number of copies.
+# The chart takes what changes least; a later rung may be faster, and [Strategy](strategy.md) predicts by how much.
+#
+# Large jobs combine the techniques.
+# They divide matrices among the GPUs of a node and layers among nodes, and make copies of all that, with ZeRO-1.
 #
 # ![Two jobs on four nodes of four GPUs. A large model: there are two copies, and each gets half of the batch. A copy is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the second; inside a node each GPU has a quarter of every matrix. A small model and much data: every GPU has all layers, and a sixteenth of the batch for itself.](../figures/model_parallelism_stacks.svg)
 #
-# [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md) works that job out.
+# [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md) works such a job out.
 #
-# `````{admonition} Checked: "below 1B parameters copies; 1B to 10B a pipeline; 10B to 100B tensor parallelism and ZeRO; above 100B all of them"
-# :class: checked
-#
-# The first row holds: what fits is copied.
-# The others leave out what decides: the memory of a GPU, the number of GPUs, and the sequences in a step.
-# In the table below Llama 3 8B wants copies that share their states on eight H100s and on 512, and on eight RTX 4090s, where no pipeline alone fits, tensor ranks in two stages; 70 billion parameters want stages as well, on H200s.
-# `````
-#
-# The table compares the fastest layout of the kind that the rule names with the plan's first.
-# Times are predicted, at rates that jobs commonly reach.
-# These are not sure to a tenth, so take 10 % for a draw; [Strategy](strategy.md) shows where they come from.
-
-# %% tags=["hide-input"]
-# Table: the rule by size, beside the planner
-KINDS = {
-    "copies": lambda way: way.tp == way.pp == 1 and way.zero == 0,
-    "pipeline": lambda way: way.pp > 1 and way.tp == 1,
-    "tensor, ZeRO": lambda way: way.tp > 1 and way.pp == 1 and way.zero > 0,
-    "all": lambda way: way.tp > 1 and way.pp > 1 and way.zero > 0,
-}
-JOBS = [  # model, GPU, how many, sequences in a step
-    ("gpt-2", "rtx-4090", 64, 512),
-    ("llama-3-8b", "rtx-4090", 8, 64),
-    ("llama-3-8b", "h100", 8, 128),
-    ("llama-3-8b", "h100", 512, 512),
-    ("llama-3-70b", "h200", 64, 512),
-    ("gpt-3-175b", "a100", 64, 64),
-    ("llama-3-405b", "h200", 512, 1024),
-]
-rows, times = [], []
-for name, gpu, gpus, sequences in JOBS:
-    config, machine = PRESETS[name], strategy.MACHINES[gpu]
-    params = memory.parameter_count(config)
-    kind = list(KINDS)[sum(params > limit for limit in (1e9, 1e10, 1e11))]
-    found = strategy.plan(config, machine, gpus, sequences)
-    tried = found.fits
-    best, *same = [way for way in tried if KINDS[kind](way.layout)] or [None]
-    times.append(best and best.seconds / tried[0].seconds)
-    if name == "gpt-3-175b":
-        assert round(strategy.choose(found).seconds / tried[0].seconds, 1) == 1.2
-    says = [
-        str(way.layout).replace("-", "\u2011") if way else "-"
-        for way in (best, tried[0])
-    ]
-    slower = "does not fit" if best is None else f"{times[-1]:.2f}"
-    rows.append((f"{name}, {gpus} {machine.name}", kind, says[0], slower, says[1]))
-assert [x and round(x, 2) for x in times] == [1.01, None, 1.07, 1.17, 1.11, 1, 1]
-head = ["job", "the rule says", "its fastest", "times the fastest of all", "which is"]
-show.table(rows, head)
-
-# %% [markdown]
 # (mp-deepspeed)=
 # ## DeepSpeed in practice
 #
 # Nobody writes all this anew.
-# DeepSpeed, one of the production engines, takes a model and a dictionary {cite}`rasley2020deepspeed`.
+# DeepSpeed, a production engine, takes a model and a dictionary of settings {cite}`rasley2020deepspeed`.
+# It does backward, averaging and the step.
 
 # %%
-settings = de.config(Layout(dp=2, zero=2, micro_batch=2, microbatches=2))
-print(json.dumps(settings, indent=1))
-
-
-# %% [markdown]
-# The first three lines cut a batch of eight: 2 sequences at a time, 2 times in a row, on 2 ranks.
-# `stage` is ZeRO's.
-# The engine does backward, averaging and the step.
-
-# %%
-def by_deepspeed(settings):
+def by_deepspeed(stage):
+    settings = de.config(Layout(dp=2, zero=stage, micro_batch=4))
     engine = de.initialize(small_gpt(), settings)
     losses = []
     for step in range(STEPS):
         tokens, targets = local_batch(*batch(step))
-        for part in (slice(0, 2), slice(2, 4)):  # two micro-batches
-            value = loss(engine(tokens[part]), targets[part])
-            engine.backward(value)
-            engine.step()  # at the second one it steps
-            losses.append(value.item())
+        value = loss(engine(tokens), targets)
+        engine.backward(value)
+        engine.step()
+        losses.append(value.item())
     return losses, de.weights(engine)
 
 
@@ -1051,16 +916,9 @@ def by_deepspeed(settings):
 # Holds DeepSpeed on two ranks against one process
 de.prepare()  # imports DeepSpeed once, before any rank starts
 for stage in (2, 3):
-    settings = de.config(Layout(dp=2, zero=stage, micro_batch=2, microbatches=2))
-    found = ranks.run(by_deepspeed, 2, settings, device="cpu")
-    parts = (
-        torch.tensor([losses for losses, _ in found])
-        .mean(0)
-        .view(STEPS, 2)
-        .mean(1)
-        .tolist()
-    )
-    in_losses = max(abs(a - b) for a, b in zip(parts, ONE.losses, strict=True))
+    found = ranks.run(by_deepspeed, 2, stage, device="cpu")
+    means = torch.tensor([losses for losses, _ in found]).mean(0).tolist()
+    in_losses = max(abs(a - b) for a, b in zip(means, ONE.losses, strict=True))
     names = [name for name, _ in GPT(SHAPE).named_parameters()]
     pairs = zip((found[0][1][name] for name in names), ONE.weights, strict=True)
     in_weights = max((a - b).abs().max().item() for a, b in pairs)
@@ -1071,47 +929,42 @@ for stage in (2, 3):
     )
 
 # %% [markdown]
-# [DeepSpeed](deepspeed_engine.md) explains each line, what it costs, and what happens to a line that is misspelt.
+# [DeepSpeed](deepspeed_engine.md) explains the settings line by line.
 #
 # (mp-more)=
 # ## Three more cuts
 #
 # ![Six things that four ranks can share. Activations are a block of sequences, tokens and width: data parallelism cuts the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. Of the model, a pipeline cuts the layers, ZeRO the states of every layer, and expert parallelism deals out the experts, to which each token is sent by a router.](../figures/model_parallelism_cuts.svg)
 #
-# [**Sequence parallelism**](sequence_parallel.md) cuts along the tokens what tensor parallelism leaves whole, for the same bytes.
-# [**Context parallelism**](context_parallel.md) cuts the tokens everywhere, for sequences that no GPU can hold; keys and values then travel among the ranks.
-# With **experts** a layer has many feed-forward networks on different ranks, of which a router picks a few for each token: {cite:t}`deepseek2024v3` trained 671 billion parameters in this way, 37 billion of them for each token. [Experts](experts.md) builds such a layer.
+# [**Sequence parallelism**](sequence_parallel.md) divides by tokens the activations that tensor parallelism leaves whole, for the same bytes.
+# [**Context parallelism**](context_parallel.md) divides the tokens everywhere, for sequences too long for one GPU; attention's keys and values then travel among the ranks.
+# [**Experts**](experts.md) are many feed-forward networks in one layer, on different ranks; a router picks a few of them for each token {cite}`deepseek2024v3`.
 #
 # ## What goes wrong, and how it looks
 #
-# A run is set up right when its first loss and first norm of the gradients are those of one process, and a rank holds and sends the predicted bytes.
-# If not ([Symptoms](../book/symptoms.md) has more):
+# A run is set up right when its first loss and the norm of its first gradients are those of one process, and a rank holds and sends the predicted bytes.
+# If not, look here, then at [Symptoms](../book/symptoms.md):
 #
 # | what you see | what it often is | more in |
 # |---|---|---|
 # | everything stands still, without an error | a rank left out a collective, or two stages follow two schedules | [Collectives](collectives.md), [Pipeline parallelism](pipeline.md) |
 # | the first loss is right, later ones are not | a missing all-reduce in backward | [Tensor parallelism](tensor_parallel.md) |
-# | the norm of the gradients is $d$, $t$ or $m$ times too large | a sum where a mean belongs | [Data parallelism](data_parallel.md) |
-# | ZeRO-3 runs out of memory though the states fit | activations, or the model wrapped as one unit | [ZeRO](zero.md) |
-# | more GPUs, and no shorter step | the wire takes longer than backward | [Data parallelism](data_parallel.md) |
+# | the norm of the gradients is as many times too large as there are ranks, or micro-batches | a sum in place of a mean | [Data parallelism](data_parallel.md) |
+# | ZeRO-3 runs out of memory though the states fit | activations, or the whole model gathered at once | [ZeRO](zero.md) |
+# | more GPUs, and no shorter step | gradients travel longer than backward takes | [Data parallelism](data_parallel.md) |
 #
-# ```{admonition} On more GPUs
-# :class: note
-#
-# Bytes and losses here are those of any cluster, and times of none.
-# Several GPUs would show copies that really take half the time, and what tensor parallelism gains from fast links.
-# ```
+# Bytes and losses on this page are those of any cluster; times are not.
 #
 # ## Exercises
 #
-# Each exercise has a check; the sixth runs your answer on four real ranks.
+# Each exercise has a check; the sixth runs your answer on four ranks.
 #
-# ```{exercise-start} A GPU's share of the states (easy)
+# ```{exercise-start} The states of one GPU (easy)
 # :label: ex-map-states
 # ```
 #
 # 7 billion parameters are trained in mixed precision: weights and gradients in 16 bits; master weights and AdamW's two means in float32.
-# 16 GPUs share the states by ZeRO-2.
+# 16 GPUs divide the states by ZeRO-2.
 # How many bytes of states does each GPU hold?
 
 # %%
@@ -1127,7 +980,7 @@ check(answer, "zero_states")
 # :class: dropdown
 # ```
 #
-# Stage 2 leaves the 2 bytes of each weight whole; the 2 of a gradient and the 12 of the optimizer are shared.
+# Every GPU holds the 2 bytes of each weight; the 2 of its gradient and the 12 of the optimizer are divided by 16.
 
 # %%
 answer = 7e9 * (2 + (2 + 12) / 16)
@@ -1143,7 +996,7 @@ check(answer, "zero_states")
 #
 # A model of 7 billion parameters is trained on 8 GPUs, each with a copy of it.
 # Gradients have 2 bytes.
-# How many bytes does each GPU send in one step, when a ring adds up the gradients?
+# How many bytes does each GPU send in one step, when a ring all-reduces the gradients?
 
 # %%
 answer = ...  # bytes
@@ -1158,7 +1011,7 @@ check(answer, "gradient_traffic")
 # :class: dropdown
 # ```
 #
-# A ring's all-reduce sends $2(N-1)/N$ of the tensor: once around to add up, once around to hand out.
+# Each GPU sends $2(N-1)/N$ of the tensor: $(N-1)/N$ to add up, and as much again to hand out the sums.
 
 # %%
 answer = 2 * 7 / 8 * 7e9 * 2
@@ -1173,9 +1026,9 @@ check(answer, "gradient_traffic")
 # :label: ex-map-busy
 # ```
 #
-# A pipeline of `p` equal stages should be busy for at least `percent` percent of a step, a whole number below 100.
+# Each of `p` equal stages of a pipeline should be busy for at least `percent` percent of a step; `percent` is a whole number below 100.
 # Return the smallest number of micro-batches that does it.
-# Mind that 0.9 is no exact number in a computer: count in whole ones.
+# A float rounds 0.9, so count in whole numbers.
 
 # %%
 def my_busy_microbatches(p, percent):
@@ -1194,8 +1047,8 @@ check(my_busy_microbatches)
 # :class: dropdown
 # ```
 #
-# Busy is $m/(m+p-1)$.
-# From $100\,m \ge \text{percent}\,(m+p-1)$ follows $m \ge \text{percent}\,(p-1)/(100-\text{percent})$, rounded up, and one at least.
+# A stage is busy for $m/(m+p-1)$ of a step.
+# From $100\,m \ge \text{percent}\,(m+p-1)$ follows $m \ge \text{percent}\,(p-1)/(100-\text{percent})$, rounded up; and $m$ is at least one.
 
 # %%
 def my_busy_microbatches(p, percent):
@@ -1213,7 +1066,8 @@ check(my_busy_microbatches)
 # ```
 #
 # 70 billion parameters, 16 bytes of states for each, are trained with ZeRO-3. Each GPU also holds 10 GB of activations, gathered layers and buffers.
-# GPUs have 80 GB, of which a job plans with 90 %, and stand in nodes of 8. How many GPUs are needed, in whole nodes?
+# A GPU has 80 GB, of which the job uses no more than 90 %; a node has 8 GPUs.
+# How many GPUs are needed, in whole nodes?
 
 # %%
 answer = ...  # GPUs
@@ -1228,7 +1082,8 @@ check(answer, "gpus_needed")
 # :class: dropdown
 # ```
 #
-# 72 GB less the 10 that nothing divides leave 62 GB for states: 1,120 / 62 = 18.1 GPUs, which are three nodes.
+# Of 72 GB the 10 that nothing divides leave 62 GB for states.
+# 1,120 / 62 = 18.1, so 19 GPUs are needed, which are in three nodes.
 
 # %%
 alone = math.ceil(70e9 * 16 / (0.9 * 80e9 - 10e9))
@@ -1246,9 +1101,11 @@ check(answer, "gpus_needed")
 #
 # A stage of a pipeline has `params` parameters and `d` copies.
 # A step has `m` micro-batches; weights and gradients have 2 bytes.
-# Return a list of four numbers: the bytes that a rank sends to the other copies in one step, in ZeRO's stages 0 to 3. Stages 0 and 1 send gradients when the last micro-batch is done; stages 2 and 3 after each, because they keep a share of them only.
-# Stage 3 gathers the weights again for each forward and each backward.
-# $d$ divides `params`.
+# Return a list of four numbers: the bytes that a rank sends to the other copies in one step, in ZeRO's stages 0 (plain data parallelism) to 3.
+# Stages 0 and 1 send gradients once, after the last micro-batch.
+# Stages 2 and 3 send them after each micro-batch, because a rank keeps those of its own part alone.
+# Stage 3 gathers the weights for each forward, and again for each backward.
+# `params` is a multiple of `d`.
 
 # %%
 def my_zero_traffic(params, d, m):
@@ -1267,7 +1124,7 @@ check(my_zero_traffic)
 # :class: dropdown
 # ```
 #
-# An all-reduce is twice $(d-1)/d$ of the gradients; a reduce-scatter and an all-gather are once each.
+# A reduce-scatter sends $(d-1)/d$ of a tensor, an all-gather as much, and an all-reduce twice that.
 
 # %%
 def my_zero_traffic(params, d, m):
@@ -1286,10 +1143,11 @@ check(my_zero_traffic)
 # :label: ex-map-grid
 # ```
 #
-# Four ranks train `y_BF = x_BH @ w_FH.T` as two copies of two shards.
+# Four ranks train `y_BF = x_BH @ w_FH.T`: two copies, each cut in two.
 # The loss is half of the sum of `y_BF ** 2`, divided by the sequences of *all* copies.
-# Each rank has its copy's `x_BH`, and `w_fH`, its share of the rows of `w_FH`.
-# `tensor_group` holds the ranks that share one copy, `data_group` the ranks of all copies that hold the same share.
+# Each rank has the `x_BH` of its copy, and `w_fH`: half of the rows of `w_FH`.
+# `tensor_group` is the group of the ranks of one copy, `data_group` that of the ranks with the same rows.
+# A collective takes a group as `group=…`, and is then over its ranks alone.
 # Return the loss of the whole batch, the same on all ranks, and the gradient of `w_fH`.
 # Copies have equally many sequences.
 # Derivative: the gradient of `w_fH` is `y_Bf.T @ x_BH` over the sequences.
@@ -1311,9 +1169,9 @@ check(my_grid_step)
 # :class: dropdown
 # ```
 #
-# Shards are parts of one sum: the loss adds up over the tensor group.
-# Copies are averaged.
-# The gradient of a share belongs to that share alone: it is averaged over the copies, and the tensor group has nothing to say to it.
+# The two parts of a copy are parts of one sum, so the loss is added up over the tensor group.
+# The losses of the copies are averaged.
+# The gradient of a rank's rows is averaged over the copies, which have the same rows; the tensor group has other rows.
 
 # %%
 def my_grid_step(x_BH, w_fH, tensor_group, data_group):
@@ -1338,8 +1196,8 @@ check(my_grid_step)
 # ```
 #
 # Lay out Llama 3 70B on 64 H200s, 8 in a node, for steps of 512 sequences of 8,192 tokens.
-# The fullest GPU should reserve no more than 135.4 GB, 96 % of what it has, and a step should take no more than 71 s, as `strategy.predict` has it.
-# What the chart says fits, and is too slow.
+# The fullest GPU should reserve no more than 135.4 GB, 96 % of what it has, and a step should take no more than 71 s, as `strategy.predict` predicts.
+# The chart's layout fits, and is too slow.
 # More than one layout does it; the check says what yours lacks.
 
 # %%
@@ -1357,9 +1215,9 @@ check(layout, "my_layout")
 # :class: dropdown
 # ```
 #
-# The chart takes ZeRO-3 with recomputation, which computes a third more than it must.
-# Half a node for each matrix, two stages and eight copies hold the activations without it.
-# A wider cut, $t = 8$, would wait longer for its sums.
+# The chart takes ZeRO-3 with recomputation, which computes a third more.
+# With matrices cut over half a node, two stages and eight copies the activations fit without it.
+# Matrices cut over a whole node, `tp=8`, would wait longer for their sums.
 
 # %%
 layout = strategy.Layout(
@@ -1373,16 +1231,15 @@ check(layout, "my_layout")
 #
 # ## Summary
 #
-# - Training holds 16 bytes for each parameter, and activations; the peak is less than the sum, because gradients come while activations go.
+# - Training holds 16 bytes for each parameter, and activations.
 # - Copies divide the batch, a pipeline the layers, tensor parallelism the matrices, ZeRO the states that copies hold many times.
-# - Each is ten to twenty lines in its plain form, and trains the model that one process trains.
+# - Each is some twenty lines in its plain form, and trains the model that one process trains.
 # - They differ in what they hold, send and wait for.
-# - Take the first rung of the chart that fits, and ask a plan what a later one would gain; size alone says neither.
-# - Large jobs stack them: matrices in a node, layers across nodes, copies outside of both, with ZeRO-1.
+# - Take the first rung of the chart that fits; the planner says what a later one would gain.
 #
 # ## Further reading
 #
 # - [Questions: the map](../book/questions_map.md): what you can say now without running anything.
 # - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: the papers that tensor parallelism, micro-batches and ZeRO come from.
 # - {cite:t}`narayanan2021megatron`: the three together, with the formulas behind the choice, on up to 3,072 GPUs.
-# - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong meanwhile.
+# - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong.

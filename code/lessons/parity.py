@@ -19,7 +19,7 @@
 # After this lesson you can
 #
 # - ask of any two programs, one plain and one parallel, whether they compute the same, and read which tensor is the first that is not;
-# - say how far rounding alone moves a tensor, and why a tolerance chosen by eye lets mistakes live;
+# - say how far rounding alone moves a tensor, and why a tolerance chosen by eye hides mistakes;
 # - name what makes two runs of *one* program differ, and get the same bits where that is possible;
 # - recognise ten published mistakes by one line of a report each.
 #
@@ -77,7 +77,7 @@ def nothing(*_):
 # %% [markdown]
 # ## Two losses that agree
 #
-# One small GPT and one training loop serve this whole page. Programs differ in what they hand to it: how the model is spread over ranks, which part of the batch a rank takes, what is done between backward and the step.
+# All of this page uses one small GPT and one training loop. Programs differ in what they pass to it: how the model is spread over ranks, which part of the batch a rank takes, what is done between backward and the step.
 
 # %%
 def same(x):
@@ -115,7 +115,7 @@ def train(watch, config=SMALL, dtype=torch.float32, steps=1, spread=same,
 
 
 # %% [markdown]
-# `train` as it stands is the plain program. This one is parallel: each rank takes its share of the batch, and gradients are added up.
+# `train` by itself is the plain program. This one is parallel: each rank takes its share of the batch, and gradients are added up.
 
 # %%
 def share(x):
@@ -148,9 +148,9 @@ print(parity.check(train, summed, ranks=2))
 
 
 # %% [markdown]
-# All 19 gradients are twice what they should be: somebody added up and did not average. AdamW divides each gradient by its own size, so the factor cancels, and no loss shows it, until the day that you clip gradients, look at their norm, or change the optimizer.
+# All 19 gradients are twice what they should be: they were summed over the ranks and not averaged. AdamW divides each gradient by its own size, so the factor cancels, and no loss shows it, until the day that you clip gradients, look at their norm, or change the optimizer.
 #
-# A tool that only asks whether *losses* agree has nothing to say here. This lesson is about asking *everything*, and about not crying wolf.
+# A tool that compares *losses* alone finds nothing here. This lesson compares *every tensor*, and without false alarms.
 #
 # ## The plainest way, and three ways to fool it
 #
@@ -193,7 +193,7 @@ def first_difference(plain, by_rank, allowed=0.0, dimensions=1):
 
 
 # %% [markdown]
-# Now three programs, all of them *right*. `averaged` repairs the one above. `dealt` deals sequences like cards, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the halves' results behind it.
+# Now three programs, all of them *right*. `averaged` repairs the one above. `dealt` deals sequences like cards, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the halves' results after it.
 
 # %%
 def average(model):
@@ -239,7 +239,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 # Four of five answers are false alarms.
 #
 # 1. **Rounding.** The sum of two halves' gradients is rounded in other places than the whole one. You have to allow something. How much? `1e-5` was a guess.
-# 2. **A cut that it does not know.** Halves of a matrix stand side by side and not one below the other; cards are dealt alternately; other programs cut in zig-zag, in flat pieces, with padding. There is no end to them.
+# 2. **A cut that it does not know.** Halves of a matrix may belong side by side and not one below the other; sequences may be dealt alternately; other programs cut in zig-zag, in flat pieces, with padding. There is no end to them.
 # 3. **Addends.** `ffn.down` gives each rank a part of a *sum*. No way to join them makes the whole, and nothing is wrong: the next line adds them up. If that line were missing, the halves would look the same.
 #
 # ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
@@ -325,20 +325,21 @@ show.table(rows, [*head, "allowed of that gradient"])
 # %% [markdown]
 # Outputs have no dots, for they are the same bits: a text's numbers do not depend on its neighbours in the batch. Gradients are sums over texts, and differ.
 #
-# In `float32` a mistake has five decades to show itself in. In `bfloat16` a third of a gradient is allowed, and of an update, in which AdamW makes signs of small numbers, rounding makes another tensor: there the check says nothing, and says that it does so. *Logic is judged in `float32`*; `bfloat16` is a second look.
+# In `float32` there are five decades between what rounding does and the tensor's own size, and a mistake shows anywhere in them.
+# In `bfloat16` a difference of a third of a gradient is allowed. Of updates nothing is left to compare, since AdamW turns small numbers into their signs: there the check does not judge, and says so. *Logic is judged in `float32`*; `bfloat16` is a second look.
 #
 # ````{admonition} Checked: "it is off by 2e-3, that is rounding; loosen the tolerance"
 # :class: checked
 #
 # A pull request to Megatron-LM {cite}`megatron5956` added a comparison of experts on two ranks with one process, and it failed in CI. The first analysis put that down to the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# A tolerance that is chosen by eye is moved by whoever wants to go home. One that is measured is moved by nobody: below, the smallest of ten published mistakes is off by 0.3 %, which is seven hundred times what is allowed.
+# A tolerance that is chosen by eye will be chosen again when it is in the way. A measured one leaves no choice: below, the smallest of ten published mistakes is off by 0.3 %, which is seven hundred times what is allowed.
 # ````
 #
-# ## Rule 2: where a part stands, numbers decide
+# ## Rule 2: where a part belongs, numbers decide
 #
 # A **place** is an index: part = whole[place]. A table proposes places, the likeliest first: all of it, equal pieces along a dimension, zig-zag, every so-many-th row, sections of a joined matrix, flat pieces, uneven ones, rows in any order. Nothing is annotated, and no module's name means anything: which proposal holds is decided by the numbers.
 #
-# That could hide a mistake, if a wrong tensor were free to fit somewhere else. So what a place is learned from matters: from the *weights*, before the first step, when no mistake can have acted. Of a weight whose numbers are all alike, as a norm's ones are, all places that fit are kept.
+# That could hide a mistake: a wrong tensor might fit some other place. So places are learned from the *weights*, before the first step, when no mistake can have acted. If all numbers of a weight are alike, as a LayerNorm's ones are, all places that fit are kept.
 #
 # ## Rule 3: strict at the ends, lenient inside
 #
@@ -346,7 +347,7 @@ show.table(rows, [*head, "allowed of that gradient"])
 #
 # ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood, with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.](../figures/parity_step.svg)
 #
-# At the ends a tensor has to stand where its weight stood, times exactly 1, on each rank that holds it. Inside it may stand anywhere, be an addend, or in backward carry one factor for each rank; that only serves to say where a mistake began. A mistake that this leniency swallows still arrives at an end.
+# At the ends a tensor has to be in its weight's place, times exactly 1, on each rank that holds it. Inside, a tensor may be in any place, be an addend, or in backward carry one factor for each rank; there the comparison only tells where a mistake began. A mistake that it misses inside still arrives at an end.
 #
 # ## Right is silent, wrong is read line by line
 #
@@ -375,7 +376,7 @@ assert not report.equal
 
 
 # %% [markdown]
-# - **Where**: step, phase and name of the first tensor that fits nowhere, and the ranks that have it. Everything before it was right.
+# - **Where**: step, phase and name of the first tensor that fits no place, and the ranks that have it. Everything before it was right.
 # - **What**: one sentence from the numbers. Here no simple cause fits; elsewhere it is a factor, a missing sum, a weight that is in it twice.
 # - **How far**: the difference, of the tensor's size, beside what rounding explains. With less than two digits between them, suspect the tolerance; here there are five.
 # - **Where it began**: the first tensor of that phase that nobody added up. Backward is linear, so addends pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line. This line names it.
@@ -383,11 +384,11 @@ assert not report.equal
 #
 # `report.equal`, `report.first` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).equal`.
 #
-# Every technique of this course is held to it, as are DDP, FSDP2, DTensor and DeepSpeed, each beside the mistakes that are made with it: [the tests](../tests/test_parity.py).
+# Every technique of this course is checked with it, as are DDP, FSDP2, DTensor and DeepSpeed, each beside the mistakes that are made with it: [the tests](../tests/test_parity.py).
 #
 # ## Ten published mistakes
 #
-# Nobody invents mistakes as well as the world does. Each of these trained models without a complaint. Each is here in a few lines, handed to `train`, beside the same program without it.
+# Each of these mistakes was published, and trained models without any error message. Each is here in a few lines, passed to `train`, beside the same program without it.
 #
 # **A mean of means** (transformers 34191 {cite}`transformers34191`). Some texts are short. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `joined` is right: one sum, one count.
 
@@ -404,7 +405,7 @@ def joined(logits, targets):
 
 
 # %% [markdown]
-# **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it is given what has two dimensions. Sharded parameters are flat, and AdamW gets all of them.
+# **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it is given the parameters of two dimensions. Sharded parameters are flat, and AdamW gets all of them.
 
 # %%
 def muon(model):
@@ -461,7 +462,7 @@ def by_deepspeed(watch, told):
 
 
 # %% [markdown]
-# **Clipped on one rank** (DeepSpeed 1801 {cite}`deepspeed1801`). With cut matrices, gradients were clipped on rank 0 of each tensor group alone. BLOOM trained with it: norms, which all ranks hold whole, drifted apart.
+# **Clipped on one rank** (DeepSpeed 1801 {cite}`deepspeed1801`). With cut matrices, gradients were clipped on rank 0 of each tensor group alone. BLOOM trained with it: LayerNorms, which all ranks hold whole, drifted apart.
 
 # %%
 def cut(model, **more):
@@ -500,7 +501,7 @@ def through_dtensor(model, placements=None):
 
 
 # %% [markdown]
-# **A weight that all heads share** (Megatron-LM 7452, finding 11 {cite}`megatron7452`). Heads are cut; a norm on each head has one weight for all. Each rank's gradient of it knows of its own heads, and nobody adds them up.
+# **A weight that all heads share** (Megatron-LM 7452, finding 11 {cite}`megatron7452`). Heads are cut; a norm on each head has one weight for all. Each rank's gradient of it comes from its own heads alone, and nobody adds them up.
 
 # %%
 class HeadNorm(nn.Module):
@@ -565,7 +566,7 @@ def average_dense(model):
 
 
 # %% [markdown]
-# **A norm on each rank** (Automodel 3816 {cite}`automodel3816`). Ranks hold other experts, so they find other norms, and clip what they share by other factors.
+# **A gradient norm on each rank** (Automodel 3816 {cite}`automodel3816`). Ranks hold different experts, so each finds another gradient norm, and clips by another factor what all of them share.
 
 # %%
 def average_and_clip(model, clip=experts.clip_grad_norm_):
@@ -768,7 +769,7 @@ assert done.returncode == 1, done.stderr
 #
 # ## Same bits: what makes two runs of one program differ
 #
-# Parity asks about other ranks, where sums have another order, so it has to allow rounding. Between two runs of the *same* program on the same ranks you can ask for more: the same bits. Then a difference of one bit is news, and no tolerance is needed.
+# Parity asks about other ranks, where sums have another order, so it has to allow rounding. Between two runs of the *same* program on the same ranks you can ask for more: the same bits. Then a difference of one bit is a finding, and no tolerance is needed.
 
 # %%
 def mean_of_halves(tokens, targets, model):
@@ -820,7 +821,7 @@ rows = [(w, "yes" if same else "no", how) for (w, how), same in zip(what, found,
 show.table(rows, ["what is changed", "same bits", "what holds it still"])
 
 # %% [markdown]
-# On a GPU there is one more: kernels that add in no fixed order, by atomic additions. `torch.use_deterministic_algorithms(True)` takes other kernels where there are some, and raises an error where there are none; cuBLAS wants `CUBLAS_WORKSPACE_CONFIG=:4096:8` beside it, and `torch.backends.cudnn.benchmark` has to stay off. It does one thing on any device, which finds a mistake of its own: memory that nobody has written is filled with NaN, and so shows.
+# On a GPU there is one more: kernels that add in no fixed order, by atomic additions. `torch.use_deterministic_algorithms(True)` takes other kernels where there are some, and raises an error where there are none; cuBLAS wants `CUBLAS_WORKSPACE_CONFIG=:4096:8` beside it, and `torch.backends.cudnn.benchmark` has to stay off. On any device it fills new memory with NaN, so that a tensor which is read before it was written shows.
 
 # %%
 torch.use_deterministic_algorithms(True)
@@ -829,13 +830,13 @@ torch.use_deterministic_algorithms(False)
 
 
 # %% [markdown]
-# Use it for what promises the same bits: a [resume](train.md#resume-everything-that-decides-the-next-step), a refactoring, a rerun after an alarm. A tolerance of zero is the only one that nobody can loosen.
+# Use it for what promises the same bits: a [resume](train.md#resume-everything-that-decides-the-next-step), a refactoring, a rerun after an alarm.
 #
 # ## What a step does not show
 #
 # Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them. `watch.samples(ids)`, in both, says which samples a step's batch holds, so that data that are dealt wrongly have their own line.
 #
-# A run that is stopped and resumed is a program in two halves, and has a call of its own. `before` takes some steps and saves to a folder, `after` loads and takes the rest, on as many ranks or on others. Here the optimizer's state stays behind.
+# A run that is stopped and resumed is a program in two halves, and has a call of its own. `before` takes some steps and saves to a folder, `after` loads and takes the rest, on as many ranks or on others. Here the optimizer's state is not saved.
 
 # %%
 def some_steps(watch, model, optimizer, numbers):
@@ -935,7 +936,7 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 #
 # ## Inside: from a tensor to a verdict
 #
-# What stands behind the three rules is [one file](../code/shardlab/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps what fits nowhere.
+# The three rules are [one file](../code/shardlab/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps what fits no place.
 
 # %%
 show.source(core.Matcher.see, core.Matcher.place)
@@ -947,13 +948,13 @@ show.source(core.Matcher.see, core.Matcher.place)
 show.source(core.Matcher._weight, core.Matcher._weight_places)
 
 # %% [markdown]
-# An output may stand anywhere, and where others of its shape stood is the likeliest. Of all proposals that fit, the best is taken, for loose tolerances fit wrong places, too.
+# An output may be in any place; that of other tensors of its shape is tried first. Of all proposals that fit, the nearest is taken, since with a loose tolerance wrong places fit, too.
 
 # %%
 show.source(core.Matcher._output, core.Matcher._best)
 
 # %% [markdown]
-# Its gradient stands where it stood, times this rank's factor, which the first one decides:
+# Its gradient is in the same place, times this rank's factor, which the first gradient decides:
 
 # %%
 show.source(core.Matcher._output_gradient, core.Matcher._fits)
@@ -965,19 +966,19 @@ show.source(core.Matcher._output_gradient, core.Matcher._fits)
 show.source(core.Matcher._end)
 
 # %% [markdown]
-# Then all ranks' findings meet. A `Judge` goes through the tensors in the order of the computation, and stops behind the phase of the first wrong one, for what comes after may be its consequence.
+# Then all ranks' findings are joined. A `Judge` goes through the tensors in the order of the computation, and stops after the phase of the first wrong one: what comes later may follow from it.
 
 # %%
 show.source(core.Judge.judge, core.Judge._one)
 
 # %% [markdown]
-# Sums over groups of ranks are tried for what fits nowhere by itself. Equal parts are no addends, even if two halves happen to make a whole.
+# For what fits no place by itself, sums over groups of ranks are tried. Equal parts are no addends, even if two halves happen to make a whole.
 
 # %%
 show.source(core.Judge._summed, core.Judge._sum)
 
 # %% [markdown]
-# What is left is wrong, and [a table of causes](../code/shardlab/parity/causes.py) looks for the words.
+# What is left is wrong, and [a table of causes](../code/shardlab/parity/causes.py) finds the sentence for it.
 
 # %%
 show.source(core.Judge._wrong)
@@ -1011,7 +1012,7 @@ for layers, counted in zip((2, 4, 8), ranks.run(lambda: [*map(kept, (2, 4, 8))],
 show.table(rows, ["layers", "numbers: predicted", "counted", "float32 (MB)"])
 
 # %% [markdown]
-# For models whose outputs do not fit into memory, `parity.check(…, folder=…)` writes the plain run's to a file as they come, and each rank maps it and keeps of its own only what fits nowhere.
+# For models whose outputs do not fit into memory, `parity.check(…, folder=…)` writes the plain run's to a file as they come, and each rank maps it and keeps of its own only what fits no place.
 # In time it is the plain program $1 + 3$ times and the parallel one once, and the comparison.
 
 # %% tags=["hide-input", "measured"]
@@ -1043,8 +1044,8 @@ show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of 
 # | what you see | what it is |
 # |---|---|
 # | weights differ before the first step | another seed, or rank 0's weights were not sent; [start both alike](train.md#seeds-one-for-each-purpose) first |
-# | "random numbers are drawn here" | dropout. Set it to 0, or give both programs the same dice, as in `Drop` above |
-# | "no weight moved" | two dead programs agree; a check of these is refused |
+# | "random numbers are drawn here" | dropout. Set it to 0, or give both programs the same random numbers, as in `Drop` above |
+# | "no weight moved" | two programs that train nothing agree; a check of these is refused |
 # | "it took 2 optimizer steps, and the plain program 4" | micro-batches share a step on one side alone |
 # | "parameters that the plain one lacks" | stages that number layers anew: `rename=` |
 # | silent, though you know that it is wrong | the mistake is in a function that both programs call; or these steps do not do it: no clipping, equal lengths, one micro-batch, no second epoch |
@@ -1315,8 +1316,8 @@ check(report, "own_parity")
 # ## Summary
 #
 # - Parity: every output, gradient and update of a parallel program beside those of a plain one; the first that differs is named.
-# - Rounding is measured, by moving everything by one unit in the last place; a tolerance chosen by eye is how mistakes live.
-# - Where a part stands is learned from the weights, before a mistake can act.
+# - Rounding is measured, by moving everything by one unit in the last place; a tolerance chosen by eye hides mistakes.
+# - Where a part belongs is learned from the weights, before a mistake can act.
 # - Ends are strict: what the optimizer gets and what it makes. Addends and factors inside are no mistake, and only say where one began.
 # - Most published mistakes have a right loss. Compare by name, all copies, before the optimizer and after it.
 # - Judge logic in float32, with unequal texts, active clipping and accumulation.
@@ -1326,4 +1327,4 @@ check(report, "own_parity")
 #
 # - {cite:t}`jiang2025ttrace`: the same question for Megatron, by perturbed inputs and annotated shards; eleven known mistakes and three new ones.
 # - {cite:t}`jiang2025traincheck`: invariants of training runs, learned from those that are right, in the place of a second program.
-# - {cite:t}`bloomchronicles`: how BLOOM's team found norms that had drifted apart, and decided to go on.
+# - {cite:t}`bloomchronicles`: how BLOOM's team found LayerNorms that had drifted apart, and decided to go on.

@@ -180,7 +180,43 @@ for m in (1, 4):
     print(f"m = {m}: gradients differ from one process by {apart}")
 
 # %% [markdown]
-# But block 3 needs what block 2 made, and so on: one rank has work at a time. This is a step with a clock on each rank, the whole batch at once:
+# But block 3 needs what block 2 made, and so on: one rank has work at a time. Step through it, with the whole batch as micro-batch 0:
+#
+# :::{step-through} The whole batch at once on four stages
+# 1. ![Time 0 to 1. Stage 0: forward 0; then holds 0. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_1.svg)
+#
+#    A forward takes 1, a backward 2. Stage 0 computes its blocks on the whole batch.
+#
+# 2. ![Time 1 to 2. Stage 0: idle; then holds 0. Stage 1: forward 0; then holds 0. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_2.svg)
+#
+#    Stage 0 sends its activations on, and has nothing more to do. It keeps what its backward will need.
+#
+# 3. ![Time 2 to 3. Stage 0: idle; then holds 0. Stage 1: idle; then holds 0. Stage 2: forward 0; then holds 0. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_3.svg)
+#
+#    Stage 2 computes, and three wait.
+#
+# 4. ![Time 3 to 4. Stage 0: idle; then holds 0. Stage 1: idle; then holds 0. Stage 2: idle; then holds 0. Stage 3: forward 0; then holds 0.](../figures/steps/pipeline_naive_4.svg)
+#
+#    The last stage has the loss.
+#
+# 5. ![Time 4 to 6. Stage 0: idle; then holds 0. Stage 1: idle; then holds 0. Stage 2: idle; then holds 0. Stage 3: backward 0; then holds nothing.](../figures/steps/pipeline_naive_5.svg)
+#
+#    Backward begins where forward has ended. What this stage kept is free again.
+#
+# 6. ![Time 6 to 8. Stage 0: idle; then holds 0. Stage 1: idle; then holds 0. Stage 2: backward 0; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_6.svg)
+#
+#    The gradient goes back from stage to stage.
+#
+# 7. ![Time 8 to 10. Stage 0: idle; then holds 0. Stage 1: backward 0; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_7.svg)
+#
+#    Stage 0 has waited since time 1.
+#
+# 8. ![Time 10 to 12. Stage 0: backward 0; then holds nothing. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_8.svg)
+#
+#    Each stage has worked 3 of 12: 25 %. Then all make the optimizer's step.
+# :::
+#
+# This is such a step with a clock on each rank:
 
 # %% tags=["hide-input", "measured"]
 # Draws a measured step, and says which share of it a stage works

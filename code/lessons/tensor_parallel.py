@@ -23,7 +23,7 @@
 # - predict the memory of a rank to the byte, and the bytes that it sends, and say why the ranks want to sit behind one fast switch;
 # - apply the cuts to a plain GPT from outside, and read PyTorch's `parallelize_module` as the same thing.
 #
-# It takes about 45 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# It takes about 50 minutes to read and 40 minutes for the exercises. Running it takes a minute.
 # It needs [Collectives](collectives.md), of which mostly the all-reduce.
 #
 # One number to begin with. A *single* block of Llama 3 405B takes 51 GB while it is trained, and the model has 126 of them.
@@ -205,6 +205,42 @@ for found in (two, four):
 # A rank can compute its own summand alone. At the other end $Y$ is a sum, and each summand has simply the gradient of $Y$, which all ranks have.
 #
 # ![The two operators around a cut piece of network, on two ranks. Forward, copy_to hands each rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from hands each rank the same gradient, and copy_to adds up the gradients of x.](../figures/tensor_parallel_conjugate.svg)
+#
+# Step through both passes. A piece has the colour of the rank that computed it, both colours are the sum, the same on both ranks, and a thick outline marks what is new. $A = \mathrm{GELU}(X W_1)$, and $dX$ is the gradient of the loss by $X$.
+#
+# :::{step-through} A feed-forward network on two ranks, forward and backward
+# 1. ![Two tables, values above and gradients below, with a row for each of two ranks, and the tensors X, W₁, A, W₂ and Y side by side. Both ranks have all of X. Rank 0 has the left half of W₁'s columns and the upper half of W₂'s rows, rank 1 the other halves. All else is empty.](../figures/steps/tensor_parallel_1.svg)
+#
+#    Each rank has all of $X$, half of the columns of $W_1$, and half of the rows of $W_2$.
+#
+# 2. ![Each rank multiplies X by its columns of W₁ and applies GELU: rank 0 has the left half of A's columns, rank 1 the right half. Nothing is sent.](../figures/steps/tensor_parallel_2.svg)
+#
+#    Each rank computes its columns of $X W_1$, and GELU of them. Nothing is sent.
+#
+# 3. ![Each rank multiplies its columns of A by its rows of W₂: it has a summand of Y, as large as all of Y. Nothing is sent.](../figures/steps/tensor_parallel_3.svg)
+#
+#    Its columns of $A$ meet its rows of $W_2$: a summand of $Y$, as large as $Y$. Still nothing is sent.
+#
+# 4. ![An all-reduce adds the two summands: both ranks have all of Y.](../figures/steps/tensor_parallel_4.svg)
+#
+#    The one message of forward: an all-reduce adds the summands.
+#
+# 5. ![In the lower table both ranks have the gradient of Y. Nothing is sent.](../figures/steps/tensor_parallel_5.svg)
+#
+#    Each summand has the gradient of their sum, and that is $dY$, which both ranks have. Nothing is sent.
+#
+# 6. ![Each rank computes the gradients of its rows of W₂ and of its columns of A. Nothing is sent.](../figures/steps/tensor_parallel_6.svg)
+#
+#    From $dY$ each rank computes the gradients of its own rows of $W_2$ and of its own columns of $A$.
+#
+# 7. ![Each rank computes the gradient of its columns of W₁, and a summand of the gradient of X, as large as all of it. Nothing is sent.](../figures/steps/tensor_parallel_7.svg)
+#
+#    Through GELU, each rank computes the gradient of its own columns of $W_1$, and its summand of $dX$.
+#
+# 8. ![An all-reduce adds the two summands: both ranks have all of the gradient of X. Of the weights' gradients each rank has those of its own halves.](../figures/steps/tensor_parallel_8.svg)
+#
+#    The one message of backward: an all-reduce adds the summands of $dX$. The gradients of weights stay where their weights are.
+# :::
 #
 # So there are two operators, which the paper calls $f$ and $g$. Each is the other one, read backwards:
 

@@ -120,7 +120,7 @@ assert OFF[first][1] < 1e-14 and 0.96 < OFF[second][1] < 0.97
 
 # %% [markdown]
 # Same output, same loss, and a gradient that is off by 97 %.
-# No test of the forward pass will tell them apart. No line of the second program is wrong by itself, either: what is wrong is that `x` and `up` meet.
+# No test of the forward pass will tell them apart. No line of the second program is wrong by itself, either: what is wrong is that `x` is multiplied by `up`.
 # This lesson gives tensors words that make it visible, and a checker of some 240 lines that reads them.
 #
 # ## Four words
@@ -153,7 +153,7 @@ print({word: tt.DUAL[word] for word in tt.WORDS})
 # ## A checker in twenty lines
 #
 # Operators that send have two words, what they take and what they give. For all else one rule will do: like goes with like, and R goes with V.
-# P is nothing to compute with until it is summed, and I goes with nothing but I.
+# P must be summed before anything is computed with it, and I goes with nothing but I.
 
 # %%
 SENDS = {"f": ("I", "R"), "g": ("P", "I")}
@@ -184,7 +184,7 @@ def follow(program, word="I"):
 
 
 # %% [markdown]
-# V may be taken for P, as in the product with the cut $W_2$: whether numbers of one's own are addends is for the author to say.
+# V may be declared to be P, as in the product with the cut $W_2$: whether each rank's own numbers are addends, only the author knows.
 #
 # Is it right? The next cell follows seven programs. Then two real ranks run each with random numbers, and finite differences say which gradients are wrong.
 # A step `I`, `R` or `V` is a product with a parameter of this word.
@@ -248,7 +248,7 @@ show.table(
 )
 
 # %% [markdown]
-# Twenty lines and no number, and each verdict is that of finite differences.
+# The twenty lines look at no number, and each verdict is that of finite differences.
 #
 # What the plain version leaves out: real PyTorch programs; more than one group; what sums, products and views do with P; tensors that need no gradient; backward and the step; and whether $f$ and $g$ are what their words say.
 #
@@ -317,7 +317,7 @@ show.table(
 )
 
 # %% [markdown]
-# One pair is left for each of the six: words are no opinion. The one that forgets is the identity, which may stand anywhere, but never between I and R.
+# For each of the six one pair is left: its words are a fact. The one that forgets is the identity, which passes for several pairs, but never for I and R.
 #
 # *Numbers test the words; words test the programs.*
 #
@@ -336,7 +336,7 @@ show.source(_ReduceFrom)
 show.source(core.combined, core.moved)
 
 # %% [markdown]
-# To see each operation, the checker is a `TorchFunctionMode`: torch calls it in the place of each of its functions. It finds the result's type *before* the function runs, runs it, and hands the type on.
+# To see each operation, the checker is a `TorchFunctionMode`: torch calls it in the place of each of its functions. It finds the result's type *before* the function runs, runs it, and attaches the type to the result.
 
 # %%
 show.source(core.Follow.__torch_function__, core.Follow.judge)
@@ -1302,7 +1302,7 @@ check(my_network)
 # :class: dropdown
 # ```
 #
-# Both `x` and `scale` are used by each rank with something of its own: both have to become R. The bias stays behind the sum.
+# Both `x` and `scale` are used by each rank with something of its own: both have to become R. The bias is added after the sum.
 
 # %%
 def my_network(x, gate, up, down, scale, bias, group):

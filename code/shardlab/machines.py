@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
-from shardlab.arguments import check_count, check_number, given
+from shardlab.arguments import check_count, check_number, given, listed, told
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,33 @@ MACHINES: dict[str, Machine] = {
     # together; platforms have a card of 400 Gbit/s for each GPU.
     "mi300x": Machine("MI300X", 192e9, 8, 448e9, 50e9, 1307e12, 5300e9, 304, 2614e12, best=0.598),
 }
+
+# What drivers and shops add to a GPU's name, which changes nothing in the table.
+_ADDED = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|oam|hbm\d?e?|nvl\d+|\d+-?w")
+
+
+def named(name: str, memory: float | None = None) -> Machine | None:
+    """The machine of a GPU's name, as people and drivers write it; None where there is no sheet.
+
+    "h100-80", "H100 80GB HBM3", "A100-SXM4-40GB", "NVIDIA GeForce RTX 4090". memory: GB of one,
+    for a name that does not say it. A size that no such GPU of the table has is not known either.
+    """
+    plain = re.sub(r"rtx[^a-z0-9]*(?=\d)", "rtx_", re.sub(r"(\d+) (w|gb)\b", r"\1\2", name.lower()))
+    words = [w for w in re.split(r"[^a-z0-9_]+", plain) if w and not _ADDED.fullmatch(w)]
+    words = [re.sub(r"(?<=\d)(gb|gib|g)$", "", word).replace("_", "-") for word in words]
+    family, *sizes = words or [""]
+    if family not in MACHINES or len(sizes) > 1 or not all(size.isdigit() for size in sizes):
+        return None
+    size = float(sizes[0]) if sizes else memory
+    if size is None:
+        return MACHINES[family]
+    same = [key for key in MACHINES if f"{key}-".startswith(f"{family}-")]
+    return next((MACHINES[key] for key in same if MACHINES[key].memory == 1e9 * size), None)
+
+
+def check_named(**names: str) -> Machine:
+    """The same for an argument, given by its name; ValueError with the list where it is unknown."""
+    ((argument, name),) = names.items()
+    if (machine := named(name)) is None:
+        raise ValueError(f"{argument}={told(name)}: allowed are {listed(MACHINES)}, and like names")
+    return machine

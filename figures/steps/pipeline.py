@@ -1,6 +1,6 @@
-"""Draw 1F1B in steps: python figures/steps/pipeline.py
+"""Draw the whole batch at once, and 1F1B, in steps: python figures/steps/pipeline.py
 
-The timeline is simulated, as everywhere in that lesson; a step shows it up to a moment.
+A timeline is simulated, as everywhere in that lesson; a step shows it up to a moment.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ STAGES, MICROBATCHES = 4, 6
 LEFT, TOP, HELD = 0.66, 0.48, 2.18  # of the rows: their left; tops of both tables
 UNIT, TALL, GAP = 0.105, 0.26, 0.06
 TIMES = (1, 4, 6, 10, 13, 16, 19, 22, 27)  # the ends of the steps
-
-
-def timeline() -> Timeline:
-    """A forward takes 1, a whole backward 2."""
-    return pipeline.simulate(pipeline.schedule("1f1b", STAGES, MICROBATCHES))
+AT_ONCE = (1, 2, 3, 4, 6, 8, 10, 12)  # those of the whole batch, one stage after another
 
 
 def held(spans: tuple[Span, ...], now: float) -> list[int]:
@@ -45,20 +41,22 @@ def describe(whole: Timeline, since: float, now: float) -> str:
     return " ".join(said)
 
 
-def row(axes: Axes, spans: tuple[Span, ...], top: float, since: float, now: float) -> None:
+def row(
+    axes: Axes, spans: tuple[Span, ...], top: float, since: float, now: float, unit: float
+) -> None:
     """A stage's passes up to now; those of this step have a thick edge."""
     shapes: dict[tuple[str, bool], list[Outline]] = {}
     free = 0.0
     idle = []
     for span in [s for s in spans if s.begin < now] + [Span("F", 0, 0, now, now)]:
         if span.begin > free:
-            idle.append((LEFT + free * UNIT, top, (span.begin - free) * UNIT, TALL))
+            idle.append((LEFT + free * unit, top, (span.begin - free) * unit, TALL))
         free = max(free, span.end)
         end = min(span.end, now)
-        wide = (end - span.begin) * UNIT
+        wide = (end - span.begin) * unit
         if not wide:
             continue
-        x = LEFT + span.begin * UNIT
+        x = LEFT + span.begin * unit
         for color, corners in box(x, top, wide, TALL, span):
             outline = Outline([*corners, corners[0]], closed=True)
             shapes.setdefault((color, span.end > since), []).append(outline)
@@ -73,7 +71,8 @@ def row(axes: Axes, spans: tuple[Span, ...], top: float, since: float, now: floa
         axes.add_patch(patch)
 
 
-def draw(number: int, whole: Timeline, since: float, now: float) -> None:
+def draw(name: str, number: int, whole: Timeline, since: float, now: float) -> None:
+    unit = 27 * UNIT / whole.cost  # both pictures have one width
     figure, axes = canvas(LEFT + 27 * UNIT + 0.08, 3.5)
     title(axes, LEFT, 0.16, f"time {since:g} to {now:g}", ha="left")
     for said, kind, x in (("forward", "F", 1.55), ("backward", "B", 2.45)):
@@ -82,7 +81,7 @@ def draw(number: int, whole: Timeline, since: float, now: float) -> None:
     title(axes, LEFT, HELD - 0.16, "holds activations of", ha="left")
     for stage, spans in enumerate(whole.spans):
         top = TOP + stage * (TALL + GAP)
-        row(axes, spans, top, since, now)
+        row(axes, spans, top, since, now, unit)
         below = HELD + stage * (TALL + GAP)
         for y in (top, below):
             words(axes, LEFT - 0.08, y + TALL / 2, f"stage {stage}", ha="right")
@@ -92,17 +91,21 @@ def draw(number: int, whole: Timeline, since: float, now: float) -> None:
         for (x, _, wide, _), microbatch in zip(places, kept, strict=True):
             ink = on(KIND_COLORS["F"])
             words(axes, x + wide / 2, below + TALL / 2, str(microbatch), color=ink)
-    x, foot = LEFT + now * UNIT, TOP + STAGES * (TALL + GAP)
+    x, foot = LEFT + now * unit, TOP + STAGES * (TALL + GAP)
     axes.plot([x, x], [TOP - 0.1, foot], color=INK, lw=1.2, ls=":", clip_on=False)
     axes.plot([LEFT, LEFT + 27 * UNIT], [foot, foot], color=INK, lw=0.8, clip_on=False)
-    axes.plot([LEFT + since * UNIT, x], [foot, foot], color=INK, lw=4, clip_on=False)
-    keep(figure, "pipeline", number, describe(whole, since, now))
+    axes.plot([LEFT + since * unit, x], [foot, foot], color=INK, lw=4, clip_on=False)
+    keep(figure, name, number, describe(whole, since, now))
 
 
 def main() -> None:
-    whole = timeline()
-    for number, (since, now) in enumerate(zip((0, *TIMES[:-1]), TIMES, strict=True), 1):
-        draw(number, whole, since, now)
+    for name, schedule, m, times in (
+        ("pipeline", "1f1b", MICROBATCHES, TIMES),
+        ("pipeline_naive", "naive", 1, AT_ONCE),
+    ):
+        whole = pipeline.simulate(pipeline.schedule(schedule, STAGES, m))  # backward takes 2
+        for number, (since, now) in enumerate(zip((0, *times[:-1]), times, strict=True), 1):
+            draw(name, number, whole, since, now)
 
 
 if __name__ == "__main__":

@@ -26,27 +26,6 @@ def _(answer: Any) -> str:
     return "Right: rank 7 is the second one of node 2, so its GPU is number 1 there."
 
 
-_SEEN = [(0.0, 0, 1), (0.0, 1, 1), (1.0, 0, 2), (1.0, 1, 1), (2.0, 0, 3), (2.0, 1, 1)]
-_ANEW = [(0.0, 0, 9), (3.0, 0, 1)]  # an agent that was started anew counts from 1
-cases(
-    "my_silent",
-    (
-        (
-            (_SEEN, 2.0, 1.5),
-            {1},
-            "Agent 1's beat is old, though the host has read it again.",
-        ),
-        ((_SEEN, 2.0, 2.0), set(), "2 s are not more than 2 s."),
-        ((_SEEN, 5.0, 2.0), {0, 1}, "Nobody has been heard for 3 s."),
-        ((_ANEW, 3.5, 1.0), set(), "A beat that is smaller than before is a sign of life as well."),
-    ),
-    kind=("the agents, as a set", lambda x: isinstance(x, set | list | tuple)),
-    equal=lambda got, want: set(got) == want,
-    says="Right: a beat counts from when it was first seen, by the host's own clock.",
-    told=lambda seen, now, patience: f"seen={seen}, now={now}, patience={patience}",
-)
-
-
 @exercise("cluster_batch")
 def _(answer: Any) -> str:
     right = {3, 8, 9, 11}

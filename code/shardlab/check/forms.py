@@ -67,8 +67,17 @@ class Number:
         for k in (3, 6, 9) if self.unit else ():
             if any(math.isclose(answer * 10.0**n, self.right, rel_tol=near) for n in (k, -k)):
                 raise Wrong(f"Right but for a factor of 10^{k}: the unit is {self.unit}.")
+        if digits := self._rounded(answer):
+            need = f"{1 + math.ceil(-math.log10(2 * self.rel))}" if self.rel else "all"
+            raise Wrong(f"{answer:,} is the answer rounded to {digits} digits: give {need}.")
         side = "large" if answer > self.right else "small"
         raise Wrong(f"{answer:,} {self.unit}".rstrip() + f" is too {side}.")
+
+    def _rounded(self, answer: float) -> int:
+        """To how many digits, two or more, `answer` is what is right, rounded; else 0."""
+        if not math.isfinite(answer) or (self.right == int(self.right) and abs(self.right) < 1000):
+            return 0  # of a small whole number another one is simply another one
+        return next((n for n in range(2, 9) if float(f"{self.right:.{n - 1}e}") == answer), 0)
 
 
 def number(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from typing import Any
 
@@ -83,10 +85,11 @@ def _(answer: Any) -> str:
     if not isinstance(answer, str):
         raise Wrong('The answer is a line of options, such as "--tp 2".')
     try:
-        job = _job(answer.split())
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            job = _job(answer.split())
     except (ValueError, argparse.ArgumentError) as error:
         raise Wrong(f"The command refuses it: {error}") from None
-    except SystemExit:
+    except SystemExit:  # whatever the parser has printed
         raise Wrong(f"The command does not know {answer!r}.") from None
     if (job.config.layers, job.config.hidden, job.config.heads) != (2, 64, 4):
         raise Wrong("Leave the model as it is: 2 layers of 64 with 4 heads.")

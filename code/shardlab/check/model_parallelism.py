@@ -1,6 +1,6 @@
 """The exercises of lesson `model_parallelism`.
 
-Shapes in names as everywhere; small letters are a rank's share: f of F.
+Shapes in names as everywhere; small letters are the part of a rank: f of F.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ALL, _N = 7e9, 16
 number("zero_states", _ALL * (2 + 14 / _N), "bytes", rel=1e-6,
        says="Right: 20.1 GB in place of 112; the weights' 14 GB stay, however many GPUs there are.",
        wrong={
-    _ALL * 16: "Those are all states, as without ZeRO. Which of them does stage 2 share?",
-    _ALL: "That shares the weights as well, which is stage 3.",
+    _ALL * 16: "Those are all states, as without ZeRO. Which of them does stage 2 divide?",
+    _ALL: "That divides the weights as well, which is stage 3.",
     _ALL * (4 + 12 / _N): "Either the gradients are whole there, which is stage 1, or weights "
     "have 4 bytes; here they have 2.",
     _ALL * (2 + 8 / _N): "Are the gradients there, and the float32 master weights?",
     _ALL * (2 + 12 / _N): "One is missing: gradients, master weights, two means.",
     _ALL * (2 + 10 / _N): "The optimizer keeps master weights beside its two means.",
-    _ALL * (12 + 4 / _N): "It is the optimizer's 12 bytes that are shared, too.",
+    _ALL * (12 + 4 / _N): "The optimizer's 12 bytes are divided, too.",
     _ALL * (2 + 14 / 8): "There are 16 GPUs, not 8.",
     _ALL * (2 + 14 / _N) * _N: "That is for all GPUs together.",
     2.875: "That is for one parameter; there are 7 billion.",
@@ -89,7 +89,7 @@ _ROOM = "That is room for the weights, not for what training holds."
 number("gpus_needed", 24, "GPUs",
        says="Right: 19 would be enough, and 24 leave 15 GB free on each.", wrong={
     16: "1,120 GB / 16 are 70 GB on each GPU; do the other 10 fit beside it?",
-    14: "That shares 80 GB of each GPU among states alone.",
+    14: "That gives all 80 GB of each GPU to states alone.",
     15: "1,120 / 15 are 75 GB: more than the 72 that the job plans with.",
     18: "18 GPUs hold 1,116 GB of states: it has to be rounded up, and to whole nodes.",
     19: f"19 would be enough. {_NODES}",

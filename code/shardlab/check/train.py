@@ -27,23 +27,44 @@ number("validation_filled_up", 58 / 12, "nats", rel=0.002,
 })  # fmt: skip
 
 
+_Losses = list[tuple[float, int]]  # of each rank of a group: the sum of its losses, their count
+
+
+def _mean(answer: Callable[..., Any], *groups: _Losses) -> Any:
+    begin, rank = 0, dist.get_rank()
+    for losses in groups:  # whatever the groups, all ranks make all of them
+        members = list(range(begin, begin + len(losses)))
+        group = dist.new_group(members)
+        if rank in members:
+            mine = *losses[rank - begin], group
+        begin += len(losses)
+    return answer(*mine)
+
+
 @on_ranks(
     "my_mean",
     (
         ([(6.0, 3), (1.0, 1)],),
         ([(0.0, 0), (12.0, 4), (2.0, 2)],),
-        ([(3.5, 7), (0.0, 0), (0.5, 1), (8.0, 2)],),
+        ([(3.5, 7), (0.0, 0)], [(0.5, 1), (8.0, 2)]),
     ),
-    says="Right on 2, 3 and 4 ranks, some of them without a token.",
+    work=_mean,
+    says="Right on 2 and 3 ranks and in two groups of 2, some of them without a token.",
 )
-def _(each: list[tuple[float, int]]) -> Trial:
-    total, count = map(sum, zip(*each, strict=True))
-    means = sum(part / max(n, 1) for part, n in each) / len(each)
+def _(*groups: _Losses) -> Trial:
+    def of(*each: tuple[float, int]) -> tuple[float, float, float]:
+        total, count = map(sum, zip(*each, strict=True))
+        return total / count, sum(part / max(n, 1) for part, n in each) / len(each), total
+
+    rows = [of(*group) for group in groups for _ in group]
+    right, means, totals = map(torch.tensor, zip(*rows, strict=True))  # [ranks] each
     mistakes = {
-        "That is the mean of the ranks' means: their shares are not equal.": torch.tensor(means),
-        "That is the sum of all losses: divide it by the sum of the counts.": torch.tensor(total),
+        "That is the mean of the ranks' means: their shares are not equal.": list(means),
+        "That is the sum of all losses: divide it by the sum of the counts.": list(totals),
+        "There are two groups here, and that is the mean over all ranks: give the all-reduce "
+        "`group`.": torch.tensor(of(*sum(groups, []))[0]),
     }
-    return Trial([Part("the mean", torch.tensor(total / count), mistakes, 1e-5)], each)
+    return Trial([Part("the mean", list(right), mistakes, 1e-5)], size=len(rows))
 
 
 @exercise("my_rest")

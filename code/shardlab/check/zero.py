@@ -88,9 +88,11 @@ def _alone(
     narrow_sum: bool = False,
     narrow_step: bool = False,
     only: int | None = None,
+    rebinds: bool = False,
 ) -> Tensor:
     """The same from one process, with a mistake: another factor than 1/N, momentum that is
-    forgotten, a sum or a step in bfloat16; only: with the gradients of one rank."""
+    forgotten, a sum or a step in bfloat16; only: with the gradients of one rank; rebinds: the
+    step's master is a new tensor, and gone after it."""
     master, moment = torch.ones(_ELEMENTS), torch.zeros(_ELEMENTS)
     weights = master.bfloat16()
     for step in range(_STEPS):
@@ -100,8 +102,9 @@ def _alone(
         if narrow_step:
             weights = weights - (_LR * moment).bfloat16()
         else:
-            master = master - _LR * moment
-            weights = master.bfloat16()
+            stepped = master - _LR * moment
+            weights = stepped.bfloat16()
+            master = master if rebinds else stepped
     return torch.cat([weights.float(), master])
 
 
@@ -134,6 +137,10 @@ def _(size: int) -> Trial:
         "others'.": [torch.cat([weights, right[_ELEMENTS:]]) for weights in own],
         "The masters are right, and never get into the weights.": torch.cat(
             [ones, right[_ELEMENTS:]]
+        ),
+        "The weights have changed, and `master` has not: `master = …` gives the name to a new "
+        "tensor, which is gone after the step. Change it in place: `master -= …`.": _alone(
+            size, rebinds=True
         ),
         "The step was made on the bfloat16 weights, where small steps round away; it belongs to "
         "the master.": _alone(size, narrow_step=True),

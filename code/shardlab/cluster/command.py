@@ -1,4 +1,4 @@
-"""`python -m shardlab cluster`: what the lesson on clusters brings to the command line.
+"""`python -m shardlab cluster`: what the lessons on clusters bring to the command line.
 
     python -m shardlab cluster up                 # a small Slurm on this machine
     python -m shardlab cluster status
@@ -19,10 +19,10 @@ from shardlab import options
 
 # What each part is called by its user, and the module that brings it.
 PARTS = {
-    **dict.fromkeys(("up", "status", "down"), "slurm.command"),
-    "run": "run",
-    "watch": "watch.sample",
-    "hang": "watch.hang",
+    **dict.fromkeys(("up", "status", "down"), "cluster.slurm.command"),
+    "run": "elastic.run",
+    "watch": "cluster.watch.sample",
+    "hang": "cluster.watch.hang",
 }
 
 
@@ -39,7 +39,7 @@ def _main(chosen: argparse.Namespace) -> int:
         near = options.nearest(chosen.part, PARTS)
         raise ValueError(f"part={chosen.part!r}: allowed are {', '.join(PARTS)}{near}")
     parser = options.Parser(prog="python -m shardlab cluster")
-    module = import_module(f"shardlab.cluster.{PARTS[chosen.part]}")
+    module = import_module(f"shardlab.{PARTS[chosen.part]}")
     getattr(module, f"add_{chosen.part}")(parser.add_subparsers())
     part = parser.parse_args([chosen.part, *chosen.rest])
     return part.command(part)

@@ -62,41 +62,36 @@ def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
 def execute_all(
     names: list[str],
     root: Path,
-    keep: Callable[[str, nbformat.NotebookNode], None],
-    say: Callable[[str, nbformat.NotebookNode | LessonError], None],
+    done: Callable[[str, nbformat.NotebookNode | LessonError], None],
     cpu: bool = False,
 ) -> None:
     """Execute the pages `names`, AT_ONCE at a time, or one on a machine with one core.
 
-    keep: gets a page's name and notebook (see `execute`) as soon as it is there.
-    say: gets each page's name and its notebook or error, in the order of `names`.
+    done: gets a page's name and its notebook (see `execute`) or error as soon as that is there.
 
     Interrupted, it takes with it what it has started.
     """
-    asyncio.run(_execute_all(names, root.resolve(), keep, say, cpu))
+    asyncio.run(_execute_all(names, root.resolve(), done, cpu))
 
 
-async def _execute_all(
-    names: list[str], root: Path, keep: Callable, say: Callable, cpu: bool
-) -> None:
+async def _execute_all(names: list[str], root: Path, done: Callable, cpu: bool) -> None:
     turns = Turns()
     places = asyncio.Semaphore(min(AT_ONCE, facts.cores()))
 
-    async def one(name: str) -> nbformat.NotebookNode | LessonError:
+    async def one(name: str) -> None:
         async with places:
             try:
-                book = await _execute(name, root, cpu, turns)
+                outcome = await _execute(name, root, cpu, turns)
             except LessonError as error:
-                return error
-            keep(name, book)
-            return book
+                outcome = error
+            _line()
+            done(name, outcome)
+            _show()
 
     tasks = [asyncio.create_task(one(name)) for name in names]
     try:
-        for name, task in zip(names, tasks, strict=True):
-            outcome = await task
-            _line()
-            say(name, outcome)
+        for task in tasks:
+            await task
     finally:
         for task in tasks:
             task.cancel()
@@ -312,6 +307,10 @@ def _progress(name: str, far: str = "") -> None:
     _GOING.pop(name, None)
     if far:
         _GOING[name] = far
+    _show()
+
+
+def _show() -> None:
     _line(", ".join(f"{name}: {far}" for name, far in sorted(_GOING.items())))
 
 

@@ -7,6 +7,7 @@ file serves light and dark.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import html
 import inspect
@@ -100,12 +101,16 @@ def source(*objects: Any, fold: int = _FOLD) -> Shown:
 def file(path: str | Path, language: str, fold: int = _FOLD) -> Shown:
     """Show a whole file that is not Python, as a batch script; `language` as pygments names it.
 
-    Files longer than `fold` lines are folded. A script prints one line instead.
+    Files longer than `fold` lines are folded. Below each is a link that saves it. A script prints
+    one line instead.
     """
     path = Path(path).resolve()
     code, where = path.read_text("utf-8"), _below_root(path)
-    lines = code.count("\n")
+    lines, name = code.count("\n"), html.escape(path.name)
     page = _listing(code, language, where.removeprefix("code/"), lines if lines > fold else None)
+    data = base64.b64encode(code.encode()).decode()  # the page holds it: no address may be wrong
+    save = f'<a href="data:text/plain;base64,{data}" download="{name}">{name}</a>'
+    page += f'<p class="source-download">Download: {save}</p>'
     return _shown(page, f"# {where}\n{code.rstrip()}", f"source: {where}:1 {path.name}")
 
 

@@ -1,8 +1,12 @@
-"""What a layout lacks, in a sentence: where its bytes are, or where its seconds go."""
+"""What a layout lacks, in a sentence: where its bytes are, or where its seconds go.
+
+And what to do about memory: each remedy as it is predicted, and each engine's name for it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlab.layout import Layout, Structure
@@ -11,7 +15,133 @@ from shardlab.machines import Machine
 from shardlab.shapes import Config
 
 from .core import Seconds
+from .plan import Plan, planned
 from .predict import predict, room
+
+# Remedies that the planner can predict, and the engines' names for them; "" where one has none.
+# The names are held to the engines' own parsers: tests/test_your_job.py.
+KNOBS: dict[str, dict[str, str]] = {
+    "smaller micro-batches": {
+        "torchtitan": "--training.local_batch_size",
+        "megatron": "--micro-batch-size",
+        "deepspeed": "train_micro_batch_size_per_gpu",
+        "course": "--micro",
+    },
+    "sequence parallelism": {
+        "torchtitan": "--parallelism.enable_sequence_parallel",
+        "megatron": "--sequence-parallel",
+    },
+    "the next stage of ZeRO": {
+        "torchtitan": "--parallelism.data_parallel_shard_degree, fsdp_reshard_after_forward",
+        "megatron": "--use-distributed-optimizer, then --use-megatron-fsdp",
+        "deepspeed": "zero_optimization.stage",
+        "course": "--strategy",
+    },
+    "each layer computed again": {
+        "torchtitan": "activation_checkpoint = FullAC.Config()",
+        "megatron": "--recompute-granularity full",
+        "deepspeed": "deepspeed.checkpointing.checkpoint, in the model",
+        "course": "torch.utils.checkpoint, in the model",
+    },
+    "twice the tensor ranks": {
+        "torchtitan": "--parallelism.tensor_parallel_degree",
+        "megatron": "--tensor-model-parallel-size",
+        "deepspeed": "tensor_parallel.autotp_size",
+        "course": "--tensor",
+    },
+    "twice the stages": {
+        "torchtitan": "--parallelism.pipeline_parallel_degree",
+        "megatron": "--pipeline-model-parallel-size",
+        "deepspeed": "pipeline.stages",
+    },
+    "twice the context ranks": {
+        "torchtitan": "--parallelism.context_parallel_degree",
+        "megatron": "--context-parallel-size",
+    },
+    "the optimizer on the host": {
+        "megatron": "--optimizer-cpu-offload",
+        "deepspeed": "zero_optimization.offload_optimizer",
+    },
+    "weights on the host as well": {
+        "torchtitan": "--training.enable_cpu_offload",
+        "deepspeed": "zero_optimization.offload_param",
+    },
+    "nothing lost to fragments": dict.fromkeys(
+        ("torchtitan", "megatron", "deepspeed", "course"),
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of a layout, one of KNOBS, with what is predicted then."""
+
+    name: str
+    layout: Layout
+    reserved: float  # bytes of the fullest rank
+    seconds: float  # of a step
+
+
+def remedies(found: Plan, layout: Layout) -> list[Remedy]:
+    """What would reserve less than `layout` of a plan does, the least seconds first.
+
+    All on the same GPUs, with the same batch; fragments are left out as if none were lost.
+    """
+    before = planned(found, layout)
+    listed = []
+    for name, changed in _changes(found, layout):
+        try:
+            after = planned(found, changed)
+        except ValueError:  # a shape that cannot be cut so
+            continue
+        reserved = after.reserved
+        if changed == layout:
+            reserved -= after.prediction.memory.fragments
+        if reserved < before.reserved:
+            listed.append(Remedy(name, changed, reserved, after.seconds))
+    return sorted(listed, key=lambda one: (one.seconds, one.reserved))
+
+
+def _changes(found: Plan, at: Layout) -> Iterator[tuple[str, Layout]]:
+    """Each of KNOBS as a layout, where this one can have it."""
+    profile = found.profile
+    yield "nothing lost to fragments", at
+    if at.micro_batch % 2 == 0:
+        half = {"micro_batch": at.micro_batch // 2, "microbatches": 2 * at.microbatches}
+        yield "smaller micro-batches", replace(at, **half)
+    if at.tp > 1:
+        yield "sequence parallelism", replace(at, sequence_parallel=True)
+    stages = (0, 1) if at.pp > 1 else profile.zeros
+    more = [zero for zero in stages if zero > at.zero]
+    if at.dp > 1 and more:
+        yield "the next stage of ZeRO", replace(at, zero=min(more))
+    yield "each layer computed again", replace(at, recompute="full")
+    if at.dp % 2 == 0 and at.replicas == 1:
+        less = {"dp": at.dp // 2, "microbatches": 2 * at.microbatches}
+        if 2 * at.tp <= found.machine.per_node:
+            along = {"tp": 2 * at.tp, "sequence_parallel": profile.sequence_parallel}
+            yield "twice the tensor ranks", replace(at, **less, **along)
+        if at.zero < 2 and isinstance(at.stages, str):
+            yield "twice the stages", replace(at, **less, pp=2 * at.pp)
+        if profile.shares:
+            yield "twice the context ranks", replace(at, **less, cp=2 * at.cp)
+    if "optimizer" in profile.offloads and at.zero and at.offload == "none":
+        yield "the optimizer on the host", replace(at, offload="optimizer")
+    if "parameters" in profile.offloads and at.zero == 3:
+        yield "weights on the host as well", replace(at, offload="parameters")
+
+
+def told(found: Plan, layout: Layout) -> list[list[str]]:
+    """`remedies` as rows of a table: with each one's name in the profile's engine."""
+    engine = found.profile.name
+    table = [["out of memory?", "GB", "fits", "s", f"with {engine}"]]
+    for one in remedies(found, layout):
+        fits = "yes" if one.reserved <= found.room else "no"
+        knob = KNOBS[one.name].get(engine, "")
+        sizes = [f"{one.reserved / 1e9:.1f}", fits, f"{one.seconds:.3g}"]
+        table.append([one.name, *sizes, knob])
+    return table
 
 
 def fullness(

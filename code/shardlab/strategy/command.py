@@ -57,6 +57,7 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +66,20 @@ from shardlab.arguments import check_one_of
 from shardlab.layout import Layout, Structure, computed_again, structure
 from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
-from shardlab.machines import MACHINES
+from shardlab.layout.structure import check_expert_degree, check_tensor_degree
+from shardlab.machines import MACHINES, check_named
 from shardlab.shapes import PRESETS
 
 from . import files, learn, report, tables
+from .advice import told
 from .footprint import GIB
 from .job import DTYPES
 from .plan import Plan, alone, plan, short
 from .predict import check_rates, first_rank, of_job
-from .profile import HOW, PROFILES, Profile, how, how_of, today
+from .profile import HOW, PROFILES, Profile, how, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
+from .space import rule
 
 ENTRIES = "measure", "fit", "predict", "case"
 # Fields of a layout that an option keeps, and the least of each, or the least and most.
@@ -119,6 +123,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--run", action="store_true", default=None, help=words)
     add("compile", f"how torchtitan runs it: {', '.join(HOW)}", "HOW")
     add("emit", "the fastest layout as a configuration for it", "ENGINE")
+    add("engine", "with --emit slurm, the whole job of: torchtitan, megatron, course", "ENGINE")
+    add("into", "with --engine, the folder for its files (job)", "DIR")
+    add("time", "with --engine, the job's time limit (01:00:00)", "TIME")
+    add("partition", "with --engine, where it runs (the default one)", "NAME")
     parser.set_defaults(command=_main)
 
 
@@ -162,6 +170,11 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
         options.apart(given, ["top"], f"with --{forms[0]}, which has one layout and no table")
     if "layout" in given:
         options.apart(given, (*FIXED, *WORDS, "top"), "with --layout, which says it")
+    if given.get("emit") != "slurm":
+        options.apart(given, ["engine"], "alone: allowed with --emit slurm")
+    if "engine" not in given:
+        more = ["into", "time", "partition"]
+        options.apart(given, more, "alone: allowed with --engine, of whose job it is")
     if "tokens" not in given:
         options.apart(given, ["price"], "alone: allowed with --tokens, of which it is the price")
 
@@ -169,7 +182,9 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
 def _planned(given: dict[str, Any]) -> int:
     """Print the plan that the options ask for; the status is 1 where its trial is not equal."""
     if "emit" in given:
-        given = _for_engine(given)
+        from .emitted import for_engine  # which no page's calculator loads
+
+        given = for_engine(given)
     if "rates" in given:
         profile, rates = _rates(given)
     else:
@@ -183,7 +198,9 @@ def _planned(given: dict[str, Any]) -> int:
         found = alone(asked.config, asked.machine, layout, asked.seq, profile, rates, dtype)
     else:
         job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
-        found = plan(*job, profile, rates, _fixed(given), dtype)
+        fixed = _fixed(given)
+        _check_kept(fixed, asked, profile)
+        found = plan(*job, profile, rates, fixed, dtype)
         if not found.fits:
             raise ValueError(short(found))
     return _told(given, asked, found, rates)
@@ -203,6 +220,30 @@ def _fixed(given: dict[str, Any]) -> dict[str, object]:
         check_one_of(OFFLOADS, offload=given["offload"])
         fixed["offload"] = given["offload"]
     return fixed
+
+
+def _check_kept(fixed: dict[str, Any], asked: report.Asked, profile: Profile) -> None:
+    """Raise ValueError for a value that no layout of the job can have; it says which there are."""
+    gpus, config, node = asked.gpus, asked.config, asked.machine.per_node
+    tp, pp, dp = (fixed.get(name, 1) for name in ("tp", "pp", "dp"))
+    check_tensor_degree(config, tp, profile.copies)
+    check_expert_degree(config, fixed.get("ep", 1))
+    if tp > node:
+        raise ValueError(f"tp={tp}: allowed are 1 to {node}, those of a node; --layout takes more")
+    if rule(config.layers, pp, profile) is None:
+        allowed = "divisors of" if profile.stages == "equal" else "fewer stages, of"
+        raise ValueError(
+            f"pp={pp}: allowed with {profile.name} are {allowed} {config.layers} layers"
+        )
+    for name, whole, size in (("cp", "seq", asked.seq), ("tp", "seq", asked.seq),
+                              ("dp", "batch", asked.batch)):  # fmt: skip
+        if name in fixed and size % fixed[name]:
+            raise ValueError(f"{name}={fixed[name]}: allowed are divisors of {whole}={size}")
+    kept = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}
+    if gpus % prod(kept.values()):
+        said = " with ".join(f"{name}={value}" for name, value in kept.items())
+        allowed = "products that divide" if len(kept) > 1 else "divisors of"
+        raise ValueError(f"{said}: allowed are {allowed} gpus={gpus}")
 
 
 def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:
@@ -230,7 +271,9 @@ def _told(given: dict[str, Any], asked: report.Asked, found: Plan, rates: Rates)
         best = found.fits[:top] or [first]
         print(json.dumps(report.data(asked, found, best), indent=1))
     elif "emit" in given:
-        print(_emitted(given["emit"], asked, found))
+        from .emitted import emitted, written
+
+        print((written if "engine" in given else emitted)(given, asked, found))
     elif "run" in given:
         from .trial import trained  # which loads torch
 
@@ -239,6 +282,8 @@ def _told(given: dict[str, Any], asked: report.Asked, found: Plan, rates: Rates)
         return 0 if good else 1
     elif "explain" in given or "layout" in given:
         print(report.explained(asked, found, first, rates))
+        if len(rows := told(found, first.layout)) > 1:
+            print("", *report.aligned(rows), sep="\n")
     else:
         print(report.text(asked, found, rates, top))
     return 0
@@ -252,39 +297,6 @@ def _compiled(given: dict[str, Any], profile: Profile) -> Profile:
         raise ValueError(f"compile={given['compile']!r}: allowed with --profile torchtitan")
     check_one_of(HOW, compile=given["compile"])
     return how(profile, given["compile"])
-
-
-def _for_engine(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with the profile of the engine that a plan is for. Slurm starts any program."""
-    from .emit import ENGINES
-
-    engine = given["emit"]
-    check_one_of(ENGINES, emit=engine)
-    if engine not in PROFILES:
-        return given
-    if given.get("profile", engine) != engine:
-        words = f"profile={given['profile']!r}: allowed with --emit {engine} is {engine!r}"
-        raise ValueError(f"{words}, whose bytes and seconds it is planned with")
-    return {**given, "profile": engine}
-
-
-def _emitted(engine: str, asked: report.Asked, found: Plan) -> str:
-    """The fastest layout that `engine` can run, as its configuration; why not the first, aside."""
-    from .emit import emit
-
-    why = ""
-    for number, one in enumerate(found.fits or [found.nearest], 1):
-        try:
-            said = how_of(found.profile)
-            text = emit(engine, asked.config, asked.machine, one.layout, asked.seq, said)
-        except ValueError as error:
-            why = why or str(error)
-            continue
-        if why:
-            words = f"number {number} of the layouts that fit, {one.layout}: the first is refused"
-            print(f"{words}: {why}", file=sys.stderr)
-        return text.rstrip("\n")
-    raise ValueError(f"emit={engine!r}: none of the {len(found.fits)} layouts that fit; {why}")
 
 
 def _as_own(path: Path, found: Structure) -> Structure:
@@ -315,9 +327,7 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
         if "emit" in given or "run" in given:
             config = _as_own(Path(given["config"]), config)
     if "gpu" in given or rates.machine is None:
-        gpu = given.get("gpu", "")
-        check_one_of(MACHINES, gpu=gpu)
-        machine = MACHINES[gpu]
+        machine = check_named(gpu=given.get("gpu", ""))
     else:
         machine = rates.machine
     if "per_node" in given:

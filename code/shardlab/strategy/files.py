@@ -20,7 +20,7 @@ from typing import Any
 from shardlab.arguments import LAYERS, SIZES, check_number, check_one_of, check_whole, told
 from shardlab.layout import SCHEDULES, Layout, Structure, structure
 from shardlab.layout.core import OPERATORS
-from shardlab.machines import MACHINES, Machine
+from shardlab.machines import Machine, check_named, named
 from shardlab.options import read_json, read_text
 from shardlab.shapes import Config
 
@@ -243,16 +243,10 @@ def _machine(c: Mapping[str, Any]) -> Machine:
     """The machine of a GPU's name, as tables write it: "A100", "H100 80GB", "NVIDIA GB200"."""
     if "gpu" not in c:
         raise ValueError("gpu is missing")
-    name = str(c["gpu"]).lower().replace("nvidia", "").replace(" ", "-").strip("-")
-    match = [key for key in MACHINES if name.startswith(key)]
-    if not match:
-        raise ValueError(f"gpu={told(c['gpu'])}: allowed are {', '.join(MACHINES)}")
-    key = max(match, key=len)
-    if key == "a100" and ("40" in name or c.get("gpu_mem_gb") == 40):
-        key = "a100-40"
-    machine = MACHINES[key]
-    if c.get("gpu_mem_gb") is not None:
-        machine = replace(machine, memory=1e9 * _number(c, "gpu_mem_gb"))
+    size = None if c.get("gpu_mem_gb") is None else _number(c, "gpu_mem_gb")
+    machine = named(str(c["gpu"]), size) or check_named(gpu=str(c["gpu"]))
+    if size is not None:
+        machine = replace(machine, memory=1e9 * size)
     if c.get("per_node") is not None:
         machine = replace(machine, per_node=_whole(c, "per_node"))
     return machine

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from statistics import median, quantiles
 from typing import Any
 
-from shardlab.machines import MACHINES, Machine
+from shardlab.machines import Machine, named
 
 from .rates import Rate, Rates, known
 
@@ -43,7 +43,7 @@ def measure(profile: str = "course") -> Rates:
         torch.set_num_threads(threads)
     if node := _node(torch, on_gpu):
         found["node"] = node
-    machine = machine_called(name) or _unknown(torch, name, found)
+    machine = named(name) or _unknown(torch, name, found)
     sheet = {
         "products": machine.flops,
         "attention": machine.flops,
@@ -57,18 +57,6 @@ def measure(profile: str = "course") -> Rates:
         for key, (value, spread) in found.items()
     }
     return Rates(profile, rates.all | measured, machine)
-
-
-def machine_called(name: str) -> Machine | None:
-    """The machine of a GPU's name as its driver prints it; None where no sheet is known."""
-    plain = name.lower()
-    for brand in ("nvidia", "geforce", "tesla"):
-        plain = plain.replace(brand, "")
-    plain = plain.strip().replace(" ", "-")
-    match = [key for key in MACHINES if plain.startswith(key) or plain.startswith(key + "-")]
-    if "a100" in match and "40gb" in plain:
-        match = ["a100-40"]
-    return MACHINES[max(match, key=len)] if match else None
 
 
 def _unknown(torch: Any, name: str, found: dict[str, tuple[float, float]]) -> Machine:

@@ -29,10 +29,10 @@ def _drive(technique: str) -> Drive:
         for row in rows:
             contract.judged(row, found, "cpu")  # whose kernels a pretended GPU has
 
-    sizes = {row.ranks for row in ROWS if row.gpus and row.technique == technique}
-    gpus = [number for number, size in RANKS.items() if size in sizes]
+    gpus = [number for number, size in RANKS.items() if on_gpus(technique, size)]
+    today = [number for number in gpus if on_gpus(technique, RANKS[number], whole=False)]
     drive.__module__ = __name__
-    daily = [number for number in gpus if number > 1 or technique in MESSAGES]
+    daily = [number for number in today if number > 1 or technique in MESSAGES]
     return on_caller(on(*gpus, daily=tuple(daily))(drive))
 
 

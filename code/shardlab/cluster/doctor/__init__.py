@@ -35,7 +35,7 @@ import torch.distributed as dist
 from shardlab import options, ranks
 from shardlab.arguments import MOST, check_number
 from shardlab.launcher import place
-from shardlab.machines import MACHINES, Machine
+from shardlab.machines import MACHINES, Machine, check_named, named
 
 from . import checks
 from .consult import Settings, consult
@@ -151,8 +151,8 @@ def _main(chosen: argparse.Namespace) -> int:
         chosen.machine or "",
         "auto" if chosen.device is None else chosen.device,
     )
-    if chosen.machine is not None and settings.machine not in MACHINES:
-        raise ValueError(f"machine={chosen.machine!r}: allowed are {', '.join(MACHINES)}")
+    if chosen.machine is not None:
+        check_named(machine=settings.machine)
     if settings.device not in ("auto", "cpu"):
         raise ValueError(f"device={settings.device!r}: allowed are 'auto' and 'cpu'")
     launched = place(os.environ) is not None
@@ -174,11 +174,11 @@ def _number(name: str, given: str | None, otherwise: float) -> float:
     return value
 
 
-def _machine(named: str, findings: Findings) -> Machine | None:
+def _machine(asked: str, findings: Findings) -> Machine | None:
     """What the planner assumes of these GPUs: the one that is named, else the one of that name."""
     names = {gpu["name"] for gpu in findings.of("gpu").values()}
-    fits = [m for m in MACHINES.values() if all(m.name.lower() in n.lower() for n in names)]
-    return MACHINES[named] if named else (fits[0] if names and fits else None)
+    found = {named(asked)} if asked else {named(name) for name in names}
+    return found.pop() if len(found) == 1 else None
 
 
 def _show(settings: Settings, as_json: bool, every: bool, findings: Findings) -> int:

@@ -49,9 +49,10 @@ THROTTLES = {
 def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
     """The process of each rank on this machine: those below a launcher, or of a Slurm job.
 
-    A rank is a process with RANK, or else SLURM_PROCID, in its environment; what it starts inherits
-    that, so of several with one rank the one nearest to the launcher counts. A launcher without
-    ranks below it is one itself: its own, or rank 0.
+    A rank is a process with RANK in its environment or, where none has that, with SLURM_PROCID:
+    torchrun itself has it under srun, and so have the batch script and whoever watches from within
+    the job. What a rank starts inherits both, so of several with one rank the one nearest to the
+    launcher counts. A launcher without ranks below it is one itself: its own, or rank 0.
     """
     if launcher is not None:
         check_whole(pid=launcher)
@@ -62,8 +63,9 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
             raise ValueError(f"pid={launcher}: allowed are processes that run here") from None
     else:
         processes = list(psutil.process_iter())
-    found: dict[int, int] = {}
-    ranked: dict[int, int] = {}  # process -> rank
+    found: dict[bool, dict[int, int]] = {True: {}, False: {}}  # whether by RANK: rank -> process
+    ranked: dict[int, tuple[bool, int]] = {}  # process -> how it is known as a rank, and which
+    watching = os.environ.get("SLURM_STEP_ID")
     for process in sorted(processes, key=lambda process: (process.create_time(), process.pid)):
         try:
             environment, parent = process.environ(), process.ppid()
@@ -71,17 +73,21 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
             continue
         if launcher is None and environment.get("SLURM_JOB_ID") != str(job):
             continue
-        rank = rank_of(environment)
-        if rank is not None:
-            ranked[process.pid] = rank
-            if ranked.get(parent) != rank:
-                found.setdefault(rank, process.pid)
-    if launcher is not None and not found:
+        rank, named = rank_of(environment), "RANK" in environment
+        if rank is None or (
+            not named and watching and environment.get("SLURM_STEP_ID") == watching
+        ):
+            continue
+        ranked[process.pid] = named, rank
+        if ranked.get(parent) != (named, rank):
+            found[named].setdefault(rank, process.pid)
+    ranks = found[True] or found[False]
+    if launcher is not None and not ranks:
         own = ""
         with suppress(psutil.Error):
             own = top.environ().get("RANK", "")
         return {int(own) if own.isdigit() else 0: launcher}
-    return dict(sorted(found.items()))
+    return dict(sorted(ranks.items()))
 
 
 class Sampler:

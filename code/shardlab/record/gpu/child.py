@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
@@ -20,20 +20,22 @@ PATIENCE = 10.0  # seconds that a program has for its own cleaning up
 
 def run(
     command: Sequence[str],
-    log: Path,
-    output: Path,
+    log: Path | None,
+    output: Path | None,
     seconds: float | None,
     folder: Path,
     environment: Mapping[str, str],
+    patience: float = PATIENCE,
 ) -> int | None:
     """Run `command` in `folder`; return its exit status, None when `seconds` were over before.
 
-    What it says goes into the file `log`, what it puts out into `output`: they may be the same.
+    What it says goes into the file `log`, what it puts out into `output`: they may be the same,
+    and None is where this process's own goes. It has `patience` seconds for its own cleaning up.
     """
     others = _started()
     _prctl(_ADOPT_ORPHANS, 1)  # what a child leaves behind becomes ours, and so can be found
     try:
-        with open(log, "ab") as told, open(output, "ab") as put_out:
+        with _file(log) as told, _file(output) as put_out:
             process = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -49,13 +51,17 @@ def run(
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:
+            if patience and process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(PATIENCE)
+                    process.wait(patience)
             _end(others)
     finally:
         _prctl(_ADOPT_ORPHANS, 0)
+
+
+def _file(path: Path | None) -> AbstractContextManager:
+    return open(path, "ab") if path else nullcontext()
 
 
 def _prctl(what: int, value: int) -> None:

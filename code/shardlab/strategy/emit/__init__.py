@@ -8,8 +8,10 @@
 | fsdp2      | a script that trains the course's plain GPT            | torch 2.13            |
 | torchtitan | a module with one configuration function               | torchtitan 0.3.0      |
 | megatron   | a shell script around the arguments of pretrain_gpt.py | Megatron Core 0.19.2  |
+| course     | the options of the course's train.py, for a shell      | torch 2.11 to 2.15    |
 | slurm      | a batch file that starts torchrun on each node         | Slurm                 |
 
+`job` is the whole of a job for Slurm: with its environment, its signal and its way to resume.
 A layout that an engine cannot express is refused, with the field and what comes nearest. What no
 layout decides (data, learning rate, checkpoints) has plain values, under a comment that says so.
 Files that are mostly code have a Jinja2 template beside their writer, the others are put together.
@@ -25,16 +27,18 @@ from shardlab.layout.structure import own_config
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
-from . import deepspeed, fsdp2, megatron, slurm, torchtitan
+from . import course, deepspeed, fsdp2, megatron, slurm, torchtitan
+from .job import Limits, job
 from .target import Target
 
-__all__ = ["ENGINES", "FILES", "emit"]
+__all__ = ["ENGINES", "FILES", "Limits", "emit", "job"]
 
 _WRITERS: dict[str, Callable[[Target], str]] = {
     "deepspeed": deepspeed.write,
     "fsdp2": fsdp2.write,
     "torchtitan": torchtitan.write,
     "megatron": megatron.write,
+    "course": course.write,
     "slurm": slurm.write,
 }
 ENGINES = tuple(_WRITERS)
@@ -43,6 +47,7 @@ FILES = {  # what each engine's text is called, where it has to be called someth
     "fsdp2": fsdp2.FILE,
     "torchtitan": torchtitan.FILE,
     "megatron": megatron.FILE,
+    "course": course.FILE,
     "slurm": slurm.FILE,
 }
 

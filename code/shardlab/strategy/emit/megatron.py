@@ -29,12 +29,13 @@ def write(target: Target) -> str:
     launch = [f"torchrun --nproc-per-node={n}"]
     if target.nodes > 1:
         launch.append(f"--nnodes={target.nodes} --rdzv-backend=c10d")
-        launch.append('--rdzv-endpoint="${HOST:?the first node}:29400"')
-    launch += ["pretrain_gpt.py", '"${arguments[@]}" "$@"']
+        launch.append('--rdzv-endpoint="${HOST:?the first node}:${PORT:-29400}"')
+    launch += ['"${MEGATRON:+$MEGATRON/}pretrain_gpt.py"', '"${arguments[@]}" "$@"']
     lines = [
         "#!/bin/bash",
         *(f"# {line}" for line in target.title()),
-        "# For Megatron Core 0.19.2, in the folder with its pretrain_gpt.py, on each node:",
+        "# For Megatron Core 0.19.2, in the folder with its pretrain_gpt.py, or with that folder",
+        "# as MEGATRON, on each node:",
         f"#   {'HOST=FIRST_NODE ' if target.nodes > 1 else ''}bash {FILE} MORE ARGUMENTS",
         "set -euo pipefail",
         "",

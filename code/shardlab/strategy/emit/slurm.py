@@ -11,27 +11,35 @@ FILE = "plan.sbatch"
 CPUS = 4  # for each rank: its own thread, its loader's, and nccl's
 
 
-def write(target: Target) -> str:
-    """The text of the file, for `sbatch plan.sbatch train.py ARGUMENTS`."""
+def options(target: Target, time: str, partition: str = "") -> list[str]:
+    """The lines that ask Slurm for the plan's nodes and GPUs, for so long."""
     n = target.ranks_of_node
     nodes = f"{target.layout.ranks} ranks, {n} on a node of {target.machine.per_node}"
-    options = [
+    asked = [
         ("--job-name=train", "what squeue calls it"),
         (f"--nodes={target.nodes}", nodes),
         ("--ntasks-per-node=1", "one torchrun on each of them, which starts the ranks"),
         (f"--gpus-per-node={n}", f"{target.machine.name}: one for each rank"),
         (f"--cpus-per-task={n * CPUS}", f"for torchrun and all its ranks: {CPUS} for each"),
-        ("--time=24:00:00", "after that it is killed; no layout says how long: put your own"),
+        (f"--time={time}", "after that it is killed; no more than the partition allows"),
         ("--output=%x-%j.out", "x: the job's name, j: its number"),
         ("--error=%x-%j.err", "errors apart, so that they are found"),
     ]
     if n == target.machine.per_node:
-        options.append(("--exclusive", "whole nodes: nobody else's traffic beside the plan's"))
+        asked.append(("--exclusive", "whole nodes: nobody else's traffic beside the plan's"))
+    if partition:
+        asked.append((f"--partition={partition}", "where such GPUs are, as sinfo names it"))
+    return beside([(f"#SBATCH {option}", why) for option, why in asked])
+
+
+def write(target: Target) -> str:
+    """The text of the file, for `sbatch plan.sbatch train.py ARGUMENTS`."""
+    n = target.ranks_of_node
     lines = [
         "#!/bin/bash",
         *(f"# {line}" for line in target.title()),
         f"#   sbatch {FILE} train.py ARGUMENTS",
-        *beside([(f"#SBATCH {option}", why) for option, why in options]),
+        *options(target, "01:00:00"),
         "set -euo pipefail",
         "",
         "# Ranks meet at the first node, under the address at which Slurm itself finds that node.",

@@ -1,8 +1,8 @@
 """Our agent beside torchrun: seconds and steps that a fault costs, on two nodes of this machine.
 
-    python benchmarks/cluster.py            # a table; a quarter of an hour on two cores
-    python benchmarks/cluster.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
-    python benchmarks/cluster.py --quick    # one fault, one time each: only shows that it runs
+    python benchmarks/elastic.py            # a table; a quarter of an hour on two cores
+    python benchmarks/elastic.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
+    python benchmarks/elastic.py --quick    # one fault, one time each: only shows that it runs
 
 Two agents on the loopback are two nodes. A small GPT trains under them, with a checkpoint after
 every 5 steps of 0.2 s; after step 12 something happens. seconds: from the last step before it to
@@ -16,7 +16,7 @@ the seconds say more. floor: the same script, started with the same number of ra
 checkpoint, by nobody but a loop over Popen, in seconds until its first step; the share is that
 over ours.
 
-    python benchmarks/cluster.py --ranks 4 --repeats 2 --json > code/shardlab/cluster/restarts.json
+    python benchmarks/elastic.py --ranks 4 --repeats 2 --json > code/shardlab/elastic/restarts.json
 
 writes the table of the lesson.
 """
@@ -42,7 +42,7 @@ import torch
 from side_by_side import options, ratio
 
 from shardlab import show
-from shardlab.cluster.job import free_port
+from shardlab.elastic.job import free_port
 
 AT, EVERY, SLEEP, TIMEOUT = 12, 5, 0.2, 5.0  # fault after this step; saves; seconds
 PATIENCE, LAST_CALL = 5, 2

@@ -1,4 +1,4 @@
-"""What an agent of `shardlab.cluster.core` is told, and how agents find one another's address."""
+"""What an agent of `shardlab.elastic.core` is told, and how agents find one another's address."""
 
 from __future__ import annotations
 

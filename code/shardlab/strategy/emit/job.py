@@ -1,0 +1,192 @@
+"""A whole job for Slurm: a batch file, what the site wants before it, and the engine's own files.
+
+    for name, text in job(target, Limits("12:00:00"), steps=1000, seconds=85.0).items(): ...
+
+The batch file asks for a signal some minutes before its end. Then engines that know a signal save
+and leave; torchtitan knows none, and goes back to its last checkpoint. The job returns to the queue
+under its number, and the engine resumes from its folder.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import course, megatron, torchtitan
+from .slurm import options
+from .target import Target
+
+FILE, SITE = "job.sbatch", "site.sh"
+RUN = "run"  # the folder, beside the batch file, of checkpoints and metrics
+ENGINES = {"torchtitan": torchtitan, "megatron": megatron, "course": course}
+SIGNAL = 300  # seconds before the end: Slurm may be a minute early, and a save takes its time
+LEAST = 600  # of a time limit: less than that leaves no time to train
+LOST = 0.1  # of a time limit that training may lose, where it ends without a save
+TIMES = "MINUTES, HOURS:MINUTES:SECONDS and DAYS-HOURS:MINUTES:SECONDS, of 10 minutes or more"
+
+_SITE = """\
+# What your site wants in a job, before anything else. Written once: edit it, it is kept.
+# `source site.sh` gives a shell on the login node the same.
+
+# module load CUDA
+# source ~/venv/bin/activate        # or: conda activate train
+# export MEGATRON=~/Megatron-LM     # the folder with pretrain_gpt.py, for Megatron
+
+# Compute nodes often have no network: fetch on the login node, and let nobody ask there.
+# export HF_HOME=/shared/me/huggingface HF_HUB_OFFLINE=1
+# export NCCL_SOCKET_IFNAME=ib0     # where nccl takes the wrong interface
+"""
+
+_BATCH = """\
+set -euo pipefail
+
+# Submit it in its own folder: there are its files, and there go its checkpoints.
+fail() {{ echo "$1" >&2; exit 1; }}
+for file in {files}; do
+  [[ -e $file ]] || fail "no $file here: cd into the job's folder, then sbatch {file}"
+done
+# ---- your site: modules, environment, caches -----------------------------------------------------
+source ./{site}
+# --------------------------------------------------------------------------------------------------
+command -v torchrun >/dev/null || fail "no torchrun: activate your environment in {site}"
+
+# Ranks meet at the first node, under the address at which Slurm itself finds that node.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HOST=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+PORT=$((20000 + SLURM_JOB_ID % 10000))  # two jobs on a node do not meet each other
+export HOST PORT OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / {ranks}))
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # less is lost between tensors
+{more}echo "run ${{SLURM_RESTART_COUNT:-0}} of job $SLURM_JOB_ID"
+
+# torchrun would die of USR1. It ignores what its parent ignored; ranks set a handler of their own.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
+  bash -c 'trap "" USR1; exec "$@"' job \\
+  {launch} \
+  "$@" &
+step=$! again=
+{trap}
+trap ask USR1
+status=0
+wait "$step" || status=$?
+while kill -0 "$step" 2>/dev/null; do status=0; wait "$step" || status=$?; done
+if [[ $again && $status == 0 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"
+"""
+_SAVES = """\
+# Before the time limit: the ranks save and leave, and the job goes back into the queue.
+ask() { again=yes; scancel --signal=USR1 "$SLURM_JOB_ID.0"; }"""
+_GOES = """\
+# torchtitan saves at no signal: what came after its last checkpoint is computed again.
+ask() { scontrol requeue "$SLURM_JOB_ID"; }"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A time limit as sbatch takes it, and the partition to run in. Raises ValueError."""
+
+    time: str = "01:00:00"
+    partition: str = ""
+
+    def __post_init__(self) -> None:
+        if self.seconds < LEAST:
+            raise ValueError(f"time={self.time!r}: allowed are {TIMES}")
+        if self.partition and not re.fullmatch(r"[\w.-]+", self.partition):
+            raise ValueError(f"partition={self.partition!r}: allowed are names that sinfo prints")
+
+    @property
+    def seconds(self) -> int:
+        """Of the time limit; 0 for what is none."""
+        return in_seconds(self.time)
+
+    def check(self, partitions: Mapping[str, str]) -> None:
+        """Raise ValueError for a partition that is not there, or has less time.
+
+        partitions: each one's time limit; the default one is "" as well.
+        """
+        if self.partition not in partitions:
+            names = ", ".join(name for name in partitions if name)
+            raise ValueError(f"partition={self.partition!r}: allowed here are {names}")
+        most = partitions[self.partition]
+        if most != "infinite" and self.seconds > in_seconds(most):
+            where = f"partition {self.partition}" if self.partition else "the default partition"
+            raise ValueError(f"time={self.time!r}: allowed in {where} are times up to {most}")
+
+
+def in_seconds(time: str) -> int:
+    """Of a time as Slurm writes it, as 90, 12:00:00 or 1-12; 0 for what is none."""
+    form = r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?"
+    if not (found := re.fullmatch(form, time)):
+        return 0
+    days, one, two, three = found.groups()
+    first, second, third = (int(part or 0) for part in (one, two, three))
+    if days is not None or three is not None:  # hours come first
+        return int(days or 0) * 86_400 + first * 3600 + second * 60 + third
+    return first * 60 + second  # minutes, and seconds
+
+
+def here() -> dict[str, str]:
+    """Time limits of the partitions of the Slurm that answers here, for `Limits.check`."""
+    if not shutil.which("sinfo"):
+        return {}
+    done = subprocess.run(
+        ["sinfo", "--noheader", "--format=%P %l"], capture_output=True, text=True, timeout=60
+    )
+    found = dict(line.split() for line in done.stdout.splitlines() if line.count(" ") == 1)
+    both = [(("", name[:-1]) if name.endswith("*") else (name,), found[name]) for name in found]
+    return {name: limit for names, limit in both for name in names}
+
+
+def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str, str]:
+    """The job's files by their names. seconds: of a step, as it is predicted.
+
+    Raises ValueError for what the engine cannot do.
+    """
+    own = ENGINES[target.engine]
+    every = max(1, int(LOST * limits.seconds / seconds))  # steps from one checkpoint to the next
+    files = {own.FILE: own.write(target)}
+    if target.engine == "course":
+        script = Path(__file__).parents[2] / "train/take_home.py"
+        files["train.py"] = script.read_text(encoding="utf-8")
+    launch, more = _launch(target, steps, every)
+    lines = [
+        "#!/bin/bash",
+        *(f"# {line}" for line in target.title()),
+        f"#   sbatch {FILE}    # in this folder: Slurm's options before it, the engine's after",
+        *options(target, limits.time, limits.partition),
+        f"#SBATCH --signal=B:USR1@{SIGNAL}  # so many seconds before the end, to this script alone",
+        "#SBATCH --requeue --open-mode=append  # it may run again, and adds to its output",
+        _BATCH.format(
+            files=" ".join([SITE, *files]),
+            file=FILE,
+            site=SITE,
+            ranks=target.ranks_of_node,
+            launch=" \\\n  ".join(launch),
+            more=more,
+            trap=_GOES if target.engine == "torchtitan" else _SAVES,
+        ),
+    ]
+    return {FILE: "\n".join(lines), SITE: _SITE, **files}
+
+
+def _launch(target: Target, steps: int, every: int) -> tuple[list[str], str]:
+    """What starts a node's ranks and resumes them, in lines; and lines that go before."""
+    n = target.ranks_of_node
+    torchrun = [
+        f'torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={n} --rdzv-backend=c10d',
+        '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-endpoint="$HOST:$PORT"',
+    ]
+    if target.engine == "torchtitan":
+        resume = f"--dump-folder {RUN} --checkpoint.enable --checkpoint.interval {every}"
+        keep = "--checkpoint.keep-latest-k 2"
+        return [*torchrun, torchtitan.LAUNCH, f"--training.steps {steps} {keep}", resume], ""
+    if target.engine == "megatron":
+        resume = f"--save {RUN} --load {RUN} --save-interval {every} --train-iters {steps}"
+        leave = "--exit-signal-handler --exit-signal SIGUSR1"
+        return [f"bash {megatron.FILE} {resume}", leave], ""
+    more = f"source ./{course.FILE}\n"
+    own = f'train.py "${{options[@]}}" --steps {steps} --every {every}'
+    return [*torchrun, own, f"--folder {RUN} --resume auto"], more

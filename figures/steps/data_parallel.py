@@ -1,0 +1,140 @@
+"""Draw a step of data parallelism in steps: python figures/steps/data_parallel.py"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sheet import INK, Place, boxes, cells, keep
+
+from shardlab.show.drawing import Cell, canvas, names, title, words
+
+RANKS = (0, 1, 2, 3)
+BUCKETS = ("embedding", "block 1", "block 2", "head")  # in the model's order
+WIDE, HIGH, GAP, BETWEEN = 0.62, 0.26, 0.08, 0.05
+BATCH, LEFT, TOP = 0.52, 0.9, 1.12  # left of the batches, left and top of the gradients
+
+
+@dataclass
+class Moment:
+    """What every rank holds when a moment of the step is over, and what happens in it."""
+
+    head: str
+    alt: str
+    own: tuple[int, ...] = ()  # buckets with the gradients of a rank's own batch
+    averaged: tuple[int, ...] = ()  # and with the average
+    computes: dict[int, str] = field(default_factory=dict)  # by bucket
+    sent: int | None = None  # the bucket that is on the wire
+    arrived: tuple[int, ...] = ()
+    weights: str = "weights after 0 steps, alike on all ranks"
+
+
+GRADIENTS = "a table with a row for each of four ranks and a column for each bucket of gradients"
+MOMENTS = (
+    Moment(
+        "before the step",
+        f"Before the step: {GRADIENTS}: embedding, block 1, block 2 and head. Each rank has its "
+        "own share of the batch, all have the same weights, and there are no gradients.",
+    ),
+    Moment(
+        "forward",
+        "Forward: every rank computes all layers on its own share of the batch. Nothing is sent.",
+        computes=dict.fromkeys(range(4), "forward"),
+    ),
+    Moment(
+        "backward of the head",
+        "Backward of the head: every rank has the head's gradients of its own batch.",
+        own=(3,),
+        computes={3: "backward"},
+    ),
+    Moment(
+        "backward of block 2",
+        "Backward of block 2, while the head's gradients are all-reduced: every rank has the "
+        "gradients of block 2 and the head of its own batch.",
+        own=(2, 3),
+        computes={2: "backward"},
+        sent=3,
+    ),
+    Moment(
+        "backward of block 1",
+        "Backward of block 1, while the gradients of block 2 are all-reduced. The head's are the "
+        "average over all four ranks now.",
+        own=(1, 2),
+        averaged=(3,),
+        computes={1: "backward"},
+        sent=2,
+        arrived=(3,),
+    ),
+    Moment(
+        "backward of the embedding",
+        "Backward of the embedding, while the gradients of block 1 are all-reduced. Those of block "
+        "2 and the head are averages.",
+        own=(0, 1),
+        averaged=(2, 3),
+        computes={0: "backward"},
+        sent=1,
+        arrived=(2,),
+    ),
+    Moment(
+        "the ranks wait",
+        "Backward is over, and nothing computes while the embedding's gradients are all-reduced. "
+        "All others are averages.",
+        own=(0,),
+        averaged=(1, 2, 3),
+        sent=0,
+        arrived=(1,),
+    ),
+    Moment(
+        "the optimizer's step",
+        "All gradients are averages, the same on all four ranks. Each rank's optimizer makes the "
+        "same step, and the weights are the same again.",
+        averaged=(0, 1, 2, 3),
+        computes=dict.fromkeys(range(4), "step"),
+        arrived=(0,),
+        weights="weights after 1 step, alike on all ranks",
+    ),
+)
+
+
+def place(bucket: int, rank: int) -> Place:
+    return LEFT + bucket * (WIDE + BETWEEN), TOP + rank * (HIGH + GAP), WIDE, HIGH
+
+
+def holds(moment: Moment, bucket: int, rank: int) -> Cell:
+    """The ranks whose batches are in a gradient."""
+    if bucket in moment.own:
+        return (rank,)
+    return RANKS if bucket in moment.averaged else ()
+
+
+def draw(number: int, moment: Moment) -> None:
+    figure, axes = canvas(3.58, 2.95)
+    title(axes, 1.79, 0.16, f"{number}. {moment.head}")
+    names(axes, BATCH - 0.06, TOP, HIGH, GAP)
+    words(axes, BATCH + 0.11, TOP - 0.14, "batch", fontsize=9)
+    words(axes, LEFT, TOP - 0.36, "gradients of", ha="left", weight="bold", fontsize=9)
+    batches = [((BATCH, TOP + r * (HIGH + GAP), 0.22, HIGH), (r,)) for r in RANKS]
+    at = [(b, r) for b in range(len(BUCKETS)) for r in RANKS]
+    new = [place(b, r) for b, r in at if b in moment.arrived]
+    cells(axes, batches + [(place(b, r), holds(moment, b, r)) for b, r in at], new)
+    foot = TOP + len(RANKS) * (HIGH + GAP)
+    for bucket, name in enumerate(BUCKETS):
+        x, _, wide, _ = place(bucket, 0)
+        words(axes, x + wide / 2, TOP - 0.14, name, fontsize=9)
+        does = moment.computes.get(bucket, "")
+        words(axes, x + wide / 2, TOP - 0.62, does, weight="bold", fontsize=9)
+        if bucket == moment.sent:
+            boxes(axes, [(x - 0.05, foot + 0.04, wide + 0.1, 0.24)], fc="none", ec=INK, lw=1.2)
+            words(axes, x + wide / 2, foot + 0.16, "all-reduce", fontsize=9)
+    for y, said in ((TOP - 0.62, "computes"), (foot + 0.16, "wire")):
+        words(axes, 0.05, y, said, ha="left", weight="bold", fontsize=9)
+    words(axes, 1.79, foot + 0.42, moment.weights, fontsize=9)
+    keep(figure, "data_parallel", number, moment.alt)
+
+
+def main() -> None:
+    for number, moment in enumerate(MOMENTS, 1):
+        draw(number, moment)
+
+
+if __name__ == "__main__":
+    main()

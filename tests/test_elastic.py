@@ -1,0 +1,608 @@
+"""Agents, ours and torchrun's: rendezvous, rounds, restarts, silence, signals; nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
+
+from shardlab.__main__ import main
+from shardlab.elastic import core
+from shardlab.elastic.host import Failure, Host, Order, Report, first_cause
+from shardlab.elastic.job import Job, free_port
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+# A rank without torch: it leaves a note of its environment, and then does what its test says.
+STUB = """
+import json, os, signal, subprocess, sys, time
+folder, act = sys.argv[1:]
+mine = {**os.environ, "pid": os.getpid()}
+rank, size = int(mine["RANK"]), int(mine["WORLD_SIZE"])
+round = int(mine["TORCHELASTIC_RESTART_COUNT"])
+def note(name, what=""):
+    with open(f"{folder}/.{name}.{rank}", "w") as file:
+        file.write(what)
+    os.rename(f"{folder}/.{name}.{rank}", f"{folder}/{name}")
+note(f"{round}-{rank}", json.dumps(mine))
+exec(act)
+"""
+REST = "time.sleep(60)"
+QUICK = {"patience": 1.0, "last_call": 0.2, "join": 20.0, "grace": 5.0}
+
+
+class Agent:
+    """A call in a fork of this process, whose output lies in a file."""
+
+    def __init__(self, call, log: Path, environment: dict[str, str] | None = None):
+        self.log, self.status = log, None
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(file, 1), os.dup2(file, 2)
+                sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+                os.environ.update(environment or {})
+                status = call()
+            except SystemExit as end:
+                status = end.code or 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status if isinstance(status, int) else 0)
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, limit: float = 30.0) -> int:
+        """Its exit status."""
+        wait_for(self.ended, limit)
+        return self.status
+
+    def ended(self) -> bool:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is not None
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def wait_for(done, limit: float = 100.0) -> None:
+    end = time.monotonic() + limit
+    while not done():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts agents, in forks; ends them and what they have started."""
+    agents: list[Agent] = []
+    port = free_port("127.0.0.1")
+
+    def ours(act: str, **changes) -> Agent:
+        (tmp_path / "stub.py").write_text(STUB)
+        program = (sys.executable, "-I", "-S", str(tmp_path / "stub.py"), str(tmp_path), act)
+        job = Job(**{"command": program, "at": f"127.0.0.1:{port}", **QUICK, **changes})
+        return fork(lambda: core.run(job))
+
+    def torchrun(*options: str, port: int = port, **environment: str) -> Agent:
+        from torch.distributed.run import main
+
+        at = "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"
+        return fork(lambda: main([*at, *options]), environment)
+
+    def fork(call, environment=None) -> Agent:
+        agents.append(Agent(call, tmp_path / f"agent{len(agents)}.log", environment))
+        return agents[-1]
+
+    start = fork
+    start.ours, start.torchrun, start.port = ours, torchrun, port
+    yield start
+    for agent in agents:
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(agent.pid).children(recursive=True)
+            for process in started if not agent.ended() else []:
+                process.kill()
+        if not agent.ended():
+            agent.send(signal.SIGKILL)
+            agent.wait()
+
+
+def listening(port: int):
+    def there() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    return there
+
+
+def notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
+    """What the ranks of a round found in their environment."""
+    return {
+        int(p.name.split("-")[1]): json.loads(p.read_text()) for p in folder.glob(f"{number}-*")
+    }
+
+
+def alive(found: dict[int, dict]) -> list[int]:
+    return [r for r, of in found.items() if psutil.pid_exists(of["pid"])]
+
+
+@pytest.fixture
+def pair(start, tmp_path):
+    """Starts the host of a job of two nodes, then the other one, with these acts' ranks running."""
+
+    def started(act: str, **changes) -> tuple[Agent, Agent]:
+        host = start.ours(act, **{"nodes": (1, 2), **changes})
+        wait_for(listening(start.port))
+        other = start.ours(act, **{"nodes": (1, 2), **changes})
+        wait_for(lambda: len(notes(tmp_path, 0)) == 2 * changes.get("ranks", 1))
+        return host, other
+
+    return started
+
+
+# Rounds.
+
+
+def test_when_a_rank_fails_all_start_again_and_meet_at_another_port(start, tmp_path):
+    fails = """
+while len([name for name in os.listdir(folder) if name.startswith(f"{round}-")]) < size:
+    time.sleep(0.01)
+if round < 2 and rank == 2:
+    os._exit(3 + round)
+time.sleep(60 if round < 2 else 0)
+"""
+    agents = [start.ours(fails, nodes=(2, 2), ranks=2) for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    rounds = [notes(tmp_path, number) for number in range(3)]
+    assert [len(found) for found in rounds] == [4, 4, 4]
+    assert len({found[0]["MASTER_PORT"] for found in rounds}) == 3
+    assert not any(alive(found) for found in rounds)
+    for status in (3, 4):
+        assert all(f"rank 2 was first to fail: status {status}" in a.said() for a in agents)
+
+
+def test_restarts_are_used_up(start, tmp_path):
+    act = "if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)"
+    agent = start.ours(act, ranks=2, restarts=1)
+    assert agent.wait() == 1
+    assert "1 restarts are used up: rank 1 was first to fail: SIGSEGV" in agent.said()
+    assert len(notes(tmp_path, 1)) == 2 and not notes(tmp_path, 2)
+
+
+def test_a_node_that_comes_late_joins_in_the_next_round(start, tmp_path):
+    act = f"if size == 1: {REST}"
+    host = start.ours(act, nodes=(1, 2))
+    wait_for(lambda: notes(tmp_path, 0))
+    late = start.ours(act, nodes=(1, 2))
+    assert (host.wait(), late.wait()) == (0, 0)
+    assert len(notes(tmp_path, 0)) == 1 and len(notes(tmp_path, 1)) == 2
+    assert "agent 1 has come" in host.said()
+
+
+def test_one_node_more_than_the_most_is_a_spare(start, tmp_path):
+    act = "time.sleep(60 if round == 0 else 0)"
+    host, second = (start.ours(act, nodes=(2, 2)) for _ in range(2))
+    wait_for(lambda: len(notes(tmp_path, 0)) == 2)
+    spare = start.ours(act, nodes=(2, 2))
+    time.sleep(0.5)
+    assert not notes(tmp_path, 1) and not spare.ended()
+    nodes = {agent.pid: agent for agent in (host, second)}
+    victim = psutil.Process(notes(tmp_path, 0)[1]["pid"]).ppid()  # not the host
+    nodes[victim].send(signal.SIGKILL)
+    assert nodes[victim].wait() == -9
+    [left] = [agent for pid, agent in nodes.items() if pid != victim]
+    assert (left.wait(), spare.wait()) == (0, 0)
+    assert len(notes(tmp_path, 1)) == 2
+
+
+# Silence and death.
+
+
+def test_a_silent_agent_is_left_out_and_may_come_back(pair, tmp_path):
+    host, other = pair(f"if not (round and size == 2): {REST}", restarts=0)
+    other.send(signal.SIGSTOP)
+    wait_for(lambda: notes(tmp_path, 1))
+    assert len(notes(tmp_path, 1)) == 1 and "agent 1 is silent" in host.said()
+    assert alive(notes(tmp_path, 0)) == [1]  # a stopped agent cannot end its ranks
+    other.send(signal.SIGCONT)
+    assert (host.wait(), other.wait()) == (0, 0)
+    assert len(notes(tmp_path, 2)) == 2 and not alive(notes(tmp_path, 0))
+
+
+def test_a_lost_node_costs_no_restart(pair, tmp_path):
+    """Its neighbours' ranks fail with it."""
+    act = """
+while not os.path.exists(folder + "/killed"):
+    time.sleep(0.01)
+if not round:
+    sys.exit("my neighbour is gone")
+"""
+    host, other = pair(act, restarts=0)
+    other.send(signal.SIGKILL)
+    (tmp_path / "killed").touch()
+    assert other.wait() == -9 and host.wait() == 0
+    assert "my neighbour is gone" in host.said() and len(notes(tmp_path, 1)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_ranks_do_not_outlive_their_agent_and_no_job_its_host(pair, tmp_path):
+    host, other = pair(REST, nodes=(2, 2), ranks=2)
+    host.send(signal.SIGKILL)
+    host.wait()
+    wait_for(lambda: 0 not in alive(notes(tmp_path, 0)) and 1 not in alive(notes(tmp_path, 0)), 2)
+    assert other.wait(5) == 1 and "is gone" in other.said()
+    assert not alive(notes(tmp_path, 0))
+
+
+def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):
+    """As when a cable is pulled: no connection breaks, and calls of the store do not return."""
+    host, other = pair(REST, nodes=(2, 2))
+    host.send(signal.SIGSTOP)
+    assert other.wait(10) == 1 and "is silent" in other.said()
+    assert alive(notes(tmp_path, 0)) == [0]
+    host.send(signal.SIGCONT)
+    host.send(signal.SIGTERM)
+    assert host.wait() == 143
+
+
+def test_a_program_that_is_not_there_is_that_ranks_error(tmp_path):
+    job = Job((str(tmp_path / "none"),), "127.0.0.1:29400", logs=tmp_path / "logs")
+    ranks = core.Ranks(job)
+    ranks.start(Order(kind="run", round=0, agents=(0,), ranks=(1,), port=1), 0)
+    wait_for(lambda: ranks.state() == "failed")
+    ranks.kill()
+    assert "No such file" in (tmp_path / "logs/round-0/rank-0.log").read_text()
+
+
+def test_a_rank_that_ignores_sigterm_goes_with_its_children(start, tmp_path):
+    act = f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"])
+note("child", str(child.pid))
+{REST}
+"""
+    agent = start.ours(act, grace=0.3)
+    wait_for((tmp_path / "child").exists)
+    agent.send(signal.SIGTERM)
+    assert agent.wait() == 143
+    child = int((tmp_path / "child").read_text())
+    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 2)
+
+
+# Signals.
+
+
+def test_the_host_that_leaves_ends_the_job(pair):
+    host, other = pair(REST)
+    host.send(signal.SIGTERM)
+    assert host.wait() == 143 and other.wait() == 1
+    assert "the host was told to leave" in other.said()
+
+
+def test_signals_reach_the_ranks(pair, tmp_path):
+    """SIGUSR1 goes through; SIGTERM takes a node out, and its ranks may save and end with 0."""
+    act = """
+def usr1(*_): note(f"usr1-{rank}")
+def term(*_): note(f"term-{round}-{rank}"); os._exit(0)
+signal.signal(signal.SIGUSR1, usr1); signal.signal(signal.SIGTERM, term)
+note(f"ready-{round}-{rank}")
+while not round: time.sleep(1)
+"""
+    host, other = pair(act)
+    wait_for(lambda: len([*tmp_path.glob("ready-0-*")]) == 2)
+    other.send(signal.SIGUSR1)
+    wait_for((tmp_path / "usr1-1").exists)
+    other.send(signal.SIGTERM)
+    assert other.wait() == 0 and host.wait() == 0
+    assert {path.name for path in tmp_path.glob("term-*")} == {"term-0-0", "term-0-1"}
+    assert len(notes(tmp_path, 1)) == 1
+
+
+# Who is to blame.
+
+
+def test_the_first_cause_is_the_earliest_error_over_all_nodes(start, tmp_path):
+    act = """
+if round: sys.exit()
+def fail(words):
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": words}}, file)
+    sys.exit(1)
+if rank == 3: note("cause"); fail("RuntimeError: a bad sample")
+while not os.path.exists(folder + "/cause"): time.sleep(0.002)
+time.sleep(0.03)  # as long as a neighbour's socket may take
+fail("Connection closed by peer")
+"""
+    (tmp_path / "logs").mkdir()
+    logs = {"logs": tmp_path / "logs", "ranks": 2, "nodes": (2, 2)}
+    agents = [start.ours(act, **logs) for _ in range(2)]
+    assert [agent.wait() for agent in agents] == [0, 0]
+    words = "rank 3 was first to fail: RuntimeError: a bad sample"
+    assert all(words in agent.said() for agent in agents)
+    files = sorted(str(p.relative_to(logs["logs"])) for p in logs["logs"].glob("*/*.log"))
+    assert files == [f"round-{n}/rank-{rank}.log" for n in range(2) for rank in range(4)]
+
+
+def test_a_rank_that_was_killed_is_never_a_victim():
+    def report(rank, killed, when):
+        return Report(failures=(Failure(rank, killed, when, "x"),))
+
+    first = report(0, False, 1.0)
+    assert "rank 3" in first_cause({0: first, 1: report(3, True, 1.2)})
+    assert "rank 0" in first_cause({0: first, 1: report(3, False, 2.0)})
+    assert core.Ranks(Job(("x",), "127.0.0.1:1"))._failure(0, -signal.SIGABRT).killed is False
+
+
+# The host decides, without processes.
+
+
+def decided(host: Host, now: float, *states: str, obeyed: int | None = None) -> Order | None:
+    """What the host says to agents in these states; None is one that is no longer heard."""
+    host.beat = getattr(host, "beat", 0) + 1
+    number = host.order.number if obeyed is None else obeyed
+    reports = {
+        agent: Report(host.beat if state else -1, number, state or "running", ranks=agent + 1)
+        for agent, state in enumerate(states)
+    }
+    return host.decide(reports, now)
+
+
+def test_the_host_waits_for_the_least_and_calls_for_more():
+    host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 3), last_call=2, join=10))
+    assert decided(host, 0, "ready") is None
+    assert decided(host, 5, "ready", "ready") is None  # last call, for a third one
+    assert decided(host, 6, "ready", "ready") is None
+    order = decided(host, 7.1, "ready", "ready")
+    assert (order.kind, order.round, order.agents, order.ranks) == ("run", 0, (0, 1), (1, 2))
+    names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+    places = [order.environment(host.job, *place) for place in ((0, 0), (1, 0), (1, 1))]
+    assert [" ".join(of[name] for name in names) for of in places] == [
+        "0 0 1 0",
+        "1 0 2 1",
+        "2 1 2 1",
+    ]
+    assert {(of["WORLD_SIZE"], of["MASTER_ADDR"]) for of in places} == {("3", "127.0.0.1")}
+    full = Host(host.job)
+    assert decided(full, 0, "ready", "ready", "ready").kind == "run"  # nobody else can come
+    alone = Host(host.job)
+    assert decided(alone, 0, "ready") is None
+    end = decided(alone, 10.1, "ready")
+    assert (end.kind, end.status) == ("end", 1) and "1 of at least 2 nodes" in end.why
+
+
+def test_the_host_starts_nobody_while_ranks_of_the_last_round_live():
+    host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 2)))
+    decided(host, 0, "ready", "ready")
+    assert decided(host, 1, "failed", "running").kind == "stop"
+    assert decided(host, 2, "ready", "running") is None
+    # It reports ready, but of an order before this one.
+    assert decided(host, 3, "ready", "ready", obeyed=host.order.number - 1) is None
+    assert decided(host, 4, "ready", "ready").round == 1
+    # A report that is older than the order says nothing of this round.
+    assert decided(host, 5, "failed", "failed", obeyed=host.order.number - 1) is None
+    assert decided(host, 6, "done", "running") is None
+    assert decided(host, 7, "done", "done").kind == "end"
+
+
+def test_nobody_is_interrupted_when_some_are_done():
+    host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 3), last_call=0))
+    decided(host, 0, "ready", "ready")
+    assert decided(host, 1, "done", "running", "ready") is None
+    assert decided(host, 2, "running", "running", "ready").kind == "stop"
+
+
+# What is refused: what else a command may not be given is in test_refusals.
+
+
+def test_the_scripts_options_are_its_own(monkeypatch):
+    seen = []
+    monkeypatch.setattr(core, "run", lambda job, say: seen.append(job) or 0)
+    told = ["cluster", "run", "--at", "127.0.0.1:29400", "--nodes", "1:2", "--ranks", "3"]
+    assert main([*told, __file__, "--ranks", "7", "--log", "x"]) == 0
+    assert main([*told, "--", "-m", "package.module", "--at", "y"]) == 0
+    first, second = seen
+    assert first.command == (sys.executable, __file__, "--ranks", "7", "--log", "x")
+    assert first.ranks == 3 and first.nodes == (1, 2)
+    assert second.command[1:] == ("-m", "package.module", "--at", "y")
+
+
+def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
+    host = start.ours(REST, name="first")
+    wait_for(lambda: notes(tmp_path, 0))
+    other = start.ours(REST, name="second")
+    assert other.wait(5) == 1 and "meets the job 'first'" in other.said()
+    assert not host.ended()
+    assert addresses(host) == {"127.0.0.1"}  # the store's, which torchrun's does not keep to
+
+
+def addresses(agent: Agent) -> set[str]:
+    """Where it listens."""
+    found = psutil.Process(agent.pid).net_connections("tcp")
+    return {one.laddr.ip for one in found if one.status == "LISTEN"}
+
+
+def test_where_nobody_answers_the_agent_says_so_in_time(start):
+    with socket.socket() as taken:  # somebody listens there, who speaks another language
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        agent = start.ours(REST, at=f"127.0.0.1:{port}", join=1.0)
+        assert agent.wait(10) == 1 and "no agent answered there within 1 s" in agent.said()
+
+
+# torchrun.
+
+TRAIN = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+folder, act = sys.argv[1:]
+mine = dict(os.environ)
+
+@record
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight, losses = torch.zeros(5), []
+    for step in range(6):
+        data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))[rank::size]
+        error = data[:, :5] @ weight - data[:, 5]
+        both = torch.cat([data[:, :5].T @ error, (error ** 2).sum()[None]])
+        dist.all_reduce(both)
+        weight -= 0.01 * both[:5]
+        losses.append(both[5].item() / 12)
+    name = f"{folder}/{mine['TORCHELASTIC_RESTART_COUNT']}-{rank}"
+    with open(name, "w") as file:
+        json.dump(mine | {"losses": losses, "pid": os.getpid()}, file)
+    exec(act)
+    dist.barrier()
+    dist.destroy_process_group()
+
+main()
+"""
+FAILS = """
+if rank == 3 and mine["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("a bad sample")
+"""
+
+
+def one_process() -> list[float]:
+    """The losses of TRAIN."""
+    weight, losses = torch.zeros(5), []
+    for step in range(6):
+        data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+        error = data[:, :5] @ weight - data[:, 5]
+        weight -= 0.01 * (data[:, :5].T @ error)
+        losses.append((error**2).sum().item() / 12)
+    return losses
+
+
+def test_the_same_script_under_both_with_equal_losses(start, tmp_path):
+    """Two nodes, a rank that fails in the first round; what torchrun leaves of it."""
+    losses, environments = {}, {}
+    for who in ("ours", "torchrun"):
+        (folder := tmp_path / who).mkdir()
+        script = folder / "train.py"
+        script.write_text(TRAIN)
+        if who == "ours":
+            program = (sys.executable, str(script), str(folder), FAILS)
+            agents = [start.ours("", command=program, ranks=n, nodes=(2, 2)) for n in (1, 3)]
+        else:
+            sizes = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-id=job", "--max-restarts=1"]
+            logs = [f"--log-dir={folder}/logs", "--tee=3"]
+            told = [*sizes, *logs, str(script), str(folder), FAILS]
+            switch = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+            agents = [start.torchrun(*told, **switch) for _ in range(2)]
+        assert [agent.wait(60) for agent in agents] == [0, 0], agents[0].said()
+        found = notes(folder, 1)
+        losses[who] = [found[rank]["losses"] for rank in range(4)]
+        environments[who] = found
+    want = one_process()
+    for found in losses.values():  # float32, sums in another order
+        assert all(torch.allclose(torch.tensor(of), torch.tensor(want)) for of in found)
+
+    # What each rank finds: the names that both give.
+    ours, theirs = (environments[who][3] for who in ("ours", "torchrun"))
+    for name in Order(agents=(0,), ranks=(1,)).environment(Job(("x",), "127.0.0.1:1"), 0, 0):
+        assert name in ours and name in theirs, name
+    assert theirs["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+    # Each agent has its own folder, local ranks, and every failed rank's error with its time.
+    folders = sorted((tmp_path / "torchrun/logs").iterdir())
+    assert len(folders) == 2 and all(folder.name.startswith("job_") for folder in folders)
+    errors = {
+        p: json.loads(p.read_text()) for p in (tmp_path / "torchrun/logs").rglob("error.json")
+    }
+    assert all(path.parent.parent.name == "attempt_0" for path in errors)
+    times = {p: e["message"]["extraInfo"]["timestamp"] for p, e in errors.items()}
+    assert all(re.fullmatch(r"\d{10}", moment) for moment in times.values())  # whole seconds
+    first = min(errors, key=lambda path: path.stat().st_mtime)
+    assert "a bad sample" in errors[first]["message"]["message"]
+    assert first.parent.name == "1"  # rank 3 is local rank 1
+
+
+STORE = """
+import os, sys
+import torch.distributed as dist
+store, rank, size = next(dist.rendezvous("env://"))
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+if not again:
+    store.set(f"address of {rank}", "of a rank that will be dead")
+    store.wait([f"address of {other}" for other in range(size)])
+    sys.exit(1)
+print("stale:", store.check(["address of 1"]), flush=True)
+store.set(f"seen {rank}", "")
+store.wait([f"seen {other}" for other in range(size)])
+"""
+
+
+def test_torchruns_restarted_ranks_find_the_addresses_of_dead_ones(start, tmp_path):
+    """Why TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as above; when this fails, it is needed no more."""
+    (tmp_path / "store.py").write_text(STORE)
+    told = ["--nnodes=2", "--rdzv-id=job", "--max-restarts=1", str(tmp_path / "store.py")]
+    agents = [start.torchrun(*told, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0") for _ in range(2)]
+    wait_for(lambda: all("stale: True" in agent.said() for agent in agents))
+
+
+QUIET = "last_call_timeout=1,join_timeout=2,read_timeout=2"
+
+
+def test_where_torchruns_nodes_do_not_meet_it_says_one_of_three_errors(start):
+    """A node does not come, the address is wrong, two ids meet at a port: no message has an id."""
+    told = ["--nnodes=2", "missing.py"]
+    lonely = start.torchrun(f"--rdzv-conf={QUIET}", *told)
+    wait_for(listening(start.port))
+    assert addresses(lonely) & {"::", "0.0.0.0"}  # all interfaces
+    wrong = start.torchrun(f"--rdzv-conf={QUIET},is_host=0", *told, port=free_port("127.0.0.1"))
+    shared = {"port": free_port("127.0.0.1")}
+    one = start.torchrun(f"--rdzv-conf={QUIET}", "--rdzv-id=17", *told, **shared)
+    wait_for(listening(shared["port"]))
+    other = start.torchrun(f"--rdzv-conf={QUIET}", "--rdzv-id=18", *told, **shared)
+    assert lonely.wait() == 1 and "RendezvousTimeoutError" in lonely.said()
+    assert wrong.wait() == 1
+    assert "RendezvousConnectionError: The connection to the C10d store has failed" in wrong.said()
+    for agent in (one, other):
+        assert agent.wait() == 1
+        assert re.search(r"Rendezvous(Timeout|Connection|Closed)Error", agent.said())
+        assert "rdzv_id" not in agent.said() and "--rdzv-id" not in agent.said()
+
+
+def test_the_wrong_interface(start, tmp_path):
+    """gloo says which name it does not know, before any rank has met another."""
+
+    def rank() -> int:
+        os.environ["GLOO_SOCKET_IFNAME"] = "ib7"
+        where = f"file://{tmp_path}/meet"
+        dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+        return 0
+
+    agent = start(rank)
+    assert agent.wait() == 1 and "ib7" in agent.said()
+
+
+def test_torchruns_rank_0_is_not_on_node_0():
+    """Nodes are numbered by address, as text: sorted participants, in dynamic_rendezvous.py."""
+    names = [_NodeDesc(name, 1, 0) for name in ("node2", "node10", "node1")]
+    assert [node.addr for node in sorted(names)] == ["node1", "node10", "node2"]

@@ -1,0 +1,170 @@
+"""Whole jobs: their batch files in a real Slurm, their words by the engines' own parsers."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import ran
+from test_cluster_slurm import ended, losses, state, until
+
+from shardlab.cluster import slurm
+from shardlab.layout import Layout
+from shardlab.machines import MACHINES
+from shardlab.shapes import PRESETS
+from shardlab.strategy.emit import Limits, job
+from shardlab.strategy.emit.job import FILE, SITE, in_seconds
+from shardlab.strategy.emit.target import Target
+
+HERE = Path(__file__).parent
+MEGATRON, TORCHTITAN = (
+    json.loads((HERE / f"strategy_emit_{name}.json").read_text())
+    for name in ("megatron", "torchtitan")
+)
+NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
+LLAMA = PRESETS["llama-3-8b"]
+PAIR = replace(MACHINES["a100"], per_node=2)
+ENGINES = "torchtitan", "megatron", "course"
+ASK = ["strategy", "--model", "llama-3-8b", "--gpu", "a100", "--gpus", "16"]
+ASK += ["--emit", "slurm", "--engine"]
+
+
+def files(engine, layout=None, config=LLAMA, time="00:50:00", **more):
+    target = Target(
+        engine, config, PAIR, layout or Layout(dp=4, zero=3, microbatches=2), config.seq
+    )
+    return job(target, Limits(time, **more), steps=30, seconds=60.0)
+
+
+def put(texts, folder):
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def words(text):
+    """What the batch file gives to the engine."""
+    return text[text.index("srun --cpus") : text.index('"$@" &')].replace("\\\n", " ").split()
+
+
+def test_each_engine_is_told_to_resume_by_arguments_that_it_has():
+    given = words(files("megatron")[FILE])
+    there = {word for word in given if word in MEGATRON["arguments"]}
+    wanted = {"--save", "--load", "--save-interval", "--train-iters"}
+    assert there == wanted | {"--exit-signal-handler", "--exit-signal"}
+    assert "SIGUSR1" in MEGATRON["arguments"]["--exit-signal"]
+    assert given[given.index("--save-interval") + 1] == "5"  # a tenth of 50 minutes
+    fields = {*TORCHTITAN["fields"], *TORCHTITAN["checkpoint"]}
+    given = [word for word in words(files("torchtitan")[FILE]) if word.startswith("--")]
+    own = given[given.index("--module") + 2 :]
+    assert own and {word[2:].replace("-", "_") for word in own} <= fields
+    assert "--checkpoint.enable" in own
+
+
+def test_the_course_s_script_takes_the_options_of_its_job(tmp_path):
+    put(files("course"), tmp_path)
+    read = (
+        'source ./options.sh; exec "$0" -c \'import train; print(train.parse())\' "${options[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", read, sys.executable], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "strategy='fsdp2'" in done.stdout and "seq=8192" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_job_s_files_are_written_and_a_site_s_lines_are_kept(engine, tmp_path, capsys):
+    into = tmp_path / "job"
+    ask = [*ASK, engine, "--into", str(into), "--time", "00:30:00", "--tokens", "1e9"]
+    status, out, error = ran(capsys, *ask)
+    assert status == 0, error
+    assert "sbatch job.sbatch" in out and all(path.name in out for path in into.iterdir())
+    subprocess.run(["bash", "-n", into / FILE], check=True)
+    text = (into / FILE).read_text()
+    assert "#SBATCH --time=00:30:00" in text and "#SBATCH --signal=B:USR1@300" in text
+    assert re.search("(steps|--train-iters) 239", text)  # of 512 · 8192 tokens
+    (into / SITE).write_text("module load mine\n")
+    assert ran(capsys, *ask)[0] == 0
+    assert (into / SITE).read_text() == "module load mine\n"
+
+
+@NEEDS
+def test_slurm_takes_the_batch_files_and_says_which_time_is_too_long(tmp_path, capsys, monkeypatch):
+    with slurm.up(tmp_path / "box", cpus=8) as box:
+        for engine in ENGINES:
+            folder = put(files(engine, partition="all"), tmp_path / engine)
+            box.run(["sbatch", "--test-only", FILE], cwd=folder)
+        (tmp_path / "course" / SITE).unlink()
+        number = box.run(["sbatch", "--parsable", FILE], cwd=tmp_path / "course").stdout.strip()
+        assert ended(box, number) == "FAILED"
+        assert f"no {SITE} here" in (tmp_path / f"course/train-{number}.err").read_text()
+        for name, value in box.environment.items():
+            monkeypatch.setenv(name, value)
+        ask = [*ASK, "course", "--into", str(tmp_path / "late")]
+        status, _, error = ran(capsys, *ask, "--time", "5:00:00")
+        assert (status, "allowed in the default partition are times up to 1:00:00" in error) == (
+            2,
+            True,
+        )
+        status, _, error = ran(capsys, *ask, "--partition", "gpu")
+        assert (status, "partition='gpu': allowed here are all" in error) == (2, True)
+        assert not (tmp_path / "late").exists()
+        assert ran(capsys, *ask)[0] == 0
+
+
+@NEEDS
+def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path, request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("trains twice; the cluster's own batch files are requeued each day")
+    nano = replace(PRESETS["nano"], seq=16)
+    folder = put(files("course", Layout(dp=2, zero=3), nano, "00:10:00"), tmp_path)
+    with slurm.up(tmp_path / "box", 1, cpus=8) as box:
+        more = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        how = {"cwd": folder, "env": {**box.environment, **more}}
+        options = ["--limit", "4000", "--report", "1", "--steps", "300", "--every", "100"]
+        number = box.run(["sbatch", "--parsable", FILE, *options], **how).stdout.strip()
+        metrics = folder / "run/metrics.jsonl"
+        until(lambda: metrics.exists() and losses(folder / "run"))
+        box.run(["scancel", "--signal=USR1", "--batch", number])
+        until(lambda: state(box, number) == "PENDING")
+        assert 0 < len(losses(folder / "run")) < 300
+        until(lambda: not slurm.of_jobs(box.folder))
+        box.run(["scontrol", "update", f"JobId={number}", "StartTime=now"])
+        said = folder / f"train-{number}.err"
+        assert ended(box, number) == "COMPLETED", said.read_text()
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in steps if "loss" in row] == list(range(1, 301))
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:00:00", 3600), ("1-12", 129_600), ("2-00:30:00", 174_600)]
+    + [("1-2:30", 95_400), ("soon", 0), ("", 0), ("1:2:3:4", 0), ("-5", 0)],
+)
+def test_times_are_read_as_slurm_reads_them(time, seconds):
+    assert in_seconds(time) == seconds
+
+
+def test_what_a_job_cannot_have_is_one_clear_error():
+    for time in ("soon", "9", "00:05:00", ""):
+        with pytest.raises(ValueError, match=f"time='{time}': allowed are MINUTES"):
+            Limits(time)
+    with pytest.raises(ValueError, match="partition='a b': allowed are names"):
+        Limits(partition="a b")
+    for change, words_ in (
+        ({"pp": 2}, "pp=2: with engine='course' allowed is 1"),
+        ({"recompute": "full"}, "recompute='full', offload='none': with engine='course'"),
+        ({"tp": 2, "zero": 1, "sequence_parallel": True}, "sequence_parallel=True: with engine="),
+        ({"tp": 2}, "tp=2: with engine='course' allowed with zero=0 and bf16 is 1"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            files("course", Layout(**change))
+        assert words_ in str(caught.value)

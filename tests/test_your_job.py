@@ -1,0 +1,119 @@
+"""The page "Your job": each of its commands runs here, as far as a machine without a GPU can."""
+
+import re
+import shlex
+import subprocess
+from dataclasses import fields
+
+import pytest
+from commands import ran
+from test_strategy_emit import MEGATRON, TORCHTITAN
+from test_strategy_emit_job import ENGINES, NEEDS
+
+from shardlab import show
+from shardlab.cluster import slurm
+from shardlab.layout import Layout
+from shardlab.machines import MACHINES
+from shardlab.shapes import PRESETS
+from shardlab.strategy import PROFILES, advice, alone
+from shardlab.strategy.emit import emit
+from shardlab.train.take_home import Options
+
+PAGE = (show.ROOT / "book/your_job.md").read_text("utf-8")
+SHELL = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+LINES = [line for block in SHELL for line in block.splitlines()]
+OURS = [line for line in LINES if "-m shardlab" in line]
+PLANS = [line for line in OURS if " strategy " in line]
+# What needs a cluster's nodes, or a job that runs: the page says so at its end.
+ELSEWHERE = "cd", "squeue", "srun", "tail"
+
+
+def words(line):
+    return shlex.split(line)[3:]  # without python -m shardlab
+
+
+def test_every_line_of_the_page_is_known_here():
+    assert len(PLANS) == 7 and len(LINES) == 15
+    for line in LINES:
+        assert line in OURS or line.split()[0] in (*ELSEWHERE, "sbatch"), line
+
+
+@pytest.mark.parametrize("line", PLANS, ids=range(len(PLANS)))
+def test_the_planner_s_commands_run_and_say_what_the_page_says(
+    line, tmp_path, capsys, monkeypatch, request
+):
+    if "--run" in line and not request.config.getoption("--whole"):
+        pytest.skip("starts eight ranks: tests/test_strategy_trial.py starts some each day")
+    monkeypatch.chdir(tmp_path)
+    status, out, error = ran(capsys, *words(line))
+    assert status == 0, error
+    if "--run" in line:
+        assert out.rstrip().endswith("equal to one process but for rounding")
+    if "--layout" in line:
+        assert "FullAC.Config()" in out and "needs 66.9 GB more" in out
+    if "--into job" in line:
+        assert {path.name for path in (tmp_path / "job").iterdir()} == {
+            "job.sbatch", "site.sh", "planned.py"
+        }  # fmt: skip
+
+
+def test_the_other_commands_take_the_options_that_the_page_gives(capsys):
+    for line in set(OURS) - set(PLANS):
+        given = re.search(r"-m shardlab (\w+(?: watch)?)(.*?)[\"\n]?$", line)
+        status, out, _ = ran(capsys, *given[1].split(), "--help")
+        assert status == 0
+        assert all(option in out for option in re.findall(r"--[\w-]+", given[2])), line
+
+
+@NEEDS
+def test_slurm_takes_the_page_s_jobs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = next(line for line in PLANS if "--engine torchtitan" in line)
+    with slurm.up(tmp_path / "box", cpus=32, gpus=7) as box:  # no machine has eight such devices
+        for engine in ENGINES:
+            asked = line.replace("--engine torchtitan", f"--engine {engine}")
+            assert ran(capsys, *words(asked))[0] == 0
+            box.run(["sbatch", "--test-only", "--gpus-per-node=7", "job.sbatch"], cwd="job")
+        assert box.run(["squeue", "--me"]).stdout.startswith(" ")
+
+
+def test_each_engine_s_name_of_a_remedy_is_one_that_it_has():
+    settings = emit(
+        "deepspeed",
+        PRESETS["nano"],
+        MACHINES["h100"],
+        Layout(dp=2, zero=3, offload="parameters"),
+    ) + emit("deepspeed", PRESETS["nano"], MACHINES["h100"], Layout(tp=2))
+    settings += emit("deepspeed", PRESETS["nano"], MACHINES["h100"], Layout(pp=2))
+    options = {field.name for field in fields(Options)}
+    for each in advice.KNOBS.values():
+        for engine, knob in each.items():
+            for option in re.findall(r"--([\w.-]+)", knob):
+                if engine == "megatron":
+                    assert f"--{option}" in MEGATRON["arguments"]
+                elif engine == "torchtitan":
+                    assert option in TORCHTITAN["fields"]
+                else:
+                    assert engine == "course" and option in options
+            if engine == "deepspeed" and re.fullmatch(r"[\w.]+", knob):
+                assert all(f'"{part}"' in settings for part in knob.split(".")), knob
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "megatron", "deepspeed", "course"])
+def test_a_remedy_keeps_gpus_and_batch_and_takes_less(engine):
+    at = Layout(dp=16, zero=1, micro_batch=2, microbatches=16)
+    job = PRESETS["llama-3-8b"], MACHINES["a100"]
+    found = alone(*job, at, 8192, PROFILES[engine])
+    before = (found.fits or [found.nearest])[0].reserved
+    listed = advice.remedies(found, at)
+    assert len(listed) >= 5 and {one.name for one in listed} <= set(advice.KNOBS)
+    for one in listed:
+        assert one.reserved < before
+        assert (one.layout.ranks, one.layout.batch) == (at.ranks, at.batch)
+    assert [one.seconds for one in listed] == sorted(one.seconds for one in listed)
+
+
+def test_the_page_is_short():
+    prose = re.sub(r"^```.*?^```|^---.*?^---", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+    assert len(prose.split()) <= 1500
+    assert subprocess.run(["bash", "-n"], input="\n".join(LINES), text=True).returncode == 0

@@ -1369,7 +1369,8 @@ MODEL_PARALLELISM = {
         (112e9, "Which of them does stage 2 divide"), (7e9, "which is stage 3"),
         (33.25e9, "which is stage 1"), (17.5e9, "Are the gradients there"),
         (19.25e9, "One is missing"), (18.375e9, "beside its two means"),
-        (85.75e9, "are divided, too"), (26.25e9, "16 GPUs, not 8"), (322e9, "for all GPUs together"),
+        (85.75e9, "are divided, too"), (26.25e9, "16 GPUs, not 8"),
+        (322e9, "for all GPUs together"),
         (20.125, "10^9: the unit is bytes"),
     ],
     "gradient_traffic": [

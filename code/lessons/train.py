@@ -119,10 +119,10 @@ axes.axhline(math.log(256), color=show.INK, ls=":", lw=1)
 axes.text(300, math.log(256) - 0.1, "guessing among 256 bytes", ha="right", va="top", fontsize=9)
 axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(1.5, 5.8))
 assert sum(learned[-20:]) / 20 < 2.8
-show.figure(figure, "The loss falls from 5.5 to about 2.5 nats per byte in 300 steps.", "train-loss")
+show.figure(figure, "The loss falls from 5.5 to about 2 nats per byte in 300 steps.", "train-loss")
 
 # %% [markdown]
-# The script prints *perplexity*, too, which is $e^{\text{loss}}$. A loss of 2.5 nats is a perplexity of $e^{2.5} = 12$: the model is as unsure as if it had to guess among 12 equally likely bytes. At the start there are 256.
+# The *perplexity* that the script prints is $e^{\text{loss}}$, here of the validation loss. A loss of 2.2 nats is a perplexity of $e^{2.2} = 9$: the model is as unsure as if it had to guess among 9 equally likely bytes. At the start there are 256.
 #
 # From here on, twelve steps on a few kilobytes are enough, since each change is asked one thing: does it still compute the same?
 # `same` runs a script on two ranks, and compares losses and weights with those of the script above in one process.

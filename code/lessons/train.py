@@ -119,10 +119,10 @@ axes.axhline(math.log(256), color=show.INK, ls=":", lw=1)
 axes.text(300, math.log(256) - 0.1, "guessing among 256 bytes", ha="right", va="top", fontsize=9)
 axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(1.5, 5.8))
 assert sum(learned[-20:]) / 20 < 2.8
-show.figure(figure, "The loss falls from 5.5 to about 2.5 nats per byte in 300 steps.", "train-loss")
+show.figure(figure, "The loss falls from 5.5 to about 2 nats per byte in 300 steps.", "train-loss")
 
 # %% [markdown]
-# The script prints *perplexity*, too, which is $e^{\text{loss}}$. A loss of 2.5 nats is a perplexity of $e^{2.5} = 12$: the model is as unsure as if it had to guess among 12 equally likely bytes. At the start there are 256.
+# The *perplexity* that the script prints is $e^{\text{loss}}$, here of the validation loss. A loss of 2.2 nats is a perplexity of $e^{2.2} = 9$: the model is as unsure as if it had to guess among 9 equally likely bytes. At the start there are 256.
 #
 # From here on, twelve steps on a few kilobytes are enough, since each change is asked one thing: does it still compute the same?
 # `same` runs a script on two ranks, and compares losses and weights with those of the script above in one process.
@@ -379,32 +379,7 @@ assert losses[0] == losses[1]
 show.source(core.main)
 
 # %% [markdown]
-# ## The steps, one by one
-#
-# Now do it yourself: [an exercise](#from-one-gpu-to-many-by-your-own-hand-medium) takes your copy of [one_gpu.py](../code/shardlab/train/one_gpu.py) and says after each step whether it is made.
-#
-# | step | what you write | seen on two ranks |
-# |---|---|---|
-# | 1, 2 | `init_process_group`, `destroy_process_group` around `main` | a group of two, and none at the end |
-# | 3 | a device by `LOCAL_RANK` | by your text alone, without a GPU |
-# | 4 | `manual_seed(seed + 1 + rank)` after the model | one seed for weights, two afterwards |
-# | 5 | `DistributedDataParallel` | whether forward goes through it |
-# | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 in a step |
-# | 8, 9 | `drop_last=True`, `set_epoch` | each step's windows are those of one process |
-# | 10 | the mean of the loss | the printed loss, to four digits |
-# | 11, 12 | validation by shares, each window once | who validates what; the printed loss |
-# | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, on a slow disk |
-# | 16, 17 | `fully_shard`; whole weights in the files | units; names and shapes in the files |
-#
-# A batch file for one GPU, and what four GPUs change in it; two nodes are in [Clusters](cluster.md).
-#
-# ```bash
-# #!/bin/bash
-# #SBATCH --gpus-per-node=1        # then 4
-# #SBATCH --cpus-per-task=4        # then 16
-# #SBATCH --time=00:10:00
-# srun python my_train.py          # then: srun torchrun --nproc-per-node=4 my_train.py
-# ```
+# Now do it yourself: in [an exercise](#exercises) you take [one_gpu.py](../code/shardlab/train/one_gpu.py) to two ranks, and each step is checked before the next.
 #
 # ## What a job asks for besides
 #
@@ -505,7 +480,7 @@ show.source(Training.state_dict, Training.load_state_dict)
 # A new iterator of a `DataLoader` draws a number from the default generator, from which dropout draws as well. A run that was started twice would drop other units, so loaders have a generator of their own.
 
 # %%
-show.source(Training.save, Training.load)
+show.source(Training.save)
 
 # %% [markdown]
 # A checkpoint is written under a name with a dot, and renamed when all ranks are through, so a killed save leaves the last one as it was. ([Checkpoints](checkpoint.md) has what is left out here, saving in the background for instance.)
@@ -531,10 +506,10 @@ assert stopped + resumed == unbroken and all(torch.equal(a[name], b[name]) for n
 #
 # ## FSDP2: weights, gradients and optimizer sharded
 #
-# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `spread` makes either. They differ there, in `backward`, and in one line of `clip`:
+# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `spread` makes either. They differ there, in `backward`, and in one line of `Training.clip`:
 
 # %%
-show.source(take_home.spread, Training.clip)
+show.source(take_home.spread)
 
 # %% [markdown]
 # - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed after it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
@@ -612,7 +587,7 @@ assert ranks.run(begun_on_meta, 2) == [0, 0]
 _ = home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 
 # %% [markdown]
-# The page uses the backend `aot_eager`, which traces forward and backward and generates no code, as that needs a C++ compiler. On a GPU take `--compiler inductor`, and expect its first step to take a minute.
+# This page takes the backend `aot_eager`, which needs no C++ compiler. On a GPU take `--compiler inductor`; its first step takes a minute.
 #
 # ## How much faster?
 #
@@ -743,11 +718,30 @@ print("the second start made", len(rest), "more steps")
 # :label: ex-train-steps
 # ```
 #
-# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py), and change your copy, `my_train.py`, in [fifteen steps](#the-steps-one-by-one).
-# After each step, in the terminal or here, two ranks run it, and you hear whether the step is made:
+# Copy [one_gpu.py](../code/shardlab/train/one_gpu.py), and change your copy, `my_train.py`, step by step, to number 15 of this table.
+# After each step run `python -m shardlab steps my_train.py` in a terminal, or the cell below. Two ranks run your script, and you read whether the step is made, and if not, what it lacks:
+#
+# | step | what you write | seen on two ranks |
+# |---|---|---|
+# | 1, 2 | `init_process_group`, `destroy_process_group` around `main` | a group of two, and none at the end |
+# | 3 | a device by `LOCAL_RANK` | by your text alone, without a GPU |
+# | 4 | `manual_seed(seed + 1 + rank)` after the model | one seed for weights, two afterwards |
+# | 5 | `DistributedDataParallel` | whether forward goes through it |
+# | 6, 7 | `DistributedSampler`, `batch // world` | no window twice, 16 in a step |
+# | 8, 9 | `drop_last=True`, `set_epoch` | each step's windows are those of one process |
+# | 10 | the mean of the loss | the printed loss, to four digits |
+# | 11, 12 | validation by shares, each window once | who validates what; the printed loss |
+# | 13, 14, 15 | rank 0 prints and writes, the others wait | output, files and their names, on a slow disk |
+# | 16, 17 | `fully_shard`; whole weights in the files | units; names and shapes in the files |
+#
+# On a cluster, this is a batch file for one GPU, and what changes in it for four; for two nodes see [Clusters](cluster.md).
 #
 # ```bash
-# python -m shardlab steps my_train.py
+# #!/bin/bash
+# #SBATCH --gpus-per-node=1        # then 4
+# #SBATCH --cpus-per-task=4        # then 16
+# #SBATCH --time=00:10:00
+# srun python my_train.py          # then: srun torchrun --nproc-per-node=4 my_train.py
 # ```
 
 # %%

@@ -32,7 +32,6 @@
 import logging
 import math
 import warnings
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytorch_lightning as L
@@ -78,7 +77,7 @@ show.source(lightning.trainer, lightning.main)
 # [lightning.sbatch](../code/shardlab/trainers/lightning.sbatch) is the batch file:
 
 # %%
-show.file(Path(lightning.__file__).with_name("lightning.sbatch"), "bash")
+beside.batch_file()
 
 
 # %% [markdown]

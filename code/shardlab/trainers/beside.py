@@ -8,6 +8,7 @@ Left to itself, Lightning starts the script again for each rank; here it takes t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as L
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
+from shardlab import show
 from shardlab.text import Windows
 
 from .core import LitGPT
@@ -108,3 +110,8 @@ def fit(
 def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded; every rank has to call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def batch_file() -> show.Shown:
+    """Show lightning.sbatch as it is."""
+    return show.file(Path(__file__).with_name("lightning.sbatch"), "bash")

@@ -199,7 +199,7 @@ show.table(rows, head)
 #
 # ## Every rank writes its shards
 #
-# A model with its optimizer can be larger than any one machine's memory. So nothing is gathered: each rank writes the shards that it holds, and an index says which piece of which tensor stands where.
+# A model with its optimizer can be larger than any one machine's memory. So nothing is gathered: each rank writes the shards that it holds, and an index says which piece of which tensor is in which file.
 # Whoever loads computes from the index what to read.
 #
 # ![Four ranks each write their quarter of all tensors into a file of their own, beside an index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 and 3, and each holds half of all tensors.](../figures/checkpoint_shards.svg)
@@ -745,7 +745,7 @@ show.table(rows, ["save", "training held up (s)", "ratio", "the checkpoint holds
 # ### Bytes written
 #
 # In float32 with AdamW a checkpoint holds 12 bytes per parameter: the weight, and two averages.
-# Beside the prediction stand the files of real saves, on one, two and four ranks.
+# Beside the prediction are the files of real saves, on one, two and four ranks.
 
 # %%
 def written(path, preset):
@@ -902,7 +902,7 @@ print(f"next loss: four ranks {after:.4f}, plain process {value:.4f}")
 # So a rank reads the slices that it holds, and nothing else; nothing is sent, and nobody ever has the whole model.
 #
 # What is in the way is names. Each kind of model has its own, and some store matrices otherwise.
-# `names.links` says of every tensor of the course's GPT where it stands:
+# `names.links` says of every tensor of the course's GPT where it is:
 
 # %%
 for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
@@ -1065,7 +1065,7 @@ assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 # :class: checked
 #
 # In a fresh folder that is true: without an index nothing loads.
-# In a folder that already has one, the *old* index still stands there, and fits the new files to the byte. The cell above loads half a model of each step, without an error.
+# In a folder that already has one, the *old* index is still there, and fits the new files to the byte. The cell above loads half a model of each step, without an error.
 # DCP warns at the save that it overwrites. At the load nothing warns.
 # Give every save a folder of its own.
 # ````
@@ -1531,7 +1531,7 @@ check(my_save_interval)
 # :class: dropdown
 # ```
 #
-# The copy alone holds training up, so it alone stands under the root. What storage takes is the least that there can be between two saves.
+# Only the copy delays training, so only it is under the root. What storage takes is the least that there can be between two saves.
 
 # %%
 def my_save_interval(size, ranks_, copy, write, mtbf):

@@ -596,7 +596,7 @@ show.figure(timeline.picture(traces["ddp"]), alt, "cluster-timeline-ddp")
 # Nothing moves. Look in this order:
 #
 # 1. **Which ranks are alive?** Read the logs of all: a dead rank is no hang.
-# 2. **Where does each stand?** `py-spy dump --pid PID`: with gloo, all but one in one collective's line; with nccl, where the host next waits for its GPU.
+# 2. **Where is each?** `py-spy dump --pid PID`: with gloo, all but one in one collective's line; with nccl, where the host next waits for its GPU.
 # 3. **Which collective waits, and for whom?** The flight recorder's records say it.
 # 4. **No record?** Make the next hang speak: `faulthandler`, a watchdog, a short time limit.
 #
@@ -897,7 +897,7 @@ sessions.job("trainjob.yaml")
 #
 # ## Exercises
 #
-# Three of them are jobs that hang: they were run, looked at and ended by [a script](../code/shardlab/cluster/captured/capture.py). Each log has what was printed, where every rank stood, and the last calls of each. The scripts lie beside it; try without them first.
+# Three of them are jobs that hang: they were run, looked at and ended by [a script](../code/shardlab/cluster/captured/capture.py). Each log has what was printed, where every rank was, and the last calls of each. The scripts lie beside it; try without them first.
 #
 # ```{exercise-start} Who is who (easy)
 # :label: ex-cluster-ranks
@@ -982,7 +982,7 @@ check(answer, "cluster_batch")
 # :label: ex-cluster-uneven
 # ```
 #
-# Two ranks wait for a third. Which rank is missing, in which collective do the others wait, and in which line of `uneven.py` do they call it? (Here are its calls; the stacks stand above.)
+# Two ranks wait for a third. Which rank is missing, in which collective do the others wait, and in which line of `uneven.py` do they call it? (Here are its calls; the stacks are above.)
 
 # %%
 print(captured.log("uneven").partition("== flight")[2])
@@ -1059,7 +1059,7 @@ check(my_ranks)
 # :label: ex-cluster-order
 # ```
 #
-# Both ranks stand in the same line, in the same function, and neither is missing. In which group does each of them wait?
+# Both ranks are in the same line, in the same function, and neither is missing. In which group does each of them wait?
 
 # %%
 print(captured.log("order"))
@@ -1154,7 +1154,7 @@ check(answer, "hang_tensor")
 # ```
 #
 # Halves of parameters are gathered before each block, in forward and again in backward, and gradients are reduce-scattered: ZeRO-3. Sizes do not depend on the batch: 2 × 24,992 numbers are a block. Tensor parallelism would all-reduce activations of 1 × 64 × the hidden size.
-# The reason stands in the first line: a setting is misspelt, and nobody reads it. So each rank trains on sequences of its own, and one of seven is left over.
+# The reason is in the first line: a setting is misspelt, and nobody reads it. So each rank trains on sequences of its own, and one of seven is left over.
 
 # %%
 answer = {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 27}

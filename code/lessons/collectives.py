@@ -1094,7 +1094,7 @@ assert found == [(101.0, 101.0)] * 2
 
 # %% [markdown]
 # Without `ranks.run` you see none of these explanations.
-# The job stands still, every GPU may show 100 % (NCCL waits actively), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the *innocent* ranks complain.
+# The job makes no progress, every GPU may show 100 % (NCCL waits actively), and after the timeout, 10 minutes with NCCL and 30 with gloo unless you set another, the *innocent* ranks complain.
 # This is what rank 0 reports when rank 1 comes too late, with a timeout of one second:
 
 # %%

@@ -171,7 +171,7 @@ print(
 )
 
 # %% [markdown]
-# Why by parity? `send` returns when the other end has received. If all ranks sent first, nobody would receive, and the ring would stand still ([below](#all-send-first) it does).
+# Why by parity? `send` returns when the other end has received. If all ranks sent first, nobody would receive, and the ring would hang ([below](#all-send-first) it does).
 # With even ranks sending and odd ones receiving, there is always somebody at the other end. With an odd number of ranks the last one and rank 0 are both even; then the chain dissolves from the first odd rank on.
 #
 # `isend`, which does not wait, is no cure. With gloo it works.
@@ -241,7 +241,7 @@ show.table(rows, head, caption="2048 tokens on 4 ranks, 4 heads of 16, float64")
 show.source(cp.merge)
 
 # %% [markdown]
-# In forward, `pass_on` stands *before* the blocks and `wait` behind them: both messages are under way during the computation.
+# In forward, `pass_on` comes *before* the blocks and `wait` after them: both messages are under way during the computation.
 # `ring.work` gives the blocks of a turn: which of the rank's queries meet which of the keys that are there, and whether a triangle of them is masked. Without a mask that is everything. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
 
 # %%
@@ -664,7 +664,7 @@ show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
 
 
 # %% [markdown]
-# With few tokens on a rank the wire is all there is. With 24 times as many it carries 24 times the bytes, and hides behind 576 times the work.
+# With few tokens on a rank the wire is all there is. With 24 times as many it carries 24 times the bytes, while there is 576 times the work to hide them.
 #
 # ### Memory
 #
@@ -856,7 +856,7 @@ except ranks.RankError as error:
 
 
 # %% [markdown]
-# In a real job this is a hang in the first step, with all ranks at the same line: the sign of a cycle, where a rank that died or went another way would stand elsewhere.
+# In a real job this is a hang in the first step, with all ranks at the same line: the sign of a cycle, where a rank that died or went another way would be elsewhere.
 # With `isend` it shows on nccl alone. So a test on CPU ranks does not find it; parity or one batch is a rule, not an optimisation.
 #
 # ### Tokens that do not know where they stand

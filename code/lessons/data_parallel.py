@@ -136,7 +136,7 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 # \nabla \frac{1}{Nb}\sum_{r}\sum_{i} \ell_{r,i} \;=\; \frac{1}{N}\sum_{r} \nabla \frac{1}{b}\sum_{i}\ell_{r,i}
 # $$
 #
-# On the left stands the gradient of one process that has the whole batch, on the right the average of what the ranks have.
+# On the left is the gradient of one process that has the whole batch, on the right the average of what the ranks have.
 # They are the same number, as long as each rank has the same $b$.
 #
 # ## The mechanism, in three steps
@@ -153,7 +153,7 @@ def average(model):
 
 
 # %% [markdown]
-# The next cell trains again, and now averages behind each `backward`.
+# The next cell trains again, and now averages after each `backward`.
 
 # %%
 def train_together():
@@ -928,7 +928,7 @@ show.table(
 #
 # A rank's loss is the loss of its own share. The number to report is the average over the ranks, an all-reduce of one scalar.
 # Printing, and writing files, is for rank 0 alone; *computing* what is printed, if that needs an all-reduce, is for all ranks.
-# In the loop two things stand under the `if`, and the all-reduce does not.
+# In the loop two things are under the `if`, and the all-reduce is not.
 
 # %%
 def train(folder):

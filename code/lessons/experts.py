@@ -106,7 +106,7 @@ show.table(rows, head)
 #
 # ## One network becomes many
 #
-# Most parameters of a transformer stand in its feed-forward networks.
+# Most parameters of a transformer are in its feed-forward networks.
 # *Mixture of experts* puts $E$ of them into a layer, the experts, and a small *router* sends each token through the best $k$ {cite}`shazeer2017moe`.
 # A token's work grows with $k$, what the model can know with $E$.
 #

@@ -783,7 +783,7 @@ show.table(rows, ["on each rank", *head], caption="One sequence of 4,096 tokens 
 #
 # ## What other tools count
 #
-# PyTorch brings a tool for this, `MemTracker`. It should agree with `count.held`, and it also says what kind of bytes stood at the peak.
+# PyTorch brings a tool for this, `MemTracker`. It should agree with `count.held`, and it also says what kind of bytes were held at the peak.
 
 # %%
 job = training()

@@ -950,7 +950,7 @@ for stage in (2, 3):
 #
 # | what you see | what it often is | more in |
 # |---|---|---|
-# | everything stands still, without an error | a rank left out a collective, or two stages follow two schedules | [Collectives](collectives.md), [Pipeline parallelism](pipeline.md) |
+# | nothing goes on, without an error | a rank left out a collective, or two stages follow two schedules | [Collectives](collectives.md), [Pipeline parallelism](pipeline.md) |
 # | the first loss is right, later ones are not | a missing all-reduce in backward | [Tensor parallelism](tensor_parallel.md) |
 # | the norm of the gradients is as many times too large as there are ranks, or micro-batches | a sum in place of a mean | [Data parallelism](data_parallel.md) |
 # | ZeRO-3 runs out of memory though the states fit | activations, or the whole model gathered at once | [ZeRO](zero.md) |

@@ -84,7 +84,7 @@ def staged(name, microbatches, model=None, chunks=None, **options):
 #
 # ![A model of an embedding, eight blocks, a norm and a head, cut into four parts, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the norm and the head. Each rank holds weights, gradients and optimizer states of its own part alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
 #
-# A stage can do two things. *Forward*: take activations from the stage before, compute, and send the result on. *Backward*: take a gradient from the stage behind, compute, and send the gradient of the input back.
+# A stage can do two things. *Forward*: take activations from the stage before, compute, and send the result on. *Backward*: take a gradient from the stage after, compute, and send the gradient of the input back.
 # This class is all that a pipeline needs. What was received is a leaf of autograd's graph, and its gradient is what goes back.
 
 # %%
@@ -247,7 +247,7 @@ show.figure(
 
 # %% [markdown]
 # Micro-batches gain nothing yet. The first stage has done its forward of micro-batch 0, and could go on with micro-batch 1.
-# But next in the loop stands the *backward* of micro-batch 0, and that has to come back from the last stage first.
+# But next in the loop is the *backward* of micro-batch 0, and its gradient has to come back from the last stage first.
 # What is needed is another order: a *schedule*. The time in which a stage waits is the *bubble*.
 #
 # ![Three timelines of four stages on one axis. The whole batch at once: one stage computes at a time, and each is busy 25 % of the time. Four micro-batches in a loop, forward and backward of one before the next begins: still one stage at a time, still 25 %. GPipe, forwards of all four and then backwards of all four: stages overlap, each is busy 57 % of the time, and the step takes less than half as long.](../figures/pipeline_microbatches.svg)
@@ -557,7 +557,7 @@ for p, m, times, rates in PUBLISHED:
 #
 # ## Neighbours that both want to send
 #
-# In the steady state of 1F1B a stage has activations for the stage behind, while that one has a gradient for it.
+# In the steady state of 1F1B a stage has activations for the next stage, while that one has a gradient for it.
 # The plain stage begins its sends and goes on. Suppose sends waited until they are received, as `dist.send` may:
 
 # %%
@@ -573,7 +573,7 @@ for schedule in late:
 
 # %% [markdown]
 # Both send first, and neither receives. Nor does it help to begin both sends without waiting where the ranks talk through nccl:
-# within one group it moves the messages of two ranks one after the other, in the order in which each rank began them, so each rank's receive stands behind a send that nobody receives.
+# within one group it moves the messages of two ranks one after the other, in the order in which each rank began them, so each rank's receive waits for a send that nobody receives.
 # gloo lets it pass. Such code works on a laptop and hangs on a cluster.
 #
 # The *parity rule* solves it: even stages send first and then receive, odd stages receive first. Of two neighbours one is even, so every send meets a receive. Here each rank swaps its number with both neighbours:
@@ -601,18 +601,18 @@ print(*ranks.run(swap_with_both, 4))
 
 # %% [markdown]
 # Two more ways lead there. `dist.batch_isend_irecv` hands both messages to nccl at once, and they set off together; this is what Megatron does in 1F1B, and what `ranks.exchange` does in a ring.
-# Or the two directions get a group each, so that none stands in the other's way. The plain stage does so with `down` and `up`, and the module, too: it wants to post its receives early, before anything is there to be sent in the other direction.
+# Or the two directions get a group each, so that neither waits for the other. The plain stage does so with `down` and `up`, and the module, too: it wants to post its receives early, before anything is there to be sent in the other direction.
 #
 # ## On real ranks: the core
 #
-# Where messages stand in a stage's list decides how fast the pipeline is, and whether it ends at all.
+# The place of messages in a stage's list decides how fast the pipeline is, and whether it ends at all.
 
 # %%
 print(*pipeline.schedule("1f1b", 4, 4).actions[1])
 
 # %% [markdown]
 # `RF1` posts the receive of the activations that `F1` needs, `SF0` sends what `F0` made; `RB` and `SB` are the same for gradients. They do not wait: the pass that needs a message does.
-# So a receive stands *one pass before* the one that needs it, and the message travels meanwhile:
+# So a receive is posted *one pass before* the one that needs it, and the message travels meanwhile:
 #
 # ![A stage that alternates forward and backward, twice. Above, each receive is posted when its compute is due: the transfer runs while the stage waits. Below, each receive is posted one compute earlier: the transfer runs behind that compute, and the stage never waits.](../figures/pipeline_messages.svg)
 #
@@ -622,7 +622,7 @@ print(*pipeline.schedule("1f1b", 4, 4).actions[1])
 show.source(pipeline.with_messages)
 
 # %% [markdown]
-# The executor is one loop over the list, and stands still in one place.
+# The executor is one loop over the list, and waits in one place.
 
 # %%
 show.source(core.Pipeline.step, core.Pipeline._begin, core.Pipeline._end)
@@ -648,7 +648,7 @@ show.source(
 )
 
 # %% [markdown]
-# The last piece are the connections. nccl makes the one of a pair at its first message, and both ends stand still until it is there. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.
+# The last piece are the connections. nccl makes the one of a pair at its first message, and both ends wait until it is there. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.
 
 # %%
 show.source(core.way_back, core.Mail._connect, core.Mail.exchange)
@@ -903,7 +903,7 @@ def predicted_peak(name, stage, m, again):
 
 
 # %% [markdown]
-# Beside it stands every byte that each of four ranks held, counted:
+# Beside it is every byte that each of four ranks held, counted:
 
 # %% tags=["hide-input", "measured"]
 # Table: activations at the peak by stage, predicted and counted
@@ -1347,7 +1347,7 @@ else:
     raise AssertionError("this was meant to hang")
 
 # %% [markdown]
-# The message names both ranks and where they stand: in `step`, waiting. With nccl the default timeout is ten minutes.
+# The message names both ranks and where they are: in `step`, waiting. With nccl the default timeout is ten minutes.
 #
 # ### Two messages swapped
 #
@@ -1471,7 +1471,7 @@ for name, ratio in found.items():
 # ```
 #
 # 8 stages run GPipe with 32 micro-batches; all stages take the same time.
-# Which share of the time does a stage stand idle, from the first stage's first forward to its last backward?
+# Which share of the time is a stage idle, from the first stage's first forward to its last backward?
 
 # %%
 answer = ...  # between 0 and 1
@@ -1612,7 +1612,7 @@ check(my_balance)
 # :class: dropdown
 # ```
 #
-# Try the place of the last cut; what stands before it is the same question with one part fewer.
+# Try the place of the last cut; what comes before it is the same question with one part fewer.
 
 # %%
 def my_balance(costs, parts):
@@ -1716,8 +1716,8 @@ check(my_1f1b)
 # ```
 #
 # `orders` has a list for each stage, such as `[["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]`.
-# A forward waits for the same forward on the stage before, a backward for the same backward on the stage behind, and on the last stage for its own forward.
-# Return `{stage: action}`: the stages that wait for ever, and the action at which each stands. `{}` if all finish.
+# A forward waits for the same forward on the stage before, a backward for the same backward on the stage after, and on the last stage for its own forward.
+# Return `{stage: action}`: the stages that wait for ever, and the action at which each waits. `{}` if all finish.
 
 # %%
 def my_deadlock(orders):

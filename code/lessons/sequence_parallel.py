@@ -302,7 +302,7 @@ show.table(rows, ["way", "needed (MB)", "sent by a rank (MB)", "times as much"])
 # %% [markdown]
 # ## The module: started early, gathered again
 #
-# `tensor_parallel.parallelize` takes the pair of operators that stand at the edges of each cut part as an argument, `edges`.
+# `tensor_parallel.parallelize` takes the pair of operators at the edges of each cut part as an argument, `edges`.
 # In the last lesson it was "identity, all-reduce". The module's pair looks like the plain one:
 
 # %%
@@ -317,13 +317,13 @@ show.source(sp.core._gather, sp.core._scatter, sp.core.reduce_scatter)
 
 # %% [markdown]
 # The object that you hand to `parallelize` has four methods: `enter` and `leave` are the operators above, `begin` and `back` their two collectives, started.
-# Its `keep` answers the second point. With `keep=False` the layers behind `enter` hold on to a rank's own tokens, and gather again in backward.
+# Its `keep` answers the second point. With `keep=False` the layers after `enter` keep a rank's own tokens alone, and gather again in backward.
 
 # %%
 show.source(sp.AlongSequence)
 
 # %% [markdown]
-# What is left is the sum of the norms' gradients. The biases that are added *behind* the reduce-scatter, those of `attention.out` and `ffn.down`, belong to it as well: they, too, meet this rank's tokens alone.
+# What is left is the sum of the norms' gradients. The biases that are added *after* the reduce-scatter, those of `attention.out` and `ffn.down`, belong to it as well: they, too, meet this rank's tokens alone.
 # All of them travel in one small message.
 
 # %%
@@ -519,7 +519,7 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 # So a step has $2L + 1$ places to enter by and as many to leave by, as the table above counts them: 9 for four layers, in forward and in backward.
 #
 # **And with a pipeline?**
-# What one stage hands to the next is the stream, which is cut now. Each rank sends its share to the rank that stands in the same place in the next stage, $1/t$ of the bytes, with no gathering on either side.
+# What one stage hands to the next is the stream, which is cut now. Each rank sends its share to the rank in the same place of the next stage, $1/t$ of the bytes, with no gathering on either side.
 #
 # **Does every rank drop the same?**
 # Outside the cut parts ranks have different tokens, so they need different masks; inside they have different heads. Ranks that all draw from one seed drop the same places of different tokens: nothing fails, and the noise is less random than it should be.
@@ -653,7 +653,7 @@ show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 #
 # ### Gradients of norms that nobody sums
 #
-# `sum_gradients` is one line behind `backward`, and easy to forget. No error is raised.
+# `sum_gradients` is one line after `backward`, and easy to forget. No error is raised.
 # Each rank then steps its norms by what its own tokens say, and they drift apart: `apart` is the largest difference of the last norm's weight between ranks after ten steps.
 
 # %%
@@ -789,7 +789,7 @@ check(my_summands)
 # :class: dropdown
 # ```
 #
-# Norms, and what is added behind the reduce-scatter. A column's bias is cut with its column, and is added to all tokens.
+# LayerNorms, and what is added after the reduce-scatter. A column's bias is cut with its column, and is added to all tokens.
 
 # %%
 def my_summands(names):

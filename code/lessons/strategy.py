@@ -323,7 +323,7 @@ assert order(lost["launch"]) < 0.93 and off(lost["crossing"]) > 1.5 * off(predic
 show.table(rows, ["left out", "off in the median", "order"])
 
 # %% [markdown]
-# Launches are the first to know of, and they stand in no formula of the papers on parallelism. In a captured step they would be the first to leave out.
+# Launches come first, and they are in no formula of the papers on parallelism. In a captured step they would be the first to leave out.
 # `crossing` is a property of this cluster: its cause is unknown, and without it the error doubles.
 # Forty rows say little of the network and of single nodes: few of them wait for these. That is why the table above is unsure of both.
 #
@@ -424,7 +424,7 @@ assert statistics.median(abs(p / s - 1) for p, s in held) < 0.07
 show.table(rows, ["", "of what", "off in the median", "at most"])
 
 # %% [markdown]
-# The sweep's memory is what the allocator *reserves* on rank 0, which stands on the first stage, and not what tensors hold there.
+# The sweep's memory is what the allocator *reserves* on rank 0, which is on the first stage, and not what tensors hold there.
 #
 # The rates that come with the course are fitted on all 340. Where half of the cells are left out of a fit, a cell being a model on a number of nodes, their rows are 7 % off in seconds and 3 % in bytes, and in all cells but one at most the layout that is called the fastest is within 10 % of the fastest.
 #
@@ -563,7 +563,7 @@ for name, job in jobs_to_plan.items():
 show.table(rows, ["", "layout", "a step (s)", "GB", "MFU", "days", "waits most for"])
 
 # %% [markdown]
-# *The large one* takes all cuts: two ranks share each matrix, four each sequence, and both stay in a node; four stages of that stand in two copies.
+# *The large one* takes all cuts: two ranks share each matrix, four each sequence, and both stay in a node; four such stages are one copy of the model, of which there are two.
 # What a layer keeps is so small that its nonlinearities alone are computed again.
 # 64 copies that share weights as well (ZeRO-3) have to compute whole layers again, and take a tenth longer.
 #
@@ -690,7 +690,7 @@ show.table(rows, ["job", "if", "the fastest is", "the old one costs"])
 shardlab("strategy --model llama-3-70b --gpu h100 --gpus 64 --top 3")
 
 # %% [markdown]
-# Below the table stands what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, operators are computed again where that may be faster. What a search leaves out it names, and it warns where little memory is free or few operations are reached.
+# Below the table is what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, operators are computed again where that may be faster. What a search leaves out it names, and it warns where little memory is free or few operations are reached.
 # `--layout` takes a layout as it is, from a paper for instance. With Megatron's rates Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU, and ran at 41 {cite}`dubey2024llama3`; for what ran in 80 GiB 92 GB are predicted, or 80 if gradients are sharded as well.
 #
 # `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted](memory.md#a-model-of-today-from-its-configjson) and never guessed: latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in a line.

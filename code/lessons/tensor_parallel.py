@@ -20,7 +20,7 @@
 #
 # - cut a feed-forward network, attention, an embedding and a loss over ranks, and say for each matrix why by columns or by rows;
 # - write the two operators that make the cut model's *gradients* right, and recognise the loss curve of a model that lacks one;
-# - predict the memory of a rank to the byte, and the bytes that it sends, and say why the ranks want to sit behind one fast switch;
+# - predict the memory of a rank to the byte, and the bytes that it sends, and say why the ranks should be joined by one fast switch;
 # - apply the cuts to a plain GPT from outside, and read PyTorch's `parallelize_module` as the same thing.
 #
 # It takes about 50 minutes to read and 40 minutes for the exercises. Running it takes a minute.
@@ -432,7 +432,7 @@ show.table(rows, head, caption=f"Sent by rank 0 of {N} in forward")
 # :class: checked
 #
 # In tutorials one process moves both summands to GPU 0 and adds them. The number is right, and autograd knows the way back.
-# But it is a *reduce*: the sum stands on GPU 0 alone, and the next layer needs it on all. So it has to be copied back, and everything passes through one GPU's wire: $(N-1)S$ bytes in and as many out, where a rank of a ring has $2\frac{N-1}{N}S$ each way.
+# But it is a *reduce*: the sum is on GPU 0 alone, and the next layer needs it on all. So it has to be copied back, and everything passes through one GPU's wire: $(N-1)S$ bytes in and as many out, where a rank of a ring has $2\frac{N-1}{N}S$ each way.
 # That is $N/2$ times the bytes through one wire, while all other wires are idle most of the time; the cell counts them.
 # And under `torchrun` the line does something else: each process knows its own summand alone, whatever device it moves it to.
 # `````
@@ -500,14 +500,14 @@ show.source(tp.copy_to, _CopyTo, tp.reduce_from, _ReduceFrom)
 
 # %% [markdown]
 # Two layers take the place of `nn.Linear`. Each keeps its share of a plain layer's parameters under their old names, and says in `cut` which are cut and along which dimension: saving, loading and clipping ask for that.
-# The column-parallel layer has a bias for each of its columns, which is cut with them. The row-parallel layer has one for each entry of $Y$, of which every rank has all; it is added *behind* the sum.
+# The column-parallel layer has a bias for each of its columns, which is cut with them. The row-parallel layer has one for each entry of $Y$, of which every rank has all; it is added *after* the sum.
 
 # %%
 show.source(tp.Cut, tp.ColumnLinear, tp.RowLinear)
 
 
 # %% [markdown]
-# `entrance` is for layers that stand side by side. We come to it [below](#hide-backwards-half).
+# `entrance` is for layers that share an input. We come to it [below](#hide-backwards-half).
 #
 # (tp-bias)=
 # `````{admonition} Checked: "row-parallel layers each add their bias"
@@ -545,7 +545,7 @@ for t in (2, 4, 8):
 # ## Attention: heads take the place of columns
 #
 # A head uses its own columns of queries, keys and values and nothing of other heads, so each rank computes whole heads.
-# The three matrices are cut by columns, the output matrix by rows, and attention stands where GELU stood.
+# The three matrices are cut by columns, the output matrix by rows, and attention takes the place of GELU.
 #
 # ![Attention with eight heads of queries and four of keys and values on two ranks. Rank 0 has the first four heads of queries and the two of keys and values that they share, rank 1 the others: columns of the three matrices. Each computes attention for its own heads, and multiplies by its rows of the output matrix; an all-reduce adds the two summands.](../figures/tensor_parallel_heads.svg)
 #
@@ -596,7 +596,7 @@ for t in (2, 4):
 # It leaves out biases and dropout, for which ranks need [masks of their own](#dropout-ranks-with-seeds-of-their-own-or-with-one-seed-too-many), and it keeps the whole weights on every rank.
 #
 # So a block has two regions, attention and feed-forward network. Each begins with `copy_to` and ends with `reduce_from`, and nothing is sent inside.
-# What stands between the regions, norms, shortcuts, dropout, every rank computes in full.
+# What lies between the cut parts (LayerNorms, residual additions, dropout), every rank computes in full.
 #
 # ![A block on two ranks. The residual stream, norms and dropout are whole on both ranks. Attention and the feed-forward network are cut, from copy_to to reduce_from. In forward each reduce_from is an all-reduce, in backward each copy_to: two and two.](../figures/tensor_parallel_block.svg)
 #
@@ -1025,7 +1025,7 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 #
 # ### Memory
 #
-# Norms and the biases behind sums are whole on every rank; everything else of the model's states is divided by $t$.
+# LayerNorms and the biases that are added after sums are whole on every rank; everything else of the model's states is divided by $t$.
 # The cell measures states after a step, and what forward saves for backward.
 
 # %% tags=["hide-input"]
@@ -1081,7 +1081,7 @@ show.table(rows, head, caption="On each rank, float32")
 #
 # ### Messages and bytes
 #
-# Two all-reduces forward and two backward for each block, one behind the embedding, one in backward of the head: each carries the stream, $b \cdot s \cdot h$ elements. Two small ones make the loss.
+# Two all-reduces forward and two backward for each block, one after the embedding, one in backward of the head: each carries the stream, $b \cdot s \cdot h$ elements. Two small ones make the loss.
 
 # %% tags=["hide-input"]
 # Table: all-reduces and bytes of a step, predicted and counted
@@ -1132,7 +1132,7 @@ show.table(
 #
 # The layers before wait for the gradient of $X$, but nobody waits for the gradients of the weights. So compute the first, send it, and compute the others meanwhile.
 # For that the entrance and all layers that see $X$ become one function of autograd, as Megatron-LM has it for one matrix. `parallelize` uses it unless it is given `edges` that have no `begin` and `back`.
-# In its backward `back` starts the sum, and `arrive()` waits for it; what stands between them is hidden.
+# In its backward `back` starts the sum, and `arrive()` waits for it; what is computed between them hides the message.
 
 # %%
 show.source(tp.Entrance.output, _Columns.backward)
@@ -1895,7 +1895,7 @@ check(my_gated_ffn)
 # :class: dropdown
 # ```
 #
-# $X$ enters once, for both matrices. The bias stands behind the sum.
+# $X$ enters once, for both matrices. The bias is added after the sum.
 
 # %%
 def my_gated_ffn(x_BSH, gate_fH, up_fH, down_Hf, bias_H, group):
@@ -2046,7 +2046,7 @@ check(my_degree)
 # - First matrix by columns, second by rows: nothing is sent in between, one all-reduce at the end. Other orders send two and a half to four and a half times as much.
 # - Two conjugate operators make the gradients right; without `copy_to` training runs on, and learns wrongly.
 # - Heads take the place of columns in attention. What every rank uses for its own heads, be it $x$, a latent or weights, enters by `copy_to`; embedding, logits and loss are cut by vocabulary, and three numbers for each token replace the logits.
-# - Biases behind a sum are whole, and added once; shards are cut from one drawing.
+# - Biases that are added after a sum are whole, and added once; shards are cut from one drawing.
 # - $t$ ranks hold a $t$-th of the states and less than that is saved of activations: the stream stays whole.
 # - Four all-reduces of $bsh$ elements for each block and step. Backward's half hides behind the weights' gradients, forward's behind other tokens' products; stay within one fast domain all the same.
 # - What all ranks hold whole must stay equal to the bit: test that.

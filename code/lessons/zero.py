@@ -447,7 +447,7 @@ show.source(zero.Reducer)
 # %% [markdown]
 # ### Stages 1 and 2: buckets that leave early
 #
-# `Zero1` deals the parameters into buckets, each a `Flat`. Its methods stand in the order in which a step calls them.
+# `Zero1` deals the parameters into buckets, each a `Flat`. Its methods are in the order in which a step calls them.
 # The all-gather waits for nobody. It starts with the forward after the step (`_pre_forward`), in which each layer waits for its own weights alone (`_await`).
 # As in data parallelism, a bucket leaves while backward still computes the next one (`_arrived`), and autograd calls `_finish` when backward is over.
 # This late gather is this course's. ZeRO's paper, and DeepSpeed, gather at the end of the step, as the plain version does.
@@ -464,7 +464,7 @@ show.source(zero.Zero2)
 # %% [markdown]
 # ### Stage 3: the next block is under way
 #
-# The plain stage 3 stands still twice for each layer. Here the model is divided into *units*, by default its blocks, and while a block computes, the next one is under way.
+# The plain stage 3 waits for the wire twice for each layer. Here the model is divided into *units*, by default its blocks, and while a block computes, the next one is under way.
 #
 # Step through it. A cell's colour is that of the rank whose shard it is, in the lower half of the rank whose batch is in it, and a thick outline marks what has just arrived.
 #

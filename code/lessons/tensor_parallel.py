@@ -210,7 +210,7 @@ def on_two_ranks():
 
 
 # %% tags=["hide-input"]
-# Holds the picture's network on two ranks against one process with whole matrices
+# Holds the picture's network on two ranks against one process
 def in_one_process():
     (w1_Hf, w2_fH), (w1_Hg, w2_gH) = halves(0), halves(1)
     w1_HF, w2_FH = torch.cat([w1_Hf, w1_Hg], 1), torch.cat([w2_fH, w2_gH])

@@ -73,9 +73,17 @@ test: $(INSTALLED) ## run every test (ARGS='-k ring' for some)
 rehearse: $(INSTALLED) ## run every lesson on pretended GPUs, one and four (ARGS='zero --gpus 4')
 	PYTHONPATH=tests $(BIN)/python -m rehearsal $(ARGS)
 
+# JupyterLab starts for root only when it is told to. Over ssh no browser opens: a line says what to do.
 lab: $(INSTALLED) ## write the lessons as notebooks into lab/, which git ignores, and open JupyterLab there
 	$(BIN)/python -m shardlab lab
-	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lab/contents.ipynb $(ARGS)
+	@if [ -n "$$SSH_CONNECTION" ]; then \
+	  set -- $$SSH_CONNECTION; \
+	  echo "JupyterLab will run here, and your browser is elsewhere. There, in a shell of its own:"; \
+	  echo "  ssh -N -L 8888:localhost:8888 $$(id -un)@$$3"; \
+	  echo "Then open the last address below there. If its port is not 8888, take that port above, twice."; \
+	fi
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/lab/contents.ipynb \
+	  $$(test "$$(id -u)" != 0 || echo --allow-root) $${SSH_CONNECTION:+--no-browser} $(ARGS)
 
 serve: $(INSTALLED) ## show the built site on http://127.0.0.1:8000
 	@test -s $(SITE)/index.html || { echo "There is no site yet: make book"; exit 1; }

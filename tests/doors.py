@@ -76,7 +76,7 @@ OURS = {
     pipeline.Span,
     pipeline.Timeline, gemm.Cost, gemm.Grid, gemm.OverBudget, gemm.Panel, gemm.Seconds, gemm.Shard,
     buckets.Backward, buckets.in_backward, count.Held, count.Saved, count.Sent, count.machine,
-    count.limited, count.rates, count.saved, count.sent, link.SlowGroup, link.Helper, link.Moment,
+    count.rates, count.saved, count.sent, link.SlowGroup, link.Helper, link.Moment,
     link.Wire,
     tt.Mismatch, tt.Verdict, checkpoint.CheckpointError, checkpoint.Training,
     checkpoint.named_tensors, zero.saved.warm, parity.Finding, parity.Key, parity.Report,
@@ -556,7 +556,7 @@ def objects(folder: str) -> Iterator[Row]:
     yield link.slow, lambda: {"latency": 0.0, "bandwidth": 1e9, "group": group}
 
     yield count.clock, lambda: {"device": device}
-    yield _entered(count.held), lambda: {"device": device, "trace": False}
+    yield _entered(count.held), lambda: {"device": device, "trace": False, "limit": 1e12}
     yield count.states, lambda: (lambda m: {"module": m, "optimizer": adamw(m)})(linear(3, 3))
     yield count.Sent().within, lambda: {"group": group}
 

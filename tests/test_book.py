@@ -147,6 +147,8 @@ def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, ro
         for suffix in (".md", ".ipynb", ".py"):
             assert f'href="../downloads/{topic}{suffix}"' in note[0]
             assert (site / f"downloads/{topic}{suffix}").stat().st_size > 0
+        script = (site / f"downloads/{topic}.py").read_text("utf-8")
+        assert f"# *As a script: `python {topic}.py`" in script
         notebook = nbformat.read(site / f"downloads/{topic}.ipynb", as_version=4)
         nbformat.validate(notebook)
         assert any(cell.get("outputs") for cell in notebook.cells)

@@ -160,3 +160,13 @@ def test_the_allocator_agrees_with_the_watch() -> None:
     assert on_cpu[0] == on_gpu[0]
     # Attention keeps a few random numbers' seeds on a GPU, and other statistics of its softmax.
     assert abs(on_gpu[1] / on_cpu[1] - 1) < 0.05
+
+
+def test_what_would_hold_more_than_the_limit_raises() -> None:
+    with count.held(limit=4096) as held:
+        kept = torch.empty(512)  # 2048 bytes
+        with pytest.raises(torch.OutOfMemoryError, match="4100 bytes held: allowed are 4096"):
+            torch.empty(513)
+        another = torch.empty(512)  # what did not fit is gone
+    assert held.now == held.peak == 4096 and kept is not another
+    torch.empty(4096)  # outside there is no limit

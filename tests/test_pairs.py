@@ -30,6 +30,8 @@ def test_scripts_are_plain_python(root):
         assert re.findall(r"(?m)^# (?:%[a-z].*|![a-z].*)$", text) == [], topic
 
 
+PACKAGE = '"/path/to/the/course"'
+
 # The script as the main program, but for its own assertions.
 AS_MAIN = """
 import sys
@@ -91,6 +93,17 @@ def test_script_holds_prose_and_cells(tmp_path):
     assert '\nprint("the answer is", answer())\n' in text
     assert "jupytext_version:" not in text
     assert text == pairs.script("small", book.root)
+
+
+def test_a_script_to_download_says_what_it_needs(root, tmp_path):
+    plain = pairs.script("small", Book(tmp_path).root)
+    text = pairs.script("small", tmp_path, alone=True)
+    says = "without Jupyter or a GPU, where the course's package is installed"
+    line = f"# *As a script: `python small.py` runs it, {says}: `pip install {PACKAGE}`.*\n"
+    assert text.index(line) < text.index("# Prose that says one thing.")
+    assert text.replace(f"{line}#\n", "") == plain
+    engine = pairs.script("checkpoint", root, alone=True)  # saves a model of transformers
+    assert f'`DS_BUILD_OPS=0 pip install {PACKAGE[:-1]}[deepspeed]"`.*' in engine
 
 
 def test_pairs_go_one_way(tmp_path, monkeypatch, capsys):

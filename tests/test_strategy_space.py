@@ -12,6 +12,7 @@ from shardlab.shapes import PRESETS
 from shardlab.strategy import MACHINES, PROFILES, alone, plan, predict
 from shardlab.strategy.cost import flops
 from shardlab.strategy.plan import Plan, Planned
+from shardlab.strategy.predict import room
 from shardlab.strategy.profile import today
 from shardlab.strategy.rates import known
 from shardlab.strategy.rates import today as rates_today
@@ -73,7 +74,7 @@ def test_layouts_that_ran_stand_near_the_first_of_the_list() -> None:
         assert 69e9 < one.reserved < 101e9
     assert [round(x, 2) for x in ratios] == [0.9, 0.94, 0.96, 1.05, 0.89, 0.99, 0.99]
     # Within the fifth by which the rates may be off.
-    assert max(longer) < 1.17 and max(places) < 25
+    assert max(longer) < 1.17 and max(places) <= 25
 
 
 def test_the_large_end_has_layouts_as_they_are_run() -> None:
@@ -217,17 +218,27 @@ def test_a_published_layout_is_entered_whole(capsys) -> None:
     given = *JOB, "--profile", "megatron", "--layout", WORDS
     status, out, _ = run(capsys, *given)
     assert status == 0 and "16 micro-batches of 1, on 16384 H100" in out and "gradients" in out
-    assert "needs 15.4 GB more than the 76.8 GB that it may take." in out
+    assert "needs 13.5 GB more than the 78.7 GB that it may take." in out
     status, out, _ = run(capsys, *given, "--json")
     found = json.loads(out)
     (one,) = found["best"]
     assert status == 0 and found["fit"] == 0 and one["free_bytes"] < 0
-    assert one["written"] == f"{WORDS}, m 16 × b 1" and "15.4 GB more" in found["warnings"][0]
+    assert one["written"] == f"{WORDS}, m 16 × b 1" and "13.5 GB more" in found["warnings"][0]
     # Each row of a plan can be entered again.
     _, out, _ = run(capsys, *JOB, "--gpus", 16_384, "--top", 2, "--json")
     for row in json.loads(out)["best"]:
         again = json.loads(run(capsys, *JOB, "--layout", row["written"], "--json")[1])
         assert again["best"] == [row] and row["written"] == written(_layout(row))
+
+
+def test_megatron_may_reserve_what_its_runs_do() -> None:
+    """pytorch/torchtitan#1789, of H100s of 80 GB: 73.32 GiB are 92.70 %, and all goes on."""
+    its, own = (rates_today(known(name)) for name in ("megatron", "nanotron"))
+    assert room(H100, its.values_of()) == pytest.approx(73.32 * 2**30, rel=1e-3)
+    assert room(H100, own.values_of()) == 0.96 * 80e9 == room(H100)
+    assert "torchtitan#1789" in its.all["limit"].origin
+    # Of other cards, too, no more than the driver shows.
+    assert room(MACHINES["b200"], its.values_of()) < 178.3 * 2**30
 
 
 def _layout(row: dict) -> Layout:
@@ -279,6 +290,7 @@ def test_products_in_fewer_bits(capsys) -> None:
         (("--layout", "p 5"), "pp=5: allowed are divisors of layers=32"),
         (("--gpus", 8, "--offload", "all"), "offload='all': allowed are 'none'"),
         (("--gpus", 8, "--recompute", "some"), "recompute='some': allowed are 'none'"),
+        (("--gpus", 8, "--mtp", 1), "mtp=1: allowed in a plan is 0; no stage has a place for"),
         (("--gpus", 8, "--dtype", "fp7"), "dtype='fp7': allowed are 'bf16'"),
     ],
 )

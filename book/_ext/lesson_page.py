@@ -220,7 +220,7 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
                 )
             ),
             f"{topic}{EXERCISES}": (asked := exercises(topic, root)) and nbformat.writes(asked),
-            f"{topic}.py": pairs.script(topic, root),
+            f"{topic}.py": pairs.script(topic, root, alone=True),
         }
         for name, text in wanted.items():
             if text is None:

@@ -2,15 +2,16 @@
 
 Sphinx's own search knows pages, counts the code on them, and takes a part of a word for the word.
 Here each section is an entry: its title, its page's, its prose. Names defined in the course's files
-are entries, too, and come after sections. `_static/sections.js` has them all, with the groups of
-book/synonyms.yml; the page search.html loads it and book/static/search.js, which finds and ranks.
+are entries, too, and come after sections. `_static/sections.js` has them all, with what
+book/synonyms.yml says: words for the same, sections that come first, and what is not in the course.
+The page search.html loads it and book/static/search.js, which finds and ranks.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,28 @@ def write_index(app: Sphinx) -> None:
     for path, name, line in definitions(root):
         where = target(path, f"#L{line}", lambda page, _resource=0: up(page))
         entries.append([path.removeprefix("code/"), name, where, None])
-    groups = yaml.safe_load(SYNONYMS.read_text("utf-8"))
-    text = json.dumps({"entries": entries, "synonyms": groups}, ensure_ascii=False)
+    said = yaml.safe_load(SYNONYMS.read_text("utf-8"))
+    slugs = {docname: env.metadata[docname].get("myst_slugs", {}) for docname in env.searched}
+    said["taught"] = taught(said["taught"], slugs, app.builder.get_target_uri)
+    text = json.dumps({"entries": entries, **said}, ensure_ascii=False)
     index = Path(app.outdir, "_static", INDEX)
     index.parent.mkdir(exist_ok=True)
     index.write_text(f"window.SECTIONS = {text};\n", "utf-8")
+
+
+def taught(
+    wanted: dict[str, list[str]],
+    slugs: dict[str, dict[str, tuple[int, str, str]]],
+    uri: Callable[[str], str],
+) -> list[tuple[str, list[str]]]:
+    """The addresses of the sections that come first, as entries have them, and their phrases."""
+    found = []
+    for link, phrases in wanted.items():
+        docname, slug = link.split(".md#")
+        if slug not in slugs.get(docname, {}):
+            raise ValueError(f"taught: {link!r} in {SYNONYMS.name} is no heading of that page")
+        found.append((f"{uri(docname)}#{slugs[docname][slug][1]}", phrases))
+    return found
 
 
 def setup(app: Sphinx) -> None:

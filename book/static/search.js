@@ -1,7 +1,7 @@
 // Finds sections: every word of the query, or of a phrase that means the same, as whole words.
 "use strict";
 {
-  const { entries, synonyms } = window.SECTIONS;
+  const { entries, same, taught, elsewhere } = window.SECTIONS;
   const stem = (word) =>
     word.length > 4 ? word.replace(/ies$/, "y").replace(/(?<=[^s])s$/, "").replace(/(?<=...)(ing|ed)$/, "").replace(/e$/, "") : word.replace(/(?<=..[^s])s$/, "");
   // "all-reduce" is a word, and so are its parts.
@@ -35,7 +35,7 @@
   const search = (query, some = false) => {
     const asked = plain(query);
     const phrases = [[query, 1]];
-    for (const group of synonyms) {
+    for (const group of same) {
       const said = group.filter((phrase) => asked.includes(plain(phrase)));
       const own = said.sort((a, b) => b.length - a.length)[0];
       for (const other of own ? group : []) {
@@ -69,13 +69,28 @@
     if (sentence) add(item, "p", sentence.length > 220 ? sentence.slice(0, 220) + "…" : sentence);
   };
 
+  // What a phrase that is all of the query leads to, and what of the query is not in the course.
+  const isIt = (query) => (phrase) => plain(phrase) === plain(query);
+  const first = (query) => taught.filter(([, phrases]) => phrases.some(isIt(query)))
+    .map(([address]) => ({ entry: index.find((e) => e.address === address), words: wordsOf(query) }));
+  const missing = (query) => elsewhere.flatMap(({ phrases, name, link }) =>
+    phrases.filter((phrase) => plain(query).includes(plain(phrase))).slice(0, 1).map((phrase) => ({ phrase, name, link })));
+
   const query = new URLSearchParams(location.search).get("q")?.trim() ?? "";
-  const found = query ? search(query).slice(0, 40) : [];
+  const led = first(query);
+  const others = query ? search(query).filter((one) => !led.some(({ entry }) => entry === one.entry)) : [];
+  const found = [...led, ...others].slice(0, 40);
   for (const box of document.querySelectorAll("input[name=q]")) box.value = query;
   for (const one of found) show(one, document.querySelector("#search-results"));
-  if (query) {
-    document.querySelector(".search-summary").textContent = found.length
+  const summary = document.querySelector(".search-summary");
+  for (const { phrase, name, link } of missing(query)) {
+    add(summary, "span", `${phrase} is not in this course. See `);
+    add(summary, "a", name, { href: link });
+    add(summary, "span", ". ");
+  }
+  if (query && (found.length || !summary.textContent)) {
+    add(summary, "span", found.length
       ? `${found.length === 40 ? "The best 40" : found.length} sections for “${query}”.`
-      : `Nothing has “${query}” in it. Fewer words, or another word for it, may find something.`;
+      : `Nothing has “${query}” in it. Fewer words, or another word for it, may find something.`);
   }
 }

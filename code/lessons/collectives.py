@@ -994,6 +994,31 @@ show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / tor
 #
 # Each also takes `async_op=True` and then returns a handle: lesson [data_parallel](data_parallel.md) computes while it waits.
 #
+# Torch's reductions can do more than add: `op` may be `AVG`, the sum divided by the number of ranks, as for gradients, or `MIN` and `MAX`, number by number.
+# A `MIN` over "batches that I have left" tells all ranks when the first of them runs out.
+
+# %%
+def reductions():
+    results = {}
+    for op in ("SUM", "AVG", "MIN", "MAX"):
+        x = torch.tensor([1.0, 5.0, -1.0], device=ranks.device()) * 2 ** dist.get_rank()
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        results[op] = x.tolist()
+    return results
+
+
+found = ranks.run(reductions, 4)
+for op, result in found[0].items():
+    print(op, result)
+
+# %% tags=["hide-input"]
+# Holds the reductions of every rank against one process's
+given = torch.tensor([[1.0, 5.0, -1.0]]) * torch.tensor([[1], [2], [4], [8]])
+wanted = {"SUM": given.sum(0), "AVG": given.mean(0), "MIN": given.amin(0), "MAX": given.amax(0)}
+assert all(rank == {op: x.tolist() for op, x in wanted.items()} for rank in found)
+
+
+# %% [markdown]
 # ## What goes wrong
 #
 # Every rank has to make the same calls, in the same order, with the same sizes.

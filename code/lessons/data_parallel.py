@@ -28,8 +28,8 @@
 #
 # One thing to wonder about before you start.
 # Four ranks begin with the same weights and train for five steps, each on its share of the text.
-# A step moves a weight by at most 0.001 or so. After five of them the four models are 0.01 apart.
-# With one more line they are *exactly* 0.0 apart, and equal to what one process computes on the whole batch.
+# A step moves a weight by at most about 0.001. After five steps some weight differs by 0.01 between two ranks.
+# With one more line the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
 # The line is easy. Making it cost next to nothing is the rest of the lesson.
 
 # %% tags=["hide-input"]
@@ -118,7 +118,7 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 
 # %% [markdown]
 # The ranks did share the work, and got four models, none of which saw more than a quarter of the text.
-# What is missing is one line after `backward`.
+# What is missing comes after `backward`.
 #
 # ## Every rank has the whole model, and a share of the batch
 #
@@ -130,14 +130,14 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 #
 # Why the average, and not the sum?
 # A loss is a mean over the batch.
-# Let rank $r$ have $b$ samples with losses $\ell$, and let there be $N$ ranks. Then
+# Let there be $N$ ranks, each with $b$ samples, and let $\ell_{r,i}$ be the loss of sample $i$ on rank $r$. Then
 #
 # $$
 # \nabla \frac{1}{Nb}\sum_{r}\sum_{i} \ell_{r,i} \;=\; \frac{1}{N}\sum_{r} \nabla \frac{1}{b}\sum_{i}\ell_{r,i}
 # $$
 #
 # On the left is the gradient of one process that has the whole batch, on the right the average of what the ranks have.
-# They are the same number, as long as each rank has the same $b$.
+# They are equal, as long as each rank has the same number $b$ of samples.
 #
 # ## The mechanism, in three steps
 #
@@ -179,9 +179,9 @@ assert apart == [0.0] * 4
 # Not almost zero: zero.
 # Each sum is made in one place and copied to all ranks, so they get the same bits, and keep them.
 #
-# Three lines leave something out: parameters that are frozen, and those that have no gradient on some rank.
-# An all-reduce waits for every rank. A rank that left one out, because it had nothing to say, would leave the others waiting.
-# The package's [average_gradients](../code/shardlab/buckets.py) deals with both, and one of the exercises goes a step further.
+# Two cases are missing in these lines: parameters that are frozen, and those that have no gradient on some rank.
+# An all-reduce waits for every rank: if a rank without a gradient skipped one, the others would wait for it.
+# The package's [average_gradients](../code/shardlab/buckets.py) handles both cases, and one of the exercises goes a step further.
 #
 # ````{admonition} Checked: "copies synchronise their weights"
 # :class: checked
@@ -222,8 +222,8 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 # %% [markdown]
 # ### Step 2: buckets
 #
-# This GPT has 35 parameters, a large one has hundreds, and most of them are small: biases, norms.
-# An all-reduce pays its latency each time, so many small ones cost more than one large one.
+# This GPT has 35 parameter tensors, a large one has hundreds, and most of them are small: biases, and the weights of LayerNorms.
+# Each all-reduce takes its latency, so many small ones take longer than one large one.
 # The gradients are put side by side into a few flat tensors, the *buckets*, and each bucket is one message {cite}`li2020ddp`.
 #
 # ![Eight parameters in the module's order are dealt into four buckets from the last to the first: the head alone in bucket 0, block 2 in bucket 1, block 1 in bucket 2, the embedding in bucket 3. Each bucket is one flat tensor and one message.](../figures/data_parallel_buckets.svg)
@@ -234,8 +234,8 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 show.source(assign_buckets, deal, average_in_buckets)
 
 # %% [markdown]
-# In the bucket itself `place` makes `parameter.grad` a view into the bucket.
-# So gradients are held once, are averaged where they lie, and the optimizer never notices.
+# In the bucket itself, `place` makes `parameter.grad` a view into the flat tensor.
+# So gradients are held once, and are averaged in place. The optimizer reads `parameter.grad` as before.
 
 # %%
 show.source(Bucket)
@@ -244,23 +244,24 @@ show.source(Bucket)
 # Three details that one gets wrong on a first try:
 #
 # - `zero_grad()` sets `grad` to `None`, and autograd then makes a *new* tensor, which is no view into the bucket. `place` moves it there, scaling it on the way, and the new tensor is freed.
-# - A parameter that this rank did not use has the last step's gradient still in its place. `launch` clears it.
-# - A parameter that *no* rank used must keep `grad=None`: with zeros AdamW's weight decay would move it, and one process would not. The extra elements at the end of the bucket travel along and tell.
+# - Where this rank did not use a parameter, the bucket still has the last step's gradient. `launch` clears it.
+# - A parameter that *no* rank used must keep `grad=None`. With zeros, AdamW's weight decay would move it, which does not happen in one process. So the bucket has one more element for each parameter, which is summed like the rest: it counts the ranks that have a gradient.
 #
 # ### Step 3: send while backward still runs
 #
 # Backward goes through the layers from the last to the first.
-# The last layer's gradients are ready early, and step 2 lets them lie until the first layer's are ready as well.
-# Instead, a hook on each parameter puts its gradient into its bucket, and a full bucket leaves at once.
-# `_arrived` is this hook, and its loop sends what is complete. Autograd calls `_finish` when backward is over; [Backward](../code/shardlab/buckets.py) asks it to.
+# The last layer's gradients are ready early, and in step 2 they wait until the first layer's are ready as well.
+# In step 3 a hook on each parameter puts its gradient into its bucket, and a full bucket is sent at once.
+# `_arrived` is this hook, and its loop sends the buckets that are full. Autograd calls `_finish` when backward is over, because [Backward](../code/shardlab/buckets.py) has asked for it.
 
 # %%
 show.source(DataParallel)
 
 
 # %% [markdown]
-# Buckets leave in one fixed order, the same on all ranks.
-# Suppose rank 0 used layer A before B, and rank 1 the other way round, and each sent what is full first: then rank 0's bucket A would meet rank 1's bucket B, and be added to it.
+# Buckets are sent in one fixed order, the same on all ranks.
+# Suppose that rank 0 used layer A before B, and rank 1 used B before A, and that each sent first what is full first.
+# Then rank 0's bucket A would be added to rank 1's bucket B.
 # So a full bucket waits for those before it.
 # Bucket 0 holds the last parameters, since theirs are ready first: that is why the order is reversed.
 #
@@ -289,32 +290,32 @@ show.source(DataParallel)
 #
 # 6. ![Backward of the embedding, while the gradients of block 1 are all-reduced. Those of block 2 and the head are averages.](../figures/steps/data_parallel_6.svg)
 #
-#    The same one layer further on.
+#    The same for the next layer.
 #
 # 7. ![Backward is over, and nothing computes while the embedding's gradients are all-reduced. All others are averages.](../figures/steps/data_parallel_7.svg)
 #
-#    Backward is over, and the last bucket has nothing left to hide it: all ranks wait for it.
+#    Backward is over, and no computing is left that could hide the last bucket: all ranks wait for it.
 #
 # 8. ![All gradients are averages, the same on all four ranks. Each rank's optimizer makes the same step, and the weights are the same again.](../figures/steps/data_parallel_8.svg)
 #
 #    All gradients are averages, the same on all ranks. So all optimizers make the same step, and the weights are the same again.
 # :::
 #
-# This is what it gains. Both timelines are from one real run, on one of two ranks that are joined by an emulated link of 1 Gbit/s.
-# Backward is cut where a bucket became full.
+# This is what it gains. Both timelines are from one real run, and show one of two ranks with an emulated link of 1 Gbit/s between them.
+# Backward is drawn in pieces: each ends where a bucket became full.
 #
 # ![Timeline of one training step on two ranks over a slow link, twice. Above, the gradients are sent after the backward pass, and the ranks wait for them. Below, each bucket of gradients is sent while the backward pass still computes the next ones, and the step ends sooner.](../figures/data_parallel_overlap.svg)
 #
-# We measure it afresh [below](#seconds-overlap), together with the case in which it gains nothing.
+# It is measured on this machine [below](#seconds-overlap), together with the case in which it gains nothing.
 #
 # ## Five steps equal one process
 #
 # All three steps must compute what one process computes. But what is *one process*? There are two candidates:
 #
-# - *share by share*: it goes through the ranks' shares one after the other, and adds their gradients up, each divided by $N$. That is the same arithmetic in the same order.
+# - *share by share*: it computes the gradients of one rank's share after another, divides each by $N$ and adds them up. That is the same arithmetic in the same order.
 # - *joined*: it puts the whole batch through the model at once. That is the same mathematics, but matrix products over more rows add their terms up in another order.
 #
-# The table compares with both, and with PyTorch's `DistributedDataParallel`, over five AdamW steps, also with a short last batch. Some columns are exactly 0, and float64 shrinks the others.
+# The table compares with both, and with PyTorch's `DistributedDataParallel` (DDP), over five AdamW steps, also with a short last batch. Some columns are exactly 0; the others are smaller in float64.
 
 # %% tags=["hide-input"]
 # Holds gradients and weights against one process and torch's DDP
@@ -376,14 +377,14 @@ show.table(rows, head, caption="Largest differences over five steps")
 
 # %% [markdown]
 # How close is close enough?
-# Not "1e-6 looks small": the test is that float64 shrinks every difference by the nine digits that it has more.
-# A wrong formula would not care about the type.
+# That 1e-6 looks small is no test. The test is this: float64 has nine more digits, and every difference gets smaller by as many.
+# The error of a wrong formula would be as large in float64.
 #
 # And why not equal? Because $(a+b)+c$ and $a+(b+c)$ round differently.
-# On two ranks only $a+b$ is to be computed, and ours equals torch's bit for bit.
-# On four, the ring adds each piece of the buffer up starting from another rank.
-# In a training run of thousands of steps such differences grow, and the loss curves part in the last digits, as those of two runs on one GPU with different kernels do.
-# That is normal. Ranks that part from *each other* are not.
+# On two ranks every sum is $a+b$, and ours equals torch's bit for bit.
+# On four, a ring begins the sum of each piece of the buffer at another rank.
+# Over thousands of steps such differences grow until the last digits of the losses differ, as they do between two runs on one GPU with different kernels.
+# That is normal. Weights that differ between *ranks of one run* are not.
 # How far rounding moves a tensor of *your* model can be measured: [Parity](parity.md#rule-1-rounding-is-measured).
 #
 # The [tests](../tests/test_data_parallel.py) do the same with tied weights, a frozen layer, a layer that only some ranks use, a buffer, accumulation, and sub-groups.
@@ -392,8 +393,8 @@ show.table(rows, head, caption="Largest differences over five steps")
 # :class: checked
 #
 # It averages: the gradient above equals that of the joined mean, to the last digits.
-# If you do sum, AdamW hides it from you: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
-# Gradient clipping and SGD do not hide it. The table has both, with a sum in place of the average on four ranks.
+# If you do sum, AdamW hides it: its step divides the gradient by the gradient's own size, so a factor of $N$ cancels.
+# Gradient clipping and SGD do not hide it. The table shows how far a step moves weights, with an average and with a sum over four ranks.
 # ````
 
 # %% tags=["hide-input"]
@@ -430,8 +431,8 @@ show.table(rows, head)
 #
 # A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch is.
 # So the three steps should send the same bytes, in a different number of messages.
-# Predicted: one message per parameter; then one per bucket, each with four bytes more per parameter.
-# The last two columns are what the operating system's loopback interface transmitted, which knows nothing of our counting.
+# Predicted: step 1 sends one message per parameter; steps 2 and 3 send one per bucket, each with four more bytes per parameter.
+# The last two columns compare with what the operating system's loopback interface says that it transmitted, a count that is not ours.
 
 # %% tags=["hide-input", "measured"]
 # Table: messages and bytes of the three steps, predicted and measured
@@ -504,7 +505,8 @@ show.table(
 )
 
 # %% [markdown]
-# What do messages cost? Here is the same exchange on an emulated wire of 2 ms latency and 1 GB/s, predicted by $\alpha + \beta S$ and measured.
+# What do messages cost? Here is the same exchange on an emulated wire, predicted and measured.
+# A message of $S$ bytes takes $\alpha + \beta S$ seconds: $\alpha$ is the latency, here 2 ms, and $\beta$ the seconds per byte, at 1 GB/s one nanosecond.
 
 # %% tags=["hide-input", "measured"]
 # Table: seconds of the messages on a slow wire, predicted and measured
@@ -567,7 +569,7 @@ show.table(
 # ### Memory
 #
 # In units of the weights' size, one process with AdamW holds 1 for weights, 1 for gradients and 2 for AdamW's two moments.
-# Data parallelism takes nothing off that. It should add nothing either, as long as gradients live in the buckets.
+# Data parallelism takes nothing off that. It should add nothing either, as long as the gradients are views into the buckets.
 
 # %% tags=["hide-input"]
 # Table: memory in units of the weights, predicted and measured
@@ -616,8 +618,8 @@ show.table(
 
 # %% [markdown]
 # The buckets stay when `zero_grad()` frees gradients: between steps a rank holds one unit more than one process.
-# That is the moment at which activations begin to pile up, so it can matter.
-# Eight ranks hold eight copies of all four units. Taking those apart is the subject of [ZeRO](zero.md).
+# Then forward begins to keep activations, so this unit can raise the peak.
+# Eight ranks hold eight copies of all four units. [ZeRO](zero.md) keeps one copy, cut into shards.
 #
 # (seconds-overlap)=
 # ### Seconds: overlap
@@ -626,8 +628,8 @@ show.table(
 # On this machine's loopback the cores copy all bytes themselves, so with every core busy there is nothing to hide.
 # On a slow link they wait for the wire.
 #
-# The table has both, alternating between the two ways in one run.
-# The link is emulated: real all-reduces, whose completion is held back until a wire of 50 µs and 1 Gbit/s would be done ([link](../code/shardlab/link/__init__.py)).
+# The table has both, measured in one run in which steps with and without overlap alternate.
+# The link is emulated: the all-reduces are real, and each is reported as complete only when a wire of 50 µs and 1 Gbit/s would be done ([link](../code/shardlab/link/__init__.py)).
 
 # %% tags=["hide-input", "measured"]
 # Table: a step with and without overlap, on loopback and a slow link
@@ -668,27 +670,27 @@ show.figure(
 # ````{admonition} Checked: "overlap makes communication free"
 # :class: checked
 #
-# On a slow link it hides most of the wire behind backward: the last row above, close to 0.7.
-# It hides nothing of the last bucket, nothing that exceeds backward, and nothing behind forward, since no gradient exists yet.
-# And on full cores, first row, it gains nothing at all: there, communication is not waiting but work.
-# On GPUs the copies are done by other units, but an all-reduce still takes some of the GPU's own processors and its memory's bandwidth: overlapped matrix products get slower.
+# On a slow link most of the wire's time is hidden by backward: the last row above, close to 0.7.
+# The last bucket is not hidden, nor is what takes longer than backward. Forward hides nothing, since no gradient exists yet.
+# Where all cores are busy, first row, overlap gains nothing at all: there, communication is not waiting but work.
+# On GPUs the copies are done by other units, but an all-reduce still takes some of the GPU's own processors and some of its memory's bandwidth. So matrix products get slower while one is under way.
 # ````
 #
 # ### Seconds: more ranks
 #
-# Now the whole step. Backward takes as long as its share of the batch; the wire takes $2(N-1)(\alpha + \beta S/N)$ per bucket.
-# Buckets follow each other on the wire, and a bucket cannot leave before it is ready. That is all the model there is:
+# Now the whole step. The time of forward and backward is proportional to the rank's share of the batch. The wire takes $2(N-1)(\alpha + \beta S/N)$ for a bucket of $S$ bytes.
+# Buckets follow each other on the wire, and a bucket cannot be sent before it is full. The model is no more than that:
 
 # %%
 show.source(step_seconds)
 
 # %% [markdown]
-# To measure it with eight ranks on a machine with two cores, computing will not do: ranks would wait for a core, not for the wire.
-# So here the layers *sleep* instead of computing, for as long as their share of the batch would take. The messages are real, and the wire is emulated.
+# Eight ranks that compute on two cores would wait for a core, not for the wire.
+# So in this measurement the layers *sleep* instead of computing, for as long as their share of the batch would take. The messages are real, and the wire is emulated.
 # Two cases:
 #
-# - *fixed batch*: $N$ ranks share one batch; each computes $1/N$ of it. One wants the same training, sooner.
-# - *growing batch*: each rank keeps its batch; together they see $N$ times as much per step. One wants more data per second.
+# - *fixed batch*: each of $N$ ranks computes $1/N$ of one batch. The aim is the same training in less time.
+# - *growing batch*: each rank has a batch of the same size as one process had, so a step sees $N$ times as much. The aim is more data per second.
 
 # %% tags=["hide-input", "measured"]
 # Measures steps of layers that sleep, on 1 to 8 ranks
@@ -777,7 +779,7 @@ head = ["case", "ranks", "predicted (ms)", "measured (ms)", "difference (%)"]
 show.table(rows, [*head, "samples per second, of one rank's"])
 
 # %% [markdown]
-# The picture has the same numbers, with what they would be without a wire.
+# The picture has the same numbers, and beside them those of a wire that takes no time.
 
 # %% tags=["hide-input", "measured"]
 # Draws the step's time against the number of ranks
@@ -812,8 +814,8 @@ show.figure(
 
 
 # %% [markdown]
-# With a fixed batch compute shrinks as $1/N$ while the wire's time *grows* towards $2S\beta$. Beyond the point where they meet, more ranks make the step slower.
-# With a growing batch every rank computes as long as before, and the wire stays hidden behind backward.
+# With a fixed batch the time of computing shrinks as $1/N$, while the wire's time *grows* towards $2S\beta$. Once the wire takes longer than computing, more ranks make the step slower.
+# With a growing batch every rank computes as long as before, and backward still hides the wire's time.
 # This is why data-parallel jobs train with large batches; how large a batch may be before the model learns less per sample is another question {cite}`goyal2017imagenet`.
 #
 # ## PyTorch's DistributedDataParallel beside ours
@@ -831,7 +833,7 @@ show.figure(
 # | end | `destroy_process_group()` | `del model, optimizer` first: on gloo the process may hang otherwise (torch 2.13) |
 # | length | under 300 lines of Python | several thousand of C++ and Python |
 #
-# The table has both, step by step in turn, on two ranks and the same buckets.
+# The table has the times of both on two ranks with buckets of the same size, measured in turn, one step of each.
 
 # %% tags=["hide-input", "measured"]
 # Table: median steps of ours and of torch's DDP
@@ -870,14 +872,14 @@ show.table(rows, ["two ranks, loopback", "median step (ms)"])
 
 
 # %% [markdown]
-# Weights are equal bit for bit, and so is, nearly, the time.
-# [The benchmark](../benchmarks/data_parallel.py) measures it with more care, on two and four ranks and on the slow link, beside the physical floor.
+# The weights are equal bit for bit, and the times nearly equal.
+# [The benchmark](../benchmarks/data_parallel.py) repeats it more often, on two and four ranks and on the slow link, beside the least time that computing and wire allow.
 #
 # ## Data: who sees what
 #
 # Each rank must see its own share of every epoch.
-# `DistributedSampler` deals the indices out, like cards: rank $r$ gets numbers $r$, $r+N$, $r+2N$, … of a shuffled list.
-# All ranks shuffle with the same seed, so they hold the same list without a message.
+# `DistributedSampler` deals the indices out in turn: rank $r$ gets numbers $r$, $r+N$, $r+2N$, … of a shuffled list.
+# All ranks shuffle with the same seed, so they have the same list without a message.
 #
 # ![Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. Twelve places have to be filled, so two samples appear a second time.](../figures/data_parallel_sampler.svg)
 #
@@ -917,18 +919,18 @@ show.table(
 
 
 # %% [markdown]
-# Without the sampler four ranks do the work of one, four times: the averaged gradient is one rank's gradient.
-# Nothing fails, and the ranks agree. The only trace is that the loss falls as slowly as with one rank.
+# Without the sampler all four ranks compute the same: the averaged gradient is that of a single rank.
+# Nothing fails, and the ranks' weights are equal. The only trace is that the loss falls as slowly as with one rank.
 # Without `set_epoch` every epoch has the same batches in the same order.
 #
-# When the number of samples does not divide, the sampler repeats some, so that all ranks have the same number of batches (`drop_last=True` leaves some out instead).
+# When the number of ranks does not divide the number of samples, the sampler repeats some, so that all ranks have equally many (`drop_last=True` leaves some out instead).
 # For training that is fine. In an evaluation repeated samples count twice.
 #
 # ### Loss, printing, saving
 #
 # A rank's loss is the loss of its own share. The number to report is the average over the ranks, an all-reduce of one scalar.
-# Printing, and writing files, is for rank 0 alone; *computing* what is printed, if that needs an all-reduce, is for all ranks.
-# In the loop two things are under the `if`, and the all-reduce is not.
+# Rank 0 alone prints and writes files. If *computing* what it prints needs an all-reduce, all ranks have to take part in it.
+# So in the loop the printing and the saving are under the `if`, and the all-reduce is not.
 
 # %%
 def train(folder):
@@ -1013,12 +1015,12 @@ show.table(rows, ["the hook averages", *(f"drift after step {i}" for i in range(
 
 
 # %% [markdown]
-# Every backward pulls the weights together again, in the middle of computing with them; every step drives them apart by about twice the learning rate.
+# Every backward averages the weights, in the middle of computing with them. Every step then makes them differ by about twice the learning rate.
 # The loss falls all the same. `drift` finds it in one line: call it once after the first step of every new job.
 #
 # ### Averaging means of unequal batches
 #
-# The last batch of an epoch is short on some ranks. Averaging the ranks' own means gives each *rank* the same weight, not each sample.
+# The last batch of an epoch is short on some ranks. An average of the ranks' own means gives each *rank* the same weight, where each *sample* should have it.
 
 # %%
 def short_batch(joined):
@@ -1049,8 +1051,8 @@ print(f"joined_mean:                 off by less than {1e-3} %")
 print(f"weight of the lone window:   {1 / 4:.3f} instead of {1 / 19:.3f}")
 
 # %% [markdown]
-# For language models this is the rule, not the exception: padding and packing give every rank another number of *tokens* in every step.
-# The remedy is `joined_mean`: sum locally, divide by the count of all ranks.
+# With language models this happens in every step: padding and packing give every rank another number of *tokens*.
+# The remedy is `joined_mean`: it sums the local losses, and divides by the number of tokens of all ranks.
 
 # %%
 show.source(joined_mean)
@@ -1059,8 +1061,9 @@ show.source(joined_mean)
 # %% [markdown]
 # ### Forgetting `zero_grad`, forgetting `no_sync`
 #
-# The first makes gradients pile up. The second is about accumulation: $k$ micro-batches per step need one exchange, not $k$.
-# Neither makes the ranks disagree, so `drift` sees nothing.
+# Without `zero_grad` each step's gradients are added to those of the steps before.
+# `no_sync` is for accumulation: with it, a step of $k$ micro-batches sends its gradients once, and not $k$ times.
+# Neither mistake makes the ranks' weights differ, so `drift` does not find it.
 
 # %%
 def norms(forget):
@@ -1110,7 +1113,8 @@ print(
 # %% [markdown]
 # ### The device of the second node
 #
-# `RANK` counts over all nodes, a GPU's number only within its own. Which of these work on two nodes with four GPUs each?
+# `RANK` counts over all nodes, but a GPU's number only within its node; so does `LOCAL_RANK`.
+# Which of these work on two nodes with four GPUs each?
 
 # %% tags=["hide-input"]
 # Table: the device by RANK and by LOCAL_RANK
@@ -1123,12 +1127,12 @@ show.table(rows, ["RANK", "node", "by RANK", "outcome", "by LOCAL_RANK"])
 
 
 # %% [markdown]
-# On one node both are right, so this shows up on the day of the first large job.
-# The quiet variant is worse: `torch.device("cuda")` without a number puts every rank of a node on `cuda:0`, and the job runs, four times slower, until memory is full.
+# On one node both are right, so the mistake shows only in the first job on two nodes.
+# One variant raises no error: `torch.device("cuda")` without a number puts every rank of a node on `cuda:0`, and the job runs, four times slower, until memory is full.
 #
 # ### Going round the wrapper
 #
-# `model.module(x)` computes the same as `model(x)`. Torch's DDP prepares its reducer in its own `forward`, so a training step that goes round it sends nothing, and says nothing.
+# `model.module(x)` computes the same as `model(x)`. But torch's DDP prepares its exchange of gradients in its own `forward`: a training step that calls `model.module` sends nothing, and raises no error.
 
 # %%
 def around(wrap):
@@ -1189,9 +1193,10 @@ assert failure(skips_one) == [1]
 
 
 # %% [markdown]
-# On a cluster nothing would return early: rank 1 would go on to its next step, and there its bucket 0 would be added to the others' last bucket, or both would wait until the timeout, ten minutes with nccl.
+# In a real job rank 1 would not return but go on to its next step.
+# There its bucket 0 would be added to the others' last bucket, or all would wait until the timeout, ten minutes with nccl.
 #
-# **The ranks built different models.** Without a check, the broadcast at the start would hang or mix tensors up. `DataParallel`, like torch's, compares shapes first, and every rank learns what is wrong.
+# **The ranks built different models.** Without a check, the broadcast at the start would hang, or write one tensor's values into another. `DataParallel`, like torch's DDP, compares shapes first, and raises an error on every rank.
 
 # %%
 def different_models():
@@ -1213,7 +1218,7 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 # :class: checked
 #
 # It cannot: that is the first failure of this lab. It takes part with zeros.
-# And they are averaged in: of a layer that one of two ranks used, both get *half* its gradient, which is right, since that is the gradient of the joined mean.
+# The zeros count in the average: where one of two ranks used a layer, both get *half* of that rank's gradient. That is right, since it is the gradient of the joined mean.
 # [A test](../tests/test_data_parallel.py) compares it with one process.
 # ````
 #
@@ -1222,17 +1227,22 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 # | for | against |
 # |---|---|
 # | The model is not touched: one line wraps it | The whole model and its optimizer must fit on one GPU: 4 units on every rank (measured above), 16 bytes per parameter |
-# | The wire hides behind backward: at 1 Gbit/s a step takes about 0.7 of the time | No gain where cores do the copying: about 1.0 on loopback |
+# | Backward hides the wire's time: at 1 Gbit/s a step takes about 0.7 of the time | No gain where cores do the copying: about 1.0 on loopback |
 # | Bytes per rank stay below $2S$, however many ranks | A fixed batch stops gaining: here beyond 2 to 4 ranks, when the wire exceeds backward |
-# | Equal to one process to rounding, bit for bit on two ranks against DDP | All wait for the slowest: a rank that takes 0.1 s longer costs each of the others 0.1 s, in every step |
+# | Equal to one process but for rounding; on two ranks equal to DDP bit for bit | All wait for the slowest: a rank that takes 0.1 s longer costs each of the others 0.1 s, in every step |
 #
-# In a real job, these show that it is set up right: `drift` is 0 after the first step; the throughput with $N$ ranks is near $N$ times that of one; bytes sent are $2\frac{N-1}{N}$ of the gradients' size per *step*, not per micro-batch; the loss of step 1 on $N$ ranks equals that of one process on the joined batch.
+# In a real job, these show that it is set up right:
+#
+# - `drift` is 0 after the first step;
+# - the throughput with $N$ ranks is near $N$ times that of one;
+# - each rank sends $2\frac{N-1}{N}$ times the gradients' size per *step*, not per micro-batch;
+# - the loss of step 1 on $N$ ranks equals that of one process on the joined batch.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Here the link is emulated and the cores are shared, so the overlap that you see is that of waiting, not of copying.
-# A second GPU would show the overlap that jobs live on: nccl's all-reduce beside backward's kernels, and what it takes from them in processors and memory bandwidth.
+# Here the link is emulated, and the ranks compute on the same cores. So you see waiting overlapped, not copying.
+# A second GPU would show the overlap of real jobs: nccl's all-reduce beside backward's kernels, and how many processors and how much memory bandwidth it takes from them.
 # Gradients, buckets and bytes would be the same.
 # ```
 #
@@ -1274,7 +1284,7 @@ check(answer, "ddp_bytes")
 # :label: ex-data-parallel-floor
 # ```
 #
-# Forward takes 0.04 s, backward 0.05 s, and the wire is busy for 0.10 s. There are very many, very small buckets, and latency is nothing.
+# Forward takes 0.04 s, backward 0.05 s, and the wire is busy for 0.10 s. There are very many, very small buckets, and latency is zero.
 # How long do forward, backward and the exchange take together at best?
 
 # %%
@@ -1290,7 +1300,7 @@ check(answer, "overlap_floor")
 # :class: dropdown
 # ```
 #
-# The wire starts with backward, and is the longer of the two.
+# The wire starts with backward, and takes longer than it.
 
 # %%
 answer = 0.04 + max(0.05, 0.10)
@@ -1305,7 +1315,7 @@ check(answer, "overlap_floor")
 # :label: ex-data-parallel-average
 # ```
 #
-# `average_gradients` leaves zeros where no rank had a gradient, and AdamW's weight decay then moves a layer that one process would leave alone.
+# `average_gradients` leaves zeros where no rank had a gradient, and AdamW's weight decay then moves a layer that does not move in one process.
 # Write it so that this does not happen: a parameter that *some* rank used gets the average, one that *no* rank used keeps `grad=None`.
 # Some parameters are frozen.
 
@@ -1412,7 +1422,7 @@ check(my_accumulate)
 # :class: dropdown
 # ```
 #
-# All but the last inside `no_sync()`. The last backward sends what has come together.
+# All but the last backward are inside `no_sync()`. The last one sends the sum.
 
 # %%
 def my_accumulate(model, loss_of, micro_batches):
@@ -1454,8 +1464,9 @@ check(my_micro_batches)
 # :class: dropdown
 # ```
 #
-# What is left of the wire after one backward is waited for, however many micro-batches there are. With $w$ of it and $m$ of them the share is $w / (w + m (f + b))$.
-# So a slow link is paid for with a larger batch, which the learning rate has to bear.
+# The ranks wait for the $w$ seconds that the all-reduce takes longer than one backward, however many micro-batches there are.
+# With $m$ micro-batches of $f$ seconds of forward and $b$ of backward, waiting is $w / (w + m (f + b))$ of the step.
+# So a slow link needs a larger batch, for which the learning rate has to be chosen anew.
 
 # %%
 def my_micro_batches(size, n, bandwidth, forward, backward, fraction):
@@ -1477,7 +1488,7 @@ check(my_micro_batches)
 # - Every rank holds the whole model; averaged gradients keep the copies equal, and equal to one process on the joined batch.
 # - The average is right because a loss is a mean; with unequal batches divide by the joined count.
 # - Buckets save latency, hooks hide waiting; neither saves a byte or a unit of memory.
-# - A rank sends $2\frac{N-1}{N}S$ bytes per step, whatever the batch; so give each rank enough batch to hide them behind.
+# - A rank sends $2\frac{N-1}{N}S$ bytes per step, whatever the batch; so give each rank a batch whose backward takes longer than that.
 # - Every rank takes part in every all-reduce, in the same order, with or without a gradient.
 # - Most mistakes raise no error: measure `drift`, traffic, and the first loss.
 #

@@ -20,16 +20,16 @@
 #
 # - train with DeepSpeed in a script of ten lines, and write its configuration line by line;
 # - show that the engine computes what one process computes, for every ZeRO stage, with offload, accumulation, and a model cut in two;
-# - tell which parts you have to ask for, and which you get without asking;
+# - tell which of its parts you have to configure, and which are on by default;
 # - save on two ranks and go on with one or four, and say when stage 3 is worth its traffic.
 #
 # It takes about 40 minutes to read and 40 minutes for the exercises. Running it takes under a minute.
 # You need [Data parallelism](data_parallel.md) and [ZeRO](zero.md), whose mechanisms the engine contains.
 #
 # One thing to wonder about before you start.
-# We train five steps on two ranks, with a configuration of four lines. The losses are those of one process, to the seventh digit.
-# Then we leave out one of the four lines, one that switches something *off*. The losses part in the third digit.
-# Nothing is broken, and nothing warned. With the same library of half a year earlier, they would not have parted.
+# Five steps of training on two ranks, with a configuration of four lines, have the losses of one process, to the seventh digit.
+# Then one of the four lines is left out, one that switches something *off*. Now the losses differ in the third digit.
+# There is no error and no warning. With the same library of half a year earlier, they would not have differed.
 
 # %% tags=["hide-input"]
 # Imports, the small model, and what one process computes
@@ -109,13 +109,13 @@ LOSSES, WEIGHTS = one_process()
 
 # %% [markdown]
 # Each run has two ranks: processes on GPUs where your machine has some, and on the CPU otherwise. Where a cell says `device="cpu"`, its comment says why.
-# DeepSpeed is the real one, version 0.19.8 (November 2026). What it runs on is the only difference to a job on GPUs: equality and bytes carry over, and times do not.
+# DeepSpeed is the real one, version 0.19.8 (November 2026). Only the devices may differ from those of a job on GPUs: equality and bytes are the same there, times are not.
 #
 # ## The plain script: initialize, backward, step
 #
 # DeepSpeed's `initialize` takes a model, an optimizer and a dictionary, and gives back an *engine*.
-# The engine is called like the model; then it takes over `backward` and `step`.
-# That is all of a training script: no averaging of gradients, no `zero_grad`.
+# You call the engine like the model, and then its `backward` and its `step`.
+# The script averages no gradients and calls no `zero_grad`: the engine does both.
 
 # %%
 def plain_script(settings):
@@ -164,21 +164,21 @@ for name, results in (("four lines: ", with_all), ("three lines:", without)):
 print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 
 # %% [markdown]
-# What the plain script leaves out: it moves nothing to a GPU, accumulates nothing, and believes every line of its dictionary, misspelt ones too.
-# Left to itself DeepSpeed also compiles a C++ extension when it first joins a process group on a CPU, and needs a compiler for it; `de.prepare()` imports it without.
+# What the plain script leaves out: it moves nothing to a GPU, accumulates nothing, and checks no line of its dictionary, so a misspelt one is accepted.
+# On a CPU DeepSpeed also compiles a C++ extension when it first joins a process group, for which it needs a compiler; after `de.prepare()` it does not.
 #
 # ## What the engine puts around a model
 #
-# The engine owns three moments of a step, and every state that lives longer than a step.
+# The engine does its work in three calls of a step, and keeps all states from step to step.
 #
 # ![Three columns, one per call. engine(tokens): stage 3 gathers each layer's parameters, computes and frees them. engine.backward(loss): divides by the accumulation, averages the gradients over the ranks, or reduce-scatters them. engine.step(): at the last micro-batch clips, steps and makes the new weights known; before that it only counts. Below, where each state lives: parameters, gradients and optimizer states are whole on every rank at stage 0; stage 1 cuts the optimizer, stage 2 the gradients, stage 3 the parameters; offload moves what is cut to the host.](../figures/deepspeed_engine_wraps.svg)
 #
-# Nothing in it is new to you: averaging is in [Data parallelism](data_parallel.md), and all stages are in [ZeRO](zero.md).
-# New is that a dictionary chooses among them {cite}`rasley2020deepspeed`. So what you have to master is the dictionary.
+# You know each of these mechanisms: averaging from [Data parallelism](data_parallel.md), the stages from [ZeRO](zero.md).
+# New is that a dictionary chooses among them {cite}`rasley2020deepspeed`. So the dictionary is what there is to learn.
 #
 # ## The core: the engine, started and stepped
 #
-# The course's `initialize` is the same call, with the device, a check of the number of ranks, and silence; `step` is the same loop over the micro-batches of one optimizer step.
+# The course's `initialize` is the same call; it also chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `step` is the same loop, over the micro-batches of one optimizer step.
 
 # %%
 show.source(de.initialize, de.step)
@@ -187,7 +187,7 @@ show.source(de.initialize, de.step)
 # ## The configuration, line by line
 #
 # DeepSpeed reads JSON, or a dictionary of the same content.
-# You can write it by hand, as above. The course builds it from a layout and some arguments, and holds it against DeepSpeed's own schema before anything starts.
+# You can write it by hand, as above. The course builds it from a layout and some arguments, and checks it against DeepSpeed's own schema before any rank starts.
 
 # %%
 layout = Layout(dp=2, zero=3, offload="parameters", micro_batch=2)
@@ -204,8 +204,8 @@ for name, value in settings.items():
 # | `gradient_clipping` | largest norm of all gradients together | **1.0** since version 0.19.3: your gradients are clipped; before, 0.0 |
 # | `zero_optimization.stage` | 0: copies; 1, 2, 3: cut optimizer, gradients, parameters | 0 |
 # | `offload_optimizer`, `offload_param` | put the cut states into the host's memory | they stay on the device |
-# | `zero_force_ds_cpu_optimizer` | insist on DeepSpeed's compiled CPU Adam when the optimizer is offloaded | true: torch's own AdamW is refused |
-# | `zero_allow_untested_optimizer` | accept an optimizer with which ZeRO was not tried: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: it is refused from stage 1 on |
+# | `zero_force_ds_cpu_optimizer` | refuse an offloaded optimizer that is not DeepSpeed's compiled CPU Adam | true: torch's own AdamW is refused |
+# | `zero_allow_untested_optimizer` | accept an optimizer that was not tested with ZeRO: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: it is refused from stage 1 on |
 # | `steps_per_print` | how often to log progress: here never | not at all |
 
 # %%
@@ -213,14 +213,14 @@ show.source(de.config)
 
 
 # %% [markdown]
-# The fourth line of the table is the answer to the question at the top.
+# The fourth row, `gradient_clipping`, is the line that was left out at the top.
 #
 # ````{admonition} Checked: "without a clipping line there is no clipping"
 # :class: checked
 #
 # That was true until mid-2026. DeepSpeed's [pull request 8068](https://github.com/deepspeedai/DeepSpeed/pull/8068), merged on 23 June 2026, changed the default from 0.0 to 1.0, and [version 0.19.3](https://github.com/deepspeedai/DeepSpeed/releases/tag/v0.19.3) was the first with it.
 # With 0.19.8 the next cell trains with the line left out, with 1.0, and with 0.0: the first two are the same run, and only the third is the run of one process.
-# So the same file trains otherwise after an upgrade. Write the line.
+# So after an upgrade the same file gives another training. Write the line.
 # ````
 
 # %%
@@ -264,12 +264,12 @@ show.table(
 
 
 # %% [markdown]
-# Clipping is a sensible thing to do. Doing it unasked makes a comparison of two frameworks wrong, and looks like a bug in one of them.
-# With AdamW it takes a few steps to show, because AdamW divides a factor out again; only its memory of earlier gradients tells.
+# Clipping is sensible. But if only one of two frameworks clips, a comparison of them is wrong, and looks like a bug in one of them.
+# With AdamW the difference shows only after a few steps. A factor that is the same in all steps cancels in AdamW; clipping has another factor in each step, and the moments mix gradients of several steps.
 #
 # ## The batch arithmetic
 #
-# Three numbers describe one thing, and have to multiply:
+# Three numbers determine the batch, and have to satisfy an equation:
 #
 # $$
 # \text{train batch} = \text{micro-batch} \times \text{accumulation} \times \text{copies}, \qquad
@@ -277,12 +277,12 @@ show.table(
 # $$
 #
 # $N$ is the number of ranks, and $t$ and $p$ are the degrees of tensor and pipeline parallelism.
-# Ranks that share one copy of the model compute the same sequences, and so count once. (DeepSpeed's own count has an exception, [below](#a-model-cut-in-two).)
+# Ranks over which one copy of the model is cut compute the same sequences, and so count once. (DeepSpeed's own count has an exception, [below](#a-model-cut-in-two).)
 #
 # ![Two ranks, each with two micro-batches of two sequences, one after the other. Micro-batch two, times accumulation two, times two copies: a train batch of eight sequences, and one optimizer step.](../figures/deepspeed_engine_batch.svg)
 #
-# Give two of the three, and DeepSpeed works the third out. Give all three, and they must fit.
-# The next cell gives three that do not, and the message writes the product out.
+# Give two of the three, and DeepSpeed works the third out. If you give all three, the equation must hold.
+# In the next cell it does not, and the message has the product.
 
 # %%
 def refused(settings):
@@ -310,13 +310,13 @@ assert "7 != 2 * 1 * 2" in message
 
 
 # %% [markdown]
-# The usual way to get there: the job moves from 8 GPUs to 16, and the file still has all three numbers.
-# Leave `gradient_accumulation_steps` out, and the batch that the optimizer sees stays as it was.
+# This error is common when a job goes from 8 GPUs to 16, and its file still has all three numbers.
+# Leave `gradient_accumulation_steps` out, and the batch of an optimizer step stays as it was.
 #
 # ## Every stage equals one process
 #
-# Now every stage, and what can be combined with it, against one process: five steps of AdamW, losses and weights.
-# One run does them all, one engine after the other.
+# The next cell compares every stage, and what can be combined with it, with one process: losses and weights over five steps of AdamW.
+# One run has them all, one engine after another.
 
 # %%
 def sharded(zero, **more):
@@ -336,7 +336,7 @@ cases = {
 }
 
 # %% [markdown]
-# Only the last row of the table is not near rounding.
+# In all rows of the table but the last the differences are float32 rounding.
 
 # %% tags=["hide-input", "measured"]
 # Trains all of them, and tabulates the differences from one process
@@ -359,27 +359,27 @@ show.table(
 
 
 # %% [markdown]
-# Stages and offload change *where* numbers live, and leave the arithmetic alone, as in [our own ZeRO](zero.md), which is held against the same one process.
-# Accumulation does too: `engine.backward` divides each micro-batch's loss by their number, and `engine.step` does nothing until the last.
+# Stages and offload change *where* numbers are kept, and not the arithmetic, as in [the course's own ZeRO](zero.md).
+# Accumulation gives the same gradients, too: `engine.backward` divides each micro-batch's loss by the number of micro-batches, and `engine.step` does nothing until the last.
 #
-# The row with bf16 differs more. Forward and backward have eight bits of precision, while the engine keeps float32 *master weights*, takes the step on them, and rounds them to bf16 for the next forward.
-# Its difference is rounding as well, at the third digit.
+# The row with bf16 differs more. Forward and backward have eight bits of precision. The engine keeps float32 *master weights*, updates them in the step, and rounds them to bf16 for the next forward.
+# So this difference is rounding as well, in the third digit.
 #
-# The times are those of the machine that built this page, a CPU, with a model so small that DeepSpeed's own bookkeeping is most of them.
-# They do show one thing that holds elsewhere: stage 3, which gathers and frees around each layer, has more to do than stage 1, which does not. When that matters is [below](#when-stage-3-is-worth-its-traffic).
+# The times are those of the machine that built this page, a CPU. The model is so small that most of a step is DeepSpeed's own overhead.
+# One thing holds elsewhere, too: stage 3 gathers and frees around each layer, so it takes longer than stage 1, which does not. When that matters is [below](#when-stage-3-is-worth-its-traffic).
 #
 # ## Communication buffers: bucket times type, doubled with overlap
 #
-# The states of stage $z$ are predicted in [Memory](memory.md) and [ZeRO](zero.md).
-# From stage 1 on, DeepSpeed takes something on top, which does not depend on your model: a bucket in which gradients lie side by side until they are sent.
-# `reduce_bucket_size` counts numbers, and by default it is $5\cdot10^8$. So the buffer takes
+# The states of each stage are predicted in [Memory](memory.md) and [ZeRO](zero.md).
+# From stage 1 on, DeepSpeed also takes a *bucket*, a buffer in which gradients are put side by side until they are sent. Its size does not depend on your model.
+# `reduce_bucket_size` is its number of elements, by default $5\cdot10^8$. So the buffer takes
 #
 # $$
 # \text{bytes} = \texttt{reduce_bucket_size} \times \text{bytes of the type that is reduced} \times (2 \text{ with } \texttt{overlap_comm})
 # $$
 #
-# In stages 1 and 2 overlap is off unless you ask for it; with it one bucket fills while the other is sent. Stage 3 has one bucket in either case.
-# The next cell counts the bytes that one rank holds at most, for our model of 0.5 MB.
+# In stages 1 and 2 overlap is off by default. With it there are two buckets: one is filled while the other is sent. Stage 3 has one bucket in either case.
+# The next cell counts the bytes that one rank holds at most, for a model of 0.5 MB.
 
 # %%
 def peak(cases):
@@ -424,11 +424,11 @@ head = ["stage, bucket (numbers)", "predicted buckets (MB)", "measured, all (MB)
 show.table(rows, [*head, "the rest: states, activations (MB)"])
 
 # %% [markdown]
-# Two gigabytes in float32, one in bf16, twice that with overlap. On a GPU of 80 GB and with a model of 7 billion parameters that is a detail. On a small GPU it is the out-of-memory error that no formula for states explains.
+# By default that is 2 GB in float32 and 1 GB in bf16, and twice as much with overlap. It matters little on a GPU of 80 GB with a model of 7 billion parameters. On a small GPU it can cause an out-of-memory error that no formula for states explains.
 #
 # ## Activation checkpointing has to be asked for
 #
-# The configuration has a section `activation_checkpointing`. It is easy to believe that it switches recomputation on.
+# The configuration has a section `activation_checkpointing`. Its name suggests that it switches recomputation on.
 #
 # ````{admonition} Checked: "the section activation_checkpointing saves memory"
 # :class: checked
@@ -443,7 +443,7 @@ show.source(de.recompute)
 
 
 # %% [markdown]
-# And this is the count, together with the loss after a step, which recomputation must not change.
+# This counts the bytes, and computes the loss after a step, which recomputation must not change.
 
 # %%
 def saved_bytes():
@@ -480,14 +480,14 @@ show.table(rows, ["asked for", "saved for backward (kB)", "loss after one step"]
 
 
 # %% [markdown]
-# What is left is each block's input, and what lies outside the blocks. The loss is the same: recomputing repeats the same arithmetic.
-# Hugging Face models have a switch of their own, `model.gradient_checkpointing_enable()`, which calls torch's; with that, DeepSpeed's section does nothing either.
+# With the call, only each block's input is still saved, and what is outside the blocks. The loss is the same: recomputation repeats the same arithmetic.
+# Hugging Face models have a method of their own, `model.gradient_checkpointing_enable()`, which uses torch's recomputation; then DeepSpeed's section has no effect.
 #
 # ## A model cut in two
 #
-# Both kinds of cut are in the engine: inside each matrix, and between layers.
+# The engine can cut a model inside each matrix, and between layers.
 #
-# **Automatic tensor parallelism.** You name a degree, and which matrices are cut by columns and which by rows, as patterns over their names. For well-known models DeepSpeed knows the patterns.
+# **Automatic tensor parallelism.** You give the number of ranks, and patterns over the names of matrices: which are cut by columns, and which by rows. For well-known models DeepSpeed has the patterns.
 # **[Pipeline](pipeline.md).** The model becomes a list of layers, a `PipelineModule`, and each stage keeps its part. Here `train_batch` replaces forward, backward and step.
 #
 # The cell runs both on two ranks, and notes what each rank holds.
@@ -540,9 +540,9 @@ show.table(rows, head, caption=f"Whole model: {full:,} parameters, ffn.up (256, 
 # ````{admonition} Checked: "train_batch_size is the batch that the optimizer sees"
 # :class: checked
 #
-# Not with automatic tensor parallelism. Both runs above put four sequences into each step; the next line prints what the engine says of it.
-# DeepSpeed 0.19.8 multiplies by *all* ranks there, since nobody tells it that they share a copy. In the pipeline it counts right.
-# The training is right in both. But a learning rate that you scale with `train_batch_size` is not, and a dictionary that gives all three numbers has to be wrong to be accepted. The builder leaves `train_batch_size` out when `tp` is above 1.
+# Not with automatic tensor parallelism. Both runs above have four sequences in each step; the next line prints the batch that the engine reports.
+# With tensor parallelism DeepSpeed 0.19.8 multiplies by *all* ranks, as if each had a copy. With the pipeline it counts right.
+# The training is right in both. But a learning rate that you scale with `train_batch_size` is wrong, and a dictionary with all three numbers is accepted only if one of them is wrong. The builder leaves `train_batch_size` out when `tp`, the number of ranks of tensor parallelism, is above 1.
 # ````
 
 # %%
@@ -555,14 +555,14 @@ print("train_batch_size():", says)
 assert says == {"tensor": 8, "pipeline": 4}
 
 # %% [markdown]
-# Tensor parallelism leaves embedding, head and norms whole on every rank. The pipeline gives whole layers away, and not evenly for so small a model: stage 0 holds the embedding.
-# Neither makes copies: both ranks are *one* copy in the batch arithmetic.
+# Tensor parallelism leaves embedding, output layer and LayerNorms whole on every rank. The pipeline deals out whole layers, which is uneven for so small a model: stage 0 holds the embedding.
+# In the batch arithmetic both ranks are *one* copy, in either case.
 #
 # ## Checkpoints: as many ranks, any number of ranks, none
 #
-# `save` writes one file per rank and part, in a folder with the tag's name, and `load` reads them into as many ranks.
-# For another number of ranks, DeepSpeed has universal checkpoints {cite}`lian2024universal`: `to_universal` puts the shards of each parameter together, weight and both averages, and each rank then cuts out what is now its own.
-# For inference, or another framework, you want a plain state dict.
+# A checkpoint has a name, its *tag*. `save` makes a folder of that name, with a file of model and a file of optimizer for each rank, and `load` reads them on as many ranks.
+# For another number of ranks, DeepSpeed has universal checkpoints {cite}`lian2024universal`: `to_universal` joins the shards of each weight and of its two moments, and each rank then reads its new shard of them.
+# For inference, or another framework, `plain_state_dict` makes a plain state dict.
 #
 # ![The life of a checkpoint: two ranks train at stage 3 and each holds half of every state. save writes two model files and two optimizer files under a tag, and the file latest names the tag. load on two ranks reads them back, and training goes on. plain_state_dict joins the parts into one dictionary of float32 weights, which loads into the plain model, on one process without DeepSpeed. to_universal makes a folder of whole tensors, which any number of ranks loads.](../figures/deepspeed_engine_checkpoint.svg)
 
@@ -571,7 +571,7 @@ show.source(de.load, de.to_universal)
 
 
 # %% [markdown]
-# The cell trains three steps at stage 3, saves, and trains two more. Then fresh engines load and train the same two: two ranks from the checkpoint as it is, one, two and four from the universal one.
+# The cell trains three steps at stage 3, saves, and trains two more. Then new engines load the checkpoint and train the same two steps: two ranks from the checkpoint as it is, and one, two and four ranks from the universal one.
 
 # %%
 def four_windows(step):
@@ -636,7 +636,7 @@ show.table(
 
 
 # %% [markdown]
-# On as many ranks both ways go on bit for bit; on others the difference is rounding.
+# On two ranks both kinds of checkpoint continue with the same bits; on one and on four ranks the difference is rounding.
 # Without the conversion, another number of ranks is refused, as the next cell shows.
 
 # %%
@@ -666,36 +666,37 @@ show.table(
 
 # %% [markdown]
 # The optimizer files are the large ones: they hold master weights and AdamW's two moments, of which each rank has half.
-# At stage 3 the model files hold no weights at all. Who copies only those has copied nothing.
-# And DeepSpeed's folders have no manifest and no rename: what [Checkpoints](checkpoint.md) says of a kill in the middle holds here too, but for the file `latest`, which is written last.
+# At stage 3 the model files hold no weights at all: a copy of these files alone has no weights.
+# DeepSpeed writes no manifest, and does not rename a finished folder. So a job that is killed while it saves leaves a folder that is not complete ([Checkpoints](checkpoint.md)). The file `latest`, which is written last, still names the checkpoint before it.
 #
-# ## The lab: one Llama, four ways
+# ## The lab: one Llama, eight ways
 #
 # So far the model was the course's. Now it is a Llama of Hugging Face's `transformers`, built from a configuration with random weights, so that nothing is downloaded: `lab.TINY`, with 3.1 million parameters ([counted below](#operations-predicted-and-counted)).
 # `model="…"` takes a name on the hub instead.
-# `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight ways that the lab has, each stage of ZeRO among them; `--precision bf16` runs them with 16-bit weights.
+# `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight ways, each stage of ZeRO among them; `--precision bf16` runs them with 16-bit weights.
 #
 # Each way first generates, greedily and with a cache, and then trains the same weights.
 # Times are the slowest rank's: the median of three generations, and the sum of the training steps after the first.
+# This page compares four of the eight:
 #
 # - **one process**: plain torch, without DeepSpeed;
 # - **data parallel**: a copy on each rank, the batch divided;
-# - **ZeRO-3, offload**: the batch divided, and all states cut and kept in the host's memory;
+# - **ZeRO-3, offload**: the batch divided, and all states sharded and kept in the host's memory;
 # - **tensor parallel**: one copy cut in two, the whole batch on both.
 #
-# With ZeRO-3 no rank ever holds the whole model. Inside of `deepspeed.zero.Init` each parameter is cut as soon as it is made, and the weights come from their file one tensor at a time:
+# With ZeRO-3 no rank ever holds the whole model. Under `deepspeed.zero.Init` each parameter is sharded as soon as it is made, and the weights are read from their file one tensor at a time:
 
 # %%
 show.source(lab._sharded)
 
 # %% [markdown]
-# The other ways make the whole model first: see the last column of the next table.
+# The other ways make the whole model first: the last column of the next table has the bytes.
 
 # %%
 show.source(lab.generate)
 
 # %% [markdown]
-# The cell runs all four, and times them.
+# The cell runs the four, and times them.
 
 # %% tags=["measured"]
 task = lab.Task(batch=4, prompt=32, new=8, seq=64, steps=3)
@@ -707,7 +708,7 @@ print(", ".join(f"{what}: {value}" for what, value in count.machine()))
 breakdown.table(reports, caption="Two ranks that share one machine")
 
 # %% [markdown]
-# The same as a picture. Intensity, on the right, does not depend on the machine. Speed does: two ranks here share two cores, and the tiny model leaves most of the time to bookkeeping.
+# The picture shows the same. Intensity, on the right, does not depend on the machine. Speed does: here two ranks run on two cores, and with so small a model most of the time is overhead.
 
 # %% tags=["hide-input", "measured"]
 # Draws speed and intensity of the four ways
@@ -720,7 +721,7 @@ show.figure(
 )
 
 # %% [markdown]
-# All four ways have one result: the same tokens, and losses to rounding.
+# All four ways generate the same tokens, and their losses are equal but for rounding.
 
 # %% tags=["hide-input"]
 # Table: generated tokens that agree, and differences of losses
@@ -738,14 +739,14 @@ for way, (inference, training) in ways.items():
 show.table(rows, ["way", "generated tokens that agree", "losses differ by"])
 
 # %% [markdown]
-# Tensor parallelism and ZeRO combine: four ranks are two copies, each cut in two, which share their optimizer states.
-# And a way that runs out of memory does not end the others. Here each rank gets 70 MB more than it has: DeepSpeed's copies need more for their buckets, and one process does not.
+# Tensor parallelism and ZeRO combine: four ranks are two copies, each cut in two, and the optimizer states are sharded over the copies.
+# A way that runs out of memory does not end the others. Here each rank may hold 60 MB: with copies it needs a few MB more, with ZeRO-3 less.
 
 # %%
 mixed = lab.run("mixed", 4, task)
 small = lab.Task(batch=2, prompt=8, new=2, seq=16, steps=1)
-# CPU: the limit is one that the system knows
-found, failed = lab.tried(["data", "one"], 2, small, device="cpu", memory=70e6)
+# CPU: its tensors are counted one by one
+found, failed = lab.tried(["data", "zero3"], 2, small, device="cpu", memory=60e6)
 print("failed:", failed, "went on:", sorted({report.way for report in found}))
 
 # %% tags=["hide-input"]
@@ -753,20 +754,20 @@ print("failed:", failed, "went on:", sorted({report.way for report in found}))
 
 apart_by = (mixed[1].outcome - losses).abs().max().item()
 assert torch.equal(mixed[0].outcome, tokens) and apart_by < 1e-5  # float32, near 8
-assert failed == {"data": "out of memory"} and {r.way for r in found} == {"one"}
+assert failed == {"data": "out of memory"} and {r.way for r in found} == {"zero3"}
 print(f"tensor × ZeRO-1 on 4 ranks: the same tokens, losses {digits(apart_by)} apart")
 
 # %% [markdown]
 # What the columns say:
 #
-# - **TFLOP/s** counts useful operations: 6 per parameter and token in training, 2 in inference, and the attention. The formula is held against torch's own counter below.
-# - **FLOP/byte** is the arithmetic intensity: operations per byte that has to come from memory or go there. Counted are weights at each pass, gradients, optimizer states, the cache, and at ZeRO-3 the gathered copies; activations are not. See [Memory](memory.md) for what a roofline makes of it.
-# - **Inference** reads all weights for one token of each sequence, so its intensity is low, and lower still where the batch was divided: each copy reads all weights, for half the sequences. Tensor parallelism divides the weights instead, and keeps most of it.
-# - **ZeRO-3** gathers all parameters again for each generated token, for the few operations of one token: a last resort for generation. In training it is the slowest row as well, here, where each gather serves 128 tokens. [When it is worth it](#when-stage-3-is-worth-its-traffic) depends on how many tokens that is.
+# - **TFLOP/s** counts useful operations: 6 per parameter and token in training, 2 in inference, and those of attention. The formula is compared with torch's own counter below.
+# - **FLOP/byte** is the arithmetic intensity: operations per byte that is read from memory or written to it. Counted are weights at each pass, gradients, optimizer states, the cache, and at ZeRO-3 the gathered weights; activations are not. [The roofline](gemm.md#from-bytes-to-seconds-the-roofline) says what follows from it.
+# - **Inference** reads all weights for one token of each sequence, so its intensity is low. It is lower still where the batch is divided: each copy reads all weights for half the sequences. Tensor parallelism divides the weights instead, and keeps most of the intensity.
+# - **ZeRO-3** gathers all parameters again for each generated token, so it suits generation only where nothing else fits. Here it is the slowest row in training as well: each gather is for only 128 tokens. From how many tokens on it is worth it is [below](#when-stage-3-is-worth-its-traffic).
 #
 # ### Operations, predicted and counted
 #
-# Twice: a training step, with its backward pass, and a generation with its cache.
+# Both works are counted: a training step with its backward pass, and a generation with its cache.
 
 # %%
 llama = lab.llama(attn_implementation="eager")
@@ -793,12 +794,12 @@ head = ["", "predicted (FLOP)", "counted by torch (FLOP)", "difference"]
 show.table(rows, head, caption=f"TINY: {llama.num_parameters():,} parameters")
 
 # %% [markdown]
-# The counter sees matrix products alone, and so does the formula.
-# Attention is set to `eager` for it: the fused kernel hides its products from the counter on a CPU.
+# Both the counter and the formula count matrix products alone.
+# Attention is set to `eager`, since on a CPU the counter does not see the products inside a fused kernel.
 #
 # ## What each costs and buys, with your numbers
 #
-# Put in your model and your GPUs. The cell predicts what each setting holds on a GPU and on the host, and what it sends: bytes per parameter and step by each rank, for 16-bit gradients and parameters.
+# Put in your model and your GPUs. The cell predicts what each setting holds on a GPU and on the host. It also predicts what each rank sends, in bytes per parameter and step, for 16-bit gradients and parameters.
 
 # %%
 params, gpus = 7e9, 8
@@ -827,8 +828,8 @@ show.table(rows, head, caption="70 % of a GPU for states, the rest for activatio
 # %% [markdown]
 # ### When stage 3 is worth its traffic
 #
-# Stage 3 never makes a step faster than stage 1 or 2 that fits: it sends half as much again, and does more work around each layer. It is right when the states do not fit otherwise, or when the memory that it frees buys a larger micro-batch.
-# What it costs then depends on the tokens that a GPU computes between two gathers. For $T$ tokens, forward does $2T$ operations per parameter, and gathers 2 bytes per parameter in bf16. The gather hides behind compute if $T$ is larger than operations per second over bytes per second:
+# If stage 1 or 2 fits, stage 3 is no faster with the same micro-batch: it sends 50 % more, and does more work around each layer. Use it when the states do not fit otherwise, or when the memory that it frees allows a larger micro-batch.
+# How much longer a step then takes depends on the tokens that a GPU computes between two gathers. For $T$ tokens, forward does $2T$ operations per parameter, and gathers 2 bytes per parameter in bf16. Computing hides the gather if $T$ is larger than operations per second divided by bytes per second:
 
 # %%
 reached = 0.4 * 989e12  # FLOP/s of one H100 in bf16, at 40 % of its peak
@@ -836,31 +837,31 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
     print(link, "hides the gather from", round(reached / speed), "tokens per GPU on")
 
 # %% [markdown]
-# Backward gathers once more and sends gradients, for twice the operations: the same bound. Within a node, one sequence of a thousand tokens is enough; over a network, several thousand have to come together. Here it is 128 tokens, and on a CPU nothing hides at all: hence the slowest row.
+# Backward gathers once more and sends gradients, twice the bytes for twice the operations, so the bound is the same. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand. Here it has 128 tokens, and on a CPU no gather is hidden at all: hence the slowest row.
 #
 # ### When more GPUs cost less
 #
 # A job on $N$ GPUs costs $N$ times the price of an hour, and a token costs $N \times \text{price} \div \text{tokens per hour}$.
-# So if $N$ GPUs are $e \cdot N$ times as fast as one, a token costs $1/e$ times as much: at an efficiency of 90 %, 11 % more, for a result that comes in a seventh of the time on 8 GPUs.
-# More GPUs are *cheaper* only where one alone is badly used: because its memory forces tiny batches, recomputation, or offload.
-# The table above has no money in it: two ranks that share a machine's cores cost what one costs. Where each rank has a GPU, `--price` adds the column.
+# Let $N$ GPUs be $e \cdot N$ times as fast as one, where $e$ is the efficiency. Then a token costs $1/e$ times as much. With 8 GPUs at 90 % that is 11 % more, for a result in a seventh of the time.
+# More GPUs are *cheaper* only where one alone is used badly, because its memory forces tiny batches, recomputation, or offload.
+# The lab's table has no prices: two ranks on one machine's cores cost as much as one. Where each rank has a GPU, `--price` adds the column.
 #
 # | | for | against |
 # |---|---|---|
-# | DeepSpeed as such | one dictionary for copies, ZeRO, offload, cuts and checkpoints; all equal to one process (measured above) | a default that changes your losses by 0.008 here, buckets of 1 to 4 GB, and names that are ignored when misspelt |
+# | DeepSpeed in general | one dictionary for copies, ZeRO, offload, cuts and checkpoints; all equal to one process (measured above) | a default that changes the losses by 0.008 here, buckets of 1 to 4 GB, and names that are ignored when misspelt |
 # | Stages 1 and 2 | states divided by $N$; traffic as with plain copies | parameters stay whole on every GPU |
-# | Stage 3 | everything divided by $N$ | half as much traffic again, hidden from some thousand tokens per GPU on |
+# | Stage 3 | everything divided by $N$ | 50 % more traffic, hidden from some thousand tokens per GPU on |
 # | Offload | states limited by the host's memory, not the GPU's {cite}`ren2021offload` | they cross the bus between host and device in every step |
 # | Tensor parallelism | weights, and the reading of them, divided; intensity nearly kept (lab) | two all-reduces per layer and pass, so only within fast links |
 # | Pipeline | sends only activations between stages | a model rewritten as a list of layers; only with stages 0 and 1 |
 #
-# On this page, host and device are one memory, so offload cannot show its gain. The prediction for a GPU is in the first table; [ZeRO](zero.md) measures stages to the byte.
+# On a CPU, host and device are one memory, so offload cannot show its gain. The prediction for GPUs is in the table of settings above; [ZeRO](zero.md) measures stages to the byte.
 #
 # ## What goes wrong
 #
 # ### A misspelt name
 #
-# DeepSpeed checks its sections, and passes over what it does not know at the top level. The builder asks DeepSpeed which names it ever looks up.
+# DeepSpeed checks the names inside its sections, and ignores unknown ones at the top level. The builder accepts only names that DeepSpeed looks up.
 
 # %%
 misspelt = {"train_micro_batch_size_per_gpu": 2, "gradient_cliping": 0}
@@ -875,12 +876,12 @@ except ValueError as error:
 # %% [markdown]
 # You meant to switch clipping off, and trained with 1.0.
 #
-# `de.check` also refuses what no engine starts with: stage 1 or 2 without an optimizer, a configuration without any batch size, `tp_size` for `autotp_size`. A table of such configurations is tried on DeepSpeed's own engine in the course's tests, and both have to say the same.
-# Say `optimizer=True` where `initialize` is given an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples that tutorials print.
+# `de.check` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`. The course's tests give a table of such configurations to `de.check` and to DeepSpeed's own engine, and both have to decide alike.
+# Write `optimizer=True` where `initialize` is given an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
 #
 # ### Reading a parameter at stage 3
 #
-# Between its uses, a parameter of stage 3 is not there. Its shape is `(0,)`, and code that looks at weights, to initialise, to log a norm, to tie two, sees nothing, without an error.
+# While it is not used, a parameter of stage 3 is empty: its shape is `(0,)`. Code that initialises weights, logs their norm or ties two of them gets an empty tensor, and no error.
 
 # %%
 def look():
@@ -915,8 +916,8 @@ show.table(
 # ````{admonition} Checked: "with loss.backward() the ranks silently drift apart"
 # :class: checked
 #
-# Not any more. In DeepSpeed 0.19.8 (November 2026) stage 0 refuses, and stages 1 to 3 hang their work on the gradients themselves, accumulation included: measured below.
-#  `engine.backward` is the call that all stages take, and the one in the documentation.
+# Not any more. In DeepSpeed 0.19.8 (November 2026) stage 0 refuses. Stages 1 to 3 do their work in hooks on the gradients, accumulation included: measured below.
+# `engine.backward` works in all stages, and is the call in the documentation.
 # ````
 
 # %%
@@ -956,7 +957,7 @@ for stage, result in enumerate(results):
 # %% [markdown]
 # ### Pipeline with stage 2 or 3
 #
-# A pipeline adds up the gradients of many micro-batches; stages 2 and 3 would scatter them after each one. DeepSpeed says so once the engine starts, after your model is built. The builder says so at once.
+# A pipeline adds up the gradients of many micro-batches; stages 2 and 3 would reduce-scatter them after each one. DeepSpeed refuses when the engine starts, after your model is built. The builder refuses at once.
 
 # %%
 try:
@@ -967,25 +968,25 @@ except ValueError as error:
 # %% [markdown]
 # ### A machine without a compiler
 #
-# Name DeepSpeed's own optimizer in the configuration, and it compiles C++ the first time: with offload `DeepSpeedCPUAdam`, otherwise a fused Adam. Without a compiler you read
+# If the configuration names DeepSpeed's own optimizer, DeepSpeed compiles it when it is first used: with offload `DeepSpeedCPUAdam`, otherwise a fused Adam. Without a compiler you read
 #
 # > DeepSpeedCPUAdam requires the cpu_adam op, which failed to build/load.
 #
 # Three ways out: install `g++` and `ninja` in the image; pass a torch optimizer, as this page does; or write `"torch_adam": true` beside the optimizer's parameters.
-# They differ in more than speed. torch's AdamW decays weights by 0.01 unless told otherwise, DeepSpeed's by 0: say the number.
+# They differ in more than speed. By default torch's AdamW has a weight decay of 0.01, and DeepSpeed's of 0: write the number.
 #
 # ### How one sees that a job is set up wrong
 #
-# - The loss of step 1 is not that of one process on the joined batch: the data are divided wrongly. It differs from step 2 or 3 on: clipping, weight decay, or precision.
-# - Memory does not fall from stage 2 to 3: most of it is activations, which ZeRO does not touch.
-# - `engine.train_batch_size()` (but see its box), `engine.zero_optimization_stage()` and `engine.gradient_clipping()` are what the engine believes. Print them in the first line of every job's log.
+# - The loss of step 1 is not that of one process on the joined batch: the data are divided wrongly. If it differs only from step 2 or 3 on, it is clipping, weight decay, or precision.
+# - Memory does not fall from stage 2 to 3: most of it is activations, which ZeRO does not divide.
+# - `engine.train_batch_size()` (but see [its box](#a-model-cut-in-two)), `engine.zero_optimization_stage()` and `engine.gradient_clipping()` are the settings that the engine uses. Print them in the first line of every job's log.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Equality and bytes carry over from here; DeepSpeed's times do not, for its ranks talk through gloo.
-# A second GPU would bring nccl and `overlap_comm`: how much of stage 3 hides behind compute,
-# and offload with a host connection for each GPU. The lab's table of tokens per second is the one to fill in again, with `--price`.
+# On more GPUs equality and bytes are the same. DeepSpeed's times are not, since its ranks use gloo here.
+# With a second GPU you could measure nccl with `overlap_comm`, how much of stage 3's gathers computing hides,
+# and offload with a host connection for each GPU. Run the lab's table of tokens per second again there, with `--price`.
 # ```
 #
 # ## Exercises
@@ -1057,7 +1058,7 @@ check(answer, "deepspeed_cost")
 # ```
 #
 # Write the dictionary by hand, in DeepSpeed's words: float32, ZeRO stage 2, micro-batches of one sequence, two of them per step, losses equal to those of one process.
-# Communication shall overlap with backward, and the buckets shall take one megabyte ($10^6$ bytes), not more, and not less than half of it.
+# Communication shall overlap with backward. The buckets shall take at most one megabyte ($10^6$ bytes), and at least half of it.
 # The check gives it to DeepSpeed on two ranks, with a torch AdamW.
 
 # %%
@@ -1073,7 +1074,7 @@ check(answer, "deepspeed_config")
 # :class: dropdown
 # ```
 #
-# Two buckets of 4 bytes a number: 125,000 numbers. The other line that one forgets is the clipping.
+# There are two buckets, with 4 bytes for each element: 125,000 elements. The clipping is the line that is easily forgotten.
 
 # %%
 answer = {
@@ -1127,8 +1128,8 @@ check(answer, "deepspeed_log")
 # ```
 #
 # $8.03\cdot10^9$ parameters of 2 bytes are 16.06 GB, which is 14.96 GiB: the log means GiB, and every rank holds the whole model. Each has sequences of its own. These are copies: data parallelism, whatever the job was asked for.
-# What the log calls generated are the tokens of the input, $4 \times 8 \times 512$. New are 64 of each sequence.
-# And its price is that of one GPU, for input tokens: four times and eight times too low.
+# The log counts as generated the tokens of the input, $4 \times 8 \times 512$. Only 64 tokens of each sequence are new.
+# Its price counts one GPU instead of four, and 512 tokens of a sequence instead of 64: it is too low by factors of four and of eight.
 
 # %%
 assert round(8.03e9 * 2 / 2**30, 2) == 14.96
@@ -1165,7 +1166,7 @@ check(my_accumulation)
 # :class: dropdown
 # ```
 #
-# Two divisions, and both may leave a rest.
+# There are two divisions, and either may leave a remainder.
 
 # %%
 def my_accumulation(train_batch, micro_batch, world_size, tp, pp):
@@ -1231,12 +1232,12 @@ check(my_choice)
 #
 # ## Summary
 #
-# - One dictionary chooses among copies, ZeRO, offload and cuts. The engine takes over forward, backward and step.
+# - One dictionary chooses among copies, ZeRO, offload and cuts. Forward, backward and step are calls of the engine.
 # - It computes what you configured: left out, `gradient_clipping` is 1.0 since version 0.19.3. With 0.0 every stage equals one process to rounding.
 # - Train batch = micro-batch × accumulation × copies, and copies are $N/(tp)$.
 # - Recomputation has to be asked for in the model's code; buckets take $5\cdot10^8$ times the bytes of their type, twice with overlap, unless you make them smaller.
-# - A checkpoint fits as many ranks as wrote it; converted to the universal format it fits any number, and a plain state dict needs none.
-# - Stage 3 is for states that do not fit otherwise; its gathers hide behind some thousand tokens per GPU.
+# - A checkpoint loads on as many ranks as wrote it; converted to the universal format it loads on any number. A plain state dict needs no DeepSpeed.
+# - Stage 3 is for states that do not fit otherwise; its gathers are hidden from some thousand tokens per GPU on.
 #
 # ## Further reading
 #

@@ -20,15 +20,15 @@
 #
 # - say, before you start a job, how many bytes each part of it takes, and be right to the byte for most of them;
 # - read an out-of-memory error, and tell from it which part was too large;
-# - choose between a smaller batch, recomputation and more GPUs by numbers, not by trial.
+# - choose between a smaller batch, recomputation and more GPUs by calculation, not by trial.
 #
-# It takes about 35 minutes to read and 30 minutes for the exercises. Running it takes under a minute.
+# It takes about 40 minutes to read and 30 minutes for the exercises. Running it takes under a minute.
 # You need to know PyTorch, and nothing of parallelism: everything here happens on one rank.
 #
 # One thing to wonder about before you start.
 # The file of Llama 3 8B, 8 billion weights of two bytes, is 16 GB.
-# Training it does not fit on a GPU of 80 GB, not even with a batch of one word.
-# With one sequence of the length that it was trained on, it does not fit on one of 141 GB either.
+# Training it takes more than the 80 GB of a GPU, even with a batch of one word.
+# With one sequence of the length that it was trained on, it takes more than the 141 GB of a larger one.
 
 # %% tags=["hide-input"]
 # Imports, and the small model that every cell trains
@@ -92,7 +92,7 @@ def off(measured, predicted):
 # %% [markdown]
 # ## What this machine has
 #
-# First the machine that executed this page. Its memory is the number that everything below is compared with.
+# This is the machine that executed this page. Its memory limits what can be measured below.
 
 # %% tags=["hide-input", "measured"]
 # Table: what this machine has
@@ -100,13 +100,13 @@ show.table(count.machine(), ["what", "this machine's"])
 
 # %% [markdown]
 # Three facts about a GPU decide what it can train.
-# *Memory* is what has to fit. *Bandwidth* says how fast those bytes reach the arithmetic. *Compute capability* is NVIDIA's version number of what the GPU can do: bfloat16 matrix units from 8.0 on, 8-bit floats from 8.9 on.
-# Without a GPU, everything on this page runs on the processor's memory, and the arithmetic of bytes is the same.
+# Its *memory* is what everything has to fit into. Its *bandwidth* is how many of these bytes it can read per second. Its *compute capability* is NVIDIA's version number of what it can do: bfloat16 matrix units from 8.0 on, 8-bit floats from 8.9 on.
+# Without a GPU, everything on this page uses the processor's memory, and the counts of bytes are the same.
 #
 # ## A model that does not fit
 #
 # Here is what one GPU would hold to train Llama 3 8B in bfloat16, on one sequence of 8192 tokens.
-# The weights are a small part of it. The sizes of the parts are the subject of this lesson.
+# The weights are a small part of it. The rest of this lesson explains the other parts.
 
 # %%
 llama = PRESETS["llama-3-8b"]
@@ -126,14 +126,14 @@ show.table(rows, ["Llama 3 8B on one GPU", "size (GB)", "of all parts (%)"])
 
 
 # %% [markdown]
-# The last row is the *peak*, and it is the peak that has to fit.
-# It is below the sum of the parts, because they are never all there at one time: gradients come while activations go.
+# The last row is the *peak*, the most that is held at one moment. It is what has to fit.
+# It is less than the sum of the parts, because these are never all held at once: during backward, activations are freed while gradients are made.
 # When backward begins, all activations are there and hardly any gradients; when it ends, all gradients and no activations.
 #
 # ### What out-of-memory looks like
 #
-# An allocation that cannot be met raises an error on the line that asked.
-# The next cell asks for a thousand terabytes, or on a GPU for ten times its memory. Nothing is harmed: what was refused was never taken.
+# When a tensor does not fit, the line that asked for it raises an error.
+# The next cell asks for a thousand terabytes, or on a GPU for ten times its memory. Nothing else changes: a tensor that is refused takes no memory.
 
 # %% tags=["measured"]
 def refused(size, device):
@@ -154,29 +154,29 @@ print(textwrap.fill(refused(size, "cuda" if GPU else "cpu"), 90))
 # |---|---|---|
 # | Tried to allocate … | the one tensor that did not fit | divide by the bytes of an element: which tensor of your model has that size? Often it is the logits |
 # | total capacity of … | the GPU's memory, in GiB | a GPU sold with "40 GB" reports 39.56 GiB, which is 42.5 GB: labels mix the units |
-# | of which … is free | what no process holds | together with the last number: what there was to choose from |
+# | of which … is free | what no process holds | with the last row's number: all that was unused |
 # | Process … has … in use | what each process holds on this GPU | is there a second process that you forgot? |
 # | … is allocated by PyTorch | the bytes of living tensors | compare it with the prediction. This is the number this lesson is about |
 # | … is reserved by PyTorch but unallocated | blocks that PyTorch keeps, and no tensor uses | large: fragmentation, see [below](#memory-wrong) |
 #
-# On a CPU there is a second way to run out. Linux promises more memory than it has, and when the promise comes due, it ends the process.
+# On a CPU there is a second way to run out. Linux grants more memory than it has, and kills a process when too much of it is really used.
 # Then there is no error and no traceback, just `Killed` and exit status 137, which is 128 + 9: signal 9. The kernel's log (`dmesg`) names the process.
 #
 # ## What is held when
 #
-# What is held, and when? Five kinds of bytes share a training step, and they come and go at different times.
+# A training step holds five kinds of tensors, each at other times.
 #
 # ![What is held during a training step. Weights and the optimizer's moments: all the time. Activations grow through forward and shrink through backward. Gradients grow through backward and stay until zero_grad. Temporary tensors are largest where backward begins, and there is the peak.](../figures/memory_life.svg)
 #
-# - *Model states*: weights, gradients and what the optimizer keeps. They follow from the number of parameters alone.
-# - *Activations*: what forward keeps because backward will need it. They follow from the shape, the batch and the sequence.
-# - *Temporary* tensors: what a single operation needs besides. They follow from whatever is largest at that moment, and for a language model that is the logits.
+# - *Model states*: weights, gradients and what the optimizer keeps, three of the five kinds. Their size depends on the number of parameters alone.
+# - *Activations*: what forward keeps because backward will need it. Their size depends on the model's shape, the batch and the sequence.
+# - *Temporary* tensors: what a single operation needs besides. In a language model the largest have the size of the logits.
 #
 # ## A plain count of a step's bytes
 #
-# All of it can be counted in the plainest way.
-# Weights, gradients and moments are tensors that a model and its optimizer name.
-# Activations have no name, but autograd hands each tensor that it keeps to a hook.
+# All of it but the temporary tensors can be counted directly.
+# The model and its optimizer list weights, gradients and moments.
+# Activations are in no list, but autograd passes each tensor that it keeps to a hook.
 
 # %%
 def plain_states(model, optimizer):
@@ -231,9 +231,9 @@ print(f"activations: {activations:,} bytes, as the step keeps (beside 4 of the l
 print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 
 # %% [markdown]
-# The parts are right to the byte, and yet the peak is another number: the plain count knows no moments.
-# Here the step holds more than the sum of the parts, because where backward begins two temporary tensors of the size of the logits stand beside the activations, and they weigh more than the gradients, which are not there yet.
-# And the plain count needs a machine on which the model fits.
+# The parts are right to the byte, but the peak is not their sum: the plain count does not know what is held at the same time.
+# The peak is where backward begins. There, two temporary tensors of the size of the logits are held beside the activations. The gradients are not there yet, but they are smaller than these two.
+# The plain count also needs a machine on which the model fits.
 # The rest of this lesson predicts each part, and the peak, before anything runs.
 #
 # ## The 16 bytes of a parameter
@@ -242,12 +242,12 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 # In float32 a parameter therefore takes 4 bytes, its gradient 4, its moments 8. Together 16.
 #
 # With mixed precision, weights and gradients are bfloat16, 2 bytes each.
-# But steps are small beside the weights: bfloat16 has two to three decimal digits, and adding 0.0001 to 1 changes nothing in it.
+# But a step changes a weight by little: bfloat16 has two to three decimal digits, and in it 1 + 0.0001 is 1.
 # So the optimizer keeps a float32 copy of the weights, the *master weights*, beside its moments: $2 + 2 + 4 + 8 = 16$ {cite}`rajbhandari2020zero`.
 #
 # ![Bytes of states for each parameter, as bars of weights, gradients and optimizer. float32: 16; bfloat16, float32 master: 16; … and float32 gradients: 18; 8-bit moments: 10; bfloat16, momentum: 12; bfloat16, SGD: 8 bytes.](../figures/memory_recipes.svg)
 #
-# Here is the whole calculation, with the numbers of bytes in `Recipe`. `zero`, `dp`, `tp` and `pp` say how many ranks share what; on one rank all are 1 or 0, and you can read past them.
+# Here is the whole calculation. `Recipe` has the bytes of each kind. `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md): how the states are divided. On one rank they are 1, 1, 1 and 0, and you can skip them.
 
 # %%
 show.source(
@@ -306,10 +306,10 @@ for precision, recipe in (("fp32", float32), ("bf16", mixed)):
 # ````{admonition} Checked: "training needs about twice the memory of the weights"
 # :class: checked
 #
-# With AdamW the states are *eight* times a bfloat16 file of the weights, and four times a float32 one: 16 bytes beside 2, and beside 4. Twice is right for SGD in one precision without momentum, before the first activation.
+# With AdamW the states are 16 bytes per parameter. That is *eight* times a bfloat16 file of the weights, and four times a float32 one. Twice is right for SGD in one precision without momentum, and activations are not in it.
 # ````
 #
-# Others print other numbers for the same thing, and each is right about its own recipe.
+# Others print other numbers, because their recipes differ; each is right for its own.
 # Hugging Face's guide says 18: 6 for the weights in both precisions, 8 for the moments, 4 for a gradient in float32 {cite}`huggingface2026anatomy`.
 # Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
 
@@ -327,13 +327,14 @@ print("16, 18, 18 and 20 bytes a parameter: shardlab.memory counts the same")
 # :class: checked
 #
 # A GB is $10^9$ bytes, a GiB is $2^{30}$, 7.4 % more. `nvidia-smi`, PyTorch's messages and DeepSpeed's estimator divide by powers of two, and the last prints "GB" after it. Papers mostly divide by powers of ten.
-# And a GPU's label often means GiB. 128.5 GB are 119.7 GiB: the two numbers differ by more than half of Llama 3 8B's weights. This course never writes one for the other, and `memory.format_bytes` asks which you want.
+# And a GPU's label often means GiB. 128.5 GB are 119.7 GiB: if one unit is taken for the other, the error is more than half of Llama 3 8B's weights. This course never writes one for the other, and `memory.format_bytes` asks which you want.
 # ````
 #
 # ## Activations
 #
 # Backward needs numbers that forward computed: for the gradient of a matrix product, its input; for GELU, its input too.
-# Autograd keeps them until backward has used them. What one layer keeps, for every token:
+# Autograd keeps them until backward has used them.
+# The table has what one layer keeps, in units of $bsh$ numbers: $b$ sequences in a batch, of $s$ tokens each, of $h$ numbers each (the hidden size).
 
 # %% tags=["hide-input"]
 # Table: what one layer keeps for every token
@@ -360,10 +361,11 @@ rows.append(("together", str(per_token)))
 show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
 
 # %% [markdown]
-# So a layer keeps about $17\,bsh$ numbers, of four bytes or of two (16 where a GPU's attention kernel puts its output in the right order at once). The attention matrix itself, $s \times s$ for each head, is not among them: fused kernels never keep it, and compute it again in backward.
-# Written out in plain operations it costs another $5abs^2$ bytes in 16-bit precision, and that is the formula in many papers: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
+# So a layer keeps about $17\,bsh$ numbers, of four bytes or of two. (It is $16\,bsh$ where a GPU's attention kernel writes its output in the order that the next product reads.)
+# The attention matrix itself, $s \times s$ for each head, is not among them: fused kernels never keep it, and compute it again in backward.
+# Attention in plain operations keeps it. With $a$ heads that is another $5abs^2$ bytes in 16-bit precision, which is in the formula of many papers: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
 #
-# In the core that table is a function for each part, of the sizes of a layer's tensors, in the order of the forward pass.
+# The core has a function for each part of that table. Each returns the sizes of the tensors kept, in the order of the forward pass.
 
 # %%
 show.source(
@@ -380,7 +382,7 @@ show.source(
 )
 
 # %% [markdown]
-# After the last layer come the logits: $V$ numbers for each token. The loss keeps their log-softmax, and widens 16-bit logits to float32 first.
+# After the last layer come the logits: for each token as many numbers as the vocabulary has entries. The loss keeps their log-softmax; if they have 16 bits, it converts them to float32 first.
 # The table compares three shapes with what autograd really keeps.
 
 # %% tags=["hide-input"]
@@ -421,20 +423,20 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 # ````{admonition} Checked: "activations are what the layers keep; forget the logits"
 # :class: checked
 #
-# In the table they are up to half of what is kept. And where backward begins, the gradient of the log-softmax and that of the logits stand beside it for a moment, each as large: the peak of the step below is there.
+# In the table, logits and loss are up to half of what is kept. And where backward begins, two more tensors of that size are held for a moment, the gradients of the log-softmax and of the logits: there is the peak of the step below.
 # For Llama 3 8B, one sequence of 8192 tokens makes $8192 \times 128{,}256$ logits: 4.2 GB in float32, for each copy.
 # ````
 #
 # ## A whole step, predicted and measured
 #
-# Now a whole step, from the first byte to the last. On the CPU, `count.held` sees every storage from birth to death; on a GPU it asks the allocator's own counters.
+# Now a whole step. On the CPU, `count.held` notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
 
 # %%
 show.source(count.held)
 
 
 # %% [markdown]
-# The next cell runs two steps and writes down what is held after each line, and the most on the way.
+# The next cell runs two steps. It writes down how many bytes are held after each line, and at most while the line runs.
 
 # %%
 def watch(model, optimizer, tokens, targets, trace=False):
@@ -479,7 +481,7 @@ show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
 
 
 # %% [markdown]
-# AdamW makes its moments in the first `step()`. So the first step peaks lower, here by 42 MB, and a job that survives its first step can still die in its second.
+# AdamW makes its moments in the first `step()`. So the first step's peak is lower, here by 42 MB, and a job whose first step fits can still run out of memory in its second.
 # That is also how to read the traceback of a failed job:
 #
 # | it fails in | what was new there |
@@ -489,7 +491,7 @@ show.table(rows, [*head, "step 2: held after it (MB)", "at most in it (MB)"])
 # | `backward()` | the logits' gradients at its beginning; gradients of the weights later on |
 # | the first `step()` | the moments |
 # | the second step's forward or backward | the moments are there for the first time while activations are |
-# | step 1000 | a longer batch than before, something that piles up, or fragments |
+# | step 1000 | longer sequences than before, tensors that are kept from step to step, or fragments |
 #
 # And here is the second step beside the prediction.
 
@@ -523,7 +525,7 @@ show.table(rows, head, caption="One step on the CPU, batch of 2 sequences")
 
 
 # %% [markdown]
-# Now the same step as a picture, one column for each tensor that is made or freed; and beside it a step whose layers are computed again in backward, which is [explained below](#memory-recompute).
+# The picture shows the same step, with one column for each tensor that is made or freed. Beside it is a step whose layers are computed again in backward, which is [explained below](#memory-recompute).
 
 # %%
 def recomputed(job):
@@ -550,11 +552,11 @@ show.figure(
 )
 
 # %% [markdown]
-# Forward climbs in equal stairs, one for each layer. The tower in the middle is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
-# Then backward frees one layer's activations after the other, and gradients take their place.
+# In forward each layer adds an equal step. The highest part, in the middle, is the loss: log-softmax, its gradient, the logits' gradient, 16.8 MB each.
+# Then backward frees one layer's activations after another, while gradients are made.
 #
-# On a GPU other kernels run, which keep slightly different things, and a library's workspaces are held beside them.
-# The same table from the allocator's counters, where there is one, and for models of billions of parameters as far as its memory reaches:
+# On a GPU other kernels run, which keep slightly different tensors, and libraries hold memory of their own.
+# Where this machine has a GPU, the next cell prints the same table from the allocator's counters, and tables of models of billions of parameters, if they fit:
 
 # %% tags=["hide-input", "measured"]
 # Table: the same on a GPU, where there is one
@@ -584,8 +586,8 @@ if not GPU:
 # %% [markdown]
 # ## What a smaller batch does, and what it does not
 #
-# A smaller batch is what everyone tries first. The states do not know the batch, so it cannot shrink them.
-# Each row halves it.
+# A smaller batch is what everyone tries first. It makes activations smaller, but not the states, which do not depend on it.
+# Each row of the table has half the batch of the row before.
 
 # %% tags=["hide-input"]
 # Table: states, activations and peak for smaller and smaller batches
@@ -607,28 +609,28 @@ show.table(rows, head)
 # ````{admonition} Checked: "halving the batch halves the memory"
 # :class: checked
 #
-# From 4 sequences to 2 it saves less than two fifths here, from 2 to 1 less than a third: the table. What stays are states, and of those no batch gets rid.
-# For Llama 3 8B on one GPU they are 128.5 GB with a batch of nothing at all.
+# In the table, halving from 4 sequences to 2 saves less than two fifths, and from 2 to 1 less than a third. The states stay, whatever the batch.
+# For Llama 3 8B on one GPU they are 128.5 GB, even with an empty batch.
 # ````
 #
-# So when do activations matter more than states? The states are fixed by the model; activations grow with the tokens on the GPU, $bs$.
-# On each line of the picture both are equal; above it, activations are the larger part.
+# From which batch on are activations larger than states? The model alone determines the states; activations grow with the $bs$ tokens on the GPU.
+# On each line of the picture both are equal; above it, activations are larger.
 #
 # ![Llama 3 8B: the number of sequences, for each sequence length, at which activations become larger than the states. With fused attention it is the product of the two that counts; with plain attention long sequences count twice; recomputing every layer moves the line up.](../figures/memory_overtake.svg)
 #
-# With fused attention only the product counts: four sequences of 2048 tokens weigh as much as one of 8192.
-# Where the attention matrix is kept, a long sequence counts twice, and the line falls more steeply.
-# The third line is the next section.
+# With fused attention only the product $bs$ counts: four sequences of 2048 tokens take as much as one of 8192.
+# Where the attention matrix is kept, it grows with $s^2$, so the line falls more steeply.
+# The third line is for recomputation, the subject of the next section.
 #
 # (memory-recompute)=
 # ## Recomputation: pay with time
 #
-# A layer's activations can be computed again from its input. So keep the inputs alone, $bsh$ numbers for each layer instead of about $17\,bsh$, and run each layer's forward once more when backward gets there.
+# A layer's activations can be computed again from its input. So forward keeps only the input of each layer, $bsh$ numbers instead of about $17\,bsh$. When backward comes to a layer, it first runs that layer's forward once more.
 # In PyTorch that is one call, `torch.utils.checkpoint.checkpoint`, around each block: the function `recomputed` above.
 #
 # ![Activations of four layers in time, twice. Keep all: each layer's stay from its forward to its backward, and at the end of forward all four are there. Recompute: each layer keeps its input alone, runs forward again right before its backward, and only one layer's activations are whole at any time.](../figures/memory_recompute.svg)
 #
-# A step costs about two units of arithmetic in backward for each in forward, so one more forward is a third more. The table has what it saves and what it costs, measured alternating.
+# Backward takes about twice the arithmetic of forward, so one more forward adds a third to a step. The table has what recomputation saves and what it costs; steps with and without it alternate.
 
 # %% tags=["hide-input", "measured"]
 # Table: what recomputation saves, predicted and measured; its price
@@ -682,16 +684,16 @@ print(sum(map(torch.equal, kept, again)), "of", len(kept), "gradients are equal"
 assert all(map(torch.equal, kept, again))
 
 # %% [markdown]
-# *Selective* recomputation recomputes attention alone, which was most of the memory and little of the arithmetic when its matrix was kept: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels do exactly that by themselves.
-# What else is cheap to compute and large to keep are norms and nonlinearities; `recompute="norms+ffn"` says how much is left without what they put out.
+# *Selective* recomputation recomputes only attention. Where the attention matrix is kept, attention takes most of the memory and little of the arithmetic: for GPT-3 70 % less memory for 2.7 % more arithmetic {cite}`korthikanti2022recomputation`. Fused attention kernels do just that by themselves.
+# The outputs of LayerNorms and nonlinearities, too, are large to keep and cheap to compute again; `recompute="norms+ffn"` counts what is kept without them.
 #
 # ## Many GPUs, simulated on fake tensors
 #
-# How would Llama 3 8B do on 8 GPUs, or on 64, if each kept only its share of the states? (How that works is the lesson [ZeRO](zero.md).)
-# No such machine is needed to find out. `count.pretended_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data, in a process group whose other ranks do not exist, and counts.
+# What would each of 8 GPUs hold of Llama 3 8B, or each of 64, if each kept only its shard of the states? (How that works is the lesson [ZeRO](zero.md).)
+# No such machine is needed to find out. `count.pretended_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data. The other ranks of its process group do not exist.
 #
-# **These numbers are simulated, not measured.** The simulation was compared with real ranks, on a small model on four of them, where it is [equal to the byte](../tests/test_held.py).
-# What it cannot see is what an allocator loses to fragments and what nccl takes.
+# **These numbers are simulated, not measured.** With a small model on four real ranks, the simulation was [equal to the byte](../tests/test_held.py).
+# It does not contain what an allocator loses to fragments, and what nccl takes.
 
 # %% tags=["hide-input"]
 # Table: Llama 3 8B on 8 and on 64 GPUs, simulated and by the formula
@@ -717,11 +719,11 @@ show.table(
 )
 
 # %% [markdown]
-# Eight times as many GPUs take an eighth of the states, and the activations do not move: from some point on, more GPUs of this kind save nothing.
+# With eight times as many GPUs each holds an eighth of the states, but as many activations as before. So from some number on, more GPUs save hardly anything.
 #
 # ## A model of today, from its config.json
 #
-# On Hugging Face's hub a model is its weights, and a `config.json` with its sizes. What is built of these sizes the file does not say: its class does, and each of some two hundred kinds of model has one.
+# On Hugging Face's hub a model has its weights, and a `config.json` with its sizes. The file does not say what is built from these sizes. A class in the library does, one for each of some two hundred kinds of model.
 # These are the sizes of Qwen3-30B-A3B {cite}`qwen2025qwen3`.
 
 # %%
@@ -746,7 +748,7 @@ with tempfile.TemporaryDirectory() as folder:
 print(f"{qwen.total:,} parameters, of which a token meets {qwen.active:,}")
 
 # %% [markdown]
-# Read as a Mixtral, whose file has nearly the same keys, it would have been another model:
+# A Mixtral's file has nearly the same keys. Read as one, the same sizes make another model:
 
 # %%
 as_mixtral = Config(
@@ -757,11 +759,11 @@ as_mixtral = Config(
 print(f"{memory.parameter_count(as_mixtral) - qwen.total:,} parameters")
 
 # %% [markdown]
-# Heads of half the size, and no norms of queries and keys: 1.5 % of the parameters would be missing, and two thirds of what attention keeps for backward.
-# So `hub.read` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up what is there; then it sends a pretended token through one layer of each kind, and notes what backward would keep.
-# It runs no code that comes with a file, and it starts a process for that, which takes some seconds. What it does not understand it refuses in a line, and what a file left open it names.
+# Its heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters would be missing, and two thirds of what attention keeps for backward.
+# So `hub.read` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up the sizes. Then it puts a token without data through one layer of each kind, and notes what backward would keep.
+# All this is done in a process of its own, which takes some seconds, and no code that comes with a file is run. A file that it does not understand is refused with one line; sizes that a file does not give are named.
 #
-# What a rank holds is then counted as above. Here are 64 GPUs, of which eight share the experts; the [lesson on experts](experts.md) tells how.
+# What a rank holds is then counted as above. Here are 64 GPUs, in groups of eight over which the experts are divided; the [lesson on experts](experts.md) tells how.
 
 # %% tags=["hide-input"]
 # Table: Qwen3-30B-A3B on 64 GPUs, with more and more of its states shared
@@ -807,10 +809,14 @@ for kind, size in kinds.items():
 print(f"count.held: {ours:,} bytes")
 
 # %% [markdown]
-# Equal to the byte. `TEMP` is two tensors of the logits' size, which no formula for layers knows.
-# On a GPU there are three more instruments. `torch.cuda.memory_summary()` prints the allocator's counters. `torch.cuda.max_memory_allocated()` is the peak, in the allocator's blocks, which are [somewhat larger](#memory-wrong) than what was asked for; `count.held` reads the bytes that were asked for, `requested_bytes` in `memory_stats()`. `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write down every allocation with its stack, for the viewer at `pytorch.org/memory_viz`.
+# Both peaks are equal to the byte. `TEMP` is two tensors of the logits' size, which a formula for layers alone does not contain.
+# On a GPU there are three more instruments:
 #
-# DeepSpeed's estimator answers before the job runs. For T5-3B, on one node of eight GPUs, its documentation {cite}`deepspeed2026memory` prints the first column; the formulas behind it give the second, and our own count of the states the third.
+# - `torch.cuda.memory_summary()` prints the allocator's counters.
+# - `torch.cuda.max_memory_allocated()` is the peak in the allocator's blocks, which are [somewhat larger](#memory-wrong) than what was asked for. `count.held` reads the bytes that were asked for, `requested_bytes` in `memory_stats()`.
+# - `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write down every allocation with its stack, for the viewer at `pytorch.org/memory_viz`.
+#
+# DeepSpeed's estimator predicts before the job runs. The first column is what its documentation {cite}`deepspeed2026memory` prints for T5-3B on one node of eight GPUs. The second is from its formulas, the third our own count of the states.
 
 # %% tags=["hide-input"]
 # Table: DeepSpeed's estimates as printed, by its formula, and our own
@@ -837,14 +843,14 @@ head = ["T5-3B on 8 GPUs", "printed (GiB, labelled GB)", "its formula (GiB)"]
 show.table(rows, [*head, "shardlab.memory (GiB)"])
 
 # %% [markdown]
-# The two rows differ in what they mean by stage 2: the paper shards gradients, and the estimator counts all of them on every GPU beside $16/d$ bytes of the optimizer.
-# An estimate is only as good as your knowledge of what it counts. None of these counts activations.
+# For stage 2 the two counts differ: in the paper gradients are sharded; the estimator counts all of them on every GPU, and $16/d$ bytes of optimizer states on $d$ GPUs.
+# So learn what an estimate counts before you use it. None of these counts activations.
 #
 # (memory-wrong)=
 # ## What goes wrong
 #
 # Each of these takes memory that no formula above contains.
-# First come a step and an evaluation into which mistakes can be put, and a way to ask for the peak of the third one.
+# The first cell has a step and an evaluation, in which the mistakes are made, and a function that returns the peak of the third step.
 
 # %%
 model, optimizer, tokens, targets = training()
@@ -923,26 +929,31 @@ head = [
 show.table(rows, [*head, "difference (%)"])
 
 # %% [markdown]
-# - **Zeros take as much as gradients.** `zero_grad()` sets them to `None`, which is the default for a reason; code that asks for zeros holds them through forward.
-# - **A name keeps a tensor alive.** A loop's `logits` lives until the next iteration overwrites it, and that happens *after* the next forward has made its own. `del logits`, or a function around the step.
-# - **A loss refers to its graph, and the graph to everything that it saved**, until backward has run. In training that costs little; in evaluation it grows with every batch, and dies in the middle of the validation set. `with torch.no_grad():`, and `.item()` for what you keep.
+# - **Zeros take as much as gradients.** By default `zero_grad()` sets gradients to `None`, which frees them; with `set_to_none=False` zeros are held through forward.
+# - **A tensor is held as long as a name refers to it.** In a loop, `logits` holds the old tensor until it is assigned again, which is *after* the next forward has made the new one. The remedy is `del logits`, or a function around the step.
+# - **A loss refers to its graph, and the graph to everything that it saved**, until backward has run. In training that takes little; in an evaluation it grows with every batch, until memory runs out in the middle of the validation set. The remedy is `with torch.no_grad():`, and `.item()` for what you keep.
 #
 # ````{admonition} Checked: "a list of losses keeps all activations alive"
 # :class: checked
 #
-# Not after `backward()`, which frees what the graph saved: the third row is four bytes a step. Without backward, the fourth row, it is all activations, for every batch.
-# Call `.item()` in both cases, but look for your leak where there is no backward.
+# Not after `backward()`, which frees what the graph saved: in the third row each step adds four bytes. Without backward, in the fourth row, each batch adds all its activations.
+# Call `.item()` in both cases, but search for a leak where there is no backward.
 # ````
 #
 # **Fragments.** PyTorch takes memory from the GPU in *segments*, and cuts blocks off them.
 # A tensor of at most 1 MiB gets a multiple of 512 bytes of a segment of 2 MiB. One below 10 MiB shares a segment of 20 MiB; a larger one gets a segment of its own, rounded up to 2 MiB.
-# Of a large block the rest is cut off only if it is more than 1 MiB: otherwise the tensor keeps the whole block, and the rest serves nobody (torch 2.13).
-# After many steps with sequences of different lengths the free bytes lie scattered, and a tensor of 2 GiB finds no 2 GiB in one piece though 6 are free.
-# The error then says that much is *reserved but unallocated*. What helps: `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (older versions: `PYTORCH_CUDA_ALLOC_CONF`), with which segments grow and every rest of 512 bytes or more is cut off; lengths padded to a few sizes; and the longest batch first.
+# When a tensor takes a large block, the rest of the block is cut off only if it is more than 1 MiB. Otherwise the tensor keeps the whole block, and its rest is unused (torch 2.13).
+# After many steps with sequences of different lengths the free bytes are in many small pieces: 6 GiB may be free, and yet there is no piece for a tensor of 2 GiB.
+# The error then says that much is *reserved but unallocated*. Three things help:
+#
+# - `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (older versions: `PYTORCH_CUDA_ALLOC_CONF`): segments grow, and every rest of 512 bytes or more is cut off;
+# - to pad sequences to a few lengths;
+# - to train on the longest batch first.
+#
 # On the CPU there is no such cache, so this page cannot show it.
 #
-# **An exception keeps a step.** A traceback holds the frames, and the frames hold the tensors. A notebook keeps the last one, so after an out-of-memory error the next cell has less memory than before.
-# No restart is needed: let go of the exception and of your own names for tensors, and collect what refers to itself.
+# **An exception keeps a step's tensors.** Its traceback refers to the frames of the functions, and the frames to their tensors. A notebook keeps the last exception, so after an out-of-memory error the next cell has less memory than before.
+# No restart is needed: delete the exception and your own names for tensors, and have Python collect objects that refer to each other (`gc.collect()`).
 
 # %%
 seen = []
@@ -970,13 +981,13 @@ print("and after the exception is gone:", seen[0]() is not None)
 #
 # | remedy | it takes away | it costs |
 # |---|---|---|
-# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller products, further left under [the roof](gemm.md#from-bytes-to-seconds-the-roofline); no byte of the states |
+# | smaller batch, with accumulation | activations and logits, in proportion: measured above | smaller matrix products, of lower intensity in the [roofline](gemm.md#from-bytes-to-seconds-the-roofline); no byte of the states |
 # | recomputation | layers' activations: to 1/17 above | a third more arithmetic |
 # | the loss in pieces over the tokens | the logits' copies: three times 16.8 MB of the 151 MB above | the products with the output matrix again, or a fused kernel |
-# | bfloat16 | half of the activations | nothing of the 16 bytes; digits |
+# | bfloat16 | half of the activations; nothing of the 16 bytes | digits |
 # | 8-bit moments | 6 of the 16 bytes | moments are rounded |
-# | offload to the host's memory | 12 of the 16 bytes, or all | every byte travels over a slow link in every step |
-# | sharding states over $d$ ranks ([ZeRO](zero.md)) | up to $16 - 16/d$ bytes | messages; no byte of the activations |
+# | offload to the host's memory | 12 of the 16 bytes, or all | these bytes are sent over a slow link in every step |
+# | sharding states over $d$ ranks ([ZeRO](zero.md)) | up to $16 - 16/d$ bytes; no byte of the activations | messages |
 #
 # In a real job, three numbers show that memory is set up right: the allocated bytes after the first step equal the states' prediction; the peak of the second step is within a few percent of the estimate; neither grows after that.
 # The same estimate is a command, `python -m shardlab memory`. Here it answers for Llama 3 8B on 64 GPUs; with `--json` it prints bytes.
@@ -985,8 +996,8 @@ print("and after the exception is gone:", seen[0]() is not None)
 status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 
 # %% [markdown]
-# It knows what real jobs have, too: stages of unequal layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage that you ask for (`--stage 0`), other schedules, sequences that ranks share (`--cp`), and groups of copies that shard among themselves (`--replicas`).
-# What an allocator reserves beside what a program holds is in [the planner's prediction](strategy.md).
+# It has options for what real jobs use: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage whose memory you want (`--stage 0`), other schedules, sequences that are cut over ranks (`--cp`), and hybrid sharding (`--replicas`).
+# What an allocator reserves beyond what a program holds is in [the planner's prediction](strategy.md).
 #
 # On the course's site the command has a form: there your browser runs it, and nothing is installed.
 #
@@ -1000,9 +1011,9 @@ status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 # ```{admonition} On more GPUs
 # :class: note
 #
-# This page measures a whole step on one rank, and on one GPU where there is one; what eight ranks would hold it predicts.
-# A second GPU would let you hold the sharded states against an allocator's peak,
-# and show what no estimate here contains: the buffers that nccl takes as soon as there is a link to another GPU.
+# This page measures a whole step on one rank, and on one GPU where there is one. What eight ranks would hold is predicted.
+# With a second GPU you could compare the sharded states with an allocator's peak,
+# and see what no estimate here contains: the buffers that nccl takes as soon as there is a link to another GPU.
 # ```
 #
 # ## Exercises
@@ -1093,7 +1104,7 @@ check(my_states_bytes)
 # :class: dropdown
 # ```
 #
-# Only mixed precision has master weights, and moments are float32 always.
+# Only mixed precision has master weights, and moments are always float32.
 
 # %%
 def my_states_bytes(params, precision, optimizer):
@@ -1242,7 +1253,7 @@ check(my_backward)
 #
 # A step of `batch` sequences has to fit into `limit` bytes. Two things help: micro-batches, whose gradients add up, and recomputing every layer.
 # Return `(sequences, recompute)`: micro-batches of equal size, as large as possible, and `"none"` or `"full"`. Recomputation costs arithmetic, so it comes only where no size fits without it. If nothing fits, return `None`.
-# What do the gradients of the micro-batches before have to do with it?
+# How do the gradients of the earlier micro-batches change the peak?
 
 # %%
 def my_micro_batch(config, batch, limit):
@@ -1284,7 +1295,7 @@ check(my_micro_batch)
 # ## Summary
 #
 # - Model states are 16 bytes for each parameter with AdamW, in float32 and in mixed precision alike; no batch changes that.
-# - Activations grow with batch times sequence: about $17\,bsh$ numbers a layer with fused attention, and one input a layer when it is recomputed.
+# - Activations grow with batch times sequence: about $17\,bsh$ numbers a layer with fused attention, and only the input, $bsh$, of a layer that is recomputed.
 # - The peak is where backward begins, at the logits; a prediction without them is far too low.
 # - The second step is the first that holds everything.
 # - Predict first; then count one step. If the two differ, something is held that you do not know of.
@@ -1293,5 +1304,5 @@ check(my_micro_batch)
 #
 # - {cite:t}`rajbhandari2020zero`, sections 1 and 3: where memory goes, and the 16 bytes; Table 1 is `memory.states`.
 # - {cite:t}`korthikanti2022recomputation`: every activation of a layer, counted; what recomputing which of them saves.
-# - {cite:t}`chen2016sublinear`: recomputation, and why keeping $\sqrt{L}$ inputs can be enough.
+# - {cite:t}`chen2016sublinear`: recomputation, and why keeping the inputs of $\sqrt{L}$ of $L$ layers can be enough.
 # - {cite:t}`dettmers2022eightbit`: moments in 8 bits, block by block.

@@ -393,6 +393,9 @@ show.source(take_home.main, Training.batches, Training.step)
 
 # %% [markdown]
 # `batches` deals what is left of an epoch, so that a run that begins in its middle loads nothing twice. `build` is a function that makes the model: this page gives it the course's GPT, the script takes its own.
+# On a GPU, `pin_memory` has the loader put batches into memory that the GPU reads by itself.
+# `non_blocking=True` then starts the copy and returns at once, while from other memory the CPU waits until the batch is read.
+# The step's kernels come after the copy, in the same stream, so no line waits for it.
 # Each line of `metrics.jsonl` has loss, norm, seconds, tokens per second, memory, and MFU where the peak of the device is known or given.
 
 # %% tags=["hide-input"]

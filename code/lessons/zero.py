@@ -101,7 +101,7 @@ def largest(a, b):
 # ## How much of what four ranks hold is copies
 #
 # Data parallelism makes its ranks equal on purpose: same weights, same averaged gradients, so the same step of the same optimizer.
-# The next cell trains that way on four ranks, and takes a fingerprint of every tensor that each rank then holds.
+# The next cell trains that way on four ranks, and computes a hash of every tensor that each rank then holds: equal tensors have equal hashes.
 
 # %%
 def fingerprints():
@@ -144,21 +144,21 @@ show.table(
 )
 
 # %% [markdown]
-# Three quarters of the memory hold what another rank holds as well.
-# With $N$ ranks it is $1 - 1/N$ of it.
+# Three quarters of the memory hold copies.
+# With $N$ ranks it is $1 - 1/N$ of the memory.
 #
 # ## Three stages in a picture
 #
-# ZeRO, the *zero redundancy optimizer*, lets each rank own one piece of the model states, and keep only that for as long as nobody needs more {cite}`rajbhandari2020zero`.
-# It does so for more and more of them, in three stages.
-# A piece has the colour of the rank that owns it.
+# ZeRO, the *zero redundancy optimizer*, cuts model states into one *shard* for each rank. A rank keeps its own shard alone, except while it computes with the whole {cite}`rajbhandari2020zero`.
+# Stage 1 cuts the optimizer's states, stage 2 the gradients as well, and stage 3 the weights as well.
+# In the picture a shard has the colour of the rank that keeps it.
 #
 # ![What four ranks hold in ZeRO's stages; weights, gradients and optimizer states are cut into four pieces. Stage 0: every rank holds all pieces of all three. Stage 1: of the optimizer states each rank holds its own piece alone. Stage 2: of the gradients, too. Stage 3: of the weights, too.](../figures/zero_stages.svg)
 #
 # It is still data parallelism: every rank has a batch of its own, and computes the whole model on it.
 # What is divided is where numbers are *kept*.
 #
-# The table follows from the picture. The recipe is the paper's: 16-bit weights and gradients, and 12 bytes of optimizer, master weights included.
+# The table follows from the picture. As in the paper, a parameter takes 2 bytes of weight, 2 of gradient, and 12 of optimizer: float32 master weight and two moments.
 # The last column is from the paper's Figure 1 and Table 1.
 
 # %% tags=["hide-input"]
@@ -184,20 +184,20 @@ show.table(
 
 
 # %% [markdown]
-# On 4 ranks stage 1 takes away more than half of everything, since the optimizer is 12 of the 16 bytes. On 64 only stage 3 goes on shrinking.
+# On 4 ranks stage 1 already saves more than half, since the optimizer is 12 of the 16 bytes. With 64 ranks only stage 3 still gets much smaller: what stages 1 and 2 leave whole does not shrink.
 #
 # ## Each stage in its plainest form
 #
 # ### Stage 1: everyone steps a shard
 #
-# If rank $r$ steps only piece $r$ of the weights, it needs only piece $r$ of the averaged gradient.
-# That is what a reduce-scatter leaves on it. Afterwards an all-gather tells everybody the new weights.
+# If rank $r$ updates only shard $r$ of the weights, it needs only shard $r$ of the averaged gradient.
+# A reduce-scatter gives it just that. After the step an all-gather gives every rank all new weights.
 #
 # ![A step of ZeRO's stage 1 on four ranks. Each rank has gradients of its own batch. A reduce-scatter leaves rank r with piece r of their average. Rank r steps its piece of the weights, and an all-gather gives every rank all four new pieces.](../figures/zero_step.svg)
 #
-# But a piece of what? Parameters come in all sizes, and one rank would get the embedding, another a few biases.
-# So all of them are put side by side in one flat tensor, and *that* is cut into $N$ shards, wherever the cuts fall.
-# The optimizer is torch's own. It is given the shard as its only parameter, and has states for nothing else.
+# Whole parameters cannot be dealt out evenly: one rank would get the embedding, another a few biases.
+# So all parameters are put side by side in one flat tensor of $P$ elements, and *that* is cut into $N$ shards, wherever the cuts fall.
+# The optimizer is torch's own. The shard is the only parameter that it is given, so it keeps states for the shard alone.
 
 # %%
 def stage_1(model, group, steps):
@@ -218,8 +218,8 @@ def stage_1(model, group, steps):
 
 
 # %% [markdown]
-# One process goes through the ranks' shares one after another, adds their gradients up, each divided by $N$, and steps.
-# After five steps the weights of two ranks are the same as its own, bit for bit.
+# One process computes the gradients of one rank's part of the batch after another, divides each by $N$, adds them up, and steps.
+# After five steps the weights of two ranks equal those of this process bit for bit.
 
 # %% tags=["hide-input"]
 # Holds the weights after five steps of a plain version against one process
@@ -258,14 +258,14 @@ prove(stage_1)
 
 # %% [markdown]
 # An all-reduce *is* a reduce-scatter and an all-gather ([Collectives](collectives.md)).
-# Stage 1 only moves the optimizer's step between the two. This is why it costs no more bytes than data parallelism.
-# An optimizer that looks at a whole matrix, such as Shampoo or Muon, cannot be cut like this: AdamW works on each element by itself.
+# Stage 1 only puts the optimizer's step between the two. This is why it sends no more bytes than data parallelism.
+# It works because AdamW treats each element by itself. An optimizer that needs a whole matrix, such as Shampoo or Muon, cannot be cut like this.
 #
 # ### Stage 2: reduce a gradient when it comes, and drop it
 #
-# After the reduce-scatter a rank needs no more than its shard of a gradient.
-# So the reduce-scatter must not wait until all gradients are there: a hook does it for each parameter, as soon as autograd has its gradient.
-# Now each parameter is cut by itself.
+# After the reduce-scatter a rank needs only its shard of a gradient.
+# To save memory the reduce-scatter must come early: a hook calls it for each parameter, as soon as autograd has that parameter's gradient.
+# So here each parameter is cut into shards by itself.
 
 # %%
 def shard_of(p, group):
@@ -298,12 +298,12 @@ prove(stage_2)
 
 
 # %% [markdown]
-# When `backward` returns no full gradient is left: there was one at a time.
+# When `backward` returns, no full gradient is left; during it there was never more than one.
 #
 # ### Stage 3: gather before use, free after
 #
-# Now the weights. A layer's weights are needed while that layer computes, once in forward and once in backward. In between a shard will do.
-# Four hooks do that: before a module's forward its parameters are gathered, after it they are freed; before its backward they are gathered again, and freed when their gradients are there.
+# A layer's weights are needed only while that layer computes, once in forward and once in backward. At all other times its shard is enough.
+# Four hooks see to that. A module's parameters are gathered before its forward, and freed after it. They are gathered again before its backward, and freed when their gradients are there.
 
 # %%
 def stage_3(model, group, steps):
@@ -342,16 +342,16 @@ def stage_3(model, group, steps):
 prove(stage_3)
 
 # %% [markdown]
-# To free a tensor that autograd has saved for backward sounds like trouble.
-# It is not, because only the *storage* is given back, by `resize_(0)`: the tensor object stays, and by the time backward reads it, the next gather has filled it again.
+# Autograd has saved these tensors for backward. They can be freed all the same, because `resize_(0)` gives back only the *storage*.
+# The tensor object stays, and before backward reads it, the next gather has filled it again.
 # No all-gather follows the step: the next forward gathers what it needs.
 #
 # ### What the plain versions leave out
 #
-# All three take a parameter's size for a multiple of $N$, and every parameter for used.
-# Stage 1 copies all gradients into a flat tensor when they are all there, and divides them in another: for a moment it holds them three times.
+# All three assume that $N$ divides the sizes of the parameters, and that each parameter gets a gradient.
+# Stage 1 waits for all gradients, copies them into a flat tensor, and divides that into another one: for a moment it holds gradients three times.
 # Stages 2 and 3 send a message for each parameter, and wait for each of them: nothing overlaps.
-# The table has a step of each, on two ranks with a wire of 1 ms latency, beside the core of the next section.
+# The table compares a step of each with the core of the next section, on two ranks with a wire of 1 ms latency.
 
 # %% tags=["hide-input", "measured"]
 # Table: messages, peak and seconds of the plain versions beside the core
@@ -407,17 +407,17 @@ show.table(
 )
 
 # %% [markdown]
-# The core does each of these differently: a few flat tensors of any sizes instead of a message for each parameter, and messages that are under way while the rank computes.
+# The core sends a few flat tensors of any size instead of a message for each parameter, and the rank computes while they are under way.
 # In stage 3 its peak is no higher, although two blocks are whole at a time instead of one layer.
-# Its stage 2 peaks as high as its stage 1 here, because its buckets are larger than this model; [below](#zero-peak) they are not.
+# Its stages 1 and 2 have the same peak here, because its buckets are larger than this model; [below](#zero-peak) they are smaller.
 #
 # ## The core
 #
 # ### Flat tensors of any size
 #
 # `Flat` puts parameters side by side, as the plain stage 1 does, and pads the tensor with fewer than $N$ zeros, so that all shards have one size.
-# `cut` finds what a shard holds of each parameter: these pieces are what the optimizer is given.
-# `gather`, `wait` and `free` are the plain stage 3's, with something that can happen between the first two.
+# `cut` finds what a shard holds of each parameter: these *pieces* are what the optimizer is given.
+# `gather`, `wait` and `free` do what the plain stage 3 does, but a rank can compute between `gather` and `wait`.
 
 # %%
 show.source(zero.Flat)
@@ -426,20 +426,20 @@ show.source(zero.Flat)
 # ### Gradients, from autograd to a shard
 #
 # The reduce-scatter of this course sends each shard straight to its owner, who adds up what arrives in the order of the ranks.
-# It moves what every reduce-scatter moves. The fixed order buys something: on any number of ranks the sums have the same bits as those of one process.
+# It sends as many bytes as every reduce-scatter. Because the order is fixed, the sums have the same bits as those of one process, on any number of ranks.
 
 # %%
 show.source(zero.ReduceScatter)
 
 # %% [markdown]
 # `Gradients` does for a flat tensor what the hook of the plain stage 2 does for a parameter, in three calls: `place` when autograd has a gradient, `send` when all of them are there, `receive` later.
-# Where no rank has a gradient, the piece has to keep `None`, as in one process; `settle` comes last, and knows.
+# Where no rank has a gradient, the piece has to keep `None`, as in one process. `settle` is called last, and sees to that.
 
 # %%
 show.source(zero.Gradients)
 
 # %% [markdown]
-# A `Reducer`, named after the one in torch's DDP, sends them during a backward. One reduce-scatter at a time is under way, since each takes memory.
+# A `Reducer`, named after the one in torch's DDP, calls these during a backward. Only one reduce-scatter at a time is under way, since each takes memory.
 
 # %%
 show.source(zero.Reducer)
@@ -448,15 +448,15 @@ show.source(zero.Reducer)
 # ### Stages 1 and 2: buckets that leave early
 #
 # `Zero1` deals the parameters into buckets, each a `Flat`. Its methods are in the order in which a step calls them.
-# The all-gather waits for nobody. It starts with the forward after the step (`_pre_forward`), in which each layer waits for its own weights alone (`_await`).
-# As in data parallelism, a bucket leaves while backward still computes the next one (`_arrived`), and autograd calls `_finish` when backward is over.
-# This late gather is this course's. ZeRO's paper, and DeepSpeed, gather at the end of the step, as the plain version does.
+# The step does not wait for the all-gather. It starts with the next forward (`_pre_forward`), in which each layer waits for its own weights alone (`_await`).
+# As in data parallelism, a bucket is sent while backward still computes the next one (`_arrived`), and autograd calls `_finish` when backward is over.
+# Only this course gathers so late. ZeRO's paper and DeepSpeed gather at the end of the step, as the plain version does.
 
 # %%
 show.source(zero.Zero1)
 
 # %% [markdown]
-# For stage 2 there is little to change: full gradients are not kept. Its last line takes something away; we come to it [below](#zero-accumulation).
+# Stage 2 changes little: full gradients are not kept. Its last line takes `no_sync` away; the reason is [below](#zero-accumulation).
 
 # %%
 show.source(zero.Zero2)
@@ -464,9 +464,9 @@ show.source(zero.Zero2)
 # %% [markdown]
 # ### Stage 3: the next block is under way
 #
-# The plain stage 3 waits for the wire twice for each layer. Here the model is divided into *units*, by default its blocks, and while a block computes, the next one is under way.
+# The plain stage 3 waits for the wire twice for each layer. Here the model is divided into *units*, by default its blocks, and while one unit computes, the next one is gathered.
 #
-# Step through it. A cell's colour is that of the rank whose shard it is, in the lower half of the rank whose batch is in it, and a thick outline marks what has just arrived.
+# Step through it. Weights are above, gradients below. A weight has the colour of the rank that keeps its shard. A gradient has the colour of the rank from whose batch it is. A thick outline marks what has just arrived.
 #
 # :::{step-through} Stage 3 on four ranks, three blocks
 # 1. ![Before the step. Two tables, weights above and gradients below, with a row for each of four ranks and three blocks side by side, each cut into four pieces. Of each block's weights rank r holds piece r alone. There are no gradients.](../figures/steps/zero_1.svg)
@@ -479,11 +479,11 @@ show.source(zero.Zero2)
 #
 # 3. ![Every rank computes the forward of block 1 while block 2 is gathered: blocks 1 and 2 are whole on every rank, block 3 is in shards.](../figures/steps/zero_3.svg)
 #
-#    Each rank computes block 1 on its own batch. Meanwhile block 2 is under way, and nobody will wait for it.
+#    Each rank computes block 1 on its own batch. Meanwhile block 2 is gathered, so that no rank has to wait for it.
 #
 # 4. ![Block 1 is freed, down to each rank's own piece. Every rank computes the forward of block 2 while block 3 is gathered: blocks 2 and 3 are whole.](../figures/steps/zero_4.svg)
 #
-#    Block 1 is through: each rank gives back all but its own quarter. So two blocks are whole, and never more.
+#    Block 1 is done: each rank frees all of it but its own quarter. So there are never more than two whole blocks.
 #
 # 5. ![Block 2 is freed. Every rank computes the forward of block 3, the only one that is whole.](../figures/steps/zero_5.svg)
 #
@@ -491,11 +491,11 @@ show.source(zero.Zero2)
 #
 # 6. ![Block 3 was freed after its forward like the others. While every rank computes its loss, block 3 is gathered again, for backward.](../figures/steps/zero_6.svg)
 #
-#    Block 3 was freed like the others. For backward it comes back, while the ranks compute their losses.
+#    Block 3 was freed like the others. It is gathered again for backward, while the ranks compute their losses.
 #
 # 7. ![Every rank computes the backward of block 3 while block 2 is gathered: blocks 2 and 3 are whole. In the lower table every rank has all four pieces of block 3's gradients, of its own batch.](../figures/steps/zero_7.svg)
 #
-#    Backward runs the other way. Each rank gets the gradients of its own batch, and block 2 is under way.
+#    Backward goes from the last block to the first. Each rank gets block 3's gradients of its own batch, while block 2 is gathered.
 #
 # 8. ![Block 3's weights are freed and its gradients reduce-scattered: rank r keeps piece r, the average over all four ranks. Every rank computes the backward of block 2, whose gradients it now has of its own batch, while block 1 is gathered: blocks 1 and 2 are whole.](../figures/steps/zero_8.svg)
 #
@@ -503,7 +503,7 @@ show.source(zero.Zero2)
 #
 # 9. ![Block 2's weights are freed and its gradients reduce-scattered. Every rank computes the backward of block 1, the only one that is whole, and has its gradients of its own batch.](../figures/steps/zero_9.svg)
 #
-#    The same for block 2, while block 1 computes.
+#    The same is done for block 2, while block 1 computes.
 #
 # 10. ![Block 1's weights are freed and its gradients reduce-scattered. Of the weights and of the averaged gradients of all three blocks rank r now holds piece r and nothing else.](../figures/steps/zero_10.svg)
 #
@@ -517,8 +517,8 @@ show.source(zero.Zero2)
 #
 # The hooks are those of the plain version, on units, and have the names that FSDP2 gives them: `_pre_forward`, `_post_forward`, `_pre_backward`, `_post_backward`.
 # Those that come before also call `_prefetch`. It knows which block comes next because it remembers the order of the last forward.
-# *After backward* is a moment that autograd does not announce: it has come when the gradients of all that went into the unit are there.
-# What belongs to no unit, here the embedding and the last norm, is the `rest`: its hooks are those of the whole module, and it is gathered once and stays whole for the step.
+# Autograd has no hook for *after backward* of a unit: that moment has come when the gradients of all inputs of the unit are there.
+# Parameters that belong to no unit, here the embedding and the last LayerNorm, are the `rest`: its hooks are those of the whole module. It is gathered once, and stays whole for the step.
 
 # %%
 show.source(zero.Unit, zero.Zero3)
@@ -584,9 +584,9 @@ show.table(rows, head, caption="Largest differences from one process")
 
 
 # %% [markdown]
-# Zero means the same bits, on four ranks too, where libraries are some 1e-6 off (FSDP2 [below](#zero-fsdp)): their sums are made in whatever order is fast.
-# Clipping needs the norm of *all* gradients. Each rank squares and sums its own shard, and one number travels.
-# That sum is made in another order than one process makes it, so the last digits differ, and float64 shrinks the difference by as many digits as it has more.
+# Zero means the same bits. On four ranks libraries differ by some 1e-6 (FSDP2 [below](#zero-fsdp)), since they add in the order that is fastest.
+# Clipping needs the norm of *all* gradients. Each rank sums the squares of its own shard, and one number is sent.
+# One process adds in another order, so the last digits differ; in float64, which has nine more digits, the difference is smaller by as many.
 #
 # The [tests](../tests/test_zero.py) do the same with sizes that do not divide, tied and frozen parameters, layers that only some ranks use, accumulation, and 16-bit weights with float32 masters; and against FSDP2 and DeepSpeed.
 #
@@ -596,7 +596,7 @@ show.table(rows, head, caption="Largest differences from one process")
 #
 # Float32 first: 4 bytes for a weight, 4 for its gradient, 8 for AdamW's two moments.
 # Then computing in bfloat16: 2 bytes for a weight, 4 for its float32 master, 4 for its gradient, 8 for the moments.
-# *By formula* is bytes per parameter times $P$. *Predicted* knows the padding as well ([predict.py](../code/shardlab/zero/predict.py)): there are three ranks here, and $P$ does not divide by three.
+# *By formula* is bytes per parameter times $P$. *Predicted* counts the padding as well ([predict.py](../code/shardlab/zero/predict.py)): there are three ranks here, and three does not divide $P$.
 
 # %% tags=["hide-input"]
 # Table: bytes of states, by formula, predicted and counted
@@ -650,19 +650,19 @@ show.table(
 
 
 # %% [markdown]
-# To the byte, in every stage.
-# In bfloat16 stage 3 holds no 16-bit weights at all between uses: it makes them from the masters, while it gathers.
+# The prediction is right to the byte in every stage.
+# In bfloat16 stage 3 holds no 16-bit weights at all between uses: it rounds them from the master weights when it gathers.
 #
 # (zero-peak)=
 # ### Memory: what is not a state
 #
-# States are not all that is held. There are activations, and in stage 3 the units that are whole just now.
+# A rank holds more than states: activations, and in stage 3 the units that are whole at the moment.
 #
 # `````{admonition} Checked: "ZeRO-3 divides all 122 GB by 8"
 # :class: checked
 #
 # The example is often told: 7 billion parameters, 112 GB of states, 10 GB of activations, 8 GPUs, so 122 / 8 = 15 GB on each.
-# But activations belong to a rank's *own* batch. Nobody else has them, so there is nothing to share: it is 112/8 + 10 = 24 GB.
+# But activations are those of a rank's *own* batch. No other rank has a copy, so there is nothing to divide: it is 112/8 + 10 = 24 GB.
 # The cell counts what forward saves for backward, in stages 0 and 3.
 # `````
 #
@@ -695,13 +695,13 @@ assert plain_ == sharded and total + 10e9 == 24e9
 # %% [markdown]
 # What divides activations is a smaller batch, recomputation ([Memory](memory.md)), or another kind of parallelism.
 #
-# How large the units are is your choice, and matters.
+# You choose how large the units are, and it matters.
 #
 # `````{admonition} Checked: "wrap the model, and stage 3 does the rest"
 # :class: checked
 #
-# Wrapped as one unit, the model is sharded between steps, and whole during all of forward and backward, which is when memory is short.
-# Below it peaks at about 27 MB, with a unit per block at 17 MB.
+# Wrapped as one unit, the model is sharded only between steps. It is whole during all of forward and backward, which is when memory is short.
+# Below, the peak is about 27 MB as one unit, and 17 MB with a unit per block.
 # The cell counts the peak of a step on four ranks, on the CPU, where every storage can be seen. The model has 12 blocks.
 # `````
 
@@ -758,17 +758,17 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# As one unit stage 3 holds more at its peak than stage 2 with small buckets: 26.8 MB, and 23.9 MB.
-# It holds less than stage 2 with buckets of 25 MiB, 31.9 MB: one such bucket takes the whole model here, so all gradients are there at once, as in stage 1.
-# Units and buckets are the same question: how much is whole at a time. As one unit all weights are gathered at once, $4P$ bytes, and all gradients are there before any is sent, another $4P$. Per block two blocks' weights are whole, and one block's gradients.
-# This is the peak over the step, measured on the larger model of the [figures](../figures/zero.py):
+# As one unit, stage 3 has a higher peak than stage 2 with small buckets: 26.8 MB against 23.9 MB.
+# Stage 2 with buckets of 25 MiB has the highest, 31.9 MB: the whole model fits into one such bucket here, so all gradients are there at once, as in stage 1.
+# Units and buckets both decide how much is whole at a time. As one unit, all weights are gathered at once, $4P$ bytes, and all gradients are there before any is sent, another $4P$. With a unit per block, the weights of two blocks are whole, and the gradients of one.
+# These are the bytes held over a step, measured on the larger model of the [figures](../figures/zero.py):
 #
 # ![Measured bytes on one of four ranks over a training step in stage 3. With the whole model as one unit it holds up to 89 MB; with a unit for each block up to 55 MB. The shards of the states alone take 32 MB.](../figures/zero_wrapping.svg)
 #
 # ### Bytes sent
 #
-# Let $P$ elements be the weights. A reduce-scatter or an all-gather of $P$ elements sends $\frac{N-1}{N}P$ from each rank, an all-reduce is both ([Collectives](collectives.md)).
-# So per step, up to the factor $\frac{N-1}{N}$:
+# For a model of $P$ elements, a reduce-scatter or an all-gather sends $\frac{N-1}{N}P$ elements from each rank; an all-reduce is both ([Collectives](collectives.md)).
+# So each rank sends per step (the factor $\frac{N-1}{N}$ left out):
 #
 # - data parallelism sends $2P$: an all-reduce;
 # - stages 1 and 2 send $2P$: gradients are reduce-scattered, new weights gathered;
@@ -840,7 +840,7 @@ show.table(
 
 # %% [markdown]
 # Stage 3 sends a little less than $3P$, because what is outside the blocks stays whole between forward and backward.
-# Kept after forward (`reshard=False`), nothing is gathered twice.
+# With `reshard=False` weights are kept whole from forward to backward, and nothing is gathered twice.
 #
 # (zero-accumulation)=
 # ### Accumulation
@@ -849,8 +849,8 @@ show.table(
 # :class: checked
 #
 # With $m$ micro-batches per step, stage 1 adds gradients up locally (`no_sync`) and sends them once.
-# Stage 2 has nowhere to add them up: full gradients are what it does not keep. So each micro-batch has to send its own, $m$ times the bytes.
-# If you keep full gradients between micro-batches instead, you are in stage 1. The cell counts four micro-batches.
+# Stage 2 cannot add them up locally, since it keeps no full gradients. So each micro-batch has to send its own, $m$ times the bytes.
+# If it kept full gradients between micro-batches, it would be stage 1. The cell counts four micro-batches.
 # `````
 
 # %%
@@ -888,21 +888,21 @@ head = [
 show.table(rows, head, caption="Four micro-batches on four ranks")
 
 # %% [markdown]
-# Four times the bytes, for a quarter of the memory: a trade, and no gift.
-# Stage 3 sends as often, and gathers its weights for each micro-batch as well.
+# Stage 2 sends four times the bytes, for a quarter of the gradients' memory.
+# Stage 3 sends gradients as often, and gathers its weights for each micro-batch as well.
 #
 # ### Seconds
 #
-# Bytes are not seconds. Say forward computes for $f$ seconds, backward for $g$, and the wire needs $W$ for one gather of all weights.
-# Gradients cannot leave before backward begins, but weights can be gathered while forward computes. With everything overlapped that can be,
+# More bytes need not take more time. Let forward compute for $f$ seconds and backward for $g$, and let the wire take $W$ seconds for one gather of all weights.
+# Gradients cannot be sent before backward begins, but weights can be gathered while forward computes. If all of this overlaps, a step takes
 #
 # $$
 # T_\text{data parallel} \approx f + \max(g,\, 2W), \qquad T_\text{stage 3} \approx \max(f,\, W) + \max(g,\, 2W).
 # $$
 #
-# To see just this, the next cell takes blocks that *sleep* instead of computing, as in [Data parallelism](data_parallel.md): the messages are real, the wire is an emulated one of 80 Mbit/s, and there are two ranks.
-# At the ends of forward and backward there is always a block or so that nothing hides: the formula leaves out these $2W/L$ and $3W/L$ of $L$ blocks, the prediction counts them.
-# The last column compares with data parallelism, in both cases.
+# The next cell measures it with blocks that *sleep* instead of computing, as in [Data parallelism](data_parallel.md): the messages are real, the wire is an emulated one of 80 Mbit/s, and there are two ranks.
+# At the ends of forward and backward the messages of a block or two are not hidden. With $L$ blocks these take $2W/L$ and $3W/L$; the formula leaves them out, the predicted column has them.
+# The last column is the time divided by that of data parallelism, measured in the same run.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps of sleeping blocks on a slow wire, predicted and measured
@@ -993,18 +993,18 @@ show.table(rows, [*head, "difference (%)", "of data parallel's"])
 # `````{admonition} Checked: "stage 3 sends 50 % more, so it is 50 % slower"
 # :class: checked
 #
-# It sends 50 % more. When the wire is nearly all there is, first three rows, a step does take about half as long again.
-# When a rank computes for as long as the wire is busy, the additional bytes hide behind forward, where data parallelism has nothing to send: fourth and fifth row.
-# What costs then is to go without prefetching: last row.
-# What counts is the ratio of compute to bytes. It grows with the tokens that each rank has per step, and does not depend on the model's size: compute and bytes both grow with $P$.
+# It does send 50 % more. Where nearly all of a step is waiting for the wire, first three rows, it also takes about 50 % longer.
+# Where a rank computes for as long as the wire is busy, fourth and fifth row, forward hides the additional bytes: data parallelism sends nothing during forward.
+# Without prefetching they are not hidden: last row.
+# What matters is the ratio of FLOP to bytes. It grows with the tokens that each rank has per step, and does not depend on the model's size, since both are proportional to $P$.
 # `````
 #
 # (zero-fsdp)=
 # ## FSDP2 beside ours
 #
-# FSDP2, `torch.distributed.fsdp.fully_shard`, is stage 3. It is applied from the inside out: to each block, then to the model, whose call takes what is left {cite}`zhao2023fsdp`.
-# Each parameter becomes a `DTensor`, sharded by rows, in place of our flat pieces; so optimizers and checkpoints see the parameters' own shapes.
-# Give it the mesh, which says over which ranks and on what kind of device: without one it takes this machine's GPUs, even for a model on the CPU.
+# FSDP2, `torch.distributed.fsdp.fully_shard`, is stage 3 {cite}`zhao2023fsdp`. It is called for each block, then for the model: that last call makes a unit of the remaining parameters.
+# Where ours has flat pieces, each parameter becomes a `DTensor` sharded by rows; so optimizers and checkpoints see the parameters' own shapes.
+# Give it the mesh, which says over which ranks and on what kind of device. Without one it takes this machine's GPUs, even for a model on the CPU.
 #
 # This is how a model is wrapped:
 
@@ -1069,10 +1069,10 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 
 
 # %% [markdown]
-# One unit takes 2.0 times what a unit per block takes with FSDP2, and 1.6 times with ours.
-# FSDP2 gets its overlap from CUDA streams, which a CPU does not have, so its times here would say nothing about it; [the benchmark](../benchmarks/zero.py) measures them all the same, and says so.
+# As one unit, FSDP2's peak is 2.0 times that of a unit per block, and ours 1.6 times.
+# FSDP2 overlaps by CUDA streams, which a CPU does not have, so its times on a CPU do not show what it can do; [the benchmark](../benchmarks/zero.py) measures them all the same, and says so.
 #
-# The same things have three sets of names:
+# The libraries have other names for the same things:
 #
 # | here | FSDP2 | FSDP1 | DeepSpeed |
 # |---|---|---|---|
@@ -1084,8 +1084,8 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 # | stage 3 in a node, copies between nodes | a mesh of two dimensions | `HYBRID_SHARD` | `"mics_shard_size"` |
 # | units | one call of `fully_shard` each | `auto_wrap_policy` | chosen by itself, with thresholds in elements |
 #
-# `reshard_after_forward=False` and `SHARD_GRAD_OP` are often called ZeRO-2. They send $2P$ as stage 2 does, and from forward to backward they hold whole weights as stage 2 does. Between steps they hold a shard, as stage 3 does.
-# FSDP2's outermost call behaves like that by default, as our *rest* does.
+# `reshard_after_forward=False` and `SHARD_GRAD_OP` are often called ZeRO-2. Like stage 2 they send $2P$, and hold whole weights from forward to backward. Unlike stage 2 they hold only a shard between steps.
+# FSDP2's last call, for the model, behaves like that by default, as our *rest* does.
 # A number for `reshard_after_forward`, say 8, reshards after forward among 8 ranks only, so that the second gather stays within a node.
 # How DeepSpeed is configured, and how its engine differs, is the lesson [DeepSpeed](deepspeed_engine.md).
 #
@@ -1095,7 +1095,7 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 #
 # ### Reading weights outside forward
 #
-# In stage 3 there is nothing there. In stages 1 and 2 of this course there is something worse: weights of one step ago, because it gathers late.
+# In stage 3 you read an empty tensor. In stages 1 and 2 of this course you read weights that are one step old, which is worse: they are gathered only in the next forward.
 # (DeepSpeed's stages 1 and 2 gather within the step, and have the new ones.)
 
 # %%
@@ -1125,7 +1125,7 @@ assert empty == [0] and stale > 5e-4  # a step of AdamW with a learning rate of 
 #
 # ### Building the optimizer before sharding
 #
-# Then it holds the plain parameters, which are not the pieces that get gradients.
+# Then the optimizer holds the plain parameters, but the pieces get the gradients.
 
 # %%
 def optimizer_first(right):
@@ -1149,12 +1149,12 @@ assert moved[0] == 0.0 < moved[1]
 
 
 # %% [markdown]
-# No error: an optimizer skips parameters without a gradient. The loss stays where it is. Meanwhile the pieces' gradients pile up, since nobody sets them to zero.
+# There is no error, since an optimizer skips parameters without a gradient. The loss does not change. The pieces' gradients grow with every step, since nothing sets them to zero.
 #
 # ### Clipping by the local norm
 #
-# `torch.nn.utils.clip_grad_norm_` takes the norm of the gradients that it is given. Here these are a shard.
-# Each rank then scales by a factor of its own. The next cell trains with SGD, clipped to a norm of 1.
+# `torch.nn.utils.clip_grad_norm_` takes the norm of the gradients that it is given. Here these are one rank's shard.
+# So each rank scales by a factor of its own. The next cell trains with SGD, clipped to a norm of 1.
 
 # %%
 def clipped(local):
@@ -1210,13 +1210,13 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# `drift`, the test of the last lesson, sees nothing: a piece has one owner, so ranks cannot disagree about it. What is wrong can only be seen beside one process.
-# The same goes for everything that looks at all gradients or weights: their norm in a log, the check for infinities of a loss scaler, an optimizer that scales by a layer's norm.
+# `drift`, the test of [Data parallelism](data_parallel.md), does not find it: only one rank has a piece, so its copies cannot differ. Only a comparison with one process shows the mistake.
+# The same mistake is possible in all that needs all gradients or weights: a norm in a log, a loss scaler's check for infinities, an optimizer that scales by a layer's norm.
 # FSDP2's `DTensor`s know that they are shards, and torch's function is right for them.
 #
 # ### Calling the model on some ranks only
 #
-# In data parallelism rank 0 may run a validation by itself. In stage 3 every forward is full of all-gathers.
+# In data parallelism rank 0 may run a validation by itself. In stage 3 every forward calls all-gathers.
 
 # %%
 def validate_on_rank_0():
@@ -1240,13 +1240,13 @@ else:
 
 
 # %% [markdown]
-# Rank 1 is at fault for what it did *not* do. In the middle of training it would not return but go on: then rank 0's gathers of the validation meet rank 1's gathers of the next step, whatever is in them.
+# Rank 1 is named because it did *not* call the all-gather. In the middle of training it would not return but go on: then rank 0's gathers for the validation are paired with rank 1's gathers for its next step, and mix their contents.
 # The same happens when one rank has a batch fewer, or generates one token fewer than the others.
-# Whatever calls the model has to call it on all ranks, as often.
+# All ranks have to call the model equally often.
 #
 # ### Saving one rank's shard as the model
 #
-# Rank 0 saves, out of habit. What is in the file?
+# In data parallelism rank 0 saves the model. What is in the file if it does so here?
 
 # %%
 def saved_elements():
@@ -1274,27 +1274,27 @@ rows = [(name, f"{size:,}", f"{100 * size / P:.0f}") for name, size in found.ite
 show.table(rows, ["saved by rank 0 of 4, stage 3", "elements", "of the model (%)"])
 
 # %% [markdown]
-# In this course's stage 1 the first way saves all elements, of which three quarters are one step old, since it gathers late: nothing fails, and the resumed run is slightly off.
-# Calling `full_state_dict` on rank 0 alone is the hang above. It also holds the whole model on every rank; how to save shards, and load them on another number of ranks, is the lesson [Checkpoints](checkpoint.md).
+# In this course's stage 1 the first way saves all elements, but three quarters of them are one step old, since it gathers late. Nothing fails, and the resumed run is slightly wrong.
+# `full_state_dict` on rank 0 alone hangs, like the validation above. And on every rank it holds the whole model; how to save shards, and load them on another number of ranks, is the lesson [Checkpoints](checkpoint.md).
 #
 # ## When to use it
 #
 # | | for | against |
 # |---|---|---|
-# | stage 1 | $8 + 8/N$ bytes per parameter in float32 instead of 16, the bytes sent of data parallelism | an optimizer must work element by element |
+# | stage 1 | $8 + 8/N$ bytes per parameter in float32 instead of 16; sends as many bytes as data parallelism | an optimizer must work element by element |
 # | stage 2 | $4 + 12/N$ | with $m$ micro-batches $m$ times the gradients on the wire; buckets must be small |
 # | stage 3 | $16/N$: any model, with enough ranks | $3P$ instead of $2P$; weights are there only while they are used |
 # | all | the model's code stays as it is | activations stay; a block must still fit and compute on one rank |
 #
 # Take the lowest stage that fits: each next one has more to wait for.
-# In a real job these show that it is set up right: held bytes per rank fall with $N$ as predicted; the peak falls when units get smaller; the norm in the log is the same on all ranks; the first loss equals that of one process.
+# In a real job these show that it is set up right: the bytes that a rank holds fall with $N$ as predicted; the peak falls when units get smaller; the gradient norm in the log is the same on all ranks; the first loss equals that of one process.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
 # What each rank holds and sends is counted here, and stays the same on any number of GPUs of their own.
-# A second GPU would add the seconds: whether stage 3 gathers the next block in the time that this one computes, and from what size of block on.
-# Here blocks that sleep and an emulated link stand for it.
+# A second GPU would show times: how large a block has to be so that the next one is gathered while it computes.
+# Here that is measured with blocks that sleep, and an emulated link.
 # ```
 #
 # ## Exercises
@@ -1321,7 +1321,7 @@ check(answer, "zero_bytes")
 # :class: dropdown
 # ```
 #
-# The weights are whole, gradients and optimizer are shared.
+# The weights are whole, gradients and optimizer are sharded.
 
 # %%
 answer = 13e9 * (2 + (2 + 12) / 32)
@@ -1336,7 +1336,7 @@ check(answer, "zero_bytes")
 # :label: ex-zero-bounds
 # ```
 #
-# A flat tensor has `elements` elements and is padded, so that it falls into `size` shards of one size.
+# A flat tensor has `elements` elements and is padded, so that it can be cut into `size` shards of one size.
 # Return `(begin, end)`: which of the elements lie in the shard of `rank`, without padding. A shard may be padding altogether; then `begin == end == elements`.
 
 # %%
@@ -1377,7 +1377,7 @@ check(my_shard_bounds)
 #
 # Write a step of stage 1 in mixed precision, for SGD with momentum: `moment = decay * moment + gradient`, then `master = master - lr * moment`.
 # `weights` [P] and this rank's own `gradient` [P] are bfloat16. `master` and `moment` [P/N] are float32, and this rank's shards.
-# Gradients are widened before they are added up over the ranks, and averaged; only weights travel in bfloat16. Change `weights`, `master` and `moment` in place. $N$ divides $P$.
+# Gradients are widened to float32 before they are averaged over the ranks; only weights are sent in bfloat16. Change `weights`, `master` and `moment` in place. There are $P$ parameters and $N$ ranks, and $N$ divides $P$.
 
 # %%
 def my_mixed_step(weights, gradient, master, moment, lr, decay, group):
@@ -1396,7 +1396,7 @@ check(my_mixed_step)
 # :class: dropdown
 # ```
 #
-# The lines of the plain stage 1. What is new: the sum is made in float32, the step is made on the master, and the weights are its rounded copy.
+# These are the lines of the plain stage 1, with three changes: the sum is made in float32, the step changes the master weights, and the weights are their rounded copy.
 
 # %%
 def my_mixed_step(weights, gradient, master, moment, lr, decay, group):
@@ -1506,7 +1506,7 @@ check(my_stage)
 # - The step computes what one process computes, bit for bit where sums are made in the same order.
 # - States per rank in float32: 16, $8 + 8/N$, $4 + 12/N$, $16/N$ bytes per parameter. Activations are not divided.
 # - Bytes sent: $2P$, $2P$, $2P$, $3P$; stage 2 and 3 send gradients with every micro-batch.
-# - Stage 3 saves as much as its units are small: as one unit it peaks above stage 2 with small buckets.
+# - The smaller its units, the more stage 3 saves: as one unit its peak is above that of stage 2 with small buckets.
 # - FSDP2 is stage 3; `reshard_after_forward=False` saves the second gather.
 # - Wrap first, then build the optimizer; clip by the global norm; call the model on every rank.
 #

@@ -99,7 +99,7 @@ QUERIES = {
     "1F1B": ["lessons/pipeline.html"],
     "DDP": ["lessons/data_parallel.html"],
     "loss spike": ["the-loss-spikes"],
-    "gradient accumulation": ["term-gradient-accumulation"],
+    "gradient accumulation": ["train.html#accumulation", "term-gradient-accumulation"],
     "resume on fewer GPUs": ["lessons/checkpoint.html"],
     "torchrun": ["term-torchrun", "lessons/cluster.html"],
     "row parallel bias": ["lessons/tensor_parallel.html"],

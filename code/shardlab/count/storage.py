@@ -9,6 +9,7 @@ Not seen on the CPU: what a library uses inside one operation, gloo's buffers am
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlab.arguments import check_flag, check_kind, given
+from shardlab.arguments import check_flag, check_kind, check_number, given
 
 Holder = Tensor | nn.Module | torch.optim.Optimizer
 
@@ -77,8 +78,9 @@ class Held:
     With trace=True, `trace` is a list of (seconds by time.perf_counter(), bytes held from then on).
     """
 
-    def __init__(self, start: int, trace: bool):
+    def __init__(self, start: int, trace: bool, limit: float = math.inf):
         self.now = self.peak = start
+        self.limit = limit
         self.trace: list[tuple[float, int]] | None = None
         if trace:
             self.trace = [(time.perf_counter(), start)]
@@ -89,16 +91,22 @@ class Held:
 
     def _add(self, size: int) -> None:
         self.now += size
+        if size > 0 and self.now > self.limit:
+            raise torch.OutOfMemoryError(f"{self.now} bytes held: allowed are {self.limit:.0f}")
         self.peak = max(self.peak, self.now)
         if self.trace is not None:
             self.trace.append((time.perf_counter(), self.now))
 
 
 class _HeldOnGPU(Held):
-    """The same, read from the CUDA allocator of this process when asked."""
+    """The same, read from the CUDA allocator of this process when asked, which keeps the limit."""
 
-    def __init__(self, start: int, device: torch.device):
+    def __init__(self, start: int, device: torch.device, limit: float = math.inf):
         self.device = device
+        if limit < math.inf:
+            total = torch.cuda.get_device_properties(device).total_memory
+            most = (torch.cuda.memory_reserved(device) + limit - start) / total
+            torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, most)), device)
         self.trace = None
         self.offset = 0
         self.offset = start - self.now
@@ -161,7 +169,10 @@ class _Watching(TorchDispatchMode):
 
 @contextmanager
 def held(
-    *existing: Holder, device: torch.device | None = None, trace: bool = False
+    *existing: Holder,
+    device: torch.device | None = None,
+    trace: bool = False,
+    limit: float | None = None,
 ) -> Iterator[Held]:
     """Count the bytes of all storages that are alive, and were born inside or belong to `existing`.
 
@@ -171,19 +182,27 @@ def held(
 
     existing: tensors, modules, optimizers that are there before; they count from the start.
     device: where; by default where the first of `existing` is, else the CPU. trace: see Held; on
-    the CPU alone. Raises ValueError for trace on a GPU, and for anything else in `existing`.
+    the CPU alone. limit: bytes; what would hold more raises torch.OutOfMemoryError, on the CPU when
+    the storage is there already. Raises ValueError for trace on a GPU, for a limit that is not
+    above 0, and for anything else in `existing`.
     """
     check_kind(torch.device, **given(device=device))
     check_flag(trace=trace)
+    check_number(**given(limit=limit))
+    most = math.inf if limit is None else limit
     before = tensors_of(*existing)
     if device is None:
         device = before[0].device if before else torch.device("cpu")
     if device.type == "cuda":
         if trace:
             raise ValueError("trace=True: allowed on the CPU alone; a GPU's allocator keeps none")
-        yield _HeldOnGPU(bytes_of(t for t in before if t.is_cuda), device)
+        try:
+            yield _HeldOnGPU(bytes_of(t for t in before if t.is_cuda), device, most)
+        finally:
+            if limit is not None:
+                torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
-    result = Held(bytes_of(before), trace)
+    result = Held(bytes_of(before), trace, most)
     watching = _Watching(result)
     for tensor in before:
         watching.watch(tensor, count=False)

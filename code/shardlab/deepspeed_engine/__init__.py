@@ -10,7 +10,7 @@
 - `schema`: `check`, and what is refused before anything starts;
 - `pipe`: `pipeline` cuts the plain GPT into the stages of DeepSpeed's pipeline;
 - `plain`: `weights` of an engine and `plain_state_dict` of a checkpoint, by the plain names;
-- `lab` and `breakdown`: one Llama, four ways, and what each costs.
+- `lab` and `breakdown`: one Llama, eight ways, and what each costs.
 
 Importing this package does not import DeepSpeed, which takes seconds and may not be installed. The
 functions that need it say so. Source: DeepSpeed 0.19.8; Rajbhandari et al., "ZeRO", SC 2020.

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shardlab import ranks
 from shardlab.arguments import check_one_of
-from shardlab.count import clock, held, limited
+from shardlab.count import clock, held
 from shardlab.layout import Layout
 from shardlab.options import Parser, any_encoding
 
@@ -188,7 +188,7 @@ def _rank(
     way: str, task: Task, name: str | None, folder: str, precision: str, memory: float | None
 ) -> dict[str, Any]:
     """On every rank: generate, then train; times, outcomes, and what was moved."""
-    with limited(memory, ranks.device()) if memory else nullcontext():
+    with held(device=ranks.device(), limit=memory) if memory else nullcontext():
         return _work(way, task, name, folder, precision)
 
 
@@ -268,7 +268,7 @@ def run(
     cost: ranks on one CPU, or on one GPU that they share, cost no more than one. model: a name on
     Hugging Face's hub, to be downloaded by each rank's process; without one, TINY with random
     weights, and no network. device: as in `ranks.run`. precision: "fp32"; or "bf16" for weights,
-    with float32 copies for AdamW. memory: bytes that a rank gets, as `count.limited` has it.
+    with float32 copies for AdamW. memory: bytes that a rank gets, as `count.held` counts them.
 
     Returns a Report for inference and one for training. Raises ValueError for what is not allowed,
     RankError when a rank fails.

@@ -34,7 +34,7 @@ from .structure import Structure
 
 AXES = "dp", "pp", "cp", "tp"
 OFFLOADS = "none", "optimizer", "parameters"
-OPERATORS = "attention", "norms", "ffn"  # that can be computed again, one by one
+OPERATORS = "attention", "norms", "ffn", "latents"  # that can be computed again, one by one
 _DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
 
 
@@ -256,7 +256,8 @@ def computed_again(recompute: str) -> frozenset[str]:
     """The OPERATORS whose results a layer does not keep. Raises ValueError for unknown names.
 
     recompute: "none"; "selective", which is attention's core; names joined by "+"; or "full", which
-    keeps a layer's input alone, and while its backward runs all of the rest.
+    keeps a layer's input alone, and while its backward runs all of the rest. "latents": what is
+    made of them, queries, keys and values.
     """
     if recompute in ("none", "full"):
         return frozenset()

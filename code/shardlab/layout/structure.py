@@ -100,8 +100,13 @@ class Kind:
         times = (self.routed.chosen if self.routed else 0) if experts is None else experts
         return sum(e.elements() * (1 if e.expert is None else times) for e in self.entries)
 
-    def heads_on(self, tp: int) -> float:
-        """Of the `heads` elements those on one of `tp` ranks, each of which has keys and values."""
+    def heads_on(self, tp: int, again: frozenset[str] = frozenset()) -> float:
+        """Of the `heads` elements those on one of `tp` ranks, each of which has keys and values.
+
+        again: operators of `Layout.recompute`; with "latents" what is made of these is not kept.
+        """
+        if self.core and self.latent and "latents" in again:
+            return (self.heads - self.core.heads * self.core.query - self.core.pairs()) / tp
         copied = self.core.pairs(tp) - self.core.pairs() / tp if self.core else 0.0
         return self.heads / tp + copied
 
@@ -126,6 +131,16 @@ class Kind:
             first = group[0]
             found.append(Product(rows, first.shape[1], first.tp, first.expert is not None))
         return tuple(found)
+
+    @cached_property
+    def raised(self) -> tuple[Product, ...]:
+        """Of its matrices those that make queries, keys and values, where there are latents."""
+        made = [e for e in self.entries if e.kind == "attention" and e.tp == 0]
+        return tuple(
+            Product(e.shape[0], e.shape[1], 0, False)
+            for e in made
+            if self.core and self.latent and len(e.shape) == 2
+        )
 
 
 @dataclass(frozen=True, eq=False)

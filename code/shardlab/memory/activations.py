@@ -166,6 +166,9 @@ def activations(
     flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
     z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, along)
     again = computed_again(recompute)
+    if "latents" in again:
+        words = "'none', 'full', and those without latents, which is of today's engines"
+        raise ValueError(f"recompute={recompute!r}: allowed for the course's own model are {words}")
     # Full recomputation keeps a layer's input; backward computes the rest again, all of it.
     kind = kernel(config, attention, device)
     parts = _parts(config, z, again, kind, device)

@@ -92,4 +92,4 @@ def kept(model: Structure, kind: Kind, layout: Layout, again: frozenset[str]) ->
     tensors = (3 if kind.gated else 2) - ("ffn" in again)
     rows = kind.routed.chosen * kind.routed.inputs if kind.routed else 0
     whole = kind.stream - norms + kind.latent + rows
-    return whole / along + kind.heads_on(layout.tp) + tensors * kind.wide / layout.tp
+    return whole / along + kind.heads_on(layout.tp, again) + tensors * kind.wide / layout.tp

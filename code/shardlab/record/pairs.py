@@ -17,19 +17,32 @@ from pathlib import Path
 from shardlab import options
 
 from . import course, index, lessons
+from .reading import extras
 
 SCRIPTS = Path("code/lessons")
 TAKE_HOME, TAKEN = Path("code/shardlab/train/take_home.py"), Path("code/train.py")
+_NEEDS = """\
+*As a script: `python {topic}.py` runs it, without Jupyter or a GPU, where the course's package is \
+installed: `{before}pip install "/path/to/the/course{extras}"`.*"""
 
 
-def script(topic: str, root: Path) -> str:
-    """The lesson as a plain script: prose as comments, cells as they are."""
+def script(topic: str, root: Path, alone: bool = False) -> str:
+    """The lesson as a plain script: prose as comments, cells as they are.
+
+    alone: whether it says what it needs, since it is read outside of the course's folder.
+    """
     import jupytext
     from jupytext.config import load_jupytext_config
 
     source = root / "lessons" / f"{topic}.md"
     config = load_jupytext_config(str(source))
     book = jupytext.reads(source.read_text("utf-8"), fmt="md:myst", config=config)
+    if alone:
+        wanted = extras("\n".join(cell.source for cell in book.cells if cell.cell_type == "code"))
+        before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""
+        title, _, prose = book.cells[0].source.partition("\n\n")
+        needs = _NEEDS.format(topic=topic, before=before, extras=wanted)
+        book.cells[0].source = f"{title}\n\n{needs}\n\n{prose}"
     return jupytext.writes(book, fmt="py:percent", config=config)
 
 

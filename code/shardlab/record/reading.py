@@ -276,11 +276,16 @@ def reading(
         begins = False
     if not beside and not picture:
         code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-        extras = ",".join(name for name in ("deepspeed", "lightning", "spmd_types") if name in code)
-        package = f"shardlab[{extras}]" if extras else "shardlab"
-        words = _NEEDS.format(package=package, version=__version__)
+        words = _NEEDS.format(package=f"shardlab{extras(code)}", version=__version__)
         cells.insert(1, new.new_markdown_cell(words))
     return numbered(cells)
+
+
+def extras(code: str) -> str:
+    """What a page's code wants of the package beside its own: "[deepspeed,lightning]", or ""."""
+    code = code.replace("transformers", "deepspeed")  # comes with it
+    wanted = ",".join(name for name in ("deepspeed", "lightning", "spmd_types") if name in code)
+    return f"[{wanted}]" if wanted else ""
 
 
 def numbered(cells: list[nbformat.NotebookNode]) -> nbformat.NotebookNode:

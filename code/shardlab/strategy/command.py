@@ -101,6 +101,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("profile", f"whose implementation: {', '.join(PROFILES)} (course)", "NAME")
     add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
+    add("mtp", "0: modules that predict further tokens are counted by memory, not planned", "N")
     add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
     add("gpus", "how many", "N")
     add("per-node", "GPUs of a node (as its maker builds it)", "N")
@@ -314,6 +315,9 @@ def _as_own(path: Path, found: Structure) -> Structure:
 
 
 def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
+    if options.whole("mtp", given.get("mtp", "0"), 0):
+        words = "no stage has a place for modules after the head, and theirs is not predicted"
+        raise ValueError(f"mtp={given['mtp']}: allowed in a plan is 0; {words}: memory counts them")
     if "model" in given:
         name = given["model"]
         check_one_of(PRESETS, model=name)

@@ -23,7 +23,7 @@ from shardlab.layout.structure import Core, Kind, Routed
 
 from . import copies, host
 from .job import Job
-from .products import NUMBER, formats, passes, product, products
+from .products import NUMBER, cut, formats, passes, product, products
 from .rates import Values
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
@@ -211,6 +211,8 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
         backward.elementwise += _stream(job, rates, 2 * 2 * NUMBER)
     if "ffn" in again:
         backward.elementwise += width
+    if "latents" in again:
+        backward.products += sum(cut(job, rates, one) for one in kind.raised)
     both = _Work(
         launches=_launches(job, rates, kind, forward.total + backward.total),
         tensor=rates.beyond * (ceil(job.layout.tp / job.machine.per_node) - 1),

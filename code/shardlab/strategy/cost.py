@@ -53,6 +53,8 @@ def flops(
     found = 6.0 * model.vocab * model.hidden
     for kind, layers in zip(model.kinds, model.counted([range(model.layers)]), strict=True):
         core = kind.core.flops(seq, causal) if kind.core else 0.0
+        if "latents" in again:
+            found += layers * 2 * sum(one.inputs * one.outputs for one in kind.raised)
         found += layers * (passes[0] * (2 * _matrices(kind) + kind.scans) + passes[1] * core)
     return round(tokens * found)
 

@@ -35,12 +35,11 @@ COLUMNS = (*SHAPE, *DEGREES)
 THROUGHPUTS = "source", "model", "gpu", "gpus", "dtype", "mbs", "gbs", "seq"
 SWEEP_VOCABULARY = 131_072  # the sweep's: its column is not in the file
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257, padded
-# What engines call parts that are computed again. Up-projections of latents are not predicted:
-# two small products of a layer.
+# What engines call parts that are computed again.
 _OPERATORS = {
     "attention": "attention", "core_attn": "attention", "norms": "norms", "norm": "norms",
     "layernorm": "norms", "ffn": "ffn", "mlp": "ffn", "moe": "ffn", "act": "ffn", "moe_act": "ffn",
-    "shared_expert": "ffn", "shared_experts": "ffn", "mla_up_proj": "",
+    "shared_expert": "ffn", "shared_experts": "ffn", "mla_up_proj": "latents",
 }  # fmt: skip
 _RECOMPUTE = {
     "none": "none", "baseline": "none", "sp": "none", "selective": "selective",
@@ -221,7 +220,7 @@ def _recomputed(c: Mapping[str, Any], profile: Profile) -> tuple[str, bool]:
     if not words or any(word not in _OPERATORS for word in words):
         allowed = f"none, selective and full, and operators: {', '.join(_OPERATORS)}"
         raise ValueError(f"recompute={told(c['recompute'])}: allowed are {allowed}")
-    found = {_OPERATORS[word] for word in words} - {""}
+    found = {_OPERATORS[word] for word in words}
     return "+".join(name for name in OPERATORS if name in found) or "none", along
 
 

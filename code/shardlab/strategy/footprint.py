@@ -131,7 +131,7 @@ def _kept(job: Job, rates: Values, kind: Kind) -> float:
     stream = (rates.kept - (2 * NUMBER if "norms" in again else 0)) * kind.stream / 4
     outside = stream + NUMBER * kind.latent
     core = kind.core
-    heads = NUMBER * t * kind.heads_on(t)
+    heads = NUMBER * t * kind.heads_on(t, again)
     if core and profile.attention == "plain" and "attention" not in again:
         # Those who have it train with dropout: scores twice, and a mask of bytes.
         heads += (2 * NUMBER + 1) * core.heads * job.seq

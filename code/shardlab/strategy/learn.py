@@ -1,13 +1,25 @@
-"""Rates from files: measured steps of a sweep, or layer times of a table."""
+"""Rates from files: measured steps of a sweep, or layer times of a table.
+
+What each half of the published table is predicted by the other, the table keeps for a picture. With
+the rates, after a change of what is predicted:
+
+    python -m shardlab strategy --fit code/shardlab/strategy/published/throughput.csv \\
+        --profile engines --rates code/shardlab/strategy/published/rates_engines.json
+    python -m shardlab.strategy.learn code/shardlab/strategy/published/throughput.csv
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import csv
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from . import tables
 from .core import layer, seconds
-from .files import case_job, case_measured, row_job, row_measured
+from .files import case_job, case_measured, read_rows, row_job, row_measured
 from .fit import Predict, fit
 from .footprint import footprint
 from .job import Job
@@ -29,6 +41,7 @@ ENGINES = (
     "casts", "scan", "grouped", "rows", "routes", "deal", "travels", "eager", "torchtitan",
     "automodel", "fsdp",
 )  # fmt: skip
+OTHERS = "by_others_s"  # the column of a table
 MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
 
 
@@ -81,6 +94,42 @@ def from_table(
     return fit(rates, steps, ENGINES, words, rounds), left
 
 
+def by_others(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Seconds of each line of a table of throughputs that can be predicted, by its place in it.
+
+    Lines are shuffled, always alike, and halved: each half is predicted by rates that are fitted
+    on the other. Raises ValueError where a half tells nothing.
+    """
+    jobs = {}
+    for place, row in enumerate(rows):
+        try:
+            job = tables.row_job(row)
+            tables.measured(row, job)
+        except ValueError:
+            continue  # `from_table` says why
+        jobs[place] = job
+    shuffled = list(jobs)
+    random.Random(1).shuffle(shuffled)
+    halves = shuffled[::2], shuffled[1::2]
+    found = {}
+    for half, other in (halves, halves[::-1]):
+        rates = from_table([rows[place] for place in sorted(other)], "the other half")[0]
+        values = rates.values_of()
+        found |= {place: seconds(jobs[place], values).total for place in half}
+    return found
+
+
+def write_by_others(path: Path) -> None:
+    """Put `by_others` into the last column of a table. Raises ValueError for others."""
+    rows = read_rows("table", path)
+    found = by_others(rows)
+    kept = [row | {OTHERS: f"{found[n]:.4g}" if n in found else ""} for n, row in enumerate(rows)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(kept[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+
+
 def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:
     """Rates by the layer times among published cases, or by their step times where there are none.
 
@@ -117,3 +166,8 @@ def _takes(job: Job, known: Values) -> Predict:
 
 def _reserves(job: Job) -> Predict:
     return lambda rates: footprint(job, Values(**rates)).reserved
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        write_by_others(Path(name))

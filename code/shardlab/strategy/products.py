@@ -28,7 +28,7 @@ def products(job: Job, rates: Values, kind: Kind) -> float:
     Of the experts each has to read its weights, one after another, however few tokens choose it;
     and the step waits for the fullest rank.
     """
-    taken = sum(_cut(job, rates, one) for one in kind.products if not one.expert)
+    taken = sum(cut(job, rates, one) for one in kind.products if not one.expert)
     if not kind.routed:
         return taken
     here = kind.routed.number // job.layout.ep
@@ -37,11 +37,11 @@ def products(job: Job, rates: Values, kind: Kind) -> float:
     read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.cut
     least = read / (rates.memory * job.machine.stream)
     slow = rates.grouped * rows / (rows + rates.rows)  # few rows do not fill the chip
-    each = max(least, sum(_cut(job, rates, one, rows) for one in own) / slow)
+    each = max(least, sum(cut(job, rates, one, rows) for one in own) / slow)
     return taken + rates.uneven * here * each
 
 
-def _cut(job: Job, rates: Values, one: Product, rows: float | None = None) -> float:
+def cut(job: Job, rates: Values, one: Product, rows: float | None = None) -> float:
     """Seconds of a rank's share of a product, for so many rows; None: all tokens."""
     t = job.layout.cut if one.expert else job.layout.tp
     outputs = one.outputs / (t if one.tp == 0 else 1)

@@ -290,12 +290,14 @@ class Training(Stateful):
         order = list(sampler)[done * size :]
         own = torch.Generator()  # a loader draws a number: not from what dropout draws from
         how = {"num_workers": self.options.workers, "worker_init_fn": ignore_signals}
+        how["pin_memory"] = self.device.type == "cuda"  # else the CPU waits for each copy to it
         return DataLoader(windows, size, sampler=order, drop_last=True, generator=own, **how)
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """An optimizer step with this rank's share of a batch: the batch's loss, and the norm."""
         self.optimizer.zero_grad()
-        loss = self.backward(tokens.to(self.device), targets.to(self.device)) / self.world
+        tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
+        loss = self.backward(tokens, targets) / self.world
         self.scaler.unscale_(self.optimizer)
         norm = self.clip()
         self.scaler.step(self.optimizer)

@@ -83,7 +83,7 @@ def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
 # Llama 3 was trained on contexts of 131,072 tokens.
 # A step on one of them keeps 99 GB of activations on each of eight ranks, although tensor and sequence parallelism divide everything that they can.
 # A GPU of 80 GB does not hold that.
-# More ranks of that kind are not to be had: they need heads to share, and the wire inside a machine.
+# Tensor parallelism cannot take more ranks: each needs heads of its own, and the fast wire inside a machine.
 
 # %% tags=["hide-input"]
 # Prints what a step on Llama's longest context keeps on each of eight ranks
@@ -98,10 +98,10 @@ assert of.saved > 80e9
 #
 # ## One operation needs other tokens
 #
-# Each of $N$ ranks keeps $s/N$ tokens all the way through the model, and all of the weights.
-# Embedding, norms, matrices and the loss take one token at a time, and need nobody. One operation does: attention, where a token looks at keys and values of others.
+# A sequence has $s$ tokens. Each of $N$ ranks keeps $s/N$ of them all the way through the model, and all of the weights.
+# Embedding, LayerNorms, matrices and the loss work on one token at a time. One operation needs other ranks' tokens: attention, where a query meets the keys and values of other tokens.
 #
-# There are two ways to them. Bring the keys to the queries, a piece at a time: a ring. Or change, for the moment, what is cut: an all-to-all.
+# There are two ways. A *ring* brings the keys and values to the queries, a piece at a time. An *all-to-all* exchanges the cut by tokens for a cut by heads, as long as attention takes.
 #
 # ## A ring of keys and values
 #
@@ -249,7 +249,7 @@ show.source(cp.ring_attention, cp.core._RingAttention.forward)
 
 # %% [markdown]
 # Backward goes round again, and recomputes each block's probabilities from $\ell$, as fused kernels do.
-# With each piece of keys now travels the gradient that the ranks it has met have found for it. The last hop brings it home.
+# With each piece of keys and values now travels its gradient, to which every rank adds its part. The last hop brings the gradient to the rank that owns the piece.
 
 # %%
 show.source(cp.core._RingAttention.backward)
@@ -268,8 +268,8 @@ show.source(cp.core._Pass)
 #
 # ![The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do 1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.](../figures/context_parallel_zigzag.svg)
 #
-# Cut into contiguous shares, rank 0 is done after turn 0, and the last rank has work in every turn.
-# So cut into $2N$ pieces, and give rank $r$ an early one and a late one, $r$ and $2N-1-r$: the *zig-zag*. (Striped attention deals out single tokens, to the same end {cite}`brandon2023striped`.)
+# If each rank has one contiguous piece, rank 0 is done after turn 0, and the last rank has work in every turn.
+# So cut the sequence into $2N$ pieces, and give rank $r$ an early and a late one, pieces $r$ and $2N-1-r$: the *zig-zag*. (Striped attention deals out single tokens, to the same end {cite}`brandon2023striped`.)
 #
 # :::{step-through} A causal ring in a zig-zag, on four ranks
 # 1. ![Before the first turn. A square of eight rows, the pieces' queries, and eight columns, their keys; only what is on and below its diagonal is needed. Of the pieces rank 0 has 0 and 7; rank 1 has 1 and 6; rank 2 has 2 and 5; rank 3 has 3 and 4.](../figures/steps/context_parallel_1.svg)
@@ -861,7 +861,7 @@ except ranks.RankError as error:
 #
 # ### Tokens that do not know where they stand
 #
-# Cut the batch along the sequence, leave the model as it is, average the gradients: it runs. Each rank then trains on short texts of its own, whose tokens cannot see what came before.
+# Cut the batch along the sequence, leave the model as it is, and average the gradients: it runs. Each rank then trains on short texts of its own, whose tokens cannot see what came before.
 # Half right is worse to find: the ring is there, but positions begin at 0 on every rank.
 
 # %%

@@ -102,7 +102,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The papers print 46.7 and 12.9 for Mixtral {cite}`jiang2024mixtral`, 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
+# In billions of parameters, all and those used for a token, the papers print 46.7 and 12.9 for Mixtral {cite}`jiang2024mixtral`, 671 and 37 for DeepSeek-V3 {cite}`deepseek2024v3`. (Of the 37.6 above, 0.9 are the embedding, of which a token reads one row.)
 #
 # ## One network becomes many
 #
@@ -203,7 +203,7 @@ for N in (1, 2, 4):
 show.source(experts.exchange, experts.core._Exchange)
 
 # %% [markdown]
-# `route` decides what is sent. Sizes of messages are the host's business: here, once in each layer, a GPU has to be waited for.
+# `route` decides what is sent. The host has to know the sizes of messages, so here, once in each layer, it waits for the GPU.
 
 # %%
 show.source(experts.Route, experts.route)
@@ -342,7 +342,7 @@ print("2 x 2 ranks: every gradient is a part of one process's")
 #
 # A message of unknown size is awkward: hosts wait, memory cannot be planned.
 # So GShard and Switch give each expert a number of places, the *capacity*: a factor times its fair share of the choices {cite}`fedus2021switch`.
-# Who comes too late is *dropped*: that expert adds nothing, and the token goes on along the shortcut.
+# A choice that finds no place is *dropped*: the expert adds nothing to this token, which goes on along the shortcut.
 #
 # ![Six tokens of a sequence, each with a first and a second choice, and three experts with four places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4 and 5, so that token 5 finds no place there, nor does token 2 with its second choice. Expert 1 gets tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.](../figures/experts_capacity.svg)
 

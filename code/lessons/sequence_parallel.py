@@ -18,10 +18,10 @@
 #
 # After this lesson you can
 #
-# - say which activations tensor parallelism leaves whole on every rank, and divide them too, for the same bytes on the wire;
+# - say which activations tensor parallelism leaves whole on every rank, and divide them too, without sending a byte more;
 # - write the two operators that do it, forward and backward;
 # - predict what a layer keeps and what a step sends, and choose between keeping and gathering again;
-# - find out whether somebody forgot to sum the gradients of the norms.
+# - find out whether the gradients of the LayerNorms were summed over the ranks.
 #
 # It takes about 25 minutes to read and 30 minutes for the exercises. Running it takes half a minute.
 # It needs [Tensor parallelism](tensor_parallel.md), and what [Memory](memory.md) says about activations.
@@ -92,7 +92,7 @@ show.table(rows, head, caption="Llama 3 8B, one sequence of 8192 tokens, bfloat1
 
 
 # %% [markdown]
-# The last row costs no byte more on the wire. This lesson is about how that is possible.
+# The last row sends no byte more. This lesson shows how.
 #
 # ## What tensor parallelism leaves whole
 #
@@ -131,11 +131,12 @@ show.table(
 # :class: checked
 #
 # On four ranks each keeps 44 %, not 25 % (last row above).
-# Tensor parallelism divides what lies *between* a column-cut and a row-cut matrix: heads, and the wide part of the feed-forward network.
-# Norms, dropout and the inputs of the cut matrices see the whole stream, on every rank the same.
+# Tensor parallelism divides what is computed *between* a matrix cut by columns and the next one, cut by rows: heads, and the wide part of the feed-forward network.
+# LayerNorms, dropout and the inputs of the cut matrices are whole: every rank holds the same $s \cdot h$ numbers of each sequence.
 # `````
 #
-# With $s$ tokens, micro-batch $b$, hidden size $h$, $a$ heads and $t$ ranks, a layer of GPT-3's kind in 16 bits keeps {cite}`korthikanti2022recomputation`
+# A sequence has $s$ tokens, a micro-batch $b$ sequences. The hidden size is $h$, with $a$ heads, and $t$ ranks share each matrix.
+# Then a layer of GPT-3's kind in 16 bits keeps {cite}`korthikanti2022recomputation`
 #
 # $$
 # \begin{aligned}
@@ -144,27 +145,28 @@ show.table(
 # \end{aligned}
 # $$
 #
-# The 10 are the inputs of two norms (4), of the cut matrices (4), and two dropout masks of one byte (2).
-# The term $5as/h$ is attention's scores, of $a/t$ heads on each rank either way; fused kernels never keep them.
+# The 10 are bytes for each of the $sbh$ numbers: inputs of two LayerNorms (4), inputs of the cut matrices (4), and two dropout masks (2).
+# The term $5as/h$ is attention's scores. Each rank has those of $a/t$ heads, with the sequence cut or not; fused kernels never keep them.
 # However many ranks you add, the 10 stays.
 #
 # ## Cut the tokens outside, the width inside
 #
-# A norm looks at one token at a time. So do dropout, the addition of the shortcut and the bias. None of them needs the other tokens.
-# So outside the cut matrices, cut the *sequence*: a rank keeps its share of the tokens, at full width. Inside, as before, it has all tokens, with its share of the width.
+# A LayerNorm works on one token at a time. So do dropout and the additions of the shortcut and of the bias. None of them needs the other tokens.
+# So outside the cut matrices, cut the *sequence*: a rank keeps $s/t$ tokens, with all $h$ numbers of each. Inside, as before, it has all tokens, with $1/t$ of the heads or columns.
 #
-# ![A block on four ranks, twice. Above, tensor parallelism: norms, dropouts and the stream are whole on every rank, attention and the feed-forward network are cut by heads and columns, and an all-reduce stands where a cut part ends, in backward where it begins. Below, with sequence parallelism: outside the cut parts each rank has a quarter of the tokens; an all-gather stands where a cut part begins, a reduce-scatter where it ends, and backward the other way round.](../figures/sequence_parallel_block.svg)
+# ![A block on four ranks, twice. Above, tensor parallelism: norms, dropouts and the stream are whole on every rank, attention and the feed-forward network are cut by heads and columns, and an all-reduce is where a cut part ends, in backward where it begins. Below, with sequence parallelism: outside the cut parts each rank has a quarter of the tokens; an all-gather is where a cut part begins, a reduce-scatter where it ends, and backward the other way round.](../figures/sequence_parallel_block.svg)
 #
 # Where a cut part begins, all tokens are needed: an **all-gather**.
-# Where it ends, each rank has a summand for every token, and wants the sum of its own tokens: a **reduce-scatter**.
-# Backward, each is the other.
+# Where it ends, each rank has a partial sum for every token, and needs the whole sum for its own tokens alone: a **reduce-scatter**.
+# The backward of an all-gather is a reduce-scatter, and the other way round.
 #
 # An all-reduce *is* a reduce-scatter and an all-gather ([Collectives](collectives.md)).
-# Sequence parallelism takes it apart, and lets norm and dropout happen between the halves, where a rank has $s/t$ tokens.
+# Sequence parallelism takes it apart: dropout and LayerNorm are computed between the two, where a rank has $s/t$ tokens.
 #
 # ## The plain version: two operators, and each other's backward
 #
-# Collectives know nothing of autograd, so each edge says what its backward is. This is all of sequence parallelism:
+# An *edge* is a place where a cut part begins or ends. Autograd does not see collectives, so the operator at each edge has to define its backward.
+# This is all of sequence parallelism. In the names, `B` is the batch, `S` all tokens, `s` this rank's tokens, and `H` the hidden size:
 
 # %%
 def gather(x_BsH):
@@ -203,10 +205,10 @@ class Leave(torch.autograd.Function):
 
 
 # %% [markdown]
-# Why does the gather's backward *add*? A token that was gathered went to all ranks, and each did something else with it. What they found for its gradient belongs together.
+# Why does the gather's backward *add*? All ranks used each gathered token, each with its own columns. So each rank has a partial sum of the token's gradient.
 #
-# Now half a transformer block: norm, feed-forward network, shortcut.
-# `up_HF` holds this rank's columns, `down_FH` its rows, as in tensor parallelism. Norm and shortcut see this rank's tokens.
+# Now half a transformer block: LayerNorm, feed-forward network, shortcut.
+# `up_HF` holds this rank's columns, `down_FH` its rows, as in tensor parallelism; `F` is the width of the feed-forward network. LayerNorm and shortcut are computed for this rank's tokens.
 
 # %%
 def half_block(x_BsH, norm, up_HF, down_FH):
@@ -237,8 +239,8 @@ def inputs():
 
 
 # %% [markdown]
-# The one line that is neither tensor parallelism nor an edge is the all-reduce at the end.
-# The norm's weight is whole on every rank, and a rank has seen some of the tokens, so it has a summand of the gradient.
+# One line is neither tensor parallelism nor an edge: the all-reduce at the end.
+# The LayerNorm's weight is whole on every rank. A rank has computed with some of the tokens, so it has a partial sum of the weight's gradient.
 
 # %% tags=["hide-input"]
 # Holds the plain version against one process, on 2 and 4 ranks
@@ -260,11 +262,13 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 
 
 # %% [markdown]
-# What does it leave out? Three things.
-# It waits at every collective, with nothing else to do.
-# It keeps what it has gathered, `x_BSH`, until backward, because the product with `up_HF` needs it there: a tensor that is not divided.
-# And gloo, which carries messages between CPU ranks, makes an all-reduce of `reduce_scatter` and throws most of it away.
-# The next cell measures the last one beside the module's, on the loopback interface.
+# The plain version has three shortcomings.
+#
+# 1. It waits at every collective, with nothing else to do.
+# 2. It keeps the gathered tokens `x_BSH` until backward, where the gradient of `up_HF` needs them: a tensor that is not divided.
+# 3. gloo, which carries messages between CPU ranks, computes `reduce_scatter` as an all-reduce, of which each rank throws most away.
+#
+# The next cell measures the third on the loopback interface, beside the module's reduce-scatter.
 
 # %%
 def on_the_wire(repeats=8):
@@ -302,29 +306,29 @@ show.table(rows, ["way", "needed (MB)", "sent by a rank (MB)", "times as much"])
 # %% [markdown]
 # ## The module: started early, gathered again
 #
-# `tensor_parallel.parallelize` takes the pair of operators at the edges of each cut part as an argument, `edges`.
-# In the last lesson it was "identity, all-reduce". The module's pair looks like the plain one:
+# `tensor_parallel.parallelize` has an argument `edges`: the pair of operators where a cut part begins and ends.
+# In the last lesson the pair was "identity, all-reduce". The module's pair for sequence parallelism looks like the plain one:
 
 # %%
 show.source(sp.core._Enter, sp.core._Leave)
 
 # %% [markdown]
-# The difference is in what it calls. `_gather` and `_scatter` *start* a collective and return a function that waits for it: with them `tensor_parallel` sends in backward while it multiplies.
-# And the reduce-scatter is a real one. On nccl it is nccl's. On gloo, part $j$ goes straight to rank $j$, which adds up what comes in, in the order of the ranks.
+# The difference is in what it calls. `_gather` and `_scatter` *start* a collective and return a function that waits for it. So `tensor_parallel` can multiply in backward while a message is under way.
+# And the reduce-scatter sends no more than it has to. On nccl it is nccl's. On gloo, part $j$ goes straight to rank $j$, which adds up what it receives, in the order of the ranks.
 
 # %%
 show.source(sp.core._gather, sp.core._scatter, sp.core.reduce_scatter)
 
 # %% [markdown]
-# The object that you hand to `parallelize` has four methods: `enter` and `leave` are the operators above, `begin` and `back` their two collectives, started.
-# Its `keep` answers the second point. With `keep=False` the layers after `enter` keep a rank's own tokens alone, and gather again in backward.
+# The object that you hand to `parallelize` has four methods: `enter` and `leave` are the operators above; `begin` and `back` start their two collectives.
+# Its `keep` mends the second shortcoming. With `keep=False` the layers after `enter` keep this rank's tokens alone, and gather again in backward.
 
 # %%
 show.source(sp.AlongSequence)
 
 # %% [markdown]
-# What is left is the sum of the norms' gradients. The biases that are added *after* the reduce-scatter, those of `attention.out` and `ffn.down`, belong to it as well: they, too, meet this rank's tokens alone.
-# All of them travel in one small message.
+# What is left is the sum of the LayerNorms' gradients. Two biases are added *after* the reduce-scatter, those of `attention.out` and `ffn.down`. They, too, are added to this rank's tokens alone, so their gradients are summed as well.
+# All these gradients travel in one small message.
 
 # %%
 show.source(sp.seen_partly, sp.sum_gradients)
@@ -352,7 +356,7 @@ def adamw(model, lr=1e-3):
 # %% [markdown]
 # ## The same model after five steps
 #
-# One process, and the cut model on 1, 2 and 4 ranks: loss, all gradients, and all weights after five steps of AdamW. It is float64, so that rounding cannot hide anything.
+# The next cell compares one process with the cut model on 1, 2 and 4 ranks: loss, all gradients, and all weights after five steps of AdamW. It computes in float64, so that rounding hides no error.
 
 # %% tags=["hide-input"]
 # Holds loss, gradients and weights against one process
@@ -408,9 +412,9 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 #
 # ### What a layer keeps
 #
-# A model of four layers and one of two, each measured with `kept`: half of the difference is one layer.
-# *By formula* is the paper's, for our layer: it has no dropout (2 less), and a CPU's attention keeps its output in two orders (2 more, inside).
-# *Predicted* is `memory.activations`, which also knows the means and deviations of norms and the like.
+# The next cell measures a model of four layers and one of two with `kept`. Half of the difference is one layer.
+# *By formula* is the paper's formula, changed for our layer: without dropout it keeps 2 less, and a CPU's attention keeps its output in two orders, 2 more inside the cut part.
+# *Predicted* is `memory.activations`, which also counts small tensors, such as the means and deviations of LayerNorms.
 
 # %%
 CUTS = {
@@ -451,7 +455,7 @@ show.table(
 
 
 # %% [markdown]
-# With the sequence cut, two ranks keep half of one process's 34 and four a quarter. *Kept whole* is what the plain version does: the gathered tokens stay, two tensors of $2sbh$ bytes in each layer, however many ranks there are.
+# With the sequence cut, each of two ranks keeps half of one process's 34, and each of four a quarter. *Kept whole* is what the plain version does: the gathered tokens stay, two tensors of $2sbh$ bytes in each layer, however many ranks there are.
 # For the paper's layer, with its dropout, and on more ranks:
 #
 # ![Bytes of activations that one layer keeps, without scores, in units of sbh, for tensor degrees 1, 2, 4 and 8. Tensor parallelism alone: 34, 22, 16 and 13; of these 10 lie outside the cut matrices and stay. With sequence parallelism, which divides them as well: 34, 17, 8.5 and 4.25.](../figures/sequence_parallel_memory.svg)
@@ -464,10 +468,10 @@ show.table(
 #
 # An all-reduce of $S$ bytes sends $2\frac{t-1}{t}S$ from each rank, an all-gather and a reduce-scatter $\frac{t-1}{t}S$ each.
 # Four all-reduces per block become four all-gathers and four reduce-scatters: the same bytes, rows 1 and 3 of the table below.
-# What does cost is a choice: to gather once more in backward instead of keeping, row 2. That is two operations beside eight, a quarter more.
+# More is sent only if you choose to gather once more in backward instead of keeping, row 2: two collectives per block on top of eight, a quarter more bytes.
 # `````
 #
-# The cell counts what goes out at the edges of a step, by collective.
+# The next cell counts what a rank sends at the edges in one step, by collective.
 
 # %%
 def sent(edges):
@@ -506,24 +510,24 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 
 # %% [markdown]
 # Gathering again is what Megatron does. Those bytes need not cost time: the gather is under way while the gradient of the input is computed.
-# The sum of the norms' gradients comes on top: a few vectors of $h$ numbers per layer, whatever the number of tokens.
+# The sum of the LayerNorms' gradients comes on top: a few vectors of $h$ numbers per layer, whatever the number of tokens.
 #
 # ## Five questions that come up
 #
 # **Why gather tokens at all?**
-# A rank has some columns of a matrix, and each of them belongs to all tokens. Either the tokens come to the columns, as here, or the columns come to the tokens: gather the *weights*, and leave the tokens cut. That is [ZeRO](zero.md) in its third stage. It pays where a batch has many tokens and the matrices are small beside them.
+# A rank has some columns of a matrix, and every token has to be multiplied with every column. Either you gather the tokens, as here, or you gather the *weights* and leave the tokens cut. That is [ZeRO](zero.md) in its third stage. It sends less where a batch has so many tokens that the matrices are small beside them.
 #
 # **What happens at both ends of the model?**
-# The embedding is cut by the vocabulary, so each rank has a summand for every token, and leaves by a reduce-scatter as any row-cut part does.
-# The output layer is entered by an all-gather. Its logits are those of all tokens and of a part of the vocabulary, and the loss is that of [Tensor parallelism](tensor_parallel.md): the same number on every rank, with nothing left to average.
-# So a step has $2L + 1$ places to enter by and as many to leave by, as the table above counts them: 9 for four layers, in forward and in backward.
+# The embedding is cut by the vocabulary, so each rank has a partial sum for every token. A reduce-scatter follows it, as it follows any part that ends in a matrix cut by rows.
+# Before the output layer is an all-gather. A rank's logits are those of all tokens for a part of the vocabulary. The loss is computed as in [Tensor parallelism](tensor_parallel.md): the same number on every rank, with nothing left to average.
+# So with $L$ layers a step has $2L + 1$ all-gathers forward and as many reduce-scatters, and the same backward: 9 of each for four layers.
 #
 # **And with a pipeline?**
-# What one stage hands to the next is the stream, which is cut now. Each rank sends its share to the rank in the same place of the next stage, $1/t$ of the bytes, with no gathering on either side.
+# What one stage sends to the next is the residual stream, which is now cut. Each rank sends its own tokens to the rank in the same place of the next stage: $1/t$ of the bytes, and neither side gathers.
 #
-# **Does every rank drop the same?**
-# Outside the cut parts ranks have different tokens, so they need different masks; inside they have different heads. Ranks that all draw from one seed drop the same places of different tokens: nothing fails, and the noise is less random than it should be.
-# Megatron keeps a second state of the generator for it. Ours draws the whole mask on every rank, which costs time and gives the bits of one process.
+# **Does dropout use the same mask on every rank?**
+# It must not. Outside the cut parts ranks have different tokens, and inside different heads, so they need different masks. If all draw from one seed, they drop the same places of different tokens: nothing fails, but the masks are not independent.
+# Megatron keeps a second state of the random generator for this. Ours draws the whole mask on every rank, which costs time and gives the bits of one process.
 #
 # **Which sequence parallelism is meant?**
 # Three things go by the name. Megatron's option `--sequence-parallel` and PyTorch's `SequenceParallel` are this lesson's.
@@ -531,7 +535,7 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 #
 # ## PyTorch's own: DTensor
 #
-# `DTensor` has sequence parallelism as a plan: norms are `SequenceParallel`, a cut part's input goes from `Shard(1)` (the tokens) to `Replicate()`, and what leaves it is `Shard(1)` again.
+# With `DTensor`, sequence parallelism is a plan. LayerNorms are `SequenceParallel`, the input of a cut part goes from `Shard(1)` (cut by tokens) to `Replicate()`, and its output is `Shard(1)` again.
 
 # %%
 def by_torch(model):
@@ -644,9 +648,9 @@ show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 
 
 # %% [markdown]
-# The edges are the same 18 operations forward and 18 backward; the rest are the loss's, the sum of the norms' gradients, and what is gathered again. The differences teach two things (torch 2.13).
-# PyTorch keeps what it has gathered.
-# And it has no `sum_gradients`: the gradient of a norm's weight is a `DTensor` with the placement `Partial`, a sum that nobody has made yet. Whoever reads it makes it, each time.
+# The edges are the same 18 collectives forward and 18 backward. The rest are those of the loss, the sum of the LayerNorms' gradients, and what is gathered again. PyTorch differs in two ways (torch 2.13).
+# It keeps what it has gathered.
+# And it has no `sum_gradients`: the gradient of a LayerNorm's weight is a `DTensor` with the placement `Partial`, a partial sum. Every operation that reads it does the all-reduce anew.
 # AdamW reads a gradient three times: 54 all-reduces for 18 small parameters, in every step, unless you call `gradient.redistribute(placements=[Replicate()])` on them after backward.
 #
 # ## What goes wrong
@@ -654,7 +658,7 @@ show.table(rows, head, caption=f"A step on 4 ranks, {SHAPE.layers} layers")
 # ### Gradients of norms that nobody sums
 #
 # `sum_gradients` is one line after `backward`, and easy to forget. No error is raised.
-# Each rank then steps its norms by what its own tokens say, and they drift apart: `apart` is the largest difference of the last norm's weight between ranks after ten steps.
+# Each rank then updates its LayerNorms with the gradient of its own tokens alone, and their weights drift apart. `apart` is the largest difference between ranks of the last LayerNorm's weight, after ten steps.
 
 # %%
 def train_norms(summed, steps=10):
@@ -685,15 +689,14 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The first loss is right and the curve looks right. But there is no longer *one* model: weights that should be equal on all ranks are not, and which of them is saved?
-# `tensor_parallel.full_state_dict` takes one rank's.
-# Compare such parameters over the ranks now and then, as this cell does with two small all-reduces; equal bits are free to ask for.
-# [Tensor types](tensor_types.md#through-backward-and-the-step) shows how a checker names the line of the step, before the first one.
-# It is the first thing to look for when a run resumes from a checkpoint with another loss than it stopped with.
+# The first loss is right and the curve looks right. But there is no longer *one* model: weights that should be equal on all ranks are not. `tensor_parallel.full_state_dict` saves those of one rank.
+# So check it first when a run resumes from a checkpoint with another loss than it stopped with.
+# Compare such parameters over the ranks now and then, as this cell does with two small all-reduces: they should be equal to the bit.
+# [Tensor types](tensor_types.md#through-backward-and-the-step) shows a checker that names the faulty line before the first step is run.
 #
 # ### Tokens that the ranks cannot share
 #
-# The ranks need equally many tokens. Another length is refused before anything is sent:
+# All ranks need equally many tokens, so $s$ has to be a multiple of $t$. Any other length is refused before anything is sent:
 
 # %%
 def refused():
@@ -713,20 +716,20 @@ print(ranks.run(refused, 4)[0])
 #
 # | | |
 # |---|---|
-# | **for** | with tensor parallelism, always: on 4 ranks a layer keeps 8.8 instead of 14.9 $sbh$, for the same bytes, or a quarter more |
-# | **for** | norms and dropout are computed once, not $t$ times: each rank works on its own tokens |
+# | **for** | with tensor parallelism, always: on 4 ranks a layer keeps 8.8 instead of 14.9 $sbh$ bytes, and sends the same bytes, or a quarter more |
+# | **for** | LayerNorms and dropout are computed once, not $t$ times: each rank works on its own tokens |
 # | **against** | it needs what tensor parallelism needs: a fast wire, and no more ranks than heads |
-# | **against** | norms' gradients need a sum that is easy to forget |
+# | **against** | LayerNorms' gradients need a sum that is easy to forget |
 #
 # It divides activations and nothing else: what a rank holds of weights and optimizer states is as with tensor parallelism alone.
-# And it ends where tensor parallelism ends, at the edge of what the fast wires reach: eight GPUs in most machines. A context that is too long for these goes on to [Context parallelism](context_parallel.md), which cuts the tokens inside attention as well. The two multiply: with $t = 8$ in a machine and 16 machines along the context, a rank has $s/128$ tokens between the cut matrices.
+# And it reaches as far as tensor parallelism does, over the GPUs that fast wires connect: eight in most machines. For a longer context, [Context parallelism](context_parallel.md) cuts the tokens inside attention as well. The two multiply: with $t = 8$ in a machine and context parallelism over 16 machines, a rank has $s/128$ tokens outside the cut matrices.
 #
-# In a real job you see that it is set up right when the first loss and the first gradient norm equal those of one process on the same tokens, when activations fall with $1/t$ and not by half, and when norms have the same bits on all ranks.
+# In a real job, these show that it is set up right: the first loss and the first gradient norm equal those of one process on the same tokens; activations fall with $1/t$; LayerNorms have the same bits on all ranks.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# The edges are equal to one process and their bytes are counted; how much of the gather in backward hides behind the matrix products is a matter of NVLink and of your block size, and needs GPUs to be measured.
+# That results equal one process's, and how many bytes are sent, is checked here. How much of the gather in backward overlaps with the matrix products depends on NVLink and on the block's size, and takes GPUs to measure.
 # ```
 #
 # ## Exercises
@@ -753,7 +756,7 @@ check(answer, "sequence_bytes")
 # :class: dropdown
 # ```
 #
-# Everything is divided, the 10 too.
+# All 34 bytes are divided by 8, the 10 among them.
 
 # %%
 answer = 2048 * 12_288 * 34 / 8
@@ -789,7 +792,7 @@ check(my_summands)
 # :class: dropdown
 # ```
 #
-# LayerNorms, and what is added after the reduce-scatter. A column's bias is cut with its column, and is added to all tokens.
+# Those of LayerNorms, and of biases that are added after the reduce-scatter. The bias of a column is cut with it, and is added to all tokens.
 
 # %%
 def my_summands(names):
@@ -809,7 +812,7 @@ check(my_summands)
 # ```
 #
 # The plain version keeps the gathered tokens. Write entry and column product as one operator that does not: `x_BsH` are this rank's tokens, `w_HF` its columns; return [B, S, F], all tokens times these columns.
-# Both inputs get their gradients, and between forward and backward nothing of [B, S, H] stays.
+# Both inputs get their gradients, and no tensor of shape [B, S, H] is kept between forward and backward.
 # (`torch.autograd.Function`; plain collectives will do, also ones that move more than they must.)
 
 # %%
@@ -829,7 +832,7 @@ check(my_column)
 # :class: dropdown
 # ```
 #
-# Save the share, gather once more. The gather could be under way while `dx_BSH` is computed, and the sum while `dw_HF` is.
+# Save this rank's tokens, and gather again. The gather could be under way while `dx_BSH` is computed, and the sum while `dw_HF` is.
 
 # %%
 class Column(torch.autograd.Function):
@@ -868,11 +871,11 @@ check(my_column)
 #
 # ## Summary
 #
-# - Tensor parallelism leaves norms, dropout and inputs whole: $sbh(10 + 24/t)$ bytes a layer. Cut by tokens as well, it is $34sbh/t$.
+# - Tensor parallelism leaves LayerNorms, dropout and the cut matrices' inputs whole: $sbh(10 + 24/t)$ bytes a layer. With the sequence cut as well, it is $34sbh/t$.
 # - An all-gather where a cut part begins, a reduce-scatter where it ends; each is the other's backward.
 # - Together they are one all-reduce taken apart: the same bytes.
-# - Kept whole, the gathered tokens cost $4sbh$ a layer; gathered again, a quarter more bytes.
-# - Norms and late biases then see some of the tokens: their gradients are summed over the ranks.
+# - To keep the gathered tokens takes $4sbh$ bytes a layer; to gather them again sends a quarter more.
+# - LayerNorms, and biases added after the reduce-scatter, are applied to some of the tokens: their gradients are summed over the ranks.
 #
 # ## Further reading
 #

@@ -493,7 +493,7 @@ def in_stages(m):
     return losses, stage, optimizer
 
 
-# On the CPU: gloo, which ranks on one GPU use, sends no tensor of a GPU to one rank alone.
+# CPU: gloo, which ranks on one GPU use, sends no tensor of a GPU to one rank alone
 beside_one_process("naive pipeline", in_stages, 1, device="cpu")
 # CPU: plain sends, which wait
 beside_one_process("pipeline", in_stages, 4, device="cpu")
@@ -760,7 +760,7 @@ def zero_3():
 
 # %% tags=["hide-input"]
 # Holds both stages against one process
-# On the CPU: gloo, which ranks on one GPU use, has no reduce-scatter for a GPU's tensors.
+# CPU: gloo, which ranks on one GPU use, has no reduce-scatter for a GPU's tensors
 beside_one_process("ZeRO-2", zero_2, device="cpu")
 # CPU: bytes held by CPU kernels
 beside_one_process("ZeRO-3", zero_3, device="cpu")

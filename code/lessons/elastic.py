@@ -19,16 +19,16 @@
 # After this lesson you can
 #
 # - build the program that starts the ranks of a job on many nodes, and starts them again when one is lost;
-# - say how a lost node is told from a slow one, and how a failed rank from those that fail because of it;
-# - say what a lost rank, launcher or node costs, under PyTorch's launcher and under the one built here.
+# - say how to tell a lost node from a slow one, and the rank that failed first from those that fail because of it;
+# - say how many seconds a lost rank, launcher or node costs, under PyTorch's launcher and under the one built here.
 #
 # It takes about 25 minutes to read and 25 minutes for the exercises. Running it takes half a minute.
 # It needs [Clusters](cluster.md), where `torchrun` starts the ranks.
 #
 # One thing to wonder about before you start.
-# Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, and no rank.
+# Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, but no rank.
 # Under `torchrun` the ranks go on training, without a pause. Under the launcher built here training stops for ten seconds, and then goes on without that node.
-# The second is what you want. [The table](#what-a-fault-costs-under-both) has the numbers, and the reason is below it.
+# You want the second. [The table](#what-a-fault-costs-under-both) has the numbers, and the text below it the reason.
 
 # %% tags=["hide-input"]
 # Imports, and a folder for what the ranks write
@@ -57,7 +57,7 @@ FOLDER = Path(TEMPORARY.name)
 # %% [markdown]
 # ## A launcher is a loop over processes
 #
-# A *launcher* starts a program several times on a node. It tells each process its rank, waits, and ends all when one fails.
+# A *launcher* starts a program several times on a node. It tells each process its rank, waits, and ends all processes when one fails.
 
 # %%
 def plain_agent(command, size):
@@ -77,7 +77,7 @@ def plain_agent(command, size):
 
 
 # %% [markdown]
-# Rank 1 of three ends with status 7 after a tenth of a second. The others would sleep for a minute.
+# In the cell rank 1 of three ends with status 7 after a tenth of a second. The others would sleep for a minute.
 
 # %%
 STUB = """
@@ -99,46 +99,46 @@ assert codes == [-15, 7, -15]
 #
 # `torchrun --standalone --nproc-per-node 3` does this, in the simplest case. Four things are missing:
 #
-# - It knows one node. On two, somebody has to say which ranks are whose.
-# - It starts once. A failed rank ends the job.
+# - It starts ranks on one node. On two nodes something has to decide which ranks each of them starts.
+# - It starts them once. A failed rank ends the job.
 # - It notices a process that ends, but not a node that no longer answers.
-# - Whoever kills it with SIGKILL leaves its ranks running: they train on, and hold their GPUs.
+# - If it is killed with SIGKILL, its ranks go on running: they train, and keep their GPUs.
 #
 # ## Two nodes: one store, orders and reports
 #
-# On each node runs one such program, the node's *agent*. The agents meet in a *store*: a table of keys and values that one of them serves at an address, which all are told as `--at`.
+# Each node has one such program, its *agent*. The agents exchange what they know through a *store*: a table of keys and values. One agent serves it, at an address that all agents are given as `--at`.
 #
 # ![Two nodes, each with an agent and two ranks; the store is on node 0, the host's, and both agents use it. Below, time: in round 0 four ranks run, then rank 3 dies. The host orders a stop, all ranks end, and when all agents are ready it orders round 1, in which all four start anew and meet at another port.](../figures/elastic_rounds.svg)
 #
-# The agent that serves the store is the *host*. It alone decides. What it wants is the value of one key, the *order*. An order holds until there is one with a higher number.
-# Each start of the ranks is a *round*, and has a number, too.
+# The agent that serves the store is the *host*. It alone decides what all agents do, and writes that under one key, the *order*. An order has a number, and holds until there is one with a higher number.
+# Each start of all ranks is a *restart round*, or *round*, and has a number, too.
 
 # %%
 show.source(host.Order)
 
 # %% [markdown]
-# Every agent answers with a *report*, twenty times a second.
+# Every agent writes a *report*, twenty times a second.
 
 # %%
 show.source(host.Report, host.Failure, core.Meeting)
 
 # %% [markdown]
-# A report is also a sign of life: its number `beat` grows each time. The host notes, by its own clock, when it saw that number grow. So no two nodes' clocks are compared.
-# Every agent tries to listen at the address. Only the one on that node can, so nobody has to be told who is the host.
+# A report also shows that its agent still runs: its number `beat` grows each time. The host notes, by its own clock, when it saw that number grow. So clocks of two nodes are never compared.
+# Every agent tries to listen at the address of the store. Only the one on that node can, and it becomes the host; no option says so.
 #
-# The host turns reports into orders. It starts no rank before all ranks of the last round are gone, on all nodes.
+# From the reports the host decides the next order. It orders no start before all ranks of the last round have ended, on all nodes.
 
 # %%
 show.source(host.Host)
 
 # %% [markdown]
-# Three rules in there matter most:
+# Three of its rules matter most:
 #
-# - *Each round has its own port.* A rank that is left over from round 0 cannot meet one of round 1.
-# - *All ranks start again, not one.* The others have connections to the dead one, and are in the middle of a step.
-# - *A lost node does not count as a restart*, although the ranks of the other nodes fail as well.
+# - *Each round has its own port.* A rank that is left over from round 0 cannot connect to one of round 1.
+# - *All ranks start again, not only the one that failed.* The others have connections to the one that failed, and are in the middle of a step.
+# - *A lost node does not count as a restart* (a job has a limit of these), although the ranks of the other nodes fail as well.
 #
-# The rest of the agent deals with processes: how they start, how they end, and that none outlives its agent.
+# The rest of the agent starts processes, ends them, and sees to it that none outlives its agent.
 
 # %%
 show.source(born.main, core.Ranks)
@@ -151,11 +151,11 @@ show.source(core.Agent)
 
 
 # %% [markdown]
-# SIGTERM takes a node out of the job: its ranks get the signal, and have `grace` seconds to save. SIGUSR1 is passed to the ranks, and the agent goes on.
+# An agent that gets SIGTERM takes its node out of the job: it passes the signal to its ranks, which have `grace` seconds to save. It passes SIGUSR1 to the ranks as well, and goes on.
 #
 # ### What each rank finds
 #
-# Two nodes come: one with one rank, one with three. Each agent runs in a process of its own, and the ranks write down what they find in their environment.
+# Here a job has two nodes, one with one rank and one with three. Each agent runs in a process of its own, and the ranks print variables of their environment.
 
 # %%
 def node(*jobs):
@@ -189,11 +189,11 @@ assert [status for status, _ in ended] == [0, 0]
 show.table(rows, NAMES)
 
 # %% [markdown]
-# `LOCAL_RANK` chooses the GPU, `RANK` everything else. `GROUP_RANK` is the node's number. `MASTER_PORT` is not in the table: each round has another one.
+# A rank chooses its GPU by `LOCAL_RANK`, and all else, such as its part of the data, by `RANK`. `GROUP_RANK` is the node's number. `MASTER_PORT` is not in the table: each round has another one.
 #
 # ## A rank is killed
 #
-# The script of [Clusters](cluster.md#a-rank-is-killed-and-training-goes-on) saves after every fifth step, and in its first run rank 1 kills itself after step 12. It knows nothing of its launcher. Here are two nodes, with a rank each:
+# The script of [Clusters](cluster.md#a-rank-is-killed-and-training-goes-on) saves after every fifth step, and in its first run rank 1 kills itself after step 12. It is the same script under any launcher. Here it runs on two nodes, with a rank each:
 
 # %%
 program = (sys.executable, str(sessions.JOBS / "killed.py"), str(FOLDER / "killed"))
@@ -212,11 +212,11 @@ assert numbers == [*range(1, 13), *range(11, 21)]
 print(*steps[9:15], sep="\n")
 
 # %% [markdown]
-# What the ranks print is in `logs/round-0/rank-1.log` and the like, a file for each rank and round.
+# What the ranks print is in files such as `logs/round-0/rank-1.log`, one for each rank and round.
 #
 # ### Who failed first
 #
-# When one rank fails, the others fail soon after, because their connections break. The host names the first:
+# When one rank fails, the others fail soon after, because their connections break. The host finds the first one:
 
 # %%
 show.source(host.first_cause)
@@ -224,8 +224,8 @@ show.source(host.first_cause)
 # %% [markdown]
 # ### What a fault costs, under both
 #
-# `benchmarks/elastic.py` has measured it: two nodes on one machine, four ranks, a small GPT, a checkpoint after every fifth step. After step 12 something happens.
-# The seconds go from the last step before it to the first step after it. Of two numbers the first is ours, the second torchrun's.
+# `benchmarks/elastic.py` has measured it, with two nodes on one machine, four ranks, a small GPT, and a checkpoint after every fifth step. The fault happens after step 12.
+# The seconds are those from the last step before the fault to the first step after it. Of two numbers the first is ours, the second torchrun's.
 
 # %% tags=["hide-input"]
 # Table: what faults cost, recorded by benchmarks/elastic.py
@@ -245,10 +245,10 @@ show.table(rows, head, caption=caption)
 
 
 # %% [markdown]
-# - Medians of two jobs each. Most seconds are the script's start, its imports above all, which no launcher can spare.
-# - Neither launcher loses more than the steps since the last save. What was computed again had the same losses, on fewer ranks too.
-# - "An agent alone is killed": torchrun's ranks do not notice, and train on. Nobody watches them any more. At the next fault they wait for ever, and hold their GPUs, unless a scheduler ends what the job has left. Our ranks end with their agent, and the other node starts again without it.
-# - The store's node is lost: a dash, because both jobs end. Only the scheduler can start the job again.
+# - Each number is the median of two jobs. Most of the time is the script's start, above all its imports, which no launcher can avoid.
+# - Under both launchers only the steps since the last save are lost. The steps that were computed again had the same losses, on fewer ranks too.
+# - "An agent alone is killed": torchrun's ranks do not notice, and go on training, but no agent watches them any more. At the next fault they wait for ever, and keep their GPUs, unless a scheduler ends them. Our ranks end with their agent, and the other node starts again without it.
+# - The store's node is lost: there is a dash, because under both launchers the job ends. Only the scheduler can start it again.
 #
 # ## Beside torchrun
 #
@@ -259,13 +259,13 @@ show.table(rows, head, caption=caption)
 # | node 0 is | the first by address, as text | the host |
 # | a node does not come | `RendezvousTimeoutError` | how many of how many nodes came |
 # | the address is wrong | `RendezvousConnectionError` | no agent answered at that address |
-# | two jobs at one port | one of these two | the name of the job that meets there |
-# | an agent is killed | its ranks train on | its ranks end |
+# | two jobs at one port | one of these two errors | the name of the job that has the port |
+# | an agent is killed | its ranks go on training | its ranks end |
 # | logs | a folder for each agent and attempt, named by local rank | a folder for each round, named by rank |
 #
-# [Tests](../tests/test_elastic.py) run one script under both, on two nodes, and compare losses and names in the environment; each row above is one of them.
+# [Tests](../tests/test_elastic.py) run one script under both launchers, on two nodes, and compare the losses and the variables of the environment; each row above is a test.
 #
-# `python -m shardlab cluster run --help` says how to start it. On a cluster take `torchrun`: it also has spares, other ways to meet, and logs on the console.
+# `python -m shardlab cluster run --help` says how to start this launcher. On a cluster use `torchrun`: it also has spare nodes, other kinds of rendezvous, and logs on the console.
 #
 # ## Exercises
 #
@@ -292,7 +292,7 @@ check(my_first_ranks)
 # :class: dropdown
 # ```
 #
-# As many ranks come before a node as the nodes before it have.
+# The `RANK` of a node's first rank is the number of ranks on the nodes before it.
 
 # %%
 def my_first_ranks(sizes):
@@ -310,7 +310,7 @@ check(my_first_ranks)
 # :label: ex-elastic-silent
 # ```
 #
-# The host sees beats: `seen` is a list of `(time, agent, beat)`, in the order in which it read them, with its own clock. An agent whose process is stopped leaves its last beat in the store, so the host goes on reading it.
+# `seen` is what the host has read: a list of `(time, agent, beat)`, in order, with times by its own clock. When an agent's process has stopped, its last beat is still in the store, so the host goes on reading it.
 # Return the agents that are silent at `now`: those whose beat has not changed for more than `patience` seconds.
 
 # %%
@@ -352,9 +352,9 @@ check(my_silent)
 # :label: ex-elastic-cause
 # ```
 #
-# A round has failed. `failures` has a tuple `(time, rank, signal)` for each rank that did not end well; `signal` is 0 where it raised an error.
-# SIGTERM (15) is sent by the agents to ranks that shall end, so such a rank is never the cause. SIGABRT (6) a process sends to itself, for instance when nccl's time limit is over: it counts like an error.
-# Any other signal came from outside, and is a cause before all errors. Among equals the earliest is the cause.
+# A round has failed. `failures` has a tuple `(time, rank, signal)` for each rank that failed; `signal` is 0 where the rank raised an error.
+# Agents send SIGTERM (15) to ranks that shall end, so a rank with this signal is never the cause. A process sends SIGABRT (6) to itself, for instance when nccl's time limit is over: it counts as an error.
+# Any other signal came from outside. A rank with such a signal is the cause rather than one with an error. Among ranks of the same kind the earliest is the cause.
 # Return the rank that is the cause, or `None` if there is none.
 
 # %%
@@ -374,7 +374,7 @@ check(my_cause)
 # :class: dropdown
 # ```
 #
-# False comes before True when Python sorts, so what came from outside is first.
+# When Python sorts, False comes before True, so ranks with a signal from outside come first.
 
 # %%
 def my_cause(failures):
@@ -391,9 +391,9 @@ check(my_cause)
 #
 # ## Summary
 #
-# - A launcher starts ranks, tells them who they are, and ends all when one fails.
-# - On several nodes agents meet in a store. One of them, the host, gives orders, and all send reports.
-# - Ranks start again all together, in rounds, each with its own port.
+# - A launcher starts ranks, tells each its number, and ends all when one fails.
+# - On several nodes agents use one store. One of them, the host, writes orders, and all write reports.
+# - All ranks start again together, in rounds, each with its own port.
 # - An agent that sends no report for some seconds is left out. Ranks do not outlive their agent.
 #
 # ## Further reading

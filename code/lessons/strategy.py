@@ -23,7 +23,7 @@
 # - fit such a prediction to a few steps of your own, and see when it fails;
 # - choose a layout for a model and its machines, and say which constant would change the choice.
 #
-# It takes about 30 minutes to read and 30 minutes for the exercises.
+# It takes about 35 minutes to read and 30 minutes for the exercises.
 # Running it takes under a minute.
 # You need [Model parallelism](model_parallelism.md), or the words data, tensor and pipeline parallelism, and ZeRO.
 #
@@ -42,10 +42,13 @@ from functools import partial
 from math import ceil, log
 
 import torch
+import torch.distributed as dist
 
-from shardlab import memory, show, strategy
+from shardlab import count, memory, mesh, ranks, show, strategy
 from shardlab.check import check
 from shardlab.count import speed
+from shardlab.mesh.job import batch_of, model_of
+from shardlab.mesh.states import counted, held
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config
 from shardlab.show import measured
@@ -596,6 +599,67 @@ show.table(rows, ["sequences in a step", "of a GPU", "a billion tokens ($)"])
 # %% [markdown]
 # Each doubling spreads gradients and optimizer over twice the work; after some eight sequences a GPU there is nothing left to spread.
 # Beyond that a larger batch saves no money, and each token teaches less.
+#
+# ### The same choice, run on four ranks
+#
+# Two small jobs of the same two kinds, each in four layouts with the same batch.
+# A rank may hold 20 MB of tensors; to ask for more is an out-of-memory error.
+
+# %%
+shape = partial(Config, vocab=256, layers=2, heads=8, tied=False)
+KINDS = {  # a model, and the sequences of a step
+    "large model": (shape(seq=32, hidden=256), 8),
+    "much data": (shape(seq=128, hidden=64), 16),
+}
+ON_FOUR = Layout(dp=4), Layout(dp=2, tp=2), Layout(tp=4), Layout(dp=4, zero=3)
+
+
+def attempt(config, layout):
+    """On a rank: a step. What it holds of weights, gradients and optimizer, and sends."""
+    groups = mesh.join(layout, dist.group.WORLD)
+    copy, batch = dist.get_rank(groups.dp), batch_of(config, layout.batch, 0)
+    try:
+        with count.held(device=ranks.device(), limit=20e6):
+            model = mesh.Parallel(model_of(config), groups, layout)
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            with count.sent() as sent:
+                model.step(*(x.chunk(layout.dp)[copy] for x in batch))
+            optimizer.step()
+            return sum(held(model, optimizer).values()), sum(counted(sent, model).values())
+    except torch.OutOfMemoryError:
+        return "out of memory", ""
+
+
+# %% tags=["hide-input"]
+# Table: what rank 0 holds and sends in each layout, predicted and counted
+def attempts(jobs):
+    return [attempt(*job) for job in jobs]
+
+
+def in_mb(*values):
+    return [value if isinstance(value, str) else f"{value / 1e6:.1f}" for value in values]
+
+
+cases = [
+    (name, config, replace(layout, micro_batch=batch // layout.dp))
+    for name, (config, batch) in KINDS.items()
+    for layout in ON_FOUR
+]
+rows, jobs = [], [case[1:] for case in cases]
+# CPU: the limit is one of tensors; a GPU's allocator takes 20 MB at once
+found = ranks.run(attempts, 4, jobs, device="cpu")[0]
+for (name, config, layout), (has, sends) in zip(cases, found, strict=True):
+    states = sum(mesh.predicted_states(config, layout, 0).values())
+    goes = sum(mesh.predicted_sent(config, layout, 0).values())
+    assert (has, sends) == (states, goes) if sends != "" else states > 20e6
+    rows.append([name, str(layout), *in_mb(states, has, goes, sends)])
+assert [has == "out of memory" for has, _ in found] == [True] + 7 * [False]
+head = ["job", "layout", "states, predicted (MB)", "held", "sent, predicted (MB)", "sent"]
+show.table(rows, head)
+
+# %% [markdown]
+# The large model does not fit as four copies. With tensor parallelism or ZeRO-3 it does, and ZeRO-3 sends nearly four times what four tensor ranks do.
+# With much data all four fit, and copies send least: gradients do not grow with the batch, while tensor parallelism sends activations, which do. Four tensor ranks send ten times as much.
 #
 # ## Rules of thumb, judged
 #

@@ -193,6 +193,40 @@ for found in (two, four):
 #
 # ![A feed-forward network on two ranks. Each rank has all of X. The first matrix is cut by columns: each rank has 4096 x 8192 of it, and computes its half of XW₁ and of its GELU. The second is cut by rows: each rank has 8192 x 4096 of it, and computes a summand of Y, as large as all of Y. An all-reduce adds the two, and each rank has all of Y.](../figures/tensor_parallel_ffn.svg)
 #
+# Here is the picture's network, with three tokens: each rank makes only its own half of the weights.
+
+# %%
+def halves(rank):
+    """This rank's columns of W1, [4096, 8192], and rows of W2, [8192, 4096]."""
+    w1_Hf, w2_fH = normal(2 * rank, 4096, 8192), normal(2 * rank + 1, 8192, 4096)
+    return w1_Hf / 4096**0.5, w2_fH / 16_384**0.5
+
+
+def on_two_ranks():
+    w1_Hf, w2_fH = halves(dist.get_rank())
+    y_TH = gelu(normal(9, 3, 4096) @ w1_Hf) @ w2_fH
+    dist.all_reduce(y_TH)
+    return y_TH, 4 * (w1_Hf.numel() + w2_fH.numel())
+
+
+# %% tags=["hide-input"]
+# Holds the picture's network on two ranks against one process
+def in_one_process():
+    (w1_Hf, w2_fH), (w1_Hg, w2_gH) = halves(0), halves(1)
+    w1_HF, w2_FH = torch.cat([w1_Hf, w1_Hg], 1), torch.cat([w2_fH, w2_gH])
+    assert w1_HF.shape == (4096, 16_384) and w2_FH.shape == (16_384, 4096)
+    return gelu(normal(9, 3, 4096) @ w1_HF) @ w2_FH, 4 * (w1_HF.numel() + w2_FH.numel())
+
+
+((want, whole),) = ranks.run(in_one_process, 1)
+for rank, (y_TH, held) in enumerate(ranks.run(on_two_ranks, 2)):
+    # Sums of 16,384 products in two orders: the roundings of each add up as steps of a walk do.
+    assert apart(y_TH, want) < 2 * 16_384**0.5 * 2**-24 * want.abs().max()
+    assert 2 * held == whole
+    print(f"rank {rank}: {held / 1e6:.0f} of {whole / 1e6:.0f} MB, and all of Y")
+
+
+# %% [markdown]
 # ### Two operators make the gradients right
 #
 # Training needs gradients, and for them the same two cuts need a second all-reduce, in another place.

@@ -19,12 +19,12 @@
 # After this lesson you can
 #
 # - train with Lightning on one GPU or on two nodes, with validation, checkpoints, and a job that Slurm starts again;
-# - name what a trainer changes without being asked, and look whether yours did;
-# - train in `float16` with shards, by a loss scale that all ranks share;
+# - name what a trainer changes without being asked, and check whether yours did;
+# - train sharded in `float16`, with the same loss scale on all ranks;
 # - read the lines on fp16 in DeepSpeed's configuration.
 #
-# It takes about 15 minutes to read and 15 minutes for the exercises. Running it takes a minute.
-# It needs [Training script](train.md), and reads better after [ZeRO](zero.md).
+# It takes about 20 minutes to read and 15 minutes for the exercises. Running it takes a minute.
+# It needs [Training script](train.md), and is easier after [ZeRO](zero.md).
 
 # %% tags=["hide-input"]
 # Imports
@@ -55,25 +55,25 @@ logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 # %% [markdown]
 # ## Lightning
 #
-# Lightning's `Trainer` brings loop, sampler, wrapper, clipping and checkpoints. You write a model, its losses and its optimizer:
+# Lightning's `Trainer` has the loop, the sampler, DDP or FSDP2, clipping and checkpoints. You write a model, its losses and its optimizer:
 
 # %%
 show.source(lightning.LitGPT)
 
 # %% [markdown]
-# `configure_model` builds the model when the ranks are there, so that FSDP2 can cut it.
-# The `Trainer` is told where to train and how long, how often to validate, and what to keep:
+# Lightning calls `configure_model` after the ranks have started, so that FSDP2 can shard the model there.
+# The arguments of the `Trainer` say where to train and how long, how often to validate, and which checkpoints to keep:
 
 # %%
 show.source(lightning.trainer, lightning.main)
 
 # %% [markdown]
-# On one machine `python -m shardlab.trainers.core --folder runs/a` is all: Lightning takes the GPUs that it finds, and starts the script again for each.
+# On one machine `python -m shardlab.trainers.core --folder runs/a` is enough: Lightning uses the GPUs that it finds, and starts a process of the script for each.
 #
 # ### Two nodes
 #
 # Under Slurm Lightning starts nothing. `srun` starts a task for each GPU, and Lightning reads its rank from Slurm's variables.
-# So `--ntasks-per-node` has to be the number of GPUs of a node, and `devices` the same number; Lightning compares the two, and the nodes.
+# So `--ntasks-per-node` and `devices` both have to be the number of GPUs of a node, and `num_nodes` the job's number of nodes; Lightning compares them with Slurm's variables.
 # [lightning.sbatch](../code/shardlab/trainers/lightning.sbatch) is the batch file:
 
 # %%
@@ -81,15 +81,15 @@ beside.batch_file()
 
 
 # %% [markdown]
-# Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning then saves, and has `scontrol requeue` put the job back into the queue; the next start finds that checkpoint in `default_root_dir` by itself.
-# This needs no line of yours but `--signal` and `--requeue` in the batch file. There `#SBATCH --signal=B:USR1@120` would send it to the batch file's shell alone, and nothing would be saved.
+# Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning then saves a checkpoint, and calls `scontrol requeue`, which puts the job back into the queue. At its next start it finds that checkpoint in `default_root_dir` by itself.
+# For this the batch file needs `--signal` and `--requeue`, and your script nothing. With `#SBATCH --signal=B:USR1@120` the signal would go only to the shell of the batch file, and nothing would be saved.
 #
-# The [tests](../tests/test_trainers.py) submit this file to a real Slurm of two nodes on one machine, send the signal, and find the job started again and finished. They have no GPU: what is not tried here is `accelerator="auto"` on GPUs, and nccl between nodes.
+# The [tests](../tests/test_trainers.py) submit this file to a real Slurm of two nodes on one machine, send the signal, and check that the job starts again and finishes. They have no GPU: `accelerator="auto"` on GPUs, and nccl between nodes, are not tested.
 #
 # ### Held against a plain loop
 #
-# On this page the ranks are those of `ranks.run`, and `TheseRanks` (12 lines) has Lightning take them.
-# Ten steps of 8 windows, two epochs of 40, are held against a loop without Lightning that draws its order with `torch.randperm` from seed + epoch.
+# On this page `ranks.run` starts the ranks, and `TheseRanks` (12 lines) makes Lightning use them.
+# The cell compares two epochs of 40 windows, in ten steps of 8, with a loop without Lightning. That loop draws the order of the windows with `torch.randperm`, whose seed is the seed + epoch.
 
 # %%
 def plain_loop(steps=10):
@@ -146,12 +146,12 @@ show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weigh
 
 # %% [markdown]
 # "Equal" is $10^{-5}$ for losses and norms, and $10^{-4}$ for weights, since AdamW moves a weight by up to $10^{-3}$ however small its gradient.
-# The last row is a trap. `ModelParallelStrategy()` by default shards over the *nodes*, and keeps the ranks of a node for tensor parallelism. `fully_shard` over its `"data_parallel"` mesh then shards over one rank, both ranks read the same windows, and nothing warns: two GPUs asked for, one used.
+# The last row is easy to get by accident. `ModelParallelStrategy()` by default shards over the *nodes*, and uses the ranks of a node for tensor parallelism. On one node, `fully_shard` over its `"data_parallel"` mesh then shards over one rank. Both ranks read the same windows and compute the same, without a warning: you pay for two GPUs, and train as with one.
 # FSDP1 (`strategy="fsdp"`) refuses a CPU.
 #
 # ## What it hides
 #
-# A module that only takes notes goes through the Trainer: 8 numbers to train on, and 5 to validate, in batches of 2.
+# To see this, the Trainer gets a module that only records what it is given: 8 numbers to train on, and 5 to validate, in batches of 2.
 
 # %% tags=["hide-input"]
 # Table: what the Trainer does without being asked
@@ -229,20 +229,24 @@ rows = [
 show.table(rows, ["you write", "you get"])
 
 # %% [markdown]
-# Each is a fine default, and each changes your numbers. `use_distributed_sampler=False` gives the sampler back to you; then `set_epoch` is called only if yours has one.
+# Each of these defaults is reasonable, and each changes your numbers. With `use_distributed_sampler=False` your own sampler is used; then `set_epoch` is called only if your sampler has it.
 #
 # ## accelerate
 #
 # Hugging Face **accelerate** keeps your loop: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`, then `accelerator.backward(loss)`.
-# We ran 1.15.0 under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)` (23 November 2026, not a dependency of this course): five losses equal to one process within $5\cdot10^{-7}$, clipping included.
-# Its configuration is a file of `accelerate config`, here `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`, or arguments of `Accelerator`.
-# Print what you got. On a CPU it said nothing, and yet: `accelerate launch` with that file started *one* process; `FullyShardedDataParallelPlugin(fsdp_version=2)` gave `DistributedDataParallel`; `mixed_precision="fp16"` computed in float32, to the last digit.
+# It is not a dependency of this course. On 23 November 2026 version 1.15.0 was run under `torchrun --nproc-per-node=2` with `Accelerator(cpu=True)`: five losses were equal to those of one process within $5\cdot10^{-7}$, clipping included.
+# It is configured by arguments of `Accelerator`, or by a file that `accelerate config` writes, here with `distributed_type: MULTI_CPU`, `use_cpu: true`, `num_processes: 2`.
+# Print the number of processes, the wrapper and the precision that you get. On a CPU they were not what was asked for, without a message:
+#
+# - `accelerate launch` with that file started *one* process;
+# - `FullyShardedDataParallelPlugin(fsdp_version=2)` gave `DistributedDataParallel`;
+# - `mixed_precision="fp16"` computed in float32, to the last digit.
 #
 # ## fp16: a scale that all ranks share
 #
-# `float16` has the opposite trouble of `bfloat16`: digits enough, and no range.
-# Nothing lies between 0 and $6\cdot10^{-8}$, and nothing above 65,504.
-# So the loss is multiplied by a *scale* before backward, which multiplies every gradient, and gradients are divided by it before the step {cite}`micikevicius2018mixed` (section 3.2).
+# `bfloat16` has few digits and a large range. `float16` has enough digits, but a small range:
+# its smallest number above 0 is $6\cdot10^{-8}$, its largest 65,504.
+# So the loss is multiplied by a *scale* before backward, which multiplies every gradient by it, too. Before the step gradients are divided by it {cite}`micikevicius2018mixed` (section 3.2).
 # The cell compares each parameter's gradient with that of `float32`.
 
 # %% tags=["hide-input"]
@@ -271,24 +275,24 @@ assert worst[0] > 3 * worst[16] and rows[1][2].startswith("0 ") and bad
 show.table(rows, ["scale", "largest error (%)", "parameters with inf or nan"])
 
 # %% [markdown]
-# Too small a scale loses digits, too large a one overflows.
-# Nobody knows the right one, and it changes. So it is searched for: halve it and leave the step out when something overflows, double it after `interval` good steps.
+# With a scale that is too small gradients lose digits, with one that is too large they overflow.
+# The right scale is not known in advance, and it changes during training. So it is searched for: when a gradient overflows, the scale is halved and the step skipped; after `interval` good steps it is doubled.
 
 # %%
 show.source(LossScaler)
 
 
 # %% [markdown]
-# The line with `all_reduce` is what this section is about.
+# This section is about the line with `all_reduce`.
 #
 # ![Two ranks, each with a shard of the gradients. Rank 1's has an inf. Each makes a flag of its shard, and an all-reduce with MAX gives both the flag 1: both skip the step and halve the scale.](../figures/trainers_scale.svg)
 #
-# With DDP you do not need it. The gradient's sum over ranks carries an inf to all of them, so all leave the same step out.
-# With shards, as in ZeRO and FSDP2, a rank knows its own part of the sum alone, and an inf may be in another's.
+# With DDP it is not needed. Every rank has the sum of all gradients, so an inf on one rank is an inf on all, and all skip the same step.
+# With shards, as in ZeRO and FSDP2, a rank has only its own shard of the sum, and the inf may be in another rank's.
 #
 # ### Built, broken, repaired
 #
-# The function trains with FSDP2 on two ranks, and doubles after 3 good steps instead of 2,000.
+# The function trains with FSDP2 on two ranks, and doubles the scale after 3 good steps instead of 2,000.
 
 # %%
 def in_fp16(group, steps=16):
@@ -362,19 +366,19 @@ show.table(
 )
 
 # %% [markdown]
-# Nobody planted anything.
-# The first overflow lies in one rank's shard. That rank halves its scale, the other keeps its own.
-# From then on the sum mixes gradients of two scales. The larger ones overflow in the same shard again, and halving the smaller scale cannot help: it falls for ever, and half of the model no longer trains.
+# The overflow comes from training itself; none was put in.
+# The first overflow is in one rank's shard. That rank halves its scale, the other keeps its own.
+# From then on gradients of two scales are added. Those with the larger scale overflow in the same shard again, and it does not help to halve the smaller scale: it gets smaller without end, and half of the model no longer trains.
 # One all-reduce of one number, with MAX, repairs it.
-# With stage 2 of the course's ZeRO the same mistake hangs instead: whoever steps sends new weights, and whoever skips does not (`tests/test_trainers.py`).
+# With stage 2 of the course's ZeRO the same mistake leads to a hang: a rank that steps sends new weights, and a rank that skips does not (`tests/test_trainers.py`).
 #
-# `torch.amp.GradScaler` needs no repair with FSDP2: gradients there are DTensors, and DTensor makes this all-reduce unasked ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). The same test holds it equal to ours, scales and weights, bit for bit.
+# `torch.amp.GradScaler` needs no repair with FSDP2: gradients there are DTensors, and DTensor calls this all-reduce by itself ([pytorch#132816](https://github.com/pytorch/pytorch/pull/132816)). The same test compares it with ours: scales and weights are equal bit for bit.
 #
 # ````{admonition} Checked: "GradScaler knows DTensors, so all ranks decide alike"
 # :class: checked
 #
 # Only if the *first* gradient is sharded: its placement decides how the flag is reduced (torch 2.13, November 2026).
-# With a replicated gradient before a sharded one, as tensor parallelism has, one rank went to 512 and the other stayed at 1,024. A mix of DTensors and plain tensors is refused.
+# With a replicated gradient before a sharded one, as in tensor parallelism, one rank's scale became 512 and the other's stayed at 1,024. A mix of DTensors and plain tensors is refused.
 # ````
 
 # %% tags=["hide-input"]
@@ -430,10 +434,15 @@ de.check(settings, optimizer=True)  # an AdamW comes beside them
 
 
 # %% [markdown]
-# `de.check` has DeepSpeed's own schema read all lines. Three that are left out matter: `loss_scale_window` is our `interval`; at `min_loss_scale` an overflow ends the run with an exception; and `hysteresis` 2 forgives the first overflow after each doubling: the step is skipped, the scale stays.
+# `de.check` checks all lines against DeepSpeed's own schema. Three lines that are left out matter:
+#
+# - `loss_scale_window` is our `interval`;
+# - when the scale is at `min_loss_scale`, an overflow ends the run with an exception;
+# - with `hysteresis` 2, the first overflow after each doubling does not halve the scale; the step is skipped all the same.
+#
 # DeepSpeed reduces its flag with MAX, as we do (`has_overflow` in `stage_1_and_2.py`).
 #
-# Most CPUs are refused: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`, for want of instructions that few have. torch computes `float16` without them, only slowly. So the cell overrules the check, and the real engine trains: with these settings, and with a first scale of $2^{20}$ and a window of 3.
+# On most CPUs DeepSpeed refuses fp16: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`. They lack instructions without which torch computes `float16` only slowly. So the cell overrules the check, and the real engine trains: once with these settings, once with a first scale of $2^{20}$ and a window of 3.
 
 # %%
 def with_deepspeed(changes, steps=10):
@@ -513,17 +522,17 @@ rows.insert(0, ["overflow", *("yes" if overflow else "" for overflow in overflow
 show.table(rows, ["step", *map(str, range(1, 11))])
 
 # %% [markdown]
-# Starting at $2^{20}$ costs four steps, and the hysteresis a fifth.
-# After an overflow, four good steps double the scale, not three: DeepSpeed counts one more.
+# With a first scale of $2^{20}$ four steps are skipped, and a fifth because of the hysteresis.
+# After an overflow the scale is doubled after four good steps, not three: DeepSpeed counts one more.
 #
 # ## What goes wrong, and how it looks
 #
 # | symptom | the line that is missing |
 # |---|---|
 # | losses differ from the script's from the first step | [the order](#what-it-hides): Lightning's sampler shuffles, unless `use_distributed_sampler=False` |
-# | two GPUs asked for, the time of one, with `ModelParallelStrategy` | [`data_parallel_size`](#held-against-a-plain-loop): its default shards over nodes |
+# | with `ModelParallelStrategy`, two GPUs take as long as one | [`data_parallel_size`](#held-against-a-plain-loop): its default shards over nodes |
 # | a job is ended at its time limit, without a checkpoint | [`--signal`](#two-nodes), without `B:` |
-# | losses rise after an overflow, scales differ by rank | [one decision](#built-broken-repaired): each rank checks its shard alone |
+# | losses rise after an overflow, scales differ by rank | [one decision](#built-broken-repaired): each rank checks only its own shard |
 # | the run ends with an exception, at the smallest scale | [`min_loss_scale`](#fp16-in-deepspeeds-configuration): the loss itself is nan, or the model overflows without a scale |
 #
 # ## When to use what
@@ -532,7 +541,7 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 # |---|---|---|
 # | [a script of your own](train.md#the-script-to-take-home) | every line that decides a number is yours | launch, signals and checkpoints are 300 lines |
 # | Lightning | the loop, the launch and the checkpoint are written | what it changes without being asked |
-# | accelerate | the loop stays yours | look at what you got: it may be another wrapper, or another precision |
+# | accelerate | the loop stays yours | the wrapper or the precision may not be the one that you asked for |
 # | `float16` | GPUs without `bfloat16`, as V100 and T4 | a scale, skipped steps, one more decision for all ranks |
 #
 # ## Exercises
@@ -557,7 +566,7 @@ check(answer, "lightning_steps")
 # :class: dropdown
 # ```
 #
-# A loader's batch is that of a rank: a step has 4 × 16 windows, and the learning rate was chosen for 16.
+# `batch_size` is that of one rank: a step has 4 × 16 windows, and the learning rate was chosen for 16.
 
 # %%
 answer = 4096 // (4 * 16)
@@ -587,7 +596,7 @@ check(answer, "skipped_steps")
 # :class: dropdown
 # ```
 #
-# The first overflow uses up the hysteresis. Then each one halves: at $2^{32}$, $2^{31}$, down to $2^{17}$.
+# The first overflow uses up the hysteresis. Then each one halves the scale: at $2^{32}$, $2^{31}$, down to $2^{17}$.
 
 # %%
 answer = 1 + (32 - 16)
@@ -622,7 +631,7 @@ check(my_decision)
 # :class: dropdown
 # ```
 #
-# A flag travels, not the gradients: large finite ones would overflow in their sum, and inf and -inf need not meet. Every rank calls the collective, also one without shards or without an inf.
+# Each rank sends a flag, not gradients: a sum of large finite gradients could overflow. Every rank calls the collective, also one without shards or without an inf.
 
 # %%
 def my_decision(gradients, group):
@@ -640,10 +649,10 @@ check(my_decision)
 # ## Summary
 #
 # - Lightning needs a module with two steps and an optimizer, and a `Trainer` that says where, how long and what to keep.
-# - Under Slurm `srun` starts the ranks; `--signal` and `--requeue` are enough for a job that goes on.
+# - Under Slurm `srun` starts the ranks; with `--signal` and `--requeue` a job saves at its time limit and goes on.
 # - A trainer's defaults change numbers: the order, the batch of a step, what is averaged, what counts twice.
-# - In `float16` the loss has a scale. With shards, an overflow is known to one rank alone: one all-reduce with MAX decides for all.
-# - DeepSpeed's hysteresis forgives the first overflow, and its window counts one step more.
+# - In `float16` the loss has a scale. With shards only one rank sees an overflow: one all-reduce with MAX decides for all.
+# - With DeepSpeed's hysteresis the first overflow does not halve the scale, and after an overflow its window is one step longer.
 #
 # ## Further reading
 #

@@ -80,12 +80,12 @@ def staged(name, microbatches, model=None, chunks=None, **options):
 # %% [markdown]
 # ## Four GPUs, of which one works
 #
-# Each rank holds a *stage*: some consecutive layers with their gradients and optimizer states, and nothing of the others.
+# Each of $p$ ranks holds a *stage*: some consecutive layers with their gradients and optimizer states, and nothing of the others.
 #
-# ![A model of an embedding, eight blocks, a norm and a head, cut into four parts, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the norm and the head. Each rank holds weights, gradients and optimizer states of its own part alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
+# ![A model of an embedding, eight blocks, a LayerNorm and a head, cut into four stages, one for each rank: rank 0 has the embedding and blocks 1 and 2, rank 1 blocks 3 and 4, rank 2 blocks 5 and 6, rank 3 blocks 7 and 8, the LayerNorm and the head. Each rank holds weights, gradients and optimizer states of its own stage alone. Activations pass from each rank to the next, and their gradients come back.](../figures/pipeline_cut.svg)
 #
 # A stage can do two things. *Forward*: take activations from the stage before, compute, and send the result on. *Backward*: take a gradient from the stage after, compute, and send the gradient of the input back.
-# This class is all that a pipeline needs. What was received is a leaf of autograd's graph, and its gradient is what goes back.
+# This class is all that a pipeline needs. The received activations are a leaf of autograd's graph: after backward their gradient is in `x.grad`, and that is sent back.
 
 # %%
 class Stage:
@@ -109,7 +109,7 @@ class Stage:
         return x, out
 
     def backward(self, x, out):
-        dy = None  # behind the last stage stands the loss
+        dy = None  # the last stage starts from the loss
         if self.me < self.last:
             dy = torch.empty_like(out)
             ranks.irecv(dy, self.me + 1, self.up).wait()
@@ -119,9 +119,10 @@ class Stage:
 
 
 # %% [markdown]
-# Sends are begun, and waited for at the end of the step. `pipeline.cut` deals the blocks out, and `between` says what shape travels: $[b, s, h]$ elements of a micro-batch.
+# Sends are begun, and waited for at the end of the step. `pipeline.cut` divides the blocks among the stages.
 # A training step is then an *order* of forwards and backwards over $m$ pieces of the batch, the *micro-batches*.
-# The simplest order takes one after the other, as one does to accumulate gradients; with $m = 1$ the piece is the whole batch.
+# `between` gives the shape of a message, $[b, S, h]$: a micro-batch's $b$ sequences of $S$ tokens, each with $h$ numbers, the hidden size.
+# The simplest order takes one micro-batch after the other, as gradient accumulation does; with $m = 1$ the piece is the whole batch.
 
 # %%
 def in_a_loop(stage, pieces):
@@ -180,7 +181,7 @@ for m in (1, 4):
     print(f"m = {m}: gradients differ from one process by {apart}")
 
 # %% [markdown]
-# But block 3 needs what block 2 made, and so on: one rank has work at a time. Step through it, with the whole batch as micro-batch 0:
+# But each block needs the output of the block before, so only one rank has work at a time. Step through it, with the whole batch as micro-batch 0:
 #
 # :::{step-through} The whole batch at once on four stages
 # 1. ![Time 0 to 1. Stage 0: forward 0; then holds 0. Stage 1: idle; then holds nothing. Stage 2: idle; then holds nothing. Stage 3: idle; then holds nothing.](../figures/steps/pipeline_naive_1.svg)
@@ -219,7 +220,7 @@ for m in (1, 4):
 # This is such a step with a clock on each rank:
 
 # %% tags=["hide-input", "measured"]
-# Draws a measured step, and says which share of it a stage works
+# Draws a measured step, and says which fraction of it a stage works
 
 
 def naive(microbatches):
@@ -266,20 +267,20 @@ def gpipe(stage, pieces):
 gradients = ranks.run(train, 4, gpipe, 8)
 
 # %% [markdown]
-# How long is its bubble? With $f$ seconds for a forward and $g$ for a backward, a stage has work for $m(f + g)$.
-# The last stage starts $p-1$ forwards late, and its last backward is $p-1$ backwards away from the first stage. So a step takes $(m+p-1)(f+g)$, and
+# How long is its bubble? With $f$ seconds for a forward and $g$ for a backward, a stage works for $m(f + g)$ seconds.
+# The last of the $p$ stages starts $p-1$ forwards late. After its last backward, $p-1$ more backwards follow until the first stage is done. So a step takes $(m+p-1)(f+g)$, and
 #
 # $$
 # \text{bubble} = \frac{p-1}{m+p-1} .
 # $$
 #
-# Papers also divide by the work alone, which gives $(p-1)/m$ {cite}`narayanan2021megatron`. Here a bubble is a share of the step.
+# Papers also divide by the work alone, which gives $(p-1)/m$ {cite}`narayanan2021megatron`. Here a bubble is a fraction of the step.
 #
 # `````{admonition} Checked: "four micro-batches on four stages keep GPUs 75 % busy"
 # :class: checked
 #
 # It is $m/(m+p-1) = 4/7 = 57\,\%$: the pipeline has to fill *and* to drain. ($3/4$ is $(p-1)/m$, idle time over work.)
-# The next cell measures it on four ranks whose layers *sleep* instead of computing; otherwise they would wait for one of two cores, and not for each other. Messages and order are real.
+# The next cell measures it on four ranks whose layers *sleep* instead of computing: layers that compute would wait for a free core of this machine, and not for each other. Messages and order are real.
 # `````
 
 # %% tags=["hide-input", "measured"]
@@ -314,7 +315,7 @@ show.timed(abs(busy - 4 / 7) < 0.1, "busy for 4/7 of the step, within 10 points"
 
 
 # %% [markdown]
-# More micro-batches make the bubble smaller. What these two loops leave out is memory: when the last forward is done, each stage holds the activations of *all* $m$.
+# More micro-batches make the bubble smaller. Their price is memory: when the last forward is done, each stage holds the activations of *all* $m$.
 #
 # ## 1F1B: the same bubble, less memory
 #
@@ -355,7 +356,7 @@ gradients = ranks.run(train, 4, one_f_one_b, 8)
 #
 # 4. ![Time 6 to 10. Stage 0: idle; then holds 0, 1, 2, 3. Stage 1: backward 0; then holds 1, 2. Stage 2: backward 0, forward 2, backward 1; then holds 1, 2. Stage 3: forward 1, backward 1, forward 2; then holds 2.](../figures/steps/pipeline_4.svg)
 #
-#    The backward of micro-batch 0 travels back. Behind it each stage alternates: one forward, one backward.
+#    The backward of micro-batch 0 goes from stage to stage. Once a stage has done it, it alternates: one forward, one backward.
 #
 # 5. ![Time 10 to 13. Stage 0: backward 0, forward 4; then holds 1, 2, 3, 4. Stage 1: forward 3, backward 1; then holds 2, 3. Stage 2: backward 1, forward 3, backward 2; then holds 2, 3. Stage 3: backward 2, forward 3; then holds 3.](../figures/steps/pipeline_5.svg)
 #
@@ -378,7 +379,7 @@ gradients = ranks.run(train, 4, one_f_one_b, 8)
 #    The step takes 27, and each stage has computed for $6 \cdot 3 = 18$. The bubble is a third: $(p-1)/(m+p-1) = 3/9$, as for GPipe.
 # :::
 #
-# All three orders compute what one process computes, here with eight micro-batches on four ranks. The table says what the first stage and the last keep for backward, what they hold at the peak, and how long a step takes when the stages sleep for equal times.
+# All three orders compute what one process computes, here with eight micro-batches on four ranks. The table says how many micro-batches the first and the last stage keep for backward, how many bytes they hold at the peak, and how long a step takes when all stages sleep equally long.
 
 # %% tags=["hide-input", "measured"]
 # Table: the three orders, what they hold and how long they take
@@ -441,18 +442,19 @@ print(pipeline.schedule("1f1b", 4, 6))
 #
 # ### Interleaving: less bubble, more messages
 #
-# To fill a pipeline takes $p-1$ forwards of a whole stage. So make stages smaller, and give each rank several.
-# Cut the model into $p \cdot v$ parts and deal them out like cards: rank $s$ gets parts $s$, $s+p$, $s+2p$, …, its *chunks*.
+# To fill a pipeline takes $p-1$ forwards of a whole stage. So give each rank several smaller pieces of the model.
+# Cut the model into $p \cdot v$ *chunks* of consecutive layers, $v$ for each rank: rank $s$ gets chunks $s$, $s+p$, $s+2p$, …
+# A rank's stage is then its $v$ chunks together. (In code `parts` is $p \cdot v$, and `chunks` is $v$.)
 #
-# ![Which parts of a model four stages hold. One part each: parts 0 to 3 in order. A loop of two chunks: stage 0 has parts 0 and 4, stage 1 parts 1 and 5, and so on; after part 3 a micro-batch goes back to stage 0. A V of two chunks: stage 0 has parts 0 and 7, stage 3 parts 3 and 4; at the turn it stays where it is, and it ends where it began.](../figures/pipeline_placement.svg)
+# ![Which chunks of a model four stages hold. One each: chunks 0 to 3 in order. A loop of two each: stage 0 has chunks 0 and 4, stage 1 chunks 1 and 5, and so on; after chunk 3 a micro-batch goes back to stage 0. A V of two each: stage 0 has chunks 0 and 7, stage 3 chunks 3 and 4; at the turn the micro-batch stays on its stage, and it ends on the stage where it began.](../figures/pipeline_placement.svg)
 #
-# A part takes $1/v$ of the time, and so does filling: the bubble is $\frac{p-1}{vm+p-1}$. The price is about $v$ times the messages, since each micro-batch goes round $v$ times, and somewhat more activations.
+# A chunk takes $1/v$ of a stage's time, and so does filling: the bubble is $\frac{p-1}{vm+p-1}$. The price is about $v$ times the messages, since each micro-batch goes round $v$ times, and somewhat more activations.
 #
 # ![1F1B above interleaved 1F1B with two chunks for each of four stages, eight micro-batches. Boxes are half as long and twice as many, the ramps at both ends are half as long, and the bubble falls from 27 % to 16 %.](../figures/pipeline_interleaved.svg)
 #
 # ### Zero bubble: a backward is two
 #
-# Backward of $y = xW$ is two products: $\partial x = \partial y\, W^\top$ and $\partial W = x^\top \partial y$. The stage before waits for the first. For the second nobody waits, until the optimizer steps.
+# Backward of $y = xW$ is two products: $\partial x = \partial y\, W^\top$ and $\partial W = x^\top \partial y$. The stage before waits for $\partial x$. Nobody waits for $\partial W$ until the optimizer steps.
 # So a backward `B` is split into `I`, of the input, which runs as early as possible, and `W`, of the weights, which runs when there is nothing else to do {cite}`qi2024zerobubble`.
 #
 # ![Four schedules on one axis, four stages and eight micro-batches, with forward and both halves of the backward equally long. 1F1B: bubble 27 %, holds up to 4; ZB-H1: bubble 11 %, holds up to 4; ZB-H2: bubble 0 %, holds up to 7; ZB-V: bubble 0 %, holds up to 4 micro-batches. Where the backward is split, its weights’ part fills what used to be gaps.](../figures/pipeline_zero_bubble.svg)
@@ -460,8 +462,8 @@ print(pipeline.schedule("1f1b", 4, 6))
 # With $F$, $I$ and $W$ seconds for the three,
 #
 # - *ZB-H1* puts `W` at the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds; $(p-1)(F+I-W)$ are left, a third if all three take equally long. No stage holds more than $p$ micro-batches, but now all hold as many.
-# - *ZB-H2* also fills the beginning, with more forwards: $(p-1)(F+I-2W)$ are left, nothing, at the price of $2p-1$ micro-batches held.
-# - *ZB-V* gets to nothing with 1F1B's memory. Its two chunks lie in a V: the first rank holds the first part *and the last*, so the first backward begins where the first forward began.
+# - *ZB-H2* also fills the beginning, with more forwards: $(p-1)(F+I-2W)$ are left, which is nothing if all three take equally long. The price is $2p-1$ micro-batches held.
+# - *ZB-V* gets to nothing with 1F1B's memory. Its two chunks lie in a V: the first rank holds the first chunk *and the last*, so the first backward begins on the rank where the first forward began.
 #
 # Three kinds of passes are easier to write in steps than in loops: in every step a stage does one pass of each kind, and each kind begins at a step of its own. The interleaved schedule is made in the same way.
 
@@ -469,7 +471,7 @@ print(pipeline.schedule("1f1b", 4, 6))
 show.source(pipeline.zb_h1, pipeline.schedules.in_steps)
 
 # %% [markdown]
-# Autograd computes both products at once. This function, put in the place of each `nn.Linear` of a stage, returns the first and leaves the second for later. (Norms and embeddings keep theirs, which are cheap.)
+# Autograd computes both products at once. This function, put in the place of each `nn.Linear` of a stage, returns the first and leaves the second for later. (LayerNorms and embeddings compute both at once as before: theirs are cheap.)
 
 # %%
 show.source(deferred._Linear)
@@ -483,7 +485,7 @@ show.source(deferred._Linear)
 show.source(pipeline.simulate)
 
 # %% [markdown]
-# The table sets formulas beside it, with $p = 4$, $m = 8$ and equal times. "Held" is the most activations on stages 0 to 3, in micro-batches.
+# The table compares it with the formulas, for $p = 4$, $m = 8$ and equal times. "Held" is the most activations on stages 0 to 3, in micro-batches.
 
 # %% tags=["hide-input"]
 # Table: bubbles of all schedules, by formula and simulated
@@ -540,7 +542,8 @@ for p, m, times, rates in PUBLISHED:
     print(f"p = {p:2}, m = {m}:   {shown}")
 
 # %% [markdown]
-# For your own times there is a command, which prints the bubble and draws the timeline in your terminal:
+# For your own times there is a command, which prints the bubble and draws the timeline in your terminal.
+# Its `--hop` is the time that a message takes from one stage to the next:
 #
 # ```bash
 # python -m shardlab schedule 1f1b --stages 8 --microbatches 24 \
@@ -601,22 +604,22 @@ print(*ranks.run(swap_with_both, 4))
 
 # %% [markdown]
 # Two more ways lead there. `dist.batch_isend_irecv` hands both messages to nccl at once, and they set off together; this is what Megatron does in 1F1B, and what `ranks.exchange` does in a ring.
-# Or the two directions get a group each, so that neither waits for the other. The plain stage does so with `down` and `up`, and the module, too: it wants to post its receives early, before anything is there to be sent in the other direction.
+# Or the two directions get a group each, so that neither waits for the other. The plain stage does so with `down` and `up`. So does the module, which posts its receives early, before it has anything to send in the other direction.
 #
 # ## On real ranks: the core
 #
-# The place of messages in a stage's list decides how fast the pipeline is, and whether it ends at all.
+# Where a stage's list posts its messages decides how fast the pipeline is, and whether it ends at all.
 
 # %%
 print(*pipeline.schedule("1f1b", 4, 4).actions[1])
 
 # %% [markdown]
-# `RF1` posts the receive of the activations that `F1` needs, `SF0` sends what `F0` made; `RB` and `SB` are the same for gradients. They do not wait: the pass that needs a message does.
-# So a receive is posted *one pass before* the one that needs it, and the message travels meanwhile:
+# `RF1` posts the receive of the activations that `F1` needs, `SF0` sends what `F0` made; `RB` and `SB` are the same for gradients. None of them waits: the pass that needs a message waits for it.
+# A receive is posted *one pass before* the pass that needs it, so its message overlaps with that pass:
 #
-# ![A stage that alternates forward and backward, twice. Above, each receive is posted when its compute is due: the transfer runs while the stage waits. Below, each receive is posted one compute earlier: the transfer runs behind that compute, and the stage never waits.](../figures/pipeline_messages.svg)
+# ![A stage that alternates forward and backward, twice. Above, each receive is posted when its compute is due: the transfer runs while the stage waits. Below, each receive is posted one compute earlier: the transfer overlaps with that compute, and the stage never waits.](../figures/pipeline_messages.svg)
 #
-# Order is all that ties a message to its receive: nccl ignores tags. So between two stages receives are posted in the order of the sends.
+# Only the order says which receive a message belongs to: nccl ignores tags. So between two stages receives are posted in the order of the sends.
 
 # %%
 show.source(pipeline.with_messages)
@@ -628,14 +631,15 @@ show.source(pipeline.with_messages)
 show.source(core.Pipeline.step, core.Pipeline._begin, core.Pipeline._end)
 
 # %% [markdown]
-# Its passes are those of the plain stage. Three things are new: an output that has been sent is let go, since backward needs its place in autograd's graph and not its numbers;
-# a micro-batch's loss counts by its share of the batch, so that gradients are those of the mean even if $m$ does not divide it; and a backward may leave the weights for later.
+# Its passes are those of the plain stage. Three things are new: an output that has been sent is freed, since backward needs its place in autograd's graph and not its numbers;
+# a micro-batch's loss is weighted by its number of sequences, so that gradients are those of the batch's mean even if $m$ does not divide the batch;
+# and a backward may leave the weights' gradients for later.
 
 # %%
 show.source(core.Passes)
 
 # %% [markdown]
-# Messages are kept by the action that they belong to. What has been sent is let go, too: a gradient that comes back says that the activations had arrived.
+# Messages are kept under the action that they belong to. Sent activations are freed, too, once their gradient has come back: then they have certainly arrived.
 
 # %%
 show.source(
@@ -648,18 +652,18 @@ show.source(
 )
 
 # %% [markdown]
-# The last piece are the connections. nccl makes the one of a pair at its first message, and both ends wait until it is there. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.
+# Connections come last. nccl connects a pair of ranks at their first message, and both wait until the connection is made. So a pipeline makes all of them before it begins, in one order for all ranks. Two stages that share a tied weight exchange its gradients, the lower one sending first: they may be any two, so parity would not do.
 
 # %%
 show.source(core.way_back, core.Mail._connect, core.Mail.exchange)
 
 # %% [markdown]
-# What this gains over the plain stage, in the same two schedules: bytes at the peak on stage 0, and a step of sleeping stages on a wire on which a message takes half of a forward.
+# What this gains over the plain stage, in the same two schedules: bytes at the peak on stage 0, and the time of a step of sleeping stages, over a link on which a message takes half as long as a forward.
 
 # %% tags=["hide-input", "measured"]
-# Table: the plain stage and the core on a slow wire
+# Table: the plain stage and the core on a slow link
 
-HOP = UNIT / 2  # seconds; the wire is slow only to begin with
+HOP = UNIT / 2  # seconds; the link has latency, and ample bandwidth
 
 
 def core_peak(name, m):
@@ -710,7 +714,7 @@ show.table(rows, head)
 # ## Bit for bit what one process computes
 #
 # One process goes through the same micro-batches one after another, and adds their gradients up. The pipeline must compute the same, whatever the schedule.
-# The cell trains for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more; six sequences do not divide into four.
+# The cell trains for five steps of AdamW on 4 stages, with fewer micro-batches than stages, as many, and more. It takes batches of six sequences, which four micro-batches do not divide equally.
 
 # %% tags=["hide-input"]
 # Holds all schedules against one process over five steps
@@ -787,10 +791,10 @@ for which, what in enumerate(("gradients", "weights")):
     print(f"{len(pipeline.NAMES)} schedules, m = 2, 4, 6: {what} differ by {apart:g}")
 
 # %% [markdown]
-# Every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) do it on 1 and 2 stages, too). Two cases are not of that kind:
+# Every product has the same operands and every sum the same order ([the tests](../tests/test_pipeline.py) do it on 1 and 2 stages, too). In two cases the sums or products differ:
 #
 # - with *tied* weights, embedding on the first stage and head on the last, there are two copies, whose gradients both stages add once per step: $(a + b) + (c + d)$ where one process has $((a + b) + c) + d$;
-# - beside one process that takes the whole batch *at once*, products run over other numbers of rows.
+# - against one process that takes the whole batch *at once*: its matrix products have more rows, and may add in another order.
 
 # %% tags=["hide-input"]
 # Table: the two cases that differ, in float32 and in float64
@@ -814,13 +818,13 @@ for case, tied, at_once in (
 show.table(rows, ["1F1B on 4 stages", "type", "gradients", "weights after five steps"])
 
 # %% [markdown]
-# Float64 shrinks both by the digits that it has more: rounding, and no mistake. With dropout, ranks draw other masks than one process would.
+# In float64 both shrink by as many digits as float64 has more: so they are rounding, and no mistake. With dropout, ranks draw other masks than one process would.
 #
 # ## What it costs
 #
 # ### Time
 #
-# The simulator beside four ranks whose stages sleep. In the last two rows the wire is emulated, and a hop takes 10 ms, half of a forward.
+# The table compares the simulator with four ranks whose stages sleep. In the last two rows a slow link is emulated: a hop takes 10 ms, half of a forward.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps of sleeping stages, simulated and measured
@@ -864,7 +868,7 @@ show.table(
 )
 
 # %% [markdown]
-# With hops 1F1B takes longer than GPipe, which pays each hop once on the way there and once back. A stage that alternates waits round after round for a message that its neighbour could not send earlier.
+# With slow hops 1F1B takes longer than GPipe, which waits for each hop once in forward and once in backward. A stage that alternates waits round after round for a message that its neighbour could not send earlier.
 # So hops have to be short beside a forward, or stages need to run further ahead.
 #
 # Here is the interleaved step, simulated and measured:
@@ -885,7 +889,7 @@ show.figure(
 # %% [markdown]
 # ### Memory
 #
-# A stage holds $1/p$ of the model states, give or take embedding and head. Of activations it holds what its layers keep for one micro-batch, times the micro-batches in flight; and a layer's temporaries.
+# A stage holds $1/p$ of the model states, give or take embedding and head. Of activations it holds what its layers keep for one micro-batch, times the micro-batches *in flight*, whose forward is done and whose backward is not; and one layer's temporaries.
 
 # %%
 def predicted_peak(name, stage, m, again):
@@ -903,7 +907,7 @@ def predicted_peak(name, stage, m, again):
 
 
 # %% [markdown]
-# Beside it is every byte that each of four ranks held, counted:
+# The table compares this with every byte that each of four ranks held, counted:
 
 # %% tags=["hide-input", "measured"]
 # Table: activations at the peak by stage, predicted and counted
@@ -967,11 +971,11 @@ head = ["schedule", "activations", "predicted (MB)", "measured (MB)", "differenc
 show.table(rows, [*head, "step (forwards of a stage)"])
 
 # %% [markdown]
-# GPipe's activations shrink to a sixth, and what it holds comes near 1F1B's. A step takes a third longer; the bubble's share stays.
+# GPipe's activations shrink to a sixth, and what it holds comes near 1F1B's. A step takes a third longer; the bubble stays the same fraction of it.
 #
 # ### Messages and bytes
 #
-# Activations go one way and gradients the other: in a step $2\,v\,B\,s\,h$ elements leave an inner stage, whatever $m$ is. Data parallelism sends gradients, whatever the batch is.
+# Activations go one way and gradients the other: with a batch of $B$ sequences, $2\,v\,B\,S\,h$ elements leave an inner stage in a step, however large $m$ is. Data parallelism sends the gradients of all $P$ parameters, however large the batch is.
 
 # %% tags=["hide-input"]
 # Table: messages and bytes that a stage sends, predicted and counted
@@ -992,7 +996,7 @@ cases, rows = [("1f1b", 4), ("1f1b", 8), ("interleaved", 8), ("zb-v", 8)], []
 found = ranks.run(traffic, 4, cases, device="cpu")[1]
 for (name, m), (messages, size) in zip(cases, found, strict=True):
     v = pipeline.schedule(name, 4, m).chunks
-    predicted = 2 * v * 8 * 64 * WIDE.hidden * 4  # 2 v B s h elements of 4 bytes
+    predicted = 2 * v * 8 * 64 * WIDE.hidden * 4  # 2 v B S h elements of 4 bytes
     assert size == predicted and messages == 2 * v * m
     rows.append((name, m, messages, f"{predicted / 1e6:.3f}", f"{size / 1e6:.3f}"))
 P = sum(p.numel() for p in plain(WIDE, "cpu").parameters())
@@ -1097,15 +1101,15 @@ for p in (2, 4, 8, 16):
 # %% [markdown]
 # **Stages.** As few as let the model fit: every stage more adds to the bubble.
 #
-# **Micro-batches.** As many as the batch gives, $m = B/(d \cdot b)$ with $d$ copies: choose $b$ small, down to where products get too small to keep a GPU busy.
+# **Micro-batches.** As many as the batch gives, $m = B/(d \cdot b)$ with $d$ copies of the pipeline: choose $b$, the sequences of a micro-batch, small, down to where products get too small to keep a GPU busy.
 # Large jobs have less choice than it seems. 1,024 sequences and 64 copies leave 16 for a pipeline; with $b = 1$ and $p = 8$ the bubble is 7/23 = 30 %.
 #
-# **Schedule.** 1F1B first. When the bubble hurts and $m$ cannot grow, interleave, where hops are short beside a part's forward; or split the backward.
+# **Schedule.** 1F1B first. When the bubble hurts and $m$ cannot grow, interleave, if hops are short beside a chunk's forward; or split the backward.
 #
 # (pipeline-torch)=
 # ## PyTorch's pipelines beside ours
 #
-# `torch.distributed.pipelining` has a `PipelineStage` around a stage's module, and a class for each schedule. The first cell puts the same parts into it.
+# `torch.distributed.pipelining` has a `PipelineStage` around a stage's module, and a class for each schedule. The first cell puts the same chunks into it.
 
 # %%
 TORCHS = {
@@ -1189,13 +1193,13 @@ head = [
 show.table(rows, head, caption="Two ranks, loopback, m = 4")
 
 # %% [markdown]
-# The bits are the same. The time is, roughly, too; [the benchmark](../benchmarks/pipeline.py) measures it with more care, on two and four ranks and on a slow link, where receives that are posted early count.
+# The bits are the same, and the times are close. [The benchmark](../benchmarks/pipeline.py) measures it with more care, on two and four ranks and on a slow link, where it matters that receives are posted early.
 # The same things have several names:
 #
 # | here | PyTorch | Megatron |
 # |---|---|---|
 # | stage, rank | rank | stage |
-# | part, chunk | stage (`stage_index`) | virtual stage, model chunk |
+# | chunk (`part` in code) | stage (`stage_index`) | virtual stage, model chunk |
 # | `cut(model, parts)` | by hand, or traced: `pipeline(…)` | by layer number |
 # | `1f1b` | `Schedule1F1B` | the default |
 # | `interleaved` | `ScheduleInterleaved1F1B` | with virtual stages |
@@ -1206,7 +1210,7 @@ show.table(rows, head, caption="Two ranks, loopback, m = 4")
 # `````{admonition} Checked: "wrap an nn.Sequential in torch.distributed.pipeline.sync.Pipe"
 # :class: checked
 #
-# Tutorials still say so. The module is gone: it was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then retired ([127354](https://github.com/pytorch/pytorch/pull/127354)). In its place stands `torch.distributed.pipelining`, which came from a project of its own, PiPPy.
+# Tutorials still say so. The module is gone: it was deprecated in March 2024 ([pull request 121464](https://github.com/pytorch/pytorch/pull/121464)) and then removed ([127354](https://github.com/pytorch/pytorch/pull/127354)). Its successor is `torch.distributed.pipelining`, which came from a project of its own, PiPPy.
 # It is not the same with another name: `Pipe` was GPipe in *one* process over several GPUs, its successor is one process for each stage.
 # `````
 
@@ -1307,7 +1311,7 @@ for m in (2, 8):
     print(f"  {calls} all-reduces for {parameters} parameters")
 
 # %% [markdown]
-# However many micro-batches there are, each parameter has one: who averages after each of them, as a wrapper around each stage would, sends $m$ times as much.
+# However many micro-batches there are, each parameter has one all-reduce. A wrapper around each stage that averages after every micro-batch would send $m$ times as much.
 # (Larger messages would be better still: the buckets of [Data parallelism](data_parallel.md).)
 #
 # ## What goes wrong
@@ -1379,7 +1383,7 @@ except ValueError as error:
 #
 # ### A stage that raises
 #
-# The others wait for messages that never come. `ranks.run` names the rank that failed of its own doing; under `torchrun` the *first* error by time is the one that counts.
+# The others wait for messages that never come. `ranks.run` names the rank that raised, and not those that waited for it; under `torchrun` the *first* error by time is the one that counts.
 
 # %% tags=["hide-input"]
 # Lets stage 2 raise, and prints whom the run names
@@ -1410,7 +1414,7 @@ else:
 # %% [markdown]
 # ### Gradients m times too large, or too small
 #
-# Each micro-batch's loss is a mean over its own sequences, so their gradients add up to $m$ times the right one. Torch's schedules divide by $m$ (`scale_grads=True`); who divides the loss as well, out of habit from gradient accumulation, does it twice.
+# Each micro-batch's loss is a mean over its own sequences, so their gradients add up to $m$ times the right one. Torch's schedules divide by $m$ (`scale_grads=True`). If you divide the loss as well, as gradient accumulation does, you divide twice.
 
 # %% tags=["hide-input"]
 # Compares gradients divided by torch, by nobody, and twice
@@ -1441,7 +1445,7 @@ for name, ratio in found.items():
     print(f"{name}: the gradient's norm is {ratio:.2f} of the right one")
 
 # %% [markdown]
-# AdamW hides both ([Data parallelism](data_parallel.md)); clipping does not. Compare the norm in the first step with one process.
+# AdamW hides both ([Data parallelism](data_parallel.md)); clipping does not. Compare the norm of the gradients in the first step with that of one process.
 #
 # ## When to use it
 #
@@ -1457,7 +1461,7 @@ for name, ratio in found.items():
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Stages that share a processor cannot work at the same time, so where this page shows time, its stages sleep instead of computing, or share what there is.
+# Stages that share a processor cannot work at the same time, so where this page shows time, its stages sleep instead of computing, or share the processor's cores.
 # A second GPU would give two stages that really compute at once: the measured bubble beside the predicted one, for true passes,
 # and messages that travel from GPU to GPU while both go on.
 # ```
@@ -1471,7 +1475,7 @@ for name, ratio in found.items():
 # ```
 #
 # 8 stages run GPipe with 32 micro-batches; all stages take the same time.
-# Which share of the time is a stage idle, from the first stage's first forward to its last backward?
+# What fraction of the time is a stage idle, from the first stage's first forward to its last backward?
 
 # %%
 answer = ...  # between 0 and 1
@@ -1486,7 +1490,7 @@ check(answer, "pipeline_bubble")
 # :class: dropdown
 # ```
 #
-# Work for 32, waiting for 7: the others' turns in filling and draining.
+# A stage works for 32 slots of $f + g$, and waits for 7 while the pipeline fills and drains.
 
 # %%
 answer = 7 / (32 + 7)
@@ -1502,7 +1506,7 @@ check(answer, "pipeline_bubble")
 # ```
 #
 # An order is given, such as `["F0", "F1", "B0", "B1"]`. How many micro-batches' activations does the stage hold at its fullest?
-# Where backward is split into `"I0"` and `"W0"`, activations go with the `W`.
+# Where backward is split into `"I0"` and `"W0"`, activations are freed by the `W`.
 
 # %%
 def my_live(order):
@@ -1593,7 +1597,7 @@ check(my_interleaved)
 # ```
 #
 # `costs` is the time of each layer, in order; the last one includes the head.
-# Cut it into `parts` runs of neighbours, none empty, so that the slowest run is as fast as possible. Return how many layers each run gets.
+# Cut the layers into `parts` groups of consecutive layers, none empty, so that the slowest group is as fast as possible. Return how many layers each group gets.
 
 # %%
 def my_balance(costs, parts):
@@ -1660,7 +1664,7 @@ check(my_1f1b)
 # :class: dropdown
 # ```
 #
-# Between two stages, in the steady state, an output meets a gradient: `swap` has both, and even stages send first.
+# In the steady state, two neighbours exchange an output and a gradient: `swap` does both, and even stages send first.
 # A gradient that goes back and the next input that comes are such a pair, too, so the next input is received before the next forward.
 
 # %%
@@ -1811,10 +1815,10 @@ check(my_microbatches)
 #
 # - Cut by layers alone, $p$ GPUs do the work of one; micro-batches in the right order make the bubble $\frac{p-1}{m+p-1}$.
 # - 1F1B has GPipe's bubble and holds $p - s$ micro-batches on stage $s$ instead of $m$; so take 1F1B, and a larger $m$.
-# - Interleaving divides the filling by $v$ and multiplies messages by $v$; a split backward fills what is left.
+# - Interleaving divides the time to fill by $v$ and multiplies messages by $v$; a split backward fills what is left.
 # - A schedule is a list for each stage: validate it, simulate it, and run that very list.
 # - Of two neighbours that both send, one receives first: by parity, in one batch, or with a group for each direction.
-# - The gradients have the bits of one process; each loss counts for its share of the batch.
+# - The gradients have the bits of one process; each loss is weighted by its fraction of the batch.
 # - The slowest stage sets the pace: count the head as layers. Little is sent: less than gradients below $P/h$ tokens in a step.
 #
 # ## Further reading

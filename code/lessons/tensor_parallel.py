@@ -129,8 +129,8 @@ show.table(rows, head)
 #
 # ## One matrix product, cut in two ways
 #
-# Let $Y = XW$, and let every rank have all of $X$. There are two ways to share the work out over ranks, and each is one line.
-# In code `T` stands for tokens, `I` and `O` for inputs and outputs, and a small letter for a rank's share of what its capital counts: `o` columns of `O`.
+# Let $Y = XW$, and let every rank have all of $X$. There are two ways to divide the work among ranks, and each is one line.
+# In code `T` stands for tokens, `I` and `O` for inputs and outputs, and a small letter for a rank's part of what its capital counts: `o` columns of `O`.
 
 # %%
 def cut(x, dim):
@@ -188,7 +188,7 @@ for found in (two, four):
 # ## A feed-forward network: columns, then rows
 #
 # A feed-forward network is two products with a function between them, $Y = \mathrm{GELU}(X W_1)\, W_2$.
-# Cut the first by columns and the second by rows, and the output of the one is cut just as the other wants its input.
+# Cut the first by columns and the second by rows, and the output of the first is cut just as the second needs its input.
 # GELU looks at each number by itself, so each rank applies it to its own columns. Between the two matrices nothing is sent at all {cite}`shoeybi2019megatron`.
 #
 # ![A feed-forward network on two ranks. Each rank has all of X. The first matrix is cut by columns: each rank has 4096 x 8192 of it, and computes its half of XW₁ and of its GELU. The second is cut by rows: each rank has 8192 x 4096 of it, and computes a summand of Y, as large as all of Y. An all-reduce adds the two, and each rank has all of Y.](../figures/tensor_parallel_ffn.svg)
@@ -308,8 +308,8 @@ class ReduceFrom(torch.autograd.Function):
 
 
 # %% [markdown]
-# To call `dist.all_reduce` in the model's forward, as `by_rows` did, would not do: it changes a tensor behind autograd's back.
-# Behind the second matrix that happens to be right, since backward has nothing to do there. In front of the first, where a sum is due, nothing would happen either.
+# To call `dist.all_reduce` in the model's forward, as `by_rows` did, would be wrong: it changes a tensor, and autograd does not know.
+# After the second matrix that happens to be right, since backward has nothing to do there. Before the first matrix backward has to add up, and would not.
 #
 # With the two operators the network is three lines, for training as well:
 
@@ -380,7 +380,8 @@ print(f"all-reduces: {calls[0]} in forward, {calls[1]} in backward")
 # %% [markdown]
 # Half the weights on each rank, half the products, and the same $Y$ on both, for one all-reduce forward and one backward.
 #
-# What the plain version leaves out: it copies each tensor before it adds up; it works in the world of all ranks and not in a group; it has no bias; and in backward everything waits for the sum of $X$'s gradient, which [need not be](#hide-backwards-half).
+# The plain version is simpler than the module: it copies each tensor before it adds up, works in the world of all ranks and not in a group, and has no bias.
+# And in backward everything waits for the sum of $X$'s gradient, which [can be avoided](#hide-backwards-half).
 #
 # ### The other orders of cuts
 #
@@ -459,7 +460,7 @@ head = [
 show.table(rows, head, caption=f"Sent by rank 0 of {N} in forward")
 
 # %% [markdown]
-# The right order sends least, and once. The others send two and a half, three and four and a half times as much, and twice.
+# The right order sends least, in one message. The others need two messages, of two and a half, three and four and a half times as many bytes.
 #
 # (tp-plus)=
 # `````{admonition} Checked: "y = y0.to('cuda:0') + y1.to('cuda:0') is the all-reduce"
@@ -527,13 +528,13 @@ show.table(rows, [*head, "of each rank: all-reduce (MB)", "ratio"])
 # %% [markdown]
 # ## The module's operators and layers
 #
-# The module's operators take a group. They copy where somebody else may hold the tensor, and `reduce_from_`, with an underscore, makes the sum in place, for a product that was just computed and that nobody else keeps.
+# The module's operators take a group. They copy where other code may hold the tensor, and `reduce_from_`, with an underscore, makes the sum in place, for a product that was just computed and that no other code keeps.
 
 # %%
 show.source(tp.copy_to, _CopyTo, tp.reduce_from, _ReduceFrom)
 
 # %% [markdown]
-# Two layers take the place of `nn.Linear`. Each keeps its share of a plain layer's parameters under their old names, and says in `cut` which are cut and along which dimension: saving, loading and clipping ask for that.
+# Two layers take the place of `nn.Linear`. Each keeps its shard of a plain layer's parameters under their old names, and says in `cut` which are cut and along which dimension: saving, loading and clipping ask for that.
 # The column-parallel layer has a bias for each of its columns, which is cut with them. The row-parallel layer has one for each entry of $Y$, of which every rank has all; it is added *after* the sum.
 
 # %%
@@ -632,7 +633,7 @@ for t in (2, 4):
 # So a block has two regions, attention and feed-forward network. Each begins with `copy_to` and ends with `reduce_from`, and nothing is sent inside.
 # What lies between the cut parts (LayerNorms, residual additions, dropout), every rank computes in full.
 #
-# ![A block on two ranks. The residual stream, norms and dropout are whole on both ranks. Attention and the feed-forward network are cut, from copy_to to reduce_from. In forward each reduce_from is an all-reduce, in backward each copy_to: two and two.](../figures/tensor_parallel_block.svg)
+# ![A block on two ranks. The residual stream, LayerNorms and dropout are whole on both ranks. Attention and the feed-forward network are cut, from copy_to to reduce_from. In forward each reduce_from is an all-reduce, in backward each copy_to: two and two.](../figures/tensor_parallel_block.svg)
 #
 # The module does it to the plain GPT from outside: it puts cut layers in the place of whole ones, and the model's own forward runs on.
 # SwiGLU has two matrices in front; both are cut by the same columns, and their product is taken number by number.
@@ -667,12 +668,12 @@ else:
 # (tp-today)=
 # ## Today's attention: copied heads, norms of heads, latents
 #
-# Three things have come into attention since, and each raises one question: what is used on *every* rank, by each for its own heads?
+# Since then, attention has got three additions. Each raises the same question: what does *every* rank use, each for its own heads?
 #
 # | in | what | on $t$ ranks |
 # |---|---|---|
 # | Llama 3, Qwen3 | few heads of keys and values: 8, or 4 | beyond that several ranks have the same one |
-# | Qwen3 | a norm of each head of queries and of keys; all heads share its weights | the weights are whole, each rank's gradient of them is not |
+# | Qwen3 | an RMSNorm of each head of queries and of keys; all heads share its weights | the weights are whole, each rank's gradient of them is not |
 # | DeepSeek-V3 | keys and values of all heads made of one *latent* | what makes the latent is whole, what makes heads of it is cut |
 #
 # You know the answer from $x$. All ranks have it, each uses it for its own heads, so each has a summand of its gradient, and `copy_to` adds these up.
@@ -741,7 +742,7 @@ for t in (2, 4, 8):
     print(f"{t} ranks: output and gradients differ from the whole by {short(off)}")
 
 # %% [markdown]
-# The module cuts as far as it goes, so a rank holds one head of keys and values and no more. Copies begin alike and get the same sum, so they stay alike; in the norm of gradients each counts once.
+# The module cuts as far as it goes, so a rank holds one head of keys and values and no more. Copies begin alike and get the same sum, so they stay alike; in the gradient norm each counts once.
 # It adds them up in one message of all heads, with zeros where a head is another rank's, which needs no further group. vLLM copies the weights as well {cite}`vllm2026linear`; Megatron-LM goes on cutting them, and gathers keys and values before each rank picks its own {cite}`nvidia2026attention`.
 #
 # A *latent* {cite}`deepseek2024v3` moves the place where the region begins. DeepSeek-V3 first multiplies $x$ by narrow matrices: 1,536 numbers a token for queries, 512 for keys and values, 64 that know the position. All 128 heads are made of these.
@@ -831,7 +832,7 @@ show.table(rows, head)
 # ![The vocabulary on two ranks, four of eight entries each. Left, the embedding: for tokens 5, 1, 7 and 2 each rank looks up those that it has and puts zeros for the others; an all-reduce adds the two. Right, the loss: each rank keeps its half of the logits, and three numbers for each token are reduced: the largest logit, the sum of the exponentials, and the target’s logit, which one rank has.](../figures/tensor_parallel_vocabulary.svg)
 #
 # The head is a column-parallel layer, so each rank gets the *logits* of its own entries.
-# To gather them would be dear, and it is not needed. The loss of a token is
+# To gather them would be expensive, and is not needed. With $V$ entries, logits $z_j$, and $j \in r$ for the entries of rank $r$, the loss of a token is
 #
 # $$
 # \log \sum_{j=1}^{V} e^{z_j} - z_\text{target}
@@ -966,7 +967,7 @@ weights = ranks.run(five_steps, 2, Config(seq=32, layers=2, heads=8, hidden=64))
 print("tensors of a plain GPT:", len(weights))
 
 # %% [markdown]
-# The optimizer is torch's own. AdamW works on each number by itself, and does not notice that it sees a part of each matrix.
+# The optimizer is torch's own. AdamW works on each number by itself, so it computes the same on a shard as on the whole matrix.
 #
 # ### Five steps beside one process
 #
@@ -1052,7 +1053,7 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 
 # %% [markdown]
 # Float64 has nine digits more than float32, and the differences shrink by as many: it is rounding.
-# Why not zero, as in [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md)? There each product had the same operands. Here a sum of products is made in parts, on several ranks, and the parts are added afterwards: rounding comes at other places.
+# Why not zero, as in [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md)? There each product had the same operands. Here a sum of products is made in parts, on several ranks, and the parts are added afterwards, so other intermediate results are rounded.
 # The [tests](../tests/test_tensor_parallel.py) do the same for one rank, 16-bit weights, recomputation, clipping, and bad input.
 #
 # ## What it costs
@@ -1103,12 +1104,12 @@ show.table(rows, head, caption="On each rank, float32")
 
 
 # %% [markdown]
-# States are predicted to the byte, and what is held more than once is next to nothing, less still in larger models.
+# States are predicted to the byte. What every rank holds whole is next to nothing, and a still smaller part of larger models.
 #
 # `````{admonition} Checked: "on t ranks everything takes a t-th of the memory"
 # :class: checked
 #
-# Not activations. Inside the two regions they are divided; outside, norms and shortcuts keep the whole residual stream, on every rank.
+# Not activations. Inside the two regions they are divided; outside, LayerNorms and residual additions keep the whole residual stream, on every rank.
 # For each block that is $x + y/t$ bytes, and $x$ stays however large $t$ is: on four ranks 43 % are left where 25 % were hoped for.
 # The next lesson, [Sequence parallelism](sequence_parallel.md), divides the rest.
 # `````
@@ -1157,27 +1158,27 @@ show.table(
 )
 
 # %% [markdown]
-# Is that much? Data parallelism hands its all-reduce $P \approx 12 L h^2$ elements in a step, here it is about $4 L b s h$. So with more than $3h$ tokens in a step tensor parallelism sends more: 12,288 tokens for $h = 4096$.
+# Is that much? Data parallelism hands its all-reduce $P \approx 12 L h^2$ elements in a step, for $P$ parameters in $L$ blocks of width $h$. Tensor parallelism hands its about $4 L b s h$. So with more than $3h$ tokens in a step tensor parallelism sends more: 12,288 tokens for $h = 4096$.
 #
-# And it is waited for: the next product *needs* the sum. What computes at the same time has to be found.
+# And ranks wait for it: the next product *needs* the sum. So you have to find other work that can overlap with the message.
 #
 # (tp-backward)=
 # ### Hide backward's half
 #
 # The layers before wait for the gradient of $X$, but nobody waits for the gradients of the weights. So compute the first, send it, and compute the others meanwhile.
 # For that the entrance and all layers that see $X$ become one function of autograd, as Megatron-LM has it for one matrix. `parallelize` uses it unless it is given `edges` that have no `begin` and `back`.
-# In its backward `back` starts the sum, and `arrive()` waits for it; what is computed between them hides the message.
+# In its backward `back` starts the sum, and `arrive()` waits for it; what is computed between them overlaps with the message, and so hides it.
 
 # %%
 show.source(tp.Entrance.output, _Columns.backward)
 
 # %% [markdown]
-# Queries, keys and values are three layers of the plain model, which calls them one by one. Whichever is called first with an $x$ has all three computed; the other two, called with the same $x$, take theirs.
+# Queries, keys and values are three layers of the plain model, which calls them one by one. The first call with an $x$ computes all three. The other two calls, with the same $x$, take what is already computed.
 #
 # The next cell takes steps over an emulated wire of 0.4 Gbit/s, in both ways, and predicts them from $\alpha + \beta S$ of each message.
-# To what are these seconds added? Not to a step on loopback: that already contains its messages, the copying and the waiting for each other, and on a slower wire these run *underneath* its seconds. Who adds the two counts them twice, as the second line of the table shows.
-# So the base is the same step with operators that send nothing; its numbers are wrong and its products are the same.
-# Overlap can hide at most the gradients of the weights of first layers: 7 of 12 parts of a third of the products.
+# To what are these seconds added? Not to a step on loopback: that already contains the time to copy messages and to wait for other ranks, and on a slower link this time overlaps with the link's. To add both counts it twice, as the second line of the table shows.
+# So the base is the same step with operators that send nothing: its numbers are wrong, but its products are the same.
+# At most, a message is hidden for as long as the weights' gradients of the first layers take: 7/12 of a third of the products.
 
 # %% tags=["hide-input", "measured"]
 # Table: steps over a wire, predicted by computing and α + β S
@@ -1291,10 +1292,10 @@ print(
 )
 
 # %% [markdown]
-# With 8 pieces at best 7 of 8 parts of the shorter one, product or wire, disappear. How near the measured value comes depends on what else wants the cores: copying and adding up on loopback is work for the same two.
+# With 8 pieces, at best 7/8 of the shorter of the two, product or message, are hidden. How near the measured value comes depends on what else needs the cores: to copy and add up on loopback is work for the same two.
 # Pieces have a price, too: each is a message with its own $\alpha$, and a thinner product, which computes worse. So they have to stay large.
 #
-# This is *asynchronous tensor parallelism*. Where the edges are an all-gather and a reduce-scatter ([Sequence parallelism](sequence_parallel.md)), both are taken apart in this way, around the products before and behind them.
+# This is *asynchronous tensor parallelism*. Where the edges are an all-gather and a reduce-scatter ([Sequence parallelism](sequence_parallel.md)), both are taken apart in this way, around the products before and after them.
 # PyTorch's report of 2024, made with torchtitan, gives a forward faster by up to 29 % for a Llama 3 of 7B and 20 % for 70B, and a whole step by about 8 % {cite}`wang2024asynctp`. These are the authors' numbers, in their set-up; none was measured here.
 # In torch 2.13 it is a pass of the compiler for CUDA (`torch._inductor.config._micro_pipeline_tp`, off by default). Our `parallelize` does without.
 #
@@ -1312,7 +1313,7 @@ print(
 # The table takes 16-bit elements, a GPU that reaches 400 TFLOP/s, and two wires: 450 GB/s each way, as between GPUs behind one NVLink switch, and 50 GB/s, as over a network card. They are assumptions: put in your own.
 
 # %% tags=["hide-input"]
-# Table: the share of forward that waits, by formula
+# Table: the fraction of forward that waits, by formula
 rows = []
 for name in ("llama-3-8b", "llama-3-70b", "llama-3-405b"):
     h, cells = PRESETS[name].hidden, []
@@ -1328,13 +1329,13 @@ show.table(
 
 # %% [markdown]
 # That is why $t$ ends where the fast wires end. For years that was a machine of eight GPUs, and "at most 8" became a rule of thumb {cite}`narayanan2021megatron`.
-# It is one of a domain, not of tensor parallelism: in a GB200 NVL72, 72 GPUs are behind one NVLink switch system, with 900 GB/s each way for each {cite}`nvidia2024nvl72`, and a $t$ of 16 or 32 stays inside. What bounds it there is the formula's $t/h$, the number of heads, and products that become thin: [One matrix product on many GPUs](gemm.md) measures how much worse these compute.
+# It is a limit of the fast domain, not of tensor parallelism: in a GB200 NVL72, 72 GPUs are behind one NVLink switch system, with 900 GB/s each way for each {cite}`nvidia2024nvl72`, and a $t$ of 16 or 32 stays inside. What bounds it there is the formula's $t/h$, the number of heads, and products that become thin: [One matrix product on many GPUs](gemm.md) measures how much worse these compute.
 # Beyond, cut by layers ([Pipeline parallelism](pipeline.md)), and copy ([Data parallelism](data_parallel.md)).
 #
 # (tp-dtensor)=
 # ## PyTorch's parallelize_module beside ours
 #
-# `parallelize_module` takes a plan: a name, or a pattern, and how that module is cut. Weights become `DTensor`s, tensors that know how they are dealt out, and each operation on them asks what has to be sent.
+# `parallelize_module` takes a plan: a name, or a pattern, and how that module is cut. Weights become `DTensor`s, tensors that know how they are cut, and each operation on them finds out what has to be sent.
 # The plan says what [`cut_attention` and `cut_ffn`](#attention-heads-take-the-place-of-columns) do, with `PrepareModuleInput` in the place of an entrance:
 
 # %%
@@ -1457,7 +1458,7 @@ print(f"ours / DTensor, median of the ratios: {ratio:.2f}")
 
 # %% [markdown]
 # The cost is one of operations, not of bytes: in large layers it vanishes, and on a GPU the dispatch runs ahead of the kernels while these are long enough.
-# For that a DTensor knows how it is cut wherever it goes: FSDP2, checkpoints and clipping ask it. [The benchmark](../benchmarks/tensor_parallel.py) measures with more care.
+# In return a DTensor always knows how it is cut: FSDP2, checkpoints and clipping use that. [The benchmark](../benchmarks/tensor_parallel.py) measures with more care.
 #
 # | here | PyTorch | Megatron-LM |
 # |---|---|---|
@@ -1553,8 +1554,8 @@ show.figure(
 )
 
 # %% [markdown]
-# It trains. Who has no second curve beside it blames the learning rate.
-# Each rank's gradients lack what the other rank's part of the network says. So parameters that both hold whole, norms and the biases behind sums, drift apart. *That* is the test, `replicated_apart`: they must stay equal, to the bit.
+# It trains. Without a second curve to compare, you would blame the learning rate.
+# Each rank's gradients lack the summand of the other rank's part of the network. So parameters that both hold whole, LayerNorms and the biases added after sums, drift apart. *That* is the test, `replicated_apart`: they must stay equal, to the bit.
 # [Tensor types](tensor_types.md) finds the line before the program runs.
 #
 # ### Dropout: ranks with seeds of their own, or with one seed too many
@@ -1609,7 +1610,7 @@ print(f"of two heads of one rank: {100 * own:.0f} % of one mask is the other's")
 assert fraction == 1.0
 
 # %% [markdown]
-# Of one rank's heads 82 % would agree by chance, $0.9^2 + 0.1^2$; of two ranks' all do, so that heads drop in pairs.
+# By chance, two masks agree in 82 % of their entries, $0.9^2 + 0.1^2$, as those of one rank's heads do. Those of two ranks agree in all, so heads drop in pairs.
 #
 # The loss does not show the other mistake: dropout is noisy in any case. But the ranks no longer have the same stream. They multiply different $X$ by parts of one matrix, and nothing equals one process any more.
 # `parallelize` draws attention's mask whole on every rank and keeps its own heads' part (`dropout="equal"`), or lets each rank draw from a seed of its own inside the region only, and puts the generator back (`"own"`), as Megatron does:
@@ -1753,8 +1754,8 @@ print(f"{len(state)} tensors trained on 4 ranks, loaded on 1 and on 2: the same 
 # %% [markdown]
 # ### A batch for each rank, a norm for each rank
 #
-# Ranks of a tensor group are *one* worker. A sampler that deals out batches by global rank gives them different ones; then the embedding adds up rows of different tokens, and the loss is taken of a mixture.
-# Deal out by the number of the group, not of the rank.
+# Ranks of a tensor group are *one* worker. A sampler that deals out batches by global rank gives them different ones; then the embedding adds up rows of different tokens, and the loss is that of mixed batches.
+# Choose the batch by the number of the group, not of the rank.
 # And torch's `clip_grad_norm_` sees a rank's own gradients. Every rank scales by another factor, and whole parameters drift. `tp.clip_grad_norm_` adds up the squares of what is cut over the ranks, and counts once what is whole.
 
 # %% tags=["hide-input"]
@@ -1791,7 +1792,7 @@ print(f"torch's {first:.3f} on rank 0 and {second:.3f} on rank 1")
 # | Computes what one process computes | $t$ divides heads, widths and vocabulary; heads of keys and values have to be copied where they are fewer |
 # | | Only over fast wires: in one machine, or one NVLink domain |
 #
-# In a real job these show that it is set up right: the first loss and the first norm of the gradients are those of one process; norms' weights are equal on all ranks of a group, to the bit, after a thousand steps; a profile shows four all-reduces for each block and step, and none between queries and keys.
+# In a real job these show that it is set up right: the first loss and the first gradient norm are those of one process; LayerNorms' weights are equal on all ranks of a group, to the bit, after a thousand steps; a profile shows four all-reduces for each block and step, and none between queries and keys.
 #
 # ```{admonition} On more GPUs
 # :class: note
@@ -2081,8 +2082,8 @@ check(my_degree)
 # - Two conjugate operators make the gradients right; without `copy_to` training runs on, and learns wrongly.
 # - Heads take the place of columns in attention. What every rank uses for its own heads, be it $x$, a latent or weights, enters by `copy_to`; embedding, logits and loss are cut by vocabulary, and three numbers for each token replace the logits.
 # - Biases that are added after a sum are whole, and added once; shards are cut from one drawing.
-# - $t$ ranks hold a $t$-th of the states and less than that is saved of activations: the stream stays whole.
-# - Four all-reduces of $bsh$ elements for each block and step. Backward's half hides behind the weights' gradients, forward's behind other tokens' products; stay within one fast domain all the same.
+# - Each of $t$ ranks holds a $t$-th of the states, but more than a $t$-th of the activations: the stream stays whole.
+# - Four all-reduces of $bsh$ elements for each block and step. Backward's half can overlap with the weights' gradients, forward's with other tokens' products; stay within one fast domain all the same.
 # - What all ranks hold whole must stay equal to the bit: test that.
 #
 # ## Further reading
@@ -2090,4 +2091,4 @@ check(my_degree)
 # - {cite:t}`shoeybi2019megatron`: the cuts, the two operators and the vocabulary-parallel loss are section 3; a page and a half.
 # - {cite:t}`narayanan2021megatron`: how tensor, pipeline and data parallelism divide a cluster, and why $t$ ends with the machine.
 # - {cite:t}`korthikanti2022recomputation`: the activations that this lesson leaves whole, counted and then divided.
-# - {cite:t}`wang2024asynctp`: hiding forward's messages, and what stood in the way.
+# - {cite:t}`wang2024asynctp`: hiding forward's messages, and what made that hard.

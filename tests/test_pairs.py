@@ -42,8 +42,8 @@ exec(compile(open(script, encoding="utf-8").read(), script, "exec", optimize=1))
 
 
 # What lessons use of Jupyter they use through `show`; the rest of a script is the cells that the
-# book's build executes. These use all of `show` that lessons use: with ranks of their own, and under
-# torchrun, in test_torchrun.py. `--whole` (the weekly run) takes every lesson.
+# book's build executes. These use all of `show` that lessons use: with ranks of their own, and
+# under torchrun, in test_torchrun.py. `--whole` (the weekly run) takes every lesson.
 RUN_AS_SCRIPTS = ["cluster"]
 UNDER_TORCHRUN = ["sequence_parallel"]
 

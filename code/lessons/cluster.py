@@ -428,7 +428,7 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 # |---|---|---|
 # | utilisation | nvidia-smi, NVML | whether anything ran: near 0, the GPU waits for the processor or for data |
 # | `DCGM_FI_PROF_SM_ACTIVE` | DCGM | how many of the GPU's multiprocessors have work; NVIDIA calls 0.8 necessary, and under 0.5 probably ineffective |
-# | `DCGM_FI_PROF_PIPE_TENSOR_ACTIVE` | DCGM | fraction of cycles in which tensor cores work, from which the data sheet's FLOP/s come |
+# | `DCGM_FI_PROF_PIPE_TENSOR_ACTIVE` | DCGM | fraction of cycles in which tensor cores work: they give the FLOP/s of the data sheet |
 # | `DCGM_FI_PROF_DRAM_ACTIVE` | DCGM | the same of memory. If it is high and tensor cores are idle, memory is the limit |
 # | power, clock, reasons for a lower clock | nvidia-smi, NVML | power far below the limit: little work. One GPU too hot: that rank is slow |
 # | MFU (model FLOP utilisation) | your script | operations that the model needs, over what the GPUs could do in that time {cite}`chowdhery2022palm`: being merely busy does not raise it |
@@ -484,7 +484,7 @@ alt += "ranks' processors and the network fall to nothing for 0.7 s; memory stay
 show.figure(report.report(folder), alt, "cluster-report")
 
 # %% [markdown]
-# The processors of *both* ranks and the network are idle: one rank writes a file, the other waits for it.
+# The processors of *both* ranks and the network are idle: one writes a file, the other waits.
 # Memory does not change.
 #
 # ### Step times hide the straggler
@@ -537,12 +537,12 @@ show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 # Each step ends when the last rank has come, so all steps take equally long. What tells ranks apart is when each *arrives* at the collective.
 # PyTorch's flight recorder, a list that each rank keeps of its last collectives, has the moment at which the *processor* queued each of them.
 # With gloo that is the rank's arrival. With nccl the processor runs ahead of its GPU, so a slow GPU does not show.
-# With nccl set `TORCH_NCCL_ENABLE_TIMING=1`, which adds how long each collective took. The straggler's are the shortest, since it waits least.
+# Set `TORCH_NCCL_ENABLE_TIMING=1`, which adds how long each collective took. The straggler's are the shortest.
 # Take medians of 30 steps; clocks of two machines differ by milliseconds.
 #
 # ### All ranks on one timeline
 #
-# The profiler writes a trace for each rank. On one axis they show how much of the communication overlaps with computing, and so is *hidden*.
+# The profiler writes a trace for each rank. On one axis they show how much communication overlaps with computing, and so is *hidden*.
 # The first picture is a step that averages gradients after backward.
 
 # %% tags=["hide-input", "measured"]
@@ -595,7 +595,7 @@ show.figure(timeline.picture(traces["ddp"]), alt, "cluster-timeline-ddp")
 #
 # Nothing moves. Look in this order:
 #
-# 1. **Which ranks are alive?** Read the logs of all: if one is dead, look for its error first: this is no hang.
+# 1. **Which ranks are alive?** Read the logs of all: a dead rank is an error, and no hang.
 # 2. **Where is each?** `py-spy dump --pid PID`: with gloo, all but one in one collective's line; with nccl, where the host next waits for its GPU.
 # 3. **Which collective waits, and for whom?** The flight recorder's records say it.
 # 4. **No record?** Make the next hang speak: `faulthandler`, a watchdog, a short time limit.
@@ -674,7 +674,7 @@ assert fewer(calls, "data") == [1]
 # :class: checked
 #
 # With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.record` fills them in.
-# It compares calls, sizes and states as above, but each group by itself: ranks that wait for each other in two groups are reported as two missing ranks.
+# It compares calls, sizes and states as above, but each group by itself: a circle over two groups is reported as two missing ranks.
 # Where ranks differ, the record that it happens to read first is right, and the others are culprits.
 # Ours asks the majority. Of two ranks nobody knows: look at both lines.
 # ```

@@ -1104,7 +1104,7 @@ show.table(rows, head, caption="On each rank, float32")
 
 
 # %% [markdown]
-# States are predicted to the byte. What every rank holds whole is next to nothing, and a still smaller part of larger models.
+# States are predicted to the byte. What every rank holds whole is next to nothing, less still in larger models.
 #
 # `````{admonition} Checked: "on t ranks everything takes a t-th of the memory"
 # :class: checked
@@ -1173,7 +1173,7 @@ show.table(
 show.source(tp.Entrance.output, _Columns.backward)
 
 # %% [markdown]
-# Queries, keys and values are three layers of the plain model, which calls them one by one. The first call with an $x$ computes all three. The other two calls, with the same $x$, take what is already computed.
+# Queries, keys and values are three layers of the plain model, which calls them one by one. The first call with an $x$ computes all three, and the other two take theirs.
 #
 # The next cell takes steps over an emulated wire of 0.4 Gbit/s, in both ways, and predicts them from $\alpha + \beta S$ of each message.
 # To what are these seconds added? Not to a step on loopback: that already contains the time to copy messages and to wait for other ranks, and on a slower link this time overlaps with the link's. To add both counts it twice, as the second line of the table shows.
@@ -1610,7 +1610,7 @@ print(f"of two heads of one rank: {100 * own:.0f} % of one mask is the other's")
 assert fraction == 1.0
 
 # %% [markdown]
-# By chance, two masks agree in 82 % of their entries, $0.9^2 + 0.1^2$, as those of one rank's heads do. Those of two ranks agree in all, so heads drop in pairs.
+# By chance, two masks agree in 82 % of their entries, $0.9^2 + 0.1^2$, as those of one rank's heads do. Two ranks' agree in all: heads drop in pairs.
 #
 # The loss does not show the other mistake: dropout is noisy in any case. But the ranks no longer have the same stream. They multiply different $X$ by parts of one matrix, and nothing equals one process any more.
 # `parallelize` draws attention's mask whole on every rank and keeps its own heads' part (`dropout="equal"`), or lets each rank draw from a seed of its own inside the region only, and puts the generator back (`"own"`), as Megatron does:

@@ -342,7 +342,7 @@ show.source(core.layer, core._attention, core._launches, core._cpu)
 # What is multiplied, what experts add, and what the groups that share matrices or sequences send:
 
 # %%
-show.source(products.products, products._cut, products.product, core._tensor, core._context)
+show.source(products.products, products.cut, products.product, core._tensor, core._context)
 
 # %% [markdown]
 # Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.
@@ -372,7 +372,7 @@ show.source(copies.seconds, copies._zero, copies.rate)
 half = learn.from_rows(sweep[::2], nanotron, "every other row of the sweep").values_of()
 others = list(zip(jobs, sweep))[1::2]
 rest = [(of_job(job, half).seconds.total, files.row_measured(row)[0]) for job, row in others]
-held = [(first_rank(job, half), files.row_measured(row)[1]) for job, row in others]  # bytes
+rest_bytes = [(first_rank(job, half), files.row_measured(row)[1]) for job, row in others]  # bytes
 
 # %% tags=["hide-input"]
 # Draws predicted over measured seconds: the sweep's other half, and Megatron
@@ -420,10 +420,10 @@ def errors(pairs):
 
 
 rows = [["the sweep, rows not fitted", "seconds", *errors(rest)]]
-rows.append(["the sweep, rows not fitted", "bytes of rank 0", *errors(held)])
+rows.append(["the sweep, rows not fitted", "bytes of rank 0", *errors(rest_bytes)])
 for words in list(groups)[1:]:
     rows.append([words, "seconds", *errors(groups[words])])
-assert statistics.median(abs(p / s - 1) for p, s in held) < 0.07
+assert statistics.median(abs(p / s - 1) for p, s in rest_bytes) < 0.07
 show.table(rows, ["", "of what", "off in the median", "at most"])
 
 # %% [markdown]

@@ -127,11 +127,11 @@ def limits(machine, config, tokens, t):
     """Seconds of one layer, forward and backward, on one of t GPUs that share it."""
     h, f = config.hidden, config.ffn_width  # widths of the model, of the feed-forward network
     kv = config.key_value_heads * config.head_size  # width of keys, and of values
-    weights = 2 * h * (h + kv) + 3 * h * f
+    weights = 2 * h * (h + kv) + 3 * h * f  # attention's, and the feed-forward network's
     return {
         "products": 6 * tokens * weights / t / machine.flops,  # 2 forward, 4 backward
-        "memory": 3 * 30 * tokens * h / t / machine.stream,  # norms and the like: 30 bytes
-        "wire": 8 * (t - 1) / t * 2 * tokens * h / machine.inside,  # four all-reduces, of 2 bytes
+        "memory": 3 * 30 * tokens * h / t / machine.stream,  # norms and the like
+        "wire": 8 * (t - 1) / t * 2 * tokens * h / machine.inside,  # four all-reduces, in 16 bits
         "launches": 2e-3,  # PyTorch, neither compiled nor captured
     }
 
@@ -200,7 +200,7 @@ show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
 # Two numbers judge a prediction.
 # How far off is it, in the median?
 # And does it rank: of several layouts of one model on the same number of nodes, is the one that it calls fastest the fastest?
-# The second is Spearman's correlation between the predicted and the measured order: 1 if they are equal, near 0 if one says nothing about the other.
+# The second is Spearman's correlation between the predicted and the measured order: 1 if they are equal, near 0 if they have nothing to do with each other.
 
 # %%
 def off(predicted):

@@ -11,7 +11,6 @@ A stage of ZeRO is what fully_shard is told to do between forward, backward and 
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from .target import Target, beside, filled
@@ -19,10 +18,13 @@ from .target import Target, beside, filled
 FILE = "train_fsdp2.py"
 
 
-def write(target: Target) -> str:
-    """The text of the script; ValueError for what fully_shard and DTensor cannot do."""
+def write(target: Target, job: bool = False) -> str:
+    """The text of the script; ValueError for what fully_shard and DTensor cannot do.
+
+    job: with checkpoints and options, by `loop.py`.
+    """
     _check(target)
-    text = filled(FILE, target, **_words(target))
+    text = filled(FILE, target, job=job, **_words(target))
     return "\n".join(_wrapped(line) for line in text.splitlines()) + "\n"
 
 
@@ -39,22 +41,15 @@ def _words(target: Target) -> dict[str, Any]:
         del mesh["tensor"]
     gate = ["ffn.gate"] if target.config.mlp == "swiglu" else []
     columns = ["attention.query", "attention.key", "attention.value", "ffn.up", *gate]
-    given = [
-        f"{field.name}={getattr(target.config, field.name)!r}".replace("'", '"')
-        for field in fields(target.config)
-        if getattr(target.config, field.name) != field.default
-    ]
     dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[target.half]
     settings = [
-        (f"SEQ = {target.seq}", "tokens of a sequence"),
-        (f"MICRO_BATCH = {at.micro_batch}", target.why_micro_batch()),
-        (f"MICROBATCHES = {at.microbatches}", target.why_microbatches()),
+        *target.of_a_step(),
         (f"DTYPE = {dtype}", target.why_half()),
     ]
     return {
         "title": "\n".join(target.title()),
         "launch": "\n".join(target.torchrun(FILE)),
-        "shape": ",\n".join(given),
+        "shape": target.shape(),
         "settings": "\n".join(beside(settings)),
         "columns": ", ".join(f'"{name}"' for name in columns),
         "sizes": tuple(mesh.values()),

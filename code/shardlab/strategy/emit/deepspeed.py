@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .target import Target, beside, filled
+from .target import Target, beside, filled, wrapped
 
 FILE, SCRIPT = "ds_config.json", "train_deepspeed.py"
 
@@ -63,7 +63,7 @@ def script(target: Target) -> str:
         )
     elif at.pp > 1:
         share = f"share = dist.get_rank() % {at.dp}  # of the data: stages of a copy share it"
-    return filled(
+    text = filled(
         SCRIPT,
         target,
         config=FILE,
@@ -74,6 +74,7 @@ def script(target: Target) -> str:
         full=at.recompute == "full" and at.pp == 1,
         share=share,
     )
+    return wrapped(text)
 
 
 def plain(text: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .target import Target, beside, filled
+from .target import Target, beside, filled, wrapped
 
 FILE = "train_fsdp2.py"
 
@@ -24,8 +24,7 @@ def write(target: Target, job: bool = False) -> str:
     job: with checkpoints and options, by `loop.py`.
     """
     _check(target)
-    text = filled(FILE, target, job=job, **_words(target))
-    return "\n".join(_wrapped(line) for line in text.splitlines()) + "\n"
+    return wrapped(filled(FILE, target, job=job, **_words(target)))
 
 
 def _words(target: Target) -> dict[str, Any]:
@@ -64,15 +63,6 @@ def _words(target: Target) -> dict[str, Any]:
         "many": at.microbatches > 1,
         "backward": "scaler.scale(value).backward()" if fp16 else "value.backward()",
     }
-
-
-def _wrapped(line: str) -> str:
-    """A line of more than 100 columns with its comment above it."""
-    code, mark, why = line.partition("  # ")
-    if len(line) <= 100 or not mark:
-        return line
-    indent = " " * (len(code) - len(code.lstrip()))
-    return f"{indent}# {why}\n{code}"
 
 
 def _check(target: Target) -> None:

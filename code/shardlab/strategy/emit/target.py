@@ -229,3 +229,16 @@ def filled(file: str, target: Target, **words: Any) -> str:
     )
     known = {"target": target, "at": target.layout, "c": target.config, **words}
     return environment.get_template(f"{file}.jinja").render(known)
+
+
+def wrapped(text: str) -> str:
+    """Python, where a comment beside a line that is too long for both is above it."""
+    lines = []
+    for line in text.splitlines():
+        code, mark, why = line.partition("  # ")
+        if len(line) <= WIDTH or not mark:
+            lines.append(line)
+            continue
+        indent = " " * (len(code) - len(code.lstrip()))
+        lines += [f"{indent}# {why}", code]
+    return "\n".join([*lines, ""])

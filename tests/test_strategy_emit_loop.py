@@ -94,3 +94,27 @@ def test_a_script_that_was_stopped_goes_on_as_if_it_was_not(name, tmp_path, requ
     ahead = rounded and layout.zero == 0
     (plain,) = alone([(layout, NANO, *HALF, rounded, ahead, done + 2)])
     assert [row["loss"] for row in rows] == pytest.approx(plain, abs=ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--steps", "0"], "argument --steps: '0': allowed are whole numbers from 1 on"),
+        (["--every", "1.5"], "argument --every: '1.5': allowed are whole numbers from 1 on"),
+        (["--step", "5"], "unrecognized arguments: --step 5"),
+    ],
+)
+def test_an_option_that_the_loop_has_not_is_named(given, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        loop.parse(given)
+    assert words in capsys.readouterr().err
+
+
+def test_what_deepspeed_s_script_cannot_do_is_one_clear_error(tmp_path):
+    for layout, words in (
+        (Layout(dp=2, recompute="selective"), "recompute='selective': with engine='deepspeed'"),
+        (Layout(pp=2, microbatches=2), "zero=0: with engine='deepspeed' allowed with pp=2 is 1"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            put("deepspeed", layout, tmp_path)
+        assert words in str(caught.value)

@@ -103,7 +103,7 @@ def structure(facts: dict[str, Any]) -> Structure:
 
 def _assumed(facts: dict[str, Any]) -> tuple[str, ...]:
     words = [] if facts["seq"] else [f"no longest sequence is given: {SEQ} tokens"]
-    return (*facts["assumed"], *words)
+    return (*facts["assumed"], *words, *cuts.said(facts["kinds"]))
 
 
 def _kind(layer: dict[str, Any], tokens: int) -> tuple[Kind, str]:
@@ -112,7 +112,9 @@ def _kind(layer: dict[str, Any], tokens: int) -> tuple[Kind, str]:
     traced, mixer = layer["traced"], layer["mixer"]
     core, why = _core(traced, mixer, layer["module"])
     plain, own = cuts.network(entries, False), cuts.network(entries, True)
-    if not why and (plain is None or own is None):
+    _, whole = cuts.unknown(layer)
+    odd = [e for e in entries if e.kind == "ffn" and e.name.startswith(tuple(whole))]
+    if not why and (plain is None or own is None or odd):
         why = f"the network of {layer['module']} has matrices whose place is not known"
     width, _, gated = plain or (0, 0, True)
     routed = None

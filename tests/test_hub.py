@@ -379,6 +379,40 @@ def test_layers_that_predict_further_tokens_are_an_option(found) -> None:
         with_modules(one, given, 2)
 
 
+def test_they_are_counted_and_planned_by_the_commands(
+    capsys, monkeypatch, builder, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(core, "Builder", lambda: nullcontext(builder))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PLAIN | QUIRKS["latent attention"][0]))
+    asked = ["--gpu", "h100", "--gpus", "1", "--batch", "8", "--seq", "1024", "--json"]
+    counts, steps, sizes = [], [], []
+    for number in "0", "1":
+        more = ["--config", str(path), "--mtp", number]
+        assert main(["memory", *more, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["parameters"] == 2 * found["count"]["total"]
+        counts.append(found["count"]["total"])
+        assert main(["strategy", *more, *asked]) == 0
+        out, err = capsys.readouterr()
+        first = json.loads(out)["best"][0]
+        steps.append(first["seconds"])
+        sizes.append(first["bytes_by_part"]["weights"])
+        assert ("1 of num_nextn_predict_layers=1: each a layer as the last" in err) is (
+            number > "0"
+        )
+    module = LATENT + 2 * H + 10 * EXPERT + 8 * H + 2 * H * H + 3 * H
+    assert counts[1] - counts[0] == module and steps[1] > steps[0]
+    assert sizes[1] - sizes[0] == 2 * module
+    for wrong, words in (
+        (["--mtp", "2"], "mtp=2: allowed are whole numbers, 0 to 1"),
+        (["--mtp", "1", "--run"], "--mtp with --run"),
+    ):
+        assert main(["strategy", "--config", str(path), *asked[:-1], *wrong]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1 and words in err
+
+
 def test_what_is_counted_and_not_understood_is_not_planned(builder, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(core, "Builder", lambda: nullcontext(builder))
     path = tmp_path / "config.json"

@@ -36,9 +36,9 @@ def read(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
         raise ValueError(f"{name}={str(path)!r}: {error}") from None
 
 
-def planned(path: str | Path, name: str = "config") -> Structure:
+def planned(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
     """The same, of a model whose time and memory can be predicted, or ValueError says why not."""
-    found = read(path, name)
+    found = read(path, name, mtp)
     if found.unplanned:
         words = f"{found.model_type} is counted, and not planned: {found.unplanned}"
         raise ValueError(f"{name}={str(path)!r}: {words}")

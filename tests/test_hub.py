@@ -518,6 +518,7 @@ def test_what_goes_wrong_in_the_process_is_one_line_and_leaves_nothing(
     with Builder(seconds=2) as builder:
         first, *found = hub.read_many(files, False, builder)
     assert first.total == int(COUNTS["llama-3.2-1b"]["total"])
+    assert first.assumed[-1].startswith(
         "quantization_config (fp8) is not read: weights are counted"
     )
     for (path, words), one in zip(rows[1:], found, strict=True):

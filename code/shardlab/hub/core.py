@@ -49,7 +49,16 @@ def planned(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
 def _read(text: str) -> Structure:
     given = bounds.read(text)
     with Builder() as builder:
-        return structure(builder.ask({"given": given, "trace": True}))
+        return _built(builder, text, given)
+
+
+def _built(builder: Builder, text: str, given: dict[str, Any], trace: bool = True) -> Structure:
+    """What such a process finds; and that of numbers which are stored in fewer bits none is."""
+    found = structure(builder.ask({"given": given, "trace": trace}))
+    if how := bounds.stored(text):
+        words = f"{how} is not read: weights are counted unquantised, as a training has them"
+        found = replace(found, assumed=(*found.assumed, words))
+    return found
 
 
 def read_many(
@@ -65,7 +74,7 @@ def read_many(
         for path in paths:
             try:
                 text = read_text("config", path, "JSON files", bounds.BYTES)
-                found = structure(asked.ask({"given": bounds.read(text), "trace": trace}))
+                found = _built(asked, text, bounds.read(text), trace)
             except ValueError as error:
                 yield ValueError(f"config={str(path)!r}: {error}")
             else:

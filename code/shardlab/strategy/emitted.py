@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from shardlab import options
 from shardlab.arguments import check_one_of
-from shardlab.layout.structure import own_config
+from shardlab.layout.structure import own_config, structure
 
 from . import report
 from .emit import ENGINES, Limits, emit, job
@@ -61,7 +61,8 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
 
     def files(one: Planned, how: str) -> tuple[Planned, dict[str, str]]:
         config = own_config(asked.config, emit=engine)
-        target = Target(engine, config, asked.machine, one.layout, asked.seq, how)
+        ahead = structure(asked.config).ahead
+        target = Target(engine, config, asked.machine, one.layout, asked.seq, how, ahead)
         return one, job(target, limits, steps, one.seconds)
 
     planned, texts = _able(engine, found, files)

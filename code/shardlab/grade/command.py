@@ -17,9 +17,10 @@ from pathlib import Path
 from shardlab import options
 from shardlab.arguments import MOST
 
-from . import core, data_parallel, report
+from . import core, data_parallel, experts, pipeline, report, tensor_parallel, zero
 
-PARTS = {module.PART.name: module.PART for module in (data_parallel,)}
+MODULES = data_parallel, zero, tensor_parallel, pipeline, experts
+PARTS = {module.PART.name: module.PART for module in MODULES}
 EMPTY = Path(__file__).parent / "start"
 
 

@@ -12,7 +12,10 @@ class ZeroOptimizer:
         self.parts = [
             [p for p in trained if p.dtype == dtype] for dtype in {p.dtype: 0 for p in trained}
         ]
-        self.shares = [self.share(parameters_to_vector(p.contiguous() for p in part)).detach() for part in self.parts]
+        self.shares = [
+            self.share(parameters_to_vector(p.contiguous() for p in part)).detach()
+            for part in self.parts
+        ]
         self.optimizer = make(self.shares)
 
     def share(self, vector):

@@ -21,8 +21,8 @@ class Layer(torch.autograd.Function):
         every = [torch.empty_like(counts) for _ in range(n)]
         dist.all_gather(every, counts, group=group)
         mine = torch.stack([c[group.rank()] for c in every])  # [rank, my expert]
-        to, fro = counts.sum(1).tolist(), mine.sum(1).tolist()
-        rows = swap(x.detach()[order // k], to, fro, group)
+        to, here = counts.sum(1).tolist(), mine.sum(1).tolist()
+        rows = swap(x.detach()[order // k], to, here, group)
         rows.requires_grad_(x.requires_grad)
         numbers = torch.cat([torch.arange(local).repeat_interleave(c) for c in mine])
         sort = numbers.argsort()
@@ -30,25 +30,25 @@ class Layer(torch.autograd.Function):
             pieces = rows[sort].split(mine.sum(0).tolist())
             made = torch.cat([e(p) for e, p in zip(layer.experts, pieces, strict=True)])
             made = made[sort.argsort()]
-        back = swap(made.detach(), fro, to, group)
-        ctx.kept = rows, made, back, order, to, fro, group, weights.detach()
+        back = swap(made.detach(), here, to, group)
+        ctx.kept = rows, made, back, order, to, here, group, weights.detach()
         y = torch.zeros_like(x)
         y.index_add_(0, order // k, back * weights.detach().reshape(-1)[order, None])
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        rows, made, back, order, to, fro, group, weights = ctx.kept
+        rows, made, back, order, to, here, group, weights = ctx.kept
         k = weights.shape[1]
         dback = dy[order // k]
         dweights = torch.zeros_like(weights).view(-1)
         dweights[order] = (dback * back).sum(1)
         dx = None
         if made.requires_grad:
-            dmade = swap(dback * weights.reshape(-1)[order, None], to, fro, group)
+            dmade = swap(dback * weights.reshape(-1)[order, None], to, here, group)
             torch.autograd.backward(made, dmade)
             if rows.requires_grad:
-                drows = swap(rows.grad, fro, to, group)
+                drows = swap(rows.grad, here, to, group)
                 dx = torch.zeros_like(dy).index_add(0, order // k, drows)
         return None, dx, dweights.view_as(weights), None, None
 

@@ -23,16 +23,16 @@ def exchange(pieces, shapes, group):
 
 class Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, to, fro, group):
-        ctx.how = to, fro, group
-        shapes = [(c, rows.shape[1]) for c in fro]
+    def forward(ctx, rows, to, here, group):
+        ctx.how = to, here, group
+        shapes = [(c, rows.shape[1]) for c in here]
         return torch.cat(exchange(rows.detach().split(to), shapes, group))
 
     @staticmethod
     def backward(ctx, grad):
-        to, fro, group = ctx.how
+        to, here, group = ctx.how
         shapes = [(c, grad.shape[1]) for c in to]
-        return torch.cat(exchange(grad.split(fro), shapes, group)), None, None, None
+        return torch.cat(exchange(grad.split(here), shapes, group)), None, None, None
 
 
 class ExpertParallel(nn.Module):
@@ -51,14 +51,14 @@ class ExpertParallel(nn.Module):
         )
         theirs = exchange(counts.view(n, local), [(local,)] * n, self.group)
         theirs = torch.stack(list(theirs))
-        to, fro = counts.view(n, local).sum(1).tolist(), theirs.sum(1).tolist()
-        rows = Swap.apply(x[token], to, fro, self.group)
+        to, here = counts.view(n, local).sum(1).tolist(), theirs.sum(1).tolist()
+        rows = Swap.apply(x[token], to, here, self.group)
         chunks = rows.split(theirs.reshape(-1).tolist())  # [rank, expert] in that order
         made = [None] * len(chunks)
         for e, expert in enumerate(self.experts):
             mine = chunks[e::local]
             outputs = expert(torch.cat(mine)).split([len(c) for c in mine])
             made[e::local] = outputs
-        back = Swap.apply(torch.cat(made), fro, to, self.group)
+        back = Swap.apply(torch.cat(made), here, to, self.group)
         y = x.new_zeros(x.shape)
         return y.index_put((token,), back * weights[token, slot].unsqueeze(1), accumulate=True)

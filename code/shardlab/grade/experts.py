@@ -140,18 +140,21 @@ def right(case: Case, copy: int) -> list[Values]:
 
 
 def budget(case: Case, copy: int, rank: int) -> Budget:
-    """Rows to the experts and back, in both directions, and 32 bytes for each row and expert."""
+    """Rows to the experts and back, in both directions, and some whole numbers."""
     s, n = Sizes(case), case.size
-    own = other = 0
+    own = other = 0.0
     for turn in range(turns(case)):
         for source in range(n):
             chosen = batch(case, copy, source, turn)[1]
-            own += chosen.numel() if source == rank else 0
-            other += int((chosen // s.local == rank).sum())
-    ways = 1 if case.has(NO_GRADIENT) else 2
+            mine = int((chosen // s.local == rank).sum())
+            # Of an all-to-all (n - 1) / n are counted, whoever stays at home.
+            if source == rank:
+                own += max(chosen.numel() - mine, (n - 1) / n * chosen.numel())
+            other += mine * (n - 1) / n if source == rank else mine
     back = 0 if case.has(NO_GRADIENT) and case.has(FROZEN) else 1
+    ways = 1 if case.has(NO_GRADIENT) else 2
     rows = own * (1 + back) + other * ways  # there and their gradients; back and theirs
-    numbers = 32 * (own + other + n * s.experts * turns(case))
+    numbers = 8 * (own + other) + 16 * n * s.experts * turns(case)
     size = rows * s.hidden * case.dtype.itemsize
     return Budget(size + numbers, turns(case) * (4 * n + 6))
 

@@ -60,7 +60,7 @@ def data(case: Case, copy: int) -> tuple[Tensor, Tensor]:
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
     random = case.random(copy, "targets")
     targets = torch.tensor([random.randrange(s.vocab) for _ in range(s.tokens)])
-    targets[0], targets[1] = 0, s.vocab - 1
+    targets[0], targets[1], targets[4] = 0, s.vocab - 1, s.vocab // case.size
     if case.has(IGNORED):
         targets[2:4] = -100
     return x.requires_grad_(not case.has(NO_GRADIENT)), targets
@@ -155,7 +155,7 @@ def right(case: Case, copy: int) -> list[Values]:
 
 
 def budget(case: Case, copy: int, rank: int) -> Budget:
-    """All-reduces of the layers' outputs and input gradients, eight numbers a token."""
+    """All-reduces of the layers' outputs and input gradients, some numbers a token."""
     s, n = Sizes(case), case.size
     one = s.tokens * s.width * case.dtype.itemsize
     uses = 2 if case.has(AGAIN) else 1
@@ -163,7 +163,7 @@ def budget(case: Case, copy: int, rank: int) -> Budget:
     back = (uses - case.has(NO_GRADIENT) + 1) if trained else 0
     reduced = uses + back
     size = 2 * (n - 1) / n * (one + 8 * n) * reduced
-    return Budget(size + 8 * 8 * (n - 1) * s.tokens, 2 * reduced + 5)
+    return Budget(size + 4 * 8 * (n - 1) * s.tokens, 2 * reduced + 5)
 
 
 PART = Part(

@@ -149,7 +149,7 @@ PART = Part(
         (TWO_GROUPS, CLIPPED),
         (MISSING,),
         (NONE,),
-        (MIXED, FROZEN),
+        (MIXED,),
         (TINY, MOMENTUM),
         (TRANSPOSED,),
         (LOOSE, FROZEN),

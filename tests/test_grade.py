@@ -16,7 +16,13 @@ from shardlab.grade.command import PARTS
 RIGHT = Path(__file__).parent / "grade_right"
 ENGINES = sorted(path.name for path in RIGHT.iterdir())
 # Of each part: a case that the plain engine passes each day, and mutants that another one finds.
-DAILY = {"data_parallel": (13, {10: 2, 6: 7})}
+DAILY = {
+    "data_parallel": (13, {10: 2, 6: 7}),
+    "zero": (6, {22: 1, 14: 12}),
+    "tensor_parallel": (10, {16: 1, 17: 9}),
+    "pipeline": (13, {16: 4, 14: 12}),
+    "experts": (8, {12: 6, 13: 3}),
+}
 ALL = [(part, number) for part, mutants in MUTANTS.items() for number in range(len(mutants))]
 
 

@@ -13,6 +13,37 @@ addEventListener("DOMContentLoaded", () => {
     line.hidden = false;
   }
 
+  // The form for a wrong number is told the section that the reader is in.
+  const report = document.querySelector(".report-number a");
+  report?.addEventListener("click", () => {
+    const passed = [...document.querySelectorAll(".bd-article section[id]")].filter(
+      (section) => section.getBoundingClientRect().top < innerHeight / 2,
+    );
+    const last = location.hash || (passed.length ? `#${passed.at(-1).id}` : "");
+    report.href = report.href.replace(/Section%3A.*?%0A/, `Section%3A+${encodeURIComponent(last)}%0A`);
+  });
+
+  // Other versions of the site: who opens the line asks for their list.
+  const versions = document.querySelector("details.versions");
+  versions?.addEventListener("toggle", async () => {
+    if (versions.dataset.asked || !location.protocol.startsWith("http")) return;
+    versions.dataset.asked = "yes";
+    const root = new URL(document.documentElement.dataset.content_root || "./", location.href);
+    const top = new URL(root.href.replace(/versions\/[^/]+\/$/, ""));
+    const answer = await fetch(new URL("versions.json", top)).catch(() => null);
+    const listed = answer?.ok ? await answer.json() : [];
+    if (listed.length < 2) return;
+    const list = document.createElement("ul");
+    for (const { name, path } of listed) {
+      const here = new URL(path, top).href === root.href;
+      const link = document.createElement(here ? "span" : "a");
+      if (!here) link.href = new URL(path, top).href;
+      link.textContent = here ? `${name}, which you read` : name;
+      list.appendChild(document.createElement("li")).append(link);
+    }
+    versions.querySelector("p").replaceWith(list);
+  });
+
   // The theme marks a heading in the contents when it comes by, and misses it when the reader jumps.
   const contents = document.querySelector("#pst-page-toc-nav");
   const links = [...(contents?.querySelectorAll("a[href^='#']") ?? [])];

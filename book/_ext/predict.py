@@ -57,7 +57,7 @@ class PredictDirective(SphinxDirective):
 
 def cells(table: str) -> list[list[str]]:
     """The texts of a table of `show.table`, its head first."""
-    rows = re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", table, re.DOTALL)
     texts = (re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in rows)
     return [[unescape(re.sub(r"<[^>]+>", "", text)) for text in row] for row in texts]
 

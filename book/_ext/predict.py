@@ -25,7 +25,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-_TABLE = re.compile(r'<table class="table">.*?</table>', re.DOTALL)
+_TABLE = re.compile(r'<table class="table[^"]*">.*?</table>', re.DOTALL)
 
 
 class Predict(nodes.General, nodes.Element):

@@ -1,9 +1,9 @@
 """Which version of the site this is, in the foot of each page, and a way to the others.
 
 The site of a release is kept in `versions/<name>/` of the published site, and `versions.json` at
-its top lists them all: .github/versions.py makes both. A page asks for that list when its reader
-opens the line, and then alone; from a folder on a disk there is nobody to ask, and the line says
-which version this is.
+its top lists them all: .github/versions.py makes both. static/reading.js puts a button beside the
+line, and a page asks for that list when its reader presses it, and then alone. From a folder on a
+disk there is nobody to ask: the line says which version this is.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ LIST = "versions.json"
 
 def configure(app: Sphinx, config: Config) -> None:
     """Give the foot of each page its line."""
-    name = shardlab.__version__
-    config.html_theme_options["extra_footer"] = (
-        f'<details class="versions" data-version="{name}"><summary>Version {name}</summary>'
-        "<p>This is the only version here.</p></details>"
-    )
+    line = f'<p class="versions">Version {shardlab.__version__}</p>'
+    config.html_theme_options["extra_footer"] = line
 
 
 def write(app: Sphinx, exception: Exception | None) -> None:

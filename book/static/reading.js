@@ -23,26 +23,31 @@ addEventListener("DOMContentLoaded", () => {
     report.href = report.href.replace(/Section%3A.*?%0A/, `Section%3A+${encodeURIComponent(last)}%0A`);
   });
 
-  // Other versions of the site: who opens the line asks for their list.
-  const versions = document.querySelector("details.versions");
-  versions?.addEventListener("toggle", async () => {
-    if (versions.dataset.asked || !location.protocol.startsWith("http")) return;
-    versions.dataset.asked = "yes";
-    const root = new URL(document.documentElement.dataset.content_root || "./", location.href);
-    const top = new URL(root.href.replace(/versions\/[^/]+\/$/, ""));
-    const answer = await fetch(new URL("versions.json", top)).catch(() => null);
-    const listed = answer?.ok ? await answer.json() : [];
-    if (listed.length < 2) return;
-    const list = document.createElement("ul");
-    for (const { name, path } of listed) {
-      const here = new URL(path, top).href === root.href;
-      const link = document.createElement(here ? "span" : "a");
-      if (!here) link.href = new URL(path, top).href;
-      link.textContent = here ? `${name}, which you read` : name;
-      list.appendChild(document.createElement("li")).append(link);
-    }
-    versions.querySelector("p").replaceWith(list);
-  });
+  // Other versions of the site: who presses the button asks for their list.
+  const versions = document.querySelector(".versions");
+  if (versions && location.protocol.startsWith("http")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = "Other versions";
+    const said = document.createElement("span");
+    said.setAttribute("role", "status");
+    versions.append(" ", button, said);
+    button.onclick = async () => {
+      button.remove();
+      const root = new URL(document.documentElement.dataset.content_root || "./", location.href);
+      const top = new URL(root.href.replace(/versions\/[^/]+\/$/, ""));
+      const answer = await fetch(new URL("versions.json", top)).catch(() => null);
+      const listed = answer?.ok ? await answer.json() : [];
+      const others = listed.filter(({ path }) => new URL(path, top).href !== root.href);
+      said.textContent = others.length ? "others: " : "is the only one here.";
+      for (const { name, path } of others) {
+        const link = document.createElement("a");
+        link.href = new URL(path, top).href;
+        link.textContent = name;
+        said.append(link, " ");
+      }
+    };
+  }
 
   // The theme marks a heading in the contents when it comes by, and misses it when the reader jumps.
   const contents = document.querySelector("#pst-page-toc-nav");

@@ -322,6 +322,7 @@ def test_a_mistake_gets_one_line(capsys, arguments, word) -> None:
 
 PUBLISHED = show.ROOT / "code/shardlab/strategy/published"
 RUN = ["cluster", "run", "--at", "127.0.0.1:29400"]
+SITE = show.ROOT / "code/shardlab/cluster/sites/cloud-pyxis.yml"
 FIT = ["strategy", "--profile", "nanotron", "--fit", str(PUBLISHED / "sweep.csv")]
 FILES = {
     "svg": [*SMALL, "--svg"],
@@ -332,6 +333,7 @@ FOLDERS = {
     "folder": ["cluster", "up", "--folder"],
     "logs": [*RUN, str(PUBLISHED.parent / "core.py"), "--logs"],  # never started
     "--out": ["gpu", "--out"],
+    "into": ["cluster", "files", "--site", str(SITE), "--into"],
 }
 NO_NAMES = ["", "line\nbreak", "tab\t", "\x1b[31mred", "~nobody_of_that_name/x", "nul\0"]
 

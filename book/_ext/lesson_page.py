@@ -45,7 +45,7 @@ def where(about: dict[str, Any]) -> str:
     if device["kind"] == "cpu":
         return f"the CPU ({device['cores']} core{'s' if device['cores'] != 1 else ''})"
     details = [f"driver {device['driver']}"] if device.get("driver") else []
-    details += [f"CUDA {device['cuda']}"] if device.get("cuda") else []
+    details += [f"{k.upper()} {device[k]}" for k in ("cuda", "hip") if device.get(k)]
     return f"{device['count']} × {device['name']}" + (f" ({', '.join(details)})" if details else "")
 
 

@@ -132,6 +132,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "with --emit slurm, the whole job of: torchtitan, megatron, deepspeed, fsdp2, course",
         "ENGINE",
     )
+    add("site", "with --emit slurm, what every job wants there: a cluster.yml", "FILE")
     add("into", "with --engine, the folder for its files (job)", "DIR")
     add("time", "with --engine, the job's time limit (01:00:00)", "TIME")
     add("partition", "with --engine, where it runs (the default one)", "NAME")
@@ -184,7 +185,7 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
     if "run" in given:
         options.apart(given, ["mtp"], "with --run: the course's own model has no such modules")
     if given.get("emit") != "slurm":
-        options.apart(given, ["engine"], "alone: allowed with --emit slurm")
+        options.apart(given, ["engine", "site"], "alone: allowed with --emit slurm")
     if "engine" not in given:
         more = ["into", "time", "partition"]
         options.apart(given, more, "alone: allowed with --engine, of whose job it is")

@@ -17,6 +17,7 @@ from pathlib import Path
 from shardlab import options
 
 from . import course, index, lessons
+from .paths import PATHS
 from .reading import extras
 
 SCRIPTS = Path("code/lessons")
@@ -90,6 +91,7 @@ def _main(chosen: argparse.Namespace) -> int:
     for path, text in late.items():
         name = path.relative_to(root)
         source = f"lessons/{path.stem}.md" if name.parent == SCRIPTS else index.TOPICS
+        source = f"{PATHS} and its parts" if path.stem.startswith("path") else source
         source = TAKE_HOME if name == TAKEN else source
         why = "has no lesson" if text is None else f"differs from {source}"
         print(f"{name} {why}: run `make pairs`")

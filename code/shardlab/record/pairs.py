@@ -12,6 +12,7 @@ clone that can be the wrong one. What else is made, `shardlab.record.index` says
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from shardlab import options
@@ -43,6 +44,8 @@ def script(topic: str, root: Path, alone: bool = False) -> str:
         before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""
         title, _, prose = book.cells[0].source.partition("\n\n")
         needs = _NEEDS.format(topic=topic, before=before, extras=wanted)
+        assumed = re.sub(r"\]\([^)]*\)|\[", "", index.assumed(topic, root))
+        needs += f"\n\n{assumed}" * bool(assumed)
         book.cells[0].source = f"{title}\n\n{needs}\n\n{prose}"
     return jupytext.writes(book, fmt="py:percent", config=config)
 

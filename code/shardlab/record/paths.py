@@ -1,7 +1,7 @@
 """Ways through the course for who has less time than all of it takes: book/paths.yml.
 
-    >>> paths = read(root)
-    >>> [sitting.read for sitting in paths["ten_weeks"].sittings]
+    >>> ways = index.ways(index.read(root), root)
+    >>> [sitting.read for sitting in ways["ten_weeks"].sittings]
 
 A path is a list of parts: a page or some sections of it, and exercises by their numbers. Its
 minutes are made from those of its parts (`shardlab.record.pace`), never typed. What
@@ -35,17 +35,12 @@ class Piece:
     exercises: Sequence[int]
     read: int  # minutes
     solve: int
+    begins: str = ""  # the title of the section where it begins; "" at the top of the page
 
     @property
     def docname(self) -> str:
         """The page's name in the site."""
         return self.page if "/" in self.page else f"lessons/{self.page}"
-
-    @property
-    def begins(self) -> str:
-        """Where one goes to read it: the page's source and the address within it, from the root."""
-        place = self.sections[0][0] if self.sections else ""
-        return f"{self.docname}.md" + (f"#{place}" if place else "")
 
 
 @dataclass(frozen=True)
@@ -184,6 +179,7 @@ def _piece(
             raise ValueError(f"page {name!r}: no section {address!r}: allowed are {known}")
         there = [*there, *sections]
         taken.append((address, sections[0].title))
+    begins = taken[0][1] if taken and name in begun else ""
     if wanted and name not in begun:
         there = [it.sections[0], *there]
     begun.add(name)
@@ -193,7 +189,8 @@ def _piece(
     if numbers and not it.minutes:
         raise ValueError(f"page {name!r}: nothing says how long its exercises take")
     spent = round(sum(section.minutes for section in there))
-    return Piece(name, titles.get(name, it.title), taken, numbers, spent, it.solve(numbers))
+    solve = it.solve(numbers)
+    return Piece(name, titles.get(name, it.title), taken, numbers, spent, solve, begins)
 
 
 def length(minutes: int) -> str:
@@ -251,7 +248,7 @@ def overview(ways: dict[str, Way], lessons: dict[str, Page]) -> list[str]:
     read = length(sum(page.read for page in lessons.values()))
     solve = length(sum(page.minutes for page in lessons.values()))
     lines.append(
-        f"| all {len(lessons)} lessons | who has a term and more | {read} | {solve} | all |"
+        f"| all {len(lessons)} lessons | who has a term and more | {read} | {solve} | all of this |"
     )
     return lines
 

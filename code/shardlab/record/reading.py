@@ -274,6 +274,11 @@ def reading(
             else:
                 cells.append(new.new_markdown_cell(plain))
         begins = False
+    from .index import assumed  # which reads pages, too
+
+    if needs := assumed(name, root):
+        title_line, _, rest = cells[0].source.partition("\n")
+        cells[0].source = f"{title_line}\n\n{writer.plain(needs)}\n{rest}"
     if not beside and not picture:
         code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
         words = _NEEDS.format(package=f"shardlab{extras(code)}", version=__version__)

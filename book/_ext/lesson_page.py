@@ -299,6 +299,7 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
                     topic,
                     root,
                     with_outputs(record.notebook(topic, root), app.lesson_books[docname]),
+                    needs=index.assumed(topic, root),
                 )
             ),
             f"{topic}{EXERCISES}": (asked := exercises(topic, root)) and nbformat.writes(asked),

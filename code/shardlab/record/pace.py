@@ -18,10 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-from .reading import Part, parts
+from .reading import LINES_A_MINUTE, WORDS_A_MINUTE, Part, parts
 
-# Prose with formulas and pictures; code that one wants to understand.
-WORDS_A_MINUTE, LINES_A_MINUTE = 150, 8
 LEVELS = {
     "easy": 1,
     "medium": 2,

@@ -23,8 +23,6 @@
 # - predict how many bytes and how many seconds a collective takes, and check the prediction;
 # - find the rank that is to blame when a collective hangs.
 #
-# It takes about 35 minutes to read and 30 minutes for the exercises. Running it takes under a minute.
-#
 # **208 ms or 80 ms?** Four ranks add up the gradients of one small model over a slow network.
 # Done in the obvious way it takes 208 ms; the other way, 80 ms.
 # Both numbers are predictions, made with two formulas of this lesson. The first cell measures them.

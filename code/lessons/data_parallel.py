@@ -23,8 +23,7 @@
 # - predict the bytes, the messages, the memory and the time of a step, and where more ranks stop helping;
 # - recognise the mistakes that people really make, by the trace that each leaves.
 #
-# It takes about 35 minutes to read and 30 minutes for the exercises. Running it takes a minute.
-# It needs [Collectives](collectives.md), of which mostly the all-reduce.
+# Of [Collectives](collectives.md) you need mostly the all-reduce.
 #
 # One thing to wonder about before you start.
 # Four ranks begin with the same weights and train for five steps, each on its share of the text.

@@ -22,8 +22,7 @@
 # - read an out-of-memory error, and tell from it which part was too large;
 # - choose between a smaller batch, recomputation and more GPUs by calculation, not by trial.
 #
-# It takes about 40 minutes to read and 30 minutes for the exercises. Running it takes under a minute.
-# You need to know PyTorch, and nothing of parallelism: everything here happens on one rank.
+# Everything here happens on one rank.
 #
 # One thing to wonder about before you start.
 # The file of Llama 3 8B, 8 billion weights of two bytes, is 16 GB.

@@ -26,6 +26,8 @@ from .key import has_cells, notebook, source
 if TYPE_CHECKING:
     import nbformat
 
+# How fast one reads: prose with formulas and pictures, and code that one wants to understand.
+WORDS_A_MINUTE, LINES_A_MINUTE = 150, 8
 _MARK = re.compile(  # where an exercise or a solution begins or ends, and a section begins
     r"^```\{(exercise|solution)-(start|end)\}[ \t]*(.*)\n(?::.*\n)*```[ \t]*(?:\n|\Z)|^## +(.*)$",
     re.M,
@@ -237,11 +239,13 @@ def reading(
     book: nbformat.NotebookNode | None = None,
     beside: bool = False,
     picture: Callable[[str], str] | None = None,
+    needs: str = "",
 ) -> nbformat.NotebookNode:
     """The page `name` (see `key`) as a notebook to read and to run.
 
     book: the page as a notebook with the outputs that it shall have; without outputs otherwise.
     beside, picture: see `Writer`.
+    needs: what the page assumes, to stand below its title (`index.assumed`).
     """
     import nbformat
 
@@ -279,6 +283,9 @@ def reading(
             else:
                 cells.append(new.new_markdown_cell(plain))
         begins = False
+    if needs:
+        title_line, _, rest = cells[0].source.partition("\n")
+        cells[0].source = f"{title_line}\n\n{writer.plain(needs)}\n{rest}"
     if not beside and not picture:
         code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
         words = _NEEDS.format(package=f"shardlab{extras(code)}", version=__version__)

@@ -19,11 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from shardlab.record import read
-from shardlab.record.reading import Part, parts
+from shardlab.record.reading import LINES_A_MINUTE, WORDS_A_MINUTE, Part, parts
 from shardlab.show.changes import changed
 
-# How fast one reads: prose with formulas and pictures, and code that one wants to understand.
-WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20
 _TIME = re.compile(r"^It takes about (\d+) minutes to read", re.M)
 _MADE = {"rows", "head", "caption", "cells"}  # by the lessons' custom: parts of a table
 _SHOWS = {"show.table", "show.figure"}

@@ -227,9 +227,7 @@ def of_code(
 ) -> Slide | None:
     """Code, and with the next step what it printed."""
     out = (printed.out if printed else block.out).strip("\n")
-    rows = out.count("\n") + 1 if out else 0
-    rows = rows if rows and max(map(len, plain(out).splitlines())) <= 95 else 0
-    size = code_size(block.html, high, rows) if rows else 0
+    size = code_size(block.html, high, out) if out else 0
     shows = bool(size)
     size = size or code_size(block.html, high)
     if not size:
@@ -244,6 +242,8 @@ def of_code(
         ask = f"what does each rank have before and after <code>{escape(line)}</code>?"
     elif shows:
         ask = "what will it print?"
+    elif block.kind == "listing":
+        ask = "what does each line do, and what happens without it?"
     else:
         ask = "what does it compute? Let somebody explain it line by line."
     body = f'{sentence(lead, "lead")}<div class="highlight">{pre}</div>{result}'
@@ -300,8 +300,8 @@ def pieces(section: Section) -> list[Piece]:
                 slide, rank = of_checked(block), 4
             elif block.kind == "code":
                 slide, rank = of_code(block, printed, high, *said), 2 if plainest else 5
-            elif block.kind == "source":
-                slide, rank = of_code(block, None, high, *said), 6
+            elif block.kind in ("source", "listing"):
+                slide, rank = of_code(block, None, high, *said), 6 - (block.kind == "listing")
             if slide:
                 break
         if slide is None:

@@ -200,7 +200,8 @@ class Page:
                     pre = self._restored(str(one.find("x-kept")))
                     lines = len(code_lines(pre)) if name else 0
                     named = self._inner(caption) if caption else ""
-                    shown.append(Block("source", pre, sub, lines=lines, title=named, tags=tags))
+                    kind = "source" if name else "listing"  # of the package, or another file
+                    shown.append(Block(kind, pre, sub, lines=lines, title=named, tags=tags))
             elif "<svg" in (html := self._outer(output)):
                 shown.append(Block("figure", html, sub, title=title, tags=tags))
             elif "<pre" in html:
@@ -209,12 +210,18 @@ class Page:
                 shown.append(Block("verdict", html, sub))
         hidden = tags & {"hide-input", "hide-cell", "remove-input"}
         shows = re.fullmatch(r"(show\.(source|file)\(.*\)\s*)+", plain(code).strip(), re.DOTALL)
+        shows = shows or (shown and len(code_lines(code)) == 1)
         if code and not hidden and not shows:
             lines = len(code_lines(code))
             yield Block("code", code, sub, lines=lines, tags=tags, out=printed)
         elif printed:
             yield Block("printed", code, sub, title=title, tags=tags, out=printed)
         yield from shown
+
+    def _inside(self, box: Tag | None) -> list[Block]:
+        """The blocks of an exercise or a solution."""
+        children = box.find_all(True, recursive=False) if box else []
+        return [block for child in children for block in self._blocks(child, "")]
 
     def _exercises(self, section: Tag) -> Iterator[Exercise]:
         """The exercises with their solutions, which follow them."""
@@ -229,19 +236,13 @@ class Page:
                 number.decompose()
             title = re.sub(r"^\((.*)\)$", r"\1", self._inner(heading).strip(), flags=re.DOTALL)
             heading.extract()
-            blocks = [b for child in one.find_all(True, recursive=False)
-                      for b in self._blocks(child, "")]  # fmt: skip
-            asked = next((b for b in blocks if b.kind == "code"), Block("code"))
-            solved = [] if answered is None else [
-                b for child in answered.find_all(True, recursive=False)
-                for b in self._blocks(child, "")
-            ]  # fmt: skip
+            blocks, solved = self._inside(one), self._inside(answered)
             right = next((b for b in reversed(solved) if b.kind == "code"), Block("code"))
             verdict = next((b.html for b in reversed(solved) if b.kind == "verdict"), "")
             text = " ".join(b.html for b in blocks if b.kind == "prose")
-            code = plain(asked.html)
-            name = re.search(r'check\(\s*(\w+)\s*(?:,\s*"(\w+)")?', code)
-            short = "def " not in code and bool(text) and len(plain(text)) <= 420
+            cells = [plain(b.html) for b in blocks if b.kind == "code"]
+            name = re.search(r'check\(\s*(\w+)\s*(?:,\s*"(\w+)")?', "".join(cells[-1:]))
+            short = len(cells) == 1 and "def " not in cells[0] and 0 < len(plain(text)) <= 420
             short &= all(b.kind in ("prose", "code", "verdict", "title") for b in blocks)
             checks = (name[2] or name[1]) if name else ""
             yield Exercise(title, text, checks, short, right.html, verdict)
@@ -295,13 +296,14 @@ def room(title: str, kicker: str, *said: str | None) -> int:
     return high - sum(14 + 36 * math.ceil(len(plain(one)) / 76) for one in said if one)
 
 
-def code_size(pre: str, high: float, more: int = 0) -> int:
-    """The size of font in which code fits `high` pixels, with `more` lines below it; or 0."""
+def code_size(pre: str, high: float, out: str = "") -> int:
+    """The size of font in which code fits `high` pixels, above what it printed; or 0."""
     lines = plain(pre).strip("\n").splitlines()
     if not lines or len(code_lines(pre)) > CODE_LINES:
         return 0
-    wide = (ROOM - 30) / (_MONO * max(map(len, lines)))
-    high = (high - 24 - (36 if more else 0)) / (1.32 * (len(lines) + more))
+    more = plain(out).splitlines()
+    wide = (ROOM - 30) / (_MONO * max(map(len, lines + more)))
+    high = (high - 24 - (36 if more else 0)) / (1.32 * (len(lines) + len(more)))
     size = int(min(28, wide, high))
     return size if size >= LEAST else 0
 

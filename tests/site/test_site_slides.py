@@ -17,11 +17,12 @@ from visiting import Visit
 from shardlab import record, show
 
 sys.path.append(str(show.ROOT / "book/_ext"))
-import deck  # noqa: E402
-import deck_page  # noqa: E402
+import deck
+import deck_page
 
 TOPICS = record.lessons(show.ROOT)
 DAILY = ("cluster", "pipeline", "zero")  # long code, steps, formulas
+READY = "ready.then(() => true)"
 # On each slide, after its last step (of pictures in steps after each): what reaches over its edge,
 # and the smallest text, in pixels, of the slide and of its pictures.
 LOOK = """() => {
@@ -75,9 +76,8 @@ def opened(visit):
     """A deck of the site, ready: `opened("zero", scheme="dark")`."""
 
     def opened(topic: str, **options) -> Visit:
-        seen = visit("book/notation.html", height=720, reduced_motion="reduce", **options)
-        seen.page.goto(f"{seen.address}slides/{topic}.html", wait_until="load")
-        seen.page.evaluate("ready")
+        seen = visit(f"slides/{topic}.html", height=720, reduced_motion="reduce", **options)
+        seen.page.evaluate(READY)
         return seen
 
     return opened
@@ -90,8 +90,8 @@ def slides(site, topic: str) -> list[str]:
 
 
 def words(html: str) -> str:
-    """The text of HTML, its blanks made one."""
-    return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
+    """The text of HTML without blanks."""
+    return "".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
 
 
 @pytest.mark.parametrize("topic", TOPICS)
@@ -118,8 +118,8 @@ def test_a_deck_s_minutes_are_the_lesson_s(site, topic):
     page = deck_page.Page((site / f"lessons/{topic}.html").read_text("utf-8"))
     read = [s for s in (page.opening, *page.sections) if s.title != "Exercises"]
     whole = sum(section.seconds for section in read) / 60
-    assert whole == pytest.approx(visible.minutes((show.ROOT / f"lessons/{topic}.md").read_text()),
-                                  rel=0.2)  # fmt: skip
+    stated = visible.stated_minutes((show.ROOT / f"lessons/{topic}.md").read_text("utf-8"))
+    assert whole == pytest.approx(stated, rel=0.15)
 
 
 @pytest.mark.parametrize("topic", TOPICS)
@@ -147,7 +147,7 @@ def test_notes_open_as_files_without_a_network(browser, site):
     tab = Visit(browser, f"{site.as_uri()}/", height=720)
     try:
         tab.page.goto(f"{tab.address}slides/zero.html")
-        tab.page.evaluate("ready")
+        tab.page.evaluate(READY)
         with tab.page.context.expect_page() as window:
             tab.page.keyboard.press("s")
         notes = window.value.locator(".speaker-controls-notes .value")
@@ -164,7 +164,7 @@ def test_a_deck_prints(opened, address):
     page = opened("zero").page
     for query, more in (("print-pdf", 0), ("print-pdf&notes", 20)):
         page.goto(f"{address}slides/zero.html?{query}", wait_until="load")
-        page.evaluate("ready")
+        page.evaluate(READY)
         page.wait_for_selector(".pdf-page")
         printed = PdfReader(BytesIO(page.pdf(prefer_css_page_size=True, print_background=True)))
         count = page.evaluate("document.querySelectorAll('.pdf-page').length")

@@ -124,7 +124,11 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--run", action="store_true", default=None, help=words)
     add("compile", f"how torchtitan runs it: {', '.join(HOW)}", "HOW")
     add("emit", "the fastest layout as a configuration for it", "ENGINE")
-    add("engine", "with --emit slurm, the whole job of: torchtitan, megatron, course", "ENGINE")
+    add(
+        "engine",
+        "with --emit slurm, the whole job of: torchtitan, megatron, deepspeed, fsdp2, course",
+        "ENGINE",
+    )
     add("into", "with --engine, the folder for its files (job)", "DIR")
     add("time", "with --engine, the job's time limit (01:00:00)", "TIME")
     add("partition", "with --engine, where it runs (the default one)", "NAME")

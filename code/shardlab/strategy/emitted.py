@@ -59,14 +59,15 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     if asked.tokens:
         steps = -(-int(asked.tokens) // (asked.batch * asked.seq))
 
-    def files(one: Planned, how: str) -> dict[str, str]:
+    def files(one: Planned, how: str) -> tuple[Planned, dict[str, str]]:
         config = own_config(asked.config, emit=engine)
         target = Target(engine, config, asked.machine, one.layout, asked.seq, how)
-        return job(target, limits, steps, one.seconds)
+        return one, job(target, limits, steps, one.seconds)
 
-    texts = _able(engine, found, files)
+    planned, texts = _able(engine, found, files)
     folder = Path(options.folder("into", given.get("into", "job")))
-    said = [f"{folder}:"]
+    takes = f"{planned.seconds:.3g} s a step and {planned.reserved / 1e9:.1f} GB on the fullest GPU"
+    said = [f"{planned.layout}: {takes}, as predicted", f"{folder}:"]
     for name, text in texts.items():
         kept = name == SITE and (folder / name).exists()
         if not kept:

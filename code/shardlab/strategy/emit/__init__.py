@@ -11,7 +11,8 @@
 | course     | the options of the course's train.py, for a shell      | torch 2.11 to 2.15    |
 | slurm      | a batch file that starts torchrun on each node         | Slurm                 |
 
-`job` is the whole of a job for Slurm: with its environment, its signal and its way to resume.
+`job` is the whole of a job for Slurm, of any of the other engines: with its environment, its signal
+and its way to resume.
 A layout that an engine cannot express is refused, with the field and what comes nearest. What no
 layout decides (data, learning rate, checkpoints) has plain values, under a comment that says so.
 Files that are mostly code have a Jinja2 template beside their writer, the others are put together.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,20 @@ class Target:
             return f"{self.machine.name} has no bf16: the loss has to be scaled"
         return "products in 16 bits, with float32's range: no loss scaling"
 
+    def of_a_step(self) -> list[tuple[str, str]]:
+        """A script's lines about the tokens of a step, each with its reason."""
+        return [
+            (f"SEQ = {self.seq}", "tokens of a sequence"),
+            (f"MICRO_BATCH = {self.layout.micro_batch}", self.why_micro_batch()),
+            (f"MICROBATCHES = {self.layout.microbatches}", self.why_microbatches()),
+        ]
+
+    def shape(self) -> str:
+        """The model's sizes as a script gives them to `Config`, a line each."""
+        sizes = ((field, getattr(self.config, field.name)) for field in fields(self.config))
+        given = [f"{field.name}={size!r}" for field, size in sizes if size != field.default]
+        return ",\n".join(given).replace("'", '"')
+
     def title(self) -> list[str]:
         """What the file is for, in two lines."""
         gpus = f"{self.layout.ranks} × {self.machine.name}"
@@ -215,3 +229,16 @@ def filled(file: str, target: Target, **words: Any) -> str:
     )
     known = {"target": target, "at": target.layout, "c": target.config, **words}
     return environment.get_template(f"{file}.jinja").render(known)
+
+
+def wrapped(text: str) -> str:
+    """Python, where a comment beside a line that is too long for both is above it."""
+    lines = []
+    for line in text.splitlines():
+        code, mark, why = line.partition("  # ")
+        if len(line) <= WIDTH or not mark:
+            lines.append(line)
+            continue
+        indent = " " * (len(code) - len(code.lstrip()))
+        lines += [f"{indent}# {why}", code]
+    return "\n".join([*lines, ""])

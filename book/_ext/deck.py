@@ -24,6 +24,7 @@ from deck_page import (
     Exercise,
     Page,
     Section,
+    code_lines,
     code_size,
     drawn,
     fitting,
@@ -32,8 +33,8 @@ from deck_page import (
     table_size,
 )
 
-MOST = 25  # slides
-EACH = 3  # of a section
+LEAST, MOST = 12, 25  # slides
+EACH = 3  # of a section, but where a deck has fewer than LEAST
 QUESTIONS = 2  # exercises that a hall answers
 _ASIDE = ("Exercises", "Summary", "Further reading")
 _WRONG = "What goes wrong"
@@ -284,6 +285,8 @@ def pieces(section: Section) -> list[Piece]:
         after = blocks[place + 1] if place + 1 < len(blocks) else None
         if block.kind == "code" and not block.out and after and after.kind == "printed":
             last, printed = place + 1, after
+        if block.kind == "code" and len(code_lines(block.html)) < 3 and not (printed or block.out):
+            continue
         title, kicker = (block.sub, section.title) if block.sub else (section.title, "")
         plainest = re.search(r"\bplain|\blines\b", f"{section.title} {block.sub}".lower())
         lead, claim = around(section, place, last, used)
@@ -330,13 +333,14 @@ def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Piece
     for section in order:
         if sum(map(len, taken.values())) > most and not any(p.forced for p in taken[id(section)]):
             taken[id(section)] = []
-    for _ in range(EACH - 1):
+    for turn in range(2 * EACH):
         for section in sorted(sections, key=lambda s: -s.seconds / (1 + len(taken[id(s)]))):
-            mine, all_ = taken[id(section)], every[id(section)]
-            if not mine or len(mine) >= EACH or sum(map(len, taken.values())) >= most:
+            mine, count = taken[id(section)], sum(map(len, taken.values()))
+            if not mine or count >= (most if turn < EACH - 1 else most - MOST + LEAST):
                 continue
             kinds = {piece.slide.kind.split()[0] for piece in mine}
-            rest = [p for p in all_ if p not in mine and p.rank < 6]
+            rest = [p for p in every[id(section)] if p not in mine]
+            rest = [p for p in rest if p.rank < 6 or turn >= EACH - 1]
             rest.sort(key=lambda p: (p.slide.kind.split()[0] in kinds, p.rank))
             mine += rest[:1]
     return [(s, sorted(taken[id(s)], key=lambda p: p.first)) for s in sections]

@@ -254,7 +254,7 @@ def of_code(
 def of_checked(block: Block) -> Slide | None:
     """A claim that people make: true, or false?"""
     claim = re.sub(r"^Checked:\s*", "", block.title)
-    answer = fitting(block.html.replace("<p>", "").replace("</p>", "\n"))[:2]
+    answer = fitting(block.html.replace("<p>", "").replace("</p>", "\n"))[:3]
     if not answer or len(plain(claim)) > LONG:
         return None
     body = f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>'

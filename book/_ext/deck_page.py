@@ -308,6 +308,11 @@ def code_size(pre: str, high: float, out: str = "") -> int:
     return size if size >= LEAST else 0
 
 
+def _wide(text: str) -> float:
+    """How wide text is, in characters: capitals are wider."""
+    return len(text) + 0.4 * sum(c.isupper() or c in "_%@" for c in text)
+
+
 def table_size(html: str, most: float) -> int:
     """The size of the font in which a table fits `most` pixels; 0 when it is too small."""
     rows = [
@@ -317,8 +322,10 @@ def table_size(html: str, most: float) -> int:
     if len(rows) < 2 or len({len(row) for row in rows}) != 1 or "<tr" not in html:
         return 0
     columns = list(zip(*rows, strict=True))
-    whole = [max(map(len, column[1:])) for column in columns]
-    word = [max((len(w) for cell in column for w in cell.split()), default=1) for column in columns]
+    whole = [max(map(_wide, column[1:])) for column in columns]
+    word = [
+        max((_wide(w) for cell in column for w in cell.split()), default=1) for column in columns
+    ]
     for size in range(30, LEAST - 1, -2):
         across = (ROOM - 26 * len(columns)) / (size * _PROSE)
         if sum(word) > across:
@@ -329,7 +336,7 @@ def table_size(html: str, most: float) -> int:
         widths = [least + share * want for least, want in zip(word, wants, strict=True)]
         high = 0.0
         for row in rows:
-            folds = [len(cell) / max(1.0, w * 0.97) for cell, w in zip(row, widths, strict=True)]
+            folds = [_wide(cell) / max(1.0, w * 0.97) for cell, w in zip(row, widths, strict=True)]
             high += max(map(math.ceil, folds)) * 1.3 * size + 10
         caption = 1.5 * size if "<caption" in html else 0
         if high + caption <= most:

@@ -26,6 +26,7 @@ from shardlab.record.exercises import exercises
 from shardlab.record.reading import reading
 
 DOWNLOADS = "downloads"
+SLIDES = "slides"
 EXERCISES = "_exercises.ipynb"
 _SUFFIXES = (  # of a file's name; what the link says; what it leads to
     (".md", ".md", "the lesson's source, to read and edit in Jupyter"),
@@ -47,7 +48,7 @@ def where(about: dict[str, Any]) -> str:
     if device["kind"] == "cpu":
         return f"the CPU ({device['cores']} core{'s' if device['cores'] != 1 else ''})"
     details = [f"driver {device['driver']}"] if device.get("driver") else []
-    details += [f"CUDA {device['cuda']}"] if device.get("cuda") else []
+    details += [f"{k.upper()} {device[k]}" for k in ("cuda", "hip") if device.get(k)]
     return f"{device['count']} × {device['name']}" + (f" ({', '.join(details)})" if details else "")
 
 
@@ -102,11 +103,15 @@ def add_line(
         for suffix, says, what in _SUFFIXES
         if suffix != EXERCISES or "{exercise-start}" in source
     )
+    slides = (
+        f'<a href="{context["pathto"](f"{SLIDES}/{topic}.html", 1)}" title="for a hall; the key S '
+        "opens the lecturer's notes\">Slides</a>"
+    )
     how = context["pathto"](EXECUTIONS)
     text = f'{escape(line(state))} <a href="{how}">How each page was executed</a>.'
     note = (
         f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
-        f'<span class="lesson-downloads">Download: {downloads}</span></p>'
+        f'<span class="lesson-downloads">Download: {downloads}. {slides}</span></p>'
         f"{SWITCH if 'tag_hide-input' in context['body'] else ''}"
     )
     # sphinx-exercise gives the same id to the content of every exercise of a page.

@@ -617,6 +617,13 @@ show.table(rows, ["collective", *head, "difference (B)"])
 # The naive way makes rank 0 send three times the tensor; in the ring nobody sends more than anybody else.
 #
 # With the number of ranks it grows to twice the tensor, and never beyond.
+#
+# ```{predict}
+# :row: 1024
+# :column: ring sends per rank, formula (S)
+#
+# An all-reduce of a tensor of size S on two ranks sends 1 S from each. How many S does each of 1,024 ranks send?
+# ```
 
 # %% tags=["hide-input"]
 # Table: what the ring sends on 2 to 1,024 ranks, predicted and counted
@@ -652,6 +659,13 @@ show.table(rows, ["ranks", "ring sends per rank, formula (S)", "counted (S)"])
 # Counting our own sends proves little about what really travels.
 # The operating system counts, too: it knows what its loopback interface transmitted.
 # We read its counter before and after, for our collectives and for those of `torch.distributed` on gloo. Bytes are per rank, in units of $S$ = 16 MiB.
+#
+# ```{predict}
+# :row: reduce_scatter
+# :column: gloo, on the wire (S)
+#
+# A reduce-scatter over four ranks needs 0.75 S from each. How many S does gloo put on the wire?
+# ```
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes on the loopback interface, ours and gloo's

@@ -30,6 +30,9 @@
 # A step moves a weight by at most about 0.001. After five steps some weight differs by 0.01 between two ranks.
 # With one more line the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
 # The line is easy. Making it cost next to nothing is the rest of the lesson.
+#
+# ```{quiz} copies-before
+# ```
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -897,6 +900,14 @@ def seen(sampler, set_epoch, epoch, N=4, windows=1000):
     return orders
 
 
+
+# %% [markdown]
+# ```{predict}
+# :row: no DistributedSampler
+# :column: different windows seen, of 1000
+#
+# Four ranks share 1,000 windows of text. How many different ones do they see in an epoch without the sampler?
+# ```
 
 # %% tags=["hide-input"]
 # Table: windows seen in an epoch, with each line and without it

@@ -27,6 +27,9 @@
 # One number to begin with. Say Llama 3 70B is to be trained on 512 GPUs, 8 in a node. Each matrix is cut over 8 ranks, the layers are cut into 4 stages, and there are 16 copies of the model.
 # There are six ways to number these ranks. In the best one 26 GB for each GPU leave its node in a step. In the worst one it is 24 times as much.
 #
+# ```{quiz} together-before
+# ```
+#
 # A *mesh* is an arrangement of ranks with an axis for each cut. This table has the words for the three axes of this lesson:
 #
 # | axis | degree | its groups: the ranks that … | in the course's code, and usually in torch's `DeviceMesh` | Megatron-LM | DeepSpeed |

@@ -27,6 +27,9 @@
 #
 # The 70.6 billion weights of Llama 3 70B are 282 GB in float32; the largest GPU on this page has 141 GB.
 # And training holds four times as much as the weights, before it reads the first word.
+#
+# ```{quiz} map-before
+# ```
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains

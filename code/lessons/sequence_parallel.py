@@ -113,6 +113,14 @@ def kept(edges, layers=SHAPE.layers):
 # CPU: bytes held by CPU kernels
 TENSOR = {t: ranks.run(kept, t, tp.REPLICATED, device="cpu")[0] for t in (1, 2, 4)}
 
+# %% [markdown]
+# ```{predict}
+# :row: 4
+# :column: of one rank's (%)
+#
+# What part of one rank's activations, in %, does each of four ranks keep?
+# ```
+
 # %% tags=["hide-input"]
 # Table: what tensor parallelism keeps on each rank
 rows = [

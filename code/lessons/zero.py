@@ -159,6 +159,13 @@ show.table(
 #
 # The table follows from the picture. As in the paper, a parameter takes 2 bytes of weight, 2 of gradient, and 12 of optimizer: float32 master weight and two moments.
 # The last column is from the paper's Figure 1 and Table 1.
+#
+# ```{predict}
+# :row: 1
+# :column: on 64 ranks (GB)
+#
+# A rank without ZeRO holds 16 bytes for each of 7.5 billion parameters. How many GB are left to it in stage 1, on 64 ranks?
+# ```
 
 # %% tags=["hide-input"]
 # Table: bytes of model states by stage, beside the published ones

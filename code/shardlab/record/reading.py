@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardlab import __version__
 
+from . import quizzes
 from .kernel import KERNELSPEC
 from .key import has_cells, notebook, source
 
@@ -99,7 +100,7 @@ class Writer:
         beside: bool = False,
         picture: Callable[[str], str] | None = None,
     ):
-        self.folder = source(name, root).parent
+        self.folder, self.root = source(name, root).parent, root
         self.papers = root / "book/references.bib"
         self.labels = set(re.findall(r"(?m)^\(([\w-]+)\)=$", source(name, root).read_text("utf-8")))
         self.beside = beside
@@ -146,7 +147,11 @@ class Writer:
             given = [f"--{option} {value}" for option, value in options.items()]
             line = " ".join(filter(None, ["python -m shardlab", title, place, *given]))
             return f"In a terminal:\n\n```bash\n{line}\n```"
+        if name == "quiz":
+            return self.plain(quizzes.plain(quizzes.read(self.root)[title]))
         text = self.plain(text)
+        if name == "predict":  # the site hides what follows until a number is there
+            return f"**Predict first.** {text}"
         if name == "step-through":
             return f"**{title}**\n\n{text}"
         if name not in _BOXES:

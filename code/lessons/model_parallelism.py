@@ -23,13 +23,13 @@
 # - say what each of them sends, and what it waits for;
 # - choose among them for a given model on given machines.
 #
-# It takes about 20 minutes to read and 30 minutes for the exercises.
-# Running it takes under a minute.
-# You need to know PyTorch, and nothing of parallelism.
 # Each technique has a lesson of its own; a link to it ends its section.
 #
 # The 70.6 billion weights of Llama 3 70B are 282 GB in float32; the largest GPU on this page has 141 GB.
 # And training holds four times as much as the weights, before it reads the first word.
+#
+# ```{quiz} map-before
+# ```
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains

@@ -412,7 +412,7 @@ show.table(rows, ["", "of what", "off in the median", "at most"])
 #
 # The constants that come with the course are fitted on all 340 rows. To judge those, a model on a number of nodes is a cell, and half of the cells are left out of a fit: their rows are 7 % off in seconds and 3 % in bytes, and in all cells but one at most the layout that is called fastest takes at most a tenth longer than the fastest.
 #
-# Five layer times of a model of 22 billion parameters predict steps of 175 billion on 64 GPUs, of 145.6 billion on 1,536 and of a trillion on 3,072, to some percent: they run the same kernels.
+# Five layer times of a model of 22 billion parameters predict, to some percent, steps of models of 175 billion on 64 GPUs, of 145.6 billion on 1,536 and of a trillion on 3,072: all run the same kernels.
 #
 # Today's engines publish tokens per second: Megatron, torchtitan and others, in 8 and 4 bits, with experts, on up to 1,024 GPUs. `--fit` takes such a table with `--profile engines`, and says which of its lines it leaves out. In the picture each half of 279 lines is predicted by constants of the other half.
 #
@@ -479,11 +479,11 @@ costs = {batch: cost(batch) for batch in (256, 512, 1024, 2048, 4096, 8192)}
 prices = list(costs.values())
 assert prices[0] > 1.08 * prices[-1] and prices[-3] < 1.02 * prices[-1]
 rows = [[f"{batch:,}", batch // GPUS, f"{1e3 * price:.2f}"] for batch, price in costs.items()]
-show.table(rows, ["sequences in a step", "of a GPU", "a billion tokens ($)"])
+show.table(rows, ["sequences in a step", "per GPU", "a billion tokens ($)"])
 
 # %% [markdown]
 # Each doubling does twice the work for one sum of gradients and one step of the optimizer; from some eight sequences per GPU on there is little left to gain.
-# A larger batch saves no money then, and each token teaches less.
+# A larger batch saves no money then, and the model learns less from each token.
 #
 # ### The same choice, run on four ranks
 #

@@ -146,7 +146,7 @@ def _stage(
     head: bool,
 ) -> _Work:
     """A micro-batch on a stage that has so many layers of each kind."""
-    found = _head(job, rates) if head else _Work()
+    found = _Work().plus(_head(job, rates), 1 + job.model.ahead) if head else _Work()
     for both, n in zip(each.values(), layers, strict=True):
         for one in both if n else ():
             found = found.plus(one, n)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardlab.arguments import check_one_of
-from shardlab.layout import Layout, Structure
+from shardlab.layout import Layout, Structure, structure
 from shardlab.layout.structure import own_config
 from shardlab.machines import Machine
 from shardlab.shapes import Config
@@ -70,6 +70,6 @@ def emit(
     nodes, and what the engine cannot express: it names the field, its value and what is nearest.
     """
     check_one_of(ENGINES, engine=engine)
-    config = own_config(config, emit=engine)
-    seq = config.seq if seq is None else seq
-    return _WRITERS[engine](Target(engine, config, machine, layout, seq, how))
+    own = own_config(config, emit=engine)
+    seq, ahead = own.seq if seq is None else seq, structure(config).ahead
+    return _WRITERS[engine](Target(engine, own, machine, layout, seq, how, ahead))

@@ -68,7 +68,7 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # less is lost between 
 # torchrun would die of USR1. It ignores what its parent ignored; ranks set a handler of their own.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
   bash -c 'trap "" USR1; exec "$@"' job \\
-  {launch} \
+  {launch} \\
   "$@" &
 step=$! again=
 {trap}

@@ -27,6 +27,7 @@ class Target:
     layout: Layout
     seq: int
     how: str = "captured"  # one of profile's HOW, where the engine has a choice
+    ahead: int = 0  # modules that predict further tokens
 
     def __post_init__(self) -> None:
         check_whole(seq=self.seq)
@@ -41,6 +42,9 @@ class Target:
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
             raise self.refusal(f"experts={self.config.experts}", "is 0", words)
+        if self.ahead and self.engine != "megatron":
+            words = "of these engines 'megatron' has an argument for it"
+            raise self.refusal(f"mtp={self.ahead}", "is 0", words)
         plain = {"head": None, "qk_norm": False, "window": None, "latent": None, "yarn": None}
         if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
             for name, only in plain.items():

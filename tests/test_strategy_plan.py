@@ -16,8 +16,8 @@ from timed import on_time
 from shardlab.shapes import PRESETS
 from shardlab.strategy import MACHINES, PROFILES, Layout, predict
 from shardlab.strategy.plan import layouts, plan
-from shardlab.strategy.profile import COURSE, today
 from shardlab.strategy.predict import room
+from shardlab.strategy.profile import COURSE, today
 from shardlab.strategy.rates import known
 from shardlab.strategy.rates import today as rates_today
 from shardlab.strategy.space import Space
